@@ -1,4 +1,5 @@
-"""The commands `dataflow` and `dataflow-rl`, which see first that the package `dataflow` is theirs."""
+"""The commands `dataflow` and `dataflow-rl`, which see first that the package `dataflow` is
+theirs."""
 
 import importlib.util
 import sys
@@ -9,7 +10,8 @@ ROOT = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    """Run the command line; status 2 where another package stands in the place of this project's."""
+    """Run the command line; status 2 where another package stands in the place of this
+    project's."""
     try:
         check()
         from dataflow.cli import main as run
@@ -20,19 +22,21 @@ def main() -> None:
 
 
 def check(name: str = "dataflow") -> None:
-    """See that the package is the one beside this module. Errors: ImportError, which names the other one."""
+    """See that the package is the one beside this module. Errors: ImportError, which names the
+    other one."""
     spec = importlib.util.find_spec(name)
     place = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
     origin = Path(place).resolve() if place else None
     if origin != ROOT / name / "__init__.py":
         raise ImportError(
-            f"'{name}' is {origin or 'no package that Python finds'}, and not Dataflow RL's at {ROOT / name}; rename "
-            f"that file or folder, or start from another folder, so that it is not found first"
+            f"'{name}' is {origin or 'no package that Python finds'}, and not Dataflow RL's at"
+            f" {ROOT / name}; rename that file or folder, or start from another folder, so that it"
+            " is not found first"
         )
     if "dataflow.graph" not in origin.read_text("utf-8"):
         raise ImportError(
-            f"{ROOT / name} is of another project called '{name}'; pip uninstall {name}, then pip install "
-            f"--force-reinstall dataflow-rl"
+            f"{ROOT / name} is of another project called '{name}'; pip uninstall {name}, then pip"
+            " install --force-reinstall dataflow-rl"
         )
 
 

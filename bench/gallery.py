@@ -1,4 +1,5 @@
-"""Draws the pictures of docs/gallery.md: each graph of graphs/ as this machine would place it; nothing is trained.
+"""Draws the pictures of docs/gallery.md: each graph of graphs/ as this machine would place it;
+nothing is trained.
 
 python -m bench.gallery
 """
@@ -13,11 +14,29 @@ from dataflow import main as run_main
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "gallery"
-NAMES = tuple(sorted(path.stem for path in (ROOT / "graphs").glob("*.py") if path.stem != "__init__"))
+NAMES = tuple(
+    sorted(path.stem for path in (ROOT / "graphs").glob("*.py") if path.stem != "__init__")
+)
 ROW = '{"prompt": "2+2=", "answer": "4"}\n'
-TEXT = ("--policy", "policy", "--prompts", "train.jsonl", "--held-out", "test.jsonl", "--reward", "exact")
-FLAGS = {"aipo": TEXT, "dapo": TEXT, "distill": (*TEXT, "--teacher", "teacher"), "grpo": TEXT, "ppo": TEXT,
-         "rloo": TEXT, "sft": TEXT}  # fmt: skip
+TEXT = (
+    "--policy",
+    "policy",
+    "--prompts",
+    "train.jsonl",
+    "--held-out",
+    "test.jsonl",
+    "--reward",
+    "exact",
+)
+FLAGS = {
+    "aipo": TEXT,
+    "dapo": TEXT,
+    "distill": (*TEXT, "--teacher", "teacher"),
+    "grpo": TEXT,
+    "ppo": TEXT,
+    "rloo": TEXT,
+    "sft": TEXT,
+}
 
 
 def main() -> int:

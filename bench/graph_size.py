@@ -1,4 +1,5 @@
-"""How long a graph of 1,000 operators takes to build, check and plan: python -m bench.graph_size."""
+"""How long a graph of 1,000 operators takes to build, check and plan: python -m
+bench.graph_size."""
 
 import argparse
 import time
@@ -27,11 +28,19 @@ def measure(operators: int) -> dict[str, float]:
     graph.check()
     checked = time.perf_counter()
     plan(graph, Devices(cpus=2))
-    return {"build_s": built - began, "check_s": checked - built, "plan_s": time.perf_counter() - checked}
+    return {
+        "build_s": built - began,
+        "check_s": checked - built,
+        "plan_s": time.perf_counter() - checked,
+    }
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--operators", type=int, default=1000)
     figures = measure(parser.parse_args().operators)
-    print({name: round(value, 3) for name, value in figures.items()}, "total", round(sum(figures.values()), 3))
+    print(
+        {name: round(value, 3) for name, value in figures.items()},
+        "total",
+        round(sum(figures.values()), 3),
+    )

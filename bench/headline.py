@@ -35,17 +35,38 @@ class Panel:
 
 
 PANELS = (
-    Panel(title="Whole loop, rollouts/s", note="short answers of even length", heading="End to end",
-          case="short answers of even length"),
-    Panel(title="Generator, tokens/s", note="lengths with a heavy tail, 256 rollouts at once", heading="Generator",
-          case="the same, 256 at once"),
-    Panel(title="Trainer, tokens/s", note="one step, lengths with a heavy tail", heading="Trainer",
-          case="heavy tail (median 47, 99th percentile 525 tokens)"),
-    Panel(title="New weights, GB/s", note="256 MiB in 300 tensors, until the generator computes with them",
-          heading="Weight plane", case="256 MiB, 300 tensors",
-          systems=("memcpy, one thread", "ours, shared memory", "torch's shared tensors, copied in and out",
-                   "`ray.put` of numpy arrays", "safetensors through /dev/shm")),
-)  # fmt: skip
+    Panel(
+        title="Whole loop, rollouts/s",
+        note="short answers of even length",
+        heading="End to end",
+        case="short answers of even length",
+    ),
+    Panel(
+        title="Generator, tokens/s",
+        note="lengths with a heavy tail, 256 rollouts at once",
+        heading="Generator",
+        case="the same, 256 at once",
+    ),
+    Panel(
+        title="Trainer, tokens/s",
+        note="one step, lengths with a heavy tail",
+        heading="Trainer",
+        case="heavy tail (median 47, 99th percentile 525 tokens)",
+    ),
+    Panel(
+        title="New weights, GB/s",
+        note="256 MiB in 300 tensors, until the generator computes with them",
+        heading="Weight plane",
+        case="256 MiB, 300 tensors",
+        systems=(
+            "memcpy, one thread",
+            "ours, shared memory",
+            "torch's shared tensors, copied in and out",
+            "`ray.put` of numpy arrays",
+            "safetensors through /dev/shm",
+        ),
+    ),
+)
 
 
 def table(page: str, heading: str) -> Table:
@@ -54,18 +75,28 @@ def table(page: str, heading: str) -> Table:
     first = re.search(r"(?:^\|.*\|\n)+", section, re.M)
     lines = first[0].splitlines() if first else []
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    numbers = ((row[0], column, re.match(r"[\d.,]+", cell)) for row in rows[2:]
-               for column, cell in zip(rows[0][1:], row[1:], strict=False))  # fmt: skip
-    return {(row, column): float(found[0].replace(",", "")) for row, column, found in numbers if found}
+    numbers = (
+        (row[0], column, re.match(r"[\d.,]+", cell))
+        for row in rows[2:]
+        for column, cell in zip(rows[0][1:], row[1:], strict=False)
+    )
+    return {
+        (row, column): float(found[0].replace(",", "")) for row, column, found in numbers if found
+    }
 
 
 def bars(found: Table, panel: Panel) -> list[tuple[str, float]]:
     """Systems and their numbers in a panel's case, in the table's order."""
     chosen = [
-        (column if row == panel.case else row, number) for (row, column), number in found.items()
+        (column if row == panel.case else row, number)
+        for (row, column), number in found.items()
         if panel.case in (row, column)
-    ]  # fmt: skip
-    return [(system, number) for system, number in chosen if not panel.systems or system in panel.systems]
+    ]
+    return [
+        (system, number)
+        for system, number in chosen
+        if not panel.systems or system in panel.systems
+    ]
 
 
 def draw(page: str) -> str:
@@ -75,8 +106,10 @@ def draw(page: str) -> str:
     rows = (len(panels) + 1) // 2
     total = 2 * MARGIN + rows * height - MARGIN // 2
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="figures" role="img" viewBox="0 0 {WIDTH} {total}" '
-        f'width="{WIDTH}" height="{total}">',
+        (
+            '<svg xmlns="http://www.w3.org/2000/svg" class="figures" role="img" viewBox="0 0'
+            f' {WIDTH} {total}" width="{WIDTH}" height="{total}">'
+        ),
         f"<title>Headline figures</title>{STYLE}",
         f'<rect class="paper" width="{WIDTH}" height="{total}"/>',
     ]
@@ -87,7 +120,9 @@ def draw(page: str) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _panel(panel: Panel, found: list[tuple[str, float]], x: float, y: float, wide: float) -> Iterator[str]:
+def _panel(
+    panel: Panel, found: list[tuple[str, float]], x: float, y: float, wide: float
+) -> Iterator[str]:
     yield f'<text class="title" x="{x:g}" y="{y + 10:g}">{escape(panel.title)}</text>'
     yield f'<text class="note" x="{x:g}" y="{y + 25:g}">{escape(panel.note)}</text>'
     most = max(number for _, number in found)
@@ -95,14 +130,24 @@ def _panel(panel: Panel, found: list[tuple[str, float]], x: float, y: float, wid
         top, long = y + 34 + place * PITCH, (wide - NAME - 60) * number / most
         kind, name = ("ours" if system.startswith("ours") else "other"), _short(system)
         yield f'<text class="name" x="{x + NAME - 6:g}" y="{top + 10:g}">{escape(name)}</text>'
-        yield f'<rect class="{kind}" x="{x + NAME:g}" y="{top:g}" width="{long:.1f}" height="{BAR}" rx="2"/>'
+        yield (
+            f'<rect class="{kind}" x="{x + NAME:g}" y="{top:g}" width="{long:.1f}" height="{BAR}"'
+            ' rx="2"/>'
+        )
         yield f'<text x="{x + NAME + long + 6:.1f}" y="{top + 10:g}">{number:,g}</text>'
 
 
 def _short(system: str) -> str:
     """A system's name in the width that there is."""
-    name = system.replace("`", "").removeprefix("transformers' ").split(" of ")[0].split(" through ")[0]
-    return name.removesuffix(", copied in and out").replace("packed, prompts and prefixes once", "prefixes once")
+    name = (
+        system.replace("`", "")
+        .removeprefix("transformers' ")
+        .split(" of ")[0]
+        .split(" through ")[0]
+    )
+    return name.removesuffix(", copied in and out").replace(
+        "packed, prompts and prefixes once", "prefixes once"
+    )
 
 
 if __name__ == "__main__":

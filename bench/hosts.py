@@ -1,21 +1,24 @@
-"""Rows, weights and steps per second of the sorting demo on one host, and on namespaces of this machine that are hosts.
+"""Rows, weights and steps per second of the sorting demo on one host, and on namespaces of this
+machine that are hosts.
 
     python -m bench.hosts --json FILE
     python -m bench.hosts --mbit 100        links between hosts that carry no more
 
-Systems: `one host`, trainer and generator on it, over sockets and shared memory as without hosts; `three hosts`, the
-trainer on one, a replica of the generator on each of the others, over tcp with keys; `two hosts`, both replicas beside
-each other on the second, which takes each version in once; with --mbit also that where the plan is told the rate of the
-link, so that versions travel as deltas. Each has a network, a file system and a clock of its own, and all share this
-machine's cores: what differs is what the way between hosts costs.
-Systems take turns; the table shows the median of the repeats. The first steps are left out.
+Systems: `one host`, trainer and generator on it, over sockets and shared memory as without hosts;
+`three hosts`, the trainer on one, a replica of the generator on each of the others, over tcp with
+keys; `two hosts`, both replicas beside each other on the second, which takes each version in once;
+with --mbit also that where the plan is told the rate of the link, so that versions travel as
+deltas. Each has a network, a file system and a clock of its own, and all share this machine's
+cores: what differs is what the way between hosts costs. Systems take turns; the table shows the
+median of the repeats. The first steps are left out.
 
 rows_per_s        rollouts that were trained
 steps_per_s       optimiser steps
 versions_per_s    versions of the weights with which rollouts were drawn
 weights_mb_per_s  the same in bytes (10^6) that the generators have taken in
 link_mb_a_version bytes (10^6) of weights that left the trainer's host for each step
-weights_ms        median of the time from the start of a transfer until a generator has it, verified; over gloo alone
+weights_ms        median of the time from the start of a transfer until a generator has it,
+                  verified; over gloo alone
 staleness_mean    versions
 start_s           from the start of the program to its first step
 
@@ -38,10 +41,17 @@ from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.run_folder import RunFolder
 from graphs.sorting import build
 
-BESIDE: Mapping[str, Any] = {"replicas": {"generator": 2}, "place": {"trainer": "h1", "generator": "h2"}}
+BESIDE: Mapping[str, Any] = {
+    "replicas": {"generator": 2},
+    "place": {"trainer": "h1", "generator": "h2"},
+}
 SYSTEMS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
     "one host": (1, 1, {}),
-    "three hosts": (3, 2, {"replicas": {"generator": 2}, "place": {"trainer": "h1", "generator": ("h2", "h3")}}),
+    "three hosts": (
+        3,
+        2,
+        {"replicas": {"generator": 2}, "place": {"trainer": "h1", "generator": ("h2", "h3")}},
+    ),
     "two hosts": (2, 2, BESIDE),
 }
 """By name: hosts, replicas of the generator, and what else `run` is given."""
@@ -53,13 +63,23 @@ NO_END = 1_000_000
 
 def main() -> int:
     """Run the bench; the exit status is 1 when a run was not clean, or there are no hosts."""
-    parser = argparse.ArgumentParser(prog="python -m bench.hosts", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.hosts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
-    parser.add_argument("--steps", type=int, default=100, help=f"of each run, the first {WARM} left out (default 100)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=100,
+        help=f"of each run, the first {WARM} left out (default 100)",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="runs of each system (default 3)")
     parser.add_argument(
-        "--mbit", type=float, help="megabits per second of each host's link; as fast as it can if left out"
+        "--mbit",
+        type=float,
+        help="megabits per second of each host's link; as fast as it can if left out",
     )
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -76,7 +96,9 @@ def main() -> int:
         for repeat in range(options.repeats):
             for name, system in systems.items():
                 try:
-                    found = measured(Path(folder), name, system, repeat, options.steps, options.mbit)
+                    found = measured(
+                        Path(folder), name, system, repeat, options.steps, options.mbit
+                    )
                 except (NoHosts, AssertionError) as error:
                     report.add(case=case, system=name, repeat=repeat, skipped=str(error)[-400:])
                     console.print(f"{name}: {error}", style="red", markup=False, soft_wrap=True)
@@ -93,7 +115,12 @@ def main() -> int:
 
 
 def measured(
-    folder: Path, name: str, system: tuple[int, int, Mapping[str, Any]], repeat: int, steps: int, mbit: float | None
+    folder: Path,
+    name: str,
+    system: tuple[int, int, Mapping[str, Any]],
+    repeat: int,
+    steps: int,
+    mbit: float | None,
 ) -> dict[str, Figure]:
     """One run. Errors: NoHosts; AssertionError with what it said, where it was not clean."""
     from rigs.hosts import hosts
@@ -108,7 +135,9 @@ def measured(
                 host.slow(mbit)
         cluster, began = Cluster(made, own), time.time()
         start = cluster.launch if count == 1 else cluster.start
-        start("sorting", {"policy": str(folder / "policy"), "eval_every": NO_END}, steps=steps, **more)
+        start(
+            "sorting", {"policy": str(folder / "policy"), "eval_every": NO_END}, steps=steps, **more
+        )
         verdict = cluster.ended(900.0)
     assert verdict.clean, verdict.line
     return figures(cluster.run_folder, folder / "policy", replicas, began)
@@ -121,7 +150,9 @@ def figures(run: Path, policy: Path, replicas: int, began: float) -> dict[str, F
     span_s = counted[-1]["seconds"] - first["seconds"]
     versions = {version for line in counted for version in _versions(run, line["step"])}
     weights_bytes = sum(path.stat().st_size for path in policy.glob("*.safetensors"))
-    sent = [each["seconds"] for line in counted for each in (line.get("weights_sent") or {}).values()]
+    sent = [
+        each["seconds"] for line in counted for each in (line.get("weights_sent") or {}).values()
+    ]
     first_step = min((run / "rollouts").glob("step-*.arrow"))
     return {
         "rows_per_s": sum(line["rollouts"] for line in counted) / span_s,

@@ -1,8 +1,9 @@
-"""python -m bench.ledger_service [--steps 300]: what the ledger costs a run, as a file and by way of its service.
+"""python -m bench.ledger_service [--steps 300]: what the ledger costs a run, as a file and by way
+of its service.
 
-The pattern of the demo: per step 32 groups are issued, marked three times on their way, eight at a time, and trained.
-Milliseconds are those that whoever calls waits; a mark is not waited for where the service has the ledger.
-"""
+The pattern of the demo: per step 32 groups are issued, marked three times on their way, eight at a
+time, and trained. Milliseconds are those that whoever calls waits; a mark is not waited for where
+the service has the ledger."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from dataflow.folder.ledger_service.process import LedgerProcess
 from dataflow.system.security import RunKeys
 
 GROUPS, MARKED = 32, 8
-METRICS = dict.fromkeys(("loss", "reward", "grad_norm", "kl", "ratio", "staleness", "seconds", "tokens"), 0.123456)
+METRICS = dict.fromkeys(
+    ("loss", "reward", "grad_norm", "kl", "ratio", "staleness", "seconds", "tokens"), 0.123456
+)
 
 
 @contextlib.contextmanager
@@ -32,7 +35,9 @@ def as_file(path: Path) -> Iterator[Callable[[str], BaseLedger]]:
 
 
 @contextlib.contextmanager
-def by_service(path: Path, address: str, keys: RunKeys | None) -> Iterator[Callable[[str], BaseLedger]]:
+def by_service(
+    path: Path, address: str, keys: RunKeys | None
+) -> Iterator[Callable[[str], BaseLedger]]:
     """A process has it open for all."""
     with LedgerProcess() as service:
         at = service.serve(path, address, keys)
@@ -48,7 +53,11 @@ def measure(opened: Callable[[str], BaseLedger], steps: int) -> dict[str, float]
         call()
         waited[kind].append(1e3 * (time.perf_counter() - began))
 
-    with opened("prompts-0") as prompts, opened("generator-0") as generator, opened("trainer-0") as trainer:
+    with (
+        opened("prompts-0") as prompts,
+        opened("generator-0") as generator,
+        opened("trainer-0") as trainer,
+    ):
         began = time.perf_counter()
         for step in range(1, steps + 1):
             groups = range(GROUPS * (step - 1), GROUPS * step)
@@ -56,16 +65,30 @@ def measure(opened: Callable[[str], BaseLedger], steps: int) -> dict[str, float]
             timed("issue", partial(prompts.issue, "prompts", named))
             for state in ("generating", "generated", "scored"):
                 for first in range(0, GROUPS, MARKED):
-                    timed("mark", partial(generator.advance, "prompts", groups[first : first + MARKED], state))
+                    timed(
+                        "mark",
+                        partial(
+                            generator.advance, "prompts", groups[first : first + MARKED], state
+                        ),
+                    )
             commit = partial(
-                trainer.commit_step, "trainer", step, version=step, source="prompts", trained=groups, metrics=METRICS
-            )  # fmt: skip
+                trainer.commit_step,
+                "trainer",
+                step,
+                version=step,
+                source="prompts",
+                trained=groups,
+                metrics=METRICS,
+            )
             timed("step", commit)
             if step % 50 == 0:
                 timed("flush", trainer.flush)
         seconds = time.perf_counter() - began
     found = {f"{kind} ms": statistics.median(each) for kind, each in waited.items()}
-    return found | {"step p99 ms": sorted(waited["step"])[int(0.99 * steps)], "groups/s": GROUPS * steps / seconds}
+    return found | {
+        "step p99 ms": sorted(waited["step"])[int(0.99 * steps)],
+        "groups/s": GROUPS * steps / seconds,
+    }
 
 
 def main() -> None:
@@ -76,15 +99,20 @@ def main() -> None:
     given = parser.parse_args()
     report = Report("ledger_service", given.json)
     for name, listens, keys in (
-        ("file", "", None), ("service, ipc", "ipc://{}/service", None),
+        ("file", "", None),
+        ("service, ipc", "ipc://{}/service", None),
         ("service, tcp with CURVE", "tcp://127.0.0.1:*", RunKeys.make()),
-    ):  # fmt: skip
+    ):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "ledger.db"
             Ledger.create(path, {"trainer": ["prompts"]}).close()
             way = by_service(path, listens.format(folder), keys) if listens else as_file(path)
             with way as opened:
-                report.add(case=f"{given.steps} steps of {GROUPS} groups", system=name, **measure(opened, given.steps))
+                report.add(
+                    case=f"{given.steps} steps of {GROUPS} groups",
+                    system=name,
+                    **measure(opened, given.steps),
+                )
     report.show()
 
 

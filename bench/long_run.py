@@ -1,15 +1,16 @@
-"""What a long run holds on to: the memory of each of its processes against the steps that it has made.
+"""What a long run holds on to: the memory of each of its processes against the steps that it has
+made.
 
     python -m bench.long_run --steps 20000 --json FILE
 
-A policy of one layer and width 16 makes steps as small as they can be: 2 prompts, 2 rollouts of at most 4 tokens each,
-a scorer in a process of its own, an evaluation every 50 steps. Each time that a tenth of the steps is made, the memory
-of every process is read from outside.
+A policy of one layer and width 16 makes steps as small as they can be: 2 prompts, 2 rollouts of at
+most 4 tokens each, a scorer in a process of its own, an evaluation every 50 steps. Each time that a
+tenth of the steps is made, the memory of every process is read from outside.
 
-memory: MiB of each process, and of all together, that are of no file, at each of these moments; bytes_per_step: the
-slope of the straight line through those of the second half, in which nothing is loaded any more. pace: steps per second
-in each tenth. Exit status 1 when `dataflow verify` does not say clean.
-"""
+memory: MiB of each process, and of all together, that are of no file, at each of these moments;
+bytes_per_step: the slope of the straight line through those of the second half, in which nothing is
+loaded any more. pace: steps per second in each tenth. Exit status 1 when `dataflow verify` does not
+say clean."""
 
 from __future__ import annotations
 
@@ -53,13 +54,21 @@ def build(policy: Path, eval_every: int) -> Graph:
 
     rows = list(sorting.rows(512, seed=0))
     folder = warm_start(
-        str(policy), examples=((row["prompt"], row["answer"]) for row in rows), alphabet=sorting.ALPHABET,
-        layers=1, width=16, heads=2, steps=2, seed=0,
-    )  # fmt: skip
+        str(policy),
+        examples=((row["prompt"], row["answer"]) for row in rows),
+        alphabet=sorting.ALPHABET,
+        layers=1,
+        width=16,
+        heads=2,
+        steps=2,
+        seed=0,
+    )
     g, model = Graph("long"), Model(str(folder))
     generator = Generator(model, group_size=2, max_tokens=4)
     trainer = Trainer(model, loss=aipo, prompts_per_step=2, lr=1e-4)
-    trainer(advantage(reward(generator(g.source(Prompts(rows, columns=("answer",), shuffle_seed=0))))))
+    trainer(
+        advantage(reward(generator(g.source(Prompts(rows, columns=("answer",), shuffle_seed=0)))))
+    )
     held_out = Prompts(rows[:4], columns=("answer",), name="held_out", group_size=1)
     Evaluate(every_steps=eval_every)(reward(generator(g.source(held_out))))
     g.feedback(trainer.weights, generator, max_staleness=4)
@@ -70,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; the exit status is 1 when the run is not clean."""
     options = parser().parse_args(arguments)
     if options.carry is not None:
-        run(build(options.carry / "policy", 50), steps=options.steps, runs=options.carry, quiet=True)
+        run(
+            build(options.carry / "policy", 50), steps=options.steps, runs=options.carry, quiet=True
+        )
         return 0
     report = Report("long_run", options.json)
     with tempfile.TemporaryDirectory() as temporary:
@@ -86,7 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(
-        prog="python -m bench.long_run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.long_run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     found.add_argument("--steps", type=int, default=20_000, help="of the run (default 20000)")
     found.add_argument("--json", type=Path, help="file for the JSON lines")
@@ -114,26 +127,37 @@ def watch(steps: int, runs: Path, report: Report) -> bool:
     for row in memory_rows(read):
         report.add(case="memory", system=str(row.pop("process")), **row)
     for (before, began), (after, ended) in pairwise(times):
-        report.add(case="pace", system=f"steps {before} to {after}", steps_per_s=(after - before) / (ended - began))
+        report.add(
+            case="pace",
+            system=f"steps {before} to {after}",
+            steps_per_s=(after - before) / (ended - began),
+        )
     clean, said = judged(runs)
     print(said, flush=True)
     return clean
 
 
 def memory_rows(read: Mapping[int, Mapping[str, float]]) -> list[dict[str, Figure]]:
-    """A row for each process that was there to the end, and one for all: MiB by step, and the slope of the second
-    half in bytes a step."""
+    """A row for each process that was there to the end, and one for all: MiB by step, and the slope
+    of the second half in bytes a step."""
     steps = sorted(read)
     rows: list[dict[str, Figure]] = []
     together = {step: {**read[step], ALL: sum(read[step].values())} for step in steps}
     for name in sorted(together[steps[-1]], key=lambda each: (each == ALL, each)):
         known = [step for step in steps if name in together[step]]
         half = [step for step in known if step >= steps[-1] / 2]
-        slope = float(np.polyfit(half, [together[step][name] for step in half], 1)[0]) if len(half) > 1 else None
+        slope = (
+            float(np.polyfit(half, [together[step][name] for step in half], 1)[0])
+            if len(half) > 1
+            else None
+        )
         rows.append(
-            {"process": name, **{f"at {step}": together[step][name] for step in known},
-             "bytes_per_step": None if slope is None else slope * MIB}
-        )  # fmt: skip
+            {
+                "process": name,
+                **{f"at {step}": together[step][name] for step in known},
+                "bytes_per_step": None if slope is None else slope * MIB,
+            }
+        )
     return rows
 
 

@@ -1,4 +1,5 @@
-"""A run of a bench in a process of its own: started with the bench's own module, it writes its figures into a file."""
+"""A run of a bench in a process of its own: started with the bench's own module, it writes its
+figures into a file."""
 
 import json
 import signal
@@ -23,10 +24,11 @@ def figures_of(
     environment: Mapping[str, str] | None = None,
     watch: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """What `python -m module --child NAMES FILE FLAGS` wrote into FILE as JSON, or {"failed": why there is nothing}.
+    """What `python -m module --child NAMES FILE FLAGS` wrote into FILE as JSON, or {"failed": why
+    there is nothing}.
 
-    The child and what it started end with this call, also where this process is told to end meanwhile (SIGTERM).
-    environment: the child's whole environment; None: this process's.
+    The child and what it started end with this call, also where this process is told to end
+    meanwhile (SIGTERM). environment: the child's whole environment; None: this process's.
     watch: called with the child's process id every half second while it runs.
     """
     with tempfile.TemporaryDirectory() as folder:

@@ -1,28 +1,33 @@
-"""Which modules one rollout passes: follows a group of the demo through all processes of a run, call by call.
+"""Which modules one rollout passes: follows a group of the demo through all processes of a run,
+call by call.
 
     python -m bench.path --list --json FILE
 
-The demo runs as `make demo` runs it, with a hook in every process but the scheduler's, which no rollout passes. In the
-middle of the run the hook picks a prompt and follows its group from there on (eight of them in truth, which go the
-same way: one whose rewards are all equal teaches nothing, and ends before the loss). A module counts once one of its
-functions is handed the group or gives it back, or once an object of one of its classes holds it there. Handed is what
-stands in the arguments, `self` among them.
+The demo runs as `make demo` runs it, with a hook in every process but the scheduler's, which no
+rollout passes. In the middle of the run the hook picks a prompt and follows its group from there on
+(eight of them in truth, which go the same way: one whose rewards are all equal teaches nothing, and
+ends before the loss). A module counts once one of its functions is handed the group or gives it
+back, or once an object of one of its classes holds it there. Handed is what stands in the
+arguments, `self` among them.
 
 A value is the group, or holds it, if it is
 - rows of Arrow with its number in the column `group_id`,
-- text or bytes in which its prompt stands, or another text of its first row (an answer, a completion),
-- numbers in which the tokens of its prompt, or the log-probabilities or another list of its first row, stand side by
-  side; or a number for each of its rows, as its rewards,
-- its number where the name says so (`group_id`, `groups`, ...), or beside the name of its source or of its prompt,
+- text or bytes in which its prompt stands, or another text of its first row (an answer, a
+  completion),
+- numbers in which the tokens of its prompt, or the log-probabilities or another list of its first
+  row, stand side by side; or a number for each of its rows, as its rewards,
+- its number where the name says so (`group_id`, `groups`, ...), or beside the name of its source or
+  of its prompt,
 - the newest tokens of all live rows: a record with `tokens` and `logprobs`,
-- a list, a dictionary or a frozen record of such values, some levels deep; any other object whose own attribute is one.
-  What such an object keeps in lists and dictionaries does not count: who owns a queue is not handed what stands in it.
+- a list, a dictionary or a frozen record of such values, some levels deep; any other object whose
+  own attribute is one. What such an object keeps in lists and dictionaries does not count: who owns
+  a queue is not handed what stands in it.
 
-So a file that computes with what was computed from the rollout (hidden states, gradients, figures of a step) does not
-count, nor one that moves weights, or starts, watches and ends things. `meanwhile` are the modules in which any function
-is called while the steps in the middle are made, apart from the scheduler's and those of heartbeats and checkpoints;
-`weights`, those of these that move weights. Lines are all lines of a module.
-"""
+So a file that computes with what was computed from the rollout (hidden states, gradients, figures
+of a step) does not count, nor one that moves weights, or starts, watches and ends things.
+`meanwhile` are the modules in which any function is called while the steps in the middle are made,
+apart from the scheduler's and those of heartbeats and checkpoints; `weights`, those of these that
+move weights. Lines are all lines of a module."""
 
 from __future__ import annotations
 
@@ -58,7 +63,8 @@ PRODUCT = ("dataflow", "operators", "transport")
 WITHOUT_ROLLOUTS = {"link", "heartbeat", "view", "aside", "checkpoint", "ranks-watch"}
 """Threads by the names that they give themselves; of `meanwhile` alone."""
 FIRST, REST, STEPS = 60, 5, 110
-"""From which step on is looked, how many steps after the group was scored, and how many the run makes at most."""
+"""From which step on is looked, how many steps after the group was scored, and how many the run
+makes at most."""
 WAITING, LOOKING, OVER = 0, 1, 2
 GROUPS = 8
 """That are followed: of one all rewards may be equal, and then it is not trained."""
@@ -67,7 +73,8 @@ LONG_ENOUGH = range(7, 12)
 MOST_BYTES = 1 << 20
 """Of all that is known of a group."""
 RUN, FEWEST = 8, 4
-"""A list of a row is known by so many of its last numbers, so many of them different; a text has so many characters."""
+"""A list of a row is known by so many of its last numbers, so many of them different; a text has so
+many characters."""
 DEEP, MANY = 3, 256
 """Levels that are looked into, and values of each."""
 FEW_NUMBERS = 20_000
@@ -82,7 +89,8 @@ class Marks:
     def __init__(self, ids: Mapping[str, int]) -> None:
         """ids: of each character, its token."""
         self._ids = ids
-        self._facts = mmap.mmap(-1, MOST_BYTES)  # shared with forks: how many bytes, and lines of JSON
+        # shared with forks: how many bytes, and lines of JSON
+        self._facts = mmap.mmap(-1, MOST_BYTES)
         self._lock = multiprocessing.get_context("fork").Lock()
         self._read = 8
         self._known: set[str] = set()
@@ -129,7 +137,9 @@ class Marks:
         elif kind == "text":
             self._texts |= {value}
         elif kind == "run":
-            self._runs.append(np.array(value, np.float32 if isinstance(value[0], float) else np.int64))
+            self._runs.append(
+                np.array(value, np.float32 if isinstance(value[0], float) else np.int64)
+            )
         elif kind == "column":
             self.columns.append(np.array(value, np.float32))
 
@@ -189,9 +199,14 @@ class Holder:
         self._at = 0
 
     def has(self, value: Any, name: str = "", deep: int = DEEP, *, lists: bool = True) -> bool:
-        """name: what the value is called where it stands. lists: whether to look into lists and dictionaries."""
+        """name: what the value is called where it stands. lists: whether to look into lists and
+        dictionaries."""
         marks = self._marks
-        if value is None or isinstance(value, bool | float | type) or type(value).__name__ == "Parameter":
+        if (
+            value is None
+            or isinstance(value, bool | float | type)
+            or type(value).__name__ == "Parameter"
+        ):
             return False
         if isinstance(value, int | np.integer):
             return int(value) in marks.groups and name.startswith("group")
@@ -223,7 +238,9 @@ class Holder:
         if isinstance(value, pa.RecordBatch | pa.Table):
             table = pa.Table.from_batches([value]) if isinstance(value, pa.RecordBatch) else value
             if "group_id" not in table.schema.names:
-                return table.num_rows < MOST_RECORDS and any(self._in_arrow(column, "") for column in table.columns)
+                return table.num_rows < MOST_RECORDS and any(
+                    self._in_arrow(column, "") for column in table.columns
+                )
             own = table.filter(pc.is_in(table["group_id"], pa.array(self._marks.groups)))
             for number in set(own["group_id"].to_pylist()):
                 self._marks.learn(own.filter(pc.equal(own["group_id"], number)))
@@ -234,18 +251,27 @@ class Holder:
             value = value.flatten()
         if pa.types.is_integer(value.type) or pa.types.is_floating(value.type):
             return self.has(
-                value.to_numpy(zero_copy_only=False) if isinstance(value, pa.Array) else value.to_numpy(), name
+                (
+                    value.to_numpy(zero_copy_only=False)
+                    if isinstance(value, pa.Array)
+                    else value.to_numpy()
+                ),
+                name,
             )
         return False
 
     def _named(self, value: AnyArray, name: str) -> bool:
         return (
-            name.startswith("group") and value.dtype.kind in "iu" and bool(np.isin(value, [*self._marks.groups]).any())
+            name.startswith("group")
+            and value.dtype.kind in "iu"
+            and bool(np.isin(value, [*self._marks.groups]).any())
         )
 
     def _in_list(self, value: Any, name: str, deep: int) -> bool:
         items = list(value)[:MANY]
-        if items and all(isinstance(item, int | float) and not isinstance(item, bool) for item in items):
+        if items and all(
+            isinstance(item, int | float) and not isinstance(item, bool) for item in items
+        ):
             numbers = np.array(items)
             return self._named(numbers, name) or self._marks.in_numbers(numbers)
         beside = (
@@ -259,7 +285,10 @@ class Holder:
         kind = type(value)
         if kind.__module__.split(".")[0] not in PRODUCT or self._is_known_not_to(value):
             return False
-        names = {*getattr(value, "__dict__", ()), *(slot for base in kind.__mro__ for slot in _slots(base))}
+        names = {
+            *getattr(value, "__dict__", ()),
+            *(slot for base in kind.__mro__ for slot in _slots(base)),
+        }
         frozen = dataclasses.is_dataclass(value) and kind.__dataclass_params__.frozen
         held = {"tokens", "logprobs"} <= names or any(
             (frozen or not _is_mutable(item)) and self.has(item, name, deep - 1, lists=frozen)
@@ -335,17 +364,27 @@ class Tracer:
             classes = {sys.modules[kind.__module__].__file__ for kind in self._holder.classes}
             left = {
                 "called": sorted({code.co_filename for code in self._seen}),
-                "passed": sorted({code.co_filename for code in self._passed} | {str(name) for name in classes}),
+                "passed": sorted(
+                    {code.co_filename for code in self._passed} | {str(name) for name in classes}
+                ),
             }
             (self._folder / f"{os.getpid()}.json").write_text(json.dumps(left))
 
     def _hook(self, frame: FrameType, event: str, given: Any) -> None:
         code = frame.f_code
-        if self._phase[0] == WAITING or event not in ("call", "return") or os.getpid() == self._scheduler:
+        if (
+            self._phase[0] == WAITING
+            or event not in ("call", "return")
+            or os.getpid() == self._scheduler
+        ):
             return
         if self._phase[0] == OVER:
             self.leave()
-        elif self._is_product(code) and code not in self._passed and not getattr(self._looks, "now", False):
+        elif (
+            self._is_product(code)
+            and code not in self._passed
+            and not getattr(self._looks, "now", False)
+        ):
             if code not in self._seen and threading.current_thread().name not in WITHOUT_ROLLOUTS:
                 self._seen.add(code)
             self._looks.now = True
@@ -356,14 +395,20 @@ class Tracer:
 
     def _look(self, frame: FrameType, event: str, given: Any) -> None:
         if not self._marks.known():
-            if event == "return" and "prompt" in Path(frame.f_code.co_filename).name:  # where it is issued
+            # where it is issued
+            if event == "return" and "prompt" in Path(frame.f_code.co_filename).name:
                 self._marks.pick(given)
             return
         code = frame.f_code
         if event == "return":
             values = {code.co_name: given}
         else:
-            count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
+            count = (
+                code.co_argcount
+                + code.co_kwonlyargcount
+                + bool(code.co_flags & 4)
+                + bool(code.co_flags & 8)
+            )
             values = {name: frame.f_locals.get(name) for name in code.co_varnames[:count]}
         if any(self._holder.has(value, name) for name, value in values.items()):
             self._passed.add(code)
@@ -378,8 +423,8 @@ class Tracer:
 
 
 def modules(folder: Path, what: str) -> set[str]:
-    """Files of the product that some process wrote down, from the repository's root. what: `passed` or `called`, which
-    counts processes alone that carry rollouts."""
+    """Files of the product that some process wrote down, from the repository's root. what: `passed`
+    or `called`, which counts processes alone that carry rollouts."""
     found: set[str] = set()
     for left in folder.glob("*.json"):
         paths = {Path(name) for name in json.loads(left.read_text())[what]}
@@ -390,20 +435,25 @@ def modules(folder: Path, what: str) -> set[str]:
 
 
 def follow(work: Path) -> Path:
-    """Runs the demo under the tracer. Returns the folder for `modules`; RuntimeError when the run ends too early."""
+    """Runs the demo under the tracer. Returns the folder for `modules`; RuntimeError when the run
+    ends too early."""
     from transformers import AutoTokenizer
 
     traced, runs = work / "traced", work / "runs"
     traced.mkdir()
     graph = sorting.build(policy=str(work / "policy"), eval_every=1000)
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
-    letters = {letter: tokenizer.encode(letter, add_special_tokens=False)[0] for letter in task.ALPHABET}
+    letters = {
+        letter: tokenizer.encode(letter, add_special_tokens=False)[0] for letter in task.ALPHABET
+    }
     marks = Marks(letters)
     tracer = Tracer(traced, marks)
     done = threading.Event()
 
     def steps() -> int:
-        return max((each.read_text().count('"step"') for each in runs.glob("*/metrics.jsonl")), default=0)
+        return max(
+            (each.read_text().count('"step"') for each in runs.glob("*/metrics.jsonl")), default=0
+        )
 
     def until(is_reached: Callable[[], bool]) -> None:
         while not is_reached() and not done.wait(0.02):
@@ -428,13 +478,15 @@ def follow(work: Path) -> Path:
         watching.join()
     if not marks.columns:
         raise RuntimeError(
-            "all rewards of the groups that were followed are equal, so that they ended before the loss; try it again"
+            "all rewards of the groups that were followed are equal, so that they ended before the"
+            " loss; try it again"
         )
     deadline = time.monotonic() + 10
     while not modules(traced, "passed"):
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"no process left what it called in {traced}; the run may have ended before a group was trained"
+                f"no process left what it called in {traced}; the run may have ended before a group"
+                " was trained"
             )
         time.sleep(0.1)
     return traced
@@ -450,13 +502,19 @@ def main() -> None:
     asks = argparse.ArgumentParser(prog="python -m bench.path", description=__doc__)
     asks.add_argument("--json", type=Path)
     asks.add_argument("--list", action="store_true", help="name the modules too")
-    asks.add_argument("--all", action="store_true", help="count the modules too that are called meanwhile")
+    asks.add_argument(
+        "--all", action="store_true", help="count the modules too that are called meanwhile"
+    )
     given = asks.parse_args()
     report = Report("path", given.json)
     with tempfile.TemporaryDirectory() as work:
         left = follow(Path(work))
         passed, called = modules(left, "passed"), modules(left, "called")
-    weights = {name for name in called - passed if name.startswith(("transport/weights", "transport/native"))}
+    weights = {
+        name
+        for name in called - passed
+        if name.startswith(("transport/weights", "transport/native"))
+    }
     cases = {"rollout": passed}
     if given.all:
         cases |= {"meanwhile": called - weights, "weights": weights}

@@ -1,18 +1,21 @@
-"""What a run does whose trainer stands still: memory of every process, depth of every queue, and the pace afterwards.
+"""What a run does whose trainer stands still: memory of every process, depth of every queue, and
+the pace afterwards.
 
     python -m bench.paused --seconds 120 --json FILE
 
-The sorting task on real processes, with limits that let a trainer be silent for so long. After --warm seconds of steps
-the trainer gets SIGSTOP, and after --seconds SIGCONT; once a second the memory of every process of the run is read from
-outside, and every ten seconds the scheduler is asked for its queues, the ledger for its groups.
+The sorting task on real processes, with limits that let a trainer be silent for so long. After
+--warm seconds of steps the trainer gets SIGSTOP, and after --seconds SIGCONT; once a second the
+memory of every process of the run is read from outside, and every ten seconds the scheduler is
+asked for its queues, the ledger for its groups.
 
-memory: MiB of each process, resident (rss), and of these what is of no file (own), ten seconds into the pause and at
-its end, each the median of three readings, and the change in percent. queues: rows that came and are not acknowledged,
-at these moments and at most, against what the edge holds; of its own edge the trainer told before the pause. groups: in
-flight by state, as the ledger has them, when the pause began, and then the same; begun are those that a generator has
-seen, which staleness bounds. pace: steps per second in windows of ten seconds before and after the pause, and their
-share of the median before it. Exit status 1 when `dataflow verify` does not say clean, or a worker was taken for dead.
-"""
+memory: MiB of each process, resident (rss), and of these what is of no file (own), ten seconds into
+the pause and at its end, each the median of three readings, and the change in percent. queues: rows
+that came and are not acknowledged, at these moments and at most, against what the edge holds; of
+its own edge the trainer told before the pause. groups: in flight by state, as the ledger has them,
+when the pause began, and then the same; begun are those that a generator has seen, which staleness
+bounds. pace: steps per second in windows of ten seconds before and after the pause, and their share
+of the median before it. Exit status 1 when `dataflow verify` does not say clean, or a worker was
+taken for dead."""
 
 from __future__ import annotations
 
@@ -94,13 +97,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(
-        prog="python -m bench.paused", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.paused",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--seconds", type=float, default=120.0, help="that the trainer stands still (default 120)")
+    found.add_argument(
+        "--seconds", type=float, default=120.0, help="that the trainer stands still (default 120)"
+    )
     found.add_argument("--warm", type=float, default=45.0, help="of steps before that (default 45)")
-    found.add_argument("--settle", type=float, default=10.0, help="until the first reading that counts (default 10)")
-    found.add_argument("--max-staleness", type=int, default=4, help="versions that rollouts may be behind (default 4)")
-    found.add_argument("--policy", type=Path, default=Path("policies/sorting"), help="folder of the policy")
+    found.add_argument(
+        "--settle",
+        type=float,
+        default=10.0,
+        help="until the first reading that counts (default 10)",
+    )
+    found.add_argument(
+        "--max-staleness",
+        type=int,
+        default=4,
+        help="versions that rollouts may be behind (default 4)",
+    )
+    found.add_argument(
+        "--policy", type=Path, default=Path("policies/sorting"), help="folder of the policy"
+    )
     found.add_argument("--json", type=Path, help="file for the JSON lines")
     found.add_argument("--carry", type=Path, help="internal: be the run, in this folder")
     return found
@@ -112,19 +131,29 @@ def carry(options: argparse.Namespace) -> None:
 
     patience_s = options.seconds + LATE
     limits = Limits(
-        hang_s=patience_s, stopped_s=patience_s, stuck_s=600 + patience_s, asleep_s=120 + patience_s,
-        stall_s=300 + patience_s, slice_s=1800 + patience_s,
-    )  # fmt: skip
-    graph = build(policy=str(options.policy), max_staleness=options.max_staleness, eval_every=ENDLESS)
+        hang_s=patience_s,
+        stopped_s=patience_s,
+        stuck_s=600 + patience_s,
+        asleep_s=120 + patience_s,
+        stall_s=300 + patience_s,
+        slice_s=1800 + patience_s,
+    )
+    graph = build(
+        policy=str(options.policy), max_staleness=options.max_staleness, eval_every=ENDLESS
+    )
     run(graph, steps=ENDLESS, runs=options.carry, quiet=True, limits=limits)
 
 
 def disturb(options: argparse.Namespace, runs: Path, report: Report) -> bool:
     """Run, pause, go on and end; whether the run was clean and nobody was taken for dead."""
     flags = [
-        "--seconds", str(options.seconds), "--policy", str(options.policy.absolute()),
-        "--max-staleness", str(options.max_staleness),
-    ]  # fmt: skip
+        "--seconds",
+        str(options.seconds),
+        "--policy",
+        str(options.policy.absolute()),
+        "--max-staleness",
+        str(options.max_staleness),
+    ]
     command = [sys.executable, "-m", "bench.paused", "--carry", str(runs), *flags]
     program = Program(command, runs / "said")
     try:
@@ -148,14 +177,19 @@ def disturb(options: argparse.Namespace, runs: Path, report: Report) -> bool:
     faults = len(faults_of(runs / "latest"))
     print(said, flush=True)
     report.add(
-        case="verdict", system="run", clean="yes" if clean else "NO", faults=faults,
-        left_behind=len(left_behind(runs)), paused_s=ended - began,
-    )  # fmt: skip
+        case="verdict",
+        system="run",
+        clean="yes" if clean else "NO",
+        faults=faults,
+        left_behind=len(left_behind(runs)),
+        paused_s=ended - began,
+    )
     return clean and not faults
 
 
 def paused(program: Program, runs: Path, seconds: float) -> tuple[Seen, float, float]:
-    """Stop the trainer for so long; what was seen meanwhile, and when it was stopped and woken, seconds since 1970."""
+    """Stop the trainer for so long; what was seen meanwhile, and when it was stopped and woken,
+    seconds since 1970."""
     folder, seen = RunFolder.open(runs / "latest"), Seen()
     trainer = workers(program.pid)[f"{TRAINER}-0"]
     trainer.suspend()
@@ -193,39 +227,58 @@ def memory_rows(readings: Sequence[Mapping[str, Memory]], settled: int) -> list[
     for name in sorted(set.intersection(*(set(reading) for reading in (*first, *last)))):
         row: dict[str, Figure] = {"process": name}
         for kind in ("rss", "own"):
-            start, end = (statistics.median(getattr(each[name], kind) for each in part) for part in (first, last))
-            row |= {f"{kind}_start": start / MIB, f"{kind}_end": end / MIB, f"{kind}_percent": percent(start, end)}
+            start, end = (
+                statistics.median(getattr(each[name], kind) for each in part)
+                for part in (first, last)
+            )
+            row |= {
+                f"{kind}_start": start / MIB,
+                f"{kind}_end": end / MIB,
+                f"{kind}_percent": percent(start, end),
+            }
         found.append(row)
     return found
 
 
 def queue_rows(readings: Sequence[Mapping[str, tuple[int, int]]]) -> list[dict[str, Figure]]:
-    """A row for each edge: its depth 10 s into the pause, at the end and at most, and what it holds."""
+    """A row for each edge: its depth 10 s into the pause, at the end and at most, and what it
+    holds."""
     found: list[dict[str, Figure]] = []
     for name in sorted({edge for reading in readings for edge in reading}):
         depths = [reading[name][0] for reading in readings if name in reading]
         bound = next(reading[name][1] for reading in readings if name in reading)
         start = depths[min(1, len(depths) - 1)]
         found.append(
-            {"edge": name, "start": start, "end": depths[-1], "most": max(depths), "bound": bound,
-             "within": "yes" if max(depths) <= bound else "NO"}
-        )  # fmt: skip
+            {
+                "edge": name,
+                "start": start,
+                "end": depths[-1],
+                "most": max(depths),
+                "bound": bound,
+                "within": "yes" if max(depths) <= bound else "NO",
+            }
+        )
     return found
 
 
 def group_rows(readings: Sequence[Mapping[str, int]], bound: int) -> list[dict[str, Figure]]:
-    """A row for each state in which groups were in flight, and one for those that were begun, with their bound."""
+    """A row for each state in which groups were in flight, and one for those that were begun, with
+    their bound."""
     found: list[dict[str, Figure]] = []
     totals = [
         {**reading, "begun": sum(count for state, count in reading.items() if state != "issued")}
         for reading in readings
-    ]  # fmt: skip
+    ]
     for state in sorted({state for reading in totals for state in reading}):
         counts = [reading.get(state, 0) for reading in totals]
         start = counts[min(1, len(counts) - 1)]
         row: dict[str, Figure] = {
-            "state": state, "at_once": counts[0], "start": start, "end": counts[-1], "most": max(counts),
-        }  # fmt: skip
+            "state": state,
+            "at_once": counts[0],
+            "start": start,
+            "end": counts[-1],
+            "most": max(counts),
+        }
         if state == "begun":
             row |= {"bound": bound, "within": "yes" if max(counts) <= bound else "NO"}
         found.append(row)
@@ -233,20 +286,28 @@ def group_rows(readings: Sequence[Mapping[str, int]], bound: int) -> list[dict[s
 
 
 def begun_at_most(folder: Path, max_staleness: int) -> int:
-    """Groups that a generator may have begun and no step has trained, by the size of the last step."""
+    """Groups that a generator may have begun and no step has trained, by the size of the last
+    step."""
     with Ledger.open(folder / "ledger.db", readonly=True) as ledger:
         return capacity(len(ledger.steps(TRAINER)[-1].trained), max_staleness)
 
 
 def pace_rows(times: Sequence[float], began: float, ended: float) -> list[dict[str, Figure]]:
-    """A row for each window before `began` and after `ended`; times of the steps, seconds since 1970."""
-    before = [(f"{at * WINDOW_S:.0f} s before", began - at * WINDOW_S) for at in range(WINDOWS, 0, -1)]
+    """A row for each window before `began` and after `ended`; times of the steps, seconds since
+    1970."""
+    before = [
+        (f"{at * WINDOW_S:.0f} s before", began - at * WINDOW_S) for at in range(WINDOWS, 0, -1)
+    ]
     after = [(f"{at * WINDOW_S:.0f} s after", ended + at * WINDOW_S) for at in range(WINDOWS)]
-    rates = {name: sum(start <= at < start + WINDOW_S for at in times) / WINDOW_S for name, start in before + after}
+    rates = {
+        name: sum(start <= at < start + WINDOW_S for at in times) / WINDOW_S
+        for name, start in before + after
+    }
     usual = statistics.median(rates[name] for name, _ in before)
     return [
-        {"window": name, "steps_per_s": rate, "share": rate / usual if usual else None} for name, rate in rates.items()
-    ]  # fmt: skip
+        {"window": name, "steps_per_s": rate, "share": rate / usual if usual else None}
+        for name, rate in rates.items()
+    ]
 
 
 def percent(start: float, end: float) -> float:
@@ -258,8 +319,14 @@ def _ask(folder: RunFolder, seen: Seen) -> None:
     """Read queues and groups once, if the run answers."""
     with contextlib.suppress(DataflowError):
         heartbeats = [worker["heartbeat"] for worker in ask_for_facts(folder)["workers"].values()]
-        edges = {name: depth for heartbeat in heartbeats for name, depth in heartbeat.get("edges", {}).items()}
-        seen.queues.append({name: (int(depth), int(capacity)) for name, (depth, capacity) in edges.items()})
+        edges = {
+            name: depth
+            for heartbeat in heartbeats
+            for name, depth in heartbeat.get("edges", {}).items()
+        }
+        seen.queues.append(
+            {name: (int(depth), int(capacity)) for name, (depth, capacity) in edges.items()}
+        )
         with Ledger.open(folder.ledger, readonly=True) as ledger:
             counts: dict[str, int] = {}
             for group in ledger.in_flight(LANE, TRAINER):

@@ -1,10 +1,11 @@
-"""What this machine's processor can do at most: products in each number format, and reading memory; as measured.
+"""What this machine's processor can do at most: products in each number format, and reading memory;
+as measured.
 
     python -m bench.peaks
 
-Products: the faster of multiply-adds whose sums stay in registers (peaks.c; where there is a C compiler) and of
-torch's product of two large squares. One operation is a multiplication or an addition. Run it on an idle machine.
-"""
+Products: the faster of multiply-adds whose sums stay in registers (peaks.c; where there is a C
+compiler) and of torch's product of two large squares. One operation is a multiplication or an
+addition. Run it on an idle machine."""
 
 import argparse
 import ctypes
@@ -34,12 +35,14 @@ TRIES = 20
 
 
 def matmul_peak(dtype: str, threads: int) -> float:
-    """Operations per second of products in `dtype` (float32, bfloat16 or int8) on so many threads."""
+    """Operations per second of products in `dtype` (float32, bfloat16 or int8) on so many
+    threads."""
     return max(registers_peak(dtype, threads), library_peak(dtype, threads))
 
 
 def registers_peak(dtype: str, threads: int) -> float:
-    """Operations per second where nothing waits for memory; 0 where the processor has no such instruction."""
+    """Operations per second where nothing waits for memory; 0 where the processor has no such
+    instruction."""
     found = _library()
     operations = 0 if found is None else int(getattr(found, f"peak_{dtype}")())
     if not operations:
@@ -65,7 +68,8 @@ def library_peak(dtype: str, threads: int) -> float:
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes per second that so many threads together read from memory, end to end, on huge pages."""
+    """Bytes per second that so many threads together read from memory, end to end, on huge
+    pages."""
     memory = [huge_pages(READ_BYTES).fill_(1) for _ in range(threads)]
     found = _library()
 
@@ -73,7 +77,9 @@ def read_bandwidth(threads: int) -> float:
         if found is None:
             memory[thread].view(torch.int64).sum()
         else:
-            found.read_memory(ctypes.c_void_p(memory[thread].data_ptr()), ctypes.c_int64(READ_BYTES))
+            found.read_memory(
+                ctypes.c_void_p(memory[thread].data_ptr()), ctypes.c_int64(READ_BYTES)
+            )
 
     return threads * READ_BYTES / _fastest(read, threads)
 
@@ -96,14 +102,21 @@ def _library() -> ctypes.CDLL | None:
         found.read_memory.restype = ctypes.c_double
         for dtype in DTYPES:
             multiply, peak = getattr(found, f"multiply_{dtype}"), getattr(found, f"peak_{dtype}")
-            multiply.argtypes, multiply.restype, peak.restype = (ctypes.c_int64,), ctypes.c_double, ctypes.c_int64
+            multiply.argtypes, multiply.restype, peak.restype = (
+                (ctypes.c_int64,),
+                ctypes.c_double,
+                ctypes.c_int64,
+            )
     return found
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.peaks", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peaks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="default: 1 2")
     options = parser.parse_args()
@@ -112,10 +125,19 @@ def main() -> None:
         for dtype in DTYPES:
             registers, library = registers_peak(dtype, threads), library_peak(dtype, threads)
             report.add(
-                case="products, operations per second / 1e9", system=dtype, threads=threads,
-                registers=registers / 1e9, torch=library / 1e9, peak=max(registers, library) / 1e9,
-            )  # fmt: skip
-        report.add(case="memory, GB per second", system="read", threads=threads, read=read_bandwidth(threads) / 1e9)
+                case="products, operations per second / 1e9",
+                system=dtype,
+                threads=threads,
+                registers=registers / 1e9,
+                torch=library / 1e9,
+                peak=max(registers, library) / 1e9,
+            )
+        report.add(
+            case="memory, GB per second",
+            system="read",
+            threads=threads,
+            read=read_bandwidth(threads) / 1e9,
+        )
     report.show(Console())
 
 

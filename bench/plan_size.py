@@ -1,4 +1,5 @@
-"""A plan over 512 hosts of 8 accelerators, its digest, a new host for a worker: python -m bench.plan_size.
+"""A plan over 512 hosts of 8 accelerators, its digest, a new host for a worker: python -m
+bench.plan_size.
 
 Seconds of the processor, so that what else runs on the machine does not count.
 """
@@ -34,8 +35,11 @@ def build() -> Graph:
 
 
 def measure(hosts: int, gpus: int) -> dict[str, float]:
-    """Plans of as many accelerators, or processes on the CPU, less one host's; digest, text, one worker's new place."""
-    devices = Devices.of([Host(name=f"host-{number}", cpus=2 * gpus, gpus=gpus) for number in range(hosts)])
+    """Plans of as many accelerators, or processes on the CPU, less one host's; digest, text, one
+    worker's new place."""
+    devices = Devices.of(
+        [Host(name=f"host-{number}", cpus=2 * gpus, gpus=gpus) for number in range(hosts)]
+    )
     graph = build()
     figures: dict[str, float] = {}
     generators = (hosts - 2) * gpus
@@ -59,9 +63,11 @@ def measure(hosts: int, gpus: int) -> dict[str, float]:
         assert not isinstance(rehost(made, devices, alive, others, lost.worker, lost.replica), str)
         moved = time.process_time()
         figures |= {
-            f"{way}_plan_s": planned - began, f"{way}_digest_s": digested - planned,
-            f"{way}_explain_s": told - digested, f"{way}_rehost_s": moved - tabled,
-        }  # fmt: skip
+            f"{way}_plan_s": planned - began,
+            f"{way}_digest_s": digested - planned,
+            f"{way}_explain_s": told - digested,
+            f"{way}_rehost_s": moved - tabled,
+        }
     return figures
 
 

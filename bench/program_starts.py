@@ -1,8 +1,9 @@
-"""python -m bench.program_starts [--n 20]: how long a program of an agent takes to start, with and without `imports=`.
+"""python -m bench.program_starts [--n 20]: how long a program of an agent takes to start, with and
+without `imports=`.
 
-Milliseconds from the order until the program has its client and could call, and until its end is known; medians of
-starts one after the other, with and without in turn. A program with `openai` is measured where that is installed.
-"""
+Milliseconds from the order until the program has its client and could call, and until its end is
+known; medians of starts one after the other, with and without in turn. A program with `openai` is
+measured where that is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from operators.agents.host_line import HostLine
 
 SCRIPTS = {
     "urllib.request": "import json, urllib.request\n",
-    "openai": "import openai\nclient = openai.OpenAI(base_url='http://127.0.0.1:9/v1', api_key='none')\n",
+    "openai": (
+        "import openai\nclient = openai.OpenAI(base_url='http://127.0.0.1:9/v1', api_key='none')\n"
+    ),
 }
 """By what it imports: what a program does until it could call."""
 TOLD = "import time\nprint(time.monotonic())\n"
@@ -45,14 +48,24 @@ def starter(modules: Sequence[str]) -> Iterator[HostLine]:
 def start(line: HostLine, number: int, script: Path) -> tuple[float, float]:
     """Milliseconds until it could call, and until its end is known."""
     began = time.monotonic()
-    line.start(number, {
-        "argv": [sys.executable, str(script)], "env": {}, "without": [], "marker": f"start-{number}", "input": "\n",
-        "memory_mb": None, "output_bytes": 1 << 20,
-    })  # fmt: skip
+    line.start(
+        number,
+        {
+            "argv": [sys.executable, str(script)],
+            "env": {},
+            "without": [],
+            "marker": f"start-{number}",
+            "input": "\n",
+            "memory_mb": None,
+            "output_bytes": 1 << 20,
+        },
+    )
     while not (found := line.ended()):
         select.select([line], [], [], END_S)
     if found[0].status:
-        raise RuntimeError(f"the program ended with status {found[0].status}; found {found[0].errors}")
+        raise RuntimeError(
+            f"the program ended with status {found[0].status}; found {found[0].errors}"
+        )
     return 1e3 * (float(found[0].last) - began), 1e3 * (time.monotonic() - began)
 
 
@@ -70,11 +83,15 @@ def measure(report: Report, name: str, count: int) -> None:
     for way, each in took.items():
         ready, ended = (sorted(column) for column in zip(*each, strict=True))
         report.add(
-            case=f"a program with {name}, {count} starts", system=way, **{
-                "could call ms": statistics.median(ready), "fastest ms": ready[0], "slowest ms": ready[-1],
+            case=f"a program with {name}, {count} starts",
+            system=way,
+            **{
+                "could call ms": statistics.median(ready),
+                "fastest ms": ready[0],
+                "slowest ms": ready[-1],
                 "ended ms": statistics.median(ended),
             },
-        )  # fmt: skip
+        )
 
 
 def main() -> None:

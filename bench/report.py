@@ -24,7 +24,8 @@ class Report:
             path.write_text("")
 
     def add(self, *, case: str, system: str, **figures: Figure) -> None:
-        """One line: a case, a system, and figures under plain names; `skipped` or `failed` says why there are none."""
+        """One line: a case, a system, and figures under plain names; `skipped` or `failed` says why
+        there are none."""
         line: dict[str, Figure] = {"bench": self._bench, "case": case, "system": system, **figures}
         self._lines.append(line)
         if self._path is not None:
@@ -44,7 +45,12 @@ class Report:
             for line in lines:
                 table.add_row(*(_text(line.get(name)) for name in columns))
             console.print(table)
-            said = [(line["system"], name, line[name]) for line in lines for name in SENTENCES if line.get(name)]
+            said = [
+                (line["system"], name, line[name])
+                for line in lines
+                for name in SENTENCES
+                if line.get(name)
+            ]
             for system, name, text in dict.fromkeys(said):
                 console.print(f"{system}, {name}: {text}", markup=False, highlight=False)
 

@@ -1,22 +1,26 @@
-"""What it takes a run to know what its nodes are at: python -m bench.state_clock --json FILE --minutes 3.
+"""What it takes a run to know what its nodes are at: python -m bench.state_clock --json FILE
+--minutes 3.
 
-The sorting demo on real processes, without end, with a learning rate of almost 0, so that a step is as long at the end
-as at the beginning. Its workers are forked from a process in which a switch stands around `NodeLoop.turn`: on, the loop
-is as it is; off, it asks neither its clock nor what state it is in (`StateClock.begin` and `end`, `Runtime.starved` and
-`beside`), so that nobody could say what the node's time goes into. The trace gets its work and its rests both ways. The
-switch is a byte that all processes share; to look at it costs the same either way. The time is cut into windows of some
-seconds, with and without in turn.
+The sorting demo on real processes, without end, with a learning rate of almost 0, so that a step is
+as long at the end as at the beginning. Its workers are forked from a process in which a switch
+stands around `NodeLoop.turn`: on, the loop is as it is; off, it asks neither its clock nor what
+state it is in (`StateClock.begin` and `end`, `Runtime.starved` and `beside`), so that nobody could
+say what the node's time goes into. The trace gets its work and its rests both ways. The switch is a
+byte that all processes share; to look at it costs the same either way. The time is cut into windows
+of some seconds, with and without in turn.
 
-steps_per_s of a window: steps over the seconds from its first to its last, as metrics.jsonl has them. less_percent: by
-how many percent they are fewer with the clock than the mean of the two windows without around it; the mean over all
-windows, and an interval that holds it with 95% (Student's t, on logarithms). `without` itself is compared in the same
-way with its neighbours of the same kind: what differs there is chance. cpu_more_percent: by how many percent the run's
-processes took more processor time for a step. turns_per_s: transitions of all clocks of the run, counted in a stretch
-that belongs to no window; core_percent: of one processor, what so many take by the table below. FILE keeps all windows:
-a further call goes on with it; those in which others took more than 3% of the machine do not count.
+steps_per_s of a window: steps over the seconds from its first to its last, as metrics.jsonl has
+them. less_percent: by how many percent they are fewer with the clock than the mean of the two
+windows without around it; the mean over all windows, and an interval that holds it with 95%
+(Student's t, on logarithms). `without` itself is compared in the same way with its neighbours of
+the same kind: what differs there is chance. cpu_more_percent: by how many percent the run's
+processes took more processor time for a step. turns_per_s: transitions of all clocks of the run,
+counted in a stretch that belongs to no window; core_percent: of one processor, what so many take by
+the table below. FILE keeps all windows: a further call goes on with it; those in which others took
+more than 3% of the machine do not count.
 
-Below: nanoseconds of one transition (the beginning of a turn and its end), in this process, without the run.
-"""
+Below: nanoseconds of one transition (the beginning of a turn and its end), in this process, without
+the run."""
 
 from __future__ import annotations
 
@@ -74,7 +78,8 @@ class Switch:
 
 
 def switched(switch: Switch, counts: Path) -> Callable[[NodeLoop], bool]:
-    """What takes the place of `NodeLoop.turn`. counts: folder for the turns of each process, once they were counted."""
+    """What takes the place of `NodeLoop.turn`. counts: folder for the turns of each process, once
+    they were counted."""
     whole, byte, counted = NodeLoop.turn, switch._byte, Counter[str]()
 
     def turn(loop: NodeLoop) -> bool:
@@ -97,10 +102,16 @@ def switched(switch: Switch, counts: Path) -> Callable[[NodeLoop], bool]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure for a while, and tell what all windows say."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.state_clock", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.state_clock",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, help="file of all windows, which further calls go on with")
-    parser.add_argument("--minutes", type=float, default=3.0, help="to measure now; 0: tell only (default 3)")
+    parser.add_argument(
+        "--json", type=Path, help="file of all windows, which further calls go on with"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=3.0, help="to measure now; 0: tell only (default 3)"
+    )
     parser.add_argument("--window", type=float, default=4.0, help="seconds of one (default 4)")
     parser.add_argument("--policy", type=Path, help="folder of the policy, to be made once")
     parser.add_argument("--carry", type=Path, help="internal: be the run, in this folder")
@@ -123,7 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measured(seconds: float, window_s: float, policy: Path | None, piece: int) -> list[dict[str, Any]]:
+def measured(
+    seconds: float, window_s: float, policy: Path | None, piece: int
+) -> list[dict[str, Any]]:
     """Windows of one run, with and without in turn, which last so long together."""
     began, found = time.monotonic(), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as made:
@@ -142,9 +155,14 @@ def measured(seconds: float, window_s: float, policy: Path | None, piece: int) -
                 case = ("without", "with")[len(found) % 2]
                 switch.put(CASES[case])
                 time.sleep(SETTLE_S)
-                found.append({
-                    "piece": piece, "case": case, "turns_per_s": turns_per_s, **window(metrics, whole, window_s)
-                })  # fmt: skip
+                found.append(
+                    {
+                        "piece": piece,
+                        "case": case,
+                        "turns_per_s": turns_per_s,
+                        **window(metrics, whole, window_s),
+                    }
+                )
     return found
 
 
@@ -156,9 +174,11 @@ def window(metrics: Path, process: psutil.Process, seconds: float) -> dict[str, 
     took = {name: after[name] - before[name] for name in after}
     rate, steps = steps_of(metrics, size)
     return {
-        "steps_per_s": rate, "steps": steps, "cpu_per_step": took["run"] / passed / rate if rate else 0.0,
+        "steps_per_s": rate,
+        "steps": steps,
+        "cpu_per_step": took["run"] / passed / rate if rate else 0.0,
         "foreign": 100 * (took["all"] - took["run"]) / passed / (os.cpu_count() or 1),
-    }  # fmt: skip
+    }
 
 
 def _spent(process: psutil.Process) -> dict[str, float]:
@@ -172,7 +192,8 @@ def _spent(process: psutil.Process) -> dict[str, float]:
 
 
 def transitions() -> dict[str, float]:
-    """Nanoseconds of one, by what it is, the least of some repeats: with both readings of the time, as in a loop."""
+    """Nanoseconds of one, by what it is, the least of some repeats: with both readings of the time,
+    as in a loop."""
     clock = StateClock(time.monotonic())
 
     def nothing() -> None:
@@ -195,9 +216,12 @@ def transitions() -> dict[str, float]:
         clock.read(time.monotonic())
 
     kinds = {
-        "two readings of the time": nothing, "a turn that found nothing": idle, "a turn that worked": work,
-        "a turn that worked, beside processes": beside, "a report": read,
-    }  # fmt: skip
+        "two readings of the time": nothing,
+        "a turn that found nothing": idle,
+        "a turn that worked": work,
+        "a turn that worked, beside processes": beside,
+        "a report": read,
+    }
     return {name: _nanoseconds(each) for name, each in kinds.items()}
 
 
@@ -222,10 +246,18 @@ def tell(windows: Sequence[Window], nanoseconds: dict[str, float]) -> None:
         turns = statistics.fmean(each["turns_per_s"] for each in mine)
         per_turn = nanoseconds["a turn that worked"]
         report.add(
-            case=f"sorting, {sum(bool(each['case']) for each in counted)} windows, {os.cpu_count()} cores", system=case,
+            case=(
+                f"sorting, {sum(bool(each['case']) for each in counted)} windows, {os.cpu_count()}"
+                " cores"
+            ),
+            system=case,
             **figures,
-            **({"turns_per_s": turns, "core_percent": 1e-7 * turns * per_turn} if case == "with" else {}),
-        )  # fmt: skip
+            **(
+                {"turns_per_s": turns, "core_percent": 1e-7 * turns * per_turn}
+                if case == "with"
+                else {}
+            ),
+        )
     for name, figure in nanoseconds.items():
         report.add(case="one transition, in one process", system=name, nanoseconds=figure)
     report.show(Console(width=max(160, Console().width)))

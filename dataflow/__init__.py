@@ -3,8 +3,8 @@
 from dataflow.system import first as first
 
 # isort: split
-# The functions below have the names of their modules. They are imported here, all at once, so that no later
-# import of a module can put the module in the function's place.
+# The functions below have the names of their modules. They are imported here, all at once, so that
+# no later import of a module can put the module in the function's place.
 from dataflow.app import main
 from dataflow.collect import collect
 from dataflow.errors import DataflowError, GraphError, RunError, WorldFailed
@@ -22,7 +22,29 @@ from dataflow.scorer import scorer
 from dataflow.stream import Prompt, Rollout, Stream, join
 
 __all__ = [
-    "Array", "DataflowError", "Devices", "Graph", "GraphError", "LoRA", "Model", "Plan", "Prompt", "Result", "Rollout",
-    "Run", "RunError", "Stream", "Weights", "WorldFailed", "collect", "inline", "join", "keep", "main", "plan", "run",
-    "scorer", "verify",
-]  # fmt: skip
+    "Array",
+    "DataflowError",
+    "Devices",
+    "Graph",
+    "GraphError",
+    "LoRA",
+    "Model",
+    "Plan",
+    "Prompt",
+    "Result",
+    "Rollout",
+    "Run",
+    "RunError",
+    "Stream",
+    "Weights",
+    "WorldFailed",
+    "collect",
+    "inline",
+    "join",
+    "keep",
+    "main",
+    "plan",
+    "run",
+    "scorer",
+    "verify",
+]

@@ -17,7 +17,8 @@ _SCALARS: dict[Any, pa.DataType] = {
 
 
 def arrow_type(annotation: Any) -> pa.DataType | None:
-    """The Arrow type that a Python annotation stands for; None where any type will do (Any, Array, none given)."""
+    """The Arrow type that a Python annotation stands for; None where any type will do (Any, Array,
+    none given)."""
     if annotation in _SCALARS:
         return _SCALARS[annotation]
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -51,14 +52,18 @@ def fits(found: pa.DataType, wanted: Any) -> bool:
 def unites(left: pa.DataType, right: pa.DataType) -> bool:
     """Whether columns of both types can be one in a table of the rows of both."""
     try:
-        pa.unify_schemas([pa.schema([("", left)]), pa.schema([("", right)])], promote_options="permissive")
+        pa.unify_schemas(
+            [pa.schema([("", left)]), pa.schema([("", right)])], promote_options="permissive"
+        )
     except pa.ArrowException:
         return False
     return True
 
 
 def _is_numeric(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+    return bool(
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    )
 
 
 def _number_fits(found: pa.DataType, wanted: pa.DataType) -> bool:

@@ -24,7 +24,14 @@ from dataflow.foresight.choice.ways_out import FLAGS
 from dataflow.foresight.command import AUTO, explained, foreseen_of_run, is_devices, told
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.graph import Graph
-from dataflow.history.launch import Launch, check_flags, check_text, plain_flag, recorded_launch, this_launch
+from dataflow.history.launch import (
+    Launch,
+    check_flags,
+    check_text,
+    plain_flag,
+    recorded_launch,
+    this_launch,
+)
 from dataflow.history.replay import Wishes, report_replay
 from dataflow.launchers.launcher import Launcher
 from dataflow.launchers.named import known_hosts, launcher_named
@@ -46,11 +53,12 @@ def main(
     args: list[str] | None = None,
     limits: Limits | None = None,
 ) -> None:
-    """Run the graph that `build` makes; its keyword arguments become flags, beside those of the run.
+    """Run the graph that `build` makes; its keyword arguments become flags, beside those of the
+    run.
 
-    steps: the default of --steps. args: the command line, sys.argv's when None. limits: as `run` has them. Ends the
-    process with status 1 when the graph is refused or the run fails, 2 for wrong flags, 130 after Ctrl-C (143 after
-    SIGTERM, 129 after SIGHUP) where nothing could end in order.
+    steps: the default of --steps. args: the command line, sys.argv's when None. limits: as `run`
+    has them. Ends the process with status 1 when the graph is refused or the run fails, 2 for wrong
+    flags, 130 after Ctrl-C (143 after SIGTERM, 129 after SIGHUP) where nothing could end in order.
 
     >>> from dataflow import Graph, main
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -75,13 +83,21 @@ def main(
         values = _values(words, known, build)
         flags = {flag.name: values[flag.name] for flag in RUN_FLAGS}
         chosen = {name: values[name] for name in declared.flags}
-        if flags["resume"] is not None and (begun := recorded_launch(RunFolder.open(flags["resume"]))) is not None:
+        if (
+            flags["resume"] is not None
+            and (begun := recorded_launch(RunFolder.open(flags["resume"]))) is not None
+        ):
             check_flags(begun, chosen)
-        launch = None if started is None else replace(
-            started, arguments=tuple(part for given in words.values() for part in given.as_arguments()),
-            flags={name: plain_flag(value) for name, value in chosen.items()},
-            config=written(known.values(), values, words, started.name, started.folder),
-        )  # fmt: skip
+        launch = (
+            None
+            if started is None
+            else replace(
+                started,
+                arguments=tuple(part for given in words.values() for part in given.as_arguments()),
+                flags={name: plain_flag(value) for name, value in chosen.items()},
+                config=written(known.values(), values, words, started.name, started.folder),
+            )
+        )
         launcher = launcher_named(flags["on"]) if flags["on"] else None
         runs = wishes is not None or not (flags["explain"] or flags["draw"] or flags["foresee"])
         promises, names = PROMISED.set(None if runs else {}), FLAGS.set(frozenset(known))
@@ -115,13 +131,14 @@ def _tell(text: str) -> None:
 
 
 def all_flags(declared: Declared, steps: int | None) -> dict[str, Flag]:
-    """All flags of a program, in the order of --help. Errors: GraphError for one that the run has, too."""
+    """All flags of a program, in the order of --help. Errors: GraphError for one that the run has,
+    too."""
     found = dict(declared.flags)
     for flag in RUN_FLAGS:
         if flag.name in found:
             raise GraphError(
-                f"'{declared.build.__name__}' has a parameter '{flag.name}', which is a flag of every run; call it "
-                f"otherwise"
+                f"'{declared.build.__name__}' has a parameter '{flag.name}', which is a flag of"
+                " every run; call it otherwise"
             )
         found[flag.name] = replace(flag, default=steps) if flag.name == "steps" else flag
     order = list(dict.fromkeys([FIRST, ALGORITHM, *(flag.heading for flag in found.values())]))
@@ -129,22 +146,35 @@ def all_flags(declared: Declared, steps: int | None) -> dict[str, Flag]:
 
 
 def _words(
-    given: Sequence[str], known: Mapping[str, Flag], build: Callable[..., Graph], started: Launch | None
+    given: Sequence[str],
+    known: Mapping[str, Flag],
+    build: Callable[..., Graph],
+    started: Launch | None,
 ) -> dict[str, Words]:
-    """What was given for which flags: by the file that --config names, and before that on the command line."""
+    """What was given for which flags: by the file that --config names, and before that on the
+    command line."""
     words = split(given, known, _called(build))
     if (config := words.pop("config", None)) is None:
         return words
-    return {**read_config(Path(config.value()), known, started.name if started else "", _called(build)), **words}
+    return {
+        **read_config(Path(config.value()), known, started.name if started else "", _called(build)),
+        **words,
+    }
 
 
-def _values(words: Mapping[str, Words], known: Mapping[str, Flag], build: Callable[..., Graph]) -> dict[str, Any]:
+def _values(
+    words: Mapping[str, Words], known: Mapping[str, Flag], build: Callable[..., Graph]
+) -> dict[str, Any]:
     """A value for each flag. Errors: FlagError."""
     if missing := [flag for flag in known.values() if flag.is_needed and flag.name not in words]:
         wanted = " and ".join(flag.option for flag in missing)
         example = " ".join(f"{flag.option} {takes(flag)}" for flag in missing)
-        raise FlagError(f"{_called(build)} needs {wanted}; write {_program()} {example}, or see its --help")
-    return {name: words[name].value() if name in words else flag.default for name, flag in known.items()}
+        raise FlagError(
+            f"{_called(build)} needs {wanted}; write {_program()} {example}, or see its --help"
+        )
+    return {
+        name: words[name].value() if name in words else flag.default for name, flag in known.items()
+    }
 
 
 def _about(build: Callable[..., Graph]) -> str:
@@ -159,46 +189,81 @@ def _say(text: str, error: BaseException) -> None:
 
 
 def _act(
-    graph: Graph, flags: dict[str, Any], launcher: Launcher | None, launch: Launch | None, limits: Limits | None
+    graph: Graph,
+    flags: dict[str, Any],
+    launcher: Launcher | None,
+    launch: Launch | None,
+    limits: Limits | None,
 ) -> None:
     how: dict[str, Any] = {
-        "gpus": _devices(flags["gpus"]), "replicas": _counts("replicas", flags["replicas"]),
+        "gpus": _devices(flags["gpus"]),
+        "replicas": _counts("replicas", flags["replicas"]),
         "ranks": _counts("ranks", flags["ranks"]),
-        "steps": flags["steps"], "scale": _schedule(flags["scale"]), "weights": flags["weights"],
-        "listen": flags["listen"], "message_bytes": flags["message_bytes"], "link_gbps": flags["link_gbps"],
+        "steps": flags["steps"],
+        "scale": _schedule(flags["scale"]),
+        "weights": flags["weights"],
+        "listen": flags["listen"],
+        "message_bytes": flags["message_bytes"],
+        "link_gbps": flags["link_gbps"],
         "place": _hosts(flags["place"]),
-    }  # fmt: skip
-    if flags["explain"] and launcher is None and (elsewhere := _elsewhere(flags["foresee"], how["gpus"])) is not None:
+    }
+    if (
+        flags["explain"]
+        and launcher is None
+        and (elsewhere := _elsewhere(flags["foresee"], how["gpus"])) is not None
+    ):
         plain = {
-            name: how[name] for name in ("replicas", "ranks", "steps", "scale", "weights", "message_bytes", "place")
+            name: how[name]
+            for name in ("replicas", "ranks", "steps", "scale", "weights", "message_bytes", "place")
         }
-        print(explained(graph, elsewhere, gpus=None if is_devices(how["gpus"]) else how["gpus"], **plain))
+        print(
+            explained(
+                graph, elsewhere, gpus=None if is_devices(how["gpus"]) else how["gpus"], **plain
+            )
+        )
         return
     if flags["foresee"]:
-        print(told(
-            graph, flags["foresee"], gpus=how["gpus"], replicas=how["replicas"], ranks=how["ranks"],
-            workload=flags["workload"], steps=flags["steps"], constants=flags["constants"] or CONSTANTS[0],
-            prices=flags["prices"], draw=flags["draw"], place=how["place"],
-        ))  # fmt: skip
+        print(
+            told(
+                graph,
+                flags["foresee"],
+                gpus=how["gpus"],
+                replicas=how["replicas"],
+                ranks=how["ranks"],
+                workload=flags["workload"],
+                steps=flags["steps"],
+                constants=flags["constants"] or CONSTANTS[0],
+                prices=flags["prices"],
+                draw=flags["draw"],
+                place=how["place"],
+            )
+        )
         return
     if is_devices(how["gpus"]):
         raise GraphError(
-            f"--gpus {how['gpus']} names devices, but a run has those that are here; write generator=6,trainer=2, say, "
-            f"or ask what fits with --foresee {how['gpus']}"
+            f"--gpus {how['gpus']} names devices, but a run has those that are here; write"
+            f" generator=6,trainer=2, say, or ask what fits with --foresee {how['gpus']}"
         )
     if how["gpus"] in AUTO or flags["prices"]:
         found = f"--prices {flags['prices']}" if flags["prices"] else f"--gpus {how['gpus']}"
         raise GraphError(
-            f"devices are chosen, and paid, before a run, but {found} comes without --foresee; give --foresee 16xH100, "
-            f"say, and run with the flags that it prints"
+            f"devices are chosen, and paid, before a run, but {found} comes without --foresee; give"
+            " --foresee 16xH100, say, and run with the flags that it prints"
         )
     on = inline() if flags["inline"] else launcher
     track = _trackers(flags["track"], flags["metrics_port"])
     if flags["explain"]:
         check_start(
-            graph, on=on, steps=flags["steps"], seed=flags["seed"], keep_steps=flags["keep_steps"], track=track,
-            resume=flags["resume"], listen=flags["listen"], standby=flags["standby"],
-        )  # fmt: skip
+            graph,
+            on=on,
+            steps=flags["steps"],
+            seed=flags["seed"],
+            keep_steps=flags["keep_steps"],
+            track=track,
+            resume=flags["resume"],
+            listen=flags["listen"],
+            standby=flags["standby"],
+        )
     if flags["explain"] or flags["draw"]:
         devices = Devices.of(known_hosts(launcher)) if launcher is not None else None
         planned = make_plan(graph, **how, devices=devices, one_process=flags["inline"])
@@ -212,21 +277,37 @@ def _act(
     foreseen = {}
     if flags["constants"] and launcher is None:
         planned = make_plan(graph, **how, one_process=flags["inline"])
-        foreseen = foreseen_of_run(graph, planned, flags["workload"], flags["constants"], steps=flags["steps"])
+        foreseen = foreseen_of_run(
+            graph, planned, flags["workload"], flags["constants"], steps=flags["steps"]
+        )
     run(
-        graph, **how, on=on, seed=flags["seed"], runs=flags["runs"],
-        quiet=flags["quiet"], resume=flags["resume"], foreseen=foreseen,
-        standby=flags["standby"], keep_steps=flags["keep_steps"], checkpoint_to=flags["checkpoint_to"], launch=launch,
-        limits=limits, track=track,
-    )  # fmt: skip
+        graph,
+        **how,
+        on=on,
+        seed=flags["seed"],
+        runs=flags["runs"],
+        quiet=flags["quiet"],
+        resume=flags["resume"],
+        foreseen=foreseen,
+        standby=flags["standby"],
+        keep_steps=flags["keep_steps"],
+        checkpoint_to=flags["checkpoint_to"],
+        launch=launch,
+        limits=limits,
+        track=track,
+    )
 
 
 def _elsewhere(foresee: str, gpus: Any) -> str | None:
-    """Devices that a plan is explained on, though they are not here; empty: as many as it wants, of no kind. None: it
-    is explained on what is here."""
+    """Devices that a plan is explained on, though they are not here; empty: as many as it wants, of
+    no kind. None: it is explained on what is here."""
     if named := next((each for each in (foresee, gpus) if is_devices(each)), None):
         return str(named)
-    asked = sum(each for each in gpus.values() if isinstance(each, int)) if isinstance(gpus, dict) else 0
+    asked = (
+        sum(each for each in gpus.values() if isinstance(each, int))
+        if isinstance(gpus, dict)
+        else 0
+    )
     return "" if asked > this_machine().gpus else None
 
 
@@ -238,7 +319,11 @@ def _trackers(names: tuple[str, ...], port: int | None) -> list[Wished] | None:
 def _program() -> str:
     """What starts it, for people."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return f"python -m {spec.name}" if spec is not None and spec.name else f"python {Path(sys.argv[0]).name}"
+    return (
+        f"python -m {spec.name}"
+        if spec is not None and spec.name
+        else f"python {Path(sys.argv[0]).name}"
+    )
 
 
 def _called(build: Callable[..., Graph]) -> str:
@@ -254,15 +339,21 @@ def _schedule(text: str) -> dict[int, dict[str, int]]:
         name, _, count = wish.partition("=")
         if not (colon and step.strip().isdigit() and name.strip() and count.strip().isdigit()):
             raise GraphError(
-                f"--scale is {text!r}, which cannot be read at {part!r}; write it as 100:generator=3,200:generator=1"
+                f"--scale is {text!r}, which cannot be read at {part!r}; write it as"
+                " 100:generator=3,200:generator=1"
             )
         found.setdefault(int(step), {})[name.strip()] = int(count)
     return found
 
 
 def _devices(text: str) -> dict[str, int | str] | str:
-    """`generator=6,trainer=generator` as a mapping; `shared`, `auto` and `auto:cost` as they are."""
-    return text.strip() if text.strip() in ("shared", *AUTO) or is_devices(text) else _assignments("gpus", text)
+    """`generator=6,trainer=generator` as a mapping; `shared`, `auto` and `auto:cost` as they
+    are."""
+    return (
+        text.strip()
+        if text.strip() in ("shared", *AUTO) or is_devices(text)
+        else _assignments("gpus", text)
+    )
 
 
 def _counts(flag: str, text: str) -> dict[str, int]:
@@ -270,21 +361,25 @@ def _counts(flag: str, text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, value in _assignments(flag, text).items():
         if not isinstance(value, int):
-            raise GraphError(f"--{flag} is {text!r}, which cannot be read at {name}={value}; write it as {name}=2")
+            raise GraphError(
+                f"--{flag} is {text!r}, which cannot be read at {name}={value}; write it as"
+                f" {name}=2"
+            )
         found[name] = value
     return found
 
 
 def _hosts(text: str) -> dict[str, tuple[str, ...]]:
-    """`generator=a+b,trainer=c` as a mapping of nodes to hosts; what a host is called may be a number."""
+    """`generator=a+b,trainer=c` as a mapping of nodes to hosts; what a host is called may be a
+    number."""
     found: dict[str, tuple[str, ...]] = {}
     for part in filter(None, text.split(",")):
         name, _, hosts = part.partition("=")
         named = tuple(host.strip() for host in hosts.split("+"))
         if not name.strip() or not all(named) or name.strip() in found:
             raise GraphError(
-                f"--place is {text!r}, which cannot be read at {part!r}; write it as generator=a+b,trainer=c, each "
-                f"node once"
+                f"--place is {text!r}, which cannot be read at {part!r}; write it as"
+                " generator=a+b,trainer=c, each node once"
             )
         found[name.strip()] = named
     return found
@@ -297,7 +392,8 @@ def _assignments(flag: str, text: str) -> dict[str, int | str]:
         name, equals, value = part.partition("=")
         if not equals or not value:
             raise GraphError(
-                f"--{flag} is {text!r}, which cannot be read at {part!r}; write it as generator=6,trainer=2"
+                f"--{flag} is {text!r}, which cannot be read at {part!r}; write it as"
+                " generator=6,trainer=2"
             )
         found[name.strip()] = int(value) if value.strip().isdigit() else value.strip()
     return found

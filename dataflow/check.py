@@ -11,7 +11,14 @@ from dataflow.group_bytes import group_faults
 from dataflow.node import Generate, Learn, Operator, Source, Weights
 from dataflow.records import DROP_REASON, LOGPROBS, SAMPLING_MASK, VALUES
 from dataflow.stream import Stream
-from dataflow.structure import Structure, generators_of, group_size, prompts_of, sinks_of, sources_of
+from dataflow.structure import (
+    Structure,
+    generators_of,
+    group_size,
+    prompts_of,
+    sinks_of,
+    sources_of,
+)
 
 
 def check(graph: Structure) -> None:
@@ -21,7 +28,8 @@ def check(graph: Structure) -> None:
 
 
 def faults(graph: Structure) -> Iterator[str]:
-    """All faults of the finished graph, each in three parts: what is wrong, what was found, what to do."""
+    """All faults of the finished graph, each in three parts: what is wrong, what was found, what to
+    do."""
     for reason in _REASONS:
         yield from reason(graph)
 
@@ -31,7 +39,7 @@ def empty(graph: Structure) -> Iterator[str]:
     if not any(isinstance(operator, Source) for operator in graph.operators.values()):
         yield (
             f"graph '{graph.name}' has no source, only {list(graph.operators)}; "
-            f"start it with g.source(Prompts(...)) or another Source"
+            "start it with g.source(Prompts(...)) or another Source"
         )
 
 
@@ -41,8 +49,9 @@ def unread_streams(graph: Structure) -> Iterator[str]:
     for call in graph.calls:
         if call.operator.kind != "sink" and (call.output.node, call.output.source) not in read:
             yield (
-                f"nobody reads the stream of '{call.output.node}' (rows of '{call.output.source}' with columns "
-                f"{list(call.output.columns)}); apply a trainer, Evaluate or another operator to it, or drop it"
+                f"nobody reads the stream of '{call.output.node}' (rows of '{call.output.source}'"
+                f" with columns {list(call.output.columns)}); apply a trainer, Evaluate or another"
+                " operator to it, or drop it"
             )
 
 
@@ -54,8 +63,9 @@ def two_trainers(graph: Structure) -> Iterator[str]:
             other = seen.setdefault(operator.uses, name)
             if other != name:
                 yield (
-                    f"'{other}' and '{name}' both train '{operator.uses.name}', and would overwrite each other; "
-                    f"join their streams into one trainer, or give one another Model(..., name=...)"
+                    f"'{other}' and '{name}' both train '{operator.uses.name}', and would overwrite"
+                    " each other; join their streams into one trainer, or give one another"
+                    " Model(..., name=...)"
                 )
 
 
@@ -63,19 +73,24 @@ def frozen_trainer(graph: Structure) -> Iterator[str]:
     """A frozen model cannot be trained."""
     for name, operator in graph.operators.items():
         if operator.trains and operator.uses is not None and operator.uses.is_frozen:
-            yield f"'{name}' trains '{operator.uses.name}', which is frozen(); give it the model without frozen()"
+            yield (
+                f"'{name}' trains '{operator.uses.name}', which is frozen(); give it the model"
+                " without frozen()"
+            )
 
 
 def missing_feedback(graph: Structure) -> Iterator[str]:
     """A reader of a trained model must see what is learned."""
-    trained = {op.uses: name for name, op in graph.operators.items() if op.trains and op.uses is not None}
+    trained = {
+        op.uses: name for name, op in graph.operators.items() if op.trains and op.uses is not None
+    }
     fed = {feedback.reader.name for feedback in graph.feedbacks}
     for name, operator in graph.operators.items():
         if operator.uses in trained and not operator.trains and name not in fed:
             yield (
-                f"'{trained[operator.uses]}' trains '{operator.uses.name}' but '{name}' would never see the new "
-                f"weights; add g.feedback({trained[operator.uses]}.weights, {name}, max_staleness=...) "
-                f"or give it a frozen() model"
+                f"'{trained[operator.uses]}' trains '{operator.uses.name}' but '{name}' would never"
+                f" see the new weights; add g.feedback({trained[operator.uses]}.weights, {name},"
+                " max_staleness=...) or give it a frozen() model"
             )
 
 
@@ -85,8 +100,9 @@ def unknown_feedback(graph: Structure) -> Iterator[str]:
         for operator in (feedback.weights.trainer, feedback.reader):
             if graph.operators.get(operator.name) is not operator:
                 yield (
-                    f"a feedback names '{operator.name}', but the graph only has {list(graph.operators)}"
-                    f"{nearest(operator.name, graph.operators)}; apply '{operator.name}' to a stream first"
+                    f"a feedback names '{operator.name}', but the graph only has"
+                    f" {list(graph.operators)}{nearest(operator.name, graph.operators)}; apply"
+                    f" '{operator.name}' to a stream first"
                 )
 
 
@@ -96,8 +112,8 @@ def mixed_sources(graph: Structure) -> Iterator[str]:
         sources = sources_of(graph, name)
         if operator.trains and len(sources) > 1:
             yield (
-                f"'{name}' would train on rows of {len(sources)} sources, {sources}, which have no common order; "
-                f"mix them in one Prompts(...), or train on one of them"
+                f"'{name}' would train on rows of {len(sources)} sources, {sources}, which have no"
+                " common order; mix them in one Prompts(...), or train on one of them"
             )
 
 
@@ -109,7 +125,8 @@ def evaluated_and_trained(graph: Structure) -> Iterator[str]:
         others = [s.name for s in sinks if s.traits.every_steps]
         if trainers and others:
             yield (
-                f"rows of '{source}' are trained by '{trainers[0]}' and evaluated by '{others[0]}'; "
+                f"rows of '{source}' are trained by '{trainers[0]}' and evaluated by"
+                f" '{others[0]}'; "
                 f'evaluate prompts of their own: g.source(Prompts(..., name="held_out"))'
             )
 
@@ -119,8 +136,9 @@ def filtered_evaluation(graph: Structure) -> Iterator[str]:
     for call in graph.calls:
         if call.operator.traits.every_steps and DROP_REASON in call.inputs[0].columns:
             yield (
-                f"'{call.operator.name}' evaluates rows of '{call.output.source}' behind a filter, and what is not "
-                f"scored there would count as an error; apply the @keep filters to the rows that are trained alone"
+                f"'{call.operator.name}' evaluates rows of '{call.output.source}' behind a filter,"
+                " and what is not scored there would count as an error; apply the @keep filters to"
+                " the rows that are trained alone"
             )
 
 
@@ -134,8 +152,10 @@ def unlike_rounds(graph: Structure) -> Iterator[str]:
                 source, other = seen.setdefault(column, (call.output.source, kind))
                 if not unites(kind, other):
                     yield (
-                        f"'{name}' evaluates rows of several sources as one table, but column '{column}' is {other} in "
-                        f"those of '{source}' and {kind} in those of '{call.output.source}'; convert one of the two, "
+                        f"'{name}' evaluates rows of several sources as one table, but column"
+                        f" '{column}' is {other} in "
+                        f"those of '{source}' and {kind} in those of '{call.output.source}';"
+                        " convert one of the two, "
                         f'or give each an evaluation of its own: Evaluate(..., name="...")'
                     )
 
@@ -149,8 +169,8 @@ def lonely_groups(graph: Structure) -> Iterator[str]:
         size = group_size(graph, source)
         if size == 1:
             yield (
-                f"'{call.operator.name}' compares the rollouts of a group, but the groups of '{source}' have 1 "
-                "rollout; raise group_size to 2 or more, or use a rule per row"
+                f"'{call.operator.name}' compares the rollouts of a group, but the groups of"
+                f" '{source}' have 1 rollout; raise group_size to 2 or more, or use a rule per row"
             )
 
 
@@ -163,29 +183,38 @@ def too_little_in_flight(graph: Structure) -> Iterator[str]:
         limit = operator.traits.queue_prompts
         if limit is not None and limit < wanted:
             yield (
-                f"'{name}' may queue {limit} prompts but one of its steps needs {wanted}: this graph would "
-                f"deadlock; raise queue_prompts to {wanted} or more, or lower prompts_per_step"
+                f"'{name}' may queue {limit} prompts but one of its steps needs {wanted}: this"
+                f" graph would deadlock; raise queue_prompts to {wanted} or more, or lower"
+                " prompts_per_step"
             )
         for generator in generators_of(graph, name):
             limit = generator.traits.in_flight
             if limit is not None and limit < wanted:
                 yield (
-                    f"'{generator.name}' may hold {limit} prompts in flight but one step of '{name}' needs "
-                    f"{wanted}: this graph would deadlock; raise in_flight to {wanted} or more, "
-                    f"or lower prompts_per_step"
+                    f"'{generator.name}' may hold {limit} prompts in flight but one step of"
+                    f" '{name}' needs {wanted}: this graph would deadlock; raise in_flight to"
+                    f" {wanted} or more, or lower prompts_per_step"
                 )
 
 
 def untrained_reader(graph: Structure) -> Iterator[str]:
-    """Where something is trained, a model that reads rollouts is trained too, or said to be frozen."""
+    """Where something is trained, a model that reads rollouts is trained too, or said to be
+    frozen."""
     trained = {operator.uses: name for name, operator in graph.operators.items() if operator.trains}
     for name, operator in graph.operators.items():
         model = operator.uses
-        if model is None or model.is_frozen or model in trained or not trained or isinstance(operator, Generate):
+        if (
+            model is None
+            or model.is_frozen
+            or model in trained
+            or not trained
+            or isinstance(operator, Generate)
+        ):
             continue
         yield (
-            f"'{name}' reads '{model.name}', which is not frozen() and which none of {list(trained.values())} trains; "
-            f"give it that model's frozen(), or train it and add g.feedback(trainer.weights, {name}, max_staleness=...)"
+            f"'{name}' reads '{model.name}', which is not frozen() and which none of"
+            f" {list(trained.values())} trains; give it that model's frozen(), or train it and add"
+            f" g.feedback(trainer.weights, {name}, max_staleness=...)"
         )
 
 
@@ -200,27 +229,35 @@ def unlike_temperatures(graph: Structure) -> Iterator[str]:
             theirs = generator.traits.temperature
             if theirs is not None and theirs != ours:
                 yield (
-                    f"'{generator.name}' samples at temperature {theirs} but '{name}' computes log-probabilities at "
-                    f"{ours}, so every ratio would be wrong; give both the same temperature"
+                    f"'{generator.name}' samples at temperature {theirs} but '{name}' computes"
+                    f" log-probabilities at {ours}, so every ratio would be wrong; give both the"
+                    " same temperature"
                 )
 
 
 def unrecorded_sampling(graph: Structure) -> Iterator[str]:
-    """What sampling leaves out or penalises is known to whoever compares log-probabilities with the generator's."""
+    """What sampling leaves out or penalises is known to whoever compares log-probabilities with the
+    generator's."""
     operators = graph.operators.items()
     of_models = {
-        name for name, operator in operators
-        if operator.traits.temperature is not None and not operator.trains and not isinstance(operator, Generate)
-    }  # fmt: skip
+        name
+        for name, operator in operators
+        if operator.traits.temperature is not None
+        and not operator.trains
+        and not isinstance(operator, Generate)
+    }
     for name, operator in operators:
         reads = {*operator.reads()}
-        if operator.traits.compares_logprobs or (not operator.trains and LOGPROBS in reads and of_models & reads):
+        if operator.traits.compares_logprobs or (
+            not operator.trains and LOGPROBS in reads and of_models & reads
+        ):
             for generator in generators_of(graph, name):
                 if (unrecorded := generator.traits.unrecorded) is not None:
                     what, way_out = unrecorded
                     yield (
-                        f"'{generator.name}' samples with {what}, and '{name}' compares these log-probabilities with "
-                        f"a model's, of the distribution without, so every ratio would be wrong; {way_out}"
+                        f"'{generator.name}' samples with {what}, and '{name}' compares these"
+                        " log-probabilities with a model's, of the distribution without, so every"
+                        f" ratio would be wrong; {way_out}"
                     )
 
 
@@ -232,8 +269,8 @@ def unlike_layouts(graph: Structure) -> Iterator[str]:
         for generator in generators_of(graph, name):
             if generator.traits.chat:
                 yield (
-                    f"'{generator.name}' lays prompts out as chat messages but '{name}' would read their JSON as text; "
-                    f"give '{name}' chat=True"
+                    f"'{generator.name}' lays prompts out as chat messages but '{name}' would read"
+                    f" their JSON as text; give '{name}' chat=True"
                 )
 
 
@@ -247,14 +284,15 @@ def unlike_prompts(graph: Structure) -> Iterator[str]:
         whose = reader.name if reader.asks is None else reader.asks.name
         if issues:
             yield (
-                f"'{source.name}' issues prompts as chat messages but '{reader.name}' would go on from their JSON as "
-                f"from a text; give '{whose}' chat=True, or prompts that are texts"
+                f"'{source.name}' issues prompts as chat messages but '{reader.name}' would go on"
+                f" from their JSON as from a text; give '{whose}' chat=True, or prompts that are"
+                " texts"
             )
         else:
             yield (
-                f"'{source.name}' issues prompts as texts but '{reader.name}' lays out chat messages; give "
-                f"'{source.name}' chat=True, with which a text is a message of the user's and a list one of each turn, "
-                f"or '{whose}' chat=False"
+                f"'{source.name}' issues prompts as texts but '{reader.name}' lays out chat"
+                f" messages; give '{source.name}' chat=True, with which a text is a message of the"
+                f" user's and a list one of each turn, or '{whose}' chat=False"
             )
 
 
@@ -268,32 +306,56 @@ def too_few_prompts(graph: Structure) -> Iterator[str]:
             if prompts is not None and prompts < operator.step_prompts:
                 epochs = graph.operators[source].traits.epochs or 1
                 yield (
-                    f"'{source}' ends after {prompts} prompts ({prompts // epochs} rows, {epochs} epochs) but one step "
-                    f"of '{name}' needs {operator.step_prompts}; give more prompts or epochs, or lower prompts_per_step"
+                    f"'{source}' ends after {prompts} prompts ({prompts // epochs} rows, {epochs}"
+                    f" epochs) but one step of '{name}' needs {operator.step_prompts}; give more"
+                    " prompts or epochs, or lower prompts_per_step"
                 )
 
 
 def too_large_groups(graph: Structure, replicas: Mapping[str, int] | None = None) -> Iterator[str]:
-    """A group whose rollouts may all be as long as they are allowed to fits on every edge, one of each replica."""
+    """A group whose rollouts may all be as long as they are allowed to fits on every edge, one of
+    each replica."""
     for call in graph.calls:
         generator, source, traits = call.operator, call.output.source, call.operator.traits
         if not isinstance(generator, Generate) or traits.max_tokens is None:
             continue
         widest = {
-            name: kind for c in graph.calls if c.output.source == source for name, kind in c.output.columns.items()
+            name: kind
+            for c in graph.calls
+            if c.output.source == source
+            for name, kind in c.output.columns.items()
         }
         yield from group_faults(
-            generator.name, widest, rollouts=group_size(graph, source) or 1,
+            generator.name,
+            widest,
+            rollouts=group_size(graph, source) or 1,
             tokens=min(traits.max_tokens, traits.context_tokens or traits.max_tokens),
-            ids_left=max(1, traits.top_k), senders=(replicas or {}).get(generator.name, 1),
-        )  # fmt: skip
+            ids_left=max(1, traits.top_k),
+            senders=(replicas or {}).get(generator.name, 1),
+        )
 
 
 _REASONS = (
-    empty, unread_streams, two_trainers, frozen_trainer, missing_feedback, unknown_feedback, mixed_sources,
-    evaluated_and_trained, filtered_evaluation, unlike_rounds, lonely_groups, too_little_in_flight, untrained_reader,
-    unlike_temperatures, unrecorded_sampling, unlike_layouts, unlike_prompts, too_few_prompts, too_large_groups,
-)  # fmt: skip
+    empty,
+    unread_streams,
+    two_trainers,
+    frozen_trainer,
+    missing_feedback,
+    unknown_feedback,
+    mixed_sources,
+    evaluated_and_trained,
+    filtered_evaluation,
+    unlike_rounds,
+    lonely_groups,
+    too_little_in_flight,
+    untrained_reader,
+    unlike_temperatures,
+    unrecorded_sampling,
+    unlike_layouts,
+    unlike_prompts,
+    too_few_prompts,
+    too_large_groups,
+)
 
 
 def newest_fault(weights: Weights, reader: Operator) -> str | None:
@@ -302,13 +364,14 @@ def newest_fault(weights: Weights, reader: Operator) -> str | None:
     assert trains is not None and reads is not None, "both have a model"
     if weights.decay:
         return (
-            f"'{reader.name}' would read the newest average of '{trainer.name}', but max_staleness counts versions of "
-            f"the weights themselves; give g.feedback({trainer.name}.weights.average(...), {reader.name}, every=...)"
+            f"'{reader.name}' would read the newest average of '{trainer.name}', but max_staleness"
+            " counts versions of the weights themselves; give"
+            f" g.feedback({trainer.name}.weights.average(...), {reader.name}, every=...)"
         )
     if reads.is_frozen:
         return (
             f"'{reader.name}' reads frozen '{reads.name}', which never changes; "
-            f"drop the feedback, give it the model without frozen(), or refresh it with every=..."
+            "drop the feedback, give it the model without frozen(), or refresh it with every=..."
         )
     if reads != trains:
         return (
@@ -319,26 +382,34 @@ def newest_fault(weights: Weights, reader: Operator) -> str | None:
 
 
 def refresh_fault(weights: Weights, reader: Operator, every: Any) -> str | None:
-    """Why an operator cannot be refreshed with every n-th version of a trainer; None where it can."""
+    """Why an operator cannot be refreshed with every n-th version of a trainer; None where it
+    can."""
     trainer, trains, reads = weights.trainer, weights.trainer.uses, reader.uses
     assert trains is not None and reads is not None, "both have a model"
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        return f"every counts steps between two versions and cannot be {every!r}; give a whole number of 1 or more"
+        return (
+            f"every counts steps between two versions and cannot be {every!r}; give a whole number"
+            " of 1 or more"
+        )
     if isinstance(reader, Generate):
         return (
-            f"'{reader.name}' generates what '{trainer.name}' trains, so it needs the newest version, but got "
-            f"every={every}; give it max_staleness=..., which says how old its weights may be"
+            f"'{reader.name}' generates what '{trainer.name}' trains, so it needs the newest"
+            f" version, but got every={every}; give it max_staleness=..., which says how old its"
+            " weights may be"
         )
-    if differs := [name for name in ("head", "dtype", "lora") if getattr(reads, name) != getattr(trains, name)]:
+    if differs := [
+        name for name in ("head", "dtype", "lora") if getattr(reads, name) != getattr(trains, name)
+    ]:
         return (
-            f"'{trainer.name}' trains '{trains.name}', whose weights '{reader.name}' cannot take for '{reads.name}': "
-            f"they differ in {', '.join(differs)}; give it a Model that differs in source, name or frozen() alone"
-            f"{', so here the one that is trained' if differs == ['lora'] else ''}"
+            f"'{trainer.name}' trains '{trains.name}', whose weights '{reader.name}' cannot take"
+            f" for '{reads.name}': they differ in {', '.join(differs)}; give it a Model that"
+            " differs in source, name or frozen()"
+            f" alone{', so here the one that is trained' if differs == ['lora'] else ''}"
         )
     if trains.lora is not None and reads.source != trains.source:
         return (
-            f"'{trainer.name}' trains adapters of '{trains.source}', which are no change to '{reads.source}' that "
-            f"'{reader.name}' reads; give it the Model that is trained"
+            f"'{trainer.name}' trains adapters of '{trains.source}', which are no change to"
+            f" '{reads.source}' that '{reader.name}' reads; give it the Model that is trained"
         )
     return None
 
@@ -346,9 +417,10 @@ def refresh_fault(weights: Weights, reader: Operator, every: Any) -> str | None:
 def missing_column(graph: Structure, operator: Operator, column: str, stream: Stream[Any]) -> str:
     """The message for a column that is read but not there, with who could provide it."""
     could = [
-        name for name, other in graph.operators.items()
+        name
+        for name, other in graph.operators.items()
         if other is not operator and column in other.provides({}) and not isinstance(other, Source)
-    ]  # fmt: skip
+    ]
     if could:
         do = f"'{could[0]}' provides it: apply '{operator.name}' behind it, or join the two streams"
     elif column in ("completion", "tokens", "logprobs", "versions", "mask"):
@@ -361,7 +433,8 @@ def missing_column(graph: Structure, operator: Operator, column: str, stream: St
         do = f'add it to Prompts(columns=...), or apply a @scorer called "{column}" first'
     close = nearest(column, stream.columns)
     return (
-        f"'{operator.name}' reads column '{column}', but '{stream.node}' provides {list(stream.columns)}{close}; {do}"
+        f"'{operator.name}' reads column '{column}', but '{stream.node}' provides"
+        f" {list(stream.columns)}{close}; {do}"
     )
 
 
@@ -379,8 +452,9 @@ def wrong_type(operator: Operator, column: str, stream: Stream[Any], annotation:
     """The message for a column whose type does not fit the reader's annotation."""
     wanted = getattr(annotation, "__name__", str(annotation))
     return (
-        f"'{operator.name}' reads column '{column}' as {wanted} ({arrow_type(annotation) or 'numbers'}), but "
-        f"'{stream.node}' provides it as {stream.columns[column]}; change the annotation, or convert the column"
+        f"'{operator.name}' reads column '{column}' as {wanted}"
+        f" ({arrow_type(annotation) or 'numbers'}), but '{stream.node}' provides it as"
+        f" {stream.columns[column]}; change the annotation, or convert the column"
     )
 
 

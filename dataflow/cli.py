@@ -91,7 +91,9 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     if name not in commands:
         alike = nearest(name, [*commands, "--version", "--help"])
-        raise GraphError(f"dataflow has no command '{name}'{alike}; give one of those that dataflow --help names")
+        raise GraphError(
+            f"dataflow has no command '{name}'{alike}; give one of those that dataflow --help names"
+        )
     if name == "run" and rest and not rest[0].startswith("-"):
         return run_file(Path(rest[0]), tuple(rest[1:]))
     status: int = tyro.cli(commands[name], args=rest, prog=f"dataflow {name}")
@@ -106,14 +108,24 @@ def _overview() -> str:
         lines.append(title)
         for name, command in group.items():
             says = re.split(r"[:;.](?=\s|$)", inspect.getdoc(command) or "")[0]
-            lines += textwrap.wrap(says, width, initial_indent=f"  {name:<11} ", subsequent_indent=" " * 14)
+            lines += textwrap.wrap(
+                says, width, initial_indent=f"  {name:<11} ", subsequent_indent=" " * 14
+            )
         lines.append("")
     return "\n".join([*lines, *_ENDING])
 
 
 def _versions() -> str:
-    versions = {"dataflow-rl": "not installed", "python": platform.python_version(), **package_versions()}
-    told = ", ".join(f"{name} {versions[name]}" for name in ("dataflow-rl", "python", "torch") if name in versions)
+    versions = {
+        "dataflow-rl": "not installed",
+        "python": platform.python_version(),
+        **package_versions(),
+    }
+    told = ", ".join(
+        f"{name} {versions[name]}"
+        for name in ("dataflow-rl", "python", "torch")
+        if name in versions
+    )
     return f"{told}, from {Path(__file__).parents[1]}"
 
 
@@ -121,9 +133,11 @@ def run_file(
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")],
     flags: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FLAGS]")] = (),
 ) -> int:
-    """Run the program that a YAML or TOML file names, with its flags: graph: graphs.aipo, lr: 1e-6; flags go before it.
+    """Run the program that a YAML or TOML file names, with its flags: graph: graphs.aipo, lr: 1e-6;
+    flags go before it.
 
-    A run leaves such a file in its folder: dataflow run runs/latest/config.yaml makes the same run again.
+    A run leaves such a file in its folder: dataflow run runs/latest/config.yaml makes the same run
+    again.
 
     Args:
         file: that file; its key `graph` is the program: a module, or a path to a file of Python.
@@ -136,10 +150,12 @@ def run_file(
 
 
 def check(
-    run: LatestRun = Path("runs/latest"), *, deep: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-) -> int:  # fmt: skip
-    """Recompute the ledger's identity from a run folder alone, and see whether its files are as they were written;
-    status 1 when not.
+    run: LatestRun = Path("runs/latest"),
+    *,
+    deep: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Recompute the ledger's identity from a run folder alone, and see whether its files are as
+    they were written; status 1 when not.
 
     Args:
         run: the run folder.
@@ -173,17 +189,20 @@ def _scale(folder: RunFolder, wishes: Mapping[str, int], by: str | None = None) 
 
 
 _CONTROLS = Controls(
-    stop=_stop, scale=_scale,
+    stop=_stop,
+    scale=_scale,
     swap=lambda folder, node, reference, by: ask_to_swap(folder, node, reference, by=by),
     set_knob=lambda folder, place, value, by: ask_to_set(folder, {place: read_value(value)}, by=by),
     checkpoint=lambda folder, by: ask_for_checkpoint(folder, by=by),
-)  # fmt: skip
+)
 
 
 def scale(
-    run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NODE=COUNT")]
+    run: Run,
+    wishes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NODE=COUNT")],
 ) -> int:
-    """Let replicas of a node join or leave a run that is under way; returns once the run has taken the wish in.
+    """Let replicas of a node join or leave a run that is under way; returns once the run has taken
+    the wish in.
 
     Args:
         run: the run folder, such as runs/latest.
@@ -193,24 +212,28 @@ def scale(
     return 0
 
 
-def swap(run: Run, wish: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NODE=OPERATOR")]) -> int:
-    """Let another operator take the place of a scorer or filter in a run that is under way; generator and trainer stay.
+def swap(
+    run: Run, wish: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NODE=OPERATOR")]
+) -> int:
+    """Let another operator take the place of a scorer or filter in a run that is under way;
+    generator and trainer stay.
 
-    It is imported and checked first, in a process of its own: what does not fit is refused, and the run goes on as it
-    was. What the old one has scored and no step has trained may be scored anew. Code of that module runs with the
-    rights of the run.
+    It is imported and checked first, in a process of its own: what does not fit is refused, and the
+    run goes on as it was. What the old one has scored and no step has trained may be scored anew.
+    Code of that module runs with the rights of the run.
 
     Args:
         run: the run folder, such as runs/latest.
         wish: which node, and the operator: reward=rewards:strict by its module and name there,
-            reward=path/to/rewards.py:strict by its file; with trl:, say, in front a plain function that was written
-            for another system: reward=trl:rewards:accuracy.
+            reward=path/to/rewards.py:strict by its file; with trl:, say, in front a plain function
+            that was written for another system: reward=trl:rewards:accuracy.
     """
     node, _, reference = wish.partition("=")
     if not node or not reference:
         raise GraphError(
-            f"a swap names a node and an operator, but got {wish!r}; write it as reward=rewards:strict or "
-            f"reward=path/to/rewards.py:strict, the module or file and the operator's name there"
+            f"a swap names a node and an operator, but got {wish!r}; write it as"
+            " reward=rewards:strict or reward=path/to/rewards.py:strict, the module or file and"
+            " the operator's name there"
         )
     form, place = split_form(reference)
     if place.rpartition(":")[0].endswith(".py"):
@@ -220,12 +243,17 @@ def swap(run: Run, wish: Annotated[str, tyro.conf.Positional, tyro.conf.arg(meta
 
 
 def set_knobs(
-    run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NODE.KNOB=VALUE")]
+    run: Run,
+    wishes: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NODE.KNOB=VALUE")
+    ],
 ) -> int:
-    """Let knobs of a run that is under way have other values: trainer.lr=3e-6 generator.top_p=0.9 reward.scale=2.
+    """Let knobs of a run that is under way have other values: trainer.lr=3e-6 generator.top_p=0.9
+    reward.scale=2.
 
-    Each operator says which of its knobs may change, and at which boundary the next value counts; what may not is
-    refused, with those that may. Returns once all count. Values are JSON, or a text without quotes.
+    Each operator says which of its knobs may change, and at which boundary the next value counts;
+    what may not is refused, with those that may. Returns once all count. Values are JSON, or a text
+    without quotes.
 
     Args:
         run: the run folder, such as runs/latest.
@@ -236,7 +264,8 @@ def set_knobs(
 
 
 def checkpoint(run: LatestRun = Path("runs/latest")) -> int:
-    """Let the trainers of a run that is under way write a checkpoint after the step under way; returns then.
+    """Let the trainers of a run that is under way write a checkpoint after the step under way;
+    returns then.
 
     Args:
         run: the run folder.
@@ -246,7 +275,8 @@ def checkpoint(run: LatestRun = Path("runs/latest")) -> int:
 
 
 def stop(run: LatestRun = Path("runs/latest")) -> int:
-    """Let a run that is under way finish its step, write a checkpoint and end, as Ctrl-C does where it was started.
+    """Let a run that is under way finish its step, write a checkpoint and end, as Ctrl-C does where
+    it was started.
 
     Args:
         run: the run folder.
@@ -254,8 +284,8 @@ def stop(run: LatestRun = Path("runs/latest")) -> int:
     folder = RunFolder.open(run)
     if clear(folder):
         print(
-            f"{folder.path.name} does not run: it was killed, and what it left in memory is removed; dataflow resume "
-            f"goes on with it"
+            f"{folder.path.name} does not run: it was killed, and what it left in memory is"
+            " removed; dataflow resume goes on with it"
         )
         return 0
     print(_stop(folder))
@@ -271,26 +301,35 @@ def resume(
     checkpoint_to: str | None = None,
     trust: Trust = False,
 ) -> int:
-    """Go on with a run that ended early, in its folder: its program is started again, with the flags that it had.
+    """Go on with a run that ended early, in its folder: its program is started again, with the
+    flags that it had.
 
     Args:
         run: the run folder.
-        from_: go on where that folder is not seen: from the address of the run's copies (--checkpoint-to). A folder of
-            its name is made in --runs.
+        from_: go on where that folder is not seen: from the address of the run's copies
+            (--checkpoint-to). A folder of its name is made in --runs.
         runs: where that goes.
-        checkpoint_to: copy checkpoints to this address from now on; "": nowhere; as it was when left out.
-        steps: steps to make in all, the ones made before included; as many as it was to make when left out.
-        trust: run the program that the folder names without a question, though another user owns the folder, or it
-            comes from an address.
+        checkpoint_to: copy checkpoints to this address from now on; "": nowhere; as it was when
+            left out.
+        steps: steps to make in all, the ones made before included; as many as it was to make when
+            left out.
+        trust: run the program that the folder names without a question, though another user owns
+            the folder, or it comes from an address.
     """
-    folder = bring_back(from_, runs, told=lambda text: print(text, flush=True)) if from_ else RunFolder.open(run)
+    folder = (
+        bring_back(from_, runs, told=lambda text: print(text, flush=True))
+        if from_
+        else RunFolder.open(run)
+    )
     doubts = doubts_of(folder)
     wanted = RecordedRun.read(folder).steps if steps is None else steps
     more = () if wanted is None else ("--steps", str(wanted))
     if checkpoint_to is not None:
         more = (*more, "--checkpoint-to", checkpoint_to)
     origin = "" if not from_ or is_own(from_) else from_
-    return start_again(folder, *more, "--resume", str(folder.path), trust=trust, origin=origin, doubts=doubts)
+    return start_again(
+        folder, *more, "--resume", str(folder.path), trust=trust, origin=origin, doubts=doubts
+    )
 
 
 def replay(
@@ -309,15 +348,18 @@ def replay(
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     trust: Trust = False,
 ) -> int:
-    """Train a run's recorded rollouts again and compare the losses; or, with --rollout, print one of them.
+    """Train a run's recorded rollouts again and compare the losses; or, with --rollout, print one
+    of them.
 
     Status 1 when the losses of the same trainer are not the recorded ones.
 
     Args:
         run: the run folder.
-        from_: step to start from, or the newest checkpoint before it; 0 for the weights that the run started from.
+        from_: step to start from, or the newest checkpoint before it; 0 for the weights that the
+            run started from.
         to: last step to train; the run's last when left out.
-        loss: train with another loss: a name in operators.losses, module:function, or path/to/file.py:function.
+        loss: train with another loss: a name in operators.losses, module:function, or
+            path/to/file.py:function.
         trainer: which one, where there are several.
         tolerance: how far a loss may be off and still count as the same.
         device: where to train, as in cuda:0.
@@ -326,7 +368,8 @@ def replay(
         group: that is in this group.
         source: that comes from this source.
         json: print JSON.
-        trust: run the program that the folder names without a question, though another user owns the folder.
+        trust: run the program that the folder names without a question, though another user owns
+            the folder.
     """
     folder = RunFolder.open(run)
     if rollout is not None:
@@ -337,14 +380,25 @@ def replay(
             show_rollout(found, Console(), vocabulary_of(folder))
         return 0
     wishes = Wishes(
-        run=str(folder.path), first=from_, last=to, loss=loss, trainer=trainer, tolerance=tolerance, device=device,
-        out=str(out.absolute()) if out else "", json=json,
-    )  # fmt: skip
+        run=str(folder.path),
+        first=from_,
+        last=to,
+        loss=loss,
+        trainer=trainer,
+        tolerance=tolerance,
+        device=device,
+        out=str(out.absolute()) if out else "",
+        json=json,
+    )
     return start_again(folder, *wishes.as_arguments(), trust=trust)
 
 
-def doctor(run: LatestRun = Path("runs/latest"), stacks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False) -> int:
-    """Say who waits for whom in a run, for how long, and what every worker does; or what a run left that is over.
+def doctor(
+    run: LatestRun = Path("runs/latest"),
+    stacks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Say who waits for whom in a run, for how long, and what every worker does; or what a run left
+    that is over.
 
     Args:
         run: the run folder.
@@ -359,21 +413,25 @@ def live(
     port: int = 0,
     steer: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
-    """Show runs on a page for browsers on this machine: graph, series, rollouts, faults; read-only, until Ctrl-C.
+    """Show runs on a page for browsers on this machine: graph, series, rollouts, faults; read-only,
+    until Ctrl-C.
 
     Args:
         runs: run folders: of runs under way or over, or copied from elsewhere.
         port: where to listen; any that is free when left out.
-        steer: let whoever has the page's address stop, scale, swap and set; each request is kept in requests.jsonl.
+        steer: let whoever has the page's address stop, scale, swap and set; each request is kept in
+            requests.jsonl.
     """
     return serve_page(runs, ask_for_state, port, _CONTROLS if steer else None)
 
 
 def calibrate(runs: Runs, out: Path = Path("constants.json"), kind: str = "cpu") -> int:
-    """Fit the constants of what is foreseen to run folders: python -m graphs.aipo --foresee .. --constants FILE.
+    """Fit the constants of what is foreseen to run folders: python -m graphs.aipo --foresee ..
+    --constants FILE.
 
     Args:
-        runs: run folders; some of several model sizes, of synchronous and of asynchronous runs tell more apart.
+        runs: run folders; some of several model sizes, of synchronous and of asynchronous runs tell
+            more apart.
         out: where the constants go.
         kind: the devices of these runs: cpu, or a kind as --foresee has it.
     """
@@ -388,31 +446,50 @@ def calibrate(runs: Runs, out: Path = Path("constants.json"), kind: str = "cpu")
 def _knob(text: str) -> tuple[str, Any]:
     place, _, value = text.partition("=")
     if "." not in place or not value:
-        raise GraphError(f"a knob is named by its node, but got {text!r}; write it as trainer.lr=3e-6")
+        raise GraphError(
+            f"a knob is named by its node, but got {text!r}; write it as trainer.lr=3e-6"
+        )
     return place.strip(), read_value(value)
 
 
 def _wish(text: str) -> tuple[str, int]:
     node, _, count = text.partition("=")
     if not node or not count.isdigit():
-        raise GraphError(f"a wish names a node and a number of replicas, but got {text!r}; write it as generator=3")
+        raise GraphError(
+            f"a wish names a node and a number of replicas, but got {text!r}; write it as"
+            " generator=3"
+        )
     return node, int(count)
 
 
 COMMANDS: Mapping[str, Mapping[str, Callable[..., int]]] = {
     "look at runs": {
-        "list": list_runs, "show": show, "live": live, "doctor": doctor, "verify": check, "compare": compare_runs,
-        "report": report_run, "export": export_run, "track": track_run,
+        "list": list_runs,
+        "show": show,
+        "live": live,
+        "doctor": doctor,
+        "verify": check,
+        "compare": compare_runs,
+        "report": report_run,
+        "export": export_run,
+        "track": track_run,
     },
     "change a run that is under way": {
-        "set": set_knobs, "swap": swap, "scale": scale, "checkpoint": checkpoint, "stop": stop,
+        "set": set_knobs,
+        "swap": swap,
+        "scale": scale,
+        "checkpoint": checkpoint,
+        "stop": stop,
     },
     "go on with a run, or train it again": {"resume": resume, "replay": replay},
     "begin a run": {"run": run_file, "launch": launch, "calibrate": calibrate},
-}  # fmt: skip
+}
 """By what they are for."""
 _ENDING = (
-    "RUN is the folder of a run, runs/latest where it is left out. dataflow COMMAND --help says more.",
+    (
+        "RUN is the folder of a run, runs/latest where it is left out. dataflow COMMAND --help says"
+        " more."
+    ),
     "A run is started by its program, as python -m graphs.sorting.",
 )
 

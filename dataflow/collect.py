@@ -21,9 +21,11 @@ from dataflow.worker.host import Settings
 
 @checked
 def collect(stream: Stream[Any], *, rows: int, seed: int = 0) -> pa.Table:
-    """The first `rows` rows of a stream, in the order of their groups; fewer where the prompts end before.
+    """The first `rows` rows of a stream, in the order of their groups; fewer where the prompts end
+    before.
 
-    Runs the operators upstream inline, with the weights they start from; nothing is written to disk.
+    Runs the operators upstream inline, with the weights they start from; nothing is written to
+    disk.
 
     >>> from dataflow import Graph, collect
     >>> from dataflow.testing import FakeGenerator, FakePrompts
@@ -53,11 +55,16 @@ class _Collect(Sink):
     batches: list[pa.RecordBatch] = field(default_factory=list, repr=False)
 
     def count(self) -> int:
-        """Rows of the first groups that are all there: later groups may have come before a slow one."""
+        """Rows of the first groups that are all there: later groups may have come before a slow
+        one."""
         sizes = collections.Counter(
-            itertools.chain.from_iterable(batch.column(GROUP_ID).to_pylist() for batch in self.batches)
+            itertools.chain.from_iterable(
+                batch.column(GROUP_ID).to_pylist() for batch in self.batches
+            )
         )
-        return sum(sizes[group] for group in itertools.takewhile(sizes.__contains__, itertools.count()))
+        return sum(
+            sizes[group] for group in itertools.takewhile(sizes.__contains__, itertools.count())
+        )
 
     def build(self, context: Context) -> Runtime:
         return _Keep(self.batches)

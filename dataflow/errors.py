@@ -37,12 +37,12 @@ class DataflowError(Exception):
     ...     Graph("a b")
     ... except DataflowError as error:
     ...     print(error)
-    a graph's name becomes a folder, but 'a b' cannot; use letters, digits, '-' and '_', as in Graph("aipo")
-    """
+    a graph's name becomes a folder, but 'a b' cannot; use letters, digits, '-' and '_', as in
+    Graph("aipo")"""
 
     is_lasting: ClassVar[bool] = False
-    """Whether a process that is started anew would meet it again: settings, data, models and functions are as they
-    were."""
+    """Whether a process that is started anew would meet it again: settings, data, models and
+    functions are as they were."""
 
 
 class GraphError(DataflowError, ValueError):
@@ -96,7 +96,8 @@ class DeadlineError(RunError, TimeoutError):
 
 
 class WorldFailed(RunError):
-    """What a scorer raises where something outside failed: a judge, a network, a service that is too busy.
+    """What a scorer raises where something outside failed: a judge, a network, a service that is
+    too busy.
 
     The call is made again, a few times; a rollout for which it still fails has the cause `world`.
 
@@ -113,7 +114,8 @@ class WorldFailed(RunError):
 
 
 class Replaced(RunError):
-    """A scheduler, or a worker, finds that another one is in its place; it must touch nothing of the run any more."""
+    """A scheduler, or a worker, finds that another one is in its place; it must touch nothing of
+    the run any more."""
 
 
 @contextlib.contextmanager
@@ -128,12 +130,13 @@ def boundary(node: str, doing: str) -> Iterator[None]:
     except Exception as error:
         raise OperatorError(
             f"'{node}' failed while {doing}: {type(error).__name__}: {error} (at {where(error)}); "
-            f"its log has the whole traceback"
+            "its log has the whole traceback"
         ) from error
 
 
 def where(error: BaseException) -> str:
-    """File and line that raised `error`, the innermost frame outside installed packages if there is one."""
+    """File and line that raised `error`, the innermost frame outside installed packages if there is
+    one."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "unknown line"
@@ -156,7 +159,8 @@ class KnobCheck(type):
 
 
 def checked(function: Callable[P, T], instead: str = "") -> Callable[P, T]:
-    """The same function; a GraphError, not a TypeError, where it is called with what it does not take.
+    """The same function; a GraphError, not a TypeError, where it is called with what it does not
+    take.
 
     instead: what to write, where that is no call with what it takes."""
     signature = inspect.signature(function)
@@ -170,12 +174,18 @@ def checked(function: Callable[P, T], instead: str = "") -> Callable[P, T]:
 
 
 def _refuse_unknown(
-    name: str, signature: inspect.Signature, known: Iterable[str], args: tuple[Any, ...], knobs: Mapping[str, Any],
+    name: str,
+    signature: inspect.Signature,
+    known: Iterable[str],
+    args: tuple[Any, ...],
+    knobs: Mapping[str, Any],
     instead: str = "",
-) -> None:  # fmt: skip
+) -> None:
     for knob in knobs:
         if knob not in known:
-            raise GraphError(f"{name} has no knob '{knob}' (got {knob}={knobs[knob]!r:.60}){hint(knob, known)}")
+            raise GraphError(
+                f"{name} has no knob '{knob}' (got {knob}={knobs[knob]!r:.60}){hint(knob, known)}"
+            )
     try:
         signature.bind(*args, **knobs)
     except TypeError as error:
@@ -187,13 +197,17 @@ def _refuse_unknown(
 def _shown(signature: inspect.Signature) -> str:
     """What has to be given, and that there is more."""
     parameters = [each for each in signature.parameters.values() if each.name != "self"]
-    needed = [each.name if each.kind is each.POSITIONAL_OR_KEYWORD else f"{each.name}=..." for each in parameters
-              if each.default is each.empty]  # fmt: skip
+    needed = [
+        each.name if each.kind is each.POSITIONAL_OR_KEYWORD else f"{each.name}=..."
+        for each in parameters
+        if each.default is each.empty
+    ]
     return f"({', '.join([*needed, *(['...'] if len(needed) < len(parameters) else [])])})"
 
 
 def called_here(knob: str, known: Collection[str]) -> str:
-    """What is called `knob` in another system, by its name among those that are known here; empty: none is."""
+    """What is called `knob` in another system, by its name among those that are known here; empty:
+    none is."""
     return next((name for name, _ in _PLACES.get(knob, ()) if name in known), "")
 
 
@@ -219,40 +233,70 @@ OTHER_NAMES: Mapping[str, str] = {
     "Trainer(betas=...)": "adam_beta1 adam_beta2 adam_betas optim_betas",
     "Trainer(eps=...)": "adam_epsilon adam_eps",
     "Trainer(weight_decay=...)": "adam_weight_decay",
-    "Trainer(warmup_steps=...)": "warmup_ratio lr_warmup_steps lr_warmup_steps_ratio lr_warmup_ratio num_warmup_steps",
-    "Trainer(schedule=...)": "lr_scheduler_type lr_scheduler_kwargs lr_scheduler lr_schedule scheduler warmup_style",
+    "Trainer(warmup_steps=...)": (
+        "warmup_ratio lr_warmup_steps lr_warmup_steps_ratio lr_warmup_ratio num_warmup_steps"
+    ),
+    "Trainer(schedule=...)": (
+        "lr_scheduler_type lr_scheduler_kwargs lr_scheduler lr_schedule scheduler warmup_style"
+    ),
     "Trainer(decay_steps=...)": "lr_decay_steps lr_decay_iters",
     "Trainer(min_lr=...)": "min_lr_ratio lr_min",
     "Trainer(max_grad_norm=...)": "grad_clip clip_grad clip_grad_norm gradient_clipping max_norm",
-    "Trainer(prompts_per_step=...)": "train_batch_size per_device_train_batch_size gradient_accumulation_steps "
-    "batch_size generation_batch_size gen_batch_size rollout_batch_size global_batch_size ppo_mini_batch_size "
-    "mini_batch_size num_mini_batches",
-    "Trainer(micro_batch_tokens=...)": "max_tokens_per_gpu ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu "
-    "use_dynamic_bsz forward_max_token_len_per_gpu ppo_micro_batch_size ppo_micro_batch_size_per_gpu micro_batch_size "
-    "micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu micro_train_batch_size",
+    "Trainer(prompts_per_step=...)": (
+        "train_batch_size per_device_train_batch_size gradient_accumulation_steps batch_size"
+        " generation_batch_size gen_batch_size rollout_batch_size global_batch_size"
+        " ppo_mini_batch_size mini_batch_size num_mini_batches"
+    ),
+    "Trainer(micro_batch_tokens=...)": (
+        "max_tokens_per_gpu ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu"
+        " use_dynamic_bsz forward_max_token_len_per_gpu ppo_micro_batch_size"
+        " ppo_micro_batch_size_per_gpu micro_batch_size micro_batch_size_per_gpu"
+        " log_prob_micro_batch_size_per_gpu micro_train_batch_size"
+    ),
     "Trainer(loss=...)": "loss_type loss_fn loss_mode policy_loss",
     "Trainer(normalize=...)": "loss_agg_mode",
-    "Trainer(whiten=...)": "normalize_advantages normalize_advantage whiten_advantages whiten_rewards",
-    "Trainer(gradient_checkpointing=...)": "gradient_checkpointing_enable enable_gradient_checkpointing "
-    "use_gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing",
-    "Trainer(compile=...)": "torch_compile torch_compile_backend torch_compile_mode use_torch_compile",
-    "Trainer(offload=...)": "adam_offload param_offload optimizer_offload grad_offload offload_policy cpu_offload "
-    "offload_params",
-    "Trainer(checkpoint_every=...)": "save_steps save_freq save_strategy save_interval checkpoint_interval",
-    "Trainer(save_total_limit=...)": "max_actor_ckpt_to_keep max_critic_ckpt_to_keep max_num max_ckpt_num",
+    "Trainer(whiten=...)": (
+        "normalize_advantages normalize_advantage whiten_advantages whiten_rewards"
+    ),
+    "Trainer(gradient_checkpointing=...)": (
+        "gradient_checkpointing_enable enable_gradient_checkpointing "
+        "use_gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing"
+    ),
+    "Trainer(compile=...)": (
+        "torch_compile torch_compile_backend torch_compile_mode use_torch_compile"
+    ),
+    "Trainer(offload=...)": (
+        "adam_offload param_offload optimizer_offload grad_offload offload_policy cpu_offload "
+        "offload_params"
+    ),
+    "Trainer(checkpoint_every=...)": (
+        "save_steps save_freq save_strategy save_interval checkpoint_interval"
+    ),
+    "Trainer(save_total_limit=...)": (
+        "max_actor_ckpt_to_keep max_critic_ckpt_to_keep max_num max_ckpt_num"
+    ),
     "Trainer(dp_replicate=...)": "fsdp_size",
-    "Generator(group_size=...)": "num_generations num_return_sequences n rollout_n n_samples_per_prompt n_samples "
-    "num_samples rloo_k samples_per_prompt",
-    "Generator(max_tokens=...)": "max_completion_length max_new_tokens max_response_length response_length "
-    "max_completion_tokens generate_max_len max_gen_len",
-    "Generator(context_tokens=...)": "max_len max_model_len max_prompt_length max_length max_seq_length "
-    "vllm_max_model_length prompt_length",
+    "Generator(group_size=...)": (
+        "num_generations num_return_sequences n rollout_n n_samples_per_prompt n_samples "
+        "num_samples rloo_k samples_per_prompt"
+    ),
+    "Generator(max_tokens=...)": (
+        "max_completion_length max_new_tokens max_response_length response_length "
+        "max_completion_tokens generate_max_len max_gen_len"
+    ),
+    "Generator(context_tokens=...)": (
+        "max_len max_model_len max_prompt_length max_length max_seq_length "
+        "vllm_max_model_length prompt_length"
+    ),
     "Generator(temperature=...)": "rollout_temperature sampling_temperature temp",
     "Generator(slots=...)": "max_num_seqs max_running_requests max_batch_size",
     "Generator(cache_bytes=...)": "gpu_memory_utilization vllm_gpu_memory_utilization",
-    "Generator(tensor_parallel=...)": "tensor_model_parallel_size tensor_parallel_size vllm_tensor_parallel_size "
-    "tp_size",
-    "Generator(engine=...)": "rollout_name num_engines use_vllm vllm_mode vllm_model_impl rollout_backend",
+    "Generator(tensor_parallel=...)": (
+        "tensor_model_parallel_size tensor_parallel_size vllm_tensor_parallel_size tp_size"
+    ),
+    "Generator(engine=...)": (
+        "rollout_name num_engines use_vllm vllm_mode vllm_model_impl rollout_backend"
+    ),
     "Generator(weights=...)": "quantization load_in_8bit load_in_4bit",
     "Generator(stop=...)": "stop_strings stop_token_ids eos_token_id",
     "Generator(compile=...)": "enforce_eager cudagraph_mode",
@@ -265,7 +309,10 @@ OTHER_NAMES: Mapping[str, str] = {
     "LoRA(alpha=...)": "lora_alpha",
     "LoRA(targets=...)": "target_modules lora_target_modules",
     "run(graph, seed=...)": "seed full_determinism",
-    "Prompts(source)": "prompt_dataset train_files train_dataset dataset dataset_name data_files data_path prompt_data",
+    "Prompts(source)": (
+        "prompt_dataset train_files train_dataset dataset dataset_name data_files data_path"
+        " prompt_data"
+    ),
     "Prompts(source), read by Evaluate": "val_files eval_dataset",
     "Prompts(limit=...)": "max_samples train_max_samples val_max_samples num_prompts",
     "Prompts(shuffle_seed=...)": "shuffle shuffle_dataset data_seed seed",
@@ -280,26 +327,42 @@ OTHER_NAMES: Mapping[str, str] = {
     "run(graph, resume=...)": "resume_from_checkpoint resume_mode resume_from_path",
     "run(graph, gpus=...)": "n_gpus_per_node num_gpus nnodes",
     "run(graph, on=inline())": "inline",
-    "Evaluate(every_steps=...), with prompts of its own": "eval_steps test_freq eval_strategy eval_interval",
-    "g.feedback(..., max_staleness=...)": "async_enable async_queue_size staleness num_iterations "
-    "steps_per_generation ppo_epochs async_steps staleness_threshold max_off_policy_steps off_policy_steps",
-    "Trainer(loss=with_kl(loss, beta=...))": "init_coef beta kl_coef kl_beta kl_loss_coef use_kl_loss kl_loss_type "
-    "use_kl_in_reward init_kl_coef kl_penalty",
-    "Trainer(loss=with_entropy(loss, weight=...))": "entropy_coeff entropy_coef ent_coef entropy_weight",
-    "Trainer(loss=partial(grpo, clip_low=...))": "eps_clip_low_high epsilon clip_ratio clip_ratio_low clip_range "
-    "cliprange eps_clip epsilon_low eps_clip_low",
+    "Evaluate(every_steps=...), with prompts of its own": (
+        "eval_steps test_freq eval_strategy eval_interval"
+    ),
+    "g.feedback(..., max_staleness=...)": (
+        "async_enable async_queue_size staleness num_iterations steps_per_generation ppo_epochs"
+        " async_steps staleness_threshold max_off_policy_steps off_policy_steps"
+    ),
+    "Trainer(loss=with_kl(loss, beta=...))": (
+        "init_coef beta kl_coef kl_beta kl_loss_coef use_kl_loss kl_loss_type "
+        "use_kl_in_reward init_kl_coef kl_penalty"
+    ),
+    "Trainer(loss=with_entropy(loss, weight=...))": (
+        "entropy_coeff entropy_coef ent_coef entropy_weight"
+    ),
+    "Trainer(loss=partial(grpo, clip_low=...))": (
+        "eps_clip_low_high epsilon clip_ratio clip_ratio_low clip_range "
+        "cliprange eps_clip epsilon_low eps_clip_low"
+    ),
     "Trainer(loss=partial(grpo, clip_high=...))": "epsilon_high clip_ratio_high eps_clip_high",
-    "Trainer(loss=partial(aipo, rho=...))": "vllm_importance_sampling_clip_max is_correction_threshold "
-    "importance_sampling_cap vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold",
-    "a scorer, applied to the generator's stream": "remote_url remote_rm_url reward_funcs reward_func reward_function "
-    "reward_fn reward_model custom_reward_function compute_score",
+    "Trainer(loss=partial(aipo, rho=...))": (
+        "vllm_importance_sampling_clip_max is_correction_threshold importance_sampling_cap"
+        " vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold"
+    ),
+    "a scorer, applied to the generator's stream": (
+        "remote_url remote_rm_url reward_funcs reward_func reward_function "
+        "reward_fn reward_model custom_reward_function compute_score"
+    ),
     "combine({...}) of operators.rewards": "reward_weights",
-    "a scorer of operators.credit, applied to the reward's stream": "adv_estimator scale_rewards gamma lam gae_lambda "
-    "norm_adv_by_std_in_grpo",
+    "a scorer of operators.credit, applied to the reward's stream": (
+        "adv_estimator scale_rewards gamma lam gae_lambda norm_adv_by_std_in_grpo"
+    ),
     "Logprobs(model.frozen()), applied to the stream": "ref_model reference_model sync_ref_model",
     "in the model's folder, and read from there": "tokenizer processing_class tokenizer_name",
 }
-"""By how a knob is written here: what TRL, verl, OpenRLHF, slime, AReaL and transformers call it, or have called it."""
+"""By how a knob is written here: what TRL, verl, OpenRLHF, slime, AReaL and transformers call it,
+or have called it."""
 FLAG_NAMES: Mapping[str, str] = {
     "LoRA(rank=...)": "lora_rank",
     "LoRA(alpha=...)": "lora_alpha",

@@ -24,7 +24,8 @@ from dataflow.weight_ends import Refresh
 
 
 class Graph(Structure):
-    """A structure that a user builds: checked call by call, and as a whole by `check`; it can draw itself.
+    """A structure that a user builds: checked call by call, and as a whole by `check`; it can draw
+    itself.
 
     >>> from dataflow import Graph, Model
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -38,10 +39,14 @@ class Graph(Structure):
     """
 
     def __init__(self, name: str) -> None:
-        if not isinstance(name, str) or not name or not name.replace("_", "").replace("-", "").isalnum():
+        if (
+            not isinstance(name, str)
+            or not name
+            or not name.replace("_", "").replace("-", "").isalnum()
+        ):
             raise GraphError(
                 f"a graph's name becomes a folder, but {name!r} cannot; "
-                f"use letters, digits, '-' and '_', as in Graph(\"aipo\")"
+                "use letters, digits, '-' and '_', as in Graph(\"aipo\")"
             )
         super().__init__(name)
 
@@ -49,7 +54,8 @@ class Graph(Structure):
         """The stream of a source's prompts; everything made from them carries its name."""
         if not isinstance(source, Source):
             raise GraphError(
-                f"g.source takes a source, but got {_describe(source)}; give it Prompts(...) or another Source"
+                f"g.source takes a source, but got {_describe(source)}; give it Prompts(...) or"
+                " another Source"
             )
         if source.name in self.operators:
             raise GraphError(
@@ -64,17 +70,20 @@ class Graph(Structure):
         if not isinstance(stream, Stream):
             raise GraphError(
                 f"'{operator.name}' is applied to {_describe(stream)}, which is no stream; "
-                f"apply it to g.source(...) or to another operator's output"
+                "apply it to g.source(...) or to another operator's output"
             )
         if isinstance(operator, Source):
-            raise GraphError(f"'{operator.name}' is a source and takes no stream; use g.source({operator.name})")
+            raise GraphError(
+                f"'{operator.name}' is a source and takes no stream; use g.source({operator.name})"
+            )
         self._add(operator)
         key = (operator.name, stream.source)
         if key in self._inputs and self._inputs[key] != (stream,):
             if operator.name in self._upstream(stream):
                 raise GraphError(
-                    f"'{operator.name}' would read its own output, which came to it through '{stream.node}': a cycle "
-                    f"of data; loops live inside an operator, and only g.feedback(...) goes back"
+                    f"'{operator.name}' would read its own output, which came to it through"
+                    f" '{stream.node}': a cycle of data; loops live inside an operator, and only"
+                    " g.feedback(...) goes back"
                 )
             other = self._inputs[key][0]
             raise GraphError(
@@ -88,11 +97,13 @@ class Graph(Structure):
         for column in operator.provides({}):
             if column in stream.columns and column not in (ERROR, DROP_REASON):
                 raise GraphError(
-                    f"'{operator.name}' writes column '{column}', but the rows of '{stream.node}' have it already; "
-                    f"rename the operator, or drop the column from the source"
+                    f"'{operator.name}' writes column '{column}', but the rows of '{stream.node}'"
+                    " have it already; rename the operator, or drop the column from the source"
                 )
         columns = operator.provides(stream.columns)
-        return self._record(operator, (stream,), Stream(self, operator.name, stream.source, columns))
+        return self._record(
+            operator, (stream,), Stream(self, operator.name, stream.source, columns)
+        )
 
     def merge(self, streams: tuple[Stream[Any], ...]) -> Stream[Rollout]:
         """What `join(a, b, ...)` does."""
@@ -101,58 +112,85 @@ class Graph(Structure):
             for name, kind in stream.columns.items():
                 if columns.setdefault(name, kind) != kind:
                     raise GraphError(
-                        f"join gets column '{name}' as {columns[name]} and, from '{stream.node}', as {kind}; "
-                        f"rename one of the two"
+                        f"join gets column '{name}' as {columns[name]} and, from '{stream.node}',"
+                        f" as {kind}; rename one of the two"
                     )
         names = (f"join{'' if n == 1 else n}" for n in itertools.count(1))
         operator = Join(name=next(name for name in names if name not in self.operators))
         self._add(operator)
-        return self._record(operator, streams, Stream(self, operator.name, streams[0].source, columns))
+        return self._record(
+            operator, streams, Stream(self, operator.name, streams[0].source, columns)
+        )
 
     @checked
     def feedback(
-        self, weights: Weights, reader: Operator, *, max_staleness: int | None = None, every: int | None = None
+        self,
+        weights: Weights,
+        reader: Operator,
+        *,
+        max_staleness: int | None = None,
+        every: int | None = None,
     ) -> None:
-        """Carry what a trainer learns back to `reader`: the graph's only cycle. One of the two numbers is given.
+        """Carry what a trainer learns back to `reader`: the graph's only cycle. One of the two
+        numbers is given.
 
-        max_staleness: versions that a rollout's oldest token may be behind the trainer when it is trained. every: for a
-        reference or a teacher, which begins with its own model: steps between two versions that it is refreshed with.
-        """
+        max_staleness: versions that a rollout's oldest token may be behind the trainer when it is
+        trained. every: for a reference or a teacher, which begins with its own model: steps between
+        two versions that it is refreshed with."""
         if not isinstance(weights, Weights):
             raise GraphError(
-                f"g.feedback carries weights, but got {_describe(weights)}; give it trainer.weights as the first"
+                f"g.feedback carries weights, but got {_describe(weights)}; give it trainer.weights"
+                " as the first"
             )
         if not isinstance(reader, Operator):
-            raise GraphError(f"g.feedback needs an operator that reads weights, but got {_describe(reader)}; "
-                             f"give it the generator")  # fmt: skip
-        if (max_staleness is None) == (every is None):
-            found = "neither" if every is None else f"max_staleness={max_staleness!r} and every={every!r}"
             raise GraphError(
-                f"g.feedback to '{reader.name}' is told how new its weights are by one number, but got {found}; give "
-                f"max_staleness=... to a reader of the newest weights, every=... to a reference that is refreshed"
+                f"g.feedback needs an operator that reads weights, but got {_describe(reader)}; "
+                "give it the generator"
+            )
+        if (max_staleness is None) == (every is None):
+            found = (
+                "neither"
+                if every is None
+                else f"max_staleness={max_staleness!r} and every={every!r}"
+            )
+            raise GraphError(
+                f"g.feedback to '{reader.name}' is told how new its weights are by one number, but"
+                f" got {found}; give max_staleness=... to a reader of the newest weights, every=..."
+                " to a reference that is refreshed"
             )
         if max_staleness is not None and (
-            isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0
+            isinstance(max_staleness, bool)
+            or not isinstance(max_staleness, int)
+            or max_staleness < 0
         ):
             raise GraphError(
                 f"max_staleness counts versions and cannot be {max_staleness!r}; "
-                f"use 0 for synchronous training, 1 or more for asynchronous"
+                "use 0 for synchronous training, 1 or more for asynchronous"
             )
         if weights.trainer.uses is None or reader.uses is None:
             lacks = reader.name if reader.uses is None else weights.trainer.name
-            raise GraphError(f"'{lacks}' has no model, so no weights can flow to it; name an operator with a model")
-        fault = newest_fault(weights, reader) if every is None else refresh_fault(weights, reader, every)
+            raise GraphError(
+                f"'{lacks}' has no model, so no weights can flow to it; name an operator with a"
+                " model"
+            )
+        fault = (
+            newest_fault(weights, reader)
+            if every is None
+            else refresh_fault(weights, reader, every)
+        )
         if fault is not None:
             raise GraphError(fault)
         if other := next((f for f in self.feedbacks if f.reader is reader), None):
             raise GraphError(
-                f"'{reader.name}' already has a feedback from '{other.weights.trainer.name}'; drop one of the two lines"
+                f"'{reader.name}' already has a feedback from '{other.weights.trainer.name}'; drop"
+                " one of the two lines"
             )
         refresh = None if every is None else Refresh(every=every, decay=weights.decay)
         self.feedbacks.append(Feedback(weights, reader, max_staleness or 0, refresh))
 
     def swap(self, name: str, operator: Operator) -> "Graph":
-        """A new graph with the operator called `name` replaced by another, checked anew; this one stays as it is."""
+        """A new graph with the operator called `name` replaced by another, checked anew; this one
+        stays as it is."""
         return self.swap_all({name: operator})
 
     def swap_all(self, operators: Mapping[str, Operator]) -> "Graph":
@@ -162,16 +200,19 @@ class Graph(Structure):
             old, new = self._known(name, "swap"), operator.renamed(name)
             if old.kind != new.kind:
                 raise GraphError(
-                    f"'{name}' is a {old.kind} and {_describe(operator)} is a {new.kind}; swap like for like"
+                    f"'{name}' is a {old.kind} and {_describe(operator)} is a {new.kind}; swap like"
+                    " for like"
                 )
             instead[name] = new
         return self._anew(instead=instead)
 
     def set_knobs(self, wishes: Mapping[str, Any]) -> "Graph":
-        """A new graph with other values of knobs, by NODE.KNOB, checked anew; this one stays as it is.
+        """A new graph with other values of knobs, by NODE.KNOB, checked anew; this one stays as it
+        is.
 
-        Those that `Operator.settable` names, and `max_staleness`, which is that of the feedback edge to a node.
-        Whatever computes log-probabilities of its rollouts goes along with a generator's temperature.
+        Those that `Operator.settable` names, and `max_staleness`, which is that of the feedback
+        edge to a node. Whatever computes log-probabilities of its rollouts goes along with a
+        generator's temperature.
 
         >>> from dataflow import Graph, Model
         >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -187,10 +228,11 @@ class Graph(Structure):
         return self._anew(instead=instead, bounds=bounds)
 
     def insert(self, operator: Operator, *, after: str, source: str | None = None) -> "Graph":
-        """A new graph with an operator on the stream behind the one called `after`, checked anew; this one stays.
+        """A new graph with an operator on the stream behind the one called `after`, checked anew;
+        this one stays.
 
-        All that read that stream read the operator's output. source: on the rows of this source alone; None: of all
-        that pass there.
+        All that read that stream read the operator's output. source: on the rows of this source
+        alone; None: of all that pass there.
 
         >>> from dataflow import Graph, scorer
         >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -201,72 +243,100 @@ class Graph(Structure):
         >>> FakeTrainer()(FakeGenerator()(g.source(FakePrompts())))
         >>> scored = g.insert(short, after="generator")
         >>> scored, scored.remove("short")
-        (Graph('tiny': prompts, generator, short, trainer), Graph('tiny': prompts, generator, trainer))
-        """
-        if not isinstance(operator, Operator) or operator.kind != "operator" or isinstance(operator, Join):
+        (Graph('tiny': prompts, generator, short, trainer), Graph('tiny': prompts, generator,
+        trainer))"""
+        if (
+            not isinstance(operator, Operator)
+            or operator.kind != "operator"
+            or isinstance(operator, Join)
+        ):
             what = f", a {operator.kind}" if isinstance(operator, Operator) else ""
             raise GraphError(
-                f"g.insert puts an operator between others, but got {_describe(operator)}{what}; give it one that "
-                f"takes rows and passes them on, such as a @scorer or a @keep filter"
+                f"g.insert puts an operator between others, but got {_describe(operator)}{what};"
+                " give it one that takes rows and passes them on, such as a @scorer or a @keep"
+                " filter"
             )
         before = self._known(after, "insert behind")
         if before.kind == "sink":
-            read = [stream.node for call in self.calls if call.operator is before for stream in call.inputs]
+            read = [
+                stream.node
+                for call in self.calls
+                if call.operator is before
+                for stream in call.inputs
+            ]
             raise GraphError(
-                f"'{after}' is a sink, and no rows leave it for '{operator.name}'; insert it behind what '{after}' "
-                f"reads: {read}"
+                f"'{after}' is a sink, and no rows leave it for '{operator.name}'; insert it behind"
+                f" what '{after}' reads: {read}"
             )
         if operator.name in self.operators:
             raise GraphError(
-                f"'{operator.name}' is in the graph already; give the one that you insert another name: "
+                f"'{operator.name}' is in the graph already; give the one that you insert another"
+                " name: "
                 f'{operator.name}.renamed("{operator.name}_2")'
             )
         passing = [call.output.source for call in self.calls if call.operator is before]
         if source is not None and source not in passing:
             raise GraphError(
-                f"rows of '{source}' do not come from '{after}', which has those of {passing}; name one of these, or "
-                f"leave source out"
+                f"rows of '{source}' do not come from '{after}', which has those of {passing}; name"
+                " one of these, or leave source out"
             )
         added = set(operator.provides({})) - {ERROR, DROP_REASON}
         for later in nx.descendants(self._rows, after):
             if twice := sorted(added & set(self.operators[later].provides({}))):
                 raise GraphError(
-                    f"'{operator.name}' cannot stand behind '{after}': it writes column '{twice[0]}', which '{later}' "
-                    f"writes further on; rename one of the two, or remove '{later}'"
+                    f"'{operator.name}' cannot stand behind '{after}': it writes column"
+                    f" '{twice[0]}', which '{later}' writes further on; rename one of the two, or"
+                    f" remove '{later}'"
                 )
         return self._anew(behind=(after, operator, source))
 
     def remove(self, name: str) -> "Graph":
         """A new graph without the operator called `name`, checked anew; this one stays as it is.
 
-        Its readers read what it read. It is refused where one of them needs a column that it wrote."""
+        Its readers read what it read. It is refused where one of them needs a column that it
+        wrote."""
         gone = self._known(name, "remove")
         calls = [call for call in self.calls if call.operator is gone]
         if gone.kind == "source":
             raise GraphError(
-                f"'{name}' is a source, and nothing would come in its place; swap it: g.swap('{name}', ...)"
+                f"'{name}' is a source, and nothing would come in its place; swap it:"
+                f" g.swap('{name}', ...)"
             )
         if gone.kind == "sink":
             read = [stream.node for call in calls for stream in call.inputs]
             raise GraphError(
-                f"'{name}' is a sink: without it nobody reads the rows of {read}; declare the graph without them"
+                f"'{name}' is a sink: without it nobody reads the rows of {read}; declare the graph"
+                " without them"
             )
         if any(len(call.inputs) > 1 for call in calls):
             joined = [stream.node for call in calls for stream in call.inputs]
             raise GraphError(
-                f"'{name}' joins the streams of {joined}, and its readers have one input each; remove one of these"
+                f"'{name}' joins the streams of {joined}, and its readers have one input each;"
+                " remove one of these"
             )
-        if any(ROLLOUT_ID in c.output.columns and ROLLOUT_ID not in c.inputs[0].columns for c in calls):
+        if any(
+            ROLLOUT_ID in c.output.columns and ROLLOUT_ID not in c.inputs[0].columns for c in calls
+        ):
             raise GraphError(
-                f"'{name}' makes rollouts of prompts, and what stands behind it takes rollouts; swap it: "
-                f"g.swap('{name}', ...)"
+                f"'{name}' makes rollouts of prompts, and what stands behind it takes rollouts;"
+                f" swap it: g.swap('{name}', ...)"
             )
-        lost = {column for call in calls for column in call.output.columns if column not in call.inputs[0].columns}
-        for reader in (call.operator for call in self.calls if call.operator.name in nx.descendants(self._rows, name)):
+        lost = {
+            column
+            for call in calls
+            for column in call.output.columns
+            if column not in call.inputs[0].columns
+        }
+        for reader in (
+            call.operator
+            for call in self.calls
+            if call.operator.name in nx.descendants(self._rows, name)
+        ):
             if needed := [column for column in reader.reads() if column in lost]:
                 raise GraphError(
-                    f"'{name}' cannot be removed: '{reader.name}' reads column '{needed[0]}', which '{name}' writes; "
-                    f"remove '{reader.name}' before it, or swap '{name}' for one that writes '{needed[0]}'"
+                    f"'{name}' cannot be removed: '{reader.name}' reads column '{needed[0]}', which"
+                    f" '{name}' writes; remove '{reader.name}' before it, or swap '{name}' for one"
+                    f" that writes '{needed[0]}'"
                 )
         return self._anew(without=name)
 
@@ -292,19 +362,30 @@ class Graph(Structure):
         without: str = "",
         bounds: Mapping[str, Any] | None = None,
     ) -> "Graph":
-        """The same declaration, call by call, with this change, and checked. instead: other operators, by name.
+        """The same declaration, call by call, with this change, and checked. instead: other
+        operators, by name.
 
-        behind: after which node another operator is applied, and to rows of which source. without: a node whose output
-        is its input. bounds: other max_staleness, by reader."""
+        behind: after which node another operator is applied, and to rows of which source. without:
+        a node whose output is its input. bounds: other max_staleness, by reader."""
         graph, others = Graph(self.name), instead or {}
         made: dict[tuple[str, str], Stream[Any]] = {}
         for call in self.calls:
             current = others.get(call.operator.name, call.operator)
-            if isinstance(current, Generate) and current.asks is not None and current.asks.name in others:
+            if (
+                isinstance(current, Generate)
+                and current.asks is not None
+                and current.asks.name in others
+            ):
                 current = current.asking(others[current.asks.name])
             found = [made[s.node, s.source] for s in call.inputs]
-            inputs = tuple({stream.node: stream for stream in found}.values()) if without else tuple(found)
-            if current.name == without or (without and isinstance(current, Join) and len(inputs) == 1):
+            inputs = (
+                tuple({stream.node: stream for stream in found}.values())
+                if without
+                else tuple(found)
+            )
+            if current.name == without or (
+                without and isinstance(current, Join) and len(inputs) == 1
+            ):
                 output = inputs[0]
             elif isinstance(current, Source):
                 output = graph.source(current)
@@ -312,7 +393,11 @@ class Graph(Structure):
                 output = graph.merge(inputs)
             else:
                 output = graph.apply(current, inputs[0])
-            if behind is not None and current.name == behind[0] and behind[2] in (None, output.source):
+            if (
+                behind is not None
+                and current.name == behind[0]
+                and behind[2] in (None, output.source)
+            ):
                 output = graph.apply(behind[1], output)
             made[call.output.node, call.output.source] = output
         for feedback in self.feedbacks:
@@ -320,7 +405,9 @@ class Graph(Structure):
                 continue
             trainer: Any = others.get(feedback.weights.trainer.name, feedback.weights.trainer)
             reader = others.get(feedback.reader.name, feedback.reader)
-            bound: dict[str, Any] = {"max_staleness": (bounds or {}).get(reader.name, feedback.max_staleness)}
+            bound: dict[str, Any] = {
+                "max_staleness": (bounds or {}).get(reader.name, feedback.max_staleness)
+            }
             if feedback.refresh:
                 bound = {"every": feedback.refresh.every}
             graph.feedback(dataclasses.replace(feedback.weights, trainer=trainer), reader, **bound)
@@ -328,11 +415,13 @@ class Graph(Structure):
         return graph
 
     def check(self) -> None:
-        """Refuse the graph (GraphError) for the first thing that could not work; see dataflow.check."""
+        """Refuse the graph (GraphError) for the first thing that could not work; see
+        dataflow.check."""
         check(self)
 
     def draw(self, path: str | Path, plan: Plan | None = None) -> Path:
-        """Draw it as .svg, .dot, .mmd or .html; a plan adds device groups, as frames, and how weights travel."""
+        """Draw it as .svg, .dot, .mmd or .html; a plan adds device groups, as frames, and how
+        weights travel."""
         graph = self.nx
         for (trainer, reader), executor in (plan.executors() if plan else {}).items():
             graph.edges[trainer, reader, "weights"]["executor"] = executor
@@ -353,18 +442,21 @@ class Graph(Structure):
 
     def _add(self, operator: Operator) -> None:
         if not isinstance(operator, Operator):
-            raise GraphError(f"an operator is wanted, but got {_describe(operator)}; see CONTRIBUTING.md")
+            raise GraphError(
+                f"an operator is wanted, but got {_describe(operator)}; see CONTRIBUTING.md"
+            )
         known = self.operators.get(operator.name)
         if known is not None and known.identity() != operator.identity():
             raise GraphError(
-                f"two operators are called '{operator.name}', {_describe(known)} and {_describe(operator)}; "
+                f"two operators are called '{operator.name}', {_describe(known)} and"
+                f" {_describe(operator)}; "
                 f'give one of them another name, as in name="{operator.name}_2"'
             )
         if known is None:
             if not operator.name.replace("-", "_").isidentifier():
                 raise GraphError(
-                    f"an operator's name becomes a column and a file, but {operator.name!r} cannot; "
-                    f"use letters, digits, '-' and '_'"
+                    f"an operator's name becomes a column and a file, but {operator.name!r} cannot;"
+                    " use letters, digits, '-' and '_'"
                 )
             for fault in operator.faults():
                 raise GraphError(fault)
@@ -372,7 +464,9 @@ class Graph(Structure):
                 self._add(operator.asks)
             self.operators[operator.name] = operator
 
-    def _record(self, operator: Operator, inputs: tuple[Stream[Any], ...], output: Stream[Any]) -> Stream[Any]:
+    def _record(
+        self, operator: Operator, inputs: tuple[Stream[Any], ...], output: Stream[Any]
+    ) -> Stream[Any]:
         self.calls.append(Call(operator, inputs, output))
         self._inputs[operator.name, output.source] = inputs
         return output

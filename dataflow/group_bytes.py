@@ -20,8 +20,9 @@ def message_fault(message_bytes: int) -> str | None:
     if LEAST_MESSAGE_BYTES <= message_bytes <= CAPACITY_BYTES:
         return None
     return (
-        f"a message on a data edge has at most {message_bytes} bytes, which is not from {LEAST_MESSAGE_BYTES} to "
-        f"{CAPACITY_BYTES}, all that an edge holds; give message_bytes between them (the usual: {MESSAGE_BYTES})"
+        f"a message on a data edge has at most {message_bytes} bytes, which is not from"
+        f" {LEAST_MESSAGE_BYTES} to {CAPACITY_BYTES}, all that an edge holds; give message_bytes"
+        f" between them (the usual: {MESSAGE_BYTES})"
     )
 
 
@@ -32,14 +33,17 @@ def items_of(columns: Columns, *, rollouts: int, tokens: int, ids_left: int) -> 
     """
     each = {name: kind for name, kind in columns.items() if pa.types.is_list(kind)}
     return {
-        name: rollouts * tokens * (ids_left if pa.types.is_list(kind.value_type) else 1) for name, kind in each.items()
+        name: rollouts * tokens * (ids_left if pa.types.is_list(kind.value_type) else 1)
+        for name, kind in each.items()
     }
 
 
 def group_bytes(columns: Columns, *, rollouts: int, tokens: int, ids_left: int) -> int:
     """Bytes of a group whose rollouts all have so many tokens, without its prompts and texts."""
     bits = 0
-    for name, items in items_of(columns, rollouts=rollouts, tokens=tokens, ids_left=ids_left).items():
+    for name, items in items_of(
+        columns, rollouts=rollouts, tokens=tokens, ids_left=ids_left
+    ).items():
         kind = columns[name].value_type
         if pa.types.is_list(kind):
             bits += 32 * rollouts * tokens  # its offsets
@@ -57,12 +61,16 @@ def group_faults(
     if size * senders > CAPACITY_BYTES:
         replicas = f", {size * senders} from {senders} replicas" if senders > 1 else ""
         yield (
-            f"{what} and {size} bytes{replicas}, but a data edge holds {CAPACITY_BYTES}; lower group_size or "
-            f"max_tokens{', or top_k where sampling masks are wide' if ids_left > 1 else ''}"
+            f"{what} and {size} bytes{replicas}, but a data edge holds {CAPACITY_BYTES}; lower"
+            " group_size or"
+            f" max_tokens{', or top_k where sampling masks are wide' if ids_left > 1 else ''}"
         )
-    for name, items in items_of(columns, rollouts=rollouts, tokens=tokens, ids_left=ids_left).items():
+    for name, items in items_of(
+        columns, rollouts=rollouts, tokens=tokens, ids_left=ids_left
+    ).items():
         if items > MOST_ITEMS:
             yield (
-                f"{what} and {items} numbers in its column '{name}', but an Arrow column holds {MOST_ITEMS}; lower "
-                f"group_size or max_tokens{', or top_k' if ids_left > 1 else ''}"
+                f"{what} and {items} numbers in its column '{name}', but an Arrow column holds"
+                f" {MOST_ITEMS}; lower group_size or"
+                f" max_tokens{', or top_k' if ids_left > 1 else ''}"
             )

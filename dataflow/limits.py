@@ -16,12 +16,14 @@ class Patience:
     most_s: float = 30.0
     """Before any restart."""
     quiet_s: float = 30.0
-    """A worker that has worked for so long since its last restart, or until the run made progress, begins again at
-    `first_s`. A host that has been back for so long gets the workers that the plan has there."""
+    """A worker that has worked for so long since its last restart, or until the run made progress,
+    begins again at `first_s`. A host that has been back for so long gets the workers that the plan
+    has there."""
     of_one: int = 5
     """Failures of one worker, with no progress of the run in between, that end the run."""
     of_one_s: float = 3600.0
-    """Those longer ago count no more; long, since one that dies in each step may take minutes to come so far again."""
+    """Those longer ago count no more; long, since one that dies in each step may take minutes to
+    come so far again."""
     of_all: int = 60
     """Failures of all workers, whatever was done in between, that end the run."""
     of_all_s: float = 600.0
@@ -33,43 +35,51 @@ class Limits(metaclass=KnobCheck):
     """Deadlines of a run. Seconds in which it is stopped (Ctrl-Z) count for none of them."""
 
     start_s: float = 300.0
-    """From the first fork until every worker is ready, and for each restart: large models take long to load."""
+    """From the first fork until every worker is ready, and for each restart: large models take long
+    to load."""
     hang_s: float = 15.0
     """Without a heartbeat, a worker counts as hanging, and a host as lost."""
     host_s: float = 600.0
-    """For a host to join, where those that are left have no room for the workers of one that was lost."""
+    """For a host to join, where those that are left have no room for the workers of one that was
+    lost."""
     stopped_s: float = 1.0
     """A worker that somebody has stopped (SIGSTOP) is let go on after so long."""
     stuck_s: float = 600.0
     """In one slice of work, a worker counts as stuck, though it has a heartbeat."""
     asleep_s: float = 120.0
-    """The same where it has computed nothing in all that time, nor has any process that it has started."""
+    """The same where it has computed nothing in all that time, nor has any process that it has
+    started."""
     exchange_s: float = 120.0
-    """For one exchange between the ranks of a worker: most of it waits for the slowest, or for what that compiles."""
+    """For one exchange between the ranks of a worker: most of it waits for the slowest, or for what
+    that compiles."""
     transfer_s: float = 120.0
-    """For one version to get from all ranks of a trainer to all ranks of a reader, over gloo or NCCL."""
+    """For one version to get from all ranks of a trainer to all ranks of a reader, over gloo or
+    NCCL."""
     checkpoint_s: float = 1800.0
     """For a checkpoint to be on the disk, beside the steps that are made meanwhile."""
     copy_s: float = 60.0
-    """For an address that takes no copies of checkpoints: a run waits so long for it at its end; before, it is told of
-    that often."""
+    """For an address that takes no copies of checkpoints: a run waits so long for it at its end;
+    before, it is told of that often."""
     track_s: float = 60.0
-    """A tracker that is silent for so long in one call is ended, while the run goes on; and a run waits so long at its
-    end for trackers to take in what is left."""
+    """A tracker that is silent for so long in one call is ended, while the run goes on; and a run
+    waits so long at its end for trackers to take in what is left."""
     track_again_s: float = 600.0
     """Before a tracker that failed is tried again, at most."""
     stop_s: float = 10.0
     """For workers to wind down before they are killed."""
     adopt_s: float = 60.0
-    """When the scheduler has died, workers go on for so long and wait for another one; then they finish the step under
-    way, write a checkpoint and end."""
+    """When the scheduler has died, workers go on for so long and wait for another one; then they
+    finish the step under way, write a checkpoint and end."""
     silent_s: float = 30.0
-    """With a standby, a scheduler that lives, but was not heard for so long, is replaced: it was stopped (SIGSTOP), or
-    hangs. What Ctrl-Z takes does not count. Below `adopt_s`, so that the workers do not notice."""
+    """With a standby, a scheduler that lives, but was not heard for so long, is replaced: it was
+    stopped (SIGSTOP), or hangs. What Ctrl-Z takes does not count. Below `adopt_s`, so that the
+    workers do not notice."""
     drain_s: float = 120.0
-    """For the step under way and its checkpoint, after the user asked to stop, or nobody took the workers over."""
+    """For the step under way and its checkpoint, after the user asked to stop, or nobody took the
+    workers over."""
     stall_s: float = 300.0
-    """With nothing moving (rows, tokens, steps) and nobody at work, before a warning; twice that ends the run."""
+    """With nothing moving (rows, tokens, steps) and nobody at work, before a warning; twice that
+    ends the run."""
     slice_s: float = 1800.0
     """The same while somebody is at work: a model that loads, a first compile, a long step."""
     patience: Patience = field(default_factory=Patience)
@@ -82,42 +92,45 @@ class Limits(metaclass=KnobCheck):
 
     @property
     def settle_s(self) -> float:
-        """For an update to wait until readers have taken the weights that it changes, where these are sent themselves;
-        in an exchange between ranks."""
+        """For an update to wait until readers have taken the weights that it changes, where these
+        are sent themselves; in an exchange between ranks."""
         return min(self.transfer_s, self.exchange_s / 2)
 
     @property
     def return_s(self) -> float:
         """For a worker that is started again until the scheduler gives it up."""
-        return max(self.patience.of_one_s, self.patience.of_one * (self.start_s + self.patience.most_s))
+        return max(
+            self.patience.of_one_s, self.patience.of_one * (self.start_s + self.patience.most_s)
+        )
 
 
 def starts_too_long(limits: Limits, folder: str, late: Collection[str]) -> DeadlineError:
     """Of a run whose workers are not all ready."""
     return DeadlineError(
-        f"the scheduler waited {limits.start_s:.0f} s for {late} to start; see their logs in {folder}/logs"
+        f"the scheduler waited {limits.start_s:.0f} s for {late} to start; see their logs in"
+        f" {folder}/logs"
     )
 
 
 def joins_too_long(limits: Limits, folder: str, name: str, missing: object) -> DeadlineError:
     """Of a worker that joins a run."""
     return DeadlineError(
-        f"the scheduler waited {limits.start_s:.0f} s for '{name}' to join, which waits for {missing}; "
-        f"see {folder}/logs/{name}.log, or raise Limits.start_s"
+        f"the scheduler waited {limits.start_s:.0f} s for '{name}' to join, which waits for"
+        f" {missing}; see {folder}/logs/{name}.log, or raise Limits.start_s"
     )
 
 
 def no_host_for_too_long(limits: Limits, folder: str, wanted: str) -> DeadlineError:
     """Of a run that has lost a host. wanted: who needs what, and what there is."""
     return DeadlineError(
-        f"the scheduler waited {limits.host_s:.0f} s for a host that joins, as {wanted}; have more hosts join and "
-        f"resume the run, or raise Limits.host_s ({folder})"
+        f"the scheduler waited {limits.host_s:.0f} s for a host that joins, as {wanted}; have more"
+        f" hosts join and resume the run, or raise Limits.host_s ({folder})"
     )
 
 
 def drains_too_long(limits: Limits, folder: str) -> DeadlineError:
     """Of a run that was asked to stop."""
     return DeadlineError(
-        f"the scheduler waited {limits.drain_s:.0f} s for the step under way to end; it stops without it, and the last "
-        f"checkpoint in {folder} is good"
+        f"the scheduler waited {limits.drain_s:.0f} s for the step under way to end; it stops"
+        f" without it, and the last checkpoint in {folder} is good"
     )

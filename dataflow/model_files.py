@@ -1,4 +1,5 @@
-"""What the files of a model's folder tell before anything is loaded: whether it can be a model at all."""
+"""What the files of a model's folder tell before anything is loaded: whether it can be a model at
+all."""
 
 import json
 import struct
@@ -16,7 +17,10 @@ from dataflow.model import ADAPTER_CONFIG, Model, holds_adapters, saved_adapters
 
 INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
-_TOKENIZER_CONFIG, _TEMPLATES = "tokenizer_config.json", ("chat_template.jinja", "chat_template.json")
+_TOKENIZER_CONFIG, _TEMPLATES = (
+    "tokenizer_config.json",
+    ("chat_template.jinja", "chat_template.json"),
+)
 _MOST_HEADER = 100 << 20
 _HUB_S = 5.0
 
@@ -33,12 +37,13 @@ class PromisedModel:
 
 
 PROMISED: ContextVar[dict[str, PromisedModel] | None] = ContextVar("promised", default=None)
-"""By source, models that an explanation does not make; None: this is none, so that models are made."""
+"""By source, models that an explanation does not make; None: this is none, so that models are
+made."""
 
 
 def promised(source: str) -> PromisedModel | None:
-    """Of a model that a run would make first, a GGUF file that is not converted too; None: it is there, or nobody
-    promised it."""
+    """Of a model that a run would make first, a GGUF file that is not converted too; None: it is
+    there, or nobody promised it."""
     promises = PROMISED.get(None)
     if is_gguf(source) and folder_here(source) is None:
         try:
@@ -46,14 +51,16 @@ def promised(source: str) -> PromisedModel | None:
         except (GGUFError, OSError):
             return None
         shapes = {tensor.name: list(tensor.shape) for tensor in found.tensors}
-        promise = PromisedModel(config=found.config, shapes=shapes, how="the conversion of its GGUF file")
+        promise = PromisedModel(
+            config=found.config, shapes=shapes, how="the conversion of its GGUF file"
+        )
         return promise if promises is None else promises.setdefault(source, promise)
     return (promises or {}).get(source)
 
 
 def folder_here(source: str) -> Path | None:
-    """The folder of a model's files on this machine: of a GGUF file, the one that it was converted into; None where
-    none is there."""
+    """The folder of a model's files on this machine: of a GGUF file, the one that it was converted
+    into; None where none is there."""
     if not is_gguf(source):
         return Path(source) if Path(source).is_dir() else None
     try:
@@ -64,16 +71,22 @@ def folder_here(source: str) -> Path | None:
 
 
 def config_of(source: str) -> Any:
-    """The config of the model in a folder, or of an id in the hub's cache. Raises OSError, ValueError."""
+    """The config of the model in a folder, or of an id in the hub's cache. Raises OSError,
+    ValueError."""
     if (made := promised(source)) is not None:
         return made.config
-    return json.loads(((folder_here(source) or Path(source)) / _CONFIG if not _is_id(source) else _cached(source))
-                      .read_text("utf-8"))  # fmt: skip
+    return json.loads(
+        (
+            (folder_here(source) or Path(source)) / _CONFIG
+            if not _is_id(source)
+            else _cached(source)
+        ).read_text("utf-8")
+    )
 
 
 def fetch_config(source: str) -> None:
-    """Have the config of an id on the hub in its cache. OSError where it cannot be had, in words; nothing is done for a
-    folder."""
+    """Have the config of an id on the hub in its cache. OSError where it cannot be had, in words;
+    nothing is done for a folder."""
     if not _is_id(source):
         return
     if (fault := _hub_fault(Model(source))) is not None:
@@ -85,8 +98,13 @@ def fetch_config(source: str) -> None:
 
 def _is_id(source: str) -> bool:
     path = Path(source)
-    return not (path.exists() or path.is_absolute() or is_gguf(source) or source.startswith((".", "~"))
-                or source.count("/") != 1)  # fmt: skip
+    return not (
+        path.exists()
+        or path.is_absolute()
+        or is_gguf(source)
+        or source.startswith((".", "~"))
+        or source.count("/") != 1
+    )
 
 
 def _cached(source: str) -> Path:
@@ -97,8 +115,8 @@ def _cached(source: str) -> Path:
 
 
 def folder_fault(model: Model) -> str | None:
-    """Why a model's folder cannot be loaded from, in three parts: it is not there, or lacks what loading needs; None
-    where it may be well, or the model is none of this machine's."""
+    """Why a model's folder cannot be loaded from, in three parts: it is not there, or lacks what
+    loading needs; None where it may be well, or the model is none of this machine's."""
     folder = Path(model.source)
     head = f"model '{model.name}' cannot be loaded: "
     if is_gguf(model.source):
@@ -107,23 +125,29 @@ def folder_fault(model: Model) -> str | None:
     if promised(model.source) is not None:
         return None
     if not folder.is_dir():
-        if folder.is_absolute() or model.source.startswith((".", "~")) or model.source.count("/") > 1:
+        if (
+            folder.is_absolute()
+            or model.source.startswith((".", "~"))
+            or model.source.count("/") > 1
+        ):
             return (
                 f"{head}there is no folder {model.source}; "
-                f"give a folder with config.json and safetensors, or an id on the hub"
+                "give a folder with config.json and safetensors, or an id on the hub"
             )
         return None
     if holds_adapters(model.source):
         return None
     if (folder / ADAPTER_CONFIG).is_file():
         return (
-            f"{head}{folder} holds a whole model and adapters beside it, and libraries differ in which of them they "
-            f"read; move {ADAPTER_CONFIG} away, or the whole model's files"
+            f"{head}{folder} holds a whole model and adapters beside it, and libraries differ in"
+            f" which of them they read; move {ADAPTER_CONFIG} away, or the whole model's files"
         )
     if not (folder / _CONFIG).is_file():
         found = sorted(path.name for path in folder.iterdir())
         file = next((name for name in found if is_gguf(name)), None)
-        what = f"the file itself, {folder / file}" if file else "a folder that save_pretrained wrote"
+        what = (
+            f"the file itself, {folder / file}" if file else "a folder that save_pretrained wrote"
+        )
         return f"{head}{folder} has no config.json, only {found[:8]}; give {what}"
     if not (folder / INDEX).is_file():
         return None
@@ -134,14 +158,15 @@ def folder_fault(model: Model) -> str | None:
     missing = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing:
         return (
-            f"{head}{INDEX} names {len(shards)} shards but {missing} are not in {folder}; copy the missing files there"
+            f"{head}{INDEX} names {len(shards)} shards but {missing} are not in {folder}; copy the"
+            " missing files there"
         )
     return None
 
 
 def start_fault(model: Model) -> str | None:
-    """Why a run cannot start with this model: what `folder_fault` says, an id that the hub does not know, a config of
-    a kind that no decoder has, or weights that are no safetensors."""
+    """Why a run cannot start with this model: what `folder_fault` says, an id that the hub does not
+    know, a config of a kind that no decoder has, or weights that are no safetensors."""
     if (fault := folder_fault(model)) is not None:
         return fault
     folder = Path(model.source)
@@ -152,22 +177,36 @@ def start_fault(model: Model) -> str | None:
     if holds_adapters(model.source):
         saved = saved_adapters(model.source)
         base, revision = saved.get("base_model_name_or_path"), saved.get("revision")
-        return start_fault(replace(model, source=base, revision=revision, lora=None)) if base else None
+        return (
+            start_fault(replace(model, source=base, revision=revision, lora=None)) if base else None
+        )
     head = f"model '{model.name}' cannot be loaded: "
     try:
         config: Any = json.loads((folder / _CONFIG).read_text("utf-8"))
     except (OSError, ValueError) as error:
         return f"{head}{folder / _CONFIG} is no JSON ({error}); copy it again"
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        return f"{head}{folder / _CONFIG} names no model_type; give a folder that save_pretrained wrote"
+        return (
+            f"{head}{folder / _CONFIG} names no model_type; give a folder that save_pretrained"
+            " wrote"
+        )
     if config.get("is_encoder_decoder"):
-        return f"{head}a '{config['model_type']}' reads with an encoder; give a decoder, such as a Llama or a Qwen"
+        return (
+            f"{head}a '{config['model_type']}' reads with an encoder; give a decoder, such as a"
+            " Llama or a Qwen"
+        )
     if "auto_map" in config and not model.trust_remote_code and not config.get("architectures"):
-        return f"{head}it has code of its own (auto_map); read it and, if you trust it, give trust_remote_code=True"
+        return (
+            f"{head}it has code of its own (auto_map); read it and, if you trust it, give"
+            " trust_remote_code=True"
+        )
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         found = sorted(path.name for path in folder.iterdir())[:8]
-        return f"{head}{folder} has no weights in safetensors, only {found}; save them with save_pretrained"
+        return (
+            f"{head}{folder} has no weights in safetensors, only {found}; save them with"
+            " save_pretrained"
+        )
     for file in files:
         try:
             tensor_shapes(file)
@@ -177,40 +216,54 @@ def start_fault(model: Model) -> str | None:
 
 
 def _hub_fault(model: Model) -> str | None:
-    """Why a model that is no folder here cannot be had: it is not in the hub's cache, and the hub has none."""
-    if (why := hub_refusal(model.source, (_CONFIG, ADAPTER_CONFIG), revision=model.revision)) is None:
+    """Why a model that is no folder here cannot be had: it is not in the hub's cache, and the hub
+    has none."""
+    if (
+        why := hub_refusal(model.source, (_CONFIG, ADAPTER_CONFIG), revision=model.revision)
+    ) is None:
         return None
     return (
-        f"model '{model.name}' cannot be loaded: there is no folder {model.source} here, and the hub gives no "
-        f"model of that id ({why}); give a folder with config.json and safetensors, or an id on the hub"
+        f"model '{model.name}' cannot be loaded: there is no folder {model.source} here, and the"
+        f" hub gives no model of that id ({why}); give a folder with config.json and safetensors,"
+        " or an id on the hub"
     )
 
 
-def hub_refusal(name: str, files: Sequence[str], *, kind: str | None = None, revision: str | None = None) -> str | None:
-    """What the hub says when it is asked for an id; None where it has one, or its cache here has one of the files.
+def hub_refusal(
+    name: str, files: Sequence[str], *, kind: str | None = None, revision: str | None = None
+) -> str | None:
+    """What the hub says when it is asked for an id; None where it has one, or its cache here has
+    one of the files.
 
     kind: None for a model, "dataset" for a data set."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     try:
         for file in files:
-            if isinstance(try_to_load_from_cache(name, file, repo_type=kind, revision=revision), str):
+            if isinstance(
+                try_to_load_from_cache(name, file, repo_type=kind, revision=revision), str
+            ):
                 return None
-        get_hf_file_metadata(hf_hub_url(name, files[0], repo_type=kind, revision=revision), timeout=_HUB_S)
+        get_hf_file_metadata(
+            hf_hub_url(name, files[0], repo_type=kind, revision=revision), timeout=_HUB_S
+        )
     except Exception as error:
-        if type(error).__name__ in ("EntryNotFoundError", "RemoteEntryNotFoundError"):  # it has other files
+        # it has other files
+        if type(error).__name__ in ("EntryNotFoundError", "RemoteEntryNotFoundError"):
             return None
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no word'])[0]:.200}"
     return None
 
 
 def template_fault(model: Model) -> str | None:
-    """Why prompts cannot be laid out as chat messages, in three parts: the folder's tokenizer has no template; None
-    where it has one, or where that cannot be told from files of this machine."""
+    """Why prompts cannot be laid out as chat messages, in three parts: the folder's tokenizer has
+    no template; None where it has one, or where that cannot be told from files of this machine."""
     folder = folder_here(model.source) or Path(model.source)
     if is_gguf(model.source) and not folder.is_dir():
         return _file_template_fault(model)
-    if not (folder / _TOKENIZER_CONFIG).is_file() or any((folder / name).exists() for name in _TEMPLATES):
+    if not (folder / _TOKENIZER_CONFIG).is_file() or any(
+        (folder / name).exists() for name in _TEMPLATES
+    ):
         return None
     try:
         config: Any = json.loads((folder / _TOKENIZER_CONFIG).read_text("utf-8"))
@@ -219,8 +272,9 @@ def template_fault(model: Model) -> str | None:
     if not isinstance(config, dict) or config.get("chat_template"):
         return None
     return (
-        f"prompts for model '{model.name}' cannot be laid out as chat messages: neither {_TOKENIZER_CONFIG} nor "
-        f"{_TEMPLATES[0]} in {folder} has a chat template; give its tokenizer one, or use chat=False"
+        f"prompts for model '{model.name}' cannot be laid out as chat messages: neither"
+        f" {_TOKENIZER_CONFIG} nor {_TEMPLATES[0]} in {folder} has a chat template; give its"
+        " tokenizer one, or use chat=False"
     )
 
 
@@ -231,14 +285,14 @@ def _file_template_fault(model: Model) -> str | None:
     except (GGUFError, OSError):
         return None  # who loads the model says it
     return (
-        f"prompts for model '{model.name}' cannot be laid out as chat messages: its GGUF file has no chat template; "
-        f"give a file of the instructed model, or use chat=False"
+        f"prompts for model '{model.name}' cannot be laid out as chat messages: its GGUF file has"
+        " no chat template; give a file of the instructed model, or use chat=False"
     )
 
 
 def tensor_shapes(file: Path) -> dict[str, list[int]]:
-    """Shapes by name of a safetensors file: 8 bytes of length, then a JSON header with every tensor's. ValueError where
-    it is none."""
+    """Shapes by name of a safetensors file: 8 bytes of length, then a JSON header with every
+    tensor's. ValueError where it is none."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

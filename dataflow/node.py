@@ -1,4 +1,5 @@
-"""What an operator is: a light declaration that the graph holds; a worker builds a `dataflow.runtime` from it."""
+"""What an operator is: a light declaration that the graph holds; a worker builds a
+`dataflow.runtime` from it."""
 
 import dataclasses
 import inspect
@@ -17,26 +18,29 @@ from dataflow.stream import Builder, Prompt, Rollout, Stream
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What the engine has to know of an operator's knobs to check a graph, to size it and to place it.
+    """What the engine has to know of an operator's knobs to check a graph, to size it and to place
+    it.
 
-    Said by each operator of itself (`Operator.traits`); what does not concern it stays at its default."""
+    Said by each operator of itself (`Operator.traits`); what does not concern it stays at its
+    default."""
 
     tensor_parallel: int = 1
     """Processes that share out each layer of its model."""
     sleeps: bool = False
-    """Whether its runtime can give its devices' memory back and take it again, so that it may share them in turns."""
+    """Whether its runtime can give its devices' memory back and take it again, so that it may share
+    them in turns."""
     dp_replicate: int = 1
     """Copies of its model among a trainer's processes."""
     temperature: float | None = None
     """At which it samples, or computes log-probabilities; None: it does neither."""
     unrecorded: tuple[str, str] | None = None
-    """How a generator samples otherwise than its rows say, as `top_p=0.9`, and what to do: a model that computes their
-    log-probabilities has those of another distribution."""
+    """How a generator samples otherwise than its rows say, as `top_p=0.9`, and what to do: a model
+    that computes their log-probabilities has those of another distribution."""
     compares_logprobs: bool = False
     """Whether a trainer's loss compares its log-probabilities with the generator's."""
     chat: bool | None = None
-    """Of a source, whether its prompts are chat messages; of others, whether they take prompts for such and lay them
-    out. None: not known, or it reads no prompts as text."""
+    """Of a source, whether its prompts are chat messages; of others, whether they take prompts for
+    such and lay them out. None: not known, or it reads no prompts as text."""
     compares_siblings: bool = False
     """Whether it needs groups of two rollouts or more."""
 
@@ -61,10 +65,11 @@ class Traits:
     """Budget for keys and values; None: what is free."""
 
     queue_prompts: int | None = None
-    """Most prompts that a trainer holds beside those of its step; None: as many as the feedback allows."""
+    """Most prompts that a trainer holds beside those of its step; None: as many as the feedback
+    allows."""
     copies_weights: bool | None = None
-    """Whether a trainer's ranks send versions from copies of its weights, so that no update waits for a reader; None:
-    as its plan has it."""
+    """Whether a trainer's ranks send versions from copies of its weights, so that no update waits
+    for a reader; None: as its plan has it."""
     micro_batch_tokens: int = 0
     """Tokens of one pass of a trainer; 0: not known."""
     gradient_checkpointing: bool = False
@@ -81,7 +86,8 @@ class Traits:
 
 @dataclass(frozen=True, eq=False)
 class Operator(metaclass=KnobCheck):
-    """A declaration: knobs, the columns it reads and provides, and how its runtime is built. Imports no torch."""
+    """A declaration: knobs, the columns it reads and provides, and how its runtime is built.
+    Imports no torch."""
 
     name: str = field(default="", kw_only=True)
     """Its name in the graph; from the class when empty."""
@@ -100,7 +106,8 @@ class Operator(metaclass=KnobCheck):
             object.__setattr__(self, "name", type(self).__name__.lower())
 
     def missing(self) -> str | None:
-        """Why a run cannot start with it, as far as a look at files tells; asked before any process is started."""
+        """Why a run cannot start with it, as far as a look at files tells; asked before any process
+        is started."""
         return None if self.uses is None else start_fault(self.uses)
 
     @property
@@ -125,7 +132,8 @@ class Operator(metaclass=KnobCheck):
 
     @property
     def quantized(self) -> str | None:
-        """The format, "int8" or "fp8", in which it would take the linear layers of trained weights; None: their own."""
+        """The format, "int8" or "fp8", in which it would take the linear layers of trained weights;
+        None: their own."""
         return None
 
     def quantized_tensors(self) -> frozenset[str]:
@@ -158,18 +166,21 @@ class Operator(metaclass=KnobCheck):
         return shown
 
     def settable(self) -> Mapping[str, Settable]:
-        """Knobs that may change while a run goes on, `dataflow set`: fields that `settable(...)` declares."""
+        """Knobs that may change while a run goes on, `dataflow set`: fields that `settable(...)`
+        declares."""
         return settable_fields(self)
 
     def with_knob(self, knob: str, value: Any) -> "Operator":
-        """The same declaration with another value of a knob that may change. GraphError where it is of another kind."""
+        """The same declaration with another value of a knob that may change. GraphError where it is
+        of another kind."""
         return self._with(knob, self.settable()[knob].taken(value, self.name, knob))
 
     def _with(self, knob: str, value: Any) -> "Operator":
         return dataclasses.replace(self, **{knob: value})
 
     def at_temperature(self, temperature: float) -> "Operator":
-        """The same declaration for rollouts that are sampled at another temperature; each row says at which it was."""
+        """The same declaration for rollouts that are sampled at another temperature; each row says
+        at which it was."""
         return self
 
     def faults(self) -> list[str]:
@@ -177,7 +188,8 @@ class Operator(metaclass=KnobCheck):
         return []
 
     def preload(self) -> None:
-        """Import what `build` needs, in the process that workers are forked from, so that each starts at once.
+        """Import what `build` needs, in the process that workers are forked from, so that each
+        starts at once.
 
         Touch no device and start no thread; what goes wrong here is left for `build` to say.
         """
@@ -191,8 +203,8 @@ def _graph_of(operator: Operator, stream: Any) -> Builder:
     graph = getattr(stream, "graph", None)
     if graph is None:
         raise GraphError(
-            f"'{operator.name}' is applied to {type(stream).__name__} {stream!r:.60}, which is no stream; "
-            f"apply it to g.source(...) or to another operator's output"
+            f"'{operator.name}' is applied to {type(stream).__name__} {stream!r:.60}, which is no"
+            " stream; apply it to g.source(...) or to another operator's output"
         )
     return graph  # type: ignore[no-any-return]
 
@@ -242,7 +254,8 @@ class Generate(Transform):
 
     @property
     def asks(self) -> "Generate | None":
-        """The generator that draws the turns of its rollouts, where it is an episode; None: it draws them itself."""
+        """The generator that draws the turns of its rollouts, where it is an episode; None: it
+        draws them itself."""
         return None
 
     def asking(self, generator: "Operator") -> "Generate":
@@ -292,7 +305,8 @@ class Learn(Sink):
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters that an operator trains: the other kind of edge, which no operator takes for rows.
+    """The parameters that an operator trains: the other kind of edge, which no operator takes for
+    rows.
 
     >>> from dataflow import Model
     >>> from dataflow.testing import FakeTrainer
@@ -306,12 +320,13 @@ class Weights:
     """Of their exponential moving average, which goes out in their place; 0: they themselves do."""
 
     def average(self, *, decay: float) -> "Weights":
-        """Their exponential moving average over the steps: decay * average + (1 - decay) * weights after each.
+        """Their exponential moving average over the steps: decay * average + (1 - decay) * weights
+        after each.
 
         It begins at the weights that training begins with; the trainer keeps it, in float32."""
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise GraphError(
-                f"'{self.trainer.name}' cannot average its weights with decay={decay!r}; give a number from 0 up to 1, "
-                f"as 0.99"
+                f"'{self.trainer.name}' cannot average its weights with decay={decay!r}; give a"
+                " number from 0 up to 1, as 0.99"
             )
         return dataclasses.replace(self, decay=float(decay))

@@ -1,4 +1,5 @@
-"""The columns of prompts and rollouts as Arrow types: the one place where a column name is spelled."""
+"""The columns of prompts and rollouts as Arrow types: the one place where a column name is
+spelled."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -36,8 +37,8 @@ TEMPERATURE = "sampling_temperature"
 """At which a rollout was sampled, float64; null where nothing was."""
 REF_LOGPROBS = "ref_logprobs"
 NEW_LOGPROBS = "new_logprobs"
-"""What the trainer computed of a rollout's trained tokens, list<float32>, in the files of trained steps alone: 0 where
-the mask is false, null where a token or a rollout was not trained."""
+"""What the trainer computed of a rollout's trained tokens, list<float32>, in the files of trained
+steps alone: 0 where the mask is false, null where a token or a rollout was not trained."""
 VALUES = "values"
 DROP_REASON = "drop_reason"
 TURN = "turn"
@@ -54,12 +55,17 @@ MOST_TOKENS = "most_tokens"
 STOP = "stop"
 
 SAMPLING_MASK_TYPE = pa.list_(pa.list_(pa.int32()))
-SAMPLED_COLUMNS: Mapping[str, pa.DataType] = {RAW_COMPLETION: pa.string(), SAMPLING_MASK: SAMPLING_MASK_TYPE}
+SAMPLED_COLUMNS: Mapping[str, pa.DataType] = {
+    RAW_COMPLETION: pa.string(),
+    SAMPLING_MASK: SAMPLING_MASK_TYPE,
+}
 """What a generator adds where it is asked to."""
-"""By token of the rollout the ids that truncation left; null in the prompt and where it left all."""
+"""By token of the rollout the ids that truncation left; null in the prompt and where it left
+all."""
 
 TOKEN_NUMBERS = pa.list_(pa.float32())
-"""By token of the rollout a number, 0 where the mask is false: ref_logprobs, values and their like."""
+"""By token of the rollout a number, 0 where the mask is false: ref_logprobs, values and their
+like."""
 
 PROMPT_COLUMNS: Columns = {
     GROUP_ID: pa.int64(),  # issue number of the prompt within its source: 0, 1, 2, ...
@@ -76,19 +82,26 @@ ROLLOUT_COLUMNS: Columns = {
     COMPLETION: pa.string(),  # what the policy wrote, without the stop
     TOKENS: pa.list_(pa.int32()),  # prompt and completion
     MASK: pa.list_(pa.bool_()),  # true where the policy chose the token
-    LOGPROBS: pa.list_(pa.float32()),  # of the distribution really sampled from; 0 where the mask is false
+    # of the distribution really sampled from; 0 where the mask is false
+    LOGPROBS: pa.list_(pa.float32()),
     VERSIONS: pa.list_(pa.int32()),  # which weights produced the token; -1 where the mask is false
     FINISH_REASON: pa.string(),  # stop | length | error
     ERROR: pa.string(),  # null, or what failed
 }
 
 EPISODE_COLUMNS: Columns = {
-    TURN: pa.list_(pa.int32()),  # by token, which of the policy's turns it is of; -1 where the mask is false
-    TURN_REWARD: TOKEN_NUMBERS,  # at the last token of a turn, what the episode gave for it; 0 elsewhere
-    TRAINING_ROW: pa.list_(pa.int32()),  # by token, which of the rollout's sequences it is of: 0, 1, ... side by side
-    ROW_CONVERSATION: pa.list_(pa.int32()),  # by training row, which conversation of the episode's it is of
-    ROW_ROLE: pa.list_(pa.string()),  # by training row, whose: empty, or as the episode named the agent
-    ROW_BRANCH_TURN: pa.list_(pa.int32()),  # by training row, behind which turn its conversation branched off; -1: none
+    # by token, which of the policy's turns it is of; -1 where the mask is false
+    TURN: pa.list_(pa.int32()),
+    # at the last token of a turn, what the episode gave for it; 0 elsewhere
+    TURN_REWARD: TOKEN_NUMBERS,
+    # by token, which of the rollout's sequences it is of: 0, 1, ... side by side
+    TRAINING_ROW: pa.list_(pa.int32()),
+    # by training row, which conversation of the episode's it is of
+    ROW_CONVERSATION: pa.list_(pa.int32()),
+    # by training row, whose: empty, or as the episode named the agent
+    ROW_ROLE: pa.list_(pa.string()),
+    # by training row, behind which turn its conversation branched off; -1: none
+    ROW_BRANCH_TURN: pa.list_(pa.int32()),
 }
 
 TURN_REQUEST: Columns = {
@@ -98,8 +111,10 @@ TURN_REQUEST: Columns = {
     MIN_VERSION: pa.int32(),  # not drawn under older weights
     SEED: pa.int64(),
     MOST_TOKENS: pa.int32(),  # of the turn
-    TEMPERATURE: pa.float64(),  # at which the turns before were sampled; null: as the generator samples now
-    STOP: pa.list_(pa.string()),  # strings at which the turn ends, beside end tokens; null: the generator's own
+    # at which the turns before were sampled; null: as the generator samples now
+    TEMPERATURE: pa.float64(),
+    # strings at which the turn ends, beside end tokens; null: the generator's own
+    STOP: pa.list_(pa.string()),
     TOKENS: pa.list_(pa.int32()),  # the conversation so far
 }
 
@@ -117,7 +132,8 @@ TURN_ANSWER: Columns = {
 
 
 def version_column(column: str) -> str:
-    """Beside a column that a model made: which version of its weights did, int32; 0 as it was loaded.
+    """Beside a column that a model made: which version of its weights did, int32; 0 as it was
+    loaded.
 
     >>> version_column("ref_logprobs")
     'ref_logprobs_version'

@@ -71,7 +71,8 @@ class Inline:
 
 
 def inline() -> Inline:
-    """For `run(graph, on=inline())`: one process, one thread, bit-exact for a seed, at home in a debugger.
+    """For `run(graph, on=inline())`: one process, one thread, bit-exact for a seed, at home in a
+    debugger.
 
     >>> from dataflow import inline
     >>> inline()
@@ -101,7 +102,8 @@ class Result:
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     """By node, over the training phase."""
     efficiency: float = 0.0
-    """Share of them in which what bounds the run was at work; 1: nothing else limits it (`history.bottleneck`)."""
+    """Share of them in which what bounds the run was at work; 1: nothing else limits it
+    (`history.bottleneck`)."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -111,7 +113,11 @@ class Result:
     @property
     def evaluations(self) -> list[tuple[int, float]]:
         """(step, accuracy) of every evaluation."""
-        return [(line["step"], line["eval_accuracy"]) for line in self.metrics if "eval_accuracy" in line]
+        return [
+            (line["step"], line["eval_accuracy"])
+            for line in self.metrics
+            if "eval_accuracy" in line
+        ]
 
     def _repr_html_(self) -> str:
         return html_of(RunFolder.open(self.folder))
@@ -136,19 +142,33 @@ def make_plan(
 ) -> Plan:
     """The plan that `run` would use."""
     if link_gbps is not None and not link_gbps > 0:
-        raise GraphError(f"a link carries more than nothing, but link_gbps is {link_gbps}; give gigabits per second")
+        raise GraphError(
+            f"a link carries more than nothing, but link_gbps is {link_gbps}; give gigabits per"
+            " second"
+        )
     if listen and one_process:
-        raise GraphError(f"a run in one process listens nowhere, but listen is '{listen}'; leave it out")
+        raise GraphError(
+            f"a run in one process listens nowhere, but listen is '{listen}'; leave it out"
+        )
     if listen:
         check_listen(listen)
     devices = devices or this_machine()
     if link_gbps is not None:
         devices = dataclasses.replace(devices, link_bytes_per_s=link_gbps * 1e9 / 8)
     made = plan_or_advise(
-        graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps,
-        sizes=measure_models(graph), scale=scale, weights=weights, message_bytes=message_bytes,
-        place=place, one_process=one_process,
-    )  # fmt: skip
+        graph,
+        devices,
+        gpus=gpus,
+        replicas=replicas,
+        ranks=ranks,
+        steps=steps,
+        sizes=measure_models(graph),
+        scale=scale,
+        weights=weights,
+        message_bytes=message_bytes,
+        place=place,
+        one_process=one_process,
+    )
     for wishes in made.scale.values():
         scaling.check(Table(graph=graph, plan=made), wishes)
     return dataclasses.replace(made, listen=listen)
@@ -184,33 +204,33 @@ def run(
 ) -> Result:
     """Run a graph to its end, or for so many steps.
 
-    on: `inline()` for one process; None for worker processes on this machine; a launcher, such as `local(3)`, for
-    several hosts, each of which runs this program up to its `run` (docs/hosts.md).
-    gpus, replicas, ranks: see `plan`. scale: replicas that a node is to have from a step on, {100: {"generator": 3}}.
-    weights: the weight plane's executor (see `executors`); None: chosen from where the ranks sit.
-    listen: an address of this machine; edges and control go over tcp there, encrypted, with keys made for this run;
-    empty: over sockets that only this user's processes can open.
-    message_bytes: most bytes of one message on a data edge: batches are cut, a larger group goes in parts.
-    link_gbps: gigabits per second between machines, and of weights="gloo" or "nccl" wherever they go; where the link is
-    slow, weights travel as what changed. None: unknown, and everything travels.
-    place: by node, the host of its replicas, or several that they take in turn.
+    on: `inline()` for one process; None for worker processes on this machine; a launcher, such as
+    `local(3)`, for several hosts, each of which runs this program up to its `run` (docs/hosts.md).
+    gpus, replicas, ranks: see `plan`. scale: replicas that a node is to have from a step on, {100:
+    {"generator": 3}}. weights: the weight plane's executor (see `executors`); None: chosen from
+    where the ranks sit. listen: an address of this machine; edges and control go over tcp there,
+    encrypted, with keys made for this run; empty: over sockets that only this user's processes can
+    open. message_bytes: most bytes of one message on a data edge: batches are cut, a larger group
+    goes in parts. link_gbps: gigabits per second between machines, and of weights="gloo" or "nccl"
+    wherever they go; where the link is slow, weights travel as what changed. None: unknown, and
+    everything travels. place: by node, the host of its replicas, or several that they take in turn.
     seed: of prompts' order, sampling and scorers; 0 when None. runs: where the run folder goes.
-    resume: the folder of a run of this graph that is to go on; it has its seed and, where None is given, its steps.
-    Where its scheduler has died a moment ago, its workers are still at work, and are taken over.
-    limits: how long it waits, for what; `Limits()` when None.
-    standby: should this process die, another one takes over by itself, and writes logs/scheduler.log.
-    keep_steps: rollouts are kept of the last so many steps, and of those that recovery and replay need; None: of all,
-    or as the run that is resumed had it. See docs/recovery.md.
-    checkpoint_to: an address, as `pyarrow.fs.FileSystem.from_uri` takes it, or a path: each checkpoint is copied there,
-    with the ledger, so that a host which does not see the run folder can go on from it (`dataflow resume --from`).
-    None: nowhere, or as the run that is resumed had it.
-    track: who is told of the run elsewhere (docs/trackers.md). None: nobody, or the libraries of the resumed run.
-    launch: how `dataflow resume` starts this program again; `main` knows it.
-    foreseen: what `dataflow.foresight` tells of this run; kept in foreseen.json, and compared with what comes.
-    Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C, SIGTERM or SIGHUP finishes
-    the step under way, writes a checkpoint and returns, a second one raises KeyboardInterrupt at once, as the first
-    does before there are workers (docs/recovery.md). What is raised in the midst of a run has a note with the way to
-    go on.
+    resume: the folder of a run of this graph that is to go on; it has its seed and, where None is
+    given, its steps. Where its scheduler has died a moment ago, its workers are still at work, and
+    are taken over. limits: how long it waits, for what; `Limits()` when None.
+    standby: should this process die, another one takes over by itself, and writes
+    logs/scheduler.log. keep_steps: rollouts are kept of the last so many steps, and of those that
+    recovery and replay need; None: of all, or as the run that is resumed had it. See
+    docs/recovery.md. checkpoint_to: an address, as `pyarrow.fs.FileSystem.from_uri` takes it, or a
+    path: each checkpoint is copied there, with the ledger, so that a host which does not see the
+    run folder can go on from it (`dataflow resume --from`). None: nowhere, or as the run that is
+    resumed had it. track: who is told of the run elsewhere (docs/trackers.md). None: nobody, or the
+    libraries of the resumed run. launch: how `dataflow resume` starts this program again; `main`
+    knows it. foreseen: what `dataflow.foresight` tells of this run; kept in foreseen.json, and
+    compared with what comes. Errors: GraphError before anything starts; RunError with the node that
+    failed; Ctrl-C, SIGTERM or SIGHUP finishes the step under way, writes a checkpoint and returns,
+    a second one raises KeyboardInterrupt at once, as the first does before there are workers
+    (docs/recovery.md). What is raised in the midst of a run has a note with the way to go on.
 
     >>> from dataflow import Graph, inline, run
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -225,23 +245,45 @@ def run(
         _check_files(graph)
         host.serve(graph, make_plan(graph, **host.inputs.arguments))
     before, recorded, trackers = check_start(
-        graph, on=on, steps=steps, seed=seed, keep_steps=keep_steps, resume=resume, track=track, listen=listen,
+        graph,
+        on=on,
+        steps=steps,
+        seed=seed,
+        keep_steps=keep_steps,
+        resume=resume,
+        track=track,
+        listen=listen,
         standby=standby,
-    )  # fmt: skip
-    check_text(("the run folder", str(Path(resume or runs).absolute())), ("the graph", to_json(graph_facts(graph))))
+    )
+    check_text(
+        ("the run folder", str(Path(resume or runs).absolute())),
+        ("the graph", to_json(graph_facts(graph))),
+    )
     if recorded is not None:
         steps, seed = recorded.steps if steps is None else steps, recorded.seed
         keep_steps = recorded.config.get(KEEP) if keep_steps is None else keep_steps
     in_one_process = isinstance(on, Inline)
     here = this_machine()
     inputs = PlanInputs(
-        devices=dataclasses.replace(here, cpus=1) if in_one_process else here, gpus=gpus, replicas=replicas or {},
-        ranks=ranks or {}, steps=steps, scale=scale or {}, weights=weights, listen=listen,
-        message_bytes=message_bytes, link_gbps=link_gbps, place=place or {},
-    )  # fmt: skip
+        devices=dataclasses.replace(here, cpus=1) if in_one_process else here,
+        gpus=gpus,
+        replicas=replicas or {},
+        ranks=ranks or {},
+        steps=steps,
+        scale=scale or {},
+        weights=weights,
+        listen=listen,
+        message_bytes=message_bytes,
+        link_gbps=link_gbps,
+        place=place or {},
+    )
 
     def may_take(planned: Plan) -> bool:
-        as_it_was = {"steps": steps, KEEP: keep_steps, COPIES: copies.to_plain() if copies else None}
+        as_it_was = {
+            "steps": steps,
+            KEEP: keep_steps,
+            COPIES: copies.to_plain() if copies else None,
+        }
         as_it_was |= plan_facts(graph, planned)
         return recorded is not None and not in_one_process and recorded.has(as_it_was)
 
@@ -251,36 +293,64 @@ def run(
             folder = before or open_.enter_context(_made(runs, graph.name))
             hold, service = _held_over_hosts(folder, limits or Limits(), told, open_)
             holder = hold.number
-            copies = copies_of(folder, kept_by(graph), recorded.config if recorded else None, checkpoint_to)
-            made = open_.enter_context(hosted(on, RunRequest(
-                graph=graph, inputs=inputs, make_plan=lambda inputs: make_plan(graph, **inputs.arguments),
-                part=recorded.part if recorded else 0, copies=copies, hold=hold, ledger=service,
-                launch=program_of(launch), folder=folder, listen=listen or on.listen,
-                limits=limits or Limits(), may_take=may_take, told=told,
-            )))  # fmt: skip
+            copies = copies_of(
+                folder, kept_by(graph), recorded.config if recorded else None, checkpoint_to
+            )
+            made = open_.enter_context(
+                hosted(
+                    on,
+                    RunRequest(
+                        graph=graph,
+                        inputs=inputs,
+                        make_plan=lambda inputs: make_plan(graph, **inputs.arguments),
+                        part=recorded.part if recorded else 0,
+                        copies=copies,
+                        hold=hold,
+                        ledger=service,
+                        launch=program_of(launch),
+                        folder=folder,
+                        listen=listen or on.listen,
+                        limits=limits or Limits(),
+                        may_take=may_take,
+                        told=told,
+                    ),
+                )
+            )
             planned, taken, server = made.plan, made.taken, made.server
         else:
             planned = make_plan(graph, **inputs.arguments, one_process=in_one_process)
             folder = before or open_.enter_context(_made(runs, graph.name))
             if is_over_hosts(folder):
                 _held_over_hosts(folder, limits or Limits(), told, open_)
-            copies = copies_of(folder, kept_by(graph), recorded.config if recorded else None, checkpoint_to)
+            copies = copies_of(
+                folder, kept_by(graph), recorded.config if recorded else None, checkpoint_to
+            )
             taken = open_.enter_context(held(folder, take=lambda: take(folder, may_take(planned))))
         settings = Settings(
-            folder=str(folder.path), seed=seed or 0, steps=steps, keep_steps=keep_steps, listen=listen,
+            folder=str(folder.path),
+            seed=seed or 0,
+            steps=steps,
+            keep_steps=keep_steps,
+            listen=listen,
             copies=copies.to_plain() if copies else {},
-            holder=holder, limits=limits or Limits(), swaps=() if recorded is None else read_swaps(folder),
+            holder=holder,
+            limits=limits or Limits(),
+            swaps=() if recorded is None else read_swaps(folder),
             changes=() if recorded is None else read_changes(folder),
-        )  # fmt: skip
+        )
         if taken is not None:
             begun = taken.begun
         elif recorded is None:
             orphans.clear_all(folder.path.parent)
             begun = Begun()
             if launch is not None and launch.config:
-                folder.extras.attempt(folder.flags, partial(folder.flags.write_text, launch.config, "utf-8"))
+                folder.extras.attempt(
+                    folder.flags, partial(folder.flags.write_text, launch.config, "utf-8")
+                )
                 launch = dataclasses.replace(launch, config="")
-            _describe(folder, graph, planned, settings, {KEY: launch, TRACK: recorded_names(trackers)})
+            _describe(
+                folder, graph, planned, settings, {KEY: launch, TRACK: recorded_names(trackers)}
+            )
             if foreseen:
                 folder.write_json(FORESEEN, foreseen)
         else:
@@ -289,9 +359,16 @@ def run(
             begun = take_up(folder, graph, recorded, steps)
             _describe_again(folder, graph, planned, settings, recorded, begun)
         what = RunSpec(
-            graph=graph, plan=planned, settings=settings, begun=begun, quiet=quiet,
-            in_one_process=in_one_process, taken=taken, server=server, track=trackers,
-        )  # fmt: skip
+            graph=graph,
+            plan=planned,
+            settings=settings,
+            begun=begun,
+            quiet=quiet,
+            in_one_process=in_one_process,
+            taken=taken,
+            server=server,
+            track=trackers,
+        )
         terminal = os.dup(2) if standby else None
         if terminal is not None:
             what = dataclasses.replace(what, standby=partial(_stand_in, what, terminal))
@@ -307,30 +384,50 @@ def run(
             if terminal is not None:
                 os.close(terminal)
     verdict = _judged(folder, quiet)
-    bound = bounded(outcome.seconds, outcome.busy_seconds, outcome.beside_seconds, plan_facts(graph, planned))
+    bound = bounded(
+        outcome.seconds, outcome.busy_seconds, outcome.beside_seconds, plan_facts(graph, planned)
+    )
     return Result(
-        folder=folder.path, seconds=outcome.seconds, steps=outcome.steps, verdict=verdict,
-        busy_seconds=outcome.busy_seconds, efficiency=bound.share if bound else 0.0,
-    )  # fmt: skip
+        folder=folder.path,
+        seconds=outcome.seconds,
+        steps=outcome.steps,
+        verdict=verdict,
+        busy_seconds=outcome.busy_seconds,
+        efficiency=bound.share if bound else 0.0,
+    )
 
 
 def check_start(
-    graph: Graph, *, on: Inline | Launcher | None, steps: int | None, seed: int | None, keep_steps: int | None,
-    resume: str | Path | None, track: Sequence[Wished] | None, listen: str, standby: bool,
-) -> tuple[RunFolder | None, RecordedRun | None, tuple[ChosenTracker, ...]]:  # fmt: skip
-    """Refuse what no plan tells of a run that could not start; `run`, and whoever explains one, ask for it.
+    graph: Graph,
+    *,
+    on: Inline | Launcher | None,
+    steps: int | None,
+    seed: int | None,
+    keep_steps: int | None,
+    resume: str | Path | None,
+    track: Sequence[Wished] | None,
+    listen: str,
+    standby: bool,
+) -> tuple[RunFolder | None, RecordedRun | None, tuple[ChosenTracker, ...]]:
+    """Refuse what no plan tells of a run that could not start; `run`, and whoever explains one, ask
+    for it.
 
-    Gives the folder of the run that goes on, what it says of its run, and the trackers. Errors: GraphError, RunError.
-    """
+    Gives the folder of the run that goes on, what it says of its run, and the trackers. Errors:
+    GraphError, RunError."""
     if not (on is None or isinstance(on, Inline | Launcher)):
         raise GraphError(
-            f"a run goes on inline() or on a launcher, but on is {on!r:.60}; leave it out for this machine"
+            f"a run goes on inline() or on a launcher, but on is {on!r:.60}; leave it out for this"
+            " machine"
         )
     if steps is not None and steps < 1:
-        raise GraphError(f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave it out")
+        raise GraphError(
+            f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave"
+            " it out"
+        )
     if keep_steps is not None and keep_steps < 0:
         raise GraphError(
-            f"a run keeps the last 0 steps or more, but keep_steps is {keep_steps}; leave it out to keep all"
+            f"a run keeps the last 0 steps or more, but keep_steps is {keep_steps}; leave it out to"
+            " keep all"
         )
     before, recorded = None, None
     if resume is None:
@@ -360,9 +457,11 @@ def _made(runs: str | Path, name: str) -> Iterator[RunFolder]:
 def _held_over_hosts(
     folder: RunFolder, limits: Limits, told: Callable[[str], object], open_: contextlib.ExitStack
 ) -> tuple[run_hold.RunHold, LedgerProcess]:
-    """The run in the hands of this process until `open_` ends, and the process that keeps it there, which can serve the
-    ledger to other hosts. Errors: as `run_hold.held`."""
-    hold = open_.enter_context(run_hold.held(folder, still_s=max(limits.hang_s, run_hold.LEAST_STILL_S), told=told))
+    """The run in the hands of this process until `open_` ends, and the process that keeps it there,
+    which can serve the ledger to other hosts. Errors: as `run_hold.held`."""
+    hold = open_.enter_context(
+        run_hold.held(folder, still_s=max(limits.hang_s, run_hold.LEAST_STILL_S), told=told)
+    )
     if folder.ledger.exists():
         Ledger.prove(folder.ledger)
     return hold, open_.enter_context(LedgerProcess(hold.check, folder.logs / "ledger.log"))
@@ -378,23 +477,30 @@ def _print(text: str) -> None:
 
 
 def _convert_models(graph: Graph, told: Callable[[str], object]) -> None:
-    """Make the folders of models in GGUF files that can be converted; what cannot is refused with the rest. Errors:
-    GGUFError where the cache cannot be written."""
+    """Make the folders of models in GGUF files that can be converted; what cannot is refused with
+    the rest. Errors: GGUFError where the cache cannot be written."""
     models = [getattr(operator, "model", None) for operator in graph.operators.values()]
-    for source in dict.fromkeys(model.source for model in models if isinstance(model, Model) and is_gguf(model.source)):
+    for source in dict.fromkeys(
+        model.source for model in models if isinstance(model, Model) and is_gguf(model.source)
+    ):
         if file_fault(source) is None:
             converted(source, told=told)
 
 
 def _check_files(graph: Graph) -> None:
     """Refuse a graph of which an operator lacks what it needs to start. GraphError."""
-    missing = [fault for fault in (operator.missing() for operator in graph.operators.values()) if fault is not None]
+    missing = [
+        fault
+        for fault in (operator.missing() for operator in graph.operators.values())
+        if fault is not None
+    ]
     if missing:
         raise GraphError("\n".join(dict.fromkeys(missing)))
 
 
 def _stand_in(what: RunSpec, terminal: int) -> int:
-    """In a process of its own: go on with a run whose scheduler has died. terminal: where the user may read of it."""
+    """In a process of its own: go on with a run whose scheduler has died. terminal: where the user
+    may read of it."""
     folder = RunFolder.open(what.settings.folder)
     log = folder.logs / "scheduler.log"
     told = f"process {os.getpid()} takes the place of the scheduler of {folder.path.name}, see {log}\n".encode()
@@ -408,8 +514,8 @@ def _stand_in(what: RunSpec, terminal: int) -> int:
 
 
 def _judged(folder: RunFolder, quiet: bool) -> Verdict:
-    """What `verify` says of a run that has ended; shown with its summary; where it is to be quiet, only if it
-    is not clean."""
+    """What `verify` says of a run that has ended; shown with its summary; where it is to be quiet,
+    only if it is not clean."""
     verdict = verify(folder.path)
     if not quiet:
         with make_view(sys.stdout) as view:
@@ -419,25 +525,44 @@ def _judged(folder: RunFolder, quiet: bool) -> Verdict:
     return verdict
 
 
-def _describe(folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, more: Mapping[str, Any]) -> None:
+def _describe(
+    folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, more: Mapping[str, Any]
+) -> None:
     """Put down what is run before it runs."""
-    how = {"command": [sys.executable, *sys.argv], **more, "seed": settings.seed, "steps": settings.steps,
-           KEEP: settings.keep_steps, COPIES: settings.copies or None, "begun": time.time(),
-           ENVIRONMENT: environment(this_machine())}  # fmt: skip
+    how = {
+        "command": [sys.executable, *sys.argv],
+        **more,
+        "seed": settings.seed,
+        "steps": settings.steps,
+        KEEP: settings.keep_steps,
+        COPIES: settings.copies or None,
+        "begun": time.time(),
+        ENVIRONMENT: environment(this_machine()),
+    }
     with Ledger.create(folder.ledger, consumers(graph)) as ledger:
         describe(folder, ledger, graph_facts(graph), how | plan_facts(graph, planned))
     folder.extras.attempt(folder.graph_svg, lambda: graph.draw(folder.graph_svg, planned))
 
 
 def _describe_again(
-    folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, recorded: RecordedRun, begun: Begun
+    folder: RunFolder,
+    graph: Graph,
+    planned: Plan,
+    settings: Settings,
+    recorded: RecordedRun,
+    begun: Begun,
 ) -> None:
     """Put down how a run goes on, before it does."""
     here = {ENVIRONMENT: environment(this_machine())}
     here = {name: found for name, found in here.items() if recorded.config.get(name) != found}
     again = {"at": time.time(), "from": begun.steps, "steps": settings.steps, **here}
     resumed = [*recorded.config.get("resumed", []), again]
-    now = {"steps": settings.steps, KEEP: settings.keep_steps, COPIES: settings.copies or None, "resumed": resumed}
+    now = {
+        "steps": settings.steps,
+        KEEP: settings.keep_steps,
+        COPIES: settings.copies or None,
+        "resumed": resumed,
+    }
     config = {**recorded.config, **now, **plan_facts(graph, planned)}
     with Ledger.open(folder.ledger) as ledger:
         describe(folder, ledger, recorded.graph, config)

@@ -1,4 +1,5 @@
-"""What a worker makes of an operator: the heavy object that works, what it is given of the world, rows on their way."""
+"""What a worker makes of an operator: the heavy object that works, what it is given of the world,
+rows on their way."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +34,8 @@ class Batch:
     origin: str = ""
     """The node that sent them."""
     release: Callable[[int], None] = field(default=lambda group_id: None, compare=False)
-    """Called by the runtime with each of its groups, once all that the group led to has been returned from `work`: no
-    group waits for those that it travelled with."""
+    """Called by the runtime with each of its groups, once all that the group led to has been
+    returned from `work`: no group waits for those that it travelled with."""
 
     def ack(self) -> None:
         """Release all of its groups that were not."""
@@ -64,7 +65,8 @@ class Runtime:
     """
 
     def room(self) -> int:
-        """Rows it would take now; 0 when full. A batch larger than the room may be pushed when room is above 0."""
+        """Rows it would take now; 0 when full. A batch larger than the room may be pushed when room
+        is above 0."""
         return 0
 
     def push(self, batch: Batch) -> None:
@@ -72,15 +74,18 @@ class Runtime:
         raise TypeError(f"{type(self).__name__} takes no input")
 
     def work(self) -> list[Batch] | None:
-        """Do one bounded slice; the batches that are ready, or None when there is nothing to do for now."""
+        """Do one bounded slice; the batches that are ready, or None when there is nothing to do for
+        now."""
         return None
 
     def pending(self) -> int:
-        """Rows it holds and still owes an output for; at 0, with its inputs ended, it is finished."""
+        """Rows it holds and still owes an output for; at 0, with its inputs ended, it is
+        finished."""
         return 0
 
     def waits(self) -> Sequence[Any]:
-        """File descriptors and ZeroMQ sockets on which something may arrive that lets `work` go on."""
+        """File descriptors and ZeroMQ sockets on which something may arrive that lets `work` go
+        on."""
         return ()
 
     def starved(self) -> bool:
@@ -88,18 +93,21 @@ class Runtime:
         return False
 
     def beside(self) -> float:
-        """The share of its own processes, if it has some, that are at work now while its loop goes on or rests."""
+        """The share of its own processes, if it has some, that are at work now while its loop goes
+        on or rests."""
         return 0.0
 
     def forget(self, source: str, group: int) -> None:
-        """A group that went through it has an outcome: what it keeps of it beside the rows is needed no more."""
+        """A group that went through it has an outcome: what it keeps of it beside the rows is
+        needed no more."""
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """A word from the control: {"evaluate": step}, {"dropped": n}, {"drain": True}, {"end": True} when its
-        inputs have ended; unknown words are ignored."""
+        """A word from the control: {"evaluate": step}, {"dropped": n}, {"drain": True}, {"end":
+        True} when its inputs have ended; unknown words are ignored."""
 
     def change(self, knobs: KnobsInForce) -> None:
-        """Knobs were changed: go by these values from the next boundary on, which each knob names (`settable`)."""
+        """Knobs were changed: go by these values from the next boundary on, which each knob names
+        (`settable`)."""
 
     @property
     def is_behind(self) -> bool:
@@ -107,19 +115,23 @@ class Runtime:
         return False
 
     def status(self) -> dict[str, float | int | str]:
-        """Small numbers for the heartbeat: queue, version, step, and `done` when it has nothing more to do, ever."""
+        """Small numbers for the heartbeat: queue, version, step, and `done` when it has nothing
+        more to do, ever."""
         return {}
 
     def under_way(self) -> dict[str, int]:
-        """What of `status` grows within one slice of work. Called from another thread, at any time: reads only."""
+        """What of `status` grows within one slice of work. Called from another thread, at any time:
+        reads only."""
         return {}
 
     def wants_devices(self) -> bool:
-        """Whether it has work that needs its devices: asked of one that takes turns on them (`Traits.sleeps`)."""
+        """Whether it has work that needs its devices: asked of one that takes turns on them
+        (`Traits.sleeps`)."""
         return True
 
     def sleep(self) -> None:
-        """Give the memory of its devices back: another node's turn comes. Until `wake` its `work` uses none of them."""
+        """Give the memory of its devices back: another node's turn comes. Until `wake` its `work`
+        uses none of them."""
 
     def wake(self) -> None:
         """Its turn has come: take that memory again."""
@@ -146,26 +158,31 @@ class Context:
     device: str = "cpu"
     """cpu, or cuda:N."""
     aside: Path | None = None
-    """Of one that has its devices in turn with other nodes, and sleeps between its turns (`Runtime.sleep`): the folder
-    in which it may put away what lies in main memory. None: its devices are its own."""
+    """Of one that has its devices in turn with other nodes, and sleeps between its turns
+    (`Runtime.sleep`): the folder in which it may put away what lies in main memory. None: its
+    devices are its own."""
     turn_files: tuple[int, ...] = ()
-    """Of such a one: files that all of its processes keep open; its turn ends at the latest when they have ended."""
+    """Of such a one: files that all of its processes keep open; its turn ends at the latest when
+    they have ended."""
     steps: int | None = None
     """Steps the run will make; None: until the prompts end."""
     prompt_steps: int | None = None
-    """For a trainer: steps that its prompts are enough for, if none is dropped; None: no end is known."""
+    """For a trainer: steps that its prompts are enough for, if none is dropped; None: no end is
+    known."""
     columns: Mapping[str, Columns] = field(default_factory=dict)
     """Columns of the rows that arrive, by source."""
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Nodes that rows arrive from, by source."""
     scores: Mapping[str, str] = field(default_factory=dict)
-    """Columns of theirs that scorers of single rollouts write, and where each of these is defined."""
+    """Columns of theirs that scorers of single rollouts write, and where each of these is
+    defined."""
     forwards: tuple[str, ...] = ()
     """Columns of theirs that forward operators write, each beside the version that made it."""
     bounds: Mapping[str, Bound] = field(default_factory=dict)
     """Sources that lead to a trainer with a feedback edge, and how far they may run ahead."""
     feedback: Bound | None = None
-    """Of the feedback edge that ends here: how far its weights may be behind, what their trainer consumes."""
+    """Of the feedback edge that ends here: how far its weights may be behind, what their trainer
+    consumes."""
     changes: "tuple[KnobChange, ...]" = ()
     """Of its knobs, made while the run went on, as `KnobsInForce.changes`."""
     on_demand: bool = False
@@ -176,9 +193,11 @@ class Context:
     """For a generator: those that ask it for turns, each under its name as their source."""
     folder: "RunFolder | None" = None
     own_folder: str | None = None
-    """Of a trainer in rollouts/ and checkpoints/, of an evaluation in rollouts/; None for the run's only one."""
+    """Of a trainer in rollouts/ and checkpoints/, of an evaluation in rollouts/; None for the run's
+    only one."""
     keep_steps: int | None = None
-    """Of the last so many steps the rollouts are kept, beside what recovery and replay need; None: of all."""
+    """Of the last so many steps the rollouts are kept, beside what recovery and replay need; None:
+    of all."""
     copies: "Copies | None" = None
     """Where copies of a trainer's checkpoints go."""
     ledger: "BaseLedger | None" = None
@@ -187,19 +206,24 @@ class Context:
     limits: Limits = field(default_factory=Limits)
     """How long it waits for others."""
     spent: Callable[[], Mapping[str, float]] = dict
-    """How the node's time was spent so far: seconds by state, as `dataflow.worker.state_clock` has them."""
+    """How the node's time was spent so far: seconds by state, as `dataflow.worker.state_clock` has
+    them."""
     log: Any = field(default_factory=structlog.get_logger)
     span: Span = untold
-    """`with context.span("optimizer"):` shows a stretch of a slice of work in the run's trace; few names, no number."""
+    """`with context.span("optimizer"):` shows a stretch of a slice of work in the run's trace; few
+    names, no number."""
     writer: Callable[[Mapping[str, Any]], WeightsOut] | None = None
-    """For a trainer: opens the weight plane for these tensors; None when nobody reads them. An `OpensWriter` where the
-    trainer may have several ranks."""
-    refreshers: Mapping[Refresh, Callable[[Mapping[str, Any]], WeightsOut]] = field(default_factory=dict)
+    """For a trainer: opens the weight plane for these tensors; None when nobody reads them. An
+    `OpensWriter` where the trainer may have several ranks."""
+    refreshers: Mapping[Refresh, Callable[[Mapping[str, Any]], WeightsOut]] = field(
+        default_factory=dict
+    )
     """For a trainer: the same for readers that are refreshed, by which of its versions they get."""
     reader: Callable[[Mapping[str, Any]], WeightsIn] | None = None
-    """For a reader of trained weights: attaches these tensors; None when the model is frozen. An `OpensWeights` where
-    other ranks may take versions themselves."""
+    """For a reader of trained weights: attaches these tensors; None when the model is frozen. An
+    `OpensWeights` where other ranks may take versions themselves."""
     quantized: str | None = None
-    """The format in which the tensors of `Operator.quantized_tensors` arrive there; None: as the others."""
+    """The format in which the tensors of `Operator.quantized_tensors` arrive there; None: as the
+    others."""
     places: "RankPlaces | None" = None
     """Of ranks that the plan has spread over several hosts: where each is."""

@@ -1,4 +1,5 @@
-"""`@scorer`: turns a function into an operator that reads its parameters as columns and writes its name."""
+"""`@scorer`: turns a function into an operator that reads its parameters as columns and writes its
+name."""
 
 import dataclasses
 import difflib
@@ -9,7 +10,13 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 from dataflow.errors import GraphError
 from dataflow.node import Weights
 from dataflow.runtime import Context, Runtime
-from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Per, ScorerKnobs
+from dataflow.scoring.knobs import (
+    DEFAULT_MEMORY_MB,
+    DEFAULT_RETRIES,
+    DEFAULT_TIMEOUT_S,
+    Per,
+    ScorerKnobs,
+)
 from dataflow.stream import Rollout, Stream
 
 P = ParamSpec("P")
@@ -19,7 +26,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scorer(ScorerKnobs[P, T_co]):
-    """A function as an operator: applied to a stream it adds a column, called with values it is itself."""
+    """A function as an operator: applied to a stream it adds a column, called with values it is
+    itself."""
 
     @overload
     def __call__(self, stream: Stream[Any], **knobs: Any) -> Stream[Rollout]: ...
@@ -28,26 +36,29 @@ class Scorer(ScorerKnobs[P, T_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T_co: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply it to a stream, with knobs by keyword; or call the plain function with plain values."""
+        """Apply it to a stream, with knobs by keyword; or call the plain function with plain
+        values."""
         stream = args[0] if args else kwargs.get("stream")
         if isinstance(stream, Weights):
             raise GraphError(
-                f"'{self.name}' ({self.where}) takes rows, but got the weights of '{stream.trainer.name}'; "
-                f"give weights to g.feedback(...)"
+                f"'{self.name}' ({self.where}) takes rows, but got the weights of"
+                f" '{stream.trainer.name}'; give weights to g.feedback(...)"
             )
         if not isinstance(stream, Stream):
             return cast(Callable[..., Any], self.function)(*args, **{**self.given, **kwargs})
         if len(args) > 1:
             raise GraphError(
-                f"'{self.name}' ({self.where}) takes one stream, but got {len(args)} positional arguments; "
-                f"give knobs by name, and bring several streams together with join(...) first"
+                f"'{self.name}' ({self.where}) takes one stream, but got {len(args)} positional"
+                " arguments; give knobs by name, and bring several streams together with join(...)"
+                " first"
             )
         if not args:
             kwargs.pop("stream")
         return stream.graph.apply(self.configured(**kwargs), stream)
 
     def configured(self, **knobs: Any) -> "Scorer[P, T_co]":
-        """The same scorer with other knobs; GraphError for a knob that the function does not have."""
+        """The same scorer with other knobs; GraphError for a knob that the function does not
+        have."""
         for knob in knobs:
             if knob not in self.signature.defaults:
                 raise GraphError(self._unknown(knob))
@@ -66,12 +77,18 @@ class Scorer(ScorerKnobs[P, T_co]):
     def _unknown(self, knob: str) -> str:
         head = f"'{self.name}' ({self.where}) has no knob '{knob}'"
         if knob in self.signature.reads:
-            return f"{head}: '{knob}' is a column it reads; give the parameter a default to make it a knob"
+            return (
+                f"{head}: '{knob}' is a column it reads; give the parameter a default to make it a"
+                " knob"
+            )
         known = list(self.signature.defaults)
         nearest = difflib.get_close_matches(knob, known, n=1, cutoff=0.5)
         if nearest:
             return f"{head}, its knobs are {known}; did you mean '{nearest[0]}'?"
-        return f"{head}, its knobs are {known}; add a parameter '{knob}' with a default, or drop it here"
+        return (
+            f"{head}, its knobs are {known}; add a parameter '{knob}' with a default, or drop it"
+            " here"
+        )
 
 
 @overload
@@ -95,18 +112,20 @@ def scorer(
 
 
 def scorer(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any:
-    """Make a scorer of a function: `@scorer`, `@scorer(per="group", ...)` or `@scorer(per="batch", ...)`.
+    """Make a scorer of a function: `@scorer`, `@scorer(per="group", ...)` or `@scorer(per="batch",
+    ...)`.
 
-    Parameters without a default are the columns it reads, those with one are knobs, its name is the column it
-    writes and its return annotation the type of that column. A per-row function gets the values of one
-    rollout. A per-group function gets, for the rows of a group that have no error, a numpy array for a column
-    of numbers and a list for any other, and returns one value for each (or one for all); a per-batch function
-    the same for all groups that arrived together.
-    None says that it does not apply: the row has no value in that column, and no error. Rows in which a column
-    that it reads has no value are left out, unless the parameter is annotated `X | None`; they have none in its own.
-    NaN, an exception, a call longer than `timeout_s` or a process that ends become the row's `error`, with
-    the cause (`dataflow.scoring.failure`); a call whose world failed is made again first (`retries`).
-    Raises GraphError for a function that cannot be one.
+    Parameters without a default are the columns it reads, those with one are knobs, its name is the
+    column it writes and its return annotation the type of that column. A per-row function gets the
+    values of one rollout. A per-group function gets, for the rows of a group that have no error, a
+    numpy array for a column of numbers and a list for any other, and returns one value for each (or
+    one for all); a per-batch function the same for all groups that arrived together.
+    None says that it does not apply: the row has no value in that column, and no error. Rows in
+    which a column that it reads has no value are left out, unless the parameter is annotated `X |
+    None`; they have none in its own. NaN, an exception, a call longer than `timeout_s` or a process
+    that ends become the row's `error`, with the cause (`dataflow.scoring.failure`); a call whose
+    world failed is made again first (`retries`). Raises GraphError for a function that cannot be
+    one.
 
     >>> from dataflow import Array, Graph, collect, scorer
     >>> from dataflow.testing import FakeGenerator, FakePrompts

@@ -1,4 +1,5 @@
-"""Knobs that may change while a run goes on: how an operator says which, and whether a value is of their kind."""
+"""Knobs that may change while a run goes on: how an operator says which, and whether a value is of
+their kind."""
 
 import dataclasses
 import functools
@@ -22,7 +23,13 @@ GROUP = "for every group that starts from then on; one that has started keeps wh
 RESTART = "its process starts again with it, as for a swap"
 
 _ANYTHING = "anything"
-_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "none"}
+_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    type(None): "none",
+}
 _NAMED = {name: kind for kind, name in _NAMES.items()}
 
 
@@ -76,13 +83,18 @@ def settable_fields(declared: Any) -> dict[str, Settable]:
     marked = [each for each in dataclasses.fields(declared) if _MARK in each.metadata]
     kinds = typing.get_type_hints(type(declared)) if marked else {}
     return {
-        each.name: Settable(value=getattr(declared, each.name), at=each.metadata[_MARK], kind=kinds[each.name])
+        each.name: Settable(
+            value=getattr(declared, each.name), at=each.metadata[_MARK], kind=kinds[each.name]
+        )
         for each in marked
     }
 
 
-def settable_parameters(values: Mapping[str, Any], annotations: Mapping[str, Any], at: str) -> dict[str, Settable]:
-    """Knobs of a function, by name: of a kind that JSON has, as their annotation or their value tells."""
+def settable_parameters(
+    values: Mapping[str, Any], annotations: Mapping[str, Any], at: str
+) -> dict[str, Settable]:
+    """Knobs of a function, by name: of a kind that JSON has, as their annotation or their value
+    tells."""
     found = {}
     for name, value in values.items():
         kind = annotations.get(name, type(value))
@@ -116,7 +128,8 @@ def plain_value(value: Any) -> Any:
 
 
 def plain_kind(kind: Any) -> Any:
-    """A kind as JSON has it: its name, or of several a list. Raises ValueError for one of which JSON has no values.
+    """A kind as JSON has it: its name, or of several a list. Raises ValueError for one of which
+    JSON has no values.
 
     >>> plain_kind(int | None), kind_of(["a whole number", "none"])
     (['a whole number', 'none'], int | None)
@@ -172,7 +185,8 @@ def fitted(value: Any, kind: Any) -> Any:
 
 def _any_of(value: Any, kinds: tuple[Any, ...]) -> Any:
     wanted = []
-    for kind in sorted(kinds, key=lambda kind: kind is float):  # a whole number stays one where it may
+    # a whole number stays one where it may
+    for kind in sorted(kinds, key=lambda kind: kind is float):
         try:
             return fitted(value, kind)
         except ValueError as error:

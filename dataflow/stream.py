@@ -1,4 +1,5 @@
-"""Rows on their way through a graph as a Python type (Stream), and join; parameters are another type (node.Weights)."""
+"""Rows on their way through a graph as a Python type (Stream), and join; parameters are another
+type (node.Weights)."""
 
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,7 +20,8 @@ R_co = TypeVar("R_co", bound=Prompt, covariant=True)
 
 
 class Builder(Protocol):
-    """The graph that a stream belongs to, as far as what is applied to the stream has to know it."""
+    """The graph that a stream belongs to, as far as what is applied to the stream has to know
+    it."""
 
     name: str
 
@@ -53,7 +55,8 @@ class Stream(Generic[R_co]):
 def join(first: Stream[Any], *others: Stream[Any]) -> Stream[Rollout]:
     """One stream with the columns of all; its rows appear once every branch has delivered them.
 
-    Raises GraphError when the streams come from different sources or graphs, or disagree on a column's type.
+    Raises GraphError when the streams come from different sources or graphs, or disagree on a
+    column's type.
 
     >>> from dataflow import Graph, join, scorer
     >>> from dataflow.testing import FakeGenerator, FakePrompts
@@ -73,17 +76,18 @@ def join(first: Stream[Any], *others: Stream[Any]) -> Stream[Rollout]:
         if other.graph is not first.graph:
             raise GraphError(
                 f"join got streams of two graphs, '{first.graph.name}' and '{other.graph.name}'; "
-                f"build all of them with one Graph"
+                "build all of them with one Graph"
             )
         if other.source != first.source:
             raise GraphError(
-                f"join got rows of two sources, '{first.source}' and '{other.source}', which never meet; "
-                f"join branches of one stream"
+                f"join got rows of two sources, '{first.source}' and '{other.source}', which never"
+                " meet; join branches of one stream"
             )
     for stream in streams:
         if ROLLOUT_ID not in stream.columns and len(streams) > 1:
             raise GraphError(
-                f"join needs rollouts, but '{stream.node}' sends prompts; apply a generator before the join"
+                f"join needs rollouts, but '{stream.node}' sends prompts; apply a generator before"
+                " the join"
             )
     if len(streams) == 1:
         return first

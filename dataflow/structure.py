@@ -1,4 +1,5 @@
-"""The pure structure of a graph: which operator is applied to which stream, whose weights go back to whom."""
+"""The pure structure of a graph: which operator is applied to which stream, whose weights go back
+to whom."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class Feedback:
 
 
 class Structure:
-    """Operators and the two kinds of edge between them; `Graph` builds it, and whatever looks at a graph reads it."""
+    """Operators and the two kinds of edge between them; `Graph` builds it, and whatever looks at a
+    graph reads it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -51,26 +53,36 @@ class Structure:
 
     @property
     def nx(self) -> "nx.MultiDiGraph[str]":
-        """The graph for NetworkX: nodes have `operator`; edges `plane` (data, turns or weights), and `columns`,
-        `max_staleness` or `refresh`. An edge of turns leads from an episode to the generator that it asks."""
+        """The graph for NetworkX: nodes have `operator`; edges `plane` (data, turns or weights),
+        and `columns`, `max_staleness` or `refresh`. An edge of turns leads from an episode to the
+        generator that it asks."""
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
         for name, operator in self.operators.items():
             graph.add_node(name, operator=operator)
         for call in self.calls:
             for stream in call.inputs:
                 graph.add_edge(
-                    stream.node, call.operator.name, key=stream.source, plane="data", source=stream.source,
-                    columns=stream.columns, added=self._added(stream),
-                )  # fmt: skip
+                    stream.node,
+                    call.operator.name,
+                    key=stream.source,
+                    plane="data",
+                    source=stream.source,
+                    columns=stream.columns,
+                    added=self._added(stream),
+                )
         for episode in episodes_of(self):
             assert episode.asks is not None, "that is what makes it one"
             graph.add_edge(episode.name, episode.asks.name, key="turns", plane="turns")
         for feedback in self.feedbacks:
             graph.add_edge(
-                feedback.weights.trainer.name, feedback.reader.name, key="weights", plane="weights",
-                model=feedback.reader.uses, refresh=feedback.refresh,
+                feedback.weights.trainer.name,
+                feedback.reader.name,
+                key="weights",
+                plane="weights",
+                model=feedback.reader.uses,
+                refresh=feedback.refresh,
                 max_staleness=None if feedback.refresh else feedback.max_staleness,
-            )  # fmt: skip
+            )
         return graph
 
     def _added(self, stream: Stream[Any]) -> tuple[str, ...]:
@@ -87,7 +99,9 @@ def sources_of(graph: Structure, node: str) -> list[str]:
 
 def episodes_of(graph: Structure, generator: str | None = None) -> list[Generate]:
     """The episodes of a graph, or those of them that ask one generator for their turns."""
-    found = [op for op in graph.operators.values() if isinstance(op, Generate) and op.asks is not None]
+    found = [
+        op for op in graph.operators.values() if isinstance(op, Generate) and op.asks is not None
+    ]
     return [op for op in found if generator in (None, op.asks and op.asks.name)]
 
 
@@ -100,37 +114,50 @@ def drawn_by(graph: Structure, generator: str) -> list[str]:
 def prompts_of(graph: Structure, source: str) -> int | None:
     """Prompts that a source issues before it ends, where that can be told."""
     operator = graph.operators[source]
-    rows, epochs = (operator.count() if isinstance(operator, Source) else None), operator.traits.epochs
+    rows, epochs = (
+        (operator.count() if isinstance(operator, Source) else None),
+        operator.traits.epochs,
+    )
     return None if rows is None or epochs is None else rows * epochs
 
 
 def sinks_of(graph: Structure, source: str) -> list[Operator]:
     """The sinks in which rows of a source end."""
-    return [c.operator for c in graph.calls if c.output.source == source and c.operator.kind == "sink"]
+    return [
+        c.operator for c in graph.calls if c.output.source == source and c.operator.kind == "sink"
+    ]
 
 
 def readers_of(graph: Structure, trainer: str, refresh: Refresh | None = None) -> list[Operator]:
     """The operators that take a trainer's newest weights, or those that are refreshed so."""
     return [
-        feedback.reader for feedback in graph.feedbacks
+        feedback.reader
+        for feedback in graph.feedbacks
         if feedback.weights.trainer.name == trainer and feedback.refresh == refresh
-    ]  # fmt: skip
+    ]
 
 
 def refreshes_of(graph: Structure, trainer: str) -> list[Refresh]:
     """In what ways readers of a trainer's weights are refreshed, each once."""
-    found = [feedback.refresh for feedback in graph.feedbacks if feedback.weights.trainer.name == trainer]
+    found = [
+        feedback.refresh for feedback in graph.feedbacks if feedback.weights.trainer.name == trainer
+    ]
     return list(dict.fromkeys(refresh for refresh in found if refresh is not None))
 
 
 def refresh_of(graph: Structure, reader: str) -> Refresh | None:
     """How a reader of weights is refreshed; None: it is not."""
-    return next((feedback.refresh for feedback in graph.feedbacks if feedback.reader.name == reader), None)
+    return next(
+        (feedback.refresh for feedback in graph.feedbacks if feedback.reader.name == reader), None
+    )
 
 
 def line_of(graph: Structure, trainer: str, refresh: Refresh | None) -> str:
-    """What a trainer's weight plane is called where its ends meet: readers that are refreshed have one of their own."""
-    return trainer if refresh is None else f"{trainer}.{refreshes_of(graph, trainer).index(refresh)}"
+    """What a trainer's weight plane is called where its ends meet: readers that are refreshed have
+    one of their own."""
+    return (
+        trainer if refresh is None else f"{trainer}.{refreshes_of(graph, trainer).index(refresh)}"
+    )
 
 
 def generators_of(graph: Structure, node: str) -> list[Generate]:
@@ -142,7 +169,10 @@ def generators_of(graph: Structure, node: str) -> list[Generate]:
         if c.output.source in sources and isinstance(c.operator, Generate)
     }
     reach = (
-        nx.ancestors(nx.DiGraph((u, v) for u, v, d in graph.nx.edges(data=True) if d["plane"] == "data"), node)
+        nx.ancestors(
+            nx.DiGraph((u, v) for u, v, d in graph.nx.edges(data=True) if d["plane"] == "data"),
+            node,
+        )
         if found
         else set()
     )
@@ -150,7 +180,8 @@ def generators_of(graph: Structure, node: str) -> list[Generate]:
 
 
 def group_size(graph: Structure, source: str) -> int | None:
-    """Rollouts in a group of a source: its own wish, else its generator's; None without a generator."""
+    """Rollouts in a group of a source: its own wish, else its generator's; None without a
+    generator."""
     asked = graph.operators[source].traits.group_size
     for call in graph.calls:
         if call.output.source == source and isinstance(call.operator, Generate):
@@ -165,33 +196,40 @@ def trainers(graph: Structure) -> list[str]:
 
 def evaluations(graph: Structure) -> list[str]:
     """The sinks that do not train, in the graph's order."""
-    return [name for name, operator in graph.operators.items() if isinstance(operator, Sink) and not operator.trains]
+    return [
+        name
+        for name, operator in graph.operators.items()
+        if isinstance(operator, Sink) and not operator.trains
+    ]
 
 
 def feeding(graph: Structure) -> dict[str, Feedback]:
     """By source, the feedback from a trainer of its rows to the generator of its rows.
 
-    There is one at most, as a model has one trainer. A critic, whose weights go to another operator, feeds none.
-    """
+    There is one at most, as a model has one trainer. A critic, whose weights go to another
+    operator, feeds none."""
     found: dict[str, Feedback] = {}
     for feedback in graph.feedbacks:
         if isinstance(feedback.weights.trainer, Learn) and isinstance(feedback.reader, Generate):
             generated = set(drawn_by(graph, feedback.reader.name))
             found |= {
-                source: feedback for source in sources_of(graph, feedback.weights.trainer.name) if source in generated
+                source: feedback
+                for source in sources_of(graph, feedback.weights.trainer.name)
+                if source in generated
             }
     return found
 
 
 def leading(graph: Structure) -> list[str]:
-    """The trainers whose steps are the run's: those that feed a generator; all of them where none does."""
+    """The trainers whose steps are the run's: those that feed a generator; all of them where none
+    does."""
     feeders = {feedback.weights.trainer.name for feedback in feeding(graph).values()}
     return [name for name in trainers(graph) if name in feeders or not feeders]
 
 
 def own_folder(graph: Structure, node: str) -> str | None:
-    """Where in rollouts/ and checkpoints/ a trainer, and in rollouts/ an evaluation, keeps its own; None for the only
-    one of a graph."""
+    """Where in rollouts/ and checkpoints/ a trainer, and in rollouts/ an evaluation, keeps its own;
+    None for the only one of a graph."""
     alike = trainers(graph) if graph.operators[node].trains else evaluations(graph)
     return node if len(alike) > 1 and node in alike else None
 
@@ -202,8 +240,10 @@ def kept_by(graph: Structure) -> list[str]:
 
 
 def lines_of(lines: Iterable[Mapping[str, Any]], trainer: str | None) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without the steps of other trainers than this one; all of them for None."""
+    """The lines of metrics.jsonl without the steps of other trainers than this one; all of them for
+    None."""
     return [
-        dict(line) for line in lines
+        dict(line)
+        for line in lines
         if trainer is None or "eval_accuracy" in line or line.get("node", trainer) == trainer
-    ]  # fmt: skip
+    ]

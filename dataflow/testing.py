@@ -51,7 +51,9 @@ class _Issue(Runtime):
         ledger = context.ledger
         self._next = 0 if ledger is None else ledger.next_group_id(operator.name)
         """Above what was issued before; what of it has no outcome is issued again first."""
-        self._again = [] if ledger is None else [group.group_id for group in ledger.in_flight(operator.name)]
+        self._again = (
+            [] if ledger is None else [group.group_id for group in ledger.in_flight(operator.name)]
+        )
 
     def work(self) -> list[Batch] | None:
         count = self._operator.size
@@ -143,15 +145,19 @@ class _Echo(_Sleeps):
         position = np.tile(np.arange(size, dtype=np.int32), batch.records.num_rows)
         one = np.arange(count + 1, dtype=np.int32)
         ragged = {
-            "tokens": np.ones(count, np.int32), "mask": np.ones(count, bool),
-            "logprobs": np.zeros(count, np.float32), "versions": np.zeros(count, np.int32),
-        }  # fmt: skip
+            "tokens": np.ones(count, np.int32),
+            "mask": np.ones(count, bool),
+            "logprobs": np.zeros(count, np.float32),
+            "versions": np.zeros(count, np.int32),
+        }
         made: dict[str, pa.Array] = {
-            "rollout_id": pa.array(rows.column(GROUP_ID).to_numpy() * size + position), "position": pa.array(position),
-            "completion": rows.column(PROMPT), "finish_reason": pa.array(["stop"] * count),
+            "rollout_id": pa.array(rows.column(GROUP_ID).to_numpy() * size + position),
+            "position": pa.array(position),
+            "completion": rows.column(PROMPT),
+            "finish_reason": pa.array(["stop"] * count),
             "error": pa.nulls(count, pa.string()),
             **{n: pa.ListArray.from_arrays(pa.array(one), pa.array(v)) for n, v in ragged.items()},
-        }  # fmt: skip
+        }
         columns = {**self._context.columns[batch.source], **ROLLOUT_COLUMNS}
         arrays = [made[n] if n in made else rows.column(n) for n in columns]
         batch.ack()
@@ -160,7 +166,8 @@ class _Echo(_Sleeps):
 
 @dataclass(frozen=True, eq=False)
 class FakeTrainer(Learn):
-    """Counts groups in issue order, calls every `prompts_per_step` of them a step, and goes on from the ledger's."""
+    """Counts groups in issue order, calls every `prompts_per_step` of them a step, and goes on from
+    the ledger's."""
 
     name: str = field(default="trainer", kw_only=True)
     model: Model | None = None
@@ -236,9 +243,15 @@ class _Count(_Sleeps):
         if context.folder is not None and context.ledger is not None:
             context.folder.rollouts_of(context.own_folder).write(self._step, rows)
             context.ledger.commit_step(
-                node=context.node, step=self._step, version=self._step, source=self._source, trained=list(wanted),
-                dropped={}, metrics={}, checkpoint=None,
-            )  # fmt: skip
+                node=context.node,
+                step=self._step,
+                version=self._step,
+                source=self._source,
+                trained=list(wanted),
+                dropped={},
+                metrics={},
+                checkpoint=None,
+            )
             line = {"step": self._step, "node": context.node, "version": self._step, "dropped": {}}
             line["lr"] = self._knobs.at(self._step).lr
             context.folder.append_metrics(line)
@@ -257,7 +270,9 @@ class _Count(_Sleeps):
     def _wanted(self) -> range:
         """The groups of a step that can be made."""
         wanted = range(self._cursor, self._cursor + self._operator.prompts_per_step)
-        return range(0) if self._done or not all(group in self._groups for group in wanted) else wanted
+        return (
+            range(0) if self._done or not all(group in self._groups for group in wanted) else wanted
+        )
 
     def _acknowledge(self) -> None:
         for last, batch in self._acks:
@@ -278,9 +293,12 @@ class _Count(_Sleeps):
 
     def status(self) -> dict[str, float | int | str]:
         return {
-            "step": self._step, "done": int(self._done), "dropped": 0, "asked_checkpoint": self._answered,
+            "step": self._step,
+            "done": int(self._done),
+            "dropped": 0,
+            "asked_checkpoint": self._answered,
             "asked_step": self._step,
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Asynchronous AIPO: generation never waits, and weights may change in the middle of a rollout.
 
-python -m graphs.aipo --policy FOLDER_OR_ID --prompts FILE --reward exact|number|my_rewards.py:function
-"""
+python -m graphs.aipo --policy FOLDER_OR_ID --prompts FILE --reward
+exact|number|my_rewards.py:function"""
 
 from functools import partial
 
@@ -13,13 +13,20 @@ from operators.losses import aipo
 
 
 def build(
-    *, task: TextTask, max_staleness: int = 4, rho: float = 4.0, kl: float = 0.0, entropy: float = 0.0
-) -> Graph:  # fmt: skip
-    """Train a policy on its own rollouts, at most `max_staleness` versions old (LlamaRL, arXiv 2505.24034).
+    *,
+    task: TextTask,
+    max_staleness: int = 4,
+    rho: float = 4.0,
+    kl: float = 0.0,
+    entropy: float = 0.0,
+) -> Graph:
+    """Train a policy on its own rollouts, at most `max_staleness` versions old (LlamaRL, arXiv
+    2505.24034).
 
     Args:
         task: what is trained on what.
-        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is synchronous.
+        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is
+            synchronous.
         rho: cap of the importance weight.
         kl: what a nat of distance from the policy at the start costs, in the loss; 0: nothing.
         entropy: what a nat of the policy's entropy is worth, in the loss; 0: nothing.
@@ -29,7 +36,9 @@ def build(
     rollouts = generator(g.source(task.train))
     if kl:
         rollouts = task.logprobs()(rollouts)
-    trainer = task.trainer(loss=penalized(loss, kl=kl, corrected=max_staleness > 0, entropy=entropy))
+    trainer = task.trainer(
+        loss=penalized(loss, kl=kl, corrected=max_staleness > 0, entropy=entropy)
+    )
 
     trainer(advantage(reward(rollouts)))
     task.evaluate(g, generator, reward)

@@ -15,16 +15,24 @@ STEPS = 1_000
 
 
 def build(
-    *, prompts: str = "", eval: str = "", policy: str = "policies/calculator", max_staleness: int = 4,
-    rho: float = 4.0, lr: float = 1e-4, eval_every: int = 200,
-) -> Graph:  # fmt: skip
+    *,
+    prompts: str = "",
+    eval: str = "",
+    policy: str = "policies/calculator",
+    max_staleness: int = 4,
+    rho: float = 4.0,
+    lr: float = 1e-4,
+    eval_every: int = 200,
+) -> Graph:
     """Train a policy that gets two steps in five right on its own rollouts.
 
     Args:
-        prompts: GSM8K's train.jsonl, or an id on the hub; made-up steps of the same forms when empty.
+        prompts: GSM8K's train.jsonl, or an id on the hub; made-up steps of the same forms when
+            empty.
         eval: the same for evaluation: test.jsonl.
         policy: folder of the policy; made there by a supervised warm start if it is not there yet.
-        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is synchronous.
+        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is
+            synchronous.
         rho: cap of the importance weight.
         lr: learning rate of AdamW.
         eval_every: steps between evaluations.
@@ -33,7 +41,12 @@ def build(
     g, reward = Graph("calculator"), scorer(calculator.reward)
     generator = Generator(model, group_size=8, max_tokens=calculator.MAX_TOKENS)
     trainer = Trainer(
-        model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts", warmup_steps=20
+        model,
+        loss=partial(aipo, rho=rho),
+        prompts_per_step=32,
+        lr=lr,
+        normalize="rollouts",
+        warmup_steps=20,
     )
 
     trainer(advantage(reward(generator(g.source(calculator.source(prompts, "prompts"))))))

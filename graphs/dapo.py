@@ -1,7 +1,8 @@
-"""DAPO: GRPO that asks for other groups where all answers are equally good, clips higher, and punishes long answers.
+"""DAPO: GRPO that asks for other groups where all answers are equally good, clips higher, and
+punishes long answers.
 
-python -m graphs.dapo --policy FOLDER_OR_ID --prompts FILE --reward exact|number|my_rewards.py:function
-"""
+python -m graphs.dapo --policy FOLDER_OR_ID --prompts FILE --reward
+exact|number|my_rewards.py:function"""
 
 from functools import partial
 
@@ -17,23 +18,32 @@ from operators.rewards import combine, overlong
 
 @keep(isolate=False)
 def undecided(accuracy: Array) -> bool:
-    """Some answers are better than others: the length alone makes no signal (dynamic sampling, equation 11)."""
+    """Some answers are better than others: the length alone makes no signal (dynamic sampling,
+    equation 11)."""
     return bool(np.max(accuracy) > np.min(accuracy))
 
 
 def build(
-    *, task: TextTask, max_staleness: int = 0, clip_low: float = 0.2, clip_high: float = 0.28,
-    overlong_share: float = 0.2, kl: float = 0.0, entropy: float = 0.0,
-) -> Graph:  # fmt: skip
+    *,
+    task: TextTask,
+    max_staleness: int = 0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    overlong_share: float = 0.2,
+    kl: float = 0.0,
+    entropy: float = 0.0,
+) -> Graph:
     """Train a policy on groups that have a signal (DAPO, arXiv 2503.14476).
 
     Args:
         task: what is trained on what.
-        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is synchronous.
+        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is
+            synchronous.
         clip_low: how far below 1 the ratio may fall before its gradient ends.
         clip_high: how far above 1 it may rise.
         overlong_share: the last part of max_tokens, in which the reward falls by up to 1.
-        kl: what a nat of distance from the policy at the start costs, in the loss; 0, as in the paper: nothing.
+        kl: what a nat of distance from the policy at the start costs, in the loss; 0, as in the
+            paper: nothing.
         entropy: what a nat of the policy's entropy is worth, in the loss; 0: nothing.
     """
     g = Graph("dapo")
@@ -41,7 +51,9 @@ def build(
     punished = overlong(task.max_tokens, max(1, int(task.max_tokens * overlong_share)))
     reward = combine({"accuracy": 1.0, "overlong": 1.0})
     loss = partial(dapo, clip_low=clip_low, clip_high=clip_high)
-    trainer = task.trainer(loss=penalized(loss, kl=kl, corrected=max_staleness > 0, entropy=entropy))
+    trainer = task.trainer(
+        loss=penalized(loss, kl=kl, corrected=max_staleness > 0, entropy=entropy)
+    )
 
     judged = undecided(accuracy(generator(g.source(task.train))))
     if kl:

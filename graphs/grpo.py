@@ -1,7 +1,7 @@
 """GRPO: the synchronous baseline; every rollout is trained by the weights that made it.
 
-python -m graphs.grpo --policy FOLDER_OR_ID --prompts FILE --reward exact|number|my_rewards.py:function
-"""
+python -m graphs.grpo --policy FOLDER_OR_ID --prompts FILE --reward
+exact|number|my_rewards.py:function"""
 
 from functools import partial
 
@@ -13,24 +13,39 @@ from operators.losses import grpo
 
 
 def build(
-    *, task: TextTask, max_staleness: int = 0, clip_low: float = 0.2, clip_high: float = 0.2, kl: float = 0.0,
-    refresh_reference: int = 0, entropy: float = 0.0,
-) -> Graph:  # fmt: skip
-    """Train a policy on its own rollouts, generation and training taking turns (GRPO, arXiv 2402.03300).
+    *,
+    task: TextTask,
+    max_staleness: int = 0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl: float = 0.0,
+    refresh_reference: int = 0,
+    entropy: float = 0.0,
+) -> Graph:
+    """Train a policy on its own rollouts, generation and training taking turns (GRPO, arXiv
+    2402.03300).
 
     Args:
         task: what is trained on what.
-        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is synchronous.
+        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is
+            synchronous.
         clip_low: how far below 1 the ratio may fall before its gradient ends.
         clip_high: how far above 1 it may rise.
         kl: what a nat of distance from the reference costs, in the loss; the paper's is 0.04.
-        refresh_reference: steps between two at which the policy becomes the reference; 0: the first one stays.
+        refresh_reference: steps between two at which the policy becomes the reference; 0: the first
+            one stays.
         entropy: what a nat of the policy's entropy is worth, in the loss; 0: nothing.
     """
     if refresh_reference and not kl:
-        raise GraphError(f"--refresh-reference {refresh_reference} would have no effect without --kl; give both")
+        raise GraphError(
+            f"--refresh-reference {refresh_reference} would have no effect without --kl; give both"
+        )
     g = Graph("grpo")
-    generator, reward, loss = task.generator(), task.scorer(), partial(grpo, clip_low=clip_low, clip_high=clip_high)
+    generator, reward, loss = (
+        task.generator(),
+        task.scorer(),
+        partial(grpo, clip_low=clip_low, clip_high=clip_high),
+    )
     rollouts = generator(g.source(task.train))
     reference = task.logprobs()
     if kl:

@@ -34,20 +34,35 @@ def reward(guess: float) -> float:
 
 
 def build(
-    *, policy: str = "policies/guess", max_staleness: int = 2, rho: float = 4.0, lr: float = 6e-4,
-    eval_every: int = 50, blank: bool = False,
-) -> Graph:  # fmt: skip
-    """Train a policy that guesses carelessly on games of its own. blank: its guesses are not answered."""
+    *,
+    policy: str = "policies/guess",
+    max_staleness: int = 2,
+    rho: float = 4.0,
+    lr: float = 6e-4,
+    eval_every: int = 50,
+    blank: bool = False,
+) -> Graph:
+    """Train a policy that guesses carelessly on games of its own. blank: its guesses are not
+    answered."""
     folder = warm_start(
-        policy, examples=task.examples(60_000, seed=0), alphabet=task.ALPHABET, layers=3, width=96, heads=4,
-        steps=400, seed=0, learning_rate=2e-3,
-    )  # fmt: skip
+        policy,
+        examples=task.examples(60_000, seed=0),
+        alphabet=task.ALPHABET,
+        layers=3,
+        width=96,
+        heads=4,
+        steps=400,
+        seed=0,
+        learning_rate=2e-3,
+    )
     g, model = Graph("guess"), Model(str(folder))
     prompts = Prompts(list(task.rows(20_000, seed=1)), columns=("secret",), shuffle_seed=0)
     unseen = list(task.rows(512, seed=2, held_out=True))
     held_out = Prompts(unseen, columns=("secret",), name="held_out", group_size=1)
     generator = Generator(model, group_size=8, max_tokens=task.MAX_TOKENS)
-    trainer = Trainer(model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts")
+    trainer = Trainer(
+        model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts"
+    )
 
     trainer(advantage(reward(guess(generator, g.source(prompts), blank=blank))))
     Evaluate(every_steps=eval_every)(reward(guess(generator, g.source(held_out), blank=blank)))

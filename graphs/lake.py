@@ -1,4 +1,5 @@
-"""A small Llama learns to cross TextArena's frozen lake: each turn it hears what lies around it, and says where to go.
+"""A small Llama learns to cross TextArena's frozen lake: each turn it hears what lies around it,
+and says where to go.
 
 pip install "dataflow-rl[textarena]"; python -m graphs.lake
 """
@@ -17,21 +18,38 @@ STEPS = 60
 
 
 def build(
-    *, policy: str = "policies/lake", max_staleness: int = 2, rho: float = 4.0, lr: float = 6e-4,
-    eval_every: int = 20, blank: bool = False,
-) -> Graph:  # fmt: skip
+    *,
+    policy: str = "policies/lake",
+    max_staleness: int = 2,
+    rho: float = 4.0,
+    lr: float = 6e-4,
+    eval_every: int = 20,
+    blank: bool = False,
+) -> Graph:
     """Train a policy that walks carelessly. blank: it hears nothing of what lies around it."""
     world = environment(
-        "textarena:FrozenLake-v0", max_turns=task.TURNS, wording=partial(task.heard, blank=blank), action=task.move,
+        "textarena:FrozenLake-v0",
+        max_turns=task.TURNS,
+        wording=partial(task.heard, blank=blank),
+        action=task.move,
         total=task.crossed,
-    )  # fmt: skip
+    )
     folder = warm_start(
-        policy, examples=task.examples(60_000, seed=0), alphabet=task.ALPHABET, layers=3, width=96, heads=4,
-        steps=200, seed=0, learning_rate=2e-3,
-    )  # fmt: skip
+        policy,
+        examples=task.examples(60_000, seed=0),
+        alphabet=task.ALPHABET,
+        layers=3,
+        width=96,
+        heads=4,
+        steps=200,
+        seed=0,
+        learning_rate=2e-3,
+    )
     g, model = Graph("lake"), Model(str(folder))
     generator = Generator(model, group_size=8, max_tokens=task.MAX_TOKENS)
-    trainer = Trainer(model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts")
+    trainer = Trainer(
+        model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts"
+    )
 
     trainer(advantage(world(generator, g.source(world.tasks(range(20_000), shuffle_seed=0)))))
     held_out = world.tasks(range(20_000, 20_512), name="held_out", group_size=1)

@@ -1,4 +1,5 @@
-"""A small Llama learns to find a number, in games of a program that calls OpenAI's API, or Anthropic's, and no more.
+"""A small Llama learns to find a number, in games of a program that calls OpenAI's API, or
+Anthropic's, and no more.
 
 python -m graphs.played_by_programs --client anthropic
 """
@@ -26,14 +27,28 @@ def reward(guess: float) -> float:
 
 
 def build(
-    *, client: Literal["openai", "anthropic"] = "openai", python: str = "python", policy: str = "policies/played",
-    max_staleness: int = 2, rho: float = 4.0, lr: float = 1e-3, eval_every: int = 20,
-) -> Graph:  # fmt: skip
-    """Train a policy that guesses carelessly. client: whose package the program uses. python: its interpreter."""
+    *,
+    client: Literal["openai", "anthropic"] = "openai",
+    python: str = "python",
+    policy: str = "policies/played",
+    max_staleness: int = 2,
+    rho: float = 4.0,
+    lr: float = 1e-3,
+    eval_every: int = 20,
+) -> Graph:
+    """Train a policy that guesses carelessly. client: whose package the program uses. python: its
+    interpreter."""
     folder = warm_start(
-        policy, examples=task.examples(60_000, seed=0, numbers=NUMBERS, turns=TURNS), alphabet=task.ALPHABET, layers=3,
-        width=96, heads=4, steps=300, seed=0, learning_rate=2e-3,
-    )  # fmt: skip
+        policy,
+        examples=task.examples(60_000, seed=0, numbers=NUMBERS, turns=TURNS),
+        alphabet=task.ALPHABET,
+        layers=3,
+        width=96,
+        heads=4,
+        steps=300,
+        seed=0,
+        learning_rate=2e-3,
+    )
     task.lay_out_chats(folder)
     g, model = Graph("played_by_programs"), Model(str(folder))
     columns = ("secret", "turns")
@@ -41,9 +56,15 @@ def build(
     unseen = task.games(256, NUMBERS, TURNS, seed=2, held_out=True)
     held_out = Prompts(unseen, columns=columns, name="held_out", group_size=1)
     generator = Endpoint(Generator(model, group_size=8, max_tokens=task.MAX_TOKENS))
-    trainer = Trainer(model, loss=partial(aipo, rho=rho), prompts_per_step=8, lr=lr, normalize="rollouts")
+    trainer = Trainer(
+        model, loss=partial(aipo, rho=rho), prompts_per_step=8, lr=lr, normalize="rollouts"
+    )
     guess = agent(
-        f"{python} {AGENTS}/guess_with_{client}.py", name="guess", columns=columns, returns=float, imports=[client]
+        f"{python} {AGENTS}/guess_with_{client}.py",
+        name="guess",
+        columns=columns,
+        returns=float,
+        imports=[client],
     )
 
     trainer(advantage(reward(guess(generator, g.source(prompts)))))

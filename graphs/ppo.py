@@ -1,8 +1,9 @@
-"""PPO: a critic says what to expect at each token, and a reference keeps the policy near where it began.
+"""PPO: a critic says what to expect at each token, and a reference keeps the policy near where it
+began.
 
-python -m graphs.ppo --policy FOLDER_OR_ID --prompts FILE --reward exact|number|my_rewards.py:function
-python -m graphs.ppo --policy FOLDER_OR_ID --prompts FILE --answer "" --judge FOLDER_OR_ID
-"""
+python -m graphs.ppo --policy FOLDER_OR_ID --prompts FILE --reward
+exact|number|my_rewards.py:function python -m graphs.ppo --policy FOLDER_OR_ID --prompts FILE
+--answer "" --judge FOLDER_OR_ID"""
 
 from dataclasses import replace
 from functools import partial
@@ -17,28 +18,50 @@ from operators.losses import ppo, value_loss
 
 
 def build(
-    *, task: TextTask, critic: str = "", judge: str = "", max_staleness: int = 0, kl: float = 0.02, lam: float = 0.95,
-    clip: float = 0.2, critic_lr: float = 1e-5, entropy: float = 0.0,
-) -> Graph:  # fmt: skip
-    """Train a policy and its critic side by side (PPO, arXiv 1707.06347; with KL in the reward, arXiv 1909.08593).
+    *,
+    task: TextTask,
+    critic: str = "",
+    judge: str = "",
+    max_staleness: int = 0,
+    kl: float = 0.02,
+    lam: float = 0.95,
+    clip: float = 0.2,
+    critic_lr: float = 1e-5,
+    entropy: float = 0.0,
+) -> Graph:
+    """Train a policy and its critic side by side (PPO, arXiv 1707.06347; with KL in the reward,
+    arXiv 1909.08593).
 
     Args:
-        critic: folder or id that the critic starts from; the policy's, with a head of its own, when empty.
-        judge: folder or id of a reward model (a sequence classifier), which then gives the reward in place of --reward.
-        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is synchronous.
+        critic: folder or id that the critic starts from; the policy's, with a head of its own, when
+            empty.
+        judge: folder or id of a reward model (a sequence classifier), which then gives the reward
+            in place of --reward.
+        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is
+            synchronous.
         kl: what a nat of distance from the reference costs, in the reward.
-        lam: of generalised advantage estimation; 1 looks at the reward alone, 0 at the critic alone.
+        lam: of generalised advantage estimation; 1 looks at the reward alone, 0 at the critic
+            alone.
         clip: how far from 1 the ratio may go before its gradient ends.
         critic_lr: learning rate of the critic, all of whose weights are trained, with --lora too.
         entropy: what a nat of the policy's entropy is worth, in the loss; 0: nothing.
     """
     refuse_idle(task, ("reward",) * bool(judge), "--judge gives it")
     g = Graph("ppo")
-    expected = replace(task.model, source=critic or task.policy, head="value", name="critic", lora=None)
+    expected = replace(
+        task.model, source=critic or task.policy, head="value", name="critic", lora=None
+    )
     reads: dict[str, Any] = {"micro_batch_tokens": task.micro_batch_tokens}
-    reward = task.scorer() if not judge else RewardModel(
-        Model(judge, head="score", dtype=task.dtype).frozen(), name="reward", chat=task.chat, **reads
-    )  # fmt: skip
+    reward = (
+        task.scorer()
+        if not judge
+        else RewardModel(
+            Model(judge, head="score", dtype=task.dtype).frozen(),
+            name="reward",
+            chat=task.chat,
+            **reads,
+        )
+    )
     generator, reference, values = task.generator(), task.logprobs(), Values(expected, **reads)
     clipped = partial(ppo, clip_low=clip, clip_high=clip)
     train_actor = task.trainer(name="actor", loss=penalized(clipped, entropy=entropy), whiten=True)

@@ -1,4 +1,5 @@
-"""A small Llama learns to multiply with a tool: it writes a call, a calculator answers, it reads the product off.
+"""A small Llama learns to multiply with a tool: it writes a call, a calculator answers, it reads
+the product off.
 
 python -m graphs.products
 """
@@ -16,21 +17,38 @@ STEPS = 60
 
 
 def build(
-    *, policy: str = "policies/products", max_staleness: int = 2, rho: float = 4.0, lr: float = 6e-4,
-    eval_every: int = 20, blank: bool = False,
-) -> Graph:  # fmt: skip
-    """Train a policy that calls carelessly, and copies carelessly what it hears. blank: the calculator says nothing."""
+    *,
+    policy: str = "policies/products",
+    max_staleness: int = 2,
+    rho: float = 4.0,
+    lr: float = 6e-4,
+    eval_every: int = 20,
+    blank: bool = False,
+) -> Graph:
+    """Train a policy that calls carelessly, and copies carelessly what it hears. blank: the
+    calculator says nothing."""
     folder = warm_start(
-        policy, examples=task.examples(60_000, seed=0), alphabet=task.ALPHABET, layers=3, width=96, heads=4,
-        steps=700, seed=0, learning_rate=2e-3,
-    )  # fmt: skip
+        policy,
+        examples=task.examples(60_000, seed=0),
+        alphabet=task.ALPHABET,
+        layers=3,
+        width=96,
+        heads=4,
+        steps=700,
+        seed=0,
+        learning_rate=2e-3,
+    )
     g, model, reward = Graph("products"), Model(str(folder)), scorer(isolate=False)(task.reward)
     prompts = Prompts(list(task.rows(20_000, seed=1)), columns=("answer",), shuffle_seed=0)
     unseen = list(task.rows(512, seed=2, held_out=True))
     held_out = Prompts(unseen, columns=("answer",), name="held_out", group_size=1)
     generator = Generator(model, group_size=8, max_tokens=task.MAX_TOKENS)
-    said = tool_use([task.calculator(blank=blank)], calls=task.CALLS, name="said", max_turns=task.TURNS)
-    trainer = Trainer(model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts")
+    said = tool_use(
+        [task.calculator(blank=blank)], calls=task.CALLS, name="said", max_turns=task.TURNS
+    )
+    trainer = Trainer(
+        model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts"
+    )
 
     trainer(advantage(reward(said(generator, g.source(prompts)))))
     Evaluate(every_steps=eval_every)(reward(said(generator, g.source(held_out))))

@@ -1,7 +1,7 @@
 """RLOO: plain policy gradient whose baseline is the mean of the other rollouts of the prompt.
 
-python -m graphs.rloo --policy FOLDER_OR_ID --prompts FILE --reward exact|number|my_rewards.py:function
-"""
+python -m graphs.rloo --policy FOLDER_OR_ID --prompts FILE --reward
+exact|number|my_rewards.py:function"""
 
 from dataflow import Graph, main
 from graphs.tasks.options import penalized
@@ -10,12 +10,16 @@ from operators.credit import leave_one_out
 from operators.losses import rloo
 
 
-def build(*, task: TextTask, max_staleness: int = 0, kl: float = 0.0, entropy: float = 0.0) -> Graph:
-    """Train a policy on its own rollouts, generation and training taking turns (RLOO, arXiv 2402.14740).
+def build(
+    *, task: TextTask, max_staleness: int = 0, kl: float = 0.0, entropy: float = 0.0
+) -> Graph:
+    """Train a policy on its own rollouts, generation and training taking turns (RLOO, arXiv
+    2402.14740).
 
     Args:
         task: what is trained on what.
-        max_staleness: versions that the oldest token of a trained rollout may be behind; the loss corrects for none.
+        max_staleness: versions that the oldest token of a trained rollout may be behind; the loss
+            corrects for none.
         kl: what a nat of distance from the policy at the start costs, in the loss; 0: nothing.
         entropy: what a nat of the policy's entropy is worth, in the loss; 0: nothing.
     """

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: the reference answers are the rollouts, and nobody generates but to evaluate.
+"""Supervised fine-tuning: the reference answers are the rollouts, and nobody generates but to
+evaluate.
 
 python -m graphs.sft --policy FOLDER_OR_ID --prompts FILE --answer COLUMN --epochs 2
 """
@@ -22,7 +23,8 @@ class Task(TrainedText):
     warmup_steps: int = 20
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """What the learning rate does after the warm-up; linear and cosine fall to --min-lr over --steps or --epochs."""
+    """What the learning rate does after the warm-up; linear and cosine fall to --min-lr over
+    --steps or --epochs."""
 
 
 EVALUATION = ("reward", "max_tokens", *(field.name for field in fields(GenerationFlags)))

@@ -17,28 +17,45 @@ STEPS = 300
 
 
 def build(
-    *, policy: str = "policies/sorting", max_staleness: int = 4, rho: float = 4.0, lr: float = 4e-4,
+    *,
+    policy: str = "policies/sorting",
+    max_staleness: int = 4,
+    rho: float = 4.0,
+    lr: float = 4e-4,
     eval_every: int = 100,
-) -> Graph:  # fmt: skip
+) -> Graph:
     """Train a policy that sorts one word in five on its own rollouts.
 
     Args:
         policy: folder of the policy; made there by a supervised warm start if it is not there yet.
-        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is synchronous.
+        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is
+            synchronous.
         rho: cap of the importance weight.
         lr: learning rate of AdamW.
         eval_every: steps between evaluations on words that are never trained.
     """
-    words, unseen = list(sorting.rows(20_000, seed=0)), list(sorting.rows(512, seed=1, held_out=True))
+    words, unseen = (
+        list(sorting.rows(20_000, seed=0)),
+        list(sorting.rows(512, seed=1, held_out=True)),
+    )
     folder = warm_start(
-        policy, examples=((row["prompt"], row["answer"]) for row in words), alphabet=sorting.ALPHABET,
-        layers=3, width=128, heads=4, steps=140, seed=0, learning_rate=5e-4,
-    )  # fmt: skip
+        policy,
+        examples=((row["prompt"], row["answer"]) for row in words),
+        alphabet=sorting.ALPHABET,
+        layers=3,
+        width=128,
+        heads=4,
+        steps=140,
+        seed=0,
+        learning_rate=5e-4,
+    )
     g, model, reward = Graph("sorting"), Model(str(folder)), find("exact")
     prompts = Prompts(words, columns=("answer",), shuffle_seed=0)
     held_out = Prompts(unseen, columns=("answer",), name="held_out", group_size=1)
     generator = Generator(model, group_size=8, max_tokens=sorting.MAX_TOKENS)
-    trainer = Trainer(model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts")
+    trainer = Trainer(
+        model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts"
+    )
 
     trainer(advantage(reward(generator(g.source(prompts)))))
     Evaluate(every_steps=eval_every)(reward(generator(g.source(held_out))))

@@ -1,4 +1,5 @@
-"""Operators that know reinforcement learning: declarations here, torch only where a worker builds them."""
+"""Operators that know reinforcement learning: declarations here, torch only where a worker builds
+them."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -30,10 +31,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Endpoint": "agents.declaration", "Logprobs": "forward", "RewardModel": "forward", "Values": "forward",
-    "agent": "agents.declaration", "episode": "episodes.declaration",
+    "Endpoint": "agents.declaration",
+    "Logprobs": "forward",
+    "RewardModel": "forward",
+    "Values": "forward",
+    "agent": "agents.declaration",
+    "episode": "episodes.declaration",
     "tool_use": "episodes.tool_use",
-}  # fmt: skip
+}
 """Where a name stands, unless in a module of its own."""
 
 

@@ -1,4 +1,5 @@
-"""`Demonstrations`: turns prompts with reference answers into rollouts of these answers, for supervised training."""
+"""`Demonstrations`: turns prompts with reference answers into rollouts of these answers, for
+supervised training."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from operators.engine.knobs import options_faults
 
 @dataclass(frozen=True, eq=False)
 class Demonstrations(Generate):
-    """One rollout of every prompt: its tokens, those of the reference answer, and its end: the end token; of a chat,
-    what ends a turn in the template.
+    """One rollout of every prompt: its tokens, those of the reference answer, and its end: the end
+    token; of a chat, what ends a turn in the template.
 
-    Prompts are laid out as a Generator lays them out, so that what is learned is what it will be asked for. The mask is
-    true on the answer and its end. No policy drew these tokens: their logprobs are 0 and their versions -1, so a
-    loss must not weigh them by ratios (`operators.losses.sft` does not), and nothing is ever too stale. No weights are
-    needed, so no feedback edge is.
+    Prompts are laid out as a Generator lays them out, so that what is learned is what it will be
+    asked for. The mask is true on the answer and its end. No policy drew these tokens: their
+    logprobs are 0 and their versions -1, so a loss must not weigh them by ratios
+    (`operators.losses.sft` does not), and nothing is ever too stale. No weights are needed, so no
+    feedback edge is.
 
     >>> from dataflow import Graph, Model
     >>> from operators import Demonstrations, Prompts
@@ -68,20 +70,33 @@ class Demonstrations(Generate):
         """Knobs that cannot be right."""
         found = []
         if not isinstance(self.model, Model):
-            found.append(f"'{self.name}' has {self.model!r} as its model; give Model('path/to/folder')")
+            found.append(
+                f"'{self.name}' has {self.model!r} as its model; give Model('path/to/folder')"
+            )
         if not isinstance(self.answer, str) or not self.answer:
-            found.append(f"'{self.name}' has answer={self.answer!r}, which names no column; give one, as 'answer'")
+            found.append(
+                f"'{self.name}' has answer={self.answer!r}, which names no column; give one, as"
+                " 'answer'"
+            )
         found += options_faults(self.name, self.chat, self.chat_template_kwargs)
         most = self.context_tokens
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 2):
-            found.append(f"'{self.name}' has context_tokens={most!r}; give a whole number of 2 or more, or None")
+            found.append(
+                f"'{self.name}' has context_tokens={most!r}; give a whole number of 2 or more, or"
+                " None"
+            )
         return found
 
     def build(self, context: Context) -> Runtime:
-        """Load the tokenizer. Raises ModelError when it cannot be, or when it names no end token."""
+        """Load the tokenizer. Raises ModelError when it cannot be, or when it names no end
+        token."""
         from operators.sources.demonstration_runtime import DemonstrationRuntime
 
         return DemonstrationRuntime(
-            self.model, node=context.node, answer=self.answer, chat=self.chat, options=self.chat_template_kwargs or {},
+            self.model,
+            node=context.node,
+            answer=self.answer,
+            chat=self.chat,
+            options=self.chat_template_kwargs or {},
             context_tokens=self.context_tokens,
-        )  # fmt: skip
+        )

@@ -1,4 +1,5 @@
-"""The sink of an evaluation: gathers a round of held-out groups and writes one line of metrics for it."""
+"""The sink of an evaluation: gathers a round of held-out groups and writes one line of metrics for
+it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -35,8 +36,9 @@ class Evaluate(Sink):
 
     _: KW_ONLY
     every_steps: int = 50
-    """Steps of the trainer between rounds; there is one before the first step and after the last as well. Training does
-    not wait: rounds that are due while one is running give way to the newest of them."""
+    """Steps of the trainer between rounds; there is one before the first step and after the last as
+    well. Training does not wait: rounds that are due while one is running give way to the newest of
+    them."""
     of: str = "reward"
     """Column whose mean is taken."""
     name: str = "eval"
@@ -53,10 +55,20 @@ class Evaluate(Sink):
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
         found = []
-        if isinstance(self.every_steps, bool) or not isinstance(self.every_steps, int) or self.every_steps < 1:
-            found.append(f"'{self.name}' has every_steps={self.every_steps!r}; give a whole number of 1 or more")
+        if (
+            isinstance(self.every_steps, bool)
+            or not isinstance(self.every_steps, int)
+            or self.every_steps < 1
+        ):
+            found.append(
+                f"'{self.name}' has every_steps={self.every_steps!r}; give a whole number of 1 or"
+                " more"
+            )
         if not isinstance(self.of, str) or not self.of:
-            found.append(f"'{self.name}' has of={self.of!r}, which names no column; give one, such as 'reward'")
+            found.append(
+                f"'{self.name}' has of={self.of!r}, which names no column; give one, such as"
+                " 'reward'"
+            )
         return found
 
     def build(self, context: Context) -> Runtime:
@@ -80,16 +92,16 @@ class EvaluateRuntime(Runtime):
     """Counts the groups of each round; a round has the prompts of every source that leads here.
 
     consumes: whole groups that carry min_version (the step evaluated) and round_size
-    produces: per round a rollouts file, ledger entries, a line of metrics: after a crash before the ledger knows of it
-    the next attempt writes the round again; after that it is closed for later attempts too, and the next one adds the
-    line if it is missing
+    produces: per round a rollouts file, ledger entries, a line of metrics: after a crash before the
+    ledger knows of it the next attempt writes the round again; after that it is closed for later
+    attempts too, and the next one adds the line if it is missing
     waits for: the last group of a round
     unblocked by: its arrival
 
-    What it acknowledges it has written down: a round may have more rows than may be under way on its edges, so they
-    cannot wait for the outcome. An acknowledgement means that nobody ever needs the group again, for this attempt and
-    for later ones; so it does not matter which of several issues of a prompt it answers.
-    """
+    What it acknowledges it has written down: a round may have more rows than may be under way on
+    its edges, so they cannot wait for the outcome. An acknowledgement means that nobody ever needs
+    the group again, for this attempt and for later ones; so it does not matter which of several
+    issues of a prompt it answers."""
 
     def __init__(self, evaluate: Evaluate, context: Context) -> None:
         self._evaluate, self._context = evaluate, context
@@ -106,18 +118,28 @@ class EvaluateRuntime(Runtime):
         if context.folder is not None and context.ledger is not None:
             files = context.folder.finished(context.node)
             for source in context.columns:
-                self._kept[source] = Finished(files, source, replica=context.rank, attempt=context.attempt)
-                self._find(source, [group.group_id for group in context.ledger.in_flight(source, context.node)])
+                self._kept[source] = Finished(
+                    files, source, replica=context.rank, attempt=context.attempt
+                )
+                self._find(
+                    source,
+                    [group.group_id for group in context.ledger.in_flight(source, context.node)],
+                )
 
     def room(self) -> int:
         """As much as comes: a round is held whole."""
         return 1 << 20
 
     def push(self, batch: Batch) -> None:
-        """Sort the groups of a batch into their rounds, write down those that are new, acknowledge it."""
+        """Sort the groups of a batch into their rounds, write down those that are new, acknowledge
+        it."""
         rows = batch.records
         slices = group_slices(rows)
-        new = [group for group, first, count in slices if self._sort(batch.source, group, rows.slice(first, count))]
+        new = [
+            group
+            for group, first, count in slices
+            if self._sort(batch.source, group, rows.slice(first, count))
+        ]
         if new and batch.source in self._kept:
             is_new = pc.is_in(rows.column(GROUP_ID), pa.array(new, pa.int64()))
             self._kept[batch.source].append(rows.filter(is_new))
@@ -132,11 +154,13 @@ class EvaluateRuntime(Runtime):
         return None
 
     def pending(self) -> int:
-        """Groups of complete rounds; those of a round that will never be complete are owed nothing."""
+        """Groups of complete rounds; those of a round that will never be complete are owed
+        nothing."""
         return sum(self._held(step) for step in self._rounds if self._is_complete(step))
 
     def status(self) -> dict[str, float | int | str]:
-        """`round`: step of the last complete round; `eval_accuracy`: what it found; `queue`: groups held."""
+        """`round`: step of the last complete round; `eval_accuracy`: what it found; `queue`: groups
+        held."""
         return {"queue": sum(self._held(step) for step in self._rounds), **self._last}
 
     def close(self) -> None:
@@ -149,7 +173,8 @@ class EvaluateRuntime(Runtime):
         return {"step": step, "node": self._context.node, **round_metrics(table, self._evaluate.of)}
 
     def _add_metrics(self, step: int) -> None:
-        """The line of a round that is recorded, where the attempt before had no time to write it."""
+        """The line of a round that is recorded, where the attempt before had no time to write
+        it."""
         context = self._context
         if context.folder is None or any(
             (line.get("node"), line.get("step")) == (context.node, step) and "eval_accuracy" in line
@@ -158,10 +183,14 @@ class EvaluateRuntime(Runtime):
             return
         try:
             context.folder.append_metrics(
-                self._metrics(step, context.folder.rollouts_of(context.own_folder).read_evaluation(step))
+                self._metrics(
+                    step, context.folder.rollouts_of(context.own_folder).read_evaluation(step)
+                )
             )
         except RunFolderError as error:
-            context.log.warning("a round has no line of metrics", node=context.node, step=step, error=str(error))
+            context.log.warning(
+                "a round has no line of metrics", node=context.node, step=step, error=str(error)
+            )
 
     def _find(self, source: str, waiting: Sequence[int]) -> None:
         """What earlier attempts wrote down of these groups, which have no outcome."""
@@ -176,8 +205,9 @@ class EvaluateRuntime(Runtime):
         size, step = rows.column(ROUND_SIZE)[0].as_py(), rows.column(MIN_VERSION)[0].as_py()
         if not size:
             raise OperatorError(
-                f"'{self._context.node}' evaluates rounds, but group {group} of '{source}' is "
-                f"in none (round_size {size}); give it prompts of their own, in a source of another name"
+                f"'{self._context.node}' evaluates rounds, but group {group} of '{source}' is in"
+                f" none (round_size {size}); give it prompts of their own, in a source of another"
+                " name"
             )
         if step <= self._recorded or step in self._closed:
             return False
@@ -186,17 +216,22 @@ class EvaluateRuntime(Runtime):
 
     def _is_complete(self, step: int) -> bool:
         sources = self._rounds[step]
-        return all(source in sources and sources[source].is_complete for source in self._context.columns or sources)
+        return all(
+            source in sources and sources[source].is_complete
+            for source in self._context.columns or sources
+        )
 
     def _held(self, step: int) -> int:
         return sum(len(found.groups) for found in self._rounds[step].values())
 
     def _close(self, step: int, sources: dict[str, _Round]) -> None:
         context = self._context
-        table = round_table({
-            source: [sources[source].groups[group] for group in sorted(sources[source].groups)]
-            for source in sorted(sources)
-        })  # fmt: skip
+        table = round_table(
+            {
+                source: [sources[source].groups[group] for group in sorted(sources[source].groups)]
+                for source in sorted(sources)
+            }
+        )
         metrics = self._metrics(step, table)
         if context.folder is not None:
             context.folder.rollouts_of(context.own_folder).write_evaluation(step, table)
@@ -205,10 +240,20 @@ class EvaluateRuntime(Runtime):
             context.ledger.commit_round(context.node, step, groups)
         if context.folder is not None:
             context.folder.append_metrics(metrics)
-        if context.keep_steps is not None and context.folder is not None and context.ledger is not None:
+        if (
+            context.keep_steps is not None
+            and context.folder is not None
+            and context.ledger is not None
+        ):
             upto = step - max(1, context.keep_steps)
             retention.remove(
-                context.folder, context.ledger, context.node, upto, kind="eval", log=context.log, own=context.own_folder
+                context.folder,
+                context.ledger,
+                context.node,
+                upto,
+                kind="eval",
+                log=context.log,
+                own=context.own_folder,
             )
         for source, kept in self._kept.items():
             for group in sources[source].groups:
@@ -216,9 +261,13 @@ class EvaluateRuntime(Runtime):
             kept.close()
         if metrics["eval_errors"]:
             context.log.warning(
-                "evaluation has failures", node=context.node, step=step, errors=metrics["eval_errors"],
-                of=table.num_rows, by_cause=metrics["eval_failed"],
-            )  # fmt: skip
+                "evaluation has failures",
+                node=context.node,
+                step=step,
+                errors=metrics["eval_errors"],
+                of=table.num_rows,
+                by_cause=metrics["eval_failed"],
+            )
         self._closed.add(step)
         self._last = {"round": step}
         if metrics["eval_accuracy"] is not None:
@@ -226,21 +275,26 @@ class EvaluateRuntime(Runtime):
 
 
 def round_table(rows: Mapping[str, Sequence[pa.RecordBatch]]) -> pa.Table:
-    """The rows of a round, source by source. Of several sources each row names its own in `of_source`, as each counts
-    its groups for itself; a column that a source lacks is null in its rows."""
+    """The rows of a round, source by source. Of several sources each row names its own in
+    `of_source`, as each counts its groups for itself; a column that a source lacks is null in its
+    rows."""
     tables = {source: pa.Table.from_batches(batches) for source, batches in rows.items()}
     if len(tables) == 1:
         return next(iter(tables.values()))
-    told = [table.append_column(OF_SOURCE, pa.repeat(source, len(table))) for source, table in tables.items()]
+    told = [
+        table.append_column(OF_SOURCE, pa.repeat(source, len(table)))
+        for source, table in tables.items()
+    ]
     return pa.concat_tables(told, promote_options="permissive")
 
 
 def round_metrics(table: pa.Table, of: str) -> dict[str, Any]:
-    """What one round found: the mean of column `of` over the rows that have it, and how many have not.
+    """What one round found: the mean of column `of` over the rows that have it, and how many have
+    not.
 
-    A row with an error is counted in eval_errors, and by its cause in eval_failed; one without a score, to which the
-    scorer does not apply, in eval_does_not_apply. Neither is part of the mean, which is None when nothing is left.
-    Versions are those of all tokens of the rows in the mean.
+    A row with an error is counted in eval_errors, and by its cause in eval_failed; one without a
+    score, to which the scorer does not apply, in eval_does_not_apply. Neither is part of the mean,
+    which is None when nothing is left. Versions are those of all tokens of the rows in the mean.
     """
     good = table.filter(pc.and_(pc.is_null(table.column(ERROR)), pc.is_valid(table.column(of))))
     errors = table.column(ERROR).drop_null().to_pylist()

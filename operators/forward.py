@@ -1,4 +1,5 @@
-"""What reads rollouts with a model and does not train it: reference, critic, judge; imports no torch."""
+"""What reads rollouts with a model and does not train it: reference, critic, judge; imports no
+torch."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ class ForwardOperator(ForwardKnobs):
 
 @dataclass(frozen=True, eq=False)
 class Logprobs(LogprobsKnobs, ForwardOperator):
-    """Log-probabilities of the chosen tokens under a model: a reference, a teacher, or the proximal policy.
+    """Log-probabilities of the chosen tokens under a model: a reference, a teacher, or the proximal
+    policy.
 
-    They are those of the distribution that the trainer's `new_logprobs` belong to: at the same temperature and, where
-    rows carry a sampling mask, over the ids that it names alone. A KL between the two then compares distributions over
-    the same tokens, and is 0 where the weights are equal.
+    They are those of the distribution that the trainer's `new_logprobs` belong to: at the same
+    temperature and, where rows carry a sampling mask, over the ids that it names alone. A KL
+    between the two then compares distributions over the same tokens, and is 0 where the weights are
+    equal.
 
     >>> from dataflow import Graph, Model
     >>> from operators import Generator, Logprobs, Prompts
@@ -46,7 +49,8 @@ class Logprobs(LogprobsKnobs, ForwardOperator):
 
 @dataclass(frozen=True, eq=False)
 class Values(ForwardOperator):
-    """What a critic expects: at each chosen token the value of all that stands before it, read at the token before.
+    """What a critic expects: at each chosen token the value of all that stands before it, read at
+    the token before.
 
     >>> from dataflow import Graph, Model
     >>> from operators import Generator, Prompts, Values
@@ -60,9 +64,11 @@ class Values(ForwardOperator):
 
 @dataclass(frozen=True, eq=False)
 class RewardModel(RewardKnobs, ForwardOperator):
-    """What a sequence classifier thinks of prompt and completion, a number per rollout or (per="step") per step.
+    """What a sequence classifier thinks of prompt and completion, a number per rollout or
+    (per="step") per step.
 
-    The text is laid out and tokenized anew, so the judge may have another tokenizer than the policy.
+    The text is laid out and tokenized anew, so the judge may have another tokenizer than the
+    policy.
 
     >>> from dataflow import Graph, Model
     >>> from operators import Generator, Prompts, RewardModel

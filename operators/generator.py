@@ -12,8 +12,9 @@ from operators.engine.knobs import GeneratorKnobs
 class Generator(GeneratorKnobs):
     """Samples `group_size` rollouts of every prompt with the model's newest weights.
 
-    Rollouts are decoded together, one token each per step, from a KV-cache in pages; a slot that a finished rollout
-    leaves is refilled at the next step, and the rollouts of a group share the pages of their prompt.
+    Rollouts are decoded together, one token each per step, from a KV-cache in pages; a slot that a
+    finished rollout leaves is refilled at the next step, and the rollouts of a group share the
+    pages of their prompt.
 
     Its knobs: `operators.engine.knobs.GeneratorKnobs`.
 

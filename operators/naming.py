@@ -12,14 +12,17 @@ from dataflow.errors import GraphError
 
 
 def named(place: str, text: str, kind: str) -> Any:
-    """What stands at a place. text: as the user typed it; kind: what is looked for, as messages call it.
+    """What stands at a place. text: as the user typed it; kind: what is looked for, as messages
+    call it.
 
     Raises GraphError where there is nothing.
     """
     path, _, name = place.rpartition(":")
     if path.endswith(".py"):
         if not Path(path).is_file():
-            raise GraphError(f"the {kind} {text!r} names a file that is not there; check the path {path!r}")
+            raise GraphError(
+                f"the {kind} {text!r} names a file that is not there; check the path {path!r}"
+            )
         module = _loaded(Path(path))
     else:
         try:
@@ -45,5 +48,7 @@ def _loaded(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise GraphError(f"{path} cannot be imported: {type(error).__name__}: {error}; mend the file") from error
+        raise GraphError(
+            f"{path} cannot be imported: {type(error).__name__}: {error}; mend the file"
+        ) from error
     return module

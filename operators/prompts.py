@@ -10,7 +10,15 @@ import pyarrow as pa
 from dataflow.annotations import admits_none, arrow_type
 from dataflow.errors import RecordError, nearest
 from dataflow.node import Generate, Source, Traits
-from dataflow.records import ERROR, OF_SOURCE, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, TEMPERATURE, Columns
+from dataflow.records import (
+    ERROR,
+    OF_SOURCE,
+    PROMPT,
+    PROMPT_COLUMNS,
+    ROLLOUT_COLUMNS,
+    TEMPERATURE,
+    Columns,
+)
 from dataflow.runtime import Context, Runtime
 from operators.models.errors import ModelError
 from operators.sources.forms import DATA_FORMS, names_in
@@ -23,10 +31,12 @@ MakeRow = Callable[[Any], Any]
 
 @dataclass(frozen=True, eq=False)
 class Prompts(Source):
-    """Issues prompts from JSONL, JSON, Parquet or Arrow files, a data set's folder or id, a data frame or an iterable.
+    """Issues prompts from JSONL, JSON, Parquet or Arrow files, a data set's folder or id, a data
+    frame or an iterable.
 
-    Bad rows (broken JSON, a missing column, null, another type than before) end the run at its start with the
-    file and line, or are left out, counted and logged with on_bad="drop". Equal prompts are issued each.
+    Bad rows (broken JSON, a missing column, null, another type than before) end the run at its
+    start with the file and line, or are left out, counted and logged with on_bad="drop". Equal
+    prompts are issued each.
 
     >>> from dataflow import Graph, collect
     >>> from operators import Prompts
@@ -37,22 +47,28 @@ class Prompts(Source):
     """
 
     source: Any
-    """Path of a file or folder, a list of such paths, id on the hub, a data frame, or an iterable of dicts or texts. As
-    hf:NAME[/CONFIG][:SPLIT] an id says which part, train where it says none: hf:openai/gsm8k:test."""
+    """Path of a file or folder, a list of such paths, id on the hub, a data frame, or an iterable
+    of dicts or texts. As hf:NAME[/CONFIG][:SPLIT] an id says which part, train where it says none:
+    hf:openai/gsm8k:test."""
     columns: Sequence[str] | Mapping[str, Any] = field(default=(), kw_only=True)
-    """Columns kept beside the prompt; with types where the first rows do not tell them: {"answer": float}."""
+    """Columns kept beside the prompt; with types where the first rows do not tell them: {"answer":
+    float}."""
     form: str | None = field(default=None, kw_only=True)
-    """Whose rows these are (verl, trl, verifiers, openrlhf, slime): the prompt is found where that system has it, and
-    its columns are kept beside those asked for, null where a row lacks one. Of verl and verifiers prompts are chats."""
+    """Whose rows these are (verl, trl, verifiers, openrlhf, slime): the prompt is found where that
+    system has it, and its columns are kept beside those asked for, null where a row lacks one. Of
+    verl and verifiers prompts are chats."""
     rows: MakeRow | None = field(default=None, kw_only=True)
-    """A function from a row to a prompt: a dict, a text, None to skip the row, or a list of prompts."""
+    """A function from a row to a prompt: a dict, a text, None to skip the row, or a list of
+    prompts."""
     prompt_column: str = field(default=PROMPT, kw_only=True)
     """Column that holds the prompt."""
     chat: bool = field(default=False, kw_only=True)
-    """Whether prompts are chat messages; a text becomes one message of the user. Columns `tools` and
-    `chat_template_kwargs` that the rows have are kept then, as JSON: each prompt is laid out with its own."""
+    """Whether prompts are chat messages; a text becomes one message of the user. Columns `tools`
+    and `chat_template_kwargs` that the rows have are kept then, as JSON: each prompt is laid out
+    with its own."""
     shuffle_seed: int | None = field(default=None, kw_only=True)
-    """Seed of the order, to which the run's is added; another order in every epoch. None: as they stand."""
+    """Seed of the order, to which the run's is added; another order in every epoch. None: as they
+    stand."""
     epochs: int | None = field(default=None, kw_only=True)
     """Times that all prompts are issued; None: for ever."""
     start: int = field(default=0, kw_only=True)
@@ -98,9 +114,13 @@ class Prompts(Source):
         prompt, of_form = self._layout()
         optional = {name for name, kind in self._stated.items() if admits_none(kind)}
         return Recipe(
-            columns=tuple(dict.fromkeys((*self.columns, *of_form, *self._of_layout))), prompt_column=prompt,
-            id_column=self.id_column, make=self.rows, chat=self.chat, nullable=frozenset({*optional, *of_form}),
-        )  # fmt: skip
+            columns=tuple(dict.fromkeys((*self.columns, *of_form, *self._of_layout))),
+            prompt_column=prompt,
+            id_column=self.id_column,
+            make=self.rows,
+            chat=self.chat,
+            nullable=frozenset({*optional, *of_form}),
+        )
 
     @property
     def traits(self) -> Traits:
@@ -146,7 +166,8 @@ class Prompts(Source):
         return fault and f"'{self.name}': {fault}"
 
     def build(self, context: Context) -> Runtime:
-        """Read everything, and issue; RecordError for a source that cannot be read, and for bad rows."""
+        """Read everything, and issue; RecordError for a source that cannot be read, and for bad
+        rows."""
         types = self.extra_columns()
         selection = Selection(start=self.start, limit=self.limit, drops_bad=self.on_bad == "drop")
         try:
@@ -154,21 +175,34 @@ class Prompts(Source):
         except RecordError as error:
             raise RecordError(f"'{self.name}': {error}") from error
         for kind, (count, first) in report.bad.items():
-            context.log.warning("prompts left out", source=self.name, reason=kind, rows=count, first=first)
+            context.log.warning(
+                "prompts left out", source=self.name, reason=kind, rows=count, first=first
+            )
         context.log.info(
-            "prompts read", source=self.name, prompts=len(table), left_out=report.dropped,
-            skipped=report.skipped, equal_to_another=report.duplicates,
-        )  # fmt: skip
+            "prompts read",
+            source=self.name,
+            prompts=len(table),
+            left_out=report.dropped,
+            skipped=report.skipped,
+            equal_to_another=report.duplicates,
+        )
         said = [each for each in (self._too_long(taker, table) for taker in context.takers) if each]
         for text in said:
             context.log.warning("prompts are too long", source=self.name, said=text)
         return PromptRuntime(
-            table, report, context, notice=" ".join(said), name=self.name, shuffle_seed=self.shuffle_seed,
-            group_size=self.group_size, epochs=self.epochs,
-        )  # fmt: skip
+            table,
+            report,
+            context,
+            notice=" ".join(said),
+            name=self.name,
+            shuffle_seed=self.shuffle_seed,
+            group_size=self.group_size,
+            epochs=self.epochs,
+        )
 
     def _too_long(self, taker: Generate, table: pa.Table) -> str:
-        """As `tokenize.too_long`; empty where that cannot be told here: whoever takes them says what is wrong then."""
+        """As `tokenize.too_long`; empty where that cannot be told here: whoever takes them says
+        what is wrong then."""
         from operators.generation.tokenize import too_long
 
         try:
@@ -225,7 +259,8 @@ class Prompts(Source):
             return unknown, []
 
     def _column_faults(self) -> list[str]:
-        """A file that is not there, or a fault that all of the first rows have, is one of the graph."""
+        """A file that is not there, or a fault that all of the first rows have, is one of the
+        graph."""
         if (missing := self.origin.missing) is not None:
             return [f"'{self.name}': {missing}"]
         self.extra_columns()
@@ -235,7 +270,10 @@ class Prompts(Source):
         kinds = {fault.kind for fault in faults}
         if len(kinds) != 1 or not faults[0].kind.startswith("no column"):
             return []
-        return [f"'{self.name}' reads {self.origin.shown}, whose first row {faults[0].detail}; {faults[0].do}"]
+        return [
+            f"'{self.name}' reads {self.origin.shown}, whose first row {faults[0].detail};"
+            f" {faults[0].do}"
+        ]
 
     def _knob_faults(self) -> list[str]:
         faults = []
@@ -249,33 +287,43 @@ class Prompts(Source):
             value = getattr(self, knob)
             is_number = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and not (is_number and value >= least):
-                faults.append(f"'{self.name}' has {knob}={value!r}, which is no number from {least} up; give one")
+                faults.append(
+                    f"'{self.name}' has {knob}={value!r}, which is no number from {least} up;"
+                    " give one"
+                )
         if self.on_bad not in ("error", "drop"):
-            faults.append(f"'{self.name}' has on_bad={self.on_bad!r}, which is not known; use 'error' or 'drop'")
+            faults.append(
+                f"'{self.name}' has on_bad={self.on_bad!r}, which is not known; use 'error' or"
+                " 'drop'"
+            )
         if self.form is not None and self.form not in DATA_FORMS:
             faults.append(
-                f"'{self.name}' has form={self.form!r}, which is not known{nearest(str(self.form), DATA_FORMS)}; "
-                f"use one of {list(DATA_FORMS)}, or name prompt_column= and columns="
+                f"'{self.name}' has form={self.form!r}, which is not"
+                f" known{nearest(str(self.form), DATA_FORMS)}; use one of {list(DATA_FORMS)}, or"
+                " name prompt_column= and columns="
             )
         if self.rows is not None and not callable(self.rows):
             faults.append(
                 f"'{self.name}' has rows={self.rows!r:.60}, which is no function; "
-                f"give one from a row to a prompt, such as rows=lambda row: row['question']"
+                "give one from a row to a prompt, such as rows=lambda row: row['question']"
             )
         if (fault := source_fault(self.source)) is not None:
             faults.append(f"'{self.name}' {fault}")
         taken = {*PROMPT_COLUMNS, *ROLLOUT_COLUMNS, TEMPERATURE, ERROR, OF_SOURCE}
         for name in self.columns:
             if not isinstance(name, str):
-                faults.append(f"'{self.name}' has {name!r} in columns=, which is no name; give texts")
+                faults.append(
+                    f"'{self.name}' has {name!r} in columns=, which is no name; give texts"
+                )
             elif name in taken:
                 faults.append(
-                    f"'{self.name}' asks for column '{name}', a name that the engine's own column has; "
-                    f"leave it out, or rename yours with rows=..."
+                    f"'{self.name}' asks for column '{name}', a name that the engine's own column"
+                    " has; leave it out, or rename yours with rows=..."
                 )
         if isinstance(self.columns, Mapping):
             faults += [
-                f"'{self.name}' gives column '{name}' the type {kind!r}, which no column has; use str or int"
+                f"'{self.name}' gives column '{name}' the type {kind!r}, which no column has; use"
+                " str or int"
                 for name, kind in self.columns.items()
                 if arrow_type(kind) is None and kind is not Any
             ]

@@ -1,4 +1,5 @@
-"""A pool of sessions of one environment: started ahead, lent to one episode at a time, renewed, all given back."""
+"""A pool of sessions of one environment: started ahead, lent to one episode at a time, renewed, all
+given back."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class NoRoom(Exception):
-    """Raised by what starts a session where as many as there may be are at work: it is tried again, and no failure."""
+    """Raised by what starts a session where as many as there may be are at work: it is tried again,
+    and no failure."""
 
 
 class Away(Exception):
-    """Raised by what starts a session where nobody is there to be asked, as while a server is started again: it is
-    tried again for as long as one start may take, and then it failed for the reason that this was raised from."""
+    """Raised by what starts a session where nobody is there to be asked, as while a server is
+    started again: it is tried again for as long as one start may take, and then it failed for the
+    reason that this was raised from."""
 
 
 class Closable(Protocol):
@@ -34,7 +37,8 @@ S = TypeVar("S", bound=Closable)
 
 
 def is_lost(session: Closable) -> bool:
-    """Whether a session says, by an attribute of this name, that it is of no more use: what it had has ended."""
+    """Whether a session says, by an attribute of this name, that it is of no more use: what it had
+    has ended."""
     return bool(getattr(session, "is_lost", False))
 
 
@@ -55,26 +59,36 @@ class SessionPool(Generic[S]):
     """Lends the sessions of one event loop; one that was lost while it was idle is lent to nobody.
 
     consumes: borrowers, by `lend`
-    produces: a session for each; never more than `most` at once, those that are idle, starting or closing counted
-    waits for: a session that is given back, or that has started
+    produces: a session for each; never more than `most` at once, those that are idle, starting or
+    closing counted waits for: a session that is given back, or that has started
     unblocked by: either, or `patience_s`
     """
 
     def __init__(
-        self, start: Callable[[], Awaitable[S]], *, name: str, most: int, ahead: int = 0, uses: int | None = None,
-        patience_s: float = 30.0, start_s: float = 30.0, sound: tuple[type[BaseException], ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        start: Callable[[], Awaitable[S]],
+        *,
+        name: str,
+        most: int,
+        ahead: int = 0,
+        uses: int | None = None,
+        patience_s: float = 30.0,
+        start_s: float = 30.0,
+        sound: tuple[type[BaseException], ...] = (),
+    ) -> None:
         """Start nothing yet.
 
         Args:
-            start: starts a session; raises NoRoom where there is no place for it now, Away where nobody is there.
+            start: starts a session; raises NoRoom where there is no place for it now, Away where
+                nobody is there.
             name: what messages call the environment.
             most: sessions at once.
             ahead: of them those that are started before anybody asks, from the first borrower on.
             uses: how often a session is lent before it is renewed; None: as long as it is sound.
             patience_s: seconds that a borrower waits.
             start_s: seconds for one start.
-            sound: what a borrower may raise that says nothing against its session; all else renews it.
+            sound: what a borrower may raise that says nothing against its session; all else renews
+                it.
         """
         self._start, self._name = start, name
         self._most, self._ahead, self._uses = most, ahead, uses
@@ -97,7 +111,8 @@ class SessionPool(Generic[S]):
 
     @contextlib.asynccontextmanager
     async def lend(self) -> AsyncIterator[S]:
-        """A session for the body of an `async with`; where the body fails it is given up, and another one started.
+        """A session for the body of an `async with`; where the body fails it is given up, and
+        another one started.
 
         Raises WorldFailed where none is free within `patience_s`, or none can be started."""
         session, uses = await self._borrowed()
@@ -112,7 +127,8 @@ class SessionPool(Generic[S]):
             self._give_back(session, uses + 1, is_sound)
 
     async def close(self) -> None:
-        """Close what is idle, and give up what is starting; what is lent is closed when it comes back."""
+        """Close what is idle, and give up what is starting; what is lent is closed when it comes
+        back."""
         self._is_closed = True
         for task in self._starts:
             task.cancel()
@@ -142,11 +158,13 @@ class SessionPool(Generic[S]):
                 return await waiting
         except BaseException as error:
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self._give_back(*waiting.result(), is_sound=True)  # it came when nobody waited for it any more
+                # it came when nobody waited for it any more
+                self._give_back(*waiting.result(), is_sound=True)
             if isinstance(error, TimeoutError) and limit.expired():
                 raise WorldFailed(
-                    f"no session of '{self._name}' was free within {self._patience_s:g} s; found {self._held} of "
-                    f"{self._most} at work; let the environment serve more at once, or ask for fewer with sessions="
+                    f"no session of '{self._name}' was free within {self._patience_s:g} s; found"
+                    f" {self._held} of {self._most} at work; let the environment serve more at"
+                    " once, or ask for fewer with sessions="
                 ) from None
             raise
 
@@ -162,9 +180,13 @@ class SessionPool(Generic[S]):
                 self._waiting.popleft().set_result((session, uses))
         ahead = 0 if self._is_failing else self._ahead
         missing = to_start(
-            waiting=len(self._waiting), ahead=ahead, idle=len(self._idle), starting=self._starting, held=self._held,
+            waiting=len(self._waiting),
+            ahead=ahead,
+            idle=len(self._idle),
+            starting=self._starting,
+            held=self._held,
             most=self._most,
-        )  # fmt: skip
+        )
         for _ in range(0 if self._is_closed else missing):
             self._starting += 1
             task = self._later(self._begin())
@@ -172,9 +194,9 @@ class SessionPool(Generic[S]):
             task.add_done_callback(self._starts.discard)
 
     async def _begin(self) -> None:
-        """Start a session; where there is no room for it, again as long as somebody waits; where nobody is there, again
-        until a start has taken too long. Who waits first hears why it cannot be; after that none is started ahead until
-        one has started."""
+        """Start a session; where there is no room for it, again as long as somebody waits; where
+        nobody is there, again until a start has taken too long. Who waits first hears why it cannot
+        be; after that none is started ahead until one has started."""
         session, pause_s, clock = None, _FIRST_PAUSE_S, asyncio.get_running_loop().time
         until_s = clock() + self._start_s
         limit: asyncio.Timeout | None = None
@@ -211,7 +233,10 @@ class SessionPool(Generic[S]):
             reason = error.__cause__ if isinstance(error, Away) and error.__cause__ else error
             found = late or f"{type(reason).__name__}: {reason}"
             waiting.set_exception(
-                WorldFailed(f"no session of '{self._name}' could be started; found {found}; look at the environment")
+                WorldFailed(
+                    f"no session of '{self._name}' could be started; found {found}; look at the"
+                    " environment"
+                )
             )
 
     def _give_back(self, session: S, uses: int, is_sound: bool) -> None:

@@ -1,4 +1,5 @@
-"""Trainer: makes steps of a model from groups of rollouts, and offers the new weights; imports no torch."""
+"""Trainer: makes steps of a model from groups of rollouts, and offers the new weights; imports no
+torch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Trainer(TrainerKnobs):
-    """Trains `model` on groups in the order of their issue, `prompts_per_step` at a time, with AdamW.
+    """Trains `model` on groups in the order of their issue, `prompts_per_step` at a time, with
+    AdamW.
 
-    Groups whose rollouts all failed, or that are older than the feedback's max_staleness, are dropped and
-    counted; so are those of a step whose loss or gradient is not finite, which leaves the weights alone.
+    Groups whose rollouts all failed, or that are older than the feedback's max_staleness, are
+    dropped and counted; so are those of a step whose loss or gradient is not finite, which leaves
+    the weights alone.
 
     Its knobs: `operators.training.knobs.TrainerKnobs`.
 
@@ -50,13 +53,15 @@ class Trainer(TrainerKnobs):
         return TrainerRuntime.build(self, context)
 
     def follower(self, context: Context, told: Mapping[str, Any]) -> Callable[[int, int], int]:
-        """What a rank runs on another host than rank 0's (`dataflow.system.rank_places.Spreads`)."""
+        """What a rank runs on another host than rank 0's
+        (`dataflow.system.rank_places.Spreads`)."""
         from operators.training.parallel.launch import follower
 
         return follower(self, context, told)
 
     def replay(self, script: "ReplayScript") -> Iterator[Mapping[str, float]]:
-        """Train a run's recorded steps again, for `dataflow replay`: `loss` and `grad_norm` of each."""
+        """Train a run's recorded steps again, for `dataflow replay`: `loss` and `grad_norm` of
+        each."""
         from operators.training.retrain import retrained
 
         return retrained(self, script)

@@ -27,7 +27,8 @@ from dataflow.worker import worker
 sqlite3.connect = connections.connect
 HAS_GPU = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
 if not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # of kernels it is read when they are first imported, by any test
+    # of kernels it is read when they are first imported, by any test
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 __all__ = ["forked", "fresh"]
 
@@ -40,12 +41,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     if "torch" in sys.modules and not HAS_GPU:
-        # The first backward decides for the whole process whether other threads compute gradients, which no fork has:
-        # torch's builds for GPUs, where there is none, make such threads once DTensor has been used.
+        # The first backward decides for the whole process whether other threads compute gradients,
+        # which no fork has: torch's builds for GPUs, where there is none, make such threads once
+        # DTensor has been used.
         import torch
 
         torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-    if "transformers" in sys.modules:  # whoever loads a model would compile the names of all families
+    # whoever loads a model would compile the names of all families
+    if "transformers" in sys.modules:
         with contextlib.suppress(ImportError):
             from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -68,11 +71,13 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without the slow tests a law gets a quarter of its examples (`rigs/examples.py`); Control-C and hang-ups are
-    heard by programs of tests also where a shell has put the tests themselves into the background."""
+    """Without the slow tests a law gets a quarter of its examples (`rigs/examples.py`); Control-C
+    and hang-ups are heard by programs of tests also where a shell has put the tests themselves into
+    the background."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; programs of tests are not to inherit that
+    # by nohup; programs of tests are not to inherit that
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
     # A machine that has much else to do fails no test for that.
     anywhere = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -83,7 +88,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays until the end: no collection looks through it, a third of all the time of importing it."""
+    """What is imported stays until the end: no collection looks through it, a third of all the time
+    of importing it."""
     gc.disable()
     try:
         return (yield)
@@ -92,11 +98,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of whole runs, which take longest and wait for half of it, stand evenly among those that compute.
+    """Files of whole runs, which take longest and wait for half of it, stand evenly among those
+    that compute.
 
-    Processes of pytest-xdist take one file after the other (--dist loadfile --no-loadscope-reorder): so no core idles
-    while all wait, and none has a long file left when all others are done.
-    """
+    Processes of pytest-xdist take one file after the other (--dist loadfile
+    --no-loadscope-reorder): so no core idles while all wait, and none has a long file left when all
+    others are done."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
@@ -106,13 +113,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     short = [of for path, of in files.items() if not kinds[path]]
     short.sort(key=lambda of: -len(of))
     each = max(1, -(-len(short) // max(1, len(long))))
-    turns = itertools.zip_longest(long, (short[at : at + each] for at in range(0, len(short), each)), fillvalue=[])
+    turns = itertools.zip_longest(
+        long, (short[at : at + each] for at in range(0, len(short), each)), fillvalue=[]
+    )
     items[:] = [item for first, others in turns for of in (first, *others) for item in of]
 
 
 @pytest.fixture(autouse=True)
 def rigs_closed() -> Iterator[None]:
-    """Closes what rigs opened; logs go where they went before (`capture_logs` alone would leave them set up)."""
+    """Closes what rigs opened; logs go where they went before (`capture_logs` alone would leave
+    them set up)."""
     with ending.closed():
         yield
     structlog.reset_defaults()

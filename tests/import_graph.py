@@ -1,4 +1,5 @@
-"""The graph of the tree's imports: lazy ones, type-only ones and relative ones counted as any other."""
+"""The graph of the tree's imports: lazy ones, type-only ones and relative ones counted as any
+other."""
 
 import ast
 import functools

@@ -25,21 +25,28 @@ MAY_IMPORT = {
     "graphs": {"graphs", "operators", "dataflow"},
 }
 TRANSPORT_USERS = {
-    "dataflow/worker/ports.py", "dataflow/worker/weight_ports.py", "dataflow/system/native.py",
-    "dataflow/system/security.py", "dataflow/system/messages.py",
+    "dataflow/worker/ports.py",
+    "dataflow/worker/weight_ports.py",
+    "dataflow/system/native.py",
+    "dataflow/system/security.py",
+    "dataflow/system/messages.py",
     "dataflow/worker/kept_counts.py",  # what the data plane counts, and keeps nowhere
     "dataflow/planning/model_size.py",  # tensors of a model whose config alone is there
-    "dataflow/foresight/counts.py",  # dimensions of a model, which the costs of the weight plane have
-    "dataflow/foresight/simulation/simulate.py",  # the data plane's rules of credit, which open nothing
-}  # fmt: skip
-"""Those outside transport/ that import it: the ports open one, for worker and inline; those in `system` do not."""
+    # dimensions of a model, which the costs of the weight plane have
+    "dataflow/foresight/counts.py",
+    # the data plane's rules of credit, which open nothing
+    "dataflow/foresight/simulation/simulate.py",
+}
+"""Those outside transport/ that import it: the ports open one, for worker and inline; those in
+`system` do not."""
 
 
 MOST_MODULES = 25
 """In one folder."""
 
 A_LIMIT_S = 60.0
-"""Who waits for so long may wait for a model, a disk or a network, which differ from user to user."""
+"""Who waits for so long may wait for a model, a disk or a network, which differ from user to
+user."""
 OWN_LIMITS = {
     "dataflow/limits.py",
     # the ports hand over what a run says
@@ -48,14 +55,20 @@ OWN_LIMITS = {
     "operators/engine/vllm/server.py",  # runs where nothing of this project can be imported
     "operators/rewards/judge_model.py",  # a judge elsewhere, which is the user's to know
     "operators/environments/declaration.py",  # a server of environments elsewhere, the same
-    "operators/environments/verifiers_form.py", "operators/environments/beside/verifiers_rollout.py",  # the same
+    # the same
+    "operators/environments/verifiers_form.py",
+    "operators/environments/beside/verifiers_rollout.py",
     "operators/tools/toolbox.py",  # rollouts that wait for the policy hold what others wait for
     "operators/training/knobs.py",  # recover_within_s is no wait
     "dataflow/live/server.py",  # a browser waits for it, no run
-    "operators/serving/bounds.py", "operators/serving/engine_thread.py", "operators/serving/service.py",  # no run
+    # no run
+    "operators/serving/bounds.py",
+    "operators/serving/engine_thread.py",
+    "operators/serving/service.py",
     "operators/warm_start/launch.py",  # before a run
-    "dataflow/foresight/simulation/scenario.py",  # seconds by a simulation's clock, which nobody waits
-}  # fmt: skip
+    # seconds by a simulation's clock, which nobody waits
+    "dataflow/foresight/simulation/scenario.py",
+}
 
 
 def files(*rooms: str) -> list[Path]:
@@ -86,7 +99,9 @@ def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
 
 def test_no_file_imports_another_in_a_circle() -> None:
     found = circles(import_graph(modules(*ROOMS, "bench")))
-    assert not found, "these import each other; let both import what they share from a module below them"
+    assert not found, (
+        "these import each other; let both import what they share from a module below them"
+    )
 
 
 def test_the_rooms_of_the_engine_stand_above_each_other() -> None:
@@ -105,18 +120,18 @@ def test_no_folder_holds_more_modules_than_one_can_overlook() -> None:
 
 
 def test_only_the_ports_open_transports() -> None:
-    users = {name(p) for p in files("dataflow") if any(m.split(".")[0] == "transport" for m in imports(p))}
+    users = {
+        name(p)
+        for p in files("dataflow")
+        if any(m.split(".")[0] == "transport" for m in imports(p))
+    }
     assert users <= TRANSPORT_USERS
 
 
 def test_the_language_and_the_data_plane_never_import_torch_at_their_top() -> None:
     heavy = {"torch", "transformers"}
     for path in [*files("dataflow", "graphs"), *files("transport/data")]:
-        top = {
-            module.split(".")[0]
-            for node in parsed(path).body
-            for module in imports_of(node)
-        }  # fmt: skip
+        top = {module.split(".")[0] for node in parsed(path).body for module in imports_of(node)}
         assert not top & heavy, f"{name(path)} imports {top & heavy}"
 
 
@@ -128,16 +143,18 @@ def imports_of(node: ast.stmt) -> list[str]:
 
 def test_building_and_planning_a_graph_leaves_torch_unimported() -> None:
     program = (
-        "import sys; import dataflow, graphs.aipo, graphs.grpo, graphs.rloo, graphs.dapo, graphs.ppo, graphs.distill;"
-        "import graphs.sft, graphs.sorting, graphs.calculator, dataflow.foresight.command;"
-        "from dataflow.testing import FakePrompts, FakeGenerator, FakeTrainer;"
-        "from dataflow import *;"
-        "g, m = Graph('t'), Model('m'); gen, t = FakeGenerator(model=m), FakeTrainer(model=m);"
-        "t(gen(g.source(FakePrompts()))); g.feedback(t.weights, gen, max_staleness=1);"
-        "plan(g, Devices(cpus=2)).explain(); g._repr_mimebundle_();"
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+        "import sys; import dataflow, graphs.aipo, graphs.grpo, graphs.rloo, graphs.dapo,"
+        " graphs.ppo, graphs.distill;import graphs.sft, graphs.sorting, graphs.calculator,"
+        " dataflow.foresight.command;from dataflow.testing import FakePrompts, FakeGenerator,"
+        " FakeTrainer;from dataflow import *;g, m = Graph('t'), Model('m'); gen, t ="
+        " FakeGenerator(model=m), FakeTrainer(model=m);t(gen(g.source(FakePrompts())));"
+        " g.feedback(t.weights, gen, max_staleness=1);plan(g, Devices(cpus=2)).explain();"
+        " g._repr_mimebundle_();print([name for name in ('torch', 'transformers') if name in"
+        " sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -146,9 +163,9 @@ def test_nothing_is_pickled_and_no_tensor_file_runs_code() -> None:
     for path in files(*ROOMS):
         found = {module.split(".")[0] for module in imports(path)} & banned
         assert not found, f"{name(path)} imports {found}"
-        assert not re.search(r"torch\.(load|save)\(|multiprocessing\.(Queue|Pipe|Process)", path.read_text()), name(
-            path
-        )
+        assert not re.search(
+            r"torch\.(load|save)\(|multiprocessing\.(Queue|Pipe|Process)", path.read_text()
+        ), name(path)
 
 
 def test_no_publish_subscribe_socket_may_drop_rows() -> None:
@@ -157,11 +174,17 @@ def test_no_publish_subscribe_socket_may_drop_rows() -> None:
 
 
 def test_no_name_that_tests_import_stands_for_two_files(request: pytest.FixtureRequest) -> None:
-    assert request.config.getoption("importmode") == "importlib", "the name of a test module is its path"
+    assert request.config.getoption("importmode") == "importlib", (
+        "the name of a test module is its path"
+    )
     folders = [ROOT / folder for folder in request.config.getini("pythonpath")]
     places: dict[str, list[Path]] = {}
-    for place in (each for folder in folders for each in (*folder.glob("*.py"), *folder.glob("*/__init__.py"))):
-        places.setdefault(place.parent.name if place.stem == "__init__" else place.stem, []).append(place)
+    for place in (
+        each for folder in folders for each in (*folder.glob("*.py"), *folder.glob("*/__init__.py"))
+    ):
+        places.setdefault(place.parent.name if place.stem == "__init__" else place.stem, []).append(
+            place
+        )
     twice = {stem: found for stem, found in places.items() if len(found) > 1}
     for path in files("tests"):
         text = path.read_text()
@@ -171,7 +194,9 @@ def test_no_name_that_tests_import_stands_for_two_files(request: pytest.FixtureR
 
 
 def test_only_the_ledger_opens_databases() -> None:
-    users = {name(path) for path in files(*ROOMS) if re.search(r"\bsqlite3\.connect\b", path.read_text())}
+    users = {
+        name(path) for path in files(*ROOMS) if re.search(r"\bsqlite3\.connect\b", path.read_text())
+    }
     assert users == {"dataflow/folder/ledger/schema.py"}
 
 
@@ -179,14 +204,19 @@ def test_a_limit_has_one_home() -> None:
     """Elsewhere nobody writes a wait of a minute or more as a number."""
     found = {f"{name(path)}:{line}" for path in files(*ROOMS) for line in long_waits(path)}
     assert not {place for place in found if place.partition(":")[0] not in OWN_LIMITS}
-    assert {place.partition(":")[0] for place in found} >= OWN_LIMITS, "a home that holds no limit any more"
+    assert {place.partition(":")[0] for place in found} >= OWN_LIMITS, (
+        "a home that holds no limit any more"
+    )
 
 
 def long_waits(path: Path) -> Iterator[int]:
     """Lines with a number of seconds, under a name that says so or handed to what waits."""
     for node in ast.walk(parsed(path)):
         for called, value in named_values(node):
-            is_wait = called.lower().endswith(("_s", "_ms", "timeout", "seconds")) or called in WAITING_CALLS
+            is_wait = (
+                called.lower().endswith(("_s", "_ms", "timeout", "seconds"))
+                or called in WAITING_CALLS
+            )
             if is_wait and isinstance(value, ast.Constant) and isinstance(value.value, int | float):
                 in_ms = called.lower().endswith("_ms") or called == "poll"
                 if A_LIMIT_S <= value.value / (1000 if in_ms else 1) < 1e5:
@@ -197,7 +227,8 @@ WAITING_CALLS = {"wait", "join", "poll", "settimeout", "sleep"}
 
 
 def named_values(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """What a piece of source calls a value: as a name that it is put under, a parameter, or an argument."""
+    """What a piece of source calls a value: as a name that it is put under, a parameter, or an
+    argument."""
     match node:
         case ast.Assign(targets=[ast.Name(id=called)], value=value):
             yield called, value
@@ -210,7 +241,9 @@ def named_values(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         case ast.FunctionDef(args=arguments) | ast.AsyncFunctionDef(args=arguments):
             plain = [*arguments.posonlyargs, *arguments.args]
             given = plain[len(plain) - len(arguments.defaults) :]
-            yield from ((each.arg, value) for each, value in zip(given, arguments.defaults, strict=True))
+            yield from (
+                (each.arg, value) for each, value in zip(given, arguments.defaults, strict=True)
+            )
             beside = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
             yield from ((each.arg, value) for each, value in beside if value is not None)
 
@@ -218,13 +251,21 @@ def named_values(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 def test_the_lock_has_one_version_of_each_requirement_and_it_is_allowed(python: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     locked: dict[str, list[str]] = {}
     for each in map(Requirement, lines):
         if each.marker is None or each.marker.evaluate({"python_version": python}):
             locked.setdefault(each.name, []).append(str(each.specifier).removeprefix("=="))
-    for wanted in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["test"]]):
-        assert len(locked.get(wanted.name, [])) == 1, f"{wanted.name} on Python {python}: renew the lock"
+    for wanted in map(
+        Requirement, [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    ):
+        assert len(locked.get(wanted.name, [])) == 1, (
+            f"{wanted.name} on Python {python}: renew the lock"
+        )
         assert wanted.specifier.contains(locked[wanted.name][0]), f"{wanted}: {locked[wanted.name]}"
 
 
@@ -236,10 +277,19 @@ def test_no_file_is_longer_than_600_lines_and_the_median_is_small() -> None:
 
 SHARED_CLASS_NAMES = {
     # messages that more than one protocol must have; a codec keeps the protocols apart
-    "Alive", "Bye", "Failed", "Hello", "Ready", "Refused", "Start", "Started", "Welcome",
+    "Alive",
+    "Bye",
+    "Failed",
+    "Hello",
+    "Ready",
+    "Refused",
+    "Start",
+    "Started",
+    "Welcome",
     "Join",  # the same, and the operator that users see in a run's graph: run folders have its name
-    "VerifiedOffer",  # what a reader's end promises, and what transport/ has of it, which may not import that
-}  # fmt: skip
+    # what a reader's end promises, and what transport/ has of it, which may not import that
+    "VerifiedOffer",
+}
 
 
 def test_a_public_class_name_of_the_product_stands_in_one_module() -> None:
@@ -267,9 +317,31 @@ def test_graphs_stay_under_sixty_lines() -> None:
 
 def test_the_exported_names_are_these() -> None:
     assert dataflow.__all__ == [
-        "Array", "DataflowError", "Devices", "Graph", "GraphError", "LoRA", "Model", "Plan", "Prompt", "Result",
-        "Rollout", "Run", "RunError", "Stream", "Weights", "WorldFailed", "collect", "inline", "join", "keep", "main",
-        "plan", "run", "scorer", "verify",
-    ]  # fmt: skip
+        "Array",
+        "DataflowError",
+        "Devices",
+        "Graph",
+        "GraphError",
+        "LoRA",
+        "Model",
+        "Plan",
+        "Prompt",
+        "Result",
+        "Rollout",
+        "Run",
+        "RunError",
+        "Stream",
+        "Weights",
+        "WorldFailed",
+        "collect",
+        "inline",
+        "join",
+        "keep",
+        "main",
+        "plan",
+        "run",
+        "scorer",
+        "verify",
+    ]
     for exported in dataflow.__all__:
         assert getattr(dataflow, exported) is not None

@@ -19,15 +19,26 @@ from dataflow.scorer import Scorer
 TYPES = {"Array", "Prompt", "Rollout"}
 """Of annotations alone: they are seen in the examples of others."""
 SCORERS = [
-    (module, name) for module in (operators.credit, operators.filters) for name, value in vars(module).items()
+    (module, name)
+    for module in (operators.credit, operators.filters)
+    for name, value in vars(module).items()
     if isinstance(value, Scorer)
-]  # fmt: skip
+]
 PUBLIC = [
-    *((package, name) for package in (dataflow, operators) for name in package.__all__ if name not in TYPES),
+    *(
+        (package, name)
+        for package in (dataflow, operators)
+        for name in package.__all__
+        if name not in TYPES
+    ),
     (operators.environments, "environment"),
-    *((operators.rewards, name) for name in operators.rewards.__all__ if name not in ("KNOWN", "code_reward")),
+    *(
+        (operators.rewards, name)
+        for name in operators.rewards.__all__
+        if name not in ("KNOWN", "code_reward")
+    ),
     *SCORERS,
-]  # fmt: skip
+]
 
 
 def example(package: Any, name: str) -> doctest.DocTest:
@@ -36,7 +47,9 @@ def example(package: Any, name: str) -> doctest.DocTest:
     return doctest.DocTestParser().get_doctest(known.__doc__ or "", {name: known}, name, None, 0)
 
 
-@pytest.mark.parametrize(("package", "name"), PUBLIC, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(
+    ("package", "name"), PUBLIC, ids=lambda each: getattr(each, "__name__", each)
+)
 def test_the_example_of_a_public_name_runs(
     package: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,11 +62,14 @@ def test_the_example_of_a_public_name_runs(
 
 def test_examples_of_declarations_need_no_torch() -> None:
     program = (
-        "import sys, doctest, operators;"
-        "[doctest.DocTestRunner().run(doctest.DocTestParser().get_doctest(getattr(operators, name).__doc__, {}, name,"
-        " None, 0)) for name in operators.__all__]; print('torch' in sys.modules)"
+        "import sys, doctest,"
+        " operators;[doctest.DocTestRunner().run(doctest.DocTestParser().get_doctest(getattr(operators,"
+        " name).__doc__, {}, name, None, 0)) for name in operators.__all__]; print('torch' in"
+        " sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "False", done.stdout + done.stderr
 
 

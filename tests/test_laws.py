@@ -1,4 +1,5 @@
-"""Laws of the design that no single part keeps: they are looked up in the syntax trees, or at the seams."""
+"""Laws of the design that no single part keeps: they are looked up in the syntax trees, or at the
+seams."""
 
 import ast
 import importlib
@@ -23,60 +24,152 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("graphs", "operators", "dataflow", "transport")
 
 DECISIONS = (
-    "dataflow/check.py", "dataflow/staleness.py", "dataflow/planning/plan.py", "dataflow/planning/wiring.py",
-    "dataflow/planning/executors.py", "dataflow/scheduler/state_machine.py", "dataflow/scheduler/table.py",
-    "dataflow/scheduler/events.py", "dataflow/scheduler/reducer.py", "dataflow/scheduler/lifecycle.py",
-    "dataflow/scheduler/recovery.py", "dataflow/scheduler/scaling.py", "dataflow/scheduler/failover.py",
-    "dataflow/scheduler/heartbeats.py", "dataflow/worker/acknowledgements.py", "dataflow/rules/admission.py",
-    "dataflow/rules/reorder_buffer.py", "transport/data/credit.py",
-    "transport/data/inbox.py", "transport/data/outbox.py", "transport/weights/layout/layout.py",
-    "transport/weights/layout/reshard.py", "transport/weights/layout/plan.py",
-    "transport/weights/protocol/roster.py", "transport/weights/protocol/membership.py",
-    "transport/weights/protocol/segments.py", "transport/weights/protocol/rounds.py",
+    "dataflow/check.py",
+    "dataflow/staleness.py",
+    "dataflow/planning/plan.py",
+    "dataflow/planning/wiring.py",
+    "dataflow/planning/executors.py",
+    "dataflow/scheduler/state_machine.py",
+    "dataflow/scheduler/table.py",
+    "dataflow/scheduler/events.py",
+    "dataflow/scheduler/reducer.py",
+    "dataflow/scheduler/lifecycle.py",
+    "dataflow/scheduler/recovery.py",
+    "dataflow/scheduler/scaling.py",
+    "dataflow/scheduler/failover.py",
+    "dataflow/scheduler/heartbeats.py",
+    "dataflow/worker/acknowledgements.py",
+    "dataflow/rules/admission.py",
+    "dataflow/rules/reorder_buffer.py",
+    "transport/data/credit.py",
+    "transport/data/inbox.py",
+    "transport/data/outbox.py",
+    "transport/weights/layout/layout.py",
+    "transport/weights/layout/reshard.py",
+    "transport/weights/layout/plan.py",
+    "transport/weights/protocol/roster.py",
+    "transport/weights/protocol/membership.py",
+    "transport/weights/protocol/segments.py",
+    "transport/weights/protocol/rounds.py",
     "transport/weights/protocol/ranks.py",
-)  # fmt: skip
+)
 """Decisions that stand apart from the doing."""
-DOING = {"time", "datetime", "random", "secrets", "os", "socket", "select", "threading", "subprocess", "zmq", "sqlite3"}
+DOING = {
+    "time",
+    "datetime",
+    "random",
+    "secrets",
+    "os",
+    "socket",
+    "select",
+    "threading",
+    "subprocess",
+    "zmq",
+    "sqlite3",
+}
 """What a decision has no use for: clocks, chance, and the world outside."""
 SCHEDULER = (
-    "control", "control_server", "reducer", "table", "events", "lifecycle", "state_machine", "scaling", "recovery",
+    "control",
+    "control_server",
+    "reducer",
+    "table",
+    "events",
+    "lifecycle",
+    "state_machine",
+    "scaling",
+    "recovery",
     "failover",
-)  # fmt: skip
+)
 """What the scheduler consists of at run time."""
 WAITS = {"wait", "acquire", "result", "communicate", "get", "join"}
 """Methods that wait for ever when they are called with nothing."""
 MAY_WAIT = rf"\.({'|'.join(sorted(WAITS))})\(\)|select\.select|subprocess\."
 ENDLESS = {
-    ("dataflow/scoring/at_work.py", "todo.get()"): "a pool's process: its owner has the deadline, and kills it",
-    ("transport/weights/sharded/epoch_thread.py", "self._jobs.get()"): "a daemon for one epoch: its owner's to end",
-    ("transport/weights/sharded/process_group.py", "work.wait()"): "behind a loop with a deadline: it is completed",
+    (
+        "dataflow/scoring/at_work.py",
+        "todo.get()",
+    ): "a pool's process: its owner has the deadline, and kills it",
+    (
+        "transport/weights/sharded/epoch_thread.py",
+        "self._jobs.get()",
+    ): "a daemon for one epoch: its owner's to end",
+    (
+        "transport/weights/sharded/process_group.py",
+        "work.wait()",
+    ): "behind a loop with a deadline: it is completed",
     ("operators/engine/parallel/group.py", "work.wait()"): "has the time-out of its process group",
-    ("dataflow/system/child.py", "child.wait()"): "of a process that has ended, or was sent SIGKILL in the line before",
-    ("dataflow/agent/forkserver.py", "process.wait()"): "of a process that was sent SIGKILL in the line before",
-    ("dataflow/agent/forkserver_client.py", "self._process.wait()"): "of one that has ended, or was sent SIGKILL",
-    ("dataflow/foresight/choice/ways_out.py", "FLAGS.get()"): "a context variable, which never waits",
+    (
+        "dataflow/system/child.py",
+        "child.wait()",
+    ): "of a process that has ended, or was sent SIGKILL in the line before",
+    (
+        "dataflow/agent/forkserver.py",
+        "process.wait()",
+    ): "of a process that was sent SIGKILL in the line before",
+    (
+        "dataflow/agent/forkserver_client.py",
+        "self._process.wait()",
+    ): "of one that has ended, or was sent SIGKILL",
+    (
+        "dataflow/foresight/choice/ways_out.py",
+        "FLAGS.get()",
+    ): "a context variable, which never waits",
     ("dataflow/launchers/named.py", "HOSTED.get()"): "a context variable, which never waits",
-    ("dataflow/launchers/ray_agent.py", "self._agent.wait()"): "an actor's one task; its agent ends with it",
-    ("dataflow/scoring/server.py", "process.wait()"): "of a process that was sent SIGKILL in the line before",
-    ("operators/sandbox/runner.py", "process.communicate()"): "of a process that was sent SIGKILL before",
-    ("operators/sandbox/session.py", "self._process.wait()"): "of a process that was sent SIGKILL in the line before",
-    ("operators/session_pool.py", "asyncio.Event().wait()"): "a task, which its event loop cancels at its end",
+    (
+        "dataflow/launchers/ray_agent.py",
+        "self._agent.wait()",
+    ): "an actor's one task; its agent ends with it",
+    (
+        "dataflow/scoring/server.py",
+        "process.wait()",
+    ): "of a process that was sent SIGKILL in the line before",
+    (
+        "operators/sandbox/runner.py",
+        "process.communicate()",
+    ): "of a process that was sent SIGKILL before",
+    (
+        "operators/sandbox/session.py",
+        "self._process.wait()",
+    ): "of a process that was sent SIGKILL in the line before",
+    (
+        "operators/session_pool.py",
+        "asyncio.Event().wait()",
+    ): "a task, which its event loop cancels at its end",
     ("operators/session_pool.py", "waiting.result()"): "of a future that is done",
-    ("operators/tools/toolbox.py", "asyncio.Event().wait()"): "a task, which its event loop cancels at its end",
+    (
+        "operators/tools/toolbox.py",
+        "asyncio.Event().wait()",
+    ): "a task, which its event loop cancels at its end",
     ("operators/tools/toolbox.py", "task.result()"): "of a task that is done",
-    ("operators/tools/mcp_server.py", "self._begun.wait()"): "a task, which is waited for with a time-out",
-    ("operators/tools/mcp_server.py", "self._over.wait()"): "a task, which ends with its session, or is cancelled",
+    (
+        "operators/tools/mcp_server.py",
+        "self._begun.wait()",
+    ): "a task, which is waited for with a time-out",
+    (
+        "operators/tools/mcp_server.py",
+        "self._over.wait()",
+    ): "a task, which ends with its session, or is cancelled",
     ("operators/tools/mcp_server.py", "answer.result()"): "of a task that is done",
-    ("operators/serving/app.py", "call.news.wait()"): "a task, which the next line waits for with a time-out",
+    (
+        "operators/serving/app.py",
+        "call.news.wait()",
+    ): "a task, which the next line waits for with a time-out",
     ("operators/serving/engine_thread.py", "done.result()"): "of a call that is done",
-    ("operators/warm_start/launch.py", "process.wait()"): "a timer kills the process at its deadline",
-    ("transport/data/receiver_peer.py", "self.connection.get()"): "takes what is there, and never waits",
+    (
+        "operators/warm_start/launch.py",
+        "process.wait()",
+    ): "a timer kills the process at its deadline",
+    (
+        "transport/data/receiver_peer.py",
+        "self.connection.get()",
+    ): "takes what is there, and never waits",
 }
 """(file, call): why it may stand there."""
 
 
 def trees(pattern: str, *rooms: str) -> Iterator[tuple[str, ast.Module]]:
-    """Name and syntax tree of every file of some rooms in which something looks like the pattern."""
+    """Name and syntax tree of every file of some rooms in which something looks like the
+    pattern."""
     for room in rooms:
         for path in sorted((ROOT / room).rglob("*.py")):
             if re.search(pattern, text := path.read_text()):
@@ -112,9 +205,12 @@ def endless(tree: ast.AST) -> Iterator[str]:
         if (
             (name in WAITS and not said)
             or (name == "select" and on == "select" and len(call.args) == 3)
-            or (on == "subprocess" and name in ("run", "check_output", "check_call", "call")
-                and not any(keyword.arg == "timeout" for keyword in call.keywords))
-        ):  # fmt: skip
+            or (
+                on == "subprocess"
+                and name in ("run", "check_output", "check_call", "call")
+                and not any(keyword.arg == "timeout" for keyword in call.keywords)
+            )
+        ):
             yield f"{on}.{name}()"
 
 
@@ -127,15 +223,27 @@ def test_nobody_sees_the_tests_or_the_benchmarks() -> None:
 def test_decisions_read_no_clock_draw_no_lots_and_touch_nothing(file: str) -> None:
     tree = ast.parse((ROOT / file).read_text())
     assert not roots(tree) & DOING
-    assert not {name for _, name, _ in calls(tree)} & {"now", "monotonic", "perf_counter", "default_rng"}
+    assert not {name for _, name, _ in calls(tree)} & {
+        "now",
+        "monotonic",
+        "perf_counter",
+        "default_rng",
+    }
 
 
 def test_no_rollout_and_no_weight_passes_through_the_scheduler() -> None:
     for part in SCHEDULER:
         found = imported(ast.parse((ROOT / "dataflow" / "scheduler" / f"{part}.py").read_text()))
-        heavy = {name for name in found if name.split(".")[0] in ("pyarrow", "torch", "transport", "numpy")}
+        heavy = {
+            name
+            for name in found
+            if name.split(".")[0] in ("pyarrow", "torch", "transport", "numpy")
+        }
         assert not heavy, f"'{part}' could read rows or weights by {heavy}"
-        assert not found & {"dataflow.worker.ports", "dataflow.worker.loop"}, f"'{part}' could open an edge"
+        assert not found & {
+            "dataflow.worker.ports",
+            "dataflow.worker.loop",
+        }, f"'{part}' could open an edge"
 
 
 def test_every_wait_has_a_deadline() -> None:
@@ -162,14 +270,22 @@ def test_a_wait_without_a_deadline_is_found(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["thread.join(2.0)", "', '.join(names)", "found.get(key)", "subprocess.run(c, timeout=5)", "event.wait(timeout=1)"],
+    [
+        "thread.join(2.0)",
+        "', '.join(names)",
+        "found.get(key)",
+        "subprocess.run(c, timeout=5)",
+        "event.wait(timeout=1)",
+    ],
 )
 def test_a_wait_with_a_deadline_is_not(text: str) -> None:
     assert not list(endless(ast.parse(text)))
 
 
 def test_no_full_tensor_is_gathered_on_the_weight_plane() -> None:
-    gathers = r"full_tensor|(all_)?gather(_into_tensor|_object)?|broadcast(_object_list)?|redistribute"
+    gathers = (
+        r"full_tensor|(all_)?gather(_into_tensor|_object)?|broadcast(_object_list)?|redistribute"
+    )
     for name, tree in trees(gathers, "transport", "dataflow"):
         found = {f"{on}.{method}" for on, method, _ in calls(tree) if re.fullmatch(gathers, method)}
         assert not found, f"{name} calls {found}"
@@ -178,11 +294,23 @@ def test_no_full_tensor_is_gathered_on_the_weight_plane() -> None:
 def test_an_operator_is_a_frozen_declaration() -> None:
     declared = set()
     for module in pkgutil.iter_modules(operators.__path__):
-        if module.name in ("prompts", "generator", "trainer", "evaluate", "forward", "demonstrations", "filters"):
-            for _, kind in inspect.getmembers(importlib.import_module(f"operators.{module.name}"), inspect.isclass):
+        if module.name in (
+            "prompts",
+            "generator",
+            "trainer",
+            "evaluate",
+            "forward",
+            "demonstrations",
+            "filters",
+        ):
+            for _, kind in inspect.getmembers(
+                importlib.import_module(f"operators.{module.name}"), inspect.isclass
+            ):
                 if issubclass(kind, Operator) and kind.__module__.startswith("operators."):
                     declared.add(kind)
-    assert {"Prompts", "Generator", "Trainer", "Evaluate", "Logprobs"} <= {kind.__name__ for kind in declared}
+    assert {"Prompts", "Generator", "Trainer", "Evaluate", "Logprobs"} <= {
+        kind.__name__ for kind in declared
+    }
     for kind in declared:
         its_own = vars(kind).get("__dataclass_params__")
         assert its_own is not None and its_own.frozen, f"{kind.__name__} is no frozen dataclass"
@@ -193,7 +321,9 @@ def reward(completion: str) -> float:
     return float(len(completion))
 
 
-def graph_of(prompts_per_step: int, in_flight: int | None = None) -> tuple[Graph, FakeGenerator, FakeTrainer]:
+def graph_of(
+    prompts_per_step: int, in_flight: int | None = None
+) -> tuple[Graph, FakeGenerator, FakeTrainer]:
     policy = Model("policy")
     graph, generator = Graph("test"), FakeGenerator(model=policy, in_flight=in_flight)
     trainer = FakeTrainer(model=policy, prompts_per_step=prompts_per_step)
@@ -205,7 +335,10 @@ def test_the_bound_of_a_feedback_edge_has_no_default() -> None:
     graph, generator, trainer = graph_of(prompts_per_step=2)
     with pytest.raises(GraphError, match="one number, but got neither; give max_staleness="):
         graph.feedback(trainer.weights, generator)
-    with pytest.raises(GraphError, match=r"too many positional arguments; write feedback\(weights, reader, \.\.\.\)"):
+    with pytest.raises(
+        GraphError,
+        match=r"too many positional arguments; write feedback\(weights, reader, \.\.\.\)",
+    ):
         graph.feedback(trainer.weights, generator, 3)  # type: ignore[misc]
     graph.feedback(trainer.weights, generator, max_staleness=3)
     graph.check()
@@ -221,14 +354,22 @@ def test_a_swapped_graph_is_checked_anew_as_a_whole() -> None:
 
 def test_a_rollouts_file_is_read_by_sql_without_this_project(tmp_path: Path) -> None:
     pytest.importorskip("duckdb")
-    rows = pa.RecordBatch.from_pydict({"group_id": [0, 0, 1], "reward": [1.0, 0.0, 0.5], "tokens": [[1, 2], [3], []]})
+    rows = pa.RecordBatch.from_pydict(
+        {"group_id": [0, 0, 1], "reward": [1.0, 0.0, 0.5], "tokens": [[1, 2], [3], []]}
+    )
     path = RunFolder.create(tmp_path, "test").rollouts_of().write(1, [rows])
     program = (
-        "import sys, duckdb, pyarrow as pa; rollouts = pa.ipc.open_file(pa.memory_map(sys.argv[1])).read_all();"
-        "print(duckdb.sql('select group_id, avg(reward), sum(len(tokens)) from rollouts group by 1 order by 1')"
-        ".fetchall(), [name for name in sys.modules if name.split('.')[0] in ('dataflow', 'transport', 'operators')])"
+        "import sys, duckdb, pyarrow as pa; rollouts ="
+        " pa.ipc.open_file(pa.memory_map(sys.argv[1])).read_all();print(duckdb.sql('select"
+        " group_id, avg(reward), sum(len(tokens)) from rollouts group by 1 order by 1').fetchall(),"
+        " [name for name in sys.modules if name.split('.')[0] in ('dataflow', 'transport',"
+        " 'operators')])"
     )
     done = subprocess.run(
-        [sys.executable, "-I", "-c", program, str(path)], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        [sys.executable, "-I", "-c", program, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
     )
     assert done.stdout.strip() == "[(0, 0.5, 3), (1, 0.5, 0)] []", done.stderr

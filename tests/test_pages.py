@@ -1,4 +1,5 @@
-"""The pages a stranger reads first: short, with links that lead somewhere, and a tour that fits in an afternoon."""
+"""The pages a stranger reads first: short, with links that lead somewhere, and a tour that fits in
+an afternoon."""
 
 import inspect
 import json
@@ -19,7 +20,12 @@ from graphs import aipo
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "graphs" / "README.md", ROOT / "bench" / "README.md"]
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "graphs" / "README.md",
+        ROOT / "bench" / "README.md",
+    ]
 )
 
 
@@ -40,8 +46,12 @@ def test_the_program_of_the_readme_is_a_graph(tmp_path: Path) -> None:
     graph.check()
 
 
-@pytest.mark.parametrize(("name", "command"), [each for group in COMMANDS.values() for each in group.items()])
-def test_every_command_is_in_its_page_with_its_flags(name: str, command: Callable[..., int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "command"), [each for group in COMMANDS.values() for each in group.items()]
+)
+def test_every_command_is_in_its_page_with_its_flags(
+    name: str, command: Callable[..., int]
+) -> None:
     lines = [line for line in CLI.splitlines() if re.match(rf"\| `dataflow {name}\b", line)]
     assert lines
     hints = typing.get_type_hints(command, include_extras=True)
@@ -60,7 +70,9 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
-STOPS = re.findall(r"^\| \d+ \| `([^`]+)` \|(.*)$", (ROOT / "docs" / "tour.md").read_text(), re.MULTILINE)
+STOPS = re.findall(
+    r"^\| \d+ \| `([^`]+)` \|(.*)$", (ROOT / "docs" / "tour.md").read_text(), re.MULTILINE
+)
 """File, and what is said of it."""
 
 
@@ -71,7 +83,9 @@ def test_the_tour_fits_in_an_afternoon() -> None:
     assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 4500
 
 
-@pytest.mark.parametrize(("file", "said"), STOPS, ids=lambda each: each if each.endswith(".py") else "")
+@pytest.mark.parametrize(
+    ("file", "said"), STOPS, ids=lambda each: each if each.endswith(".py") else ""
+)
 def test_what_the_tour_says_to_look_at_is_there(file: str, said: str) -> None:
     words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", said))))
     assert words <= set(re.findall(r"\w+", (ROOT / file).read_text()))
@@ -84,18 +98,30 @@ def test_every_flag_of_a_run_and_every_group_of_flags_is_in_the_page_of_commands
         assert re.search(rf"`{flag.option}\b", row), flag.option
 
 
-COMMANDS_OF_README = [" ".join(each.replace("\\\n", " ").split()) for each in
-                      re.findall(r"^    (python -m graphs\.aipo (?:.*\\\n)*.*)$", README, re.MULTILINE)]  # fmt: skip
+COMMANDS_OF_README = [
+    " ".join(each.replace("\\\n", " ").split())
+    for each in re.findall(r"^    (python -m graphs\.aipo (?:.*\\\n)*.*)$", README, re.MULTILINE)
+]
 SHAPES = {
     "Qwen/Qwen2.5-0.5B-Instruct": {
-        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-        "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
     },
     "Qwen/Qwen2.5-7B-Instruct": {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
     },
-}  # fmt: skip
+}
 """What their config.json says."""
 
 
@@ -123,7 +149,11 @@ def test_the_commands_of_the_readme_are_taken_and_take_what_it_says(
     words = [*shlex.split(COMMANDS_OF_README[command])[3:], *more.split()]
     policy = words[words.index("--policy") + 1]
     Path(policy).mkdir(parents=True)
-    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768}
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "max_position_embeddings": 32768,
+    }
     Path(policy, "config.json").write_text(json.dumps(config | SHAPES[policy]))
     Path("rows.jsonl").write_text('{"question": "2+2=", "answer": "#### 4"}\n' * 7473)
     words = ["rows.jsonl" if word.startswith("hf:openai/gsm8k") else word for word in words]

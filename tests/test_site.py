@@ -1,4 +1,5 @@
-"""The site that `make docs` makes: it has every page and every public name, and is made without a warning."""
+"""The site that `make docs` makes: it has every page and every public name, and is made without a
+warning."""
 
 import importlib
 import re
@@ -28,7 +29,12 @@ def test_every_public_name_has_an_entry_with_its_docstring(module: str) -> None:
 
 
 def test_the_reference_has_the_modules_that_the_structure_calls_public() -> None:
-    said = (ROOT / "docs" / "structure.md").read_text().partition("Users import from ")[2].partition(".\n")[0]
+    said = (
+        (ROOT / "docs" / "structure.md")
+        .read_text()
+        .partition("Users import from ")[2]
+        .partition(".\n")[0]
+    )
     assert set(re.findall(r"`([\w.]+)`", said)) == set(PUBLIC)
 
 

@@ -1,1 +1,2 @@
-"""Bytes between processes: record batches (`data`), weights (`weights`); no graph, no operator, no RL."""
+"""Bytes between processes: record batches (`data`), weights (`weights`); no graph, no operator, no
+RL."""

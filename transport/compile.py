@@ -22,20 +22,22 @@ TIMEOUT_S = 120.0
 _LOOK_S = 0.1
 _AT_HOME = "dataflow-rl"
 PROCESSOR = "DATAFLOW_MARCH"
-"""The variable that names the processor to compile for, as the compiler's -march does; `none`: as if there were no
-compiler. Unset, it is this machine's own."""
+"""The variable that names the processor to compile for, as the compiler's -march does; `none`: as
+if there were no compiler. Unset, it is this machine's own."""
 
 
 STARTING = "starting: "
 """Of a line that tells what a process does before it is at work, which somebody waits for."""
 NOTES: list[str] = []
-"""What people should know of the kernels in this process: where they are off, or slower than they could be."""
+"""What people should know of the kernels in this process: where they are off, or slower than they
+could be."""
 _Flags = tuple[str, ...]
 
 
 def cache_folder() -> Path:
-    """Where what this user's processes make once lies: in the cache of his home folder, or, where nothing can be
-    written there, as in an image that somebody else has built, among the machine's temporary files."""
+    """Where what this user's processes make once lies: in the cache of his home folder, or, where
+    nothing can be written there, as in an image that somebody else has built, among the machine's
+    temporary files."""
     folders = list(_folders())
     return next(filter(_takes_files, folders), folders[0])
 
@@ -50,7 +52,8 @@ def _folders() -> Iterator[Path]:
 
 
 def compilers_caches() -> dict[str, str]:
-    """The variables that have Triton and TorchInductor keep theirs there, too, where the home folder takes none."""
+    """The variables that have Triton and TorchInductor keep theirs there, too, where the home
+    folder takes none."""
     folder = cache_folder()
     if folder.name == _AT_HOME:
         return {}
@@ -64,45 +67,65 @@ def compilers_caches() -> dict[str, str]:
 def compiled(sources: tuple[Path, ...], choices: tuple[_Flags, ...]) -> ctypes.CDLL | None:
     """The shared library of C files, from a cache folder if it was compiled before.
 
-    sources: the first is compiled; it includes the others. choices: flags to try one after the other, for not every
-    compiler knows OpenMP. None where there is no C compiler or it cannot build them, which is told in `NOTES`.
-    ValueError where it cannot build them for the processor that DATAFLOW_MARCH names."""
+    sources: the first is compiled; it includes the others. choices: flags to try one after the
+    other, for not every compiler knows OpenMP. None where there is no C compiler or it cannot build
+    them, which is told in `NOTES`. ValueError where it cannot build them for the processor that
+    DATAFLOW_MARCH names."""
     asked = os.environ.get(PROCESSOR)
     if asked == "none":
         return None
     wanted = os.environ.get("CC", "cc")
     compiler = shutil.which(wanted) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        _off(f"there is no C compiler: neither {wanted} nor gcc nor clang is on the PATH; install one")
+        _off(
+            f"there is no C compiler: neither {wanted} nor gcc nor clang is on the PATH;"
+            " install one"
+        )
         return None
     fault = ""
-    for processor, flags in itertools.product(((f"-march={asked}",),) if asked else (("-march=native",), ()), choices):
+    for processor, flags in itertools.product(
+        ((f"-march={asked}",),) if asked else (("-march=native",), ()), choices
+    ):
         try:
             found = _library(sources, compiler, ("-fPIC", "-shared", *processor, *flags))
         except subprocess.TimeoutExpired:
-            _off(f"{compiler} has not compiled {sources[0].name} within {TIMEOUT_S:.0f} s; start the run again")
+            _off(
+                f"{compiler} has not compiled {sources[0].name} within {TIMEOUT_S:.0f} s; start the"
+                " run again"
+            )
             return None
         except (OSError, subprocess.SubprocessError) as error:
-            fault = (str(getattr(error, "stderr", None) or error).strip().splitlines() or [repr(error)])[0][:300]
+            fault = (
+                str(getattr(error, "stderr", None) or error).strip().splitlines() or [repr(error)]
+            )[0][:300]
             continue
         if flags != choices[0]:
-            _note(f"{compiler} compiles {sources[0].name} with {flags[-1]} alone, and it is slower: {fault}")
+            _note(
+                f"{compiler} compiles {sources[0].name} with {flags[-1]} alone, and it is slower:"
+                f" {fault}"
+            )
         return found
     if asked:
         raise ValueError(
-            f"{sources[0].name} cannot be compiled for {PROCESSOR}={asked}; found {fault}; name a processor that "
-            f"{compiler} knows as -march, or none"
+            f"{sources[0].name} cannot be compiled for {PROCESSOR}={asked}; found {fault}; name a"
+            f" processor that {compiler} knows as -march, or none"
         )
-    _off(f"{compiler} cannot compile {sources[0].name}: {fault}; see that it works, and where it may write")
+    _off(
+        f"{compiler} cannot compile {sources[0].name}: {fault}; see that it works, and where it may"
+        " write"
+    )
     return None
 
 
 def _library(sources: tuple[Path, ...], compiler: str, flags: _Flags) -> ctypes.CDLL:
     """Errors: OSError, SubprocessError."""
-    known = "\n".join([*(each.read_text("utf-8") for each in sources), compiler, *flags, _processor()])
+    known = "\n".join(
+        [*(each.read_text("utf-8") for each in sources), compiler, *flags, _processor()]
+    )
     name = f"{sources[0].stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
     for folder in filter(_is_ours, _folders()):
-        with contextlib.suppress(OSError):  # there is none, or it is damaged, or nothing may be run from there
+        # there is none, or it is damaged, or nothing may be run from there
+        with contextlib.suppress(OSError):
             return ctypes.CDLL(str(folder / name))
     fault = OSError(f"nothing can be written to {' or '.join(dict.fromkeys(map(str, _folders())))}")
     for folder in filter(_takes_files, _folders()):
@@ -122,9 +145,13 @@ def _built(found: Path, command: list[str]) -> ctypes.CDLL:
     os.close(handle)
     try:
         subprocess.run(
-            [*command, "-o", fresh, "-lm"], check=True, capture_output=True, text=True, timeout=TIMEOUT_S,
+            [*command, "-o", fresh, "-lm"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
             env={**os.environ, "TMPDIR": str(found.parent)},
-        )  # fmt: skip
+        )
         library = ctypes.CDLL(fresh)
         Path(fresh).replace(found)
     finally:
@@ -135,8 +162,8 @@ def _built(found: Path, command: list[str]) -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """While other processes of this user wait, that would compile the same; not for ever, and not where a disk has no
-    locks."""
+    """While other processes of this user wait, that would compile the same; not for ever, and not
+    where a disk has no locks."""
     deadline = time.monotonic() + TIMEOUT_S
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -163,13 +190,16 @@ def _takes_files(folder: Path) -> bool:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether code from there may be run: nobody else could put some into it. Above a cache of one's own nobody can."""
+    """Whether code from there may be run: nobody else could put some into it. Above a cache of
+    one's own nobody can."""
     try:
         found = folder.lstat()
     except OSError:
         return False
     shared = folder.name != _AT_HOME
-    return not shared or (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022)
+    return not shared or (
+        stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    )
 
 
 def _off(why: str) -> None:
@@ -188,4 +218,6 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         return " ".join(os.uname())
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+    return "\n".join(
+        sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    )

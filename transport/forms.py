@@ -1,4 +1,5 @@
-"""How the values of each type travel in a message and are checked where they arrive: one form per annotation."""
+"""How the values of each type travel in a message and are checked where they arrive: one form per
+annotation."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ SHOWN = 60
 """Characters of what was found that an error shows."""
 
 Plain: TypeAlias = Any
-"""None, numbers, text, bytes, and lists and maps of them; what they mean is for the reader of the field to check."""
+"""None, numbers, text, bytes, and lists and maps of them; what they mean is for the reader of the
+field to check."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +88,27 @@ def form_of(hint: Any) -> Form:
         return record(typing.cast("type[Any]", hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _enum(hint)
-    assert hint in (None, type(None), bool, int, float, str, bytes), f"no message carries values of type {hint}"
+    assert hint in (None, type(None), bool, int, float, str, bytes), (
+        f"no message carries values of type {hint}"
+    )
     return _scalar(type(None) if hint is None else hint)
 
 
 def record(kind: type[Any]) -> Form:
     """The form of a frozen dataclass: a map of its fields, all of them and no other."""
-    assert is_dataclass(kind) and vars(kind)["__dataclass_params__"].frozen, f"{kind.__name__} is no frozen dataclass"
+    assert is_dataclass(kind) and vars(kind)["__dataclass_params__"].frozen, (
+        f"{kind.__name__} is no frozen dataclass"
+    )
     hints = typing.get_type_hints(kind, include_extras=True)
     forms = {each.name: form_of(hints[each.name]) for each in fields(kind)}
     lifts = [(name, form.wire if form.exact else None, form.lift) for name, form in forms.items()]
-    bounds = [(name, form.least, form.lift) for name, form in forms.items() if form.least is not None]
-    names, lowers = tuple(forms), [(name, form.lower) for name, form in forms.items() if form.lower is not None]
+    bounds = [
+        (name, form.least, form.lift) for name, form in forms.items() if form.least is not None
+    ]
+    names, lowers = (
+        tuple(forms),
+        [(name, form.lower) for name, form in forms.items() if form.lower is not None],
+    )
     says = f"a map of {', '.join(forms) or 'nothing'}"
 
     def lower(message: Any) -> dict[str, Any]:
@@ -190,11 +201,21 @@ def _many(kind: type[list[Any]] | type[tuple[Any, ...]], one: Form) -> Form:
             raise Misfit(says, value)
         if not value:
             return kind()
-        if one.exact and set(map(type, value)) == exact and (one.least is None or min(value) >= one.least):
+        if (
+            one.exact
+            and set(map(type, value)) == exact
+            and (one.least is None or min(value) >= one.least)
+        ):
             return kind(value)
         return kind(_inside(str(place), one.lift, each) for place, each in enumerate(value))
 
-    return Form(says, kind, list, lift, None if lower_one is None else lambda value: list(map(lower_one, value)))
+    return Form(
+        says,
+        kind,
+        list,
+        lift,
+        None if lower_one is None else lambda value: list(map(lower_one, value)),
+    )
 
 
 def _fixed(forms: list[Form], named: type[Any] | None = None) -> Form:
@@ -206,11 +227,14 @@ def _fixed(forms: list[Form], named: type[Any] | None = None) -> Form:
         found = tuple(
             _inside(str(place), form.lift, each)
             for place, (form, each) in enumerate(zip(forms, value, strict=True))
-        )  # fmt: skip
+        )
         return found if named is None else named(*found)
 
     def lower(value: Any) -> Any:
-        return [each if form.lower is None else form.lower(each) for form, each in zip(forms, value, strict=True)]
+        return [
+            each if form.lower is None else form.lower(each)
+            for form, each in zip(forms, value, strict=True)
+        ]
 
     return Form(says, named or tuple, list, lift, lower)
 
@@ -226,7 +250,9 @@ def _map(key: Form, one: Form) -> Form:
 
     def lower(value: Any) -> Any:
         return {
-            name if key.lower is None else key.lower(name): each if one.lower is None else one.lower(each)
+            name if key.lower is None else key.lower(name): each
+            if one.lower is None
+            else one.lower(each)
             for name, each in value.items()
         }
 
@@ -234,7 +260,8 @@ def _map(key: Form, one: Form) -> Form:
 
 
 def _union(arms: list[Form]) -> Form:
-    """One of several types, told apart by what travels; dataclasses, if there are two or more, by their names."""
+    """One of several types, told apart by what travels; dataclasses, if there are two or more, by
+    their names."""
     tagged = {arm.of.__name__: arm for arm in arms if is_dataclass(arm.of)}
     others = [arm for arm in arms if not is_dataclass(arm.of)]
     if len(tagged) > 1:

@@ -1,4 +1,5 @@
-"""What two processes say to each other arrives once and in order, whatever connections they lose: it has numbers."""
+"""What two processes say to each other arrives once and in order, whatever connections they lose:
+it has numbers."""
 
 import struct
 from collections import deque
@@ -11,8 +12,8 @@ from transport.errors import MessageError
 Frames: TypeAlias = Sequence[bytes]
 """Of one message: its numbers, and what is said."""
 AGAIN_S = 2.0
-"""A message that the other has not heard, though it is heard itself, is sent again after so long; then after twice as
-much, as it may have too much to do."""
+"""A message that the other has not heard, though it is heard itself, is sent again after so long;
+then after twice as much, as it may have too much to do."""
 MOST_AGAIN_S = 16.0
 ASK_S = 0.5
 """Between two answers of one that misses something, and has nothing to say by itself."""
@@ -21,8 +22,8 @@ _SESSIONS = 1 << 32
 
 
 def first_session(attempt: int) -> int:
-    """Of who listens at an address where others did before, with lower numbers of their attempts, in all of their
-    sessions; no clock tells the later one."""
+    """Of who listens at an address where others did before, with lower numbers of their attempts,
+    in all of their sessions; no clock tells the later one."""
     return attempt * _SESSIONS + 1
 
 
@@ -36,10 +37,10 @@ class _Kept:
 class Numbered:
     """One end of a connection; reads no clock and has no socket.
 
-    Each message tells which messages of the other end were heard. So whoever hears something knows what is missing, and
-    sends that again; where nothing is heard, nothing is sent again. A session is a row of numbers, from 1; who speaks
-    begins a new one, with a higher number, to be understood by another listener, or to forget what was not heard.
-    """
+    Each message tells which messages of the other end were heard. So whoever hears something knows
+    what is missing, and sends that again; where nothing is heard, nothing is sent again. A session
+    is a row of numbers, from 1; who speaks begins a new one, with a higher number, to be understood
+    by another listener, or to forget what was not heard."""
 
     def __init__(self, session: int = 1) -> None:
         self._session, self._said, self._heard_of_ours = session, 0, 0
@@ -57,11 +58,14 @@ class Numbered:
         return [self._numbers(self._said), message]
 
     def take(self, frames: Frames, now: float) -> bytes | None:
-        """What the other end says, where it is its turn; None: it was heard before, or one before it is missing.
-        Errors: MessageError."""
+        """What the other end says, where it is its turn; None: it was heard before, or one before
+        it is missing. Errors: MessageError."""
         if len(frames) != 2 or len(frames[0]) != _NUMBERS.size:
             sizes = [len(frame) for frame in frames[:4]]
-            raise MessageError(f"a message has its numbers and what is said; found frames of {sizes} bytes; send both")
+            raise MessageError(
+                f"a message has its numbers and what is said; found frames of {sizes} bytes; send"
+                " both"
+            )
         session, number, session_heard, heard = _NUMBERS.unpack(frames[0])
         if session < self._its_session:
             return None
@@ -77,7 +81,8 @@ class Numbered:
         return frames[1]
 
     def missing(self, now: float) -> list[Frames]:
-        """What is to be sent now: again what the other end has not heard, and that this one misses something."""
+        """What is to be sent now: again what the other end has not heard, and that this one misses
+        something."""
         asks: list[Frames] = []
         if self._misses and now - self._asked >= ASK_S:
             self._misses, self._asked = False, now
@@ -91,7 +96,8 @@ class Numbered:
         return asks + [[self._numbers(kept.number), kept.message] for kept in self._kept]
 
     def begin_anew(self, *, with_another: bool = False) -> None:
-        """What was not heard is not sent any more. with_another: who is there now has said nothing yet."""
+        """What was not heard is not sent any more. with_another: who is there now has said nothing
+        yet."""
         self._session, self._said, self._heard_of_ours = self._session + 1, 0, 0
         self._kept.clear()
         self._again_s, self._is_behind = AGAIN_S, False
@@ -107,7 +113,8 @@ class Numbered:
             return
         if session != self._session:
             heard = 0
-        elif heard < self._heard_of_ours:  # another one is there, which listens where the one before it did
+        elif heard < self._heard_of_ours:
+            # another one is there, which listens where the one before it did
             self.begin_anew()
             return
         if heard > self._heard_of_ours:

@@ -23,7 +23,8 @@ _IN_ORDER = ("receiver_public", "receiver_secret", "sender_public", "sender_secr
 KEYS_BYTES = 4 * _KEY_BYTES
 """Of `RunKeys.to_bytes`."""
 HANDSHAKE_MS = 5_000
-"""For a peer to say who it is; then it is cut off, so that connections that say nothing do not pile up."""
+"""For a peer to say who it is; then it is cut off, so that connections that say nothing do not pile
+up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,8 @@ def make_keys() -> tuple[Keys, Keys]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunKeys:
-    """Both key pairs of a run: each of its processes holds them, because it receives on some edges and sends on others.
+    """Both key pairs of a run: each of its processes holds them, because it receives on some edges
+    and sends on others.
 
     They travel only over the socket pair by which a process is started, and are written nowhere.
     """
@@ -72,7 +74,10 @@ class RunKeys:
         """What `to_plain` gave; None for an empty map."""
         if not plain:
             return None
-        publics = {"receiver_public": plain["receiver_public"], "sender_public": plain["sender_public"]}
+        publics = {
+            "receiver_public": plain["receiver_public"],
+            "sender_public": plain["sender_public"],
+        }
         return cls(
             receivers=Keys(secret=plain["receiver_secret"], **publics),
             senders=Keys(secret=plain["sender_secret"], **publics),
@@ -81,9 +86,11 @@ class RunKeys:
     def to_plain(self) -> dict[str, bytes]:
         """For the settings of a process that is started."""
         return {
-            "receiver_public": self.receivers.receiver_public, "receiver_secret": self.receivers.secret,
-            "sender_public": self.receivers.sender_public, "sender_secret": self.senders.secret,
-        }  # fmt: skip
+            "receiver_public": self.receivers.receiver_public,
+            "receiver_secret": self.receivers.secret,
+            "sender_public": self.receivers.sender_public,
+            "sender_secret": self.senders.secret,
+        }
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "RunKeys":
@@ -102,7 +109,8 @@ class RunKeys:
 
 
 class Guard:
-    """Lets in only peers that hold the senders' key: a context of its own, with ZeroMQ's authenticator in a thread."""
+    """Lets in only peers that hold the senders' key: a context of its own, with ZeroMQ's
+    authenticator in a thread."""
 
     def __init__(self, keys: Keys) -> None:
         from zmq.auth.thread import ThreadAuthenticator
@@ -132,7 +140,8 @@ class Guard:
 
 
 def present(socket: "zmq.Socket[bytes]", keys: Keys) -> None:
-    """Make a socket show the senders' key, and speak only with whoever holds the receivers'; before it connects."""
+    """Make a socket show the senders' key, and speak only with whoever holds the receivers'; before
+    it connects."""
     socket.curve_serverkey = keys.receiver_public
     socket.curve_publickey = keys.sender_public
     socket.curve_secretkey = keys.secret
@@ -144,12 +153,16 @@ def endpoint(host: str, port: str = "*") -> str:
 
 
 def reachable(address: str) -> str:
-    """Where this machine's processes find who listens at an address: one of all interfaces stands for loopback."""
-    return address.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")
+    """Where this machine's processes find who listens at an address: one of all interfaces stands
+    for loopback."""
+    return address.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace(
+        "tcp://[::]:", "tcp://[::1]:"
+    )
 
 
 def again_at(host: str, before: str, listen: Callable[[str], T]) -> T:
-    """Listen at a tcp address of a host: at the one of `before` where that is this host's and free, else at any port.
+    """Listen at a tcp address of a host: at the one of `before` where that is this host's and free,
+    else at any port.
 
     TransportError where no port can be had."""
     if before and endpoint(host, before.rpartition(":")[2]) == before:
@@ -168,29 +181,32 @@ def check_address(address: str, keys: Keys | None) -> None:
         if keys is None and not _is_loopback(host):
             raise AddressError(
                 f"{address} is open to other machines, and there are no keys; got host '{host}'; "
-                f"bind to 127.0.0.1, or pass the CURVE keys of the run"
+                "bind to 127.0.0.1, or pass the CURVE keys of the run"
             )
     else:
         raise AddressError(
             f"an address has to be ipc://PATH or tcp://HOST:PORT; got '{address}'; "
-            f"use ipc within a machine and tcp between machines"
+            "use ipc within a machine and tcp between machines"
         )
 
 
 def _check_ipc(address: str, path: str) -> None:
     if not path.startswith("/"):
-        raise AddressError(f"an ipc address needs an absolute path; got '{address}'; use ipc:///FOLDER/NAME")
+        raise AddressError(
+            f"an ipc address needs an absolute path; got '{address}'; use ipc:///FOLDER/NAME"
+        )
     if len(os.fsencode(path)) > _MAX_IPC_PATH_BYTES:
         raise AddressError(
-            f"an ipc path is too long for a socket; got {len(os.fsencode(path))} bytes in '{path}', at most "
-            f"{_MAX_IPC_PATH_BYTES} fit; choose a shorter folder"
+            f"an ipc path is too long for a socket; got {len(os.fsencode(path))} bytes in '{path}',"
+            f" at most {_MAX_IPC_PATH_BYTES} fit; choose a shorter folder"
         )
     folder = Path(path).parent
     try:
         found = folder.stat()
     except OSError as error:
         raise AddressError(
-            f"the folder of {address} cannot be used; {error.strerror}: {folder}; make it with mode 0700"
+            f"the folder of {address} cannot be used; {error.strerror}: {folder}; make it with mode"
+            " 0700"
         ) from error
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077 or found.st_uid != os.getuid():

@@ -1,34 +1,37 @@
-"""What faults cost a run, and whether they break it: workers killed and stopped, scorers that hang and crash.
+"""What faults cost a run, and whether they break it: workers killed and stopped, scorers that hang
+and crash.
 
     python -m bench.chaos --minutes 10 --prompts train.jsonl --eval test.jsonl --json FILE
     python -m bench.chaos --trainer-kills 50 --json FILE
     python -m bench.chaos --scheduler-kills 5 --prompts train.jsonl --eval test.jsonl --json FILE
 
-The first runs the calculator task (bench.chaos.run) for so many minutes while every --every seconds SIGKILL or
-SIGSTOP goes to a process chosen at random: a worker, or one of a scorer's pool, which counts as one worker; a share
-of the rollouts makes its scorer hang for the second that it may take, or its process crash: at 2,500 rollouts per
-second one call every 20 s, and one every 2 s. Then, with nobody disturbing it, the same run again, for as many steps
-as the last evaluation of the first had seen. `dataflow verify` reads both folders; the exit status is 1 when it does
-not say clean.
+The first runs the calculator task (bench.chaos.run) for so many minutes while every --every seconds
+SIGKILL or SIGSTOP goes to a process chosen at random: a worker, or one of a scorer's pool, which
+counts as one worker; a share of the rollouts makes its scorer hang for the second that it may take,
+or its process crash: at 2,500 rollouts per second one call every 20 s, and one every 2 s. Then,
+with nobody disturbing it, the same run again, for as many steps as the last evaluation of the first
+had seen. `dataflow verify` reads both folders; the exit status is 1 when it does not say clean.
 
-A line for each fault: notice_s, from the signal until the scheduler acted (a stopped worker is let go on after 1 s);
-recover_s, from then until it was at work again; replaced_s, until a pool had another process, or the stopped one went
-on; regenerated, rollouts whose generation was begun a second time between this fault and the next (whole groups,
-counted when the generator marks them in the ledger). A line for each run: steps; pace_s, the median from a step to
-the next; useful, the time that the undisturbed run takes for so many steps, evaluations and checkpoints and all, over
-the time that they took, from the first step to the last; finished_again, rollouts that a generator finished twice;
-accuracy at the last evaluation of the disturbed run, first before the first step.
+A line for each fault: notice_s, from the signal until the scheduler acted (a stopped worker is let
+go on after 1 s); recover_s, from then until it was at work again; replaced_s, until a pool had
+another process, or the stopped one went on; regenerated, rollouts whose generation was begun a
+second time between this fault and the next (whole groups, counted when the generator marks them in
+the ledger). A line for each run: steps; pace_s, the median from a step to the next; useful, the
+time that the undisturbed run takes for so many steps, evaluations and checkpoints and all, over the
+time that they took, from the first step to the last; finished_again, rollouts that a generator
+finished twice; accuracy at the last evaluation of the disturbed run, first before the first step.
 
-The second kills small runs of a tiny policy at random moments, five each: `tree`, the scheduler and all below it, and
-`dataflow resume` goes on; `worker`, the trainer's process, which the scheduler starts again. Half of them are
-synchronous, and their losses are compared with those of a run that nobody kills. at_stake: groups that were finished
-and not trained at a kill, all kills together; again, dropped, kept: what became of them.
+The second kills small runs of a tiny policy at random moments, five each: `tree`, the scheduler and
+all below it, and `dataflow resume` goes on; `worker`, the trainer's process, which the scheduler
+starts again. Half of them are synchronous, and their losses are compared with those of a run that
+nobody kills. at_stake: groups that were finished and not trained at a kill, all kills together;
+again, dropped, kept: what became of them.
 
-The third kills the scheduler of a run that has a standby: without_s, the workers' time without a scheduler; taken_up_s,
-what the next one took to begin; steps_before and steps_after, those of the 5 s before a kill and after it; dip, what
-share fewer they are; others_restarted, workers that had to be started again. Then that of a run without one: gone_s,
-until no process was left; steps_alone, those that were made meanwhile.
-"""
+The third kills the scheduler of a run that has a standby: without_s, the workers' time without a
+scheduler; taken_up_s, what the next one took to begin; steps_before and steps_after, those of the 5
+s before a kill and after it; dip, what share fewer they are; others_restarted, workers that had to
+be started again. Then that of a run without one: gone_s, until no process was left; steps_alone,
+those that were made meanwhile."""
 
 from __future__ import annotations
 
@@ -41,7 +44,16 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.chaos.figures import Ended, accuracies, drawn, faults_of, pace, repeated, rows_of_faults, useful
+from bench.chaos.figures import (
+    Ended,
+    accuracies,
+    drawn,
+    faults_of,
+    pace,
+    repeated,
+    rows_of_faults,
+    useful,
+)
 from bench.chaos.kills import kill_trainers
 from bench.chaos.nemesis import Blow, Nemesis
 from bench.chaos.program import END_S, START_S, Failed, judged, left_behind, started, steps_made
@@ -59,7 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; the exit status is 1 when a run is not clean, or did not come to its end."""
     options = parser().parse_args(arguments)
     if options.quick:
-        options.minutes, options.every = min(options.minutes, QUICK_MINUTES), min(options.every, QUICK_EVERY_S)
+        options.minutes, options.every = (
+            min(options.minutes, QUICK_MINUTES),
+            min(options.every, QUICK_EVERY_S),
+        )
     report = Report("chaos", options.json)
     with tempfile.TemporaryDirectory() as temporary:
         runs = options.runs or Path(temporary)
@@ -79,22 +94,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(
-        prog="python -m bench.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--minutes", type=float, default=10.0, help="of the disturbed run (default 10)")
-    found.add_argument("--every", type=float, default=20.0, help="seconds from a fault to the next (default 20)")
-    found.add_argument("--seed", type=int, default=0, help="of the faults, and of the runs (default 0)")
+    found.add_argument(
+        "--minutes", type=float, default=10.0, help="of the disturbed run (default 10)"
+    )
+    found.add_argument(
+        "--every", type=float, default=20.0, help="seconds from a fault to the next (default 20)"
+    )
+    found.add_argument(
+        "--seed", type=int, default=0, help="of the faults, and of the runs (default 0)"
+    )
     found.add_argument("--json", type=Path, help="file for the JSON lines")
-    found.add_argument("--prompts", default="", help="GSM8K's train.jsonl; made-up steps without it")
+    found.add_argument(
+        "--prompts", default="", help="GSM8K's train.jsonl; made-up steps without it"
+    )
     found.add_argument("--eval", default="", help="GSM8K's test.jsonl")
-    found.add_argument("--policies", type=Path, default=Path("policies"), help="folder for the policy")
-    found.add_argument("--runs", type=Path, help="folder that keeps the runs; without it they are thrown away")
-    found.add_argument("--hang", type=float, default=1 / 50_000, help="share of rollouts that hang their scorer")
-    found.add_argument("--crash", type=float, default=1 / 5_000, help="share of rollouts that end its process")
-    found.add_argument("--eval-every", type=int, default=50, help="steps between evaluations (default 50)")
-    found.add_argument("--trainer-kills", type=int, default=0, help="kill the trainer so often, of small runs")
-    found.add_argument("--scheduler-kills", type=int, default=0, help="kill the scheduler so often, of one run")
-    found.add_argument("--quick", action="store_true", help="a tiny policy, half a minute: to try the code")
+    found.add_argument(
+        "--policies", type=Path, default=Path("policies"), help="folder for the policy"
+    )
+    found.add_argument(
+        "--runs", type=Path, help="folder that keeps the runs; without it they are thrown away"
+    )
+    found.add_argument(
+        "--hang", type=float, default=1 / 50_000, help="share of rollouts that hang their scorer"
+    )
+    found.add_argument(
+        "--crash", type=float, default=1 / 5_000, help="share of rollouts that end its process"
+    )
+    found.add_argument(
+        "--eval-every", type=int, default=50, help="steps between evaluations (default 50)"
+    )
+    found.add_argument(
+        "--trainer-kills", type=int, default=0, help="kill the trainer so often, of small runs"
+    )
+    found.add_argument(
+        "--scheduler-kills", type=int, default=0, help="kill the scheduler so often, of one run"
+    )
+    found.add_argument(
+        "--quick", action="store_true", help="a tiny policy, half a minute: to try the code"
+    )
     return found
 
 
@@ -111,8 +152,9 @@ def disturb(options: argparse.Namespace, runs: Path, report: Report) -> bool:
         report.add(case="faults", system=str(row.pop("worker")), **row)
     undisturbed = Ended.read(runs / "undisturbed" / "latest").step_times
     found = [
-        _outcome(runs, name, undisturbed, evaluated, group_size, report) for name in ("chaos", "undisturbed")
-    ]  # fmt: skip
+        _outcome(runs, name, undisturbed, evaluated, group_size, report)
+        for name in ("chaos", "undisturbed")
+    ]
     return all(found)
 
 
@@ -120,9 +162,18 @@ def _flags(options: argparse.Namespace) -> list[str]:
     tiny = ["--tiny"] if options.quick else []
     policy = options.policies.absolute() / ("calculator-tiny" if options.quick else "calculator")
     return [
-        "--prompts", options.prompts, "--eval", options.eval, "--policy", str(policy), "--seed", str(options.seed),
-        "--eval-every", str(options.eval_every), *tiny,
-    ]  # fmt: skip
+        "--prompts",
+        options.prompts,
+        "--eval",
+        options.eval,
+        "--policy",
+        str(policy),
+        "--seed",
+        str(options.seed),
+        "--eval-every",
+        str(options.eval_every),
+        *tiny,
+    ]
 
 
 def _under_faults(runs: Path, flags: Sequence[str], options: argparse.Namespace) -> list[Blow]:
@@ -134,7 +185,9 @@ def _under_faults(runs: Path, flags: Sequence[str], options: argparse.Namespace)
         nemesis.start()
         over = time.monotonic() + 60 * options.minutes
         try:
-            program.until(lambda: time.monotonic() > over, 60 * options.minutes + END_S, "the end of its time")
+            program.until(
+                lambda: time.monotonic() > over, 60 * options.minutes + END_S, "the end of its time"
+            )
         finally:
             nemesis.stop()
         struck = sum(not blow.is_within for blow in nemesis.blows)
@@ -151,7 +204,9 @@ def _settle(program: Any, runs: Path, struck: int) -> None:
     """Let the last faults be noticed and mended; two blows to one worker may be one fault."""
     deadline = time.monotonic() + 60
     program.until(
-        lambda: len(faults_of(runs / "latest")) >= struck or time.monotonic() > deadline, END_S, "the last recovery"
+        lambda: len(faults_of(runs / "latest")) >= struck or time.monotonic() > deadline,
+        END_S,
+        "the last recovery",
     )
 
 
@@ -164,21 +219,32 @@ def _undisturbed(runs: Path, flags: Sequence[str], steps: int) -> None:
 
 
 def _outcome(
-    runs: Path, name: str, undisturbed: Sequence[float], evaluated: int, group_size: int, report: Report
-) -> bool:  # fmt: skip
+    runs: Path,
+    name: str,
+    undisturbed: Sequence[float],
+    evaluated: int,
+    group_size: int,
+    report: Report,
+) -> bool:
     folder = runs / name / "latest"
     times = Ended.read(folder).step_times
     clean, said = judged(runs / name)
     found = accuracies(_metrics(runs / name))
     book = drawn(folder)
     figures: dict[str, Figure] = {
-        "clean": "yes" if clean else "NO", "faults": len(faults_of(folder)), "steps": len(times), "pace_s": pace(times),
-        "wall_s": times[-1] - times[0] if times else None, "useful": useful(times, undisturbed),
+        "clean": "yes" if clean else "NO",
+        "faults": len(faults_of(folder)),
+        "steps": len(times),
+        "pace_s": pace(times),
+        "wall_s": times[-1] - times[0] if times else None,
+        "useful": useful(times, undisturbed),
         "begun_again": group_size * len(repeated(book, "begun", "prompts")),
         "finished_again": group_size * len(repeated(book, "finished", "prompts")),
-        "first": found.get(0), "accuracy": found.get(evaluated), "at": evaluated,
+        "first": found.get(0),
+        "accuracy": found.get(evaluated),
+        "at": evaluated,
         "left_behind": len(left_behind(runs / name)),
-    }  # fmt: skip
+    }
     report.add(case="runs", system=name, **figures)
     print(f"{name}: {said}", flush=True)
     return clean

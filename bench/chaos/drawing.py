@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class _Book:
-    """Appends lines to drawn.jsonl, each in one write, so that processes may share it and a kill loses none."""
+    """Appends lines to drawn.jsonl, each in one write, so that processes may share it and a kill
+    loses none."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._file = os.open(folder.path / DRAWN, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -59,5 +60,7 @@ class Counting(GeneratorRuntime):
         """As the engine does."""
         made = super().work()
         for batch in made or ():
-            self._book.write("finished", batch.source, dict.fromkeys(batch.records.column(GROUP_ID).to_pylist()))
+            self._book.write(
+                "finished", batch.source, dict.fromkeys(batch.records.column(GROUP_ID).to_pylist())
+            )
         return made

@@ -41,12 +41,17 @@ def drawn(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith(b"}")]
 
 
-def matched(blows: Sequence[Blow], faults: Iterable[Mapping[str, Any]]) -> list[tuple[Blow | None, Mapping[str, Any]]]:
-    """Each fault of a worker with the last blow to it, by which no other fault is explained; None: not our doing."""
+def matched(
+    blows: Sequence[Blow], faults: Iterable[Mapping[str, Any]]
+) -> list[tuple[Blow | None, Mapping[str, Any]]]:
+    """Each fault of a worker with the last blow to it, by which no other fault is explained; None:
+    not our doing."""
     left, found = list(blows), []
     for fault in sorted(faults, key=lambda line: float(line["at"])):
         causes = [
-            blow for blow in left if not blow.is_within and blow.worker == fault["worker"] and blow.at <= fault["at"]
+            blow
+            for blow in left
+            if not blow.is_within and blow.worker == fault["worker"] and blow.at <= fault["at"]
         ]
         left = [blow for blow in left if blow not in causes]
         found.append((causes[0] if causes else None, fault))
@@ -54,12 +59,15 @@ def matched(blows: Sequence[Blow], faults: Iterable[Mapping[str, Any]]) -> list[
 
 
 def rows_of_faults(
-    blows: Sequence[Blow], faults: Sequence[Mapping[str, Any]], drawn: Sequence[Mapping[str, Any]], group_size: int
+    blows: Sequence[Blow],
+    faults: Sequence[Mapping[str, Any]],
+    drawn: Sequence[Mapping[str, Any]],
+    group_size: int,
 ) -> list[dict[str, Figure]]:
     """A row for each blow and for each fault that no blow explains, in order of time.
 
-    notice_s: from the blow until it was noticed; recover_s: from then until the worker was at work again.
-    regenerated: rollouts begun again after this fault and before the next one.
+    notice_s: from the blow until it was noticed; recover_s: from then until the worker was at work
+    again. regenerated: rollouts begun again after this fault and before the next one.
     """
     pairs = matched(blows, faults)
     again = repeated(drawn, "begun", SOURCE)
@@ -98,7 +106,8 @@ def rows_of_faults(
 
 
 def repeated(drawn: Iterable[Mapping[str, Any]], what: str, source: str) -> list[tuple[float, int]]:
-    """Each time that a group was begun, or finished, which had been before: (seconds since 1970, group)."""
+    """Each time that a group was begun, or finished, which had been before: (seconds since 1970,
+    group)."""
     known: set[int] = set()
     found = []
     for line in drawn:
@@ -122,13 +131,20 @@ class Ended:
         """From ledger.db of a run that has ended, or stands still."""
         db = sqlite3.connect(f"file:{folder / 'ledger.db'}?mode=ro", uri=True)
         try:
-            times = dict(db.execute("SELECT step, at FROM steps WHERE node = ? ORDER BY step", (TRAINER,)))
+            times = dict(
+                db.execute("SELECT step, at FROM steps WHERE node = ? ORDER BY step", (TRAINER,))
+            )
             rows = db.execute(
-                "SELECT group_id, outcome, step, reason FROM outcomes WHERE node = ? AND source = ?", (TRAINER, SOURCE)
+                "SELECT group_id, outcome, step, reason FROM outcomes WHERE node = ? AND"
+                " source = ?",
+                (TRAINER, SOURCE),
             ).fetchall()
         finally:
             db.close()
-        ended = {group: (reason or outcome, times.get(step, 0.0)) for group, outcome, step, reason in rows}
+        ended = {
+            group: (reason or outcome, times.get(step, 0.0))
+            for group, outcome, step, reason in rows
+        }
         return cls(step_times=list(times.values()), ended=ended)
 
 
@@ -148,35 +164,51 @@ def pace(times: Sequence[float]) -> float | None:
 
 def rate(times: Sequence[float]) -> float:
     """Steps per second from the first step to the last; 0 where there are not two."""
-    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
+    return (
+        (len(times) - 1) / (times[-1] - times[0])
+        if len(times) > 1 and times[-1] > times[0]
+        else 0.0
+    )
 
 
 def useful(times: Sequence[float], undisturbed: Sequence[float]) -> float | None:
-    """Share of the time from the first step to the last that another run takes for as many; None: unknown."""
+    """Share of the time from the first step to the last that another run takes for as many; None:
+    unknown."""
     return rate(times) / rate(undisturbed) if rate(times) and rate(undisturbed) else None
 
 
 def accuracies(metrics: Iterable[Mapping[str, Any]]) -> dict[int, float]:
     """Accuracy by step."""
-    return {int(line["step"]): float(line["eval_accuracy"]) for line in metrics if "eval_accuracy" in line}
+    return {
+        int(line["step"]): float(line["eval_accuracy"])
+        for line in metrics
+        if "eval_accuracy" in line
+    }
 
 
-def at_stake(kill: float, drawn: Sequence[Mapping[str, Any]], ended: Mapping[int, tuple[str, float]]) -> set[int]:
+def at_stake(
+    kill: float, drawn: Sequence[Mapping[str, Any]], ended: Mapping[int, tuple[str, float]]
+) -> set[int]:
     """Groups of the training source that were finished before a moment and had no outcome at it."""
     finished = {
-        group for line in drawn if line["what"] == "finished" and line["source"] == SOURCE and line["at"] <= kill
+        group
+        for line in drawn
+        if line["what"] == "finished" and line["source"] == SOURCE and line["at"] <= kill
         for group in line["groups"]
-    }  # fmt: skip
+    }
     return {group for group in finished if group not in ended or ended[group][1] > kill}
 
 
 def kept(
-    kills: Sequence[float], drawn: Sequence[Mapping[str, Any]], ended: Mapping[int, tuple[str, float]]
+    kills: Sequence[float],
+    drawn: Sequence[Mapping[str, Any]],
+    ended: Mapping[int, tuple[str, float]],
 ) -> dict[str, int]:
-    """Of all finished groups that were at stake at some kill: how many were finished again, were dropped, were kept.
+    """Of all finished groups that were at stake at some kill: how many were finished again, were
+    dropped, were kept.
 
-    Those that have no outcome at the end, because the run ended before their step, count as kept where they were not
-    finished again.
+    Those that have no outcome at the end, because the run ended before their step, count as kept
+    where they were not finished again.
     """
     counts: collections.Counter[str] = collections.Counter(at_stake=0, again=0, dropped=0, kept=0)
     again = repeated(drawn, "finished", SOURCE)
@@ -192,9 +224,14 @@ def kept(
     return dict(counts)
 
 
-def equal_losses(mine: Iterable[Mapping[str, Any]], undisturbed: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+def equal_losses(
+    mine: Iterable[Mapping[str, Any]], undisturbed: Iterable[Mapping[str, Any]]
+) -> tuple[int, int]:
     """Steps that both have, and those of them with the same loss, bit for bit."""
-    one, other = ({line["step"]: line["loss"] for line in lines if "loss" in line} for lines in (mine, undisturbed))
+    one, other = (
+        {line["step"]: line["loss"] for line in lines if "loss" in line}
+        for lines in (mine, undisturbed)
+    )
     both = [step for step in one if step in other]
     return len(both), sum(one[step] == other[step] for step in both)
 

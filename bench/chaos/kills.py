@@ -1,4 +1,5 @@
-"""The part of bench.chaos that kills trainers: whole programs that are resumed, and workers that are started again."""
+"""The part of bench.chaos that kills trainers: whole programs that are resumed, and workers that
+are started again."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ import psutil
 
 from bench.chaos.figures import Ended, drawn, equal_losses, kept, trained_twice
 from bench.chaos.nemesis import workers
-from bench.chaos.program import END_S, START_S, Program, judged, left_behind, resumed, started, steps_made
+from bench.chaos.program import (
+    END_S,
+    START_S,
+    Program,
+    judged,
+    left_behind,
+    resumed,
+    started,
+    steps_made,
+)
 from bench.report import Figure, Report
 from dataflow.folder.run_folder import RunFolder
 
@@ -28,9 +38,13 @@ ENDLESS = "1000000"
 
 
 def kill_trainers(options: argparse.Namespace, runs: Path, report: Report) -> bool:
-    """All kills, five to a run; whether every run is clean, has trained nothing twice, and repeats its losses."""
+    """All kills, five to a run; whether every run is clean, has trained nothing twice, and repeats
+    its losses."""
     draw = random.Random(options.seed)
-    parts = [min(KILLS_A_RUN, options.trainer_kills - done) for done in range(0, options.trainer_kills, KILLS_A_RUN)]
+    parts = [
+        min(KILLS_A_RUN, options.trainer_kills - done)
+        for done in range(0, options.trainer_kills, KILLS_A_RUN)
+    ]
     lines: list[dict[str, Any]] = []
     good = True
     for number, kills in enumerate(parts):
@@ -45,9 +59,15 @@ def kill_trainers(options: argparse.Namespace, runs: Path, report: Report) -> bo
         lines.append({"system": name, "kills": len(at), **found})
         report.add(case="kills of a run", **lines[-1])
         print(f"{name}: {found}", flush=True)
-        good &= found["clean"] == "yes" and not found["trained_twice"] and found.get("same") == found.get("compared")
+        good &= (
+            found["clean"] == "yes"
+            and not found["trained_twice"]
+            and found.get("same") == found.get("compared")
+        )
     for name in dict.fromkeys(line["system"] for line in lines):
-        report.add(case="kills", system=name, **summed([line for line in lines if line["system"] == name]))
+        report.add(
+            case="kills", system=name, **summed([line for line in lines if line["system"] == name])
+        )
     return good
 
 
@@ -123,9 +143,12 @@ def _figures(runs: Path, at: Sequence[float]) -> dict[str, Any]:
         print(said, flush=True)
     ended = Ended.read(folder)
     return {
-        "clean": "yes" if clean else "NO", "steps": len(ended.step_times), "trained_twice": trained_twice(folder),
-        **kept(at, drawn(folder), ended.ended), "left_behind": len(left_behind(runs)),
-    }  # fmt: skip
+        "clean": "yes" if clean else "NO",
+        "steps": len(ended.step_times),
+        "trained_twice": trained_twice(folder),
+        **kept(at, drawn(folder), ended.ended),
+        "left_behind": len(left_behind(runs)),
+    }
 
 
 def _compared(runs: Path, other: Path, flags: Sequence[str]) -> dict[str, Any]:
@@ -144,6 +167,15 @@ def _compared(runs: Path, other: Path, flags: Sequence[str]) -> dict[str, Any]:
 
 def _flags(options: argparse.Namespace, staleness: int) -> list[str]:
     return [
-        "--policy", str(options.policies.absolute() / "calculator-tiny"), "--tiny", "--steps", ENDLESS,
-        "--max-staleness", str(staleness), "--eval-every", "100", "--checkpoint-every", "10",
-    ]  # fmt: skip
+        "--policy",
+        str(options.policies.absolute() / "calculator-tiny"),
+        "--tiny",
+        "--steps",
+        ENDLESS,
+        "--max-staleness",
+        str(staleness),
+        "--eval-every",
+        "100",
+        "--checkpoint-every",
+        "10",
+    ]

@@ -1,4 +1,5 @@
-"""Starts, watches and ends the program of bench.chaos.run, and resumes and judges what it leaves."""
+"""Starts, watches and ends the program of bench.chaos.run, and resumes and judges what it
+leaves."""
 
 from __future__ import annotations
 
@@ -28,12 +29,19 @@ class Failed(Exception):
 class Program:
     """One process that runs, or goes on with, a run."""
 
-    def __init__(self, command: Sequence[str], said: Path, environment: Mapping[str, str] | None = None) -> None:
-        """said: the file that its output is appended to. environment: its whole environment; None: this process's."""
+    def __init__(
+        self, command: Sequence[str], said: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """said: the file that its output is appended to. environment: its whole environment; None:
+        this process's."""
         self._said = said
         with said.open("ab") as out:
             self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
             )
         self.pid = self._process.pid
 
@@ -43,11 +51,14 @@ class Program:
         return self._process.poll() is not None
 
     def until(self, holds: Callable[[], bool], within_s: float, what: str) -> None:
-        """Wait until something holds. Errors: Failed, when the program ends before or the time is over."""
+        """Wait until something holds. Errors: Failed, when the program ends before or the time is
+        over."""
         deadline = time.monotonic() + within_s
         while not holds():
             if self.is_over:
-                raise Failed(f"status {self._process.returncode} before {what}: {self.output_tail()}")
+                raise Failed(
+                    f"status {self._process.returncode} before {what}: {self.output_tail()}"
+                )
             if time.monotonic() > deadline:
                 raise Failed(f"{what} did not come within {within_s:.0f} s: {self.output_tail()}")
             time.sleep(POLL_S)
@@ -83,18 +94,26 @@ class Program:
 def started(runs: Path, *flags: str) -> Program:
     """A new run below `runs`."""
     runs.mkdir(parents=True, exist_ok=True)
-    return Program([sys.executable, "-m", "bench.chaos.run", "--quiet", "--runs", str(runs), *flags], runs / "said")
+    return Program(
+        [sys.executable, "-m", "bench.chaos.run", "--quiet", "--runs", str(runs), *flags],
+        runs / "said",
+    )
 
 
 def resumed(runs: Path) -> Program:
     """The newest run below `runs`, gone on with by the command that a user has for it."""
-    return Program([sys.executable, "-m", "dataflow", "resume", str(runs / "latest")], runs / "said")
+    return Program(
+        [sys.executable, "-m", "dataflow", "resume", str(runs / "latest")], runs / "said"
+    )
 
 
 def judged(runs: Path) -> tuple[bool, str]:
     """Whether `dataflow verify` says clean, and what it says."""
     done = subprocess.run(
-        [sys.executable, "-m", "dataflow", "verify", str(runs / "latest")], capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "dataflow", "verify", str(runs / "latest")],
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     return done.returncode == 0, (done.stdout + done.stderr).strip()
 
@@ -103,7 +122,9 @@ def steps_made(runs: Path) -> int:
     """The last step that metrics.jsonl tells of; 0 before there is a folder."""
     with contextlib.suppress(RunFolderError, OSError):
         folder = RunFolder.open(runs / "latest")
-        return max((int(line["step"]) for line in folder.scan_metrics()[0] if "loss" in line), default=0)
+        return max(
+            (int(line["step"]) for line in folder.scan_metrics()[0] if "loss" in line), default=0
+        )
     return 0
 
 

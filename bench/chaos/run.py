@@ -1,9 +1,10 @@
-"""The run that bench.chaos disturbs: the calculator task with a scorer that hangs and crashes now and then.
+"""The run that bench.chaos disturbs: the calculator task with a scorer that hangs and crashes now
+and then.
 
     python -m bench.chaos.run --prompts train.jsonl --eval test.jsonl --steps 100
 
-`drawn.jsonl` in its folder says which groups a generator began and finished, and when, over all of its attempts.
-"""
+`drawn.jsonl` in its folder says which groups a generator began and finished, and when, over all of
+its attempts."""
 
 from __future__ import annotations
 
@@ -31,12 +32,17 @@ TINY_ROWS = 16
 
 @scorer(timeout_s=1.0, processes=2)
 def reward(
-    completion: str, answer: str, rollout_id: int, hang: float = 0.0, crash: float = 0.0, seed: int = 0
+    completion: str,
+    answer: str,
+    rollout_id: int,
+    hang: float = 0.0,
+    crash: float = 0.0,
+    seed: int = 0,
 ) -> float:
     """The task's; but of a share of the rollouts it never returns, and of another its process ends.
 
-    Which ones they are depends on the seed and the rollout's number alone, so no answer is spared or struck more often.
-    """
+    Which ones they are depends on the seed and the rollout's number alone, so no answer is spared
+    or struck more often."""
     draw = random.Random(f"{seed}/{rollout_id}").random() if hang or crash else 1.0
     if draw < hang:
         while True:
@@ -57,9 +63,17 @@ class Counted(Generator):
 
 
 def build(
-    *, prompts: str = "", eval: str = "", policy: str = "policies/calculator", max_staleness: int = 4,
-    eval_every: int = 50, checkpoint_every: int = 25, hang: float = 0.0, crash: float = 0.0, tiny: bool = False,
-) -> Graph:  # fmt: skip
+    *,
+    prompts: str = "",
+    eval: str = "",
+    policy: str = "policies/calculator",
+    max_staleness: int = 4,
+    eval_every: int = 50,
+    checkpoint_every: int = 25,
+    hang: float = 0.0,
+    crash: float = 0.0,
+    tiny: bool = False,
+) -> Graph:
     """The calculator's graph under faults.
 
     Args:
@@ -77,12 +91,19 @@ def build(
     size: dict[str, Any] = TINY if tiny else {}
     rows, held_out = examples(prompts, held_out=False), examples(eval, held_out=True)[:most]
     g, model = Graph("chaos"), Model(str(calculator.warm(policy, prompts, **size)))
-    generator = Counted(model, group_size=4 if tiny else 8, max_tokens=calculator.MAX_TOKENS, name="generator")
+    generator = Counted(
+        model, group_size=4 if tiny else 8, max_tokens=calculator.MAX_TOKENS, name="generator"
+    )
     faulty = reward.configured(hang=hang, crash=crash) if hang or crash else reward
     trainer = Trainer(
-        model, loss=partial(aipo, rho=4.0), prompts_per_step=4 if tiny else 32, lr=1e-4, normalize="rollouts",
-        warmup_steps=20, checkpoint_every=checkpoint_every,
-    )  # fmt: skip
+        model,
+        loss=partial(aipo, rho=4.0),
+        prompts_per_step=4 if tiny else 32,
+        lr=1e-4,
+        normalize="rollouts",
+        warmup_steps=20,
+        checkpoint_every=checkpoint_every,
+    )
     source = Prompts(rows, columns=("answer",), shuffle_seed=0)
     trainer(advantage(faulty(generator(g.source(source)))))
     asked = Prompts(held_out, columns=("answer",), name="held_out", group_size=1)

@@ -1,4 +1,5 @@
-"""The part of bench.chaos that kills schedulers: one run with a standby, and one whose scheduler nobody replaces."""
+"""The part of bench.chaos that kills schedulers: one run with a standby, and one whose scheduler
+nobody replaces."""
 
 from __future__ import annotations
 
@@ -9,10 +10,20 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from bench.chaos.figures import Ended, faults_of
-from bench.chaos.program import END_S, START_S, Failed, Program, judged, left_behind, started, steps_made
+from bench.chaos.program import (
+    END_S,
+    START_S,
+    Failed,
+    Program,
+    judged,
+    left_behind,
+    started,
+    steps_made,
+)
 from bench.report import Figure, Report
 
 WINDOW_S = 5.0
@@ -24,7 +35,9 @@ GONE_S = 60.0 + 120.0 + 30.0
 """The limits after which workers that are alone have ended, and some seconds."""
 
 
-def kill_schedulers(options: argparse.Namespace, runs: Path, report: Report, flags: Sequence[str]) -> bool:
+def kill_schedulers(
+    options: argparse.Namespace, runs: Path, report: Report, flags: Sequence[str]
+) -> bool:
     """Both runs; whether both are clean, every scheduler was replaced, and no process was left."""
     flags = [*flags, "--eval-every", ENDLESS, "--steps", ENDLESS]
     at = _replaced(runs / "standby", flags, options.scheduler_kills)
@@ -35,22 +48,34 @@ def kill_schedulers(options: argparse.Namespace, runs: Path, report: Report, fla
     paces = [paces_around(times, moment, WINDOW_S) for moment in at]
     for (before, after), fault in zip(paces, faults, strict=False):
         report.add(
-            case="scheduler kills", system="standby", without_s=fault["noticed_s"], taken_up_s=fault["recovered_s"],
-            steps_before=before, steps_after=after, dip=1 - after / before if before else None,
-        )  # fmt: skip
+            case="scheduler kills",
+            system="standby",
+            without_s=fault["noticed_s"],
+            taken_up_s=fault["recovered_s"],
+            steps_before=before,
+            steps_after=after,
+            dip=1 - after / before if before else None,
+        )
     clean, said = judged(runs / "standby")
     dips = [1 - after / before for before, after in paces if before]
     report.add(
-        case="schedulers", system="standby", clean="yes" if clean else "NO", kills=len(at), replaced=len(faults),
-        others_restarted=others, dip=statistics.median(dips) if dips else None, steps=len(times),
+        case="schedulers",
+        system="standby",
+        clean="yes" if clean else "NO",
+        kills=len(at),
+        replaced=len(faults),
+        others_restarted=others,
+        dip=statistics.median(dips) if dips else None,
+        steps=len(times),
         left_behind=len(left_behind(runs / "standby")),
-    )  # fmt: skip
+    )
     print(f"standby: {said}", flush=True)
     return _alone(runs / "alone", flags, report) and clean and len(faults) == len(at)
 
 
 def paces_around(times: Sequence[float], moment: float, window_s: float) -> tuple[int, int]:
-    """Steps in the window before a moment, and in the one after it; times: of the steps, in order."""
+    """Steps in the window before a moment, and in the one after it; times: of the steps, in
+    order."""
     before = sum(moment - window_s <= each < moment for each in times)
     return before, sum(moment <= each < moment + window_s for each in times)
 
@@ -66,7 +91,7 @@ def _replaced(runs: Path, flags: Sequence[str], kills: int) -> list[float]:
             made, scheduler = steps_made(runs), _scheduler(runs)
             at.append(time.time())
             os.kill(scheduler, signal.SIGKILL)
-            _wait(lambda: len(faults_of(runs / "latest")) >= len(at) and steps_made(runs) > made, "the next scheduler")  # noqa: B023
+            _wait(partial(_is_replaced, runs, deaths=len(at), made=made), "the next scheduler")
         time.sleep(SETTLED_S)
         os.kill(_scheduler(runs), signal.SIGINT)
         _wait(lambda: not left_behind(runs), "the end of the run")
@@ -90,9 +115,12 @@ def _alone(runs: Path, flags: Sequence[str], report: Report) -> bool:
     clean, said = judged(runs)
     left = len(left_behind(runs))
     figures: dict[str, Figure] = {
-        "clean": "yes" if clean else "NO", "gone_s": gone_s, "steps": steps_made(runs), "steps_alone":
-        steps_made(runs) - made, "left_behind": left,
-    }  # fmt: skip
+        "clean": "yes" if clean else "NO",
+        "gone_s": gone_s,
+        "steps": steps_made(runs),
+        "steps_alone": steps_made(runs) - made,
+        "left_behind": left,
+    }
     report.add(case="schedulers", system="alone", **figures)
     print(f"alone: {said}", flush=True)
     return clean and not left
@@ -101,6 +129,11 @@ def _alone(runs: Path, flags: Sequence[str], report: Report) -> bool:
 def _scheduler(runs: Path) -> int:
     """The process that runs the newest run below `runs`."""
     return int((runs / "latest" / "lock").read_text().partition(" ")[0])
+
+
+def _is_replaced(runs: Path, *, deaths: int, made: int) -> bool:
+    """Whether the run knows of so many deaths and has made more steps since the last."""
+    return len(faults_of(runs / "latest")) >= deaths and steps_made(runs) > made
 
 
 def _wait(holds: Callable[[], bool], what: str, within_s: float = END_S) -> None:

@@ -1,10 +1,11 @@
-"""The scheduler of a run over many hosts: processor share, time from a heartbeat to what follows, start, memory.
+"""The scheduler of a run over many hosts: processor share, time from a heartbeat to what follows,
+start, memory.
 
 python -m bench.controller [--workers 64 512 4096] [--seconds 20] [--json FILE] [--profile FILE]
 
-The scheduler is the product's, with its sockets over tcp and CURVE, its table, its snapshot and its view; agents and
-workers are played by another process (`bench.controller.played`). Eight workers to a host.
-"""
+The scheduler is the product's, with its sockets over tcp and CURVE, its table, its snapshot and its
+view; agents and workers are played by another process (`bench.controller.played`). Eight workers to
+a host."""
 
 import argparse
 import contextlib
@@ -49,7 +50,9 @@ def main() -> None:
     asked.add_argument("--json", type=Path)
     asked.add_argument("--profile", type=Path, help="of the steady state, for pstats")
     wishes = asked.parse_args()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
     report = Report("controller", wishes.json)
     for workers in wishes.workers:
         figures = measure(workers, wishes.seconds, wishes.profile)
@@ -77,16 +80,26 @@ def _measured(
     agents = Agents(LISTEN, keys, folder, hang_s=limits.hang_s)
     ours = Built(digest="same")
     names = [host.name for host in hosts(workers)]
-    call = Call(address=agents.address, keys=keys.to_bytes().hex(), hosts=names, built=vars(ours), folder=str(folder))
+    call = Call(
+        address=agents.address,
+        keys=keys.to_bytes().hex(),
+        hosts=names,
+        built=vars(ours),
+        folder=str(folder),
+    )
     player = open_.enter_context(_player(call))
     began = time.monotonic()
     agents.assemble(len(names), limits.start_s)
     plan = planned(made, workers)
     server = HostsControlServer(agents, folder)
-    agents.build(Begin(launch={}, inputs={}, whereabouts=asdict(server.whereabouts)), ours, limits.start_s)
+    agents.build(
+        Begin(launch={}, inputs={}, whereabouts=asdict(server.whereabouts)), ours, limits.start_s
+    )
     gathered_s = time.monotonic() - began
     clock = RunClock(0.0)
-    scheduler = Scheduler(made, plan, Settings(folder=str(folder)), limits=limits, clock=clock, server=server)
+    scheduler = Scheduler(
+        made, plan, Settings(folder=str(folder)), limits=limits, clock=clock, server=server
+    )
     watch = ProgressWatch(made, plan, RunFolder(folder), None, clock)
     closing = open_.enter_context(contextlib.ExitStack())
     closing.callback(scheduler.close)
@@ -122,11 +135,19 @@ def _measured(
     closing.close()
     found = json.loads(player.communicate(timeout=60)[0] or "{}").get("delays", [])
     return {
-        "hosts": len(names), "gather s": round(gathered_s, 2), "start s": round(started_s, 2),
-        "start cpu s": round(start_cpu_s, 2), "share %": round(100 * share, 1), "turns/s": round(turns / seconds, 1),
-        "delay median ms": _ms(found, 0.5), "delay p99 ms": _ms(found, 0.99), "decisions": len(found),
-        "rss MiB": rss >> 20, "files": files, "restarts": restarts,
-    }  # fmt: skip
+        "hosts": len(names),
+        "gather s": round(gathered_s, 2),
+        "start s": round(started_s, 2),
+        "start cpu s": round(start_cpu_s, 2),
+        "share %": round(100 * share, 1),
+        "turns/s": round(turns / seconds, 1),
+        "delay median ms": _ms(found, 0.5),
+        "delay p99 ms": _ms(found, 0.99),
+        "decisions": len(found),
+        "rss MiB": rss >> 20,
+        "files": files,
+        "restarts": restarts,
+    }
 
 
 def _for(seconds: float, turn: Any) -> int:
@@ -151,7 +172,9 @@ def _player(call: Call) -> Iterator[subprocess.Popen[str]]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     command = [sys.executable, "-m", "bench.controller.played"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=more) as player:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=more
+    ) as player:
         assert player.stdin is not None
         player.stdin.write(call.to_line() + "\n")
         player.stdin.flush()

@@ -1,4 +1,5 @@
-"""The run that is played: its graph, its hosts, and what passes between the two processes before it begins."""
+"""The run that is played: its graph, its hosts, and what passes between the two processes before it
+begins."""
 
 import json
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
-"""Hosts that are played: agents and workers of one process, which speak to a real scheduler as real ones do.
+"""Hosts that are played: agents and workers of one process, which speak to a real scheduler as real
+ones do.
 
-python -m bench.controller.played, with a `Call` on its standard input; ends when that is closed. What it has measured
-it prints as a line of JSON at its end.
+python -m bench.controller.played, with a `Call` on its standard input; ends when that is closed.
+What it has measured it prints as a line of JSON at its end.
 """
 
 import json
@@ -78,16 +79,33 @@ class Worker:
 
     def beat(self) -> bytes:
         """Its heartbeat, encoded."""
-        status = {"step": 1, "dropped": self.dropped, "version": 3, "tokens": 100_000, "queue": 3, "active": 4}
+        status = {
+            "step": 1,
+            "dropped": self.dropped,
+            "version": 3,
+            "tokens": 100_000,
+            "queue": 3,
+            "active": 4,
+        }
         report = NodeReport(
-            status=status, seconds={"busy": 12.5, "waiting": 1.5, "blocked": 0.25, "starved": 0.0},
-            rows_in=1000, rows_out=1000,
-            ended=False, blocked=False, pending=3, oldest={"prompts": 17},
-        )  # fmt: skip
+            status=status,
+            seconds={"busy": 12.5, "waiting": 1.5, "blocked": 0.25, "starved": 0.0},
+            rows_in=1000,
+            rows_out=1000,
+            ended=False,
+            blocked=False,
+            pending=3,
+            oldest={"prompts": 17},
+        )
         heartbeat = Heartbeat(
-            attempt=self.attempt, nodes={self.node: report}, rss_bytes=1 << 30,
-            edges={EDGES[self.node]: (3, 64)} if self.node in EDGES else {}, at=self.node, at_s=0.1, turned_s=0.1,
-        )  # fmt: skip
+            attempt=self.attempt,
+            nodes={self.node: report},
+            rss_bytes=1 << 30,
+            edges={EDGES[self.node]: (3, 64)} if self.node in EDGES else {},
+            at=self.node,
+            at_s=0.1,
+            turned_s=0.1,
+        )
         return TO_SCHEDULER.encode(heartbeat)
 
 
@@ -112,7 +130,13 @@ class PlayedHost:
     """An agent and its workers."""
 
     def __init__(self, name: str, call: Call, keys: RunKeys, context: Any, delays: Delays) -> None:
-        self.name, self._call, self._keys, self._context, self._delays = name, call, keys, context, delays
+        self.name, self._call, self._keys, self._context, self._delays = (
+            name,
+            call,
+            keys,
+            context,
+            delays,
+        )
         self.workers: dict[str, Worker] = {}
         self._messages: list[tuple[str, bytes]] = []
         self._beat_s = 0.2
@@ -121,15 +145,24 @@ class PlayedHost:
         self.ends = False
         self._spoke = self._beaten = 0.0
         self._asked = 0.0
-        self.say(Join(
-            name=name, cpus=8, address="127.0.0.1", sockets=f"/tmp/{name}", folder=call.folder, pid=os.getpid(),
-            versions=versions(),
-        ))  # fmt: skip
+        self.say(
+            Join(
+                name=name,
+                cpus=8,
+                address="127.0.0.1",
+                sockets=f"/tmp/{name}",
+                folder=call.folder,
+                pid=os.getpid(),
+                versions=versions(),
+            )
+        )
 
     def say(self, message: Any) -> None:
         """To the scheduler."""
         self._send(
-            self._numbered.frames(FROM_AGENT.encode(message), time.monotonic(), is_kept=not is_repeated(message))
+            self._numbered.frames(
+                FROM_AGENT.encode(message), time.monotonic(), is_kept=not is_repeated(message)
+            )
         )
 
     def _send(self, frames: Frames) -> None:
@@ -187,7 +220,11 @@ class PlayedHost:
         worker = Worker(message.name, settings["attempt"], settings["worker"])
         self.workers[message.name] = worker
         self.say(Notice("started", message.name, 1, None))
-        addresses = {EDGES[worker.node]: f"tcp://127.0.0.1:{1024 + len(self.workers)}"} if worker.node in EDGES else {}
+        addresses = (
+            {EDGES[worker.node]: f"tcp://127.0.0.1:{1024 + len(self.workers)}"}
+            if worker.node in EDGES
+            else {}
+        )
         self.send(message.name, Hello(attempt=worker.attempt, pid=1, addresses=addresses))
 
     def exits(self, name: str, status: int) -> None:
@@ -208,7 +245,12 @@ class PlayedHost:
         """As `dataflow.agent.relay` does."""
         if self._messages:
             messages, self._messages = self._messages, []
-            self.say(FromWorkers(names=[name for name, _ in messages], messages=[message for _, message in messages]))
+            self.say(
+                FromWorkers(
+                    names=[name for name, _ in messages],
+                    messages=[message for _, message in messages],
+                )
+            )
 
     def hear(self, name: str, message: Any) -> None:
         """A worker hears something."""

@@ -2,11 +2,11 @@
 
     python -m bench.data_plane --json FILE
 
-Case `throughput`: batches of 64 rollouts of about 1,000 tokens are built from flat arrays, encoded, sent,
-received, checked and read. Ours has every guarantee on (credit, acknowledgement, checksum, full validation);
-the others give what they give. Rounds alternate between the systems; the figure is the median round.
-Case `latency`: single rollouts at a fixed rate, from the moment each was due until it was read.
-"""
+Case `throughput`: batches of 64 rollouts of about 1,000 tokens are built from flat arrays, encoded,
+sent, received, checked and read. Ours has every guarantee on (credit, acknowledgement, checksum,
+full validation); the others give what they give. Rounds alternate between the systems; the figure
+is the median round. Case `latency`: single rollouts at a fixed rate, from the moment each was due
+until it was read."""
 
 import argparse
 import importlib.util
@@ -82,7 +82,9 @@ def latency(system: System, rollouts: int, per_s: int) -> tuple[float, float]:
     return taken_ms[len(taken_ms) // 2], taken_ms[len(taken_ms) * 99 // 100]
 
 
-def run(names: list[str], report: Report, rounds: int, batches: int, seconds: float, per_s: int) -> None:
+def run(
+    names: list[str], report: Report, rounds: int, batches: int, seconds: float, per_s: int
+) -> None:
     """All cases; rounds alternate between the systems, and the first of each only warms up."""
     with Systems(names) as systems:
         rates: dict[str, list[float]] = {name: [] for name in systems.running}
@@ -120,15 +122,24 @@ def _commands() -> Iterator[list[Any]]:
 
 def main() -> None:
     """Run the bench, or, with --produce, the sending end of one system."""
-    # What every worker does; the consumers of all systems share this process, so it serves the others as well.
+    # What every worker does; the consumers of all systems share this process, so it serves the
+    # others as well.
     keep_freed_memory()
     parser = argparse.ArgumentParser(prog="python -m bench.data_plane", description=__doc__)
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default 7)")
-    parser.add_argument("--batches", type=int, default=200, help="batches per throughput round (default 200)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of one latency round (default 1.0)")
-    parser.add_argument("--rate", type=int, default=1000, help="rollouts/s for latency (default 1000)")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
+    parser.add_argument(
+        "--batches", type=int, default=200, help="batches per throughput round (default 200)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="of one latency round (default 1.0)"
+    )
+    parser.add_argument(
+        "--rate", type=int, default=1000, help="rollouts/s for latency (default 1000)"
+    )
+    parser.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all"
+    )
     parser.add_argument("--produce", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.produce:

@@ -1,4 +1,5 @@
-"""What a system of the data-plane bench has: a receiving end, and a producer in a process of its own."""
+"""What a system of the data-plane bench has: a receiving end, and a producer in a process of its
+own."""
 
 import time
 from collections.abc import Iterable

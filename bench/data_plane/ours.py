@@ -18,7 +18,9 @@ class OurProducer:
 
     def __init__(self, address: str) -> None:
         schema = to_batch(make(1, TOKENS), 0).schema
-        self._sender = Sender(edge="bench", sender_id="producer", epoch=1, schema=schema, receivers=[address])
+        self._sender = Sender(
+            edge="bench", sender_id="producer", epoch=1, schema=schema, receivers=[address]
+        )
         self._poller = zmq.Poller()
         for socket in self._sender.sockets:
             self._poller.register(socket, zmq.POLLIN)
@@ -37,7 +39,9 @@ class OurProducer:
 
     def _wait(self) -> None:
         if not self._poller.poll(int(PATIENCE_S * 1000)):
-            raise TimeoutError(f"the producer waited for the consumer; got nothing in {PATIENCE_S} s")
+            raise TimeoutError(
+                f"the producer waited for the consumer; got nothing in {PATIENCE_S} s"
+            )
         self._sender.poll()
 
 
@@ -68,7 +72,9 @@ class Ours:
         self.done()
         self._held = self._receiver.receive(PATIENCE_S)
         if self._held is None:
-            raise TimeoutError(f"the consumer waited for the producer; got nothing in {PATIENCE_S} s")
+            raise TimeoutError(
+                f"the consumer waited for the producer; got nothing in {PATIENCE_S} s"
+            )
         return from_batch(self._held.batch)
 
     def done(self) -> None:

@@ -1,4 +1,5 @@
-"""Ray, actor to actor, for comparison only; imported only where Ray is installed. It listens on 127.0.0.1."""
+"""Ray, actor to actor, for comparison only; imported only where Ray is installed. It listens on
+127.0.0.1."""
 
 import os
 import queue
@@ -6,8 +7,8 @@ import secrets
 import time
 from typing import Any
 
-# Read when Ray is imported: listen on loopback (the variable is named after the systems where that is the default),
-# and admit who knows this token.
+# Read when Ray is imported: listen on loopback (the variable is named after the systems where that
+# is the default), and admit who knows this token.
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 import ray
@@ -59,7 +60,8 @@ class RayActors:
         self._running = self._producer.run.remote(command)
 
     def receive(self) -> tuple[Arrays, int]:
-        """Wait for the round once; then one entry per batch, back-dated by the time that it took."""
+        """Wait for the round once; then one entry per batch, back-dated by the time that it
+        took."""
         if self._running is not None:
             for taken_ns in ray.get(self._running, timeout=PATIENCE_S):
                 self._taken_ns.put(taken_ns)

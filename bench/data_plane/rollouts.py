@@ -20,8 +20,8 @@ class Rollouts:
     """What a generator holds when a batch of rollouts is finished."""
 
     arrays: Arrays
-    """Per rollout: offsets (R + 1), rollout_id, position, reward. Per token: tokens, mask, logprobs,
-    versions, and text (four characters for each)."""
+    """Per rollout: offsets (R + 1), rollout_id, position, reward. Per token: tokens, mask,
+    logprobs, versions, and text (four characters for each)."""
 
     @property
     def rows(self) -> int:
@@ -51,7 +51,8 @@ def make(rows: int, tokens: int) -> Rollouts:
 
 
 def to_batch(rollouts: Rollouts, issued_ns: int) -> pa.RecordBatch:
-    """A record batch over the flat arrays; only the mask is copied, to bits (packbits: 8 times pa.array)."""
+    """A record batch over the flat arrays; only the mask is copied, to bits (packbits: 8 times
+    pa.array)."""
     arrays = rollouts.arrays
     offsets = pa.array(arrays["offsets"])
     bits = pa.py_buffer(np.packbits(arrays["mask"], bitorder="little"))
@@ -65,7 +66,9 @@ def to_batch(rollouts: Rollouts, issued_ns: int) -> pa.RecordBatch:
         "issued_ns": pa.array(np.full(rollouts.rows, issued_ns)),
         "rollout_id": pa.array(arrays["rollout_id"]),
         "position": pa.array(arrays["position"]),
-        "completion": pa.StringArray.from_buffers(rollouts.rows, text_offsets, pa.py_buffer(arrays["text"])),
+        "completion": pa.StringArray.from_buffers(
+            rollouts.rows, text_offsets, pa.py_buffer(arrays["text"])
+        ),
         "tokens": ragged(pa.array(arrays["tokens"])),
         "mask": ragged(mask),
         "logprobs": ragged(pa.array(arrays["logprobs"])),
@@ -79,7 +82,9 @@ def from_batch(batch: pa.RecordBatch) -> tuple[Arrays, int]:
     """The flat arrays of a record batch, and when it was issued."""
     text = batch["completion"].buffers()[2]
     mask = batch["mask"].values
-    arrays: Arrays = {name: batch[name].values.to_numpy() for name in ("tokens", "logprobs", "versions")}
+    arrays: Arrays = {
+        name: batch[name].values.to_numpy() for name in ("tokens", "logprobs", "versions")
+    }
     bits = np.frombuffer(mask.buffers()[1], np.uint8)
     arrays["mask"] = np.unpackbits(bits, count=len(mask), bitorder="little").view(np.bool_)
     arrays |= {name: batch[name].to_numpy() for name in ("rollout_id", "position", "reward")}

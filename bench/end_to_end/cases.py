@@ -1,10 +1,13 @@
-"""The three cases of the end-to-end bench: task, policy, reward and sizes, the same for every system.
+"""The three cases of the end-to-end bench: task, policy, reward and sizes, the same for every
+system.
 
-even         sorting letters, answers of 3 to 10 letters: generation and training alike are short and regular.
-tail         the policy itself makes a heavy tail of lengths: its first character decides between a short mode
-             and a long one, each with its own rate of stopping. The reward is as good as a coin.
-slow_scorer  sorting with a scorer that takes 50 ms of wall time per rollout, 32 of them at once at most.
-"""
+even         sorting letters, answers of 3 to 10 letters: generation and training alike are short
+             and regular.
+tail         the policy itself makes a heavy tail of lengths: its first character decides between a
+             short mode and a long one, each with its own rate of stopping. The reward is as good as
+             a coin.
+slow_scorer  sorting with a scorer that takes 50 ms of wall time per rollout, 32 of them at once at
+most."""
 
 import math
 import random
@@ -68,7 +71,8 @@ class Case:
     steps: dict[str, int]
     """Counted steps, by system."""
     warmup: dict[str, int]
-    """Steps before the counted ones, by system: for the asynchronous graph enough to fill its pipeline."""
+    """Steps before the counted ones, by system: for the asynchronous graph enough to fill its
+    pipeline."""
     eval_every: int = 0
     """Steps between evaluations; 0: none."""
     level: float | None = None
@@ -87,7 +91,8 @@ def coin(completion: str, answer: str) -> float:
 
 
 def make_case(name: str, policies: Path, *, quick: bool) -> Case:
-    """A case by its name; `quick` is for a smoke test: the same path with few steps and short tails."""
+    """A case by its name; `quick` is for a smoke test: the same path with few steps and short
+    tails."""
     words = tuple(sorting.rows(20_000, seed=0))
     held_out = tuple(sorting.rows(512, seed=1, held_out=True))
     sort = Case(
@@ -104,10 +109,17 @@ def make_case(name: str, policies: Path, *, quick: bool) -> Case:
         level=0.0 if quick else 0.6,
     )
     slow = replace(
-        sort, name="slow_scorer", held_out=(), eval_every=0, level=None,
-        reward=slow_exact, calls=SCORER_CALLS, call_s=SCORER_S,
-        steps=_all(2 if quick else 16), warmup=_all(1 if quick else 5),
-    )  # fmt: skip
+        sort,
+        name="slow_scorer",
+        held_out=(),
+        eval_every=0,
+        level=None,
+        reward=slow_exact,
+        calls=SCORER_CALLS,
+        call_s=SCORER_S,
+        steps=_all(2 if quick else 16),
+        warmup=_all(1 if quick else 5),
+    )
     tail = Case(
         name="tail",
         policy=policies / ("bench-tail-quick" if quick else "bench-tail"),
@@ -125,19 +137,32 @@ def make_policy(case: Case, *, quick: bool) -> Path:
     """Warm-start the case's policy in its folder, unless it stands there already."""
     if case.name == "tail":
         return warm_start(
-            case.policy, examples=tail_examples(64 if quick else 6_400), alphabet=SHORT + LONG + "=",
-            layers=1 if quick else 2, width=16 if quick else 64, heads=2 if quick else 4,
-            steps=2 if quick else 400, batch_size=16, max_positions=TAIL_TOKENS + 8, seed=0,
-        )  # fmt: skip
+            case.policy,
+            examples=tail_examples(64 if quick else 6_400),
+            alphabet=SHORT + LONG + "=",
+            layers=1 if quick else 2,
+            width=16 if quick else 64,
+            heads=2 if quick else 4,
+            steps=2 if quick else 400,
+            batch_size=16,
+            max_positions=TAIL_TOKENS + 8,
+            seed=0,
+        )
     return warm_start(
-        case.policy, examples=((row["prompt"], row["answer"]) for row in case.rows), alphabet=sorting.ALPHABET,
-        layers=1 if quick else 2, width=16 if quick else 128, heads=2 if quick else 4,
-        steps=2 if quick else 95, seed=0,
-    )  # fmt: skip
+        case.policy,
+        examples=((row["prompt"], row["answer"]) for row in case.rows),
+        alphabet=sorting.ALPHABET,
+        layers=1 if quick else 2,
+        width=16 if quick else 128,
+        heads=2 if quick else 4,
+        steps=2 if quick else 95,
+        seed=0,
+    )
 
 
 def tail_examples(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
-    """(prompt, completion): after each letter a completion ends with the probability of its mode."""
+    """(prompt, completion): after each letter a completion ends with the probability of its
+    mode."""
     draw = random.Random(f"tail-{seed}")
     going_on = {SHORT: 0.5 ** (1 / SHORT_MEDIAN), LONG: 1 - 1 / LONG_MEAN}
     for row in _tail_prompts(count, seed):

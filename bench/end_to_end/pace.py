@@ -28,9 +28,11 @@ class Measured:
     lengths: list[list[int]]
     """Completion tokens of every rollout, the end token among them, by step."""
     accuracies: list[tuple[int, float]] = field(default_factory=list)
-    """(steps done, held-out accuracy sampled at temperature 1), in order; the first before any step."""
+    """(steps done, held-out accuracy sampled at temperature 1), in order; the first before any
+    step."""
     efficiency: float | None = None
-    """Share of the time in which what bounds the run is at work; None for a system without stages."""
+    """Share of the time in which what bounds the run is at work; None for a system without
+    stages."""
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -85,16 +87,20 @@ class Stopwatch:
         )
 
 
-def figures(measured: Measured, *, warmup: int, cooldown: int, level: float | None) -> dict[str, Figure]:
+def figures(
+    measured: Measured, *, warmup: int, cooldown: int, level: float | None
+) -> dict[str, Figure]:
     """The figures of a line of JSON.
 
-    warmup: steps at the beginning that are not counted; the clock starts at the end of the last of them.
-    cooldown: steps at the end that are not counted, because nothing is generated for later ones meanwhile.
-    level: held-out accuracy to be reached; None: not asked.
+    warmup: steps at the beginning that are not counted; the clock starts at the end of the last of
+    them. cooldown: steps at the end that are not counted, because nothing is generated for later
+    ones meanwhile. level: held-out accuracy to be reached; None: not asked.
     """
     counted = measured.ends[warmup - 1 : len(measured.ends) - cooldown]
     seconds, steps = counted[-1] - counted[0], len(counted) - 1
-    lengths = sorted(length for step in measured.lengths[warmup : warmup + steps] for length in step)
+    lengths = sorted(
+        length for step in measured.lengths[warmup : warmup + steps] for length in step
+    )
     return {
         "rollouts_per_s": len(lengths) / seconds,
         "seconds_to_accuracy": seconds_to(measured, level, warmup),
@@ -114,8 +120,8 @@ def figures(measured: Measured, *, warmup: int, cooldown: int, level: float | No
 def seconds_to(measured: Measured, level: float | None, warmup: int) -> float | None:
     """Seconds from the end of the warm-up until the accuracy was reached, None if it was not.
 
-    Between the last evaluation below the level and the first one at it, accuracy is taken as a straight line.
-    """
+    Between the last evaluation below the level and the first one at it, accuracy is taken as a
+    straight line."""
     if level is None:
         return None
     zero = measured.ends[warmup - 1]
@@ -123,7 +129,11 @@ def seconds_to(measured: Measured, level: float | None, warmup: int) -> float | 
     for step, accuracy in measured.accuracies:
         now = max(0.0, measured.ends[step - 1] - zero) if step else 0.0
         if accuracy >= level:
-            return now if lower is None else before + (now - before) * (level - lower) / (accuracy - lower)
+            return (
+                now
+                if lower is None
+                else before + (now - before) * (level - lower) / (accuracy - lower)
+            )
         before, lower = now, accuracy
     return None
 

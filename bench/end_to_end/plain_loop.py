@@ -41,7 +41,8 @@ class PlainRun:
     generate_s: float
     """Part of it spent in `model.generate`, in seconds."""
     points: tuple[Point, ...]
-    """Before the first step, every `eval_every` steps and after the last; empty without held-out rows."""
+    """Before the first step, every `eval_every` steps and after the last; empty without held-out
+    rows."""
 
 
 def load(folder: str | Path) -> tuple[Any, Any]:
@@ -56,8 +57,8 @@ def generate(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Sample a completion of each prompt at temperature 1.
 
-    Returns tokens [B, T] with left-padded prompts, their attention mask [B, T], which ends with the end
-    token of each row, and the number of prompt positions.
+    Returns tokens [B, T] with left-padded prompts, their attention mask [B, T], which ends with the
+    end token of each row, and the number of prompt positions.
     """
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True)
     start = inputs["input_ids"].shape[1]
@@ -87,9 +88,13 @@ def accuracy(
     total = 0.0
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]
-        tokens, _, start = generate(model, tokenizer, [row["prompt"] for row in batch], max_tokens, greedy=greedy)
+        tokens, _, start = generate(
+            model, tokenizer, [row["prompt"] for row in batch], max_tokens, greedy=greedy
+        )
         completions = tokenizer.batch_decode(tokens[:, start:], skip_special_tokens=True)
-        total += sum(reward(text, row["answer"]) for text, row in zip(completions, batch, strict=True))
+        total += sum(
+            reward(text, row["answer"]) for text, row in zip(completions, batch, strict=True)
+        )
     return total / len(rows)
 
 
@@ -111,8 +116,12 @@ def update(
         use_cache=False,
         logits_to_keep=tokens_B_T.shape[1] - start,
     ).logits
-    new_logprobs_B_T = logits_B_T_V.log_softmax(-1).gather(-1, tokens_B_T[:, start:, None]).squeeze(-1)
-    loss = -(advantage_B[:, None] * new_logprobs_B_T * attention_B_T[:, start:]).sum() / len(tokens_B_T)
+    new_logprobs_B_T = (
+        logits_B_T_V.log_softmax(-1).gather(-1, tokens_B_T[:, start:, None]).squeeze(-1)
+    )
+    loss = -(advantage_B[:, None] * new_logprobs_B_T * attention_B_T[:, start:]).sum() / len(
+        tokens_B_T
+    )
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
@@ -170,7 +179,9 @@ def plain_loop(
         began = time.perf_counter()
         batch = [next(picks) for _ in range(prompts_per_step)]
         rows = [row for row in batch for _ in range(group_size)]
-        tokens, attention, start = generate(model, tokenizer, [row["prompt"] for row in rows], max_tokens)
+        tokens, attention, start = generate(
+            model, tokenizer, [row["prompt"] for row in rows], max_tokens
+        )
         generate_s += time.perf_counter() - began
         completions = tokenizer.batch_decode(tokens[:, start:], skip_special_tokens=True)
         scores = [reward(text, row["answer"]) for text, row in zip(completions, rows, strict=True)]
@@ -183,7 +194,9 @@ def plain_loop(
         if (step % eval_every == 0 or step == steps) and measure(step):
             break
     rate = step * prompts_per_step * group_size / seconds if seconds else 0.0
-    return PlainRun(rollouts_per_s=rate, seconds=seconds, generate_s=generate_s, points=tuple(points))
+    return PlainRun(
+        rollouts_per_s=rate, seconds=seconds, generate_s=generate_s, points=tuple(points)
+    )
 
 
 def _forever(rows: list[dict[str, str]], seed: int) -> Iterator[dict[str, str]]:

@@ -1,14 +1,16 @@
-"""The four systems of the end-to-end bench, each run once in this process; torch and TRL come in where needed.
+"""The four systems of the end-to-end bench, each run once in this process; torch and TRL come in
+where needed.
 
-All train on the same batches (as many prompts as the case says x 8 rollouts at temperature 1) with the same loss:
-log-probabilities times the advantage over the group's mean, summed over tokens and divided by the rollouts, no KL term,
-gradient norm clipped at 1, one step of AdamW (lr constant, betas 0.9 and 0.999, no weight decay).
+All train on the same batches (as many prompts as the case says x 8 rollouts at temperature 1) with
+the same loss: log-probabilities times the advantage over the group's mean, summed over tokens and
+divided by the rollouts, no KL term, gradient norm clipped at 1, one step of AdamW (lr constant,
+betas 0.9 and 0.999, no weight decay).
 
-TRL's nearest is loss_type="dr_grpo" with scale_rewards="none", beta=0 and one iteration: with one update per
-batch the clipped ratio is 1, so its gradient is the same, but divided by max_completion_length as well; the
-clipping norm is divided by the same number, and AdamW takes no notice of the scale (its epsilon aside).
-Our graphs weigh each token by AIPO's importance ratio, which is 1 in the synchronous one.
-"""
+TRL's nearest is loss_type="dr_grpo" with scale_rewards="none", beta=0 and one iteration: with one
+update per batch the clipped ratio is 1, so its gradient is the same, but divided by
+max_completion_length as well; the clipping norm is divided by the same number, and AdamW takes no
+notice of the scale (its epsilon aside). Our graphs weigh each token by AIPO's importance ratio,
+which is 1 in the synchronous one."""
 
 import importlib
 import random
@@ -36,7 +38,8 @@ def run_system(system: str, case: Case, *, seed: int, threads: int, born: float)
 
 
 def cooldown(system: str) -> int:
-    """Steps at the end of a run that are not counted: the asynchronous generator has then run out of prompts."""
+    """Steps at the end of a run that are not counted: the asynchronous generator has then run out
+    of prompts."""
     return ASYNC_STALENESS + 1 if system == "async" else 0
 
 
@@ -46,7 +49,8 @@ def total_steps(system: str, case: Case) -> int:
 
 
 def run_plain(case: Case, *, seed: int, threads: int, born: float) -> Measured:
-    """The loop of `plain_loop`, of its parts, with as many calls of the reward at once as the case allows."""
+    """The loop of `plain_loop`, of its parts, with as many calls of the reward at once as the case
+    allows."""
     import torch
 
     from bench.end_to_end.plain_loop import generate, load, update
@@ -61,7 +65,9 @@ def run_plain(case: Case, *, seed: int, threads: int, born: float) -> Measured:
     with ThreadPoolExecutor(case.calls) as pool:
         for _ in range(total_steps("plain", case)):
             rows = [row for _ in range(case.prompts_per_step) for row in [next(picks)] * GROUP_SIZE]
-            tokens, attention, start = generate(model, tokenizer, [row["prompt"] for row in rows], case.max_tokens)
+            tokens, attention, start = generate(
+                model, tokenizer, [row["prompt"] for row in rows], case.max_tokens
+            )
             completions = tokenizer.batch_decode(tokens[:, start:], skip_special_tokens=True)
             scores_P_G = torch.tensor(_scores(case, pool, completions, rows)).view(-1, GROUP_SIZE)
             advantage_B = (scores_P_G - scores_P_G.mean(1, keepdim=True)).flatten()
@@ -73,7 +79,8 @@ def run_plain(case: Case, *, seed: int, threads: int, born: float) -> Measured:
 
 
 def run_trl(case: Case, *, seed: int, threads: int, born: float) -> Measured:
-    """TRL's GRPOTrainer on the CPU: one generation, one forward and backward, one update per step."""
+    """TRL's GRPOTrainer on the CPU: one generation, one forward and backward, one update per
+    step."""
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -88,7 +95,9 @@ def run_trl(case: Case, *, seed: int, threads: int, born: float) -> Measured:
     lengths: list[int] = []
     pool = ThreadPoolExecutor(case.calls)
 
-    def reward(completions: list[str], answer: list[str], completion_ids: list[Any], **_: Any) -> list[float]:
+    def reward(
+        completions: list[str], answer: list[str], completion_ids: list[Any], **_: Any
+    ) -> list[float]:
         lengths[:] = map(len, completion_ids)
         return _scores(case, pool, completions, [{"answer": each} for each in answer])
 
@@ -101,29 +110,56 @@ def run_trl(case: Case, *, seed: int, threads: int, born: float) -> Measured:
     _evaluate(watch, model, tokenizer, case)
     with tempfile.TemporaryDirectory() as folder:
         config = trl.GRPOConfig(
-            output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, seed=seed,
-            per_device_train_batch_size=case.prompts_per_step * GROUP_SIZE, gradient_accumulation_steps=1,
-            num_generations=GROUP_SIZE, num_iterations=1, max_completion_length=case.max_tokens,
-            temperature=1.0, top_k=0, top_p=1.0, beta=0.0, loss_type="dr_grpo", scale_rewards="none",
-            learning_rate=case.lr, lr_scheduler_type="constant", weight_decay=0.0, optim="adamw_torch_fused",
-            max_grad_norm=GRAD_CLIP / case.max_tokens, max_steps=total_steps("trl", case),
-            dataloader_num_workers=0, dataloader_pin_memory=False, save_strategy="no", logging_strategy="no",
-            report_to="none", disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            seed=seed,
+            per_device_train_batch_size=case.prompts_per_step * GROUP_SIZE,
+            gradient_accumulation_steps=1,
+            num_generations=GROUP_SIZE,
+            num_iterations=1,
+            max_completion_length=case.max_tokens,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            beta=0.0,
+            loss_type="dr_grpo",
+            scale_rewards="none",
+            learning_rate=case.lr,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            optim="adamw_torch_fused",
+            max_grad_norm=GRAD_CLIP / case.max_tokens,
+            max_steps=total_steps("trl", case),
+            dataloader_num_workers=0,
+            dataloader_pin_memory=False,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
         trainer = trl.GRPOTrainer(
-            model=model, reward_funcs=reward, args=config, processing_class=tokenizer,
-            train_dataset=Dataset.from_list(list(case.rows)), callbacks=[Watcher()],
-        )  # fmt: skip
+            model=model,
+            reward_funcs=reward,
+            args=config,
+            processing_class=tokenizer,
+            train_dataset=Dataset.from_list(list(case.rows)),
+            callbacks=[Watcher()],
+        )
         trainer.train()
     pool.shutdown()
     return watch.measured()
 
 
-def run_ours(case: Case, system: str, *, max_staleness: int, seed: int, threads: int, born: float) -> Measured:
-    """Our graph in its worker processes, with every guarantee on: ledger, run folder, checksums, killable scorers.
+def run_ours(
+    case: Case, system: str, *, max_staleness: int, seed: int, threads: int, born: float
+) -> Measured:
+    """Our graph in its worker processes, with every guarantee on: ledger, run folder, checksums,
+    killable scorers.
 
-    Accuracy is measured afterwards on the checkpoints, by the same function as for the other systems; writing
-    them counts as training.
+    Accuracy is measured afterwards on the checkpoints, by the same function as for the other
+    systems; writing them counts as training.
     """
     from dataflow import Graph, Model, run, scorer
     from operators import Generator, Prompts, Trainer
@@ -135,16 +171,23 @@ def run_ours(case: Case, system: str, *, max_staleness: int, seed: int, threads:
     reward = scorer(name="reward", concurrency=case.calls)(case.reward)
     generator = Generator(model, group_size=GROUP_SIZE, max_tokens=case.max_tokens)
     trainer = Trainer(
-        model, loss=aipo, prompts_per_step=case.prompts_per_step, lr=case.lr, normalize="rollouts",
-        max_grad_norm=GRAD_CLIP, checkpoint_every=case.eval_every or None,
-    )  # fmt: skip
+        model,
+        loss=aipo,
+        prompts_per_step=case.prompts_per_step,
+        lr=case.lr,
+        normalize="rollouts",
+        max_grad_norm=GRAD_CLIP,
+        checkpoint_every=case.eval_every or None,
+    )
     trainer(advantage(reward(generator(graph.source(prompts)))))
     graph.feedback(trainer.weights, generator, max_staleness=max_staleness)
     with tempfile.TemporaryDirectory() as runs:
         result = run(graph, steps=total_steps(system, case), seed=seed, runs=runs, quiet=True)
         ended = time.time()
         if not result.verdict.clean:
-            raise RuntimeError(f"the ledger of the run does not hold: {result.verdict.line}; see dataflow verify")
+            raise RuntimeError(
+                f"the ledger of the run does not hold: {result.verdict.line}; see dataflow verify"
+            )
         return Measured(
             startup_s=_first_step_ended(result) - born,
             wall_s=ended - born,
@@ -177,7 +220,9 @@ def _lengths(result: Any, steps: int) -> list[list[int]]:
     return found
 
 
-def _checkpoint_accuracies(result: Any, case: Case, seed: int, threads: int) -> list[tuple[int, float]]:
+def _checkpoint_accuracies(
+    result: Any, case: Case, seed: int, threads: int
+) -> list[tuple[int, float]]:
     """(steps, accuracy) of the policy before training and of every checkpoint."""
     if not case.eval_every:
         return []
@@ -198,7 +243,9 @@ def _checkpoint_accuracies(result: Any, case: Case, seed: int, threads: int) -> 
     ]
 
 
-def _scores(case: Case, pool: ThreadPoolExecutor, completions: list[str], rows: list[Row]) -> list[float]:
+def _scores(
+    case: Case, pool: ThreadPoolExecutor, completions: list[str], rows: list[Row]
+) -> list[float]:
     answers = [row["answer"] for row in rows]
     return list((pool.map if case.calls > 1 else map)(case.reward, completions, answers))
 
@@ -212,7 +259,9 @@ def _evaluate(watch: Stopwatch, model: Any, tokenizer: Any, case: Case) -> None:
     if case.eval_every:
         from bench.end_to_end.plain_loop import accuracy
 
-        watch.evaluate(lambda: accuracy(model, tokenizer, case.held_out, case.reward, case.max_tokens))
+        watch.evaluate(
+            lambda: accuracy(model, tokenizer, case.held_out, case.reward, case.max_tokens)
+        )
 
 
 def _forever(rows: tuple[Row, ...], seed: int) -> Iterator[Row]:

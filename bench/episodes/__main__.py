@@ -1,22 +1,27 @@
-"""How busy episodes keep a generator whose worlds take their time: all of them at once, one batch at a time, and TRL.
+"""How busy episodes keep a generator whose worlds take their time: all of them at once, one batch
+at a time, and TRL.
 
     python -m bench.episodes --json FILE
     python -m bench.episodes --episodes 256 --scale 0.1        shorter
     python -m bench.episodes --episodes 128 --batch 64 --scale 0.05 --trl PYTHON        with an interpreter that has trl
     python -m bench.episodes --trl PYTHON --trl-episodes 32 --only trl        as many as there is time for
 
-Each episode has `--turns` calls of a tool by the policy, and for each the world takes 0.1 to 30 s (Pareto with a heavy
-tail, times `--scale`), drawn by its prompt; then the policy speaks once more. World, prompts and policy, a small Llama
-that answers with a call, are the same in all systems; the world is a class as TRL's `environment_factory` takes it. Of
-ours both are the same graph, which trains the policy: `at once` with a staleness bound that lets all episodes begin,
-each waiting for its own world; `batches` with the bound 0, so that a batch begins when the last episode of the one
-before has ended and was trained. `trl` is GRPOTrainer (transformers generates, not vLLM), a step for each batch.
+Each episode has `--turns` calls of a tool by the policy, and for each the world takes 0.1 to 30 s
+(Pareto with a heavy tail, times `--scale`), drawn by its prompt; then the policy speaks once more.
+World, prompts and policy, a small Llama that answers with a call, are the same in all systems; the
+world is a class as TRL's `environment_factory` takes it. Of ours both are the same graph, which
+trains the policy: `at once` with a staleness bound that lets all episodes begin, each waiting for
+its own world; `batches` with the bound 0, so that a batch begins when the last episode of the one
+before has ended and was trained. `trl` is GRPOTrainer (transformers generates, not vLLM), a step
+for each batch.
 
 ran           episodes that were really run; of trl as many as --trl-episodes says, spread over all
 seconds       from the first turn to the last step, of these
-all_s         the same of all episodes; extrapolated where fewer ran: waiting for worlds as their time is to that of
-              those that ran (both are known), all else as the number of episodes is
-busy          share of them in which the generator was at work; of trl, in its method that makes one turn of a batch
+all_s         the same of all episodes; extrapolated where fewer ran: waiting for worlds as their
+              time is to that of those that ran (both are known), all else as the number of episodes
+              is
+busy          share of them in which the generator was at work; of trl, in its method that makes one
+              turn of a batch
 
 episodes_per_s  of those that ran
 worlds_s      that all worlds take, added up
@@ -56,7 +61,11 @@ TRL_S = 900.0
 def rows_of(wanted: argparse.Namespace) -> list[dict[str, Any]]:
     """Prompts, with what their worlds are drawn by."""
     return [
-        {"prompt": [{"role": "user", "content": f"{ALPHABET[n % 26]}="}], "number": n, "scale": wanted.scale}
+        {
+            "prompt": [{"role": "user", "content": f"{ALPHABET[n % 26]}="}],
+            "number": n,
+            "scale": wanted.scale,
+        }
         for n in range(wanted.episodes // GROUP_SIZE)
     ]
 
@@ -64,9 +73,15 @@ def rows_of(wanted: argparse.Namespace) -> list[dict[str, Any]]:
 def graph(policy: Path, wanted: argparse.Namespace, max_staleness: int) -> Graph:
     """Episodes of as many prompts as are asked for."""
     g, model = Graph("slow_worlds"), Model(str(policy))
-    generator = Generator(model, group_size=GROUP_SIZE, max_tokens=wanted.tokens, slots=wanted.slots, chat=True)
+    generator = Generator(
+        model, group_size=GROUP_SIZE, max_tokens=wanted.tokens, slots=wanted.slots, chat=True
+    )
     trainer = Trainer(
-        model, loss=partial(aipo, rho=4.0), prompts_per_step=wanted.batch // GROUP_SIZE, lr=1e-4, normalize="rollouts"
+        model,
+        loss=partial(aipo, rho=4.0),
+        prompts_per_step=wanted.batch // GROUP_SIZE,
+        lr=1e-4,
+        normalize="rollouts",
     )
     world = trl_environment(SlowWorld, rounds=wanted.turns, timeout_s=120.0, concurrency=4096)
     prompts = Prompts(rows_of(wanted), columns=("number", "scale"), chat=True)
@@ -75,27 +90,40 @@ def graph(policy: Path, wanted: argparse.Namespace, max_staleness: int) -> Graph
     return g
 
 
-def measured(policy: Path, wanted: argparse.Namespace, max_staleness: int, runs: Path) -> Mapping[str, float]:
+def measured(
+    policy: Path, wanted: argparse.Namespace, max_staleness: int, runs: Path
+) -> Mapping[str, float]:
     """Figures of one run."""
     steps = wanted.episodes // wanted.batch
     result = run(graph(policy, wanted, max_staleness), steps=steps, runs=runs, quiet=True)
     assert result.verdict.clean, result.verdict.line
     times = json.loads((result.folder / "times.json").read_text())
-    looks = [json.loads(line) for line in (result.folder / "activity.jsonl").read_text().splitlines()]
-    idle = itertools.takewhile(lambda look: not look["nodes"].get("generator", {}).get("tokens"), looks)
+    looks = [
+        json.loads(line) for line in (result.folder / "activity.jsonl").read_text().splitlines()
+    ]
+    idle = itertools.takewhile(
+        lambda look: not look["nodes"].get("generator", {}).get("tokens"), looks
+    )
     began = max((look["seconds"] for look in idle), default=0.0)
     ended = max(line["seconds"] for line in result.metrics if "loss" in line)
     seconds = ended - min(began, ended)
     return {
-        "ran": wanted.episodes, "seconds": seconds, "all_s": seconds,
-        "busy": times["busy_seconds"]["generator"] / seconds, "episodes_per_s": wanted.episodes / seconds,
-    }  # fmt: skip
+        "ran": wanted.episodes,
+        "seconds": seconds,
+        "all_s": seconds,
+        "busy": times["busy_seconds"]["generator"] / seconds,
+        "episodes_per_s": wanted.episodes / seconds,
+    }
 
 
 def worlds_s(numbers: Sequence[int], wanted: argparse.Namespace) -> list[float]:
-    """What the worlds of a group of episodes take, by the number of its prompt; all episodes of the group together."""
+    """What the worlds of a group of episodes take, by the number of its prompt; all episodes of the
+    group together."""
     turns = range(wanted.turns)
-    return [GROUP_SIZE * sum(world_s(number, turn, wanted.scale) for turn in turns) for number in numbers]
+    return [
+        GROUP_SIZE * sum(world_s(number, turn, wanted.scale) for turn in turns)
+        for number in numbers
+    ]
 
 
 def trl_measured(policy: Path, wanted: argparse.Namespace, folder: Path) -> Mapping[str, Any]:
@@ -103,15 +131,25 @@ def trl_measured(policy: Path, wanted: argparse.Namespace, folder: Path) -> Mapp
     ran = min(wanted.trl_episodes or wanted.episodes, wanted.episodes)
     rows = evenly(rows_of(wanted), ran // GROUP_SIZE)
     settings = {
-        "policy": str(policy), "rows": rows, "episodes": ran, "batch": min(wanted.batch, ran),
-        "group_size": GROUP_SIZE, "turns": wanted.turns, "completion": (wanted.turns + 1) * (wanted.tokens + 16),
-    }  # fmt: skip
+        "policy": str(policy),
+        "rows": rows,
+        "episodes": ran,
+        "batch": min(wanted.batch, ran),
+        "group_size": GROUP_SIZE,
+        "turns": wanted.turns,
+        "completion": (wanted.turns + 1) * (wanted.tokens + 16),
+    }
     file = folder / "settings.json"
     file.write_text(json.dumps(settings))
     done = subprocess.run(
-        [wanted.trl, "-m", "bench.episodes.trl_arm", str(file)], capture_output=True, text=True, timeout=TRL_S,
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "TRL_EXPERIMENTAL_SILENCE": "1"}, check=False,
-    )  # fmt: skip
+        [wanted.trl, "-m", "bench.episodes.trl_arm", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=TRL_S,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRL_EXPERIMENTAL_SILENCE": "1"},
+        check=False,
+    )
     if done.returncode:
         return {"failed": done.stderr.strip()[-500:]}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -124,16 +162,24 @@ def trl_measured(policy: Path, wanted: argparse.Namespace, folder: Path) -> Mapp
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run them, and show them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=1024, help="all together")
     parser.add_argument("--batch", type=int, default=128, help="of one step")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16, help="most of a turn")
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--scale", type=float, default=1.0, help="of the time that worlds take")
-    parser.add_argument("--trl", metavar="PYTHON", help="an interpreter that has trl, for TRL's arm")
-    parser.add_argument("--trl-episodes", type=int, help="that it runs, where all take too long; a multiple of 4")
-    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="which systems (default all)")
+    parser.add_argument(
+        "--trl", metavar="PYTHON", help="an interpreter that has trl, for TRL's arm"
+    )
+    parser.add_argument(
+        "--trl-episodes", type=int, help="that it runs, where all take too long; a multiple of 4"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="which systems (default all)"
+    )
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args(arguments)
     each = worlds_s(range(wanted.episodes // GROUP_SIZE), wanted)
@@ -142,7 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     worlds = {"worlds_s": sum(each), "longest_s": max(each) / GROUP_SIZE}
     with tempfile.TemporaryDirectory(prefix="dataflow-episodes-") as name:
         policy = Path(name) / "policy"
-        subprocess.run([sys.executable, "-m", "bench.episodes.tool_caller", str(policy)], check=True, cwd=ROOT)
+        subprocess.run(
+            [sys.executable, "-m", "bench.episodes.tool_caller", str(policy)], check=True, cwd=ROOT
+        )
         steps = wanted.episodes // wanted.batch
         for system, max_staleness in (("at once", steps), ("batches", 0)):
             if system not in wanted.only:
@@ -150,7 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             figures = measured(policy, wanted, max_staleness, Path(name) / system.replace(" ", "_"))
             report.add(case=case, system=system, **figures, **worlds)
         if wanted.trl and "trl" in wanted.only:
-            report.add(case=case, system="trl", **trl_measured(policy, wanted, Path(name)), **worlds)
+            report.add(
+                case=case, system="trl", **trl_measured(policy, wanted, Path(name)), **worlds
+            )
         elif "trl" in wanted.only:
             report.add(case=case, system="trl", skipped="--trl names no interpreter that has trl")
     report.show(Console())

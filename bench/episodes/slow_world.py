@@ -1,4 +1,5 @@
-"""The world of `bench.episodes`: a class of tools as TRL's `environment_factory` takes them, which takes its time."""
+"""The world of `bench.episodes`: a class of tools as TRL's `environment_factory` takes them, which
+takes its time."""
 
 import asyncio
 import random
@@ -9,11 +10,14 @@ LONGEST_S, SHORTEST_S, SHAPE = 30.0, 0.1, 1.1
 
 def world_s(number: int, turn: int, scale: float) -> float:
     """What the world of a prompt takes after a turn."""
-    return scale * min(LONGEST_S, SHORTEST_S * random.Random(f"{number}/{turn}").paretovariate(SHAPE))
+    return scale * min(
+        LONGEST_S, SHORTEST_S * random.Random(f"{number}/{turn}").paretovariate(SHAPE)
+    )
 
 
 class SlowWorld:
-    """Takes words, and its time; the share of their letters that stand early in the alphabet is the reward."""
+    """Takes words, and its time; the share of their letters that stand early in the alphabet is the
+    reward."""
 
     def reset(self, number: int, scale: float, **_: Any) -> None:
         """Begin the world of a prompt."""

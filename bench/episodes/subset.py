@@ -1,4 +1,5 @@
-"""A system that is too slow for all episodes runs some of them: which, and what all would have taken."""
+"""A system that is too slow for all episodes runs some of them: which, and what all would have
+taken."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -29,11 +30,11 @@ def together_s(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def seconds_of_all(seconds: float, waited_s: float, *, share: float, worlds_share: float) -> float:
-    """What all episodes would have taken: waiting for worlds as their time is to that of those that ran, and all else
-    as the number of episodes is.
+    """What all episodes would have taken: waiting for worlds as their time is to that of those that
+    ran, and all else as the number of episodes is.
 
-    seconds: of those that ran; waited_s: of these, those in which a world was at work. share: how many ran, of all.
-    worlds_share: what their worlds took, of what all worlds take.
+    seconds: of those that ran; waited_s: of these, those in which a world was at work. share: how
+    many ran, of all. worlds_share: what their worlds took, of what all worlds take.
 
     >>> seconds_of_all(30.0, 20.0, share=0.5, worlds_share=0.25)
     100.0

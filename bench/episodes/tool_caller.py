@@ -1,4 +1,5 @@
-"""Makes the policy of `bench.episodes`: a small Llama that answers whatever it is told with a call of a tool.
+"""Makes the policy of `bench.episodes`: a small Llama that answers whatever it is told with a call
+of a tool.
 
 python -m bench.episodes.tool_caller FOLDER
 """
@@ -13,10 +14,11 @@ from typing import Any
 ROLES = ("user", "assistant", "tool", "system")
 BEGIN, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
 TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t.function.name }} {% endfor %}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t.function.name }} {% endfor"
+    " %}<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{%"
+    ' for c in m.tool_calls or [] %}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{'
+    " c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if"
+    " add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LETTERS, WIDTH, LAYERS, POSITIONS, STEPS = 8, 64, 2, 512, 150
 
@@ -31,15 +33,22 @@ def tokenizer(begin: str, end: str) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    core = Tokenizer(models.BPE({letter: at for at, letter in enumerate(string.printable)}, merges=[]))
+    core = Tokenizer(
+        models.BPE({letter: at for at, letter in enumerate(string.printable)}, merges=[])
+    )
     core.decoder = decoders.Fuse()
     core.add_special_tokens([BEGIN, END, PAD])
     marks = [begin, end, *(f"{role}\n" for role in ROLES)]
     core.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=END, pad_token=PAD, padding_side="left", chat_template=TEMPLATE,
-        model_max_length=POSITIONS, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=core,
+        eos_token=END,
+        pad_token=PAD,
+        padding_side="left",
+        chat_template=TEMPLATE,
+        model_max_length=POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def conversation(rng: random.Random, tool: str, calls: list[str]) -> str:
@@ -50,14 +59,21 @@ def conversation(rng: random.Random, tool: str, calls: list[str]) -> str:
 
 
 def make(
-    folder: Path, *, tool: str = "go", argument: str = "word", value: Callable[[random.Random], str] = word
+    folder: Path,
+    *,
+    tool: str = "go",
+    argument: str = "word",
+    value: Callable[[random.Random], str] = word,
 ) -> None:
     """Train it for a moment, and save it. value: of the argument, as JSON."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    begin, end = f'<tool_call>\n{{"name": "{tool}", "arguments": {{"{argument}": ', "}}\n</tool_call>"
+    begin, end = (
+        f'<tool_call>\n{{"name": "{tool}", "arguments": {{"{argument}": ',
+        "}}\n</tool_call>",
+    )
     made, rng = tokenizer(begin, end), random.Random(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -77,7 +93,10 @@ def make(
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(STEPS):
-        texts = [conversation(rng, tool, [f"{begin}{value(rng)}{end}" for _ in range(6)]) for _ in range(16)]
+        texts = [
+            conversation(rng, tool, [f"{begin}{value(rng)}{end}" for _ in range(6)])
+            for _ in range(16)
+        ]
         batch = made(texts, padding=True, return_tensors="pt")
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         loss = model(**batch, labels=labels).loss

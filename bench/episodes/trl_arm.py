@@ -1,6 +1,8 @@
-"""TRL's arm of `bench.episodes`: the same worlds, policy and prompts in GRPOTrainer with `environment_factory`.
+"""TRL's arm of `bench.episodes`: the same worlds, policy and prompts in GRPOTrainer with
+`environment_factory`.
 
-python -m bench.episodes.trl_arm SETTINGS   JSON in, figures as JSON out; run by a Python that has trl
+python -m bench.episodes.trl_arm SETTINGS   JSON in, figures as JSON out; run by a Python that has
+                                            trl
 """
 
 import importlib
@@ -16,8 +18,8 @@ from bench.episodes.subset import together_s
 
 
 def main(settings: dict[str, Any]) -> dict[str, Any]:
-    """Train for as many steps as the episodes are; busy is what its method for one turn of a batch takes, waited_s the
-    time in which a world was at work."""
+    """Train for as many steps as the episodes are; busy is what its method for one turn of a batch
+    takes, waited_s the time in which a world was at work."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -48,19 +50,42 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         config = trl.GRPOConfig(
-            output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, seed=0,
-            per_device_train_batch_size=settings["batch"], gradient_accumulation_steps=1,
-            num_generations=settings["group_size"], num_iterations=1, temperature=1.0, top_k=0, top_p=1.0, beta=0.0,
-            max_completion_length=settings["completion"], max_tool_calling_iterations=settings["turns"],
-            loss_type="dr_grpo", scale_rewards="none", learning_rate=1e-4, lr_scheduler_type="constant",
-            max_steps=settings["episodes"] // settings["batch"], dataloader_num_workers=0, save_strategy="no",
-            dataloader_pin_memory=False, logging_strategy="no", report_to="none", disable_tqdm=True,
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            seed=0,
+            per_device_train_batch_size=settings["batch"],
+            gradient_accumulation_steps=1,
+            num_generations=settings["group_size"],
+            num_iterations=1,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            beta=0.0,
+            max_completion_length=settings["completion"],
+            max_tool_calling_iterations=settings["turns"],
+            loss_type="dr_grpo",
+            scale_rewards="none",
+            learning_rate=1e-4,
+            lr_scheduler_type="constant",
+            max_steps=settings["episodes"] // settings["batch"],
+            dataloader_num_workers=0,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
             shuffle_dataset=False,
-        )  # fmt: skip
+        )
         trainer = trl.GRPOTrainer(
-            model=model, args=config, processing_class=tokenizer, train_dataset=Dataset.from_list(settings["rows"]),
-            environment_factory=Watched, callbacks=[Watcher()],
-        )  # fmt: skip
+            model=model,
+            args=config,
+            processing_class=tokenizer,
+            train_dataset=Dataset.from_list(settings["rows"]),
+            environment_factory=Watched,
+            callbacks=[Watcher()],
+        )
         generate = trainer._generate_single_turn
 
         def timed(*given: Any, **named: Any) -> Any:
@@ -75,9 +100,12 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     seconds = ends[-1] - spans[0][0]
     busy = sum(end - begin for begin, end in spans)
     return {
-        "seconds": seconds, "busy": busy / seconds, "episodes_per_s": settings["episodes"] / seconds,
-        "version": trl.__version__, "waited_s": together_s(worlds),
-    }  # fmt: skip
+        "seconds": seconds,
+        "busy": busy / seconds,
+        "episodes_per_s": settings["episodes"] / seconds,
+        "version": trl.__version__,
+        "waited_s": together_s(worlds),
+    }
 
 
 if __name__ == "__main__":

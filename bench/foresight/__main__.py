@@ -1,4 +1,5 @@
-"""Seconds of published reinforcement-learning steps, predicted by the cost model (dataflow/foresight).
+"""Seconds of published reinforcement-learning steps, predicted by the cost model
+(dataflow/foresight).
 
     python -m bench.foresight --fit rl_steps.csv                  # each row left out in turn
     python -m bench.foresight --rows OTHER.csv --json OUT         # rows with the constants that are known
@@ -8,14 +9,14 @@
     python -m bench.foresight --search                            # a thousand placements: bench.foresight.search
     python -m bench.foresight --generator                         # time per token, on measured rows of servers
 
-A system has two constants, the shares of data-sheet rates that it reaches (memory and links, matrix products), and one
-stated assumption on what it does not publish (bench.foresight.published). With --fit they are fitted to all rows of a
-system but one, which is then predicted; beside it stand, on the same rows, a regression on the number of devices and
-the mean of the others. With --rows the constants are those of bench.foresight.constants, which --fit prints; a system
-that is not among them gets the mean of those. OUT has a line per row: its columns and
-predicted_s. With --generator each device, and each model, is left out of the runs to which seven constants of a
-server's step are fitted, and is predicted.
-"""
+A system has two constants, the shares of data-sheet rates that it reaches (memory and links, matrix
+products), and one stated assumption on what it does not publish (bench.foresight.published). With
+--fit they are fitted to all rows of a system but one, which is then predicted; beside it stand, on
+the same rows, a regression on the number of devices and the mean of the others. With --rows the
+constants are those of bench.foresight.constants, which --fit prints; a system that is not among
+them gets the mean of those. OUT has a line per row: its columns and predicted_s. With --generator
+each device, and each model, is left out of the runs to which seven constants of a server's step are
+fitted, and is predicted."""
 
 from __future__ import annotations
 
@@ -47,34 +48,78 @@ WAYS = {"costs": by_costs, "regression on devices": by_devices, "mean of the oth
 
 def main() -> int:
     """Fit, or predict."""
-    parser = argparse.ArgumentParser(prog="python -m bench.foresight", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--fit", type=Path, help="rows with step_s: fit, leave each out, show how far off")
-    what.add_argument("--rows", type=Path, help="rows to predict")
-    what.add_argument("--own", action="store_true", help="foresee and make runs of our own on this machine's cores")
-    what.add_argument(
-        "--choice", action="store_true", help="run every placement of ten graphs, and see what auto picks"
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.foresight",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what.add_argument("--generator", action="store_true", help="runs of servers that aiconfigurator-core has measured")
-    what.add_argument("--search", action="store_true", help="how long a search takes, on 1,024 H100")
-    what.add_argument("--unlike", action="store_true", help="foresee 64 H100 and 64 L40S, together, alone, by hand")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--fit", type=Path, help="rows with step_s: fit, leave each out, show how far off"
+    )
+    what.add_argument("--rows", type=Path, help="rows to predict")
+    what.add_argument(
+        "--own",
+        action="store_true",
+        help="foresee and make runs of our own on this machine's cores",
+    )
+    what.add_argument(
+        "--choice",
+        action="store_true",
+        help="run every placement of ten graphs, and see what auto picks",
+    )
+    what.add_argument(
+        "--generator",
+        action="store_true",
+        help="runs of servers that aiconfigurator-core has measured",
+    )
+    what.add_argument(
+        "--search", action="store_true", help="how long a search takes, on 1,024 H100"
+    )
+    what.add_argument(
+        "--unlike",
+        action="store_true",
+        help="foresee 64 H100 and 64 L40S, together, alone, by hand",
+    )
     both = "of --own and --choice"
-    parser.add_argument("--graphs", default="", help="of --choice: these alone, by name, as in 'small+tail'")
-    parser.add_argument("--policies", type=Path, default=Path("policies"), help=f"{both}: folder for the policies")
-    parser.add_argument("--keep", type=Path, help=f"{both}: where run folders stay; those there are not made again")
-    parser.add_argument("--seconds", type=float, help=f"{both}: begin no run after so many; call again for the others")
-    parser.add_argument("--rounds", type=int, help=f"{both}: how often runs are made (default: 1 and 3)")
+    parser.add_argument(
+        "--graphs", default="", help="of --choice: these alone, by name, as in 'small+tail'"
+    )
+    parser.add_argument(
+        "--policies", type=Path, default=Path("policies"), help=f"{both}: folder for the policies"
+    )
+    parser.add_argument(
+        "--keep", type=Path, help=f"{both}: where run folders stay; those there are not made again"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"{both}: begin no run after so many; call again for the others",
+    )
+    parser.add_argument(
+        "--rounds", type=int, help=f"{both}: how often runs are made (default: 1 and 3)"
+    )
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
-    parser.add_argument("--models", type=Path, default=MODELS, help="dimensions of models (default: those known here)")
+    parser.add_argument(
+        "--models",
+        type=Path,
+        default=MODELS,
+        help="dimensions of models (default: those known here)",
+    )
     options = parser.parse_args()
     if options.own:
-        return own(options.json, options.policies, options.keep, options.seconds, options.rounds or 1)
+        return own(
+            options.json, options.policies, options.keep, options.seconds, options.rounds or 1
+        )
     if options.choice:
         return choice(
-            options.json, options.policies, options.keep, [each for each in options.graphs.split("+") if each],
-            options.seconds, options.rounds or 3,
-        )  # fmt: skip
+            options.json,
+            options.policies,
+            options.keep,
+            [each for each in options.graphs.split("+") if each],
+            options.seconds,
+            options.rounds or 3,
+        )
     if options.search:
         return search(options.json)
     if options.unlike:
@@ -97,27 +142,47 @@ def fit(rows: Path, models: Path, path: Path | None) -> int:
         found = {way: left_out(runs, how) for way, how in WAYS.items()}
         for at, run in enumerate(runs):
             report.add(
-                case=system, system=run.row["model"], mode=run.row["mode"],
-                devices=f"{run.row['gpus']} {run.row['gpu']}", step_s=run.step_s,
-                **{way: predicted[at] for way, predicted in found.items()}, off=found["costs"][at] / run.step_s - 1,
-            )  # fmt: skip
+                case=system,
+                system=run.row["model"],
+                mode=run.row["mode"],
+                devices=f"{run.row['gpus']} {run.row['gpu']}",
+                step_s=run.step_s,
+                **{way: predicted[at] for way, predicted in found.items()},
+                off=found["costs"][at] / run.step_s - 1,
+            )
         off = {
-            way: statistics.median(abs(each / run.step_s - 1) for each, run in zip(predicted, runs, strict=True))
+            way: statistics.median(
+                abs(each / run.step_s - 1) for each, run in zip(predicted, runs, strict=True)
+            )
             for way, predicted in found.items()
         }
         rates = fitted(runs)
         compared += [(system, each) for each in ratios(runs)]
         told += [
-            f"{system}: off by, in the median, {', '.join(f'{way} {each:.0%}' for way, each in off.items())}",
-            f"  Rates(memory={rates.memory:.3f}, compute={rates.compute:.3f}); assumed: {practice.assumption}",
+            (
+                f"{system}: off by, in the median,"
+                f" {', '.join(f'{way} {each:.0%}' for way, each in off.items())}"
+            ),
+            (
+                f"  Rates(memory={rates.memory:.3f}, compute={rates.compute:.3f}); assumed:"
+                f" {practice.assumption}"
+            ),
         ]
     for system, each in compared:
-        report.add(case="synchronous over asynchronous", system=system, of=each.case, published=each.published,
-                   ours=each.predicted, off=each.off, fitted_to_all=each.fitted)  # fmt: skip
+        report.add(
+            case="synchronous over asynchronous",
+            system=system,
+            of=each.case,
+            published=each.published,
+            ours=each.predicted,
+            off=each.off,
+            fitted_to_all=each.fitted,
+        )
     near = sum(abs(each.off) <= RATIO_GOAL for _, each in compared)
     seen_near = sum(abs(each.fitted / each.published - 1) <= RATIO_GOAL for _, each in compared)
     told.append(
-        f"ratios within {RATIO_GOAL:.0%}: {near} of {len(compared)} with both rows left out, {seen_near} with all rows"
+        f"ratios within {RATIO_GOAL:.0%}: {near} of {len(compared)} with both rows left out,"
+        f" {seen_near} with all rows"
     )
     report.show(console)
     console.print(*told, sep="\n", highlight=False)
@@ -125,7 +190,8 @@ def fit(rows: Path, models: Path, path: Path | None) -> int:
 
 
 def predict(rows: Path, models: Path, path: Path | None) -> int:
-    """A line per row. Status 1 when one cannot be predicted: its line says why, and has no predicted_s."""
+    """A line per row. Status 1 when one cannot be predicted: its line says why, and has no
+    predicted_s."""
     known, failed, lines = read_models(models), False, []
     for row in read_rows(rows):
         line: dict[str, object] = {**row}
@@ -136,7 +202,8 @@ def predict(rows: Path, models: Path, path: Path | None) -> int:
             line |= {"predicted_s": run.predicted_s(rates), "constants": rates.source}
             if told:
                 line["assumed"] = "; ".join(told)
-        except (ArithmeticError, LookupError, ValueError, TypeError) as error:  # a row for itself: others go on
+        except (ArithmeticError, LookupError, ValueError, TypeError) as error:
+            # a row for itself: others go on
             failed = True
             line["failed"] = f"{type(error).__name__}: {error}"
         lines.append(line)
@@ -153,22 +220,34 @@ def predict(rows: Path, models: Path, path: Path | None) -> int:
 def practice_of(system: str) -> Practice:
     """Of a system, or of the one whose name begins alike."""
     near = [name for name in PRACTICES if name.split("-")[0] == system.split("-")[0]]
-    return PRACTICES.get(system) or (PRACTICES[near[-1]] if near else Practice(
-        assumption="as NeMo-RL", prompt_tokens=150, forward=6, rollouts=1024, mean_tokens=1500, max_tokens=8192
-    ))  # fmt: skip
+    return PRACTICES.get(system) or (
+        PRACTICES[near[-1]]
+        if near
+        else Practice(
+            assumption="as NeMo-RL",
+            prompt_tokens=150,
+            forward=6,
+            rollouts=1024,
+            mean_tokens=1500,
+            max_tokens=8192,
+        )
+    )
 
 
 def rates_of(system: str, known: Mapping[str, Rates] = FITTED) -> Rates:
-    """Those fitted to a system; of one that is not known, the geometric means of those whose name begins alike, or of
-    all."""
+    """Those fitted to a system; of one that is not known, the geometric means of those whose name
+    begins alike, or of all."""
     if system in known:
         return known[system]
-    alike = {name: each for name, each in known.items() if name.split("-")[0] == system.split("-")[0]} or known
+    alike = {
+        name: each for name, each in known.items() if name.split("-")[0] == system.split("-")[0]
+    } or known
     return replace(
-        ASSUMED, memory=statistics.geometric_mean(each.memory for each in alike.values()),
+        ASSUMED,
+        memory=statistics.geometric_mean(each.memory for each in alike.values()),
         compute=statistics.geometric_mean(each.compute for each in alike.values()),
         source=f"means of {', '.join(alike)}: {system or 'a system without a name'} was not fitted",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

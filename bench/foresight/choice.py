@@ -4,13 +4,13 @@
     python -m bench.foresight --choice --keep FOLDER --seconds 200      # some runs; call again until none is missing
     python -m bench.foresight --choice --keep FOLDER --graphs "small+slow scorer"
 
-Every placement that auto looks at (replicas and ranks of the generator, ranks of the trainer) is run for real, and
-foreseen with the constants of the two runs that `--own` calibrates with, of two others, of two with ranks and of two
-with threads.
-Graphs are as those of `--own`. Rounds are interleaved: all placements of all graphs once, then those again that may be
-the fastest. The noise is that of runs made twice, pooled over all; a placement ties with the fastest where the
-difference of their means is within what this noise makes in 95 of 100 cases.
-"""
+Every placement that auto looks at (replicas and ranks of the generator, ranks of the trainer) is
+run for real, and foreseen with the constants of the two runs that `--own` calibrates with, of two
+others, of two with ranks and of two with threads.
+Graphs are as those of `--own`. Rounds are interleaved: all placements of all graphs once, then
+those again that may be the fastest. The noise is that of runs made twice, pooled over all; a
+placement ties with the fastest where the difference of their means is within what this noise makes
+in 95 of 100 cases."""
 
 from __future__ import annotations
 
@@ -38,9 +38,13 @@ GRAPHS = (
     Trial(name="small, synchronous", max_staleness=0, steps=24),
     Trial(name="groups of 16", group_size=16, steps=28),
     Trial(name="slow scorer", slow=True, prompts_per_step=16, steps=32),
-    Trial(name="slow scorer, staleness 1", slow=True, max_staleness=1, prompts_per_step=16, steps=24),
+    Trial(
+        name="slow scorer, staleness 1", slow=True, max_staleness=1, prompts_per_step=16, steps=24
+    ),
     Trial(name="large", policy="large", prompts_per_step=16, steps=28),
-    Trial(name="large, synchronous", policy="large", max_staleness=0, prompts_per_step=24, steps=16),
+    Trial(
+        name="large, synchronous", policy="large", max_staleness=0, prompts_per_step=24, steps=16
+    ),
     Trial(name="tail", policy="tail", prompts_per_step=16, steps=32),
     Trial(name="tail, synchronous", policy="tail", max_staleness=0, prompts_per_step=16, steps=18),
     Trial(name="tail, groups of 4", policy="tail", max_staleness=8, group_size=4, steps=46),
@@ -48,16 +52,24 @@ GRAPHS = (
 
 
 def choice(
-    path: Path | None, policies: Path, kept: Path | None, names: Sequence[str], seconds: float | None, rounds: int
+    path: Path | None,
+    policies: Path,
+    kept: Path | None,
+    names: Sequence[str],
+    seconds: float | None,
+    rounds: int,
 ) -> int:
-    """Calibrate; of each graph run all placements, and see which one was chosen. names: of graphs; none: all ten.
-    seconds: after which no run is begun."""
+    """Calibrate; of each graph run all placements, and see which one was chosen. names: of graphs;
+    none: all ten. seconds: after which no run is begun."""
     from dataflow.foresight.calibration import calibrate, described
     from dataflow.foresight.seen import look
 
     unknown = [name for name in names if name not in {each.name for each in GRAPHS}]
     if unknown:
-        raise SystemExit(f"no graph is called {unknown[0]!r}; name some of {', '.join(each.name for each in GRAPHS)}")
+        raise SystemExit(
+            f"no graph is called {unknown[0]!r}; name some of"
+            f" {', '.join(each.name for each in GRAPHS)}"
+        )
     report, console = Report("foresight", path), Console(width=170)
     with tempfile.TemporaryDirectory(prefix="choice-") as temporary:
         graphs = [each for each in GRAPHS if not names or each.name in names]
@@ -68,29 +80,49 @@ def choice(
         made = making.run(planned(trial, policies) for trial in calibrating)
         runs = _runs(graphs, policies, making, rounds)
         if making.missing:
-            console.print(f"{making.missing} runs or more are missing; call again with the same --keep")
+            console.print(
+                f"{making.missing} runs or more are missing; call again with the same --keep"
+            )
         if len(made) < len(calibrating):
             return 1
         seen = {trial.name: look(made[trial.name][0]) for trial in calibrating}
         constants = calibrate(list(seen.values()))
         console.print(described(constants), highlight=False, markup=False)
-        texts = {trial.texts: (seen[trial.name].prompt_tokens, seen[trial.name].lengths) for trial in CALIBRATE}
-        _judge(report, console, [each for each in graphs if each.name in runs], runs, policies, constants, texts)
+        texts = {
+            trial.texts: (seen[trial.name].prompt_tokens, seen[trial.name].lengths)
+            for trial in CALIBRATE
+        }
+        _judge(
+            report,
+            console,
+            [each for each in graphs if each.name in runs],
+            runs,
+            policies,
+            constants,
+            texts,
+        )
     return 0
 
 
-def _runs(graphs: Sequence[Trial], policies: Path, making: Rounds, rounds: int) -> dict[str, dict[str, list[SeenRun]]]:
-    """Of each graph its runs, by how one asks for the placement: in the first round one placement of each graph after
-    the other, in later ones those that may be the fastest."""
+def _runs(
+    graphs: Sequence[Trial], policies: Path, making: Rounds, rounds: int
+) -> dict[str, dict[str, list[SeenRun]]]:
+    """Of each graph its runs, by how one asks for the placement: in the first round one placement
+    of each graph after the other, in later ones those that may be the fastest."""
     from dataflow.foresight.seen import look
 
     ways = {trial.name: placements(trial, policies) for trial in graphs}
     found: dict[str, dict[str, list[SeenRun]]] = {trial.name: {} for trial in graphs}
     for number in range(rounds):
         near = {
-            name: contenders({asked: Measured.of(some) for asked, some in there.items()}) if number else list(of)
-            for name, of in ways.items() if (there := found[name]) or not number
-        }  # fmt: skip
+            name: (
+                contenders({asked: Measured.of(some) for asked, some in there.items()})
+                if number
+                else list(of)
+            )
+            for name, of in ways.items()
+            if (there := found[name]) or not number
+        }
         for at in range(max(map(len, near.values()), default=0)):
             for name, asked in ((name, some[at]) for name, some in near.items() if at < len(some)):
                 planned = ways[name][asked](number)
@@ -110,12 +142,18 @@ def placements(trial: Trial, policies: Path) -> dict[str, Callable[[int], Planne
         from dataflow import run
 
         run(
-            candidate.placed(build(trial, policies)), steps=trial.steps, replicas=candidate.replicas,
-            ranks=candidate.ranks, runs=runs, quiet=True,
-        )  # fmt: skip
+            candidate.placed(build(trial, policies)),
+            steps=trial.steps,
+            replicas=candidate.replicas,
+            ranks=candidate.ranks,
+            runs=runs,
+            quiet=True,
+        )
 
     def planned_of(candidate: Candidate, at: int, number: int) -> Planned:
-        return Planned(name=f"choice {trial.name} {at}", round=number, make=partial(make, candidate))
+        return Planned(
+            name=f"choice {trial.name} {at}", round=number, make=partial(make, candidate)
+        )
 
     return {
         candidate.asked(graph, devices): partial(planned_of, candidate, at)
@@ -124,15 +162,22 @@ def placements(trial: Trial, policies: Path) -> dict[str, Callable[[int], Planne
 
 
 def _judge(
-    report: Report, console: Console, graphs: Sequence[Trial], runs: Mapping[str, Mapping[str, Sequence[SeenRun]]],
-    policies: Path, constants: Constants, texts: dict[tuple[str, int], tuple[float, Lengths]],
-) -> None:  # fmt: skip
+    report: Report,
+    console: Console,
+    graphs: Sequence[Trial],
+    runs: Mapping[str, Mapping[str, Sequence[SeenRun]]],
+    policies: Path,
+    constants: Constants,
+    texts: dict[tuple[str, int], tuple[float, Lengths]],
+) -> None:
     """What auto picks of each, beside what was measured."""
     from dataflow import Devices
     from dataflow.foresight.choice.search import choose
     from dataflow.foresight.workload import Workload
 
-    measured = {name: {asked: Measured.of(some) for asked, some in of.items()} for name, of in runs.items()}
+    measured = {
+        name: {asked: Measured.of(some) for asked, some in of.items()} for name, of in runs.items()
+    }
     every = [each for of in measured.values() for each in of.values()]
     noise = Noise.of(every) if any(len(each.steps_s) > 1 for each in every) else None
     picked, judged, many, winners, worst = 0, 0, 0, set[str](), 0.0
@@ -140,31 +185,51 @@ def _judge(
         ways, first = measured[trial.name], next(iter(runs[trial.name].values()))[0]
         prompt, lengths = texts.setdefault(trial.texts, (first.prompt_tokens, first.lengths))
         found = choose(
-            build(trial, policies), Devices(cpus=CORES), constants=constants, steps=trial.steps,
-            workload=Workload(prompt_tokens=prompt, seen=lengths, row_s={"reward": SCORER_S} if trial.slow else {}),
-        )  # fmt: skip
+            build(trial, policies),
+            Devices(cpus=CORES),
+            constants=constants,
+            steps=trial.steps,
+            workload=Workload(
+                prompt_tokens=prompt, seen=lengths, row_s={"reward": SCORER_S} if trial.slow else {}
+            ),
+        )
         foreseen = {way.asked: way.foreseen.step_s for way in found.ways}
         chosen, best = found.ways[0].asked, min(ways, key=lambda asked: ways[asked].step_s)
         if chosen not in ways:
-            console.print(f"{trial.name}: what was picked, {chosen}, has not been run", highlight=False)
+            console.print(
+                f"{trial.name}: what was picked, {chosen}, has not been run", highlight=False
+            )
             continue
         judged, many = judged + 1, many + len(ways)
         for asked, each in ways.items():
             report.add(
-                case=trial.name, system=asked, step_ms=1e3 * each.step_s, rounds=len(each.steps_s),
-                foreseen_ms=1e3 * foreseen[asked], off=foreseen[asked] / each.step_s - 1,
-                over_fastest=each.step_s / ways[best].step_s - 1, chosen=asked == chosen, fastest=asked == best,
-            )  # fmt: skip
+                case=trial.name,
+                system=asked,
+                step_ms=1e3 * each.step_s,
+                rounds=len(each.steps_s),
+                foreseen_ms=1e3 * foreseen[asked],
+                off=foreseen[asked] / each.step_s - 1,
+                over_fastest=each.step_s / ways[best].step_s - 1,
+                chosen=asked == chosen,
+                fastest=asked == best,
+            )
         slower = ways[chosen].step_s / ways[best].step_s - 1
         tie = noise.tie(ways[chosen], ways[best]) if noise else 0.0
         picked, worst = picked + (slower <= tie), max(worst, slower)
         winners.add(best)
-        console.print(f"{trial.name}: picked one {slower:.1%} slower than the fastest; a tie is up to {tie:.1%}",
-                      highlight=False)  # fmt: skip
+        console.print(
+            f"{trial.name}: picked one {slower:.1%} slower than the fastest; a tie is up to"
+            f" {tie:.1%}",
+            highlight=False,
+        )
     report.show(console)
-    told = f"{noise.deviation:.1%} from round to round ({noise.freedom} degrees of freedom)" if noise else "not known"
+    told = (
+        f"{noise.deviation:.1%} from round to round ({noise.freedom} degrees of freedom)"
+        if noise
+        else "not known"
+    )
     console.print(
-        f"the fastest (or one that ties) is picked in {picked} of {judged}; {many} placements were run; at worst "
-        f"{worst:.1%} slower; "
-        f"{len(winners)} different winners; noise {told}", highlight=False,
-    )  # fmt: skip
+        f"the fastest (or one that ties) is picked in {picked} of {judged}; {many} placements were"
+        f" run; at worst {worst:.1%} slower; {len(winners)} different winners; noise {told}",
+        highlight=False,
+    )

@@ -1,4 +1,5 @@
-"""Two constants per system, fitted to some of its rows to predict the others; beside them what one would try first."""
+"""Two constants per system, fitted to some of its rows to predict the others; beside them what one
+would try first."""
 
 from __future__ import annotations
 
@@ -17,18 +18,23 @@ from dataflow.foresight.rates import ASSUMED, Rates
 Predict = Callable[[Run], float]
 _LEAST, _GRID = 0.01, 81
 _SQUARES = 0.1
-"""Logarithms of errors below this count by their squares, larger ones as they are (Huber, 1964): one row that nothing
-explains does not decide."""
+"""Logarithms of errors below this count by their squares, larger ones as they are (Huber, 1964):
+one row that nothing explains does not decide."""
 _FIRM, _LOOSE = 0.1, 0.01
-"""Weights of the squared logarithm between a constant and its assumed value, for memory and for products: what no row
-tells stays near that. All servers' memory is about as fast as its data sheet says; products reach 10 to 70%."""
+"""Weights of the squared logarithm between a constant and its assumed value, for memory and for
+products: what no row tells stays near that. All servers' memory is about as fast as its data sheet
+says; products reach 10 to 70%."""
 
 
 def fitted(runs: Sequence[Run]) -> Rates:
-    """The shares of data-sheet rates, each at most 1, at which the logarithms of predictions are nearest."""
+    """The shares of data-sheet rates, each at most 1, at which the logarithms of predictions are
+    nearest."""
 
     def badness(memory: NDArray[np.float64], compute: NDArray[np.float64]) -> NDArray[np.float64]:
-        far = _FIRM * np.log(memory / ASSUMED.memory) ** 2 + _LOOSE * np.log(compute / ASSUMED.compute) ** 2
+        far = (
+            _FIRM * np.log(memory / ASSUMED.memory) ** 2
+            + _LOOSE * np.log(compute / ASSUMED.compute) ** 2
+        )
         for run in runs:
             off = np.abs(np.log(predicted_at(run, memory, compute) / run.step_s))
             far = far + np.where(off < _SQUARES, off**2, _SQUARES * (2 * off - _SQUARES))
@@ -39,18 +45,28 @@ def fitted(runs: Sequence[Run]) -> Rates:
         near = np.geomspace(wide, 1 / wide, _GRID)
         tried = np.meshgrid(np.minimum(1.0, memory * near), np.minimum(1.0, compute * near))
         best = np.unravel_index(np.argmin(badness(*tried)), tried[0].shape)
-        memory, compute, wide = float(tried[0][best]), float(tried[1][best]), float(near[-2] / near[-1])
+        memory, compute, wide = (
+            float(tried[0][best]),
+            float(tried[1][best]),
+            float(near[-2] / near[-1]),
+        )
     return replace(
-        ASSUMED, memory=memory, compute=compute,
+        ASSUMED,
+        memory=memory,
+        compute=compute,
         source=f"fitted to {len(runs)} rows of {runs[0].row['system']}" if runs else ASSUMED.source,
-    )  # fmt: skip
+    )
 
 
-def predicted_at(run: Run, memory: NDArray[np.float64], compute: NDArray[np.float64]) -> NDArray[np.float64]:
+def predicted_at(
+    run: Run, memory: NDArray[np.float64], compute: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """As `Run.predicted_s`, at many rates."""
 
     def seconds(parts: Parts) -> NDArray[np.float64]:
-        return np.asarray((parts.memory + parts.links) / memory + parts.compute / compute + parts.fixed)
+        return np.asarray(
+            (parts.memory + parts.links) / memory + parts.compute / compute + parts.fixed
+        )
 
     generation, training = seconds(run.generation), seconds(run.training)
     longest = np.maximum(np.maximum(generation, training), seconds(run.waits))
@@ -68,7 +84,9 @@ def by_devices(runs: Sequence[Run]) -> Predict:
     x = np.array([[1.0, math.log(float(run.row["gpus"])), float(run.overlaps)] for run in runs])
     y = np.array([math.log(run.step_s) for run in runs])
     weights = np.linalg.lstsq(x, y, rcond=None)[0]
-    return lambda run: math.exp(float(np.array([1.0, math.log(float(run.row["gpus"])), float(run.overlaps)]) @ weights))
+    return lambda run: math.exp(
+        float(np.array([1.0, math.log(float(run.row["gpus"])), float(run.overlaps)]) @ weights)
+    )
 
 
 def by_mean(runs: Sequence[Run]) -> Predict:
@@ -106,10 +124,12 @@ def ratios(runs: Sequence[Run]) -> list[Ratio]:
         alike = all(slow.row[each] == fast.row[each] for each in ("model", "gpu", "gpus"))
         if alike and fast.overlaps and not slow.overlaps:
             others = fitted([run for run in runs if run is not slow and run is not fast])
-            found.append(Ratio(
-                case=f"{slow.row['model']}, {slow.row['gpus']} {slow.row['gpu']}",
-                published=slow.step_s / fast.step_s,
-                predicted=slow.predicted_s(others) / fast.predicted_s(others),
-                fitted=slow.predicted_s(rates) / fast.predicted_s(rates),
-            ))  # fmt: skip
+            found.append(
+                Ratio(
+                    case=f"{slow.row['model']}, {slow.row['gpus']} {slow.row['gpu']}",
+                    published=slow.step_s / fast.step_s,
+                    predicted=slow.predicted_s(others) / fast.predicted_s(others),
+                    fitted=slow.predicted_s(rates) / fast.predicted_s(rates),
+                )
+            )
     return found

@@ -1,4 +1,5 @@
-"""Seconds per token of measured serving runs, predicted for a device or a model that the constants have not seen."""
+"""Seconds per token of measured serving runs, predicted for a device or a model that the constants
+have not seen."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from dataflow.foresight.kernel_tables import PACKAGE, folder, version
 from dataflow.foresight.serving import ServerConstants
 
 _LEAST = 0.02
-"""Relative errors below it weigh as squares, those above as they are, so that a few wrong rows turn nothing."""
+"""Relative errors below it weigh as squares, those above as they are, so that a few wrong rows turn
+nothing."""
 _TURNS = 40
 DOUBTED = "Qwen/Qwen3-235B-A22B-FP8"
-"""0.4 to 0.6 ms a layer in every row, whatever the batch: three times any other model's, as if without graphs."""
+"""0.4 to 0.6 ms a layer in every row, whatever the batch: three times any other model's, as if
+without graphs."""
 
 
 def fitted(rows: Sequence[Served]) -> ServerConstants:
@@ -34,7 +37,9 @@ def fitted(rows: Sequence[Served]) -> ServerConstants:
         weights = 1 / np.sqrt(np.maximum(np.abs(amounts @ found - 1), _LEAST))
     values = np.zeros(len(scale))
     values[scale > 0] = found / scale[scale > 0]
-    return ServerConstants(**dict(zip((each.name for each in fields(ServerConstants)), values.tolist(), strict=True)))
+    return ServerConstants(
+        **dict(zip((each.name for each in fields(ServerConstants)), values.tolist(), strict=True))
+    )
 
 
 def not_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -57,7 +62,9 @@ def not_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return x
 
 
-def left_out(rows: Sequence[Served], of: Callable[[Served], str]) -> dict[str, list[tuple[Served, float]]]:
+def left_out(
+    rows: Sequence[Served], of: Callable[[Served], str]
+) -> dict[str, list[tuple[Served, float]]]:
     """Each group of rows with what is predicted by constants fitted to all other groups."""
     found = {}
     for name in dict.fromkeys(map(of, rows)):
@@ -76,47 +83,64 @@ def generator(path: Path | None) -> int:
     report, console = Report("foresight: generator", path), Console(width=150)
     all_rows = read_served(folder())
     rows, why = holding(all_rows)
-    told = [f"{PACKAGE} {version()}: {len(all_rows)} measured aggregated rows of vLLM; {len(rows)} kept"]
+    told = [
+        f"{PACKAGE} {version()}: {len(all_rows)} measured aggregated rows of vLLM; {len(rows)} kept"
+    ]
     told += [f"  {number} left out: the row {each}" for each, number in why.items()]
     for title, alike in (
-        (f"without {DOUBTED}", [row for row in rows if row.model != DOUBTED]), ("all rows kept", rows),
+        (f"without {DOUBTED}", [row for row in rows if row.model != DOUBTED]),
+        ("all rows kept", rows),
         ("every row there is", all_rows),
-    ):  # fmt: skip
+    ):
         for what, of in (("device", lambda row: row.device), ("model", lambda row: row.model)):
             means = []
             for name, predicted in left_out(alike, of).items():
                 off = errors(predicted)
                 means.append(statistics.fmean(map(abs, off)))
                 report.add(
-                    case=f"each {what} left out, {title}", system=name, rows=len(off), off=means[-1],
-                    median=statistics.median(map(abs, off)), bias=statistics.fmean(off),
-                )  # fmt: skip
+                    case=f"each {what} left out, {title}",
+                    system=name,
+                    rows=len(off),
+                    off=means[-1],
+                    median=statistics.median(map(abs, off)),
+                    bias=statistics.fmean(off),
+                )
             told.append(
-                f"{title}, each {what} left out: off by {statistics.fmean(means):.1%} in their mean, "
-                f"{max(means):.1%} at worst"
+                f"{title}, each {what} left out: off by {statistics.fmean(means):.1%} in their"
+                f" mean, {max(means):.1%} at worst"
             )
     constants = fitted([row for row in rows if row.model != DOUBTED])
     for name, amounts in _groups(rows).items():
         off = errors((row, constants.seconds(row.step)) for row in amounts)
         report.add(
-            case="fitted to all but the doubted rows", system=name, rows=len(off),
-            off=statistics.fmean(map(abs, off)), median=statistics.median(map(abs, off)), bias=statistics.fmean(off),
-        )  # fmt: skip
+            case="fitted to all but the doubted rows",
+            system=name,
+            rows=len(off),
+            off=statistics.fmean(map(abs, off)),
+            median=statistics.median(map(abs, off)),
+            bias=statistics.fmean(off),
+        )
     for name, amounts in _groups(rows).items():
         made = composed(amounts)
         if off := errors(made):
             report.add(
-                case="kernels of vLLM 0.24 one after the other, nothing fitted", system=name, rows=len(off),
-                off=statistics.fmean(map(abs, off)), median=statistics.median(map(abs, off)),
+                case="kernels of vLLM 0.24 one after the other, nothing fitted",
+                system=name,
+                rows=len(off),
+                off=statistics.fmean(map(abs, off)),
+                median=statistics.median(map(abs, off)),
                 bias=statistics.fmean(off),
-            )  # fmt: skip
+            )
     report.show(console)
-    console.print(*told, f"fitted to all but the doubted rows: {constants}", sep="\n", highlight=False)
+    console.print(
+        *told, f"fitted to all but the doubted rows: {constants}", sep="\n", highlight=False
+    )
     return 0
 
 
 def composed(rows: Iterable[Served]) -> list[tuple[Served, float]]:
-    """By measured kernels: a step of the batch, and prompts that come in meanwhile; of rows that have tables."""
+    """By measured kernels: a step of the batch, and prompts that come in meanwhile; of rows that
+    have tables."""
     found = []
     for row in rows:
         if row.kernels is None:

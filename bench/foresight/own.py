@@ -1,13 +1,14 @@
-"""Our own runs, predicted: two of them calibrate, and others with other bounds, sizes and texts are foreseen and run.
+"""Our own runs, predicted: two of them calibrate, and others with other bounds, sizes and texts are
+foreseen and run.
 
     python -m bench.foresight --own --json OUT
 
-Every run is of the sorting graph (or of a policy with a heavy tail of lengths) on this machine's cores. Rewards are
-drawn at random for each rollout, the learning rate is next to 0, and policies have learned nothing, so that texts stay
-what they are, siblings differ, and every group has a signal: what is predicted is seconds and staleness, not learning.
-A prediction knows the graph, its placement, the constants of the two runs, and how long that policy's texts are: the
-first run that has them says so.
-"""
+Every run is of the sorting graph (or of a policy with a heavy tail of lengths) on this machine's
+cores. Rewards are drawn at random for each rollout, the learning rate is next to 0, and policies
+have learned nothing, so that texts stay what they are, siblings differ, and every group has a
+signal: what is predicted is seconds and staleness, not learning. A prediction knows the graph, its
+placement, the constants of the two runs, and how long that policy's texts are: the first run that
+has them says so."""
 
 from __future__ import annotations
 
@@ -61,27 +62,61 @@ class Trial:
 
 
 CALIBRATE = (
-    Trial(name="tiny, two threads, long", policy="tiny", max_staleness=0, prompts_per_step=24, max_tokens=LONG,
-          steps=24),
-    Trial(name="large, steps of 128 rollouts", policy="large", max_staleness=1, prompts_per_step=16, steps=36),
-)  # fmt: skip
-"""They differ in what the constants are to tell apart: sizes of the model and of a step, lengths, and with them the
-batch; and whether generator and trainer take turns, with all cores each, or compute at once with a thread each. Models
-that are foreseen are between these two."""
+    Trial(
+        name="tiny, two threads, long",
+        policy="tiny",
+        max_staleness=0,
+        prompts_per_step=24,
+        max_tokens=LONG,
+        steps=24,
+    ),
+    Trial(
+        name="large, steps of 128 rollouts",
+        policy="large",
+        max_staleness=1,
+        prompts_per_step=16,
+        steps=36,
+    ),
+)
+"""They differ in what the constants are to tell apart: sizes of the model and of a step, lengths,
+and with them the batch; and whether generator and trainer take turns, with all cores each, or
+compute at once with a thread each. Models that are foreseen are between these two."""
 MORE = (
-    Trial(name="tiny, staleness 1, long", policy="tiny", max_staleness=1, prompts_per_step=24, max_tokens=LONG,
-          steps=36),
+    Trial(
+        name="tiny, staleness 1, long",
+        policy="tiny",
+        max_staleness=1,
+        prompts_per_step=24,
+        max_tokens=LONG,
+        steps=36,
+    ),
     Trial(name="tiny, steps of 64 rollouts", policy="tiny", prompts_per_step=8, steps=120),
-    Trial(name="large, staleness 1, long", policy="large", max_staleness=1, prompts_per_step=16, max_tokens=LONG,
-          steps=30),
-    Trial(name="large, two threads", policy="large", max_staleness=0, prompts_per_step=16, steps=18),
-)  # fmt: skip
+    Trial(
+        name="large, staleness 1, long",
+        policy="large",
+        max_staleness=1,
+        prompts_per_step=16,
+        max_tokens=LONG,
+        steps=30,
+    ),
+    Trial(
+        name="large, two threads", policy="large", max_staleness=0, prompts_per_step=16, steps=18
+    ),
+)
 """What else the choice of placements is calibrated with."""
 CUT = (
     Trial(name="tiny, two ranks", policy="tiny", ranks=2, max_staleness=0, steps=30),
-    Trial(name="large, two ranks", policy="large", ranks=2, max_staleness=0, prompts_per_step=16, steps=20),
+    Trial(
+        name="large, two ranks",
+        policy="large",
+        ranks=2,
+        max_staleness=0,
+        prompts_per_step=16,
+        steps=20,
+    ),
 )
-"""They say what ranks on cores take to wait for each other; only the choice of placements needs them."""
+"""They say what ranks on cores take to wait for each other; only the choice of placements needs
+them."""
 PREDICT = (
     Trial(name="staleness 0", max_staleness=0, steps=36),
     Trial(name="staleness 1", max_staleness=1, steps=48),
@@ -92,10 +127,22 @@ PREDICT = (
     Trial(name="slow scorer", slow=True, steps=28),
     Trial(name="two generators", replicas=2, steps=48),
     Trial(name="large", policy="large", steps=28),
-    Trial(name="large, staleness 1, groups of 16", policy="large", max_staleness=1, group_size=16, steps=18),
+    Trial(
+        name="large, staleness 1, groups of 16",
+        policy="large",
+        max_staleness=1,
+        group_size=16,
+        steps=18,
+    ),
     Trial(name="tail", policy="tail", steps=30),
     Trial(name="tail, staleness 0", policy="tail", max_staleness=0, steps=14),
-    Trial(name="tail, staleness 8, groups of 4", policy="tail", max_staleness=8, group_size=4, steps=46),
+    Trial(
+        name="tail, staleness 8, groups of 4",
+        policy="tail",
+        max_staleness=8,
+        group_size=4,
+        steps=46,
+    ),
 )
 
 
@@ -106,10 +153,16 @@ def policy(name: str, policies: Path) -> Path:
     words = sorting.rows(20_000, seed=0)
     layers, width = {"tiny": (2, 64), "small": (2, 128), "large": (4, 256)}[name]
     return warm_start(
-        policies / f"bench-untrained-{name}", examples=((row["prompt"], row["answer"]) for row in words),
-        alphabet=sorting.ALPHABET, layers=layers, width=width, heads=4, steps=2,
-        max_positions=LONG + 32, seed=0,
-    )  # fmt: skip
+        policies / f"bench-untrained-{name}",
+        examples=((row["prompt"], row["answer"]) for row in words),
+        alphabet=sorting.ALPHABET,
+        layers=layers,
+        width=width,
+        heads=4,
+        steps=2,
+        max_positions=LONG + 32,
+        seed=0,
+    )
 
 
 def build(trial: Trial, policies: Path) -> Any:
@@ -134,8 +187,10 @@ def build(trial: Trial, policies: Path) -> Any:
     reward = scorer(name="reward", concurrency=SCORER_CALLS if trial.slow else 1)(drawn)
     generator = Generator(
         model, group_size=trial.group_size, max_tokens=longest, tensor_parallel=trial.ranks
-    )  # fmt: skip
-    trainer = Trainer(model, loss=aipo, prompts_per_step=trial.prompts_per_step, lr=1e-7, normalize="rollouts")
+    )
+    trainer = Trainer(
+        model, loss=aipo, prompts_per_step=trial.prompts_per_step, lr=1e-7, normalize="rollouts"
+    )
     prompts = Prompts(list(rows), columns=("answer",), shuffle_seed=0)
     trainer(advantage(reward(generator(graph.source(prompts)))))
     graph.feedback(trainer.weights, generator, max_staleness=trial.max_staleness)
@@ -149,9 +204,13 @@ def planned(trial: Trial, policies: Path) -> Planned:
         from dataflow import run
 
         run(
-            build(trial, policies), steps=trial.steps, replicas={"generator": trial.replicas},
-            ranks={"trainer": trial.ranks}, runs=runs, quiet=True,
-        )  # fmt: skip
+            build(trial, policies),
+            steps=trial.steps,
+            replicas={"generator": trial.replicas},
+            ranks={"trainer": trial.ranks},
+            runs=runs,
+            quiet=True,
+        )
 
     return Planned(name=trial.name, make=make)
 
@@ -164,17 +223,23 @@ def predict(trial: Trial, policies: Path, constants: Any, texts: Mapping[Any, An
 
     prompt, lengths = texts[trial.texts]
     return foresee(
-        build(trial, policies), Devices(cpus=2), replicas={"generator": trial.replicas}, steps=trial.steps,
-        constants=constants, workload=Workload(
+        build(trial, policies),
+        Devices(cpus=2),
+        replicas={"generator": trial.replicas},
+        steps=trial.steps,
+        constants=constants,
+        workload=Workload(
             prompt_tokens=prompt, seen=lengths, row_s={"reward": SCORER_S} if trial.slow else {}
         ),
-    )  # fmt: skip
+    )
 
 
-def own(path: Path | None, policies: Path, kept: Path | None, seconds: float | None, rounds: int) -> int:
-    """Calibrate, foresee, run, compare. kept: where run folders stay; those that are there are not run again. seconds:
-    after which no run is begun; what there is then is compared. rounds: every run is made so often, one after the
-    other."""
+def own(
+    path: Path | None, policies: Path, kept: Path | None, seconds: float | None, rounds: int
+) -> int:
+    """Calibrate, foresee, run, compare. kept: where run folders stay; those that are there are not
+    run again. seconds: after which no run is begun; what there is then is compared. rounds: every
+    run is made so often, one after the other."""
     from dataflow.foresight.calibration import calibrate, described
     from dataflow.foresight.seen import look
 
@@ -195,12 +260,18 @@ def own(path: Path | None, policies: Path, kept: Path | None, seconds: float | N
         console.print(described(constants), highlight=False, markup=False)
         _compare(report, console, seen, policies, constants)
     if making.missing:
-        console.print(f"{making.missing} runs are missing; call again with the same --keep", highlight=False)
+        console.print(
+            f"{making.missing} runs are missing; call again with the same --keep", highlight=False
+        )
     return 0
 
 
 def _compare(
-    report: Report, console: Console, seen: Mapping[str, Sequence[SeenRun]], policies: Path, constants: Constants
+    report: Report,
+    console: Console,
+    seen: Mapping[str, Sequence[SeenRun]],
+    policies: Path,
+    constants: Constants,
 ) -> None:
     """What was foreseen beside what came, in the mean of a run's rounds."""
     texts: dict[tuple[str, int], tuple[float, Lengths]] = {}
@@ -210,14 +281,22 @@ def _compare(
         texts.setdefault(trial.texts, (runs[0].prompt_tokens, runs[0].lengths))
         foreseen = predict(trial, policies, constants, texts)
         step_s, efficiency, staleness = (
-            Measured.of(runs).step_s, *(statistics.mean(getattr(run, name) for run in runs) for name in [*off][1:])
-        )  # fmt: skip
+            Measured.of(runs).step_s,
+            *(statistics.mean(getattr(run, name) for run in runs) for name in [*off][1:]),
+        )
         report.add(
-            case="own runs", system=trial.name, rounds=len(runs), step_ms=1e3 * step_s,
-            foreseen_ms=1e3 * foreseen.step_s, off=foreseen.step_s / step_s - 1, efficiency=efficiency,
-            foreseen_efficiency=foreseen.efficiency, staleness=staleness, foreseen_staleness=foreseen.staleness,
+            case="own runs",
+            system=trial.name,
+            rounds=len(runs),
+            step_ms=1e3 * step_s,
+            foreseen_ms=1e3 * foreseen.step_s,
+            off=foreseen.step_s / step_s - 1,
+            efficiency=efficiency,
+            foreseen_efficiency=foreseen.efficiency,
+            staleness=staleness,
+            foreseen_staleness=foreseen.staleness,
             drift=max(run.drift for run in runs),
-        )  # fmt: skip
+        )
         if trial in PREDICT:
             off["step_s"].append(abs(foreseen.step_s / step_s - 1))
             off["efficiency"].append(abs(foreseen.efficiency - efficiency))
@@ -226,10 +305,13 @@ def _compare(
     for figure, found in off.items():
         if found:
             console.print(
-                f"{figure}: off by {statistics.median(found):.3f} in the median of {len(found)}, {max(found):.3f} at "
-                f"most", highlight=False,
-            )  # fmt: skip
+                f"{figure}: off by {statistics.median(found):.3f} in the median of {len(found)},"
+                f" {max(found):.3f} at most",
+                highlight=False,
+            )
     measured = [Measured.of(runs) for runs in seen.values()]
     if any(len(each.steps_s) > 1 for each in measured):
         noise = Noise.of(measured)
-        console.print(f"the same run differs by {noise.deviation:.1%} from round to round", highlight=False)
+        console.print(
+            f"the same run differs by {noise.deviation:.1%} from round to round", highlight=False
+        )

@@ -1,4 +1,5 @@
-"""Published runs as the cost model sees them: what their sources say, and one stated assumption per system."""
+"""Published runs as the cost model sees them: what their sources say, and one stated assumption per
+system."""
 
 from __future__ import annotations
 
@@ -35,13 +36,15 @@ class Practice:
     """The one that is made, in a sentence."""
     prompt_tokens: float
     forward: float
-    """Forward passes of a step, a backward pass as two: also of log-probabilities, and what is computed again."""
+    """Forward passes of a step, a backward pass as two: also of log-probabilities, and what is
+    computed again."""
     forward_overlapping: float | None = None
     """The same of an asynchronous step, where it is published as another."""
     generates: str = "bfloat16"
     """Dtype of an asynchronous generator."""
     gathers: bool = True
-    """Whether an asynchronous generator's devices take in whole tensors, and not their shares alone."""
+    """Whether an asynchronous generator's devices take in whole tensors, and not their shares
+    alone."""
     mean_holds_prompt: bool = False
     """Whether the published mean length is of prompt and answer."""
     rollouts: int = 0
@@ -54,7 +57,8 @@ class Practice:
     sigma: float = 0.8
     """Of the logarithm of lengths."""
     splits: tuple[float, ...] = _HALVES
-    """Shares of the devices that train in an asynchronous step, of which the fastest at assumed rates is taken."""
+    """Shares of the devices that train in an asynchronous step, of which the fastest at assumed
+    rates is taken."""
     group: int = 16
     """Rollouts of a prompt, which are trained together."""
     ahead: float = 1.0
@@ -67,32 +71,59 @@ class Practice:
     dealt: bool = False
     """Whether ranks have as many rollouts of an update each, however long these are."""
     resides: bool = False
-    """Whether a synchronous trainer's optimizer stays where rollouts are generated, with the trainer's cuts; else it
-    makes room."""
+    """Whether a synchronous trainer's optimizer stays where rollouts are generated, with the
+    trainer's cuts; else it makes room."""
 
 
 PRACTICES = {
     # Half of the devices generate: examples/configs/recipes/llm/performance of NeMo-RL.
     "NeMo-RL-0.6": Practice(
-        assumption="lengths are log-normal with a sigma of 0.8", prompt_tokens=110, forward=1 + _UPDATE,
-    ),
-    "NeMo-RL-0.4": Practice(
-        assumption="lengths are log-normal with a sigma of 0.8", prompt_tokens=110, mean_holds_prompt=True,
+        assumption="lengths are log-normal with a sigma of 0.8",
+        prompt_tokens=110,
         forward=1 + _UPDATE,
     ),
-    # Cuts and mini-batches: its scripts, recipe/fully_async_policy. Ranks are balanced over a step, not over an update.
+    "NeMo-RL-0.4": Practice(
+        assumption="lengths are log-normal with a sigma of 0.8",
+        prompt_tokens=110,
+        mean_holds_prompt=True,
+        forward=1 + _UPDATE,
+    ),
+    # Cuts and mini-batches: its scripts, recipe/fully_async_policy. Ranks are balanced over a step,
+    # not over an update.
     "verl": Practice(
-        assumption="answers are log-normal, 800 tokens in the mean with a sigma of 1.8 (searched)", prompt_tokens=150,
-        rollouts=512 * 16, updates=16, mean_tokens=800, sigma=1.8, max_tokens=28 * 1024, forward=1 + _UPDATE,
-        forward_overlapping=_UPDATE, ahead=0.5, fetches=4, generator_tp=4, trainer_cp=4, dealt=True,
+        assumption="answers are log-normal, 800 tokens in the mean with a sigma of 1.8 (searched)",
+        prompt_tokens=150,
+        rollouts=512 * 16,
+        updates=16,
+        mean_tokens=800,
+        sigma=1.8,
+        max_tokens=28 * 1024,
+        forward=1 + _UPDATE,
+        forward_overlapping=_UPDATE,
+        ahead=0.5,
+        fetches=4,
+        generator_tp=4,
+        trainer_cp=4,
+        dealt=True,
     ),
     # The baseline is the setting of its theorem: both sides share devices, cuts and a memory bound.
     "LlamaRL": Practice(
-        assumption="512 answers, log-normal, 1,500 tokens in the mean with a sigma of 0.6, of at most 4,096 (searched)",
-        prompt_tokens=150, rollouts=512, mean_tokens=1500, sigma=0.6, max_tokens=4096, forward=_UPDATE,
-        generates="fp8", gathers=False, splits=_EIGHTHS, resides=True,
+        assumption=(
+            "512 answers, log-normal, 1,500 tokens in the mean with a sigma of 0.6, of at most"
+            " 4,096 (searched)"
+        ),
+        prompt_tokens=150,
+        rollouts=512,
+        mean_tokens=1500,
+        sigma=0.6,
+        max_tokens=4096,
+        forward=_UPDATE,
+        generates="fp8",
+        gathers=False,
+        splits=_EIGHTHS,
+        resides=True,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +137,8 @@ class Run:
     overlaps: bool
     """Whether generation and training go on at once."""
     waits: Parts = Parts()
-    """Where they do: from a version on, for the groups that its step needs, and to train the last of them."""
+    """Where they do: from a version on, for the groups that its step needs, and to train the last
+    of them."""
 
     @property
     def step_s(self) -> float:
@@ -114,7 +146,8 @@ class Run:
         return float(self.row["step_s"])
 
     def predicted_s(self, rates: Rates) -> float:
-        """With these constants: the longest where they overlap, or their sum; weights after either."""
+        """With these constants: the longest where they overlap, or their sum; weights after
+        either."""
         both = self.generation.seconds(rates), self.training.seconds(rates)
         busy = max(*both, self.waits.seconds(rates)) if self.overlaps else sum(both)
         return busy + self.exchange.seconds(rates)
@@ -129,23 +162,38 @@ def _decoder(each: Mapping[str, Any]) -> Decoder:
     experts = latent = None
     if "experts" in each:
         experts = Experts(
-            number=each["experts"], per_token=each["experts_per_token"], inner=each["expert_ffn"],
-            shared=each.get("shared_experts", 0), dense_layers=each.get("dense_layers", 0),
-        )  # fmt: skip
+            number=each["experts"],
+            per_token=each["experts_per_token"],
+            inner=each["expert_ffn"],
+            shared=each.get("shared_experts", 0),
+            dense_layers=each.get("dense_layers", 0),
+        )
     if "kv_lora_rank" in each:
         latent = Latent(
-            queries=each["q_lora_rank"], keys=each["kv_lora_rank"], plain=each["qk_nope_head_dim"],
-            rotated=each["qk_rope_head_dim"], values=each["v_head_dim"],
-        )  # fmt: skip
+            queries=each["q_lora_rank"],
+            keys=each["kv_lora_rank"],
+            plain=each["qk_nope_head_dim"],
+            rotated=each["qk_rope_head_dim"],
+            values=each["v_head_dim"],
+        )
     return Decoder(
-        layers=each["layers"], width=each["hidden"], inner=each.get("ffn", 0), heads=each["heads"],
-        kv_heads=each.get("kv_heads", each["heads"]), vocabulary=each["vocab"],
-        head_width=each.get("head_dim", each.get("v_head_dim", 0)), experts=experts, latent=latent,
-    )  # fmt: skip
+        layers=each["layers"],
+        width=each["hidden"],
+        inner=each.get("ffn", 0),
+        heads=each["heads"],
+        kv_heads=each.get("kv_heads", each["heads"]),
+        vocabulary=each["vocab"],
+        head_width=each.get("head_dim", each.get("v_head_dim", 0)),
+        experts=experts,
+        latent=latent,
+    )
 
 
-def seen(row: Mapping[str, str], models: Mapping[str, Counts], practice: Practice, rates: Rates = ASSUMED) -> Run:
-    """A row that is understood by the cost model: of the ways that its source leaves open, the fastest at these rates.
+def seen(
+    row: Mapping[str, str], models: Mapping[str, Counts], practice: Practice, rates: Rates = ASSUMED
+) -> Run:
+    """A row that is understood by the cost model: of the ways that its source leaves open, the
+    fastest at these rates.
 
     KeyError for a model that `models` lacks."""
 
@@ -158,51 +206,87 @@ def seen(row: Mapping[str, str], models: Mapping[str, Counts], practice: Practic
     unknown = together and not row.get("generator_tp")  # how the sides' common cuts are
     rollouts = number("rollouts_per_generation", practice.rollouts or 1024)
     updated = number("rollouts_per_step", rollouts / practice.updates)
-    mean = max(1.0, number("mean_tokens", practice.mean_tokens or 1500) - prompt * practice.mean_holds_prompt)
+    mean = max(
+        1.0,
+        number("mean_tokens", practice.mean_tokens or 1500) - prompt * practice.mean_holds_prompt,
+    )
     ahead = number("staleness", practice.ahead)
     lengths = Lengths.drawn(
-        mean, max(1.01 * mean, number("max_tokens", practice.max_tokens or 8192)), practice.sigma, _SAMPLES
+        mean,
+        max(1.01 * mean, number("max_tokens", practice.max_tokens or 8192)),
+        practice.sigma,
+        _SAMPLES,
     )
     forward = (practice.forward_overlapping if overlaps else None) or practice.forward
     found = []
     for split, (tensor, stages) in itertools.product(
-        practice.splits if overlaps else _HALVES, cuts(model, kind) if practice.resides else [(1, 1)]
+        practice.splits if overlaps else _HALVES,
+        cuts(model, kind) if practice.resides else [(1, 1)],
     ):
         trains = int(number("gpus_trainer", max(1.0, devices * split) if overlaps else devices))
         makes = int(number("gpus_generator", max(1, devices - trains) if overlaps else devices))
         learners = Learners(
-            model=model, kind=kind, ranks=trains, tensor_parallel=int(number("trainer_tp", tensor)),
+            model=model,
+            kind=kind,
+            ranks=trains,
+            tensor_parallel=int(number("trainer_tp", tensor)),
             context_parallel=int(number("trainer_cp", practice.trainer_cp)),
-            pipeline_parallel=int(number("trainer_pp", stages)), expert_parallel=int(number("trainer_ep", 1)),
-        )  # fmt: skip
+            pipeline_parallel=int(number("trainer_pp", stages)),
+            expert_parallel=int(number("trainer_ep", 1)),
+        )
         passes = learners.passes(rollouts, prompt + mean, forward=1.0, sequences=updated)
         slowest = learners.slowest(lengths, updated) if practice.dealt else 1.0
         replica = GeneratorReplica(
-            model=model, kind=kind, dtype=practice.generates if overlaps else "bfloat16",
-            tensor_parallel=int(number("generator_tp", tensor if unknown else practice.generator_tp)),
-            pipeline_parallel=int(number("generator_pp", stages if unknown else 1)), interleaves=not together,
+            model=model,
+            kind=kind,
+            dtype=practice.generates if overlaps else "bfloat16",
+            tensor_parallel=int(
+                number("generator_tp", tensor if unknown else practice.generator_tp)
+            ),
+            pipeline_parallel=int(number("generator_pp", stages if unknown else 1)),
+            interleaves=not together,
             reserved_bytes=STATE_BYTES * model.parameters if unknown else 0.0,
-        )  # fmt: skip
-        for each in [replica] if replica.tensor_parallel else fitting(replica, prompt + mean, rates):
+        )
+        for each in (
+            [replica] if replica.tensor_parallel else fitting(replica, prompt + mean, rates)
+        ):
             share = rollouts / max(1, makes // each.ranks)
-            takes = each.ranks if overlaps and not practice.gathers else 1  # devices that take in a version together
-            training = passes * (forward - _UPDATE + _UPDATE * slowest) + learners.sums() * (rollouts / updated)
-            late = stragglers(each, lengths, prompt, share, rates, group=practice.group, ahead=ahead)
-            found.append(Run(
-                row=row, overlaps=overlaps, training=training, waits=late + training * (1 / practice.fetches),
-                generation=sustain(each, lengths, prompt, share, rates, at_once=share) if overlaps
-                else generate(each, lengths, prompt, share, rates, of=rollouts),
-                exchange=Parts(links=0.0 if together else exchange(model, kind, makes) / takes),
-            ))  # fmt: skip
+            # devices that take in a version together
+            takes = each.ranks if overlaps and not practice.gathers else 1
+            training = passes * (forward - _UPDATE + _UPDATE * slowest) + learners.sums() * (
+                rollouts / updated
+            )
+            late = stragglers(
+                each, lengths, prompt, share, rates, group=practice.group, ahead=ahead
+            )
+            found.append(
+                Run(
+                    row=row,
+                    overlaps=overlaps,
+                    training=training,
+                    waits=late + training * (1 / practice.fetches),
+                    generation=(
+                        sustain(each, lengths, prompt, share, rates, at_once=share)
+                        if overlaps
+                        else generate(each, lengths, prompt, share, rates, of=rollouts)
+                    ),
+                    exchange=Parts(links=0.0 if together else exchange(model, kind, makes) / takes),
+                )
+            )
     return min(found, key=lambda run: run.predicted_s(rates))
 
 
 def cuts(model: Counts, kind: DeviceKind) -> list[tuple[int, int]]:
-    """Ranks of tensor parallelism within a node, and stages, that hold what is trained: the fewest, and up to a node.
+    """Ranks of tensor parallelism within a node, and stages, that hold what is trained: the fewest,
+    and up to a node.
 
     Weights and gradients in two bytes, and the optimizer's state."""
     need = (2 + 2 + STATE_BYTES) * model.parameters
-    within = [ranks for ranks in (1, 2, 4, 8) if ranks <= kind.per_node and ranks * kind.memory_bytes >= need]
+    within = [
+        ranks
+        for ranks in (1, 2, 4, 8)
+        if ranks <= kind.per_node and ranks * kind.memory_bytes >= need
+    ]
     if within:
         return [(ranks, 1) for ranks in within]
     stages = 2
@@ -212,11 +296,16 @@ def cuts(model: Counts, kind: DeviceKind) -> list[tuple[int, int]]:
 
 
 def fitting(replica: GeneratorReplica, tokens: float, rates: Rates) -> list[GeneratorReplica]:
-    """With each tensor parallelism within a node, or the least beyond, whose cache holds 32 rollouts."""
+    """With each tensor parallelism within a node, or the least beyond, whose cache holds 32
+    rollouts."""
     found: list[GeneratorReplica] = []
     for ranks in (1, 2, 4, 8, 16, 32):
         each = replace(replica, tensor_parallel=ranks)
-        room = rates.cache_share * each.kind.memory_bytes * each.ranks - each.weight_bytes - each.reserved_bytes
+        room = (
+            rates.cache_share * each.kind.memory_bytes * each.ranks
+            - each.weight_bytes
+            - each.reserved_bytes
+        )
         if room > 32 * tokens * each.cache_bytes and (ranks <= each.kind.per_node or not found):
             found.append(each)
     return found or [replace(replica, tensor_parallel=32)]

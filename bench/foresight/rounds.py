@@ -1,4 +1,5 @@
-"""Runs of our own on this machine's cores, made in interleaved rounds, piece by piece: those that are there stay."""
+"""Runs of our own on this machine's cores, made in interleaved rounds, piece by piece: those that
+are there stay."""
 
 from __future__ import annotations
 
@@ -18,10 +19,23 @@ if TYPE_CHECKING:
     from dataflow.foresight.seen import SeenRun
 
 NEAR = 1.15
-"""Placements whose step takes so many times the best one's, or less, are run in later rounds too: others cannot win."""
+"""Placements whose step takes so many times the best one's, or less, are run in later rounds too:
+others cannot win."""
 OTHERS = 0.08
 """Share of a core that others may have while a run is measured."""
-_T_95 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 8: 1.86, 10: 1.81, 15: 1.75, 20: 1.72, 30: 1.70}
+_T_95 = {
+    1: 6.31,
+    2: 2.92,
+    3: 2.35,
+    4: 2.13,
+    5: 2.02,
+    6: 1.94,
+    8: 1.86,
+    10: 1.81,
+    15: 1.75,
+    20: 1.72,
+    30: 1.70,
+}
 """Student's: 95% of the distribution lie below, by degrees of freedom."""
 
 
@@ -41,7 +55,11 @@ class Planned:
     def made(self, kept: Path) -> Path | None:
         """Its run folder, if it has been made to its end."""
         runs = self.folder(kept)
-        done = [path for path in runs.iterdir() if not path.is_symlink()] if (runs / "done").exists() else []
+        done = (
+            [path for path in runs.iterdir() if not path.is_symlink()]
+            if (runs / "done").exists()
+            else []
+        )
         return next((path for path in done if path.is_dir()), None)
 
 
@@ -58,26 +76,35 @@ class Processor:
     @staticmethod
     def now() -> Processor:
         """By /proc/stat."""
-        fields = [int(each) for each in Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:9]]
+        fields = [
+            int(each)
+            for each in Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:9]
+        ]
         idle = fields[3] + fields[4]
         return Processor(
-            busy_s=(sum(fields) - idle) / os.sysconf("SC_CLK_TCK"), own_s=sum(os.times()[:4]), at_s=time.monotonic()
-        )  # fmt: skip
+            busy_s=(sum(fields) - idle) / os.sysconf("SC_CLK_TCK"),
+            own_s=sum(os.times()[:4]),
+            at_s=time.monotonic(),
+        )
 
     def others(self, before: Processor) -> float:
         """Share of one core that others had since then."""
-        return (self.busy_s - before.busy_s - (self.own_s - before.own_s)) / (self.at_s - before.at_s)
+        return (self.busy_s - before.busy_s - (self.own_s - before.own_s)) / (
+            self.at_s - before.at_s
+        )
 
 
 class Rounds:
-    """Makes runs until its time is over; one that others disturbed is made again, while there is time."""
+    """Makes runs until its time is over; one that others disturbed is made again, while there is
+    time."""
 
     def __init__(self, kept: Path, seconds: float | None) -> None:
         self.kept, self.missing = kept, 0
         self._until = math.inf if seconds is None else time.monotonic() + seconds
 
     def run(self, planned: Iterable[Planned]) -> dict[str, list[Path]]:
-        """Make those that are not there, one after the other; run folders by name. `missing` counts what is left."""
+        """Make those that are not there, one after the other; run folders by name. `missing` counts
+        what is left."""
         found: dict[str, list[Path]] = {}
         for each in planned:
             path = each.made(self.kept)
@@ -129,14 +156,19 @@ class Noise:
         several = [np.log(each.steps_s) for each in measured if len(each.steps_s) > 1]
         freedom = sum(len(each) - 1 for each in several)
         if not freedom:
-            raise ValueError("noise is told by runs that were made twice, and none was; make a second round")
+            raise ValueError(
+                "noise is told by runs that were made twice, and none was; make a second round"
+            )
         squares = sum(float(((each - each.mean()) ** 2).sum()) for each in several)
         return Noise(deviation=math.sqrt(squares / freedom), freedom=freedom)
 
     def tie(self, one: Measured, other: Measured) -> float:
-        """Share by which the first may be slower than the second, and 95% sure be no slower in truth."""
+        """Share by which the first may be slower than the second, and 95% sure be no slower in
+        truth."""
         known = max(each for each in _T_95 if each <= self.freedom)
-        return math.expm1(_T_95[known] * self.deviation * math.sqrt(1 / len(one.steps_s) + 1 / len(other.steps_s)))
+        return math.expm1(
+            _T_95[known] * self.deviation * math.sqrt(1 / len(one.steps_s) + 1 / len(other.steps_s))
+        )
 
 
 def contenders(measured: Mapping[str, Measured]) -> list[str]:

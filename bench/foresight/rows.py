@@ -1,4 +1,5 @@
-"""Rows of published steps as they come: odd names, numbers and gaps are read as what they are nearest to, and told."""
+"""Rows of published steps as they come: odd names, numbers and gaps are read as what they are
+nearest to, and told."""
 
 from __future__ import annotations
 
@@ -15,9 +16,20 @@ from dataflow.foresight.counts import Counts, counts
 from transport.weights.costs.decoder import Decoder
 
 NUMBERS = (
-    "gpus", "gpus_trainer", "gpus_generator", "rollouts_per_generation", "rollouts_per_step", "max_tokens",
-    "mean_tokens", "generator_tp", "generator_pp", "trainer_tp", "trainer_cp", "trainer_ep", "trainer_pp",
-)  # fmt: skip
+    "gpus",
+    "gpus_trainer",
+    "gpus_generator",
+    "rollouts_per_generation",
+    "rollouts_per_step",
+    "max_tokens",
+    "mean_tokens",
+    "generator_tp",
+    "generator_pp",
+    "trainer_tp",
+    "trainer_cp",
+    "trainer_ep",
+    "trainer_pp",
+)
 """Columns that are above 0 where they are given."""
 _SIZE = re.compile(r"(?<![\d.A-Za-z])(\d+(?:\.\d+)?)\s*B\b", re.IGNORECASE)
 _WIDTH, _VOCABULARY = 128, 150_000
@@ -28,13 +40,20 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     """Of a table with the columns of rl_steps.csv; more, fewer and empty ones are as they are."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         return [
-            {name.strip(): (value or "").strip() for name, value in row.items() if isinstance(name, str)}
+            {
+                name.strip(): (value or "").strip()
+                for name, value in row.items()
+                if isinstance(name, str)
+            }
             for row in csv.DictReader(file, restval="")
         ]
 
 
-def understood(row: Mapping[str, str], models: Mapping[str, Counts]) -> tuple[dict[str, str], Counts, list[str]]:
-    """The row with names and numbers that are known, the model's dimensions, and what was taken for what.
+def understood(
+    row: Mapping[str, str], models: Mapping[str, Counts]
+) -> tuple[dict[str, str], Counts, list[str]]:
+    """The row with names and numbers that are known, the model's dimensions, and what was taken for
+    what.
 
     GraphError where a row says nothing that a prediction needs."""
     told: list[str] = []
@@ -46,7 +65,9 @@ def understood(row: Mapping[str, str], models: Mapping[str, Counts]) -> tuple[di
     if not found["gpus"]:
         parts = [_number(found[name]) for name in ("gpus_trainer", "gpus_generator")]
         if math.isnan(sum(parts)):
-            raise GraphError(f"a row needs its devices; found gpus {row.get('gpus')!r}; say how many")
+            raise GraphError(
+                f"a row needs its devices; found gpus {row.get('gpus')!r}; say how many"
+            )
         found["gpus"] = f"{sum(parts):g}"
     kind = _kind(found["gpu"])
     if kind != found["gpu"]:
@@ -62,12 +83,15 @@ def understood(row: Mapping[str, str], models: Mapping[str, Counts]) -> tuple[di
         dimensions = models[near]
     else:
         dimensions = sized(model)
-        told.append(f"model {model!r} is taken for a dense one of {dimensions.parameters / 1e9:.3g} B")
+        told.append(
+            f"model {model!r} is taken for a dense one of {dimensions.parameters / 1e9:.3g} B"
+        )
     return found | {"gpu": kind, "mode": mode}, dimensions, told
 
 
 def nearest_model(name: str, models: Mapping[str, Counts]) -> str:
-    """That is called so but for case, marks, a version's minor number and what was made of it; empty: none.
+    """That is called so but for case, marks, a version's minor number and what was made of it;
+    empty: none.
 
     >>> nearest_model("meta-llama/Llama-3.3-70B-Instruct", {"Llama-3.1-8B": None, "Llama-3.1-70B": None})
     'Llama-3.1-70B'
@@ -82,19 +106,30 @@ def nearest_model(name: str, models: Mapping[str, Counts]) -> str:
 
 
 def sized(name: str) -> Counts:
-    """A dense decoder of as many parameters as a name says, as wide as such ones are. GraphError where it says none."""
+    """A dense decoder of as many parameters as a name says, as wide as such ones are. GraphError
+    where it says none."""
     found = _SIZE.findall(name)
     if not found:
-        raise GraphError(f"a row needs a model that is known, or a size in its name; found {name!r}; write it as 14B")
+        raise GraphError(
+            f"a row needs a model that is known, or a size in its name; found {name!r}; write it"
+            " as 14B"
+        )
     billions = float(found[0])
     # 12 width^2 a layer, and as many layers as large models of that size have for their width
     width = _WIDTH * max(4, round((billions * 1e9 / 12 * 110) ** (1 / 3) / _WIDTH))
     layers = max(1, round(billions * 1e9 / (12 * width**2)))
     heads = width // _WIDTH
-    return counts(Decoder(
-        layers=layers, width=width, inner=round(width * 3.25), heads=heads, kv_heads=min(8, heads),
-        vocabulary=_VOCABULARY, head_width=_WIDTH,
-    ))  # fmt: skip
+    return counts(
+        Decoder(
+            layers=layers,
+            width=width,
+            inner=round(width * 3.25),
+            heads=heads,
+            kv_heads=min(8, heads),
+            vocabulary=_VOCABULARY,
+            head_width=_WIDTH,
+        )
+    )
 
 
 def _number(text: str) -> float:
@@ -120,6 +155,8 @@ def _kind(name: str) -> str:
 
 
 def _mode(name: str, staleness: str) -> str:
-    if re.match(r"sync|on.?policy|coloc", name, re.IGNORECASE) or (not name and staleness in ("", "0")):
+    if re.match(r"sync|on.?policy|coloc", name, re.IGNORECASE) or (
+        not name and staleness in ("", "0")
+    ):
         return "sync"
     return "async"

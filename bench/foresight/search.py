@@ -43,10 +43,15 @@ class Size:
     def config(self) -> Mapping[str, object]:
         """Of its folder."""
         return {
-            "model_type": "llama", "num_hidden_layers": self.layers, "hidden_size": self.width,
-            "intermediate_size": self.inner, "num_attention_heads": self.heads, "num_key_value_heads": 8,
-            "vocab_size": 128256, "max_position_embeddings": 8192,
-        }  # fmt: skip
+            "model_type": "llama",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.width,
+            "intermediate_size": self.inner,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "max_position_embeddings": 8192,
+        }
 
     def folder(self, within: Path) -> Path:
         """Of its config."""
@@ -54,47 +59,90 @@ class Size:
 
 
 LARGE = Size(name="405 B", layers=126, width=16384, inner=53248, heads=128, fp8=True)
-SMALL = Size(name="8 B", layers=32, width=4096, inner=14336, heads=32, generator_ranks=1, trainer_ranks=1)
+SMALL = Size(
+    name="8 B", layers=32, width=4096, inner=14336, heads=32, generator_ranks=1, trainer_ranks=1
+)
 
 
 def search(path: Path | None) -> int:
     """Foresee one placement, and search among many."""
-    report, console, devices = Report("foresight", path), Console(width=170), read_devices("1024xH100")
+    report, console, devices = (
+        Report("foresight", path),
+        Console(width=170),
+        read_devices("1024xH100"),
+    )
     with tempfile.TemporaryDirectory(prefix="search-") as folder:
         graph = build(LARGE, Path(folder))
         began, worked = time.perf_counter(), time.process_time()
         one = foresee(graph, devices, gpus={"generator": 512, "trainer": 512}, steps=STEPS)
-        report.add(case="1,024 H100", system="405 B, 512 generate, 512 train", placements=1, step_s=one.step_s,
-                   seconds=time.perf_counter() - began, cpu_s=time.process_time() - worked)  # fmt: skip
+        report.add(
+            case="1,024 H100",
+            system="405 B, 512 generate, 512 train",
+            placements=1,
+            step_s=one.step_s,
+            seconds=time.perf_counter() - began,
+            cpu_s=time.process_time() - worked,
+        )
         for name, made, objective in (
-            ("405 B, --gpus auto", graph, Objective()), ("405 B, --gpus auto:cost", graph, Objective(cost=True)),
+            ("405 B, --gpus auto", graph, Objective()),
+            ("405 B, --gpus auto:cost", graph, Objective(cost=True)),
             ("8 B, --gpus auto:cost", build(SMALL, Path(folder)), Objective(cost=True)),
-        ):  # fmt: skip
+        ):
             began, worked = time.perf_counter(), time.process_time()
             found = choose(made, devices, steps=STEPS, objective=objective)
             report.add(
-                case="1,024 H100", system=name, placements=found.tried, refused=sum(found.refused.values()),
-                simulated=found.simulated, step_s=found.ways[0].foreseen.step_s, seconds=time.perf_counter() - began,
-                cpu_s=time.process_time() - worked, asked=found.ways[0].asked,
-            )  # fmt: skip
-        report.add(case="1,024 H100", system="405 B, python -m graphs.aipo --gpus auto", **command(Path(folder)))
+                case="1,024 H100",
+                system=name,
+                placements=found.tried,
+                refused=sum(found.refused.values()),
+                simulated=found.simulated,
+                step_s=found.ways[0].foreseen.step_s,
+                seconds=time.perf_counter() - began,
+                cpu_s=time.process_time() - worked,
+                asked=found.ways[0].asked,
+            )
+        report.add(
+            case="1,024 H100",
+            system="405 B, python -m graphs.aipo --gpus auto",
+            **command(Path(folder)),
+        )
     report.show(console)
     return 0
 
 
 def command(folder: Path) -> dict[str, float]:
-    """Seconds of the command as a user types it, from the start of its process; folder: `build` was called with it."""
+    """Seconds of the command as a user types it, from the start of its process; folder: `build` was
+    called with it."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "2+2=", "answer": "4"}) + "\n")
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         [
-            sys.executable, "-m", "graphs.aipo", "--policy", LARGE.folder(folder), "--prompts", prompts,
-            "--reward", "exact", "--dtype", "bfloat16", "--max-tokens", "2048", "--prompts-per-step", "128",
-            "--foresee", "1024xH100", "--gpus", "auto", "--steps", str(STEPS),
+            sys.executable,
+            "-m",
+            "graphs.aipo",
+            "--policy",
+            LARGE.folder(folder),
+            "--prompts",
+            prompts,
+            "--reward",
+            "exact",
+            "--dtype",
+            "bfloat16",
+            "--max-tokens",
+            "2048",
+            "--prompts-per-step",
+            "128",
+            "--foresee",
+            "1024xH100",
+            "--gpus",
+            "auto",
+            "--steps",
+            str(STEPS),
         ],
-        check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "seconds": time.perf_counter() - began,
@@ -113,11 +161,18 @@ def build(size: Size, folder: Path) -> Graph:
     (source / "config.json").write_text(json.dumps(size.config))
     graph, model = Graph("search"), Model(str(source), dtype="bfloat16")
     generator = Generator(
-        model, group_size=8, max_tokens=2048, tensor_parallel=size.generator_ranks,
+        model,
+        group_size=8,
+        max_tokens=2048,
+        tensor_parallel=size.generator_ranks,
         weights="fp8" if size.fp8 else "model",
-    )  # fmt: skip
+    )
     trainer = Trainer(
-        model, prompts_per_step=128, lr=1e-6, gradient_checkpointing=True, tensor_parallel=size.trainer_ranks
+        model,
+        prompts_per_step=128,
+        lr=1e-6,
+        gradient_checkpointing=True,
+        tensor_parallel=size.trainer_ranks,
     )
     prompts = Prompts([{"prompt": "2+2=", "answer": "4"}], columns=("answer",))
     trainer(advantage(find("exact")(generator(graph.source(prompts)))))

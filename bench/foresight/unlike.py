@@ -1,10 +1,12 @@
-"""Whether 64 H100 and 64 L40S together make a step faster than either kind alone, or dealt out by hand.
+"""Whether 64 H100 and 64 L40S together make a step faster than either kind alone, or dealt out by
+hand.
 
-    python -m bench.foresight --unlike --json OUT         # some minutes on one core; nothing is run but the simulation
+    python -m bench.foresight --unlike --json OUT         # some minutes on one core; nothing is run
+                                                          but the simulation
 
-`auto` searches all ways (dataflow/foresight/choice). The ways by hand have the trainer on one kind and the generator on
-the other, or give each operator half of each kind; of these, too, the best of the generator's knobs is taken.
-"""
+`auto` searches all ways (dataflow/foresight/choice). The ways by hand have the trainer on one kind
+and the generator on the other, or give each operator half of each kind; of these, too, the best of
+the generator's knobs is taken."""
 
 from __future__ import annotations
 
@@ -29,9 +31,15 @@ from dataflow.planning.hosts import Devices
 
 FAST, SLOW, EACH = "H100", "L40S", 64
 LLAMA_8B = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +60,23 @@ class Case:
 
 
 CASES = (
-    Case(name="512 x 8, even lengths, staleness 8", prompts=512, group_size=8, max_tokens=960, max_staleness=8,
-         workload=Workload(mean_tokens=640, prompt_tokens=100, sigma=0.3)),
-    Case(name="256 x 16, long tail, staleness 2", prompts=256, group_size=16, max_tokens=2048, max_staleness=2,
-         workload=Workload(mean_tokens=512, sigma=0.8)),
-)  # fmt: skip
+    Case(
+        name="512 x 8, even lengths, staleness 8",
+        prompts=512,
+        group_size=8,
+        max_tokens=960,
+        max_staleness=8,
+        workload=Workload(mean_tokens=640, prompt_tokens=100, sigma=0.3),
+    ),
+    Case(
+        name="256 x 16, long tail, staleness 2",
+        prompts=256,
+        group_size=16,
+        max_tokens=2048,
+        max_staleness=2,
+        workload=Workload(mean_tokens=512, sigma=0.8),
+    ),
+)
 SIMULATED = 3
 """Ways by hand that are simulated, the best by closed forms."""
 
@@ -67,17 +87,27 @@ def unlike(path: Path | None) -> int:
     with tempfile.TemporaryDirectory(prefix="unlike-") as folder:
         for case in CASES:
             made = build(case, Path(folder))
-            found = {name: choose(made, read_devices(text), workload=case.workload, steps=case.steps).ways[0]
-                     for name, text in alone().items()}  # fmt: skip
+            found = {
+                name: (
+                    choose(made, read_devices(text), workload=case.workload, steps=case.steps).ways[
+                        0
+                    ]
+                )
+                for name, text in alone().items()
+            }
             found |= {name: by_hand(made, case, operators) for name, operators in dealt().items()}
             best = choose(made, both(), workload=case.workload, steps=case.steps).ways[0]
             for name, way in (*found.items(), ("auto", best)):
                 report.add(
-                    case=case.name, system=name, step_s=way.foreseen.step_s,
-                    devices=" | ".join(each.devices for each in way.foreseen.operations if each.kinds),
+                    case=case.name,
+                    system=name,
+                    step_s=way.foreseen.step_s,
+                    devices=" | ".join(
+                        each.devices for each in way.foreseen.operations if each.kinds
+                    ),
                     over_auto=way.foreseen.step_s / best.foreseen.step_s - 1,
                     asked=None if name in dealt() else way.asked,
-                )  # fmt: skip
+                )
     report.show(console)
     return 0
 
@@ -100,38 +130,55 @@ def dealt() -> dict[str, Mapping[str, Sequence[str]]]:
         f"{FAST} train, {SLOW} generate": {"trainer": of[FAST], "generator": of[SLOW]},
         f"{SLOW} train, {FAST} generate": {"trainer": of[SLOW], "generator": of[FAST]},
         "half of each kind to each": {
-            "trainer": of[FAST][:half] + of[SLOW][:half], "generator": of[FAST][half:] + of[SLOW][half:],
+            "trainer": of[FAST][:half] + of[SLOW][:half],
+            "generator": of[FAST][half:] + of[SLOW][half:],
         },
-    }  # fmt: skip
+    }
 
 
 def by_hand(graph: Graph, case: Case, places: Mapping[str, Sequence[str]]) -> Way:
     """The best that the operators' knobs make of this. GraphError where none fits."""
     devices, found = both(), list[Way]()
-    counts = {node: sum(host.gpus for host in devices.hosts if host.name in names) for node, names in places.items()}
+    counts = {
+        node: sum(host.gpus for host in devices.hosts if host.name in names)
+        for node, names in places.items()
+    }
     trainer: Any = graph.operators["trainer"]
     generator: Any = graph.operators["generator"]
     hosts = [host for host in devices.hosts if host.name in places["trainer"]]
     learner = best_learner(
-        graph, trainer, learners(trainer, hosts), hosts, counts["trainer"],
+        graph,
+        trainer,
+        learners(trainer, hosts),
+        hosts,
+        counts["trainer"],
         step_of(graph, trainer, generator, case.workload, ASSUMED),
-    )  # fmt: skip
+    )
     refused = ""
     how: dict[str, Any] = {"workload": case.workload, "steps": case.steps}
     for knobs in generators(generator, devices):
         candidate = Candidate(
-            gpus=counts, knobs=knobs, learner=learner, place={node: tuple(names) for node, names in places.items()}
+            gpus=counts,
+            knobs=knobs,
+            learner=learner,
+            place={node: tuple(names) for node, names in places.items()},
         )
         try:
-            foreseen = foreseen_of(candidate.placed(graph), candidate, devices, **how, simulated=False)
+            foreseen = foreseen_of(
+                candidate.placed(graph), candidate, devices, **how, simulated=False
+            )
         except GraphError as error:
             refused = str(error)
             continue
-        found.append(Way(candidate=candidate, foreseen=foreseen, asked=candidate.asked(graph, devices)))
+        found.append(
+            Way(candidate=candidate, foreseen=foreseen, asked=candidate.asked(graph, devices))
+        )
     if not found:
         raise GraphError(refused)
     found = [
-        replace(way, foreseen=foreseen_of(way.candidate.placed(graph), way.candidate, devices, **how))
+        replace(
+            way, foreseen=foreseen_of(way.candidate.placed(graph), way.candidate, devices, **how)
+        )
         for way in sorted(found, key=lambda way: way.foreseen.step_s)[:SIMULATED]
     ]
     return min(found, key=lambda way: way.foreseen.step_s)

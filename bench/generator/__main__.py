@@ -1,20 +1,23 @@
-"""How many tokens per second the generator makes: ours, transformers' generate and continuous batching, vLLM.
+"""How many tokens per second the generator makes: ours, transformers' generate and continuous
+batching, vLLM.
 
     python -m bench.generator --json FILE
     python -m bench.generator --updates --json FILE
 
-Groups of 8 rollouts share a prompt of 200 tokens; lengths are even (128 tokens) or have a heavy tail (99th percentile
-10 times the median), are fixed beforehand and the same for every system, and only their tokens count. A model of
-random weights is made on the spot. Cases: see bench.generator.cases; what each system does: see
-bench.generator.systems; --updates, the cost of new weights every 50 ms: see bench.generator.updates.
+Groups of 8 rollouts share a prompt of 200 tokens; lengths are even (128 tokens) or have a heavy
+tail (99th percentile 10 times the median), are fixed beforehand and the same for every system, and
+only their tokens count. A model of random weights is made on the spot. Cases: see
+bench.generator.cases; what each system does: see bench.generator.systems; --updates, the cost of
+new weights every 50 ms: see bench.generator.updates.
 
-All systems of a row are open at once, warm, have the same number of threads, and take turns; figures are medians of
-the repeats, `ratio` is the median of the ratios to hf_generate in the same turn, `spread` the largest minus the
-smallest over the median. tokens_per_s counts from the first start to the last end; `steady` only as long as rollouts
-were waiting to start. A system that would need more than --limit-s gets fewer rollouts, and its row says how many.
+All systems of a row are open at once, warm, have the same number of threads, and take turns;
+figures are medians of the repeats, `ratio` is the median of the ratios to hf_generate in the same
+turn, `spread` the largest minus the smallest over the median. tokens_per_s counts from the first
+start to the last end; `steady` only as long as rollouts were waiting to start. A system that would
+need more than --limit-s gets fewer rollouts, and its row says how many.
 
-Run it on an idle machine. vLLM runs where DATAFLOW_VLLM_PYTHON names the interpreter of an environment that has it.
-"""
+Run it on an idle machine. vLLM runs where DATAFLOW_VLLM_PYTHON names the interpreter of an
+environment that has it."""
 
 import argparse
 import statistics
@@ -56,19 +59,38 @@ def main() -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(prog="python -m bench.generator", description=__doc__,
-                                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    found = argparse.ArgumentParser(
+        prog="python -m bench.generator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     found.add_argument("--json", type=Path, help="file for the JSON lines")
-    found.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
-    found.add_argument("--in-flight", nargs="+", type=int, default=[64, 256], help="rollouts at once (64 256)")
-    found.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
+    found.add_argument(
+        "--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all"
+    )
+    found.add_argument(
+        "--in-flight", nargs="+", type=int, default=[64, 256], help="rollouts at once (64 256)"
+    )
+    found.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all"
+    )
     found.add_argument("--repeats", type=int, default=3, help="turns of every system (default 3)")
     found.add_argument("--threads", type=int, default=2, help="of every system (default 2)")
-    found.add_argument("--precision", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
-    found.add_argument("--model", choices=("small", "medium"), default="small", help="1.1 or 20 million parameters")
-    found.add_argument("--turnover", type=int, default=8, help="rollouts in all, over those in flight (default 8)")
-    found.add_argument("--limit-s", type=float, default=60.0, help="seconds of a system's turn (default 60)")
-    found.add_argument("--updates", action="store_true", help="measure the cost of weight updates instead")
+    found.add_argument(
+        "--precision", nargs="+", choices=("float32", "bfloat16"), default=["float32"]
+    )
+    found.add_argument(
+        "--model", choices=("small", "medium"), default="small", help="1.1 or 20 million parameters"
+    )
+    found.add_argument(
+        "--turnover", type=int, default=8, help="rollouts in all, over those in flight (default 8)"
+    )
+    found.add_argument(
+        "--limit-s", type=float, default=60.0, help="seconds of a system's turn (default 60)"
+    )
+    found.add_argument(
+        "--updates", action="store_true", help="measure the cost of weight updates instead"
+    )
     return found
 
 
@@ -78,13 +100,22 @@ def run_all(policy: Path, options: argparse.Namespace, report: Report) -> bool:
     for precision in options.precision:
         for case in options.cases:
             for in_flight in options.in_flight:
-                load = make_load(case, in_flight=in_flight, rollouts=options.turnover * in_flight, size=options.model)
-                setting = Setting(folder=policy, in_flight=in_flight, precision=precision, threads=options.threads)
+                load = make_load(
+                    case,
+                    in_flight=in_flight,
+                    rollouts=options.turnover * in_flight,
+                    size=options.model,
+                )
+                setting = Setting(
+                    folder=policy, in_flight=in_flight, precision=precision, threads=options.threads
+                )
                 failed |= run_case(case, load, setting, options, report)
     return failed
 
 
-def run_case(case: str, load: Load, setting: Setting, options: argparse.Namespace, report: Report) -> bool:
+def run_case(
+    case: str, load: Load, setting: Setting, options: argparse.Namespace, report: Report
+) -> bool:
     """A row for each system. True when one failed."""
     console = Console()
     opened: dict[str, tuple[System, Load]] = {}
@@ -109,16 +140,21 @@ def run_case(case: str, load: Load, setting: Setting, options: argparse.Namespac
                     run = system.run(given, DEADLINE * options.limit_s)
                     check(run, given)
                     made.setdefault(name, []).append(run)
-                    console.print(f"{case} {setting.in_flight} {name}: {run.tokens_per_s:,.0f} tokens/s", markup=False)
+                    console.print(
+                        f"{case} {setting.in_flight} {name}: {run.tokens_per_s:,.0f} tokens/s",
+                        markup=False,
+                    )
                 except Exception as error:
                     without[name] = {"failed": f"{type(error).__name__}: {error}"}
     finally:
         for system, _ in opened.values():
             system.close()
     common: dict[str, Figure] = {
-        "in_flight": setting.in_flight, "threads": setting.threads, "precision": setting.precision,
+        "in_flight": setting.in_flight,
+        "threads": setting.threads,
+        "precision": setting.precision,
         "model": options.model,
-    }  # fmt: skip
+    }
     for name in options.systems:
         if name in without:
             report.add(case=case, system=name, **common, **without[name])
@@ -126,12 +162,19 @@ def run_case(case: str, load: Load, setting: Setting, options: argparse.Namespac
             console.print(f"{case} {setting.in_flight} {name} {why}", style="red", markup=False)
         else:
             about = opened[name][0].about
-            report.add(case=case, system=name, **common, **figures(made[name], made.get(BASELINE)), options=about)
+            report.add(
+                case=case,
+                system=name,
+                **common,
+                **figures(made[name], made.get(BASELINE)),
+                options=about,
+            )
     return any("failed" in line for line in without.values())
 
 
 def affordable(load: Load, warm: Made, limit_s: float) -> Load:
-    """As much of the load as the pace of the warm-up lets one hope for within the limit, in whole rounds in flight."""
+    """As much of the load as the pace of the warm-up lets one hope for within the limit, in whole
+    rounds in flight."""
     rollouts = int(limit_s * len(warm.lengths) / warm.seconds)
     if rollouts > load.in_flight:
         rollouts -= rollouts % load.in_flight
@@ -139,13 +182,19 @@ def affordable(load: Load, warm: Made, limit_s: float) -> Load:
 
 
 def check(made: Made, load: Load) -> None:
-    """Raises RuntimeError where rollouts have other lengths than were asked for: the figures would mean nothing."""
-    wrong = [i for i, (found, asked) in enumerate(zip(made.lengths, load.lengths, strict=True)) if found != asked]
+    """Raises RuntimeError where rollouts have other lengths than were asked for: the figures would
+    mean nothing."""
+    wrong = [
+        i
+        for i, (found, asked) in enumerate(zip(made.lengths, load.lengths, strict=True))
+        if found != asked
+    ]
     if wrong:
         first = wrong[0]
         raise RuntimeError(
-            f"{len(wrong)} of {len(load.lengths)} rollouts have other lengths than asked; found {made.lengths[first]} "
-            f"tokens for {load.lengths[first]} in rollout {first}; look at the limits that the system was given"
+            f"{len(wrong)} of {len(load.lengths)} rollouts have other lengths than asked; found"
+            f" {made.lengths[first]} tokens for {load.lengths[first]} in rollout {first}; look at"
+            " the limits that the system was given"
         )
 
 

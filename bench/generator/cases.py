@@ -1,4 +1,5 @@
-"""What the generator bench gives every system: a random Llama, and rollouts of given prompts and lengths.
+"""What the generator bench gives every system: a random Llama, and rollouts of given prompts and
+lengths.
 
 even   every rollout has 128 tokens.
 tail   lengths of a log-normal distribution whose 99th percentile is 10 times its median.
@@ -50,7 +51,8 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Load:
-    """Groups of rollouts in the order in which they start; how long each rollout gets is fixed beforehand."""
+    """Groups of rollouts in the order in which they start; how long each rollout gets is fixed
+    beforehand."""
 
     in_flight: int
     """Rollouts in work at the same time."""
@@ -71,7 +73,9 @@ class Load:
     def first(self, rollouts: int) -> "Load":
         """Its first groups, which hold at most so many rollouts, but one group at least."""
         groups = max(1, min(rollouts // GROUP_SIZE, len(self.prompts)))
-        return replace(self, prompts=self.prompts[:groups], lengths=self.lengths[: groups * GROUP_SIZE])
+        return replace(
+            self, prompts=self.prompts[:groups], lengths=self.lengths[: groups * GROUP_SIZE]
+        )
 
 
 def make_load(case: str, *, in_flight: int, rollouts: int, size: str, seed: int = 0) -> Load:
@@ -87,8 +91,8 @@ def make_load(case: str, *, in_flight: int, rollouts: int, size: str, seed: int 
 def tail_lengths(count: int, per_round: int, seed: int) -> list[int]:
     """One length from each of `count` equally likely slices of the distribution, in a random order.
 
-    Neighbouring slices go to different rounds of `per_round` rollouts, so that a system that gets fewer rounds has the
-    same lengths before it. What the context cannot hold is clipped.
+    Neighbouring slices go to different rounds of `per_round` rollouts, so that a system that gets
+    fewer rounds has the same lengths before it. What the context cannot hold is clipped.
     """
     spread = statistics.NormalDist(sigma=math.log(HEAVY) / statistics.NormalDist().inv_cdf(0.99))
     exact = [MEDIAN_TOKENS * math.exp(spread.inv_cdf((i + 0.5) / count)) for i in range(count)]
@@ -110,7 +114,8 @@ def percentile(lengths: Sequence[int], percent: int) -> int:
 
 
 def make_policy(folder: Path, size: str, seed: int = 0) -> Path:
-    """Save a random Llama without an end token, and a tokenizer of words `w1 w2 ...`, one token each."""
+    """Save a random Llama without an end token, and a tokenizer of words `w1 w2 ...`, one token
+    each."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -119,10 +124,18 @@ def make_policy(folder: Path, size: str, seed: int = 0) -> Path:
     of = SIZES[size]
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=of.vocabulary, hidden_size=of.width, intermediate_size=of.inner, num_hidden_layers=of.layers,
-        num_attention_heads=of.heads, num_key_value_heads=of.kv_heads, tie_word_embeddings=of.tied,
-        max_position_embeddings=CONTEXT_TOKENS, bos_token_id=None, eos_token_id=None, pad_token_id=PAD,
-    )  # fmt: skip
+        vocab_size=of.vocabulary,
+        hidden_size=of.width,
+        intermediate_size=of.inner,
+        num_hidden_layers=of.layers,
+        num_attention_heads=of.heads,
+        num_key_value_heads=of.kv_heads,
+        tie_word_embeddings=of.tied,
+        max_position_embeddings=CONTEXT_TOKENS,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=PAD,
+    )
     with no_progress_bar():
         LlamaForCausalLM(config).save_pretrained(folder)
     save_words(folder, of.vocabulary)

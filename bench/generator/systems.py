@@ -1,12 +1,16 @@
-"""The systems of the generator bench: our engine, vLLM behind the same methods, and transformers in two ways.
+"""The systems of the generator bench: our engine, vLLM behind the same methods, and transformers in
+two ways.
 
-All draw from the whole distribution at temperature 1 and know no end token; a rollout ends at its limit. Ours and vLLM
-return the log-probability of every token too.
+All draw from the whole distribution at temperature 1 and know no end token; a rollout ends at its
+limit. Ours and vLLM return the log-probability of every token too.
 
-ours           operators.engine as the generator drives it: a group starts as soon as all of it fits.
-hf_generate    `model.generate` on static batches of in_flight rows, each as long as its longest rollout, which nobody
-               knows beforehand; with a dynamic or a static cache, whichever was faster on the first batch.
-hf_continuous  transformers' continuous batching, fed so that in_flight requests are in work and a few wait.
+ours           operators.engine as the generator drives it: a group starts as soon as all of it
+               fits.
+hf_generate    `model.generate` on static batches of in_flight rows, each as long as its longest
+               rollout, which nobody knows beforehand; with a dynamic or a static cache, whichever
+               was faster on the first batch.
+hf_continuous  transformers' continuous batching, fed so that in_flight requests are in work and a
+few wait.
 vllm_cpu       vLLM in a process of its own, fed like ours.
 """
 
@@ -44,7 +48,8 @@ class Made:
     """Tokens of each rollout, in the order of the load."""
     seconds: float
     steady_tokens_per_s: float | None = None
-    """Tokens per second as long as rollouts were waiting to start; None where nothing is known of it."""
+    """Tokens per second as long as rollouts were waiting to start; None where nothing is known of
+    it."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -103,19 +108,24 @@ class Driven:
             if seconds > deadline_s:
                 left = [ticket for ticket, length in enumerate(lengths) if not length]
                 engine.abort(left)
-                raise Late(f"{len(left)} of {len(lengths)} rollouts were not done after {deadline_s:g} s")
+                raise Late(
+                    f"{len(left)} of {len(lengths)} rollouts were not done after {deadline_s:g} s"
+                )
             if not waiting and steady is None:
                 steady = (engine.drawn - drawn) / seconds
             for row in engine.step(self._starts(load, waiting)):
                 lengths[row.ticket] = len(row.tokens) - row.start
-        return Made(lengths=lengths, seconds=time.perf_counter() - began, steady_tokens_per_s=steady)
+        return Made(
+            lengths=lengths, seconds=time.perf_counter() - began, steady_tokens_per_s=steady
+        )
 
     def close(self) -> None:
         """End the engine."""
         self._engine.close()
 
     def _starts(self, load: Load, waiting: deque[int]) -> list[Any]:
-        """Groups that start now; rollouts of a group that have limits of their own share its prompt's pages."""
+        """Groups that start now; rollouts of a group that have limits of their own share its
+        prompt's pages."""
         from operators.engine.results import PromptStart
 
         starts = []
@@ -126,7 +136,9 @@ class Driven:
             for length in sorted({load.lengths[ticket] for ticket in tickets}):
                 alike = [ticket for ticket in tickets if load.lengths[ticket] == length]
                 limit = PROMPT_TOKENS + length
-                starts.append(PromptStart(prompt=load.prompts[group], limit=limit, tickets=alike, seeds=alike))
+                starts.append(
+                    PromptStart(prompt=load.prompts[group], limit=limit, tickets=alike, seeds=alike)
+                )
             free -= GROUP_SIZE
             tokens += PROMPT_TOKENS
         return starts
@@ -140,13 +152,20 @@ def ours(setting: Setting) -> System:
     from operators.generator import Generator
 
     generator = Generator(
-        Model(str(setting.folder), dtype=setting.precision), slots=setting.in_flight, context_tokens=CONTEXT_TOKENS
+        Model(str(setting.folder), dtype=setting.precision),
+        slots=setting.in_flight,
+        context_tokens=CONTEXT_TOKENS,
     )
-    return Driven(make_engine(generator, Context(node="bench", threads=setting.threads)).engine, setting.threads, "")
+    return Driven(
+        make_engine(generator, Context(node="bench", threads=setting.threads)).engine,
+        setting.threads,
+        "",
+    )
 
 
 def vllm_cpu(setting: Setting) -> System:
-    """vLLM, from the environment that DATAFLOW_VLLM_PYTHON names; compiled where its environment can compile."""
+    """vLLM, from the environment that DATAFLOW_VLLM_PYTHON names; compiled where its environment
+    can compile."""
     from dataflow.model import Model
     from operators.engine.sampling_params import Sampling
     from operators.engine.vllm.engine import VllmEngine
@@ -156,10 +175,15 @@ def vllm_cpu(setting: Setting) -> System:
     for eager in (False, True):
         try:
             engine = VllmEngine(
-                Model(str(setting.folder), dtype=setting.precision), slots=setting.in_flight,
-                context_tokens=CONTEXT_TOKENS, sampling=Sampling(), end_tokens=(), threads=setting.threads,
-                python=os.environ.get("DATAFLOW_VLLM_PYTHON"), eager=eager,
-            )  # fmt: skip
+                Model(str(setting.folder), dtype=setting.precision),
+                slots=setting.in_flight,
+                context_tokens=CONTEXT_TOKENS,
+                sampling=Sampling(),
+                end_tokens=(),
+                threads=setting.threads,
+                python=os.environ.get("DATAFLOW_VLLM_PYTHON"),
+                eager=eager,
+            )
             return Driven(engine, setting.threads, "eager" if eager else "compiled")
         except ModelError as error:
             problem = str(error)
@@ -199,13 +223,23 @@ class HfGenerate:
             left_s = deadline_s - (time.perf_counter() - began)
             with torch.inference_mode():
                 tokens = self._model.generate(
-                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=max(wanted), do_sample=True,
-                    temperature=1.0, top_k=0, top_p=1.0, pad_token_id=PAD, eos_token_id=None, max_time=left_s,
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=max(wanted),
+                    do_sample=True,
+                    temperature=1.0,
+                    top_k=0,
+                    top_p=1.0,
+                    pad_token_id=PAD,
+                    eos_token_id=None,
+                    max_time=left_s,
                     cache_implementation=None if self._cache == "dynamic" else self._cache,
-                )  # fmt: skip
+                )
             made = tokens.shape[1] - ids.shape[1]
             if made < max(wanted):
-                raise Late(f"only {first} of {len(load.lengths)} rollouts were done after {deadline_s:g} s")
+                raise Late(
+                    f"only {first} of {len(load.lengths)} rollouts were done after {deadline_s:g} s"
+                )
             lengths += [min(made, length) for length in wanted]
         return Made(lengths=lengths, seconds=time.perf_counter() - began)
 
@@ -232,14 +266,23 @@ class HfContinuous:
 
         set_threads(self._setting.threads)
         sampled = GenerationConfig(
-            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=1, eos_token_id=-1, pad_token_id=PAD
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=1,
+            eos_token_id=-1,
+            pad_token_id=PAD,
         )
         batching = ContinuousBatchingConfig(
-            page_size=PAGE_TOKENS, max_requests_per_batch=load.in_flight,
+            page_size=PAGE_TOKENS,
+            max_requests_per_batch=load.in_flight,
             max_batch_tokens=load.in_flight + PROMPT_TOKENS,
             num_blocks=(load.in_flight + WAITING) * CONTEXT_TOKENS // PAGE_TOKENS,
-        )  # fmt: skip
-        manager = self._model.init_continuous_batching(generation_config=sampled, continuous_batching_config=batching)
+        )
+        manager = self._model.init_continuous_batching(
+            generation_config=sampled, continuous_batching_config=batching
+        )
         manager.start()
         try:
             manager.add_request(load.prompt(0).tolist(), request_id="warm", max_new_tokens=1)
@@ -254,7 +297,10 @@ class HfContinuous:
         for done in range(len(lengths)):
             while sent < min(len(lengths), done + load.in_flight + WAITING):
                 manager.add_request(
-                    load.prompt(sent).tolist(), request_id=str(sent), max_new_tokens=load.lengths[sent], eos_token_id=-1
+                    load.prompt(sent).tolist(),
+                    request_id=str(sent),
+                    max_new_tokens=load.lengths[sent],
+                    eos_token_id=-1,
                 )
                 sent += 1
             result = self._result(manager, began + deadline_s)
@@ -269,7 +315,9 @@ class HfContinuous:
             if result is not None and result.is_finished():
                 return result
             if not manager.is_running():
-                raise RuntimeError("the thread of continuous batching has ended; see what it logged")
+                raise RuntimeError(
+                    "the thread of continuous batching has ended; see what it logged"
+                )
         raise Late("continuous batching was not done in time")
 
     def close(self) -> None:
@@ -277,8 +325,11 @@ class HfContinuous:
 
 
 OPEN: dict[str, Callable[[Setting], System]] = {
-    "ours": ours, "hf_generate": HfGenerate, "hf_continuous": HfContinuous, "vllm_cpu": vllm_cpu,
-}  # fmt: skip
+    "ours": ours,
+    "hf_generate": HfGenerate,
+    "hf_continuous": HfContinuous,
+    "vllm_cpu": vllm_cpu,
+}
 """How to open each system; raises Unavailable."""
 
 SYSTEMS: Sequence[str] = tuple(OPEN)
@@ -292,7 +343,9 @@ def hf_model(setting: Setting) -> Any:
     from operators.models.loading import no_progress_bar
 
     with no_progress_bar():
-        model = AutoModelForCausalLM.from_pretrained(setting.folder, dtype=getattr(torch, setting.precision))
+        model = AutoModelForCausalLM.from_pretrained(
+            setting.folder, dtype=getattr(torch, setting.precision)
+        )
     return model.eval().requires_grad_(False)
 
 

@@ -1,14 +1,16 @@
-"""What new weights every 50 ms cost the whole generator, reader and all: `python -m bench.generator --updates`.
+"""What new weights every 50 ms cost the whole generator, reader and all: `python -m bench.generator
+--updates`.
 
-The weights come from a process of its own over shared memory, as from a trainer. It uses the processor too, which an
-own machine or core would not charge to the generator, so three systems take turns:
+The weights come from a process of its own over shared memory, as from a trainer. It uses the
+processor too, which an own machine or core would not charge to the generator, so three systems take
+turns:
 
 still      no version after the first; the publisher sleeps.
 elsewhere  the publisher writes a version every 50 ms, to a plane that nobody reads.
 updates    it writes them to the generator's plane, and the generator adopts them.
 
-lost_percent is of tokens per second against `elsewhere` in the same turn: the reader's cost, which is the claim;
-lost_with_publisher_percent is against `still`.
+lost_percent is of tokens per second against `elsewhere` in the same turn: the reader's cost, which
+is the claim; lost_with_publisher_percent is against `still`.
 """
 
 import argparse
@@ -38,9 +40,13 @@ BEAT_S = 0.005
 ARMS = ("still", "elsewhere", "updates")
 
 
-def measure_updates(policy: Path, in_flight: int, precision: str, options: argparse.Namespace, report: Report) -> None:
+def measure_updates(
+    policy: Path, in_flight: int, precision: str, options: argparse.Namespace, report: Report
+) -> None:
     """A row for each arm, of medians over the repeats."""
-    load = make_load("even", in_flight=in_flight, rollouts=options.turnover * in_flight, size=options.model)
+    load = make_load(
+        "even", in_flight=in_flight, rollouts=options.turnover * in_flight, size=options.model
+    )
     rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
     adopted: dict[str, list[float]] = {arm: [] for arm in ARMS}
     with planes(policy, precision) as (address, tell):
@@ -58,12 +64,20 @@ def measure_updates(policy: Path, in_flight: int, precision: str, options: argpa
             generator.close()
     for arm in ARMS:
         found: dict[str, Figure] = {
-            "in_flight": in_flight, "threads": options.threads, "precision": precision, "model": options.model,
-            "tokens_per_s": statistics.median(rates[arm]), "adopted_per_s": statistics.median(adopted[arm]),
+            "in_flight": in_flight,
+            "threads": options.threads,
+            "precision": precision,
+            "model": options.model,
+            "tokens_per_s": statistics.median(rates[arm]),
+            "adopted_per_s": statistics.median(adopted[arm]),
             "lost_percent": lost(rates[arm], rates["elsewhere"]) if arm == "updates" else None,
-            "lost_with_publisher_percent": lost(rates[arm], rates["still"]) if arm == "updates" else None,
-            "rollouts": len(load.lengths), "repeats": options.repeats, "interval_ms": 1000 * INTERVAL_S,
-        }  # fmt: skip
+            "lost_with_publisher_percent": lost(rates[arm], rates["still"])
+            if arm == "updates"
+            else None,
+            "rollouts": len(load.lengths),
+            "repeats": options.repeats,
+            "interval_ms": 1000 * INTERVAL_S,
+        }
         report.add(case="updates", system=arm, **found)
 
 
@@ -75,7 +89,9 @@ def lost(mine: list[float], others: list[float]) -> float:
 class Generating:
     """A GeneratorRuntime with a reader of shared memory, as a worker hosts it."""
 
-    def __init__(self, policy: Path, load: Load, precision: str, threads: int, address: str) -> None:
+    def __init__(
+        self, policy: Path, load: Load, precision: str, threads: int, address: str
+    ) -> None:
         """Build it and wait for the first version. Raises TimeoutError."""
         from dataflow.model import Model
         from dataflow.runtime import Context
@@ -88,14 +104,18 @@ class Generating:
             return self.reader
 
         declaration = Generator(
-            Model(str(policy), dtype=precision), group_size=GROUP_SIZE, max_tokens=EVEN_TOKENS, slots=load.in_flight,
+            Model(str(policy), dtype=precision),
+            group_size=GROUP_SIZE,
+            max_tokens=EVEN_TOKENS,
+            slots=load.in_flight,
             context_tokens=CONTEXT_TOKENS,
-        )  # fmt: skip
+        )
         self._runtime = declaration.build(Context(node="generator", threads=threads, reader=reader))
         self._issued = 0
 
     def run(self, load: Load) -> tuple[int, float, int]:
-        """Push all prompts and work until every rollout is done: tokens, seconds, versions adopted."""
+        """Push all prompts and work until every rollout is done: tokens, seconds, versions
+        adopted."""
         from dataflow.runtime import Batch
 
         before, tokens = self._version(), 0
@@ -105,7 +125,9 @@ class Generating:
             for batch in self._runtime.work() or ():
                 tokens += _drawn(batch.records)
             if time.perf_counter() - began > WAIT_S and not tokens:
-                raise TimeoutError(f"no rollout was done after {WAIT_S:g} s; found version {self.reader.version}")
+                raise TimeoutError(
+                    f"no rollout was done after {WAIT_S:g} s; found version {self.reader.version}"
+                )
         return tokens, time.perf_counter() - began, self._version() - before
 
     def close(self) -> None:
@@ -118,14 +140,16 @@ class Generating:
     def _prompts(self, load: Load) -> pa.RecordBatch:
         count, first = len(load.prompts), self._issued
         self._issued += count
-        return pa.record_batch({
-            "group_id": pa.array(range(first, first + count), pa.int64()),
-            "prompt_id": pa.array([str(i) for i in range(count)]),
-            "prompt": pa.array([text_of(prompt) for prompt in load.prompts]),
-            "group_size": pa.array([0] * count, pa.int32()),
-            "min_version": pa.array([0] * count, pa.int32()),
-            "round_size": pa.array([0] * count, pa.int32()),
-        })  # fmt: skip
+        return pa.record_batch(
+            {
+                "group_id": pa.array(range(first, first + count), pa.int64()),
+                "prompt_id": pa.array([str(i) for i in range(count)]),
+                "prompt": pa.array([text_of(prompt) for prompt in load.prompts]),
+                "group_size": pa.array([0] * count, pa.int32()),
+                "min_version": pa.array([0] * count, pa.int32()),
+                "round_size": pa.array([0] * count, pa.int32()),
+            }
+        )
 
 
 def _drawn(records: pa.RecordBatch) -> int:
@@ -135,13 +159,15 @@ def _drawn(records: pa.RecordBatch) -> int:
 
 @contextmanager
 def planes(policy: Path, precision: str) -> Iterator[tuple[str, Any]]:
-    """A publisher process: the address of the plane that it serves, and how to tell it which arm is on."""
+    """A publisher process: the address of the plane that it serves, and how to tell it which arm is
+    on."""
     with tempfile.TemporaryDirectory() as folder:
         addresses = [f"ipc://{folder}/{name}" for name in ("served", "elsewhere")]
         child = subprocess.Popen(
             [sys.executable, "-m", "bench.generator.updates", *addresses, str(policy), precision],
-            stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         assert child.stdin is not None, "it was opened with a pipe"
         pipe: IO[bytes] = child.stdin
 
@@ -161,7 +187,8 @@ def planes(policy: Path, precision: str) -> Iterator[tuple[str, Any]]:
 
 
 def publish(served: str, elsewhere: str, policy: Path, precision: str) -> None:
-    """The publisher: versions of the policy to either plane, as the arm that is named on stdin says, until its end."""
+    """The publisher: versions of the policy to either plane, as the arm that is named on stdin
+    says, until its end."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,20 +1,22 @@
-"""The generator on a GPU: its gpu-marked tests, tokens per second, and the share of the memory bandwidth that it uses.
+"""The generator on a GPU: its gpu-marked tests, tokens per second, and the share of the memory
+bandwidth that it uses.
 
     python -m bench.gpu --json FILE
 
-256 rollouts of 1,024 tokens, in groups of 8 that share a prompt of 200 tokens, by Qwen-shaped models of random weights
-in bfloat16. Systems: hf_dynamic and hf_static, `model.generate` on one static batch with either cache; eager, our
-engine with torch's operators; triton, with its attention and drawing kernels; graphs, the same with decode steps
-replayed as CUDA graphs; fused, with compiled layers besides.
+256 rollouts of 1,024 tokens, in groups of 8 that share a prompt of 200 tokens, by Qwen-shaped
+models of random weights in bfloat16. Systems: hf_dynamic and hf_static, `model.generate` on one
+static batch with either cache; eager, our engine with torch's operators; triton, with its attention
+and drawing kernels; graphs, the same with decode steps replayed as CUDA graphs; fused, with
+compiled layers besides.
 
-roofline_share: the time that reading weights and every row's keys and values takes at the bandwidth measured in the
-same run, over the time taken. floor_share: the same with the pages of a shared prompt counted once per group.
-attention: one layer's decode attention by itself, for several tilings of the kernel.
-weights: new versions from one process to another on the same GPU, see bench.gpu.weights.
-trainer: one training step of a 1.7 B model in several ways, see bench.gpu.trainer.
-shared: a whole graph with generator and trainer on this GPU, see bench.gpu.shared.
-A row that exceeds its time stops there, and `tokens` says how far it came; what does not fit into --minutes is skipped.
-"""
+roofline_share: the time that reading weights and every row's keys and values takes at the bandwidth
+measured in the same run, over the time taken. floor_share: the same with the pages of a shared
+prompt counted once per group. attention: one layer's decode attention by itself, for several
+tilings of the kernel. weights: new versions from one process to another on the same GPU, see
+bench.gpu.weights. trainer: one training step of a 1.7 B model in several ways, see
+bench.gpu.trainer. shared: a whole graph with generator and trainer on this GPU, see
+bench.gpu.shared. A row that exceeds its time stops there, and `tokens` says how far it came; what
+does not fit into --minutes is skipped."""
 
 from __future__ import annotations
 
@@ -31,7 +33,20 @@ from rich.console import Console
 
 from bench.gpu.attention import measure_attention
 from bench.gpu.shared import measure_shared
-from bench.gpu.systems import HF, MODELS, OURS, TINY, TINY_LOAD, Load, Run, Shape, bytes_read, hf, make_model, ours
+from bench.gpu.systems import (
+    HF,
+    MODELS,
+    OURS,
+    TINY,
+    TINY_LOAD,
+    Load,
+    Run,
+    Shape,
+    bytes_read,
+    hf,
+    make_model,
+    ours,
+)
 from bench.gpu.timing import clear, measure_bandwidth
 from bench.gpu.trainer import TRAINER_S, measure_trainer
 from bench.gpu.weights import WEIGHTS_S, measure_weights
@@ -42,7 +57,8 @@ PARTS = ("tests", "ours", "hf", "attention", "weights", "trainer", "shared")
 TESTS_S, OURS_S, HF_S, ATTENTION_S = 120.0, 20.0, 30.0, 30.0
 """Most seconds of each part: of a row, for ours and hf."""
 HF_LEAST_S = {"hf_dynamic": 40.0, "hf_static": 150.0}
-"""Not begun with less time than this: with a static cache, transformers compiles the model first."""
+"""Not begun with less time than this: with a static cache, transformers compiles the model
+first."""
 WIDE = 160
 """Characters of the table."""
 TEST_PROCESSES = 6
@@ -69,13 +85,15 @@ class Clock:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the bench; the exit status is 1 when a test or a system failed, 2 where there is no GPU."""
+    """Run the bench; the exit status is 1 when a test or a system failed, 2 where there is no
+    GPU."""
     options = parser().parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print(
-            f"bench.gpu needs a GPU; torch {torch.__version__} finds none (built for CUDA {torch.version.cuda}); "
-            "run it on a machine that has one, or try the code with --device cpu --tiny",
+            f"bench.gpu needs a GPU; torch {torch.__version__} finds none (built for CUDA"
+            f" {torch.version.cuda}); run it on a machine that has one, or try the code with"
+            " --device cpu --tiny",
             file=sys.stderr,
         )
         return 2
@@ -115,20 +133,33 @@ def main(arguments: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(
-        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     found.add_argument("--json", type=Path, help="file for the JSON lines")
     found.add_argument("--minutes", type=float, default=9.0, help="for everything together")
-    found.add_argument("--only", action="append", choices=PARTS, help="parts to run; may be given again")
+    found.add_argument(
+        "--only", action="append", choices=PARTS, help="parts to run; may be given again"
+    )
     found.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    found.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, to try the code")
+    found.add_argument(
+        "--tiny", action="store_true", help="a tiny model and few tokens, to try the code"
+    )
     return found
 
 
 def _row(
-    report: Report, granted: float | None, device: torch.device, bandwidth: float, name: str, system: str,
-    shape: Shape, run: Callable[..., Run], load: Load,
-) -> bool:  # fmt: skip
+    report: Report,
+    granted: float | None,
+    device: torch.device,
+    bandwidth: float,
+    name: str,
+    system: str,
+    shape: Shape,
+    run: Callable[..., Run],
+    load: Load,
+) -> bool:
     """One line of the report; whether it did not fail."""
     if granted is None:
         report.add(case=name, system=system, skipped="too little time is left")
@@ -138,25 +169,36 @@ def _row(
         sizes = model.config
         width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
         weight = next(model.parameters())
-        token_bytes = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * width * weight.element_size()
+        token_bytes = (
+            2 * sizes.num_hidden_layers * sizes.num_key_value_heads * width * weight.element_size()
+        )
         weights = sum(parameter.nbytes for parameter in model.parameters())
         made = run(model, system, load, granted)
     except Exception as error:
         traceback.print_exc()
-        report.add(case=name, system=system, skipped=f"failed: {type(error).__name__}: {str(error)[:200]}")
+        report.add(
+            case=name, system=system, skipped=f"failed: {type(error).__name__}: {str(error)[:200]}"
+        )
         return False
     finally:
         model = weight = None
         clear(device)
     tokens = sum(made.lengths)
     counted = {
-        f"{kind}_share": bytes_read(made.lengths, load, weights, token_bytes, shared=shared) / bandwidth / made.seconds
+        f"{kind}_share": (
+            bytes_read(made.lengths, load, weights, token_bytes, shared=shared)
+            / bandwidth
+            / made.seconds
+        )
         for kind, shared in (("roofline", False), ("floor", True))
     }
     figures: dict[str, Figure] = {
-        "tokens_per_s": tokens / made.seconds, **counted, "tokens": max(made.lengths, default=0),
-        "seconds": made.seconds, "warm_s": made.warm_s,
-    }  # fmt: skip
+        "tokens_per_s": tokens / made.seconds,
+        **counted,
+        "tokens": max(made.lengths, default=0),
+        "seconds": made.seconds,
+        "warm_s": made.warm_s,
+    }
     if device.type == "cuda":
         figures["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         torch.cuda.reset_peak_memory_stats(device)
@@ -169,11 +211,28 @@ def _tests(device: torch.device, clock: Clock, report: Report) -> bool:
     if device.type != "cuda":
         report.add(case="tests", system="pytest -m gpu", skipped="no GPU")
         return True
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-W", "default", "-n", str(TEST_PROCESSES),
-               "--timeout", "90", "-p", "no:cacheprovider", *marked(ROOT / "tests")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-q",
+        "-W",
+        "default",
+        "-n",
+        str(TEST_PROCESSES),
+        "--timeout",
+        "90",
+        "-p",
+        "no:cacheprovider",
+        *marked(ROOT / "tests"),
+    ]
     started = time.monotonic()
     try:
-        status = subprocess.run(command, cwd=ROOT, timeout=min(TESTS_S, clock.left), check=False).returncode
+        status = subprocess.run(
+            command, cwd=ROOT, timeout=min(TESTS_S, clock.left), check=False
+        ).returncode
     except subprocess.TimeoutExpired:
         status = -1
     seconds = time.monotonic() - started
@@ -188,7 +247,9 @@ def marked(folder: Path) -> list[str]:
 
 def _served(device: torch.device) -> list[str]:
     """Ways of our engine that can be tried here: layers are compiled for a GPU only."""
-    return [system for system, choice in OURS.items() if device.type == "cuda" or not choice["fused"]]
+    return [
+        system for system, choice in OURS.items() if device.type == "cuda" or not choice["fused"]
+    ]
 
 
 def _name(device: torch.device) -> str:

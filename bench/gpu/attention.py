@@ -15,14 +15,29 @@ from bench.report import Report
 
 LAYERS = 4
 """With memory of their own, so that a repeat does not find its keys in the cache."""
-TILES = ((128, 4, 3), (128, 4, 4), (128, 2, 3), (64, 4, 3), (64, 2, 5), (64, 2, 3), (256, 4, 2), (256, 8, 2))
+TILES = (
+    (128, 4, 3),
+    (128, 4, 4),
+    (128, 2, 3),
+    (64, 4, 3),
+    (64, 2, 5),
+    (64, 2, 3),
+    (256, 4, 2),
+    (256, 8, 2),
+)
 """Positions of a trip, warps, stages."""
 
 
 def measure_attention(
-    report: Report, seconds: float, device: torch.device, bandwidth: float, models: dict[str, Shape], load: Load
+    report: Report,
+    seconds: float,
+    device: torch.device,
+    bandwidth: float,
+    models: dict[str, Shape],
+    load: Load,
 ) -> None:
-    """Time of one layer with each tiling, and the share of the bandwidth; after `seconds`, the rest is skipped."""
+    """Time of one layer with each tiling, and the share of the bandwidth; after `seconds`, the rest
+    is skipped."""
     from operators.engine.attention import decode
 
     end = time.monotonic() + seconds
@@ -49,13 +64,17 @@ def _tilings(device: torch.device) -> Iterator[tuple[str, Callable[..., torch.Te
 
     for block, warps, stages in TILES:
         tiles = Tiles(block=block, warps=warps, stages=stages)
-        yield f"block {block}, warps {warps}, stages {stages}", partial(paged_attention, tiles=tiles)
+        yield (
+            f"block {block}, warps {warps}, stages {stages}",
+            partial(paged_attention, tiles=tiles),
+        )
 
 
 def _calls(
     shape: Shape, load: Load, device: torch.device, attend: Callable[..., torch.Tensor]
 ) -> tuple[Callable[[], None], int]:
-    """Attention of a few layers with memory of their own, rows in the middle of their completions; bytes of one."""
+    """Attention of a few layers with memory of their own, rows in the middle of their completions;
+    bytes of one."""
     from operators.engine.attention import AttentionLayout
     from operators.engine.kv_cache import KVCache
     from operators.engine.pages import PAGE, pages_for
@@ -65,10 +84,15 @@ def _calls(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     each = pages_for(load.prompt + load.tokens)
     rng = np.random.default_rng(0)
-    table = torch.from_numpy(rng.permutation(load.rollouts * each).astype(np.int32)).view(load.rollouts, each)
+    table = torch.from_numpy(rng.permutation(load.rollouts * each).astype(np.int32)).view(
+        load.rollouts, each
+    )
     at = load.prompt + rng.integers(0, load.tokens, load.rollouts)
     layout = AttentionLayout(
-        KVCache(load.rollouts * each), torch.from_numpy(at).to(device), each * PAGE, table.to(device)
+        KVCache(load.rollouts * each),
+        torch.from_numpy(at).to(device),
+        each * PAGE,
+        table.to(device),
     )
     query = torch.randn(heads, load.rollouts, width, device=device).to(dtype)
     key = torch.randn(kv_heads, load.rollouts, width, device=device).to(dtype)

@@ -1,10 +1,11 @@
-"""A whole graph that shares one GPU: generator and trainer as two processes, synchronous and asynchronous.
+"""A whole graph that shares one GPU: generator and trainer as two processes, synchronous and
+asynchronous.
 
     python -m bench.gpu --only shared
 
-max_staleness 0 (sync) and 4 (async); rollouts_per_s over the steps after the first ones, of a model of random weights
-whose completions are all as long as they may be. Each graph is run by a process of its own.
-"""
+max_staleness 0 (sync) and 4 (async); rollouts_per_s over the steps after the first ones, of a model
+of random weights whose completions are all as long as they may be. Each graph is run by a process
+of its own."""
 
 from __future__ import annotations
 
@@ -47,17 +48,30 @@ class Sharing:
 SHARED = Sharing(
     shape=Shape(
         family="Qwen3Config",
-        sizes={"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-               "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+        sizes={
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
     )
-)  # fmt: skip
-"""Qwen3-0.6B's sizes: a tokenizer of words beside a Qwen 2 is read as that family's own, which knows none of them."""
-TINY_SHARED = Sharing(shape=TINY["tiny"], steps=3, warm=1, prompts_per_step=2, group_size=2, max_tokens=8)
+)
+"""Qwen3-0.6B's sizes: a tokenizer of words beside a Qwen 2 is read as that family's own, which
+knows none of them."""
+TINY_SHARED = Sharing(
+    shape=TINY["tiny"], steps=3, warm=1, prompts_per_step=2, group_size=2, max_tokens=8
+)
 STALENESS = {"sync": 0, "async": 4}
 
 
-def measure_shared(report: Report, left: Callable[[], float], device: torch.device, tiny: bool = False) -> bool:
-    """A row for the synchronous graph and for the asynchronous one, each in a process of its own; whether none failed.
+def measure_shared(
+    report: Report, left: Callable[[], float], device: torch.device, tiny: bool = False
+) -> bool:
+    """A row for the synchronous graph and for the asynchronous one, each in a process of its own;
+    whether none failed.
 
     left: seconds for everything that is still to come."""
     whole = True
@@ -68,12 +82,26 @@ def measure_shared(report: Report, left: Callable[[], float], device: torch.devi
             continue
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "figures.json"
-            command = [sys.executable, "-m", "bench.gpu.shared", system, device.type, str(int(tiny)), str(out)]
+            command = [
+                sys.executable,
+                "-m",
+                "bench.gpu.shared",
+                system,
+                device.type,
+                str(int(tiny)),
+                str(out),
+            ]
             try:
                 done = subprocess.run(
-                    command, cwd=ROOT, timeout=most, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT, text=True, check=False,
-                )  # fmt: skip
+                    command,
+                    cwd=ROOT,
+                    timeout=most,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    check=False,
+                )
                 if done.returncode:
                     print(done.stdout, file=sys.stderr)
                 failed = {"skipped": f"failed: {done.stdout[-400:]}"}
@@ -102,27 +130,39 @@ def run_shared(system: str, device: str, sharing: Sharing) -> dict[str, Figure]:
         model = Model(str(policy), dtype="bfloat16" if device == "cuda" else "float32")
         most = sharing.max_tokens + 16
         generator = Generator(
-            model, group_size=sharing.group_size, max_tokens=sharing.max_tokens, context_tokens=most,
+            model,
+            group_size=sharing.group_size,
+            max_tokens=sharing.max_tokens,
+            context_tokens=most,
             cache_bytes=8 * 2**30 if device == "cuda" else None,
-        )  # fmt: skip
-        trainer = Trainer(model, loss=partial(aipo, rho=4.0), prompts_per_step=sharing.prompts_per_step, lr=1e-6)
+        )
+        trainer = Trainer(
+            model, loss=partial(aipo, rho=4.0), prompts_per_step=sharing.prompts_per_step, lr=1e-6
+        )
         prompts = Prompts([{"prompt": f"w{1 + n % 50} w{1 + n % 31}"} for n in range(1_000)])
         trainer(advantage(reward(generator(g.source(prompts)))))
         g.feedback(trainer.weights, generator, max_staleness=STALENESS[system])
         total = sharing.warm + sharing.steps + STALENESS[system] + 1
-        gpus: dict[str, int | str] | None = {"generator": 1, "trainer": "generator"} if device == "cuda" else None
+        gpus: dict[str, int | str] | None = (
+            {"generator": 1, "trainer": "generator"} if device == "cuda" else None
+        )
         result = run(g, gpus=gpus, steps=total, runs=Path(folder) / "runs", quiet=True)
         return shared_figures(result.metrics, sharing, result.efficiency)
 
 
-def shared_figures(metrics: Sequence[dict[str, Any]], sharing: Sharing, efficiency: float) -> dict[str, Figure]:
-    """Over the steps that count: without the first, and those for which nothing is generated any more meanwhile."""
+def shared_figures(
+    metrics: Sequence[dict[str, Any]], sharing: Sharing, efficiency: float
+) -> dict[str, Figure]:
+    """Over the steps that count: without the first, and those for which nothing is generated any
+    more meanwhile."""
     counted = metrics[sharing.warm - 1 : sharing.warm + sharing.steps]
     seconds = counted[-1]["seconds"] - counted[0]["seconds"]
     return {
-        "rollouts_per_s": sum(line["rollouts"] for line in counted[1:]) / seconds, "seconds": seconds,
-        "staleness": float(np.mean([line["staleness_mean"] for line in counted[1:]])), "efficiency": efficiency,
-    }  # fmt: skip
+        "rollouts_per_s": sum(line["rollouts"] for line in counted[1:]) / seconds,
+        "seconds": seconds,
+        "staleness": float(np.mean([line["staleness_mean"] for line in counted[1:]])),
+        "efficiency": efficiency,
+    }
 
 
 def save_policy(folder: Path, shape: Shape) -> Path:

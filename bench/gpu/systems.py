@@ -38,22 +38,42 @@ class Shape:
 MODELS = {
     "qwen2.5-0.5b": Shape(
         family="Qwen2Config",
-        sizes={"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-               "num_attention_heads": 14, "num_key_value_heads": 2},
+        sizes={
+            "vocab_size": 151936,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+        },
     ),
     "qwen3-1.7b": Shape(
         family="Qwen3Config",
-        sizes={"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-               "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+        sizes={
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
     ),
-}  # fmt: skip
+}
 TINY = {
     "tiny": Shape(
         family="Qwen3Config",
-        sizes={"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-               "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+        sizes={
+            "vocab_size": 101,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+        },
     )
-}  # fmt: skip
+}
 TINY_LOAD = Load(rollouts=8, group=4, prompt=20, tokens=12)
 
 OURS = {
@@ -81,9 +101,14 @@ def make_model(shape: Shape, device: torch.device) -> Any:
     import transformers
 
     config = getattr(transformers, shape.family)(
-        **shape.sizes, max_position_embeddings=32768, rope_theta=1e6, tie_word_embeddings=True, eos_token_id=None,
-        bos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        **shape.sizes,
+        max_position_embeddings=32768,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(
@@ -112,15 +137,22 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
     cuda = next(model.parameters()).device.type == "cuda"
     if cuda and choice["kernels"] and proof.kernel is None:
         raise RuntimeError(
-            "the Triton kernel does not serve this model, or gave other logits; see operators.engine.self_test"
+            "the Triton kernel does not serve this model, or gave other logits; see"
+            " operators.engine.self_test"
         )
     if choice["fused"]:
         fuse_layers(model)
     engine = Engine(
-        model, slots=load.rollouts, context_tokens=load.prompt + load.tokens, sampling=Sampling(), end_tokens=[],
-        kernel=proof.kernel if choice["kernels"] else None, token_bytes=proof.token_bytes,
-        graphs=choice["graphs"], lag=int(cuda and choice["kernels"]),
-    )  # fmt: skip
+        model,
+        slots=load.rollouts,
+        context_tokens=load.prompt + load.tokens,
+        sampling=Sampling(),
+        end_tokens=[],
+        kernel=proof.kernel if choice["kernels"] else None,
+        token_bytes=proof.token_bytes,
+        graphs=choice["graphs"],
+        lag=int(cuda and choice["kernels"]),
+    )
     groups = prompts(load, engine.vocabulary)
 
     def run(tokens: int, until: float) -> list[int]:
@@ -130,7 +162,11 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
             while waiting and width < STEP_TOKENS:
                 index, prompt = waiting.pop(0)
                 tickets = range(index * load.group, (index + 1) * load.group)
-                starts.append(PromptStart(prompt=prompt, limit=load.prompt + tokens, tickets=tickets, seeds=tickets))
+                starts.append(
+                    PromptStart(
+                        prompt=prompt, limit=load.prompt + tokens, tickets=tickets, seeds=tickets
+                    )
+                )
                 width += len(prompt)
             found = engine.step(starts)
             if time.monotonic() > until:
@@ -143,19 +179,30 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
     started = time.monotonic()
     lengths = run(load.tokens, started + seconds)
     note = engine.graphed.replays.refused if engine.graphed is not None else None
-    return Run(lengths=lengths, seconds=time.monotonic() - started, warm_s=started - begun, note=note)
+    return Run(
+        lengths=lengths, seconds=time.monotonic() - started, warm_s=started - begun, note=note
+    )
 
 
 def hf(model: Any, system: str, load: Load, seconds: float) -> Run:
     """`model.generate` on one batch of all rollouts."""
     device = next(model.parameters()).device
-    ids = torch.from_numpy(np.repeat(np.stack(prompts(load, model.config.vocab_size)), load.group, 0)).to(device)
+    ids = torch.from_numpy(
+        np.repeat(np.stack(prompts(load, model.config.vocab_size)), load.group, 0)
+    ).to(device)
 
     def run(tokens: int, most: float) -> int:
         made = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-            max_new_tokens=tokens, max_time=most, cache_implementation=HF[system],
-        )  # fmt: skip
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=tokens,
+            max_time=most,
+            cache_implementation=HF[system],
+        )
         wait(device)
         return made.shape[1] - load.prompt
 
@@ -163,16 +210,23 @@ def hf(model: Any, system: str, load: Load, seconds: float) -> Run:
     run(min(WARM_TOKENS, load.tokens), seconds)
     started = time.monotonic()
     tokens = run(load.tokens, seconds)
-    return Run(lengths=[tokens] * load.rollouts, seconds=time.monotonic() - started, warm_s=started - begun)
+    return Run(
+        lengths=[tokens] * load.rollouts, seconds=time.monotonic() - started, warm_s=started - begun
+    )
 
 
-def bytes_read(lengths: list[int], load: Load, weights: int, token_bytes: int, *, shared: bool) -> int:
-    """Bytes that making these completions must read: the weights once a step, each position's keys and values once.
+def bytes_read(
+    lengths: list[int], load: Load, weights: int, token_bytes: int, *, shared: bool
+) -> int:
+    """Bytes that making these completions must read: the weights once a step, each position's keys
+    and values once.
 
-    shared: full pages of a group's prompt count once per group. The first token of each comes from its prefill.
-    """
+    shared: full pages of a group's prompt count once per group. The first token of each comes from
+    its prefill."""
     steps = max(lengths, default=0)
     common = load.prompt // 16 * 16 if shared else 0
-    positions = sum((load.prompt - common) * (length - 1) + length * (length - 1) // 2 for length in lengths)
+    positions = sum(
+        (load.prompt - common) * (length - 1) + length * (length - 1) // 2 for length in lengths
+    )
     groups = sum(max(lengths[i : i + load.group]) - 1 for i in range(0, len(lengths), load.group))
     return steps * weights + (positions + common * groups) * token_bytes

@@ -1,15 +1,15 @@
 """One training step of a 1.7 B model on a GPU, made in several ways.
 
-4 rollouts of 2,048 tokens by a Qwen-shaped model of random weights, float32 master weights and bfloat16 compute,
-through the learner that a Trainer makes. Systems: sliced, as it comes (log-probabilities a slice of the vocabulary at a
-time); all_logits, with all logits at once; recomputed, with gradient_checkpointing; compiled, with compile.
-tokens_per_s and seconds are those of forward and backward; step_s is clip and update besides; warm_s the first two
-steps.
+4 rollouts of 2,048 tokens by a Qwen-shaped model of random weights, float32 master weights and
+bfloat16 compute, through the learner that a Trainer makes. Systems: sliced, as it comes
+(log-probabilities a slice of the vocabulary at a time); all_logits, with all logits at once;
+recomputed, with gradient_checkpointing; compiled, with compile. tokens_per_s and seconds are those
+of forward and backward; step_s is clip and update besides; warm_s the first two steps.
 
-matrix_share: (6 * N * T + 6 * l * d * sum of L^2) / seconds / flops_per_s, which is the rate of a bfloat16 product of
-two 8,192 x 8,192 matrices in the same run. N: parameters, the embedding once (it is the head); T: tokens; l: layers;
-d: heads times their width; L: tokens of a rollout: causal attention's half of the square, forward and twice backward.
-What is computed again is not counted.
+matrix_share: (6 * N * T + 6 * l * d * sum of L^2) / seconds / flops_per_s, which is the rate of a
+bfloat16 product of two 8,192 x 8,192 matrices in the same run. N: parameters, the embedding once
+(it is the head); T: tokens; l: layers; d: heads times their width; L: tokens of a rollout: causal
+attention's half of the square, forward and twice backward. What is computed again is not counted.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Load:
 TINY_LOAD = Load(tokens=24, prompt=4)
 
 
-def measure_trainer(report: Report, seconds: float, device: torch.device, tiny: bool = False) -> bool:
+def measure_trainer(
+    report: Report, seconds: float, device: torch.device, tiny: bool = False
+) -> bool:
     """A row for each way; whether none failed."""
     until, whole = time.monotonic() + seconds, True
     name = "tiny" if tiny else "qwen3-1.7b"
@@ -94,7 +96,9 @@ def served(device: torch.device) -> list[str]:
     return [system for system, way in WAYS.items() if device.type == "cuda" or not way.compile]
 
 
-def step_figures(shape: Shape, way: Way, load: Load, device: torch.device, rate: float) -> dict[str, Figure]:
+def step_figures(
+    shape: Shape, way: Way, load: Load, device: torch.device, rate: float
+) -> dict[str, Figure]:
     """The figures of one way."""
     from dataflow import Model
     from operators import Trainer
@@ -104,9 +108,12 @@ def step_figures(shape: Shape, way: Way, load: Load, device: torch.device, rate:
 
     limit = load.rollouts * load.tokens
     trainer = Trainer(
-        Model("random", dtype="bfloat16"), loss=partial(aipo, rho=4.0), micro_batch_tokens=limit,
-        gradient_checkpointing=way.gradient_checkpointing, compile=way.compile,
-    )  # fmt: skip
+        Model("random", dtype="bfloat16"),
+        loss=partial(aipo, rho=4.0),
+        micro_batch_tokens=limit,
+        gradient_checkpointing=way.gradient_checkpointing,
+        compile=way.compile,
+    )
     module = make_module(shape, device)
     learner = learner_of(trainer, forward_of(trainer, module), node="trainer")
     rows = make_rows(load, module.config.vocab_size)
@@ -133,9 +140,13 @@ def step_figures(shape: Shape, way: Way, load: Load, device: torch.device, rate:
                 raise RuntimeError(f"the step is not finite: {outcome.culprit}")
     taken = float(np.median(passes[WARM:]))
     figures: dict[str, Figure] = {
-        "tokens_per_s": load.rollouts * load.tokens / taken, "matrix_share": flops(module, load) / taken / rate,
-        "flops_per_s": rate, "seconds": taken, "step_s": float(np.median(ends[WARM:])), "warm_s": warm,
-    }  # fmt: skip
+        "tokens_per_s": load.rollouts * load.tokens / taken,
+        "matrix_share": flops(module, load) / taken / rate,
+        "flops_per_s": rate,
+        "seconds": taken,
+        "step_s": float(np.median(ends[WARM:])),
+        "warm_s": warm,
+    }
     if device.type == "cuda":
         figures["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
     return figures
@@ -148,7 +159,10 @@ def flops(module: Any, load: Load) -> int:
     inner = config.num_attention_heads * width
     tokens = load.rollouts * load.tokens
     parameters = sum(weight.numel() for weight in module.parameters())
-    return 6 * parameters * tokens + 6 * config.num_hidden_layers * inner * load.rollouts * load.tokens**2
+    return (
+        6 * parameters * tokens
+        + 6 * config.num_hidden_layers * inner * load.rollouts * load.tokens**2
+    )
 
 
 def matrix_rate(device: torch.device, size: int) -> float:
@@ -162,9 +176,14 @@ def make_module(shape: Shape, device: torch.device) -> Any:
     import transformers
 
     config = getattr(transformers, shape.family)(
-        **shape.sizes, max_position_embeddings=32768, rope_theta=1e6, tie_word_embeddings=True, eos_token_id=None,
-        bos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        **shape.sizes,
+        max_position_embeddings=32768,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     with device:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -180,11 +199,16 @@ def make_rows(load: Load, vocabulary: int) -> Any:
     mask = np.tile(np.arange(load.tokens) >= load.prompt, count)
     return StepRows(
         tokens=RolloutTokens(
-            draw.integers(1, vocabulary, total).astype(np.int32), mask,
-            np.where(mask, -np.log(vocabulary), 0.0).astype(np.float32), np.where(mask, 0, -1).astype(np.int32),
+            draw.integers(1, vocabulary, total).astype(np.int32),
+            mask,
+            np.where(mask, -np.log(vocabulary), 0.0).astype(np.float32),
+            np.where(mask, 0, -1).astype(np.int32),
         ),
-        offsets=np.arange(count + 1) * load.tokens, cuts_S=np.zeros(total, bool), groups_R=np.arange(count),
-        rollout_ids_R=np.arange(count), oldest_R=np.zeros(count, np.int64),
+        offsets=np.arange(count + 1) * load.tokens,
+        cuts_S=np.zeros(total, bool),
+        groups_R=np.arange(count),
+        rollout_ids_R=np.arange(count),
+        oldest_R=np.zeros(count, np.int64),
         columns_R={"advantage": np.where(np.arange(count) % 2, 1.0, -1.0)},
         columns_S={},
-    )  # fmt: skip
+    )

@@ -1,14 +1,16 @@
-"""Weights between two processes that share a GPU: publishing, adopting, and how long until a version is visible.
+"""Weights between two processes that share a GPU: publishing, adopting, and how long until a
+version is visible.
 
-Models of 1.7 and 8 billion parameters in bfloat16, in 1 and in 300 tensors. Systems: ours_view, our weight plane over
-CUDA IPC with parameters that become views of the published buffer; ours_copy, with parameters that keep their memory;
-torch_shared, what a user would write: tensors shared once through torch.multiprocessing, copied into and out of.
+Models of 1.7 and 8 billion parameters in bfloat16, in 1 and in 300 tensors. Systems: ours_view, our
+weight plane over CUDA IPC with parameters that become views of the published buffer; ours_copy,
+with parameters that keep their memory; torch_shared, what a user would write: tensors shared once
+through torch.multiprocessing, copied into and out of.
 
-publish_ms: how long the trainer is held up. adopt_ms: how long the generator is. visible_ms: from the start of the
-publish until the generator can compute with the version. floor_ms: the bytes once read and once written, at the
-bandwidth of a device-to-device copy in the same run; over_floor: visible_ms in units of it. Ours also proves each
-version by its checksum, on both sides. Medians; every version's values are checked, outside of what is timed.
-"""
+publish_ms: how long the trainer is held up. adopt_ms: how long the generator is. visible_ms: from
+the start of the publish until the generator can compute with the version. floor_ms: the bytes once
+read and once written, at the bandwidth of a device-to-device copy in the same run; over_floor:
+visible_ms in units of it. Ours also proves each version by its checksum, on both sides. Medians;
+every version's values are checked, outside of what is timed."""
 
 from __future__ import annotations
 
@@ -35,16 +37,21 @@ COUNTS = (1, 300)
 """Tensors that they lie in."""
 SYSTEMS = ("ours_view", "ours_copy", "torch_shared")
 WARM, VERSIONS = 3, 10
-"""Versions before the first that counts, which fill and map both buffers; and versions that count."""
+"""Versions before the first that counts, which fill and map both buffers; and versions that
+count."""
 WEIGHTS_S, LEAST_S, ANSWER_S = 90.0, 12.0, 30.0
-"""Most seconds for everything; no row is begun with less than LEAST_S; how long one answer may take."""
+"""Most seconds for everything; no row is begun with less than LEAST_S; how long one answer may
+take."""
 
 Tensors = dict[str, torch.Tensor]
 Timed = tuple[float, float]
-"""When a version was adopted, by the clock that both processes share, and how long that took, in seconds."""
+"""When a version was adopted, by the clock that both processes share, and how long that took, in
+seconds."""
 
 
-def measure_weights(report: Report, seconds: float, device: torch.device, tiny: bool = False) -> bool:
+def measure_weights(
+    report: Report, seconds: float, device: torch.device, tiny: bool = False
+) -> bool:
     """A row for each model, number of tensors and system; whether none failed."""
     until = time.monotonic() + seconds
     sizes, whole = TINY if tiny else SIZES, True
@@ -59,7 +66,9 @@ def measure_weights(report: Report, seconds: float, device: torch.device, tiny: 
                         continue
                     try:
                         shapes = split(parameters, count)
-                        figures = _measure(generator, system, shapes, device, Path(folder), bandwidth)
+                        figures = _measure(
+                            generator, system, shapes, device, Path(folder), bandwidth
+                        )
                         report.add(case=case, system=system, tensors=count, **figures)
                     except Exception as error:
                         whole = False
@@ -73,8 +82,8 @@ def measure_weights(report: Report, seconds: float, device: torch.device, tiny: 
 
 
 def split(parameters: int, count: int) -> list[int]:
-    """Elements of each of `count` tensors that hold so many parameters, the last one what is left over; as those of
-    models, all but that are multiples of 64."""
+    """Elements of each of `count` tensors that hold so many parameters, the last one what is left
+    over; as those of models, all but that are multiples of 64."""
     each = parameters // count // 64 * 64 or parameters // count
     return [*[each] * (count - 1), parameters - each * (count - 1)]
 
@@ -86,9 +95,13 @@ def copy_bandwidth(device: torch.device, nbytes: int) -> float:
     return 2 * nbytes / seconds_of(lambda: target.copy_(source), device, 10)
 
 
-def figures_of(published: list[Timed], adopted: list[Timed], nbytes: int, bandwidth: float) -> dict[str, float]:
+def figures_of(
+    published: list[Timed], adopted: list[Timed], nbytes: int, bandwidth: float
+) -> dict[str, float]:
     """The medians of a row; `published` holds when each publish began and how long it took."""
-    visible = float(np.median([at - began for (at, _), (began, _) in zip(adopted, published, strict=True)]))
+    visible = float(
+        np.median([at - began for (at, _), (began, _) in zip(adopted, published, strict=True)])
+    )
     floor = 2 * nbytes / bandwidth
     return {
         "mib": nbytes / 2**20,
@@ -119,18 +132,24 @@ class _Generator:
         """Hand something over."""
         if self._pipe is None:
             self._pipe, theirs = self._context.Pipe()
-            self._process = self._context.Process(target=generate, args=(theirs, str(self._device)), daemon=True)
+            self._process = self._context.Process(
+                target=generate, args=(theirs, str(self._device)), daemon=True
+            )
             self._process.start()
             theirs.close()
         self._pipe.send(what)
 
     def hear(self, meanwhile: Callable[[], None] = lambda: None) -> Any:
-        """What it answers; RuntimeError with its error, when it is gone, or when it takes too long."""
+        """What it answers; RuntimeError with its error, when it is gone, or when it takes too
+        long."""
         until = time.monotonic() + ANSWER_S
         while not self._pipe.poll(0.0002):
             meanwhile()
             if time.monotonic() > until or not self._process.is_alive():
-                raise RuntimeError(f"the generator's process gave no answer; its exit code: {self._process.exitcode}")
+                raise RuntimeError(
+                    "the generator's process gave no answer; its exit code:"
+                    f" {self._process.exitcode}"
+                )
         answer = self._pipe.recv()
         if isinstance(answer, str):
             raise RuntimeError(answer)
@@ -146,7 +165,12 @@ class _Generator:
 
 
 def _measure(
-    generator: _Generator, system: str, shapes: list[int], device: torch.device, folder: Path, bandwidth: float
+    generator: _Generator,
+    system: str,
+    shapes: list[int],
+    device: torch.device,
+    folder: Path,
+    bandwidth: float,
 ) -> dict[str, float]:
     weights = make(shapes, device)
     published: list[Timed] = []
@@ -169,7 +193,8 @@ def _measure(
 def _trainer(
     generator: _Generator, system: str, weights: Tensors, device: torch.device, folder: Path
 ) -> Iterator[tuple[Callable[[int], object], Callable[[], None]]]:
-    """(how to publish a version, what to do while the generator works), once the generator is ready."""
+    """(how to publish a version, what to do while the generator works), once the generator is
+    ready."""
     shapes = [tensor.numel() for tensor in weights.values()]
     if system == "torch_shared":
         shared = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
@@ -209,11 +234,15 @@ def place(folder: Path, device: torch.device) -> Any:
 
 def make(shapes: list[int], device: torch.device) -> Tensors:
     """Zeros in bfloat16, by name."""
-    return {f"w{index}": torch.zeros(numel, dtype=torch.bfloat16, device=device) for index, numel in enumerate(shapes)}
+    return {
+        f"w{index}": torch.zeros(numel, dtype=torch.bfloat16, device=device)
+        for index, numel in enumerate(shapes)
+    }
 
 
 def generate(pipe: Connection, place: str) -> None:
-    """The other process: a case arrives, then versions of it; each answer is a Timed, or the text of an error."""
+    """The other process: a case arrives, then versions of it; each answer is a Timed, or the text
+    of an error."""
     device = torch.device(place)
     torch.set_num_threads(1)
     with suppress(EOFError):
@@ -245,11 +274,18 @@ def _from_torch(
         yield _timed(began, version, mine)
 
 
-def _from_ours(pipe: Connection, system: str, shapes: list[int], site: Any, device: torch.device) -> Iterator[Any]:
+def _from_ours(
+    pipe: Connection, system: str, shapes: list[int], site: Any, device: torch.device
+) -> Iterator[Any]:
     from transport.weights import WeightReader
 
-    mine = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in make(shapes, device).items()}
-    with closing(WeightReader(site, "generator", adopt="view" if system == "ours_view" else "copy")) as reader:
+    mine = {
+        name: torch.nn.Parameter(tensor, requires_grad=False)
+        for name, tensor in make(shapes, device).items()
+    }
+    with closing(
+        WeightReader(site, "generator", adopt="view" if system == "ours_view" else "copy")
+    ) as reader:
         reader.attach(mine)
         reader.poll()
         yield True
@@ -269,7 +305,11 @@ def _from_ours(pipe: Connection, system: str, shapes: list[int], site: Any, devi
 def _timed(began: float, version: int, weights: Mapping[str, torch.Tensor]) -> Timed:
     """When and how long, now that it is done; ValueError when an element is not of that version."""
     ended = time.monotonic()
-    wrong = [name for name, tensor in weights.items() if [float(v) for v in tensor.aminmax()] != [version] * 2]
+    wrong = [
+        name
+        for name, tensor in weights.items()
+        if [float(v) for v in tensor.aminmax()] != [version] * 2
+    ]
     if wrong:
         raise ValueError(f"version {version} is mixed or incomplete in {wrong[:3]}")
     return ended, ended - began

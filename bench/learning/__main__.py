@@ -2,19 +2,21 @@
 
     python -m bench.learning --prompts train.jsonl --eval test.jsonl --json FILE --resume
 
-The graph of graphs/calculator.py with what bench.learning.algorithms says of each algorithm: AIPO with rollouts up to
-0, 1, 4 and 8 versions old; the same without importance weights; GRPO, DAPO, RLOO, PPO with a critic, and distillation
-from a teacher that saw the answers. Every run starts from the same policy and ends when --steps x 32 prompts have had
-their 8 rollouts each; groups that a filter drops count as well. A run has a process of its own; all algorithms take
-their turn before the next seed begins.
+The graph of graphs/calculator.py with what bench.learning.algorithms says of each algorithm: AIPO
+with rollouts up to 0, 1, 4 and 8 versions old; the same without importance weights; GRPO, DAPO,
+RLOO, PPO with a critic, and distillation from a teacher that saw the answers. Every run starts from
+the same policy and ends when --steps x 32 prompts have had their 8 rollouts each; groups that a
+filter drops count as well. A run has a process of its own; all algorithms take their turn before
+the next seed begins.
 
-A line of JSON per run: accuracy, on all steps of --eval after the last update, sampled at temperature 1; first, before
-the first; curve, the accuracy by rollouts; staleness, the mean of the trained rollouts' (how far the generator really
-ran ahead depends on the machine); ess, the effective share of the tokens; dropped groups; seconds. With --resume, runs
-that stand in FILE already are not made again. No run begins after --minutes. The table shows means over the seeds,
-`spread` their standard deviation, and `difference`, the mean of the differences to synchronous AIPO with the same seed,
-with its standard error; the picture, accuracy against rollouts, is drawn beside FILE.
-"""
+A line of JSON per run: accuracy, on all steps of --eval after the last update, sampled at
+temperature 1; first, before the first; curve, the accuracy by rollouts; staleness, the mean of the
+trained rollouts' (how far the generator really ran ahead depends on the machine); ess, the
+effective share of the tokens; dropped groups; seconds. With --resume, runs that stand in FILE
+already are not made again. No run begins after --minutes. The table shows means over the seeds,
+`spread` their standard deviation, and `difference`, the mean of the differences to synchronous AIPO
+with the same seed, with its standard error; the picture, accuracy against rollouts, is drawn beside
+FILE."""
 
 from __future__ import annotations
 
@@ -34,9 +36,19 @@ from bench.own_process import figures_of
 from bench.report import Report
 
 NAMES = (
-    "aipo-0", "aipo-1", "aipo-4", "aipo-8", "uncorrected-1", "uncorrected-4", "uncorrected-8", "grpo", "dapo", "rloo",
-    "ppo", "distill",
-)  # fmt: skip
+    "aipo-0",
+    "aipo-1",
+    "aipo-4",
+    "aipo-8",
+    "uncorrected-1",
+    "uncorrected-4",
+    "uncorrected-8",
+    "grpo",
+    "dapo",
+    "rloo",
+    "ppo",
+    "distill",
+)
 RUN_TIMEOUT_S = 1800.0
 POLICY_STEPS, TEACHER_STEPS = 180, 1_000
 """Batches of answers that they have seen before."""
@@ -83,19 +95,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(
-        prog="python -m bench.learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.learning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--json", type=Path, help="file for the JSON lines; the picture is drawn beside it")
-    found.add_argument("--prompts", default="", help="GSM8K's train.jsonl; made-up steps without it")
+    found.add_argument(
+        "--json", type=Path, help="file for the JSON lines; the picture is drawn beside it"
+    )
+    found.add_argument(
+        "--prompts", default="", help="GSM8K's train.jsonl; made-up steps without it"
+    )
     found.add_argument("--eval", default="", help="GSM8K's test.jsonl")
     found.add_argument("--seeds", type=int, default=3, help="runs of each algorithm (default 3)")
-    found.add_argument("--steps", type=int, default=1_000, help="steps' worth of prompts of a run (default 1000)")
+    found.add_argument(
+        "--steps", type=int, default=1_000, help="steps' worth of prompts of a run (default 1000)"
+    )
     found.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="default: all")
     found.add_argument("--resume", action="store_true", help="keep the runs that stand in the file")
-    found.add_argument("--minutes", type=float, default=120.0, help="no run begins afterwards (default 120)")
-    found.add_argument("--points", type=int, default=10, help="evaluations of a run after the first (default 10)")
-    found.add_argument("--policies", type=Path, default=Path("policies"), help="folder for policy and teacher")
-    found.add_argument("--tiny", action="store_true", help="a tiny policy and few prompts, to try the code")
+    found.add_argument(
+        "--minutes", type=float, default=120.0, help="no run begins afterwards (default 120)"
+    )
+    found.add_argument(
+        "--points", type=int, default=10, help="evaluations of a run after the first (default 10)"
+    )
+    found.add_argument(
+        "--policies", type=Path, default=Path("policies"), help="folder for policy and teacher"
+    )
+    found.add_argument(
+        "--tiny", action="store_true", help="a tiny policy and few prompts, to try the code"
+    )
     found.add_argument("--child", nargs=3, metavar=("NAME", "SEED", "FILE"), help=argparse.SUPPRESS)
     return found
 
@@ -105,7 +133,11 @@ def finished(path: Path | None) -> list[dict[str, Any]]:
     if path is None or not path.is_file():
         return []
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "bench"} for line in lines if "failed" not in line]
+    return [
+        {key: value for key, value in line.items() if key != "bench"}
+        for line in lines
+        if "failed" not in line
+    ]
 
 
 def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -117,7 +149,8 @@ def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
 
 
 def _policies(options: argparse.Namespace, names: Sequence[str]) -> tuple[str, str]:
-    """Folders of policy and teacher, made unless they stand there; where no teacher is asked, the policy is both."""
+    """Folders of policy and teacher, made unless they stand there; where no teacher is asked, the
+    policy is both."""
     from graphs.tasks.calculator import warm
 
     size = {"layers": 1, "width": 16} if options.tiny else {}
@@ -125,7 +158,9 @@ def _policies(options: argparse.Namespace, names: Sequence[str]) -> tuple[str, s
     made = str(warm(options.policies / "calculator", options.prompts, steps=policy, **size))
     if "distill" not in names:
         return made, made
-    return made, str(warm(options.policies / "calculator-teacher", options.prompts, steps=teacher, **size))
+    return made, str(
+        warm(options.policies / "calculator-teacher", options.prompts, steps=teacher, **size)
+    )
 
 
 def _be_child(options: argparse.Namespace) -> int:
@@ -136,19 +171,29 @@ def _be_child(options: argparse.Namespace) -> int:
     name, seed, out = options.child[0], int(options.child[1]), Path(options.child[2])
     policy, teacher = _policies(options, [name])
     most = TINY_ROWS if options.tiny else None
-    rows = budget(examples(options.prompts, held_out=False)[:most], options.steps * PROMPTS_PER_STEP, seed)
+    rows = budget(
+        examples(options.prompts, held_out=False)[:most], options.steps * PROMPTS_PER_STEP, seed
+    )
     held_out = examples(options.eval, held_out=True)[:most]
     graph = build(
-        name, policy=policy, teacher=teacher, prompts=Prompts(rows, columns=("answer",), epochs=1),
+        name,
+        policy=policy,
+        teacher=teacher,
+        prompts=Prompts(rows, columns=("answer",), epochs=1),
         held_out=Prompts(held_out, columns=("answer",), name="held_out", group_size=1),
         every_steps=max(1, options.steps // options.points),
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory() as runs:
         result = run(graph, seed=seed, runs=runs, quiet=True)
         if not result.verdict.clean:
-            raise RuntimeError(f"the ledger of the run does not hold: {result.verdict.line}; see dataflow verify")
+            raise RuntimeError(
+                f"the ledger of the run does not hold: {result.verdict.line}; see dataflow verify"
+            )
         out.write_text(
-            json.dumps(row_of(result.metrics, GROUP_SIZE, len(rows) * GROUP_SIZE) | {"seconds": result.seconds})
+            json.dumps(
+                row_of(result.metrics, GROUP_SIZE, len(rows) * GROUP_SIZE)
+                | {"seconds": result.seconds}
+            )
         )
     return 0
 

@@ -1,4 +1,5 @@
-"""The algorithms of the learning bench as data: what each one changes in the graph of synchronous AIPO."""
+"""The algorithms of the learning bench as data: what each one changes in the graph of synchronous
+AIPO."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ ALGORITHMS = {
     "uncorrected-4": _uncorrected(4),
     "uncorrected-8": _uncorrected(8),
     "grpo": Algorithm(loss=grpo, credit=normalized_advantage, normalize="rollout_means"),
-    "dapo": Algorithm(loss=dapo, credit=normalized_advantage, normalize="tokens", filters=(has_signal,)),
+    "dapo": Algorithm(
+        loss=dapo, credit=normalized_advantage, normalize="tokens", filters=(has_signal,)
+    ),
     "rloo": Algorithm(loss=rloo, credit=leave_one_out),
     "ppo": Algorithm(loss=ppo, credit=gae, normalize="tokens", whiten=True, has_critic=True),
     "distill": Algorithm(loss=distill, credit=None, normalize="tokens", has_teacher=True),
@@ -61,19 +64,25 @@ ALGORITHMS = {
 
 def build(
     name: str, *, policy: str, teacher: str, prompts: Source, held_out: Source, every_steps: int
-) -> Graph:  # fmt: skip
-    """The calculator's graph with what the algorithm of that name changes; the run ends with its prompts.
+) -> Graph:
+    """The calculator's graph with what the algorithm of that name changes; the run ends with its
+    prompts.
 
-    teacher: folder of the model that distillation asks. every_steps: between evaluations on `held_out`.
-    """
+    teacher: folder of the model that distillation asks. every_steps: between evaluations on
+    `held_out`."""
     algorithm = ALGORITHMS[name]
     g, model = Graph(name), Model(policy)
     generator = Generator(model, group_size=GROUP_SIZE, max_tokens=calculator.MAX_TOKENS)
     reward = scorer(calculator.reward)
     trainer = Trainer(
-        model, loss=algorithm.loss, prompts_per_step=PROMPTS_PER_STEP, lr=LR, normalize=algorithm.normalize,
-        whiten=algorithm.whiten, warmup_steps=WARMUP_STEPS,
-    )  # fmt: skip
+        model,
+        loss=algorithm.loss,
+        prompts_per_step=PROMPTS_PER_STEP,
+        lr=LR,
+        normalize=algorithm.normalize,
+        whiten=algorithm.whiten,
+        warmup_steps=WARMUP_STEPS,
+    )
     stream = reward(generator(g.source(prompts)))
     for each in algorithm.filters:
         stream = each(stream)
@@ -88,9 +97,13 @@ def build(
     trainer(stream)
     if algorithm.has_critic:
         learner = Trainer(
-            critic, loss=value_loss, prompts_per_step=PROMPTS_PER_STEP, lr=CRITIC_LR, warmup_steps=WARMUP_STEPS,
+            critic,
+            loss=value_loss,
+            prompts_per_step=PROMPTS_PER_STEP,
+            lr=CRITIC_LR,
+            warmup_steps=WARMUP_STEPS,
             name="critic",
-        )  # fmt: skip
+        )
         learner(stream)
         g.feedback(learner.weights, values, max_staleness=0)
     Evaluate(every_steps=every_steps)(reward(generator(g.source(held_out))))

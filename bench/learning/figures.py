@@ -1,4 +1,5 @@
-"""The figures of the learning bench: of one run from its metrics, and of all runs of an algorithm."""
+"""The figures of the learning bench: of one run from its metrics, and of all runs of an
+algorithm."""
 
 from __future__ import annotations
 
@@ -18,13 +19,19 @@ Point = tuple[int, float]
 def row_of(metrics: Sequence[Mapping[str, Any]], group_size: int, total: int) -> dict[str, Figure]:
     """The figures of a run that generated `total` rollouts, from the lines of its metrics.jsonl.
 
-    Rollouts of dropped groups count as well; groups that were dropped after the last step are in `total` alone."""
-    steps = sorted((line for line in metrics if line.get("node") == TRAINER), key=lambda line: int(line["step"]))
+    Rollouts of dropped groups count as well; groups that were dropped after the last step are in
+    `total` alone."""
+    steps = sorted(
+        (line for line in metrics if line.get("node") == TRAINER),
+        key=lambda line: int(line["step"]),
+    )
     generated = {0: 0}
     for line in steps:
         dropped = sum(line["dropped"].values()) * group_size
         generated[line["step"]] = generated[line["step"] - 1] + line["rollouts"] + dropped
-    rounds = sorted((line["step"], line["eval_accuracy"]) for line in metrics if "eval_accuracy" in line)
+    rounds = sorted(
+        (line["step"], line["eval_accuracy"]) for line in metrics if "eval_accuracy" in line
+    )
     curve = [(generated[step], accuracy) for step, accuracy in rounds]
     curve[-1] = (total, curve[-1][1])
     return {
@@ -45,16 +52,21 @@ def curve_of(line: Mapping[str, Any]) -> list[Point]:
 
 
 def mean_curve(lines: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """Means over the seeds of the points that all of them have; they are evaluated after the same steps."""
+    """Means over the seeds of the points that all of them have; they are evaluated after the same
+    steps."""
     curves = [curve_of(line) for line in lines]
     return [
-        (round(statistics.mean(rollouts for rollouts, _ in points)), statistics.mean(found for _, found in points))
+        (
+            round(statistics.mean(rollouts for rollouts, _ in points)),
+            statistics.mean(found for _, found in points),
+        )
         for points in zip(*curves, strict=False)
-    ]  # fmt: skip
+    ]
 
 
 def summary(lines: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str, Any]]:
-    """A row for each algorithm, in the order in which they first occur; failed runs are left out and counted."""
+    """A row for each algorithm, in the order in which they first occur; failed runs are left out
+    and counted."""
     good = [line for line in lines if "failed" not in line]
     base = {line["seed"]: line["accuracy"] for line in good if line["system"] == baseline}
     rows = []

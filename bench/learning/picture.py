@@ -1,4 +1,5 @@
-"""The picture of the learning bench: accuracy against rollouts as SVG, a line per algorithm, named at its end."""
+"""The picture of the learning bench: accuracy against rollouts as SVG, a line per algorithm, named
+at its end."""
 
 from __future__ import annotations
 
@@ -19,9 +20,12 @@ DASHES = ("none", "6 4", "2 3")
 
 
 def picture(
-    lines: Sequence[Mapping[str, Any]], title: str = "Calculator steps of GSM8K", evaluated: str = "steps"
+    lines: Sequence[Mapping[str, Any]],
+    title: str = "Calculator steps of GSM8K",
+    evaluated: str = "steps",
 ) -> str:
-    """The mean curve of each algorithm over its seeds; failed runs are left out. evaluated: what is held out."""
+    """The mean curve of each algorithm over its seeds; failed runs are left out. evaluated: what is
+    held out."""
     good = [line for line in lines if "failed" not in line]
     names = list(dict.fromkeys(line["system"] for line in good))
     curves = {name: mean_curve([line for line in good if line["system"] == name]) for name in names}
@@ -29,14 +33,23 @@ def picture(
     if curves:
         body += _drawn(curves, evaluated)
     else:
-        body.append(f'<text class="axis" x="{LEFT:g}" y="{HEIGHT / 2:g}">no run was finished</text>')
+        body.append(
+            f'<text class="axis" x="{LEFT:g}" y="{HEIGHT / 2:g}">no run was finished</text>'
+        )
     extra = ".dataflow-graph .end{text-anchor:end}.dataflow-graph .middle{text-anchor:middle}"
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="dataflow-graph" role="img" '
-        f'viewBox="0 0 {WIDTH:g} {HEIGHT:g}" width="{WIDTH:g}" height="{HEIGHT:g}">',
-        f"<title>{xml(title)}</title>", f"<style>{theme.style()}{extra}</style>",
-        f'<rect class="paper" width="{WIDTH:g}" height="{HEIGHT:g}"/>', *body, "</svg>\n",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            (
+                '<svg xmlns="http://www.w3.org/2000/svg" class="dataflow-graph" role="img" '
+                f'viewBox="0 0 {WIDTH:g} {HEIGHT:g}" width="{WIDTH:g}" height="{HEIGHT:g}">'
+            ),
+            f"<title>{xml(title)}</title>",
+            f"<style>{theme.style()}{extra}</style>",
+            f'<rect class="paper" width="{WIDTH:g}" height="{HEIGHT:g}"/>',
+            *body,
+            "</svg>\n",
+        ]
+    )
 
 
 def _drawn(curves: Mapping[str, Sequence[Point]], evaluated: str) -> list[str]:
@@ -53,30 +66,39 @@ def _drawn(curves: Mapping[str, Sequence[Point]], evaluated: str) -> list[str]:
     for tick in range(round(20 * low), round(20 * high) + 1):
         y = place((0, tick / 20))[1]
         body.append(f'<path class="grid" d="M{LEFT:g} {y:.1f}H{WIDTH - RIGHT:g}"/>')
-        body.append(f'<text class="axis end" x="{LEFT - 9:g}" y="{y + 3.6:.1f}">{tick / 20:.2f}</text>')
+        body.append(
+            f'<text class="axis end" x="{LEFT - 9:g}" y="{y + 3.6:.1f}">{tick / 20:.2f}</text>'
+        )
     for part in range(5):
         x, _ = place((round(most * part / 4), low))
         words = f"{most * part / 4:,.0f}"
-        body.append(f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{words}</text>')
+        body.append(
+            f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{words}</text>'
+        )
     middle = f'x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{HEIGHT - 12:g}"'
     words = f"rollouts generated; y: accuracy on held-out {evaluated}"
     body.append(f'<text class="axis middle" {middle}>{words}</text>')
     heights = apart([place(curve[-1])[1] for curve in curves.values()], APART)
     for index, ((name, curve), y) in enumerate(zip(curves.items(), heights, strict=True)):
-        stream, dash = index % len(theme.LIGHT_STREAMS), DASHES[index // len(theme.LIGHT_STREAMS) % len(DASHES)]
+        stream, dash = (
+            index % len(theme.LIGHT_STREAMS),
+            DASHES[index // len(theme.LIGHT_STREAMS) % len(DASHES)],
+        )
         path = "L".join("{:.1f} {:.1f}".format(*place(point)) for point in curve)
         x, end = place(curve[-1])
         words = f"{name} {curve[-1][1]:.3f}"
         body.append(
-            f'<g class="stream{stream}"><path class="line" stroke-dasharray="{dash}" d="M{path}"/>'
-            f'<path class="line" stroke-dasharray="{dash}" d="M{x + 4:.1f} {end:.1f}L{x + 14:.1f} {y:.1f}h14"/></g>'
-            f'<text class="axis" x="{x + 33:.1f}" y="{y + 3.6:.1f}">{xml(words)}</text>'
+            f'<g class="stream{stream}"><path class="line" stroke-dasharray="{dash}"'
+            f' d="M{path}"/><path class="line" stroke-dasharray="{dash}" d="M{x + 4:.1f}'
+            f' {end:.1f}L{x + 14:.1f} {y:.1f}h14"/></g><text class="axis" x="{x + 33:.1f}"'
+            f' y="{y + 3.6:.1f}">{xml(words)}</text>'
         )
     return body
 
 
 def apart(wanted: Sequence[float], distance: float) -> list[float]:
-    """Places as near to the wanted ones as it takes for neighbours to be so far apart, in their order."""
+    """Places as near to the wanted ones as it takes for neighbours to be so far apart, in their
+    order."""
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     blocks: list[tuple[float, int]] = []
     """(sum of where its members want its first one, how many they are) of neighbours that touch."""
@@ -94,6 +116,7 @@ def apart(wanted: Sequence[float], distance: float) -> list[float]:
 
 
 def _first(block: tuple[float, int]) -> float:
-    """Where the first of a block stands, so that its members are as near to their wishes as can be."""
+    """Where the first of a block stands, so that its members are as near to their wishes as can
+    be."""
     total, count = block
     return total / count

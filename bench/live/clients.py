@@ -1,9 +1,10 @@
-"""Pages without a browser: a process that asks a live page's server for what a page asks for, at its pace.
+"""Pages without a browser: a process that asks a live page's server for what a page asks for, at
+its pace.
 
-It takes as little of a processor as it can, and goes last (SCHED_IDLE): what a browser makes of an answer is none of
-the server's. It is told on its standard input how many pages there are from now on, a line each time: a number, or
-`never` for one that takes no answers; after each it prints what was done since the line before, as JSON.
-"""
+It takes as little of a processor as it can, and goes last (SCHED_IDLE): what a browser makes of an
+answer is none of the server's. It is told on its standard input how many pages there are from now
+on, a line each time: a number, or `never` for one that takes no answers; after each it prints what
+was done since the line before, as JSON."""
 
 import json
 import os
@@ -18,7 +19,17 @@ from urllib.parse import urlencode, urlsplit
 
 EVERY_S, SERIES_S = 1.0, 2.0
 """As page.js has them."""
-FILES = ("", "picture.css", "page.css", "page.js", "text.js", "graph.js", "charts.js", "rollouts.js", "steer.js")
+FILES = (
+    "",
+    "picture.css",
+    "page.css",
+    "page.js",
+    "text.js",
+    "graph.js",
+    "charts.js",
+    "rollouts.js",
+    "steer.js",
+)
 NEVER = "never"
 DOZEN = 12
 """Series that a page shows at first."""
@@ -72,13 +83,17 @@ class PageClient:
         self.get("api/marks?run=0")
         if len(self._keys) < DOZEN and names:
             self._keys = [each["key"] for each in json.loads(names)["series"] if each["first"]]
-        self.get(f"api/series?{urlencode({'run': 0, 'key': self._keys, 'points': 600}, doseq=True)}")
+        self.get(
+            f"api/series?{urlencode({'run': 0, 'key': self._keys, 'points': 600}, doseq=True)}"
+        )
 
     def get(self, address: str) -> bytes:
         """What stands there; empty where that is nothing."""
         try:
             with socket.create_connection(("127.0.0.1", self._port), timeout=40) as client:
-                client.sendall(f"GET {self._path}{address} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\n\r\n".encode())
+                client.sendall(
+                    f"GET {self._path}{address} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\n\r\n".encode()
+                )
                 parts = list(iter(lambda: client.recv(1 << 18), b""))
         except OSError:
             self.done.failed += 1
@@ -149,7 +164,12 @@ class Clients:
             self._shown = frozenset({-1} if word == NEVER else range(int(word)))
             self._changed.notify_all()
         told: list[PageClient | Unreading] = [self._unreading, *self._pages]
-        found = Done(*(sum(getattr(each.done, name) for each in told) for name in ("answers", "failed", "received")))
+        found = Done(
+            *(
+                sum(getattr(each.done, name) for each in told)
+                for name in ("answers", "failed", "received")
+            )
+        )
         for each in told:
             each.done = Done()
         return found

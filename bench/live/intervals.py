@@ -1,4 +1,5 @@
-"""What windows beside each other say: the difference that a page makes, and between which bounds it lies; pure."""
+"""What windows beside each other say: the difference that a page makes, and between which bounds it
+lies; pure."""
 
 import math
 import statistics
@@ -6,8 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 NONE = "no page"
-QUANTILES = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 8: 2.306, 10: 2.228, 15: 2.131, 20: 2.086,
-             30: 2.042, 60: 2.0, 120: 1.98}  # fmt: skip
+QUANTILES = {
+    1: 12.71,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    8: 2.306,
+    10: 2.228,
+    15: 2.131,
+    20: 2.086,
+    30: 2.042,
+    60: 2.0,
+    120: 1.98,
+}
 """97.5% of Student's t, by degrees of freedom; between two the wider."""
 
 Window = Mapping[str, Any]
@@ -31,18 +45,22 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def differences(
     windows: Sequence[Window], case: str, figure: Callable[[Window], float], none: str = NONE
-) -> list[float]:  # fmt: skip
-    """Of each window of a case the logarithm of a figure, less the mean of those of the two windows of the case `none`
-    around it. For that itself: of every second one, less its neighbours of the same kind, which is 0 but for chance.
+) -> list[float]:
+    """Of each window of a case the logarithm of a figure, less the mean of those of the two windows
+    of the case `none` around it. For that itself: of every second one, less its neighbours of the
+    same kind, which is 0 but for chance.
 
-    windows: in the order in which they were, each with its `piece`; in a piece every second one is of `none`."""
+    windows: in the order in which they were, each with its `piece`; in a piece every second one is
+    of `none`."""
     found: list[float] = []
     step = 2 if case == none else 1
     for at in range(step, len(windows) - step):
         around = windows[at - step], windows[at + step]
         if windows[at]["case"] != case or any(each["case"] != none for each in around):
             continue
-        if len({each["piece"] for each in (windows[at], *around)}) > 1 or (case == none and at // 2 % 2):
+        if len({each["piece"] for each in (windows[at], *around)}) > 1 or (
+            case == none and at // 2 % 2
+        ):
             continue
         beside = [math.log(figure(each)) for each in around]
         found.append(math.log(figure(windows[at])) - statistics.fmean(beside))
@@ -50,21 +68,28 @@ def differences(
 
 
 def percent_less(values: Sequence[float]) -> tuple[float, float, float]:
-    """By how many percent a figure is lower, and the bounds of that: from the logarithms of its ratios."""
+    """By how many percent a figure is lower, and the bounds of that: from the logarithms of its
+    ratios."""
     mean, low, high = (100 * (1 - math.exp(value)) for value in interval(values))
     return mean, high, low
 
 
 def counting(windows: Sequence[Window]) -> list[Window]:
-    """The same windows, with no case where others took too much of the machine, or no step was made."""
+    """The same windows, with no case where others took too much of the machine, or no step was
+    made."""
     return [
-        each if each["foreign"] <= MOST_FOREIGN and each["steps_per_s"] > 0 else {**each, "case": ""}
+        (
+            each
+            if each["foreign"] <= MOST_FOREIGN and each["steps_per_s"] > 0
+            else {**each, "case": ""}
+        )
         for each in windows
     ]
 
 
 def compared(counted: Sequence[Window], case: str, none: str = NONE) -> dict[str, Any]:
-    """Columns of a table: how windows of a case differ from those of `none`; empty where there are none to compare."""
+    """Columns of a table: how windows of a case differ from those of `none`; empty where there are
+    none to compare."""
     slower = differences(counted, case, lambda each: float(each["steps_per_s"]), none)
     dearer = differences(counted, case, lambda each: float(each["cpu_per_step"]), none)
     if not slower:
@@ -72,14 +97,21 @@ def compared(counted: Sequence[Window], case: str, none: str = NONE) -> dict[str
     less, low, high = percent_less(slower)
     more, more_high, more_low = (-each for each in percent_less(dearer))
     return {
-        "steps_per_s": statistics.median(each["steps_per_s"] for each in counted if each["case"] == case),
-        "less_percent": round(less, 2), "interval_95": f"{low:.2f} to {high:.2f}",
-        "cpu_more_percent": round(more, 2), "cpu_interval_95": f"{more_low:.2f} to {more_high:.2f}",
-    }  # fmt: skip
+        "steps_per_s": statistics.median(
+            each["steps_per_s"] for each in counted if each["case"] == case
+        ),
+        "less_percent": round(less, 2),
+        "interval_95": f"{low:.2f} to {high:.2f}",
+        "cpu_more_percent": round(more, 2),
+        "cpu_interval_95": f"{more_low:.2f} to {more_high:.2f}",
+    }
 
 
 def left_out(counted: Sequence[Window]) -> str:
     """How many windows do not count, and why; empty: all do."""
     lost = sum(not each["case"] for each in counted)
-    why = f"left out: {lost} of {len(counted)} windows, in which others took more than {MOST_FOREIGN:.0f}%"
+    why = (
+        f"left out: {lost} of {len(counted)} windows, in which others took more than"
+        f" {MOST_FOREIGN:.0f}%"
+    )
     return why if lost else ""

@@ -1,4 +1,5 @@
-"""The folder of a run as large as a page is to show, by the writers of runs, and what its scheduler would say."""
+"""The folder of a run as large as a page is to show, by the writers of runs, and what its scheduler
+would say."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ def graph_of(operators: int) -> Graph:
         if branch == 0:
             FakeTrainer(model=Model("other"), prompts_per_step=PROMPTS)(stream)
         else:
-            FakeTrainer(model=Model(f"other-{branch}"), name=f"trainer_{branch}", prompts_per_step=PROMPTS)(stream)
+            FakeTrainer(
+                model=Model(f"other-{branch}"), name=f"trainer_{branch}", prompts_per_step=PROMPTS
+            )(stream)
     return graph
 
 
@@ -50,17 +53,22 @@ def write(root: Path, operators: int, steps: int) -> RunFolder:
     graph, folder = graph_of(operators), RunFolder.create(root, "large")
     random = np.random.default_rng(0)
     with Ledger.create(folder.ledger, consumers(graph)) as ledger:
-        describe(folder, ledger, graph_facts(graph), plan_facts(graph, plan(graph, Devices(cpus=2))))
+        describe(
+            folder, ledger, graph_facts(graph), plan_facts(graph, plan(graph, Devices(cpus=2)))
+        )
     graph.draw(folder.graph_svg)
     rewards = np.clip(np.linspace(0.1, 0.8, steps) + random.normal(0, 0.1, steps), 0, 1)
     others = random.normal(0, 1, (64, MANY))
     with folder.metrics.open("w") as file:
         for step in range(1, steps + 1):
-            numbers = ", ".join(f'"figure_{at}": {value:.5f}' for at, value in enumerate(others[step % 64]))
+            numbers = ", ".join(
+                f'"figure_{at}": {value:.5f}' for at, value in enumerate(others[step % 64])
+            )
             file.write(
-                f'{{"step": {step}, "node": "trainer", "seconds": {step / 4}, "reward_mean": {rewards[step - 1]:.4f}, '
-                f'"loss": {1 / step:.6f}, "kl": {0.01 + 0.001 * (step % 7)}, "staleness_mean": {step % 4}, '
-                f'"staleness_max": 4, "trained_tokens_per_s": {9000 + step % 911}, {numbers}}}\n'
+                f'{{"step": {step}, "node": "trainer", "seconds": {step / 4}, "reward_mean":'
+                f' {rewards[step - 1]:.4f}, "loss": {1 / step:.6f}, "kl":'
+                f' {0.01 + 0.001 * (step % 7)}, "staleness_mean": {step % 4}, "staleness_max": 4,'
+                f' "trained_tokens_per_s": {9000 + step % 911}, {numbers}}}\n'
             )
     names = [node["name"] for node in graph_facts(graph)["nodes"]]
     for at in range(ACTIVITY):
@@ -73,7 +81,9 @@ def write(root: Path, operators: int, steps: int) -> RunFolder:
             "rows_in": at,
             "rows_out": at,
         }
-        folder.note_activity(float(at), {name: {**said, "step": at * steps // ACTIVITY} for name in names})
+        folder.note_activity(
+            float(at), {name: {**said, "step": at * steps // ACTIVITY} for name in names}
+        )
     with Ledger.open(folder.ledger) as ledger:
         (source,) = ledger.sources("trainer")
         for step in range(1, steps - KEPT + 1):
@@ -82,7 +92,9 @@ def write(root: Path, operators: int, steps: int) -> RunFolder:
             groups = range(number * PROMPTS, (number + 1) * PROMPTS)
             ledger.issue(source, [(group, f"p{group}") for group in groups])
             ledger.commit_step("trainer", step, version=step, source=source, trained=groups)
-            folder.rollouts_of("trainer").write(step, step_rows(step, groups.start, PROMPTS, GROUP, 200))
+            folder.rollouts_of("trainer").write(
+                step, step_rows(step, groups.start, PROMPTS, GROUP, 200)
+            )
     return folder
 
 
@@ -92,10 +104,17 @@ def told(graph: Graph, rows: int) -> dict[str, Any]:
     facts = graph_facts(graph)
     names = [node["name"] for node in facts["nodes"]]
     nodes = {
-        name: {"seconds": share, "measured_s": float(rows), "rows_in": rows, "rows_out": rows, "status": {},
-               "ended": False, "blocked": False}
+        name: {
+            "seconds": share,
+            "measured_s": float(rows),
+            "rows_in": rows,
+            "rows_out": rows,
+            "status": {},
+            "ended": False,
+            "blocked": False,
+        }
         for name in names
-    }  # fmt: skip
+    }
     data = [edge for edge in facts["edges"] if edge["plane"] == "data"]
     edges = {f"{edge['from']}>{edge['to']}:{edge['source']}": [rows % 9, 8] for edge in data}
     worker = {
@@ -105,5 +124,13 @@ def told(graph: Graph, rows: int) -> dict[str, Any]:
         "heartbeat": {"nodes": nodes, "edges": edges},
         "nodes": names,
     }
-    return {"phase": "training", "draining": False, "step": 9, "steps": 99, "still_s": 0.2, "pid": 0, "history": {},
-            "workers": {"all-0": worker}}  # fmt: skip
+    return {
+        "phase": "training",
+        "draining": False,
+        "step": 9,
+        "steps": 99,
+        "still_s": 0.2,
+        "pid": 0,
+        "history": {},
+        "workers": {"all-0": worker},
+    }

@@ -1,8 +1,8 @@
 """The pictures of the page of a run: python -m bench.live.pictures docs; `make pictures` takes all.
 
 The sorting demo runs with its page open in a headless Chromium;
-once it has made enough steps the page is photographed, in light and in dark, and one rollout. Each is a PNG of two
-hundred kilobytes at most, as the browser packs it.
+once it has made enough steps the page is photographed, in light and in dark, and one rollout. Each
+is a PNG of two hundred kilobytes at most, as the browser packs it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ PAGE, ROLLOUT = "live.png", "live-rollout.png"
 
 def main() -> int:
     """Take them; the exit status is 1 where one is too large."""
-    parser = argparse.ArgumentParser(prog="python -m bench.live.pictures", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.live.pictures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("folder", type=Path, help="where they go")
     parser.add_argument("--policy", type=Path, help="folder of the policy, to be made once")
     options = parser.parse_args()
@@ -48,8 +51,15 @@ def main() -> int:
         page.look_like(WIDTH, HEIGHT, dark=True)
         page.ask("document.querySelector('#question button').click()")
         page.wait("document.querySelectorAll('#rows tbody a').length > 8", 60)
-        page.ask("[...document.querySelectorAll('#rows thead button')].find(b => b.innerText === 'advantage').click()")
-        page.wait("document.querySelector('#rows th[aria-sort=descending]')?.innerText.startsWith('advantage')", 60)
+        page.ask(
+            "[...document.querySelectorAll('#rows thead button')].find(b => b.innerText ==="
+            " 'advantage').click()"
+        )
+        page.wait(
+            "document.querySelector('#rows"
+            " th[aria-sort=descending]')?.innerText.startsWith('advantage')",
+            60,
+        )
         page.ask("document.querySelector('#rows tbody a').click()")
         page.wait("document.querySelectorAll('.tokens span[class^=t]').length > 2", 60)
         time.sleep(0.5)

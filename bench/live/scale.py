@@ -1,12 +1,13 @@
-"""How large a run the page shows: python -m bench.live.scale, with 1,000 operators and 100,000 steps.
+"""How large a run the page shows: python -m bench.live.scale, with 1,000 operators and 100,000
+steps.
 
-The folder is written by the writers of runs; its scheduler is a function that answers for every node, each time with
-other figures, so that everything on the page changes once a second. answers: seconds until the server has answered, the
-first time and the median of the next ten, and bytes. browser (headless Chromium, with a software renderer): seconds
-until the page shows charts, nodes and rollouts; milliseconds between two frames over ten seconds in which it is asked
-for a frame all the time, median, 95th percentile and longest; milliseconds in tasks longer than 50 ms a second; seconds
-of its processor a second.
-"""
+The folder is written by the writers of runs; its scheduler is a function that answers for every
+node, each time with other figures, so that everything on the page changes once a second. answers:
+seconds until the server has answered, the first time and the median of the next ten, and bytes.
+browser (headless Chromium, with a software renderer): seconds until the page shows charts, nodes
+and rollouts; milliseconds between two frames over ten seconds in which it is asked for a frame all
+the time, median, 95th percentile and longest; milliseconds in tasks longer than 50 ms a second;
+seconds of its processor a second."""
 
 from __future__ import annotations
 
@@ -48,22 +49,28 @@ FRAMES = """new Promise(done => {
   requestAnimationFrame(next);
 })"""
 SHOWN = (
-    "document.querySelectorAll('.chart path.a').length >= 6 && document.querySelectorAll('#nodes td').length > 0 && "
-    "document.querySelectorAll('#rows tbody tr').length > 0"
+    "document.querySelectorAll('.chart path.a').length >= 6 && document.querySelectorAll('#nodes"
+    " td').length > 0 && document.querySelectorAll('#rows tbody tr').length > 0"
 )
 
 
 def main() -> int:
     """Measure, and show the tables."""
-    parser = argparse.ArgumentParser(prog="python -m bench.live.scale", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.live.scale",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
     parser.add_argument("--operators", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--picture", type=Path, help="a photograph of the page, to look at")
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-    report, case = Report("live.scale", options.json), f"{options.operators:,} operators, {options.steps:,} steps"
+    report, case = (
+        Report("live.scale", options.json),
+        f"{options.operators:,} operators, {options.steps:,} steps",
+    )
     with tempfile.TemporaryDirectory(prefix="dataflow-bench-") as temporary:
         began = time.monotonic()
         folder = write(Path(temporary), options.operators, options.steps)
@@ -126,11 +133,15 @@ def answers(port: int) -> dict[str, dict[str, float | int]]:
         )
     )
     questions = {
-        "graph": "api/graph", "now": "api/now", "names": "api/names", "marks": "api/marks",
-        "twelve series": f"api/series?points=600&{keys}", "rollouts": "api/rollouts?node=trainer",
+        "graph": "api/graph",
+        "now": "api/now",
+        "names": "api/names",
+        "marks": "api/marks",
+        "twelve series": f"api/series?points=600&{keys}",
+        "rollouts": "api/rollouts?node=trainer",
         "rollouts searched": "api/rollouts?node=trainer&search=17",
         "one rollout": "api/rollout?node=trainer&kind=step&step=100000&row=3",
-    }  # fmt: skip
+    }
     found: dict[str, dict[str, float | int]] = {}
     for name, address in questions.items():
         took = []
@@ -138,11 +149,17 @@ def answers(port: int) -> dict[str, dict[str, float | int]]:
             began = time.perf_counter()
             size = len(get(port, address))
             took.append(time.perf_counter() - began)
-        found[name] = {"first_ms": took[0] * 1e3, "next_ms": statistics.median(took[1:]) * 1e3, "bytes": size}
+        found[name] = {
+            "first_ms": took[0] * 1e3,
+            "next_ms": statistics.median(took[1:]) * 1e3,
+            "bytes": size,
+        }
     return found
 
 
-def browsed(port: int, temporary: Path, picture: Path | None) -> dict[str, float | int | str | None]:
+def browsed(
+    port: int, temporary: Path, picture: Path | None
+) -> dict[str, float | int | str | None]:
     """What a browser does with it; `skipped` says why there is none."""
     from rigs.browsing.chromium import browser, program
 
@@ -163,10 +180,15 @@ def browsed(port: int, temporary: Path, picture: Path | None) -> dict[str, float
         elements = page.ask("document.querySelectorAll('*').length")
     ordered = sorted(frames)
     return {
-        "shown_s": shown, "frame_ms": statistics.median(ordered), "frame_95_ms": ordered[int(len(ordered) * 0.95)],
-        "frame_most_ms": ordered[-1], "long_ms_per_s": sum(tasks) / WATCHED_S, "longest_task_ms": max(tasks, default=0),
-        "cpu_per_s": spent / WATCHED_S, "elements": elements,
-    }  # fmt: skip
+        "shown_s": shown,
+        "frame_ms": statistics.median(ordered),
+        "frame_95_ms": ordered[int(len(ordered) * 0.95)],
+        "frame_most_ms": ordered[-1],
+        "long_ms_per_s": sum(tasks) / WATCHED_S,
+        "longest_task_ms": max(tasks, default=0),
+        "cpu_per_s": spent / WATCHED_S,
+        "elements": elements,
+    }
 
 
 def cpu(pid: int) -> float:

@@ -47,20 +47,34 @@ class Place:
 @contextlib.contextmanager
 def carried(
     temporary: Path, module: str, policy: Path | None, *more: str
-) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:  # fmt: skip
-    """The sorting demo without end, as `python -m MODULE --carry FOLDER` is it, once it has made some steps: its
-    metrics.jsonl, and its process."""
+) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """The sorting demo without end, as `python -m MODULE --carry FOLDER` is it, once it has made
+    some steps: its metrics.jsonl, and its process."""
     policy = policy or temporary / "policy"
     build(policy=str(policy))
-    command = [sys.executable, "-m", module, "--carry", str(temporary / "runs"), "--policy", str(policy), *more]
-    with (temporary / "run.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as running:
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        "--carry",
+        str(temporary / "runs"),
+        "--policy",
+        str(policy),
+        *more,
+    ]
+    with (
+        (temporary / "run.log").open("wb") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as running,
+    ):
         try:
             deadline = time.monotonic() + START_S
             metrics = temporary / "runs" / "latest" / "metrics.jsonl"
             while not metrics.is_file() or len(metrics.read_bytes().splitlines()) < WARM_STEPS:
                 if running.poll() is not None or time.monotonic() > deadline:
                     said = (temporary / "run.log").read_text()[-2000:]
-                    raise RuntimeError(f"the run made no {WARM_STEPS} steps within {START_S:.0f} s: {said}")
+                    raise RuntimeError(
+                        f"the run made no {WARM_STEPS} steps within {START_S:.0f} s: {said}"
+                    )
                 time.sleep(0.2)
             yield metrics, running
         finally:
@@ -69,8 +83,8 @@ def carried(
 
 
 def said_line(process: subprocess.Popen[str], who: str, within_s: float = LINE_S) -> str:
-    """The next line of a process. Raises RuntimeError where it says none within so many seconds, after which it is
-    killed, or has ended.
+    """The next line of a process. Raises RuntimeError where it says none within so many seconds,
+    after which it is killed, or has ended.
 
     who: for the error."""
     assert process.stdout is not None
@@ -82,7 +96,8 @@ def said_line(process: subprocess.Popen[str], who: str, within_s: float = LINE_S
         late.cancel()
     if not line.endswith("\n"):
         raise RuntimeError(
-            f"{who} said nothing within {within_s:.0f} s, or has ended; found {line!r:.80}; run it again"
+            f"{who} said nothing within {within_s:.0f} s, or has ended; found {line!r:.80}; run it"
+            " again"
         )
     return line
 
@@ -109,7 +124,9 @@ class Beside:
     def __init__(self, place: Place) -> None:
         self._place, self._pages = place, NO_PAGE
         command = [sys.executable, "-m", "bench.live.clients", place.url]
-        self._clients = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._clients = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self._client = psutil.Process(self._clients.pid)
         try:
             said_line(self._clients, _CLIENTS, START_S)  # all have loaded
@@ -121,7 +138,10 @@ class Beside:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._place.server.resume()
         end(self._clients, 0.0)
@@ -150,14 +170,19 @@ class Beside:
         cores = os.cpu_count() or 1
         foreign = took["all"] - took["run"] - took["server"] - took["client"]
         return {
-            "steps_per_s": rate, "steps": steps, "cpu_per_step": took["run"] / passed / rate if rate else 0.0,
-            "server_cpu": 100 * took["server"] / passed, "client_cpu": 100 * took["client"] / passed,
-            "foreign": 100 * foreign / passed / cores, "idle": 100 * took["idle"] / passed / cores,
+            "steps_per_s": rate,
+            "steps": steps,
+            "cpu_per_step": took["run"] / passed / rate if rate else 0.0,
+            "server_cpu": 100 * took["server"] / passed,
+            "client_cpu": 100 * took["client"] / passed,
+            "foreign": 100 * foreign / passed / cores,
+            "idle": 100 * took["idle"] / passed / cores,
             **told,
-        }  # fmt: skip
+        }
 
     def _told(self) -> dict[str, int]:
-        """What pages have done since they were told how many they are, which they are told again."""
+        """What pages have done since they were told how many they are, which they are told
+        again."""
         assert self._clients.stdin is not None
         self._clients.stdin.write(f"{self._pages}\n")
         self._clients.stdin.flush()
@@ -165,14 +190,18 @@ class Beside:
         return found
 
     def _spent(self) -> dict[str, float]:
-        """Processor seconds so far: of the run, the server, the pages, of all together, and of nobody."""
+        """Processor seconds so far: of the run, the server, the pages, of all together, and of
+        nobody."""
         machine = psutil.cpu_times()
         idle = machine.idle + machine.iowait
         run = [self._place.run, *self._place.run.children(recursive=True)]
         return {
-            "run": sum(map(cpu_of, run)), "server": cpu_of(self._place.server), "client": cpu_of(self._client),
-            "idle": idle, "all": sum(machine) - machine.guest - machine.guest_nice - idle,
-        }  # fmt: skip
+            "run": sum(map(cpu_of, run)),
+            "server": cpu_of(self._place.server),
+            "client": cpu_of(self._client),
+            "idle": idle,
+            "all": sum(machine) - machine.guest - machine.guest_nice - idle,
+        }
 
 
 def cpu_of(process: psutil.Process) -> float:
@@ -185,10 +214,15 @@ def cpu_of(process: psutil.Process) -> float:
 
 
 def steps_of(metrics: Path, begin: int) -> tuple[float, int]:
-    """Steps per second of the lines from a place on, and how many; 0 where there are less than two."""
+    """Steps per second of the lines from a place on, and how many; 0 where there are less than
+    two."""
     with metrics.open("rb") as file:
         file.seek(begin)
-        lines = [json.loads(line) for line in file.read().splitlines(keepends=True) if line.endswith(b"}\n")]
+        lines = [
+            json.loads(line)
+            for line in file.read().splitlines(keepends=True)
+            if line.endswith(b"}\n")
+        ]
     ends = [(line["step"], line["seconds"]) for line in lines if "loss" in line]
     if len(ends) < 2:
         return 0.0, len(ends)

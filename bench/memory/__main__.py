@@ -3,28 +3,33 @@
     python -m bench.memory --json FILE
     python -m bench.memory --millions 100 400 --ranks 1+1 2+1 4+2
 
-A model of random weights in float32, in a temporary folder; trainer ranks + generator ranks (tensor parallel); 4 steps
-with a checkpoint after every other one, then 2 more from the last checkpoint. Memory is read from outside, 50 times a
-second: the kernel's own high-water mark of each process (VmHWM, set back after each reading), which counts shared
-segments and mapped files in full for each process that maps them.
+A model of random weights in float32, in a temporary folder; trainer ranks + generator ranks (tensor
+parallel); 4 steps with a checkpoint after every other one, then 2 more from the last checkpoint.
+Memory is read from outside, 50 times a second: the kernel's own high-water mark of each process
+(VmHWM, set back after each reading), which counts shared segments and mapped files in full for each
+process that maps them.
 
 In units of the whole model (its weights once), what a process needs:
-share           a trainer's rank 4 / ranks (weights, gradients, two moments), a generator's 2 / ranks (the current
-                version and the arriving one)
-plane           of a trainer's rank: two versions that can be sent, in segments that one rank shares with its readers;
-                each of several maps its part of two of its readers' versions, to write them there
+share           a trainer's rank 4 / ranks (weights, gradients, two moments), a generator's 2 /
+                ranks (the current version and the arriving one)
+plane           of a trainer's rank: two versions that can be sent, in segments that one rank shares
+                with its readers; each of several maps its part of two of its readers' versions, to
+                write them there
 packed          of a generator of one rank: the copy that its kernels read
-layer           of a trainer's rank among several: a layer's weights and gradients, and as much that it exchanges
-activations     of a trainer's rank: what autograd keeps of its part of the rollouts, measured on one rank
+layer           of a trainer's rank among several: a layer's weights and gradients, and as much that
+                it exchanges
+activations     of a trainer's rank: what autograd keeps of its part of the rollouts, measured on
+                one rank
 needed          all of these
 and what it held at the most, beside `process_mib`:
 start, step, checkpoint, resume    start: until the first step is recorded
-own, shared, file    at the moment of the most, `process_mib` included: its own memory, shared segments, mapped files
-process_mib     what the same process held at the most in the same run of a model of next to nothing: Python, torch and
-                whatever else is imported, sockets, the generator's cache
+own, shared, file    at the moment of the most, `process_mib` included: its own memory, shared
+                     segments, mapped files
+process_mib     what the same process held at the most in the same run of a model of next to
+                nothing: Python, torch and whatever else is imported, sockets, the generator's cache
 
-A phase is told from the run's folder, a few hundredths of a second late. Run it on a machine with memory to spare.
-"""
+A phase is told from the run's folder, a few hundredths of a second late. Run it on a machine with
+memory to spare."""
 
 from __future__ import annotations
 
@@ -78,11 +83,17 @@ class Held:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the bench."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
-    parser.add_argument("--millions", type=int, nargs="+", default=[100], choices=[*SIZES][1:], help="of parameters")
-    parser.add_argument("--ranks", nargs="+", default=["1+1", "2+1", "4+2"], help="trainer's + generator's")
+    parser.add_argument(
+        "--millions", type=int, nargs="+", default=[100], choices=[*SIZES][1:], help="of parameters"
+    )
+    parser.add_argument(
+        "--ranks", nargs="+", default=["1+1", "2+1", "4+2"], help="trainer's + generator's"
+    )
     options = parser.parse_args(arguments)
     report = Report("memory", options.json)
     for ranks in options.ranks:
@@ -99,14 +110,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def watch(millions: int, trainer: int, generator: int) -> tuple[dict[str, int], dict[str, Held]]:
-    """A run and its resume: `program.facts` of its model, and what its processes held. Errors: Failed."""
+    """A run and its resume: `program.facts` of its model, and what its processes held. Errors:
+    Failed."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        given = [str(folder), f"--millions={millions}", f"--trainer={trainer}", f"--generator={generator}"]
+        given = [
+            str(folder),
+            f"--millions={millions}",
+            f"--trainer={trainer}",
+            f"--generator={generator}",
+        ]
         command = [sys.executable, "-m", "bench.memory.program"]
         for what in ("write", "facts"):
             Program([*command, what, *given], folder / "said").wait(RUN_S)
-        return json.loads((folder / "facts.json").read_text("utf-8")), held_in(folder, command, given)
+        return json.loads((folder / "facts.json").read_text("utf-8")), held_in(
+            folder, command, given
+        )
 
 
 def held_in(folder: Path, command: list[str], given: list[str]) -> dict[str, Held]:
@@ -141,34 +160,51 @@ def look(scheduler: int, phase: str, held: dict[str, Held], run: str) -> None:
     for name, process in workers(scheduler).items():
         see(f"{name}@{run}", process.pid, phase, held)
         with contextlib.suppress(psutil.Error):
-            for number, rank in enumerate(sorted(process.children(), key=lambda each: each.pid), start=1):
+            for number, rank in enumerate(
+                sorted(process.children(), key=lambda each: each.pid), start=1
+            ):
                 see(f"{name} rank {number}@{run}", rank.pid, phase, held)
 
 
 def see(name: str, pid: int, phase: str, held: dict[str, Held]) -> None:
     """Read one process, and set its high-water mark back."""
     try:
-        status = dict(each.split(":", 1) for each in Path(f"/proc/{pid}/status").read_text().splitlines())
-        kib = {key: int(status[key].split()[0]) for key in ("VmHWM", "RssAnon", "RssFile", "RssShmem")}
+        status = dict(
+            each.split(":", 1) for each in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
+        kib = {
+            key: int(status[key].split()[0]) for key in ("VmHWM", "RssAnon", "RssFile", "RssShmem")
+        }
         Path(f"/proc/{pid}/clear_refs").write_text("5")
     except (OSError, KeyError):
         return
-    parts = {"own": kib["RssAnon"] << 10, "shared": kib["RssShmem"] << 10, "file": kib["RssFile"] << 10}
+    parts = {
+        "own": kib["RssAnon"] << 10,
+        "shared": kib["RssShmem"] << 10,
+        "file": kib["RssFile"] << 10,
+    }
     held.setdefault(name, Held()).see(phase, kib["VmHWM"] << 10, parts)
 
 
 def lines(
-    facts: dict[str, int], held: dict[str, Held], bare: dict[str, Held], trainer: int, generator: int
+    facts: dict[str, int],
+    held: dict[str, Held],
+    bare: dict[str, Held],
+    trainer: int,
+    generator: int,
 ) -> Iterator[dict[str, Any]]:
     """The figures of each process: its first run, and what it was in the second."""
     model = facts["weights"]
-    for name in sorted({name.split("@")[0] for name in held if name.startswith(("trainer", "generator"))}):
+    for name in sorted(
+        {name.split("@")[0] for name in held if name.startswith(("trainer", "generator"))}
+    ):
         if name.startswith("trainer"):
             needs = {
-                "share": 4 / trainer, "plane": 2 / trainer,
+                "share": 4 / trainer,
+                "plane": 2 / trainer,
                 "layer": 3 * facts["layer"] / model * (trainer > 1),
                 "activations": facts["activations"] / model / trainer,
-            }  # fmt: skip
+            }
         else:
             needs = {"share": 2 / generator, "packed": float(generator == 1)}
         needs["needed"] = sum(needs.values())
@@ -179,7 +215,11 @@ def lines(
             process = again if phase == "resume" else first
             beside = bare.get(f"{name}@{'resume' if phase == 'resume' else 'run'}")
             most = process.most.get(phase) if process is not None else None
-            row[phase] = None if most is None or beside is None else round((most - beside.at(phase)) / model, 2)
+            row[phase] = (
+                None
+                if most is None or beside is None
+                else round((most - beside.at(phase)) / model, 2)
+            )
         if first is not None:
             row |= {key: round(size / model, 2) for key, size in first.parts.items()}
         if (beside := bare.get(f"{name}@run")) is not None:

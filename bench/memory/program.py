@@ -1,4 +1,5 @@
-"""The run that is watched: a model of random weights, GRPO's streams, a checkpoint every other step."""
+"""The run that is watched: a model of random weights, GRPO's streams, a checkpoint every other
+step."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Size:
 
 
 SIZES = {0: Size(1, 64, 128, 2), 100: Size(14, 768, 2048, 12), 400: Size(20, 1280, 3456, 20)}
-"""By millions of parameters; 0: next to none, whose run shows what processes hold beside a model."""
+"""By millions of parameters; 0: next to none, whose run shows what processes hold beside a
+model."""
 PROMPTS, GROUP, NEW_TOKENS = 2, 2, 4
 """Of a step: prompts, rollouts of each, tokens of each."""
 
@@ -46,7 +48,11 @@ def build(policy: Path, tensor_parallel: int) -> Graph:
 
     g, model = Graph("memory"), Model(str(policy))
     generator = Generator(
-        model, group_size=GROUP, max_tokens=NEW_TOKENS, cache_bytes=32 << 20, tensor_parallel=tensor_parallel
+        model,
+        group_size=GROUP,
+        max_tokens=NEW_TOKENS,
+        cache_bytes=32 << 20,
+        tensor_parallel=tensor_parallel,
     )
     trainer = Trainer(model, loss=aipo, prompts_per_step=PROMPTS, lr=1e-5, checkpoint_every=2)
     rows = [{"prompt": word} for word in ("ab", "cd", "ef", "gh")]
@@ -61,17 +67,28 @@ def write(folder: Path, size: Size) -> None:
     from operators.warm_start.spec import WarmStartSpec
 
     spec = WarmStartSpec(
-        alphabet=ALPHABET, layers=size.layers, width=size.width, heads=size.heads, mlp_width=size.mlp_width,
-        max_positions=POSITIONS, steps=1, batch_size=1, learning_rate=1e-3, seed=0, threads=1, examples_sha256="",
-    )  # fmt: skip
+        alphabet=ALPHABET,
+        layers=size.layers,
+        width=size.width,
+        heads=size.heads,
+        mlp_width=size.mlp_width,
+        max_positions=POSITIONS,
+        steps=1,
+        batch_size=1,
+        learning_rate=1e-3,
+        seed=0,
+        threads=1,
+        examples_sha256="",
+    )
     tokenizer = character_tokenizer(ALPHABET, POSITIONS)
     small_llama(spec, tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def facts(folder: Path) -> dict[str, int]:
-    """Of a model, in bytes. weights: all of it. layer: the most that FSDP2 gathers at once. activations: what autograd
-    keeps of a step's rollouts for the backward pass, beside the weights, on one rank."""
+    """Of a model, in bytes. weights: all of it. layer: the most that FSDP2 gathers at once.
+    activations: what autograd keeps of a step's rollouts for the backward pass, beside the weights,
+    on one rank."""
     import torch
 
     from operators.models.loading import load_model
@@ -92,7 +109,9 @@ def facts(folder: Path) -> dict[str, int]:
         module(input_ids=tokens, use_cache=False).logits.log_softmax(-1).sum().backward()
     return {
         "weights": sum(weight.nbytes for weight in module.parameters()),
-        "layer": max(sum(weight.nbytes for weight in layer.parameters()) for layer in layers_of(module)),
+        "layer": max(
+            sum(weight.nbytes for weight in layer.parameters()) for layer in layers_of(module)
+        ),
         "activations": sum(storage.nbytes() for storage in kept.values()),
     }
 
@@ -110,14 +129,19 @@ def main() -> None:
         write(given.folder / "policy", SIZES[given.millions])
         return
     if given.what == "facts":
-        (given.folder / "facts.json").write_text(json.dumps(facts(given.folder / "policy")), "utf-8")
+        (given.folder / "facts.json").write_text(
+            json.dumps(facts(given.folder / "policy")), "utf-8"
+        )
         return
     goes_on = given.what == "resume"
     run(
-        build(given.folder / "policy", given.generator), steps=STEPS + (MORE_STEPS if goes_on else 0),
-        ranks={"trainer": given.trainer}, runs=given.folder, quiet=True,
+        build(given.folder / "policy", given.generator),
+        steps=STEPS + (MORE_STEPS if goes_on else 0),
+        ranks={"trainer": given.trainer},
+        runs=given.folder,
+        quiet=True,
         resume=given.folder / "latest" if goes_on else None,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ from operators.rewards import find
 
 
 def accuracies(task: Task, folder: str, *, samples: int, seed: int = 0) -> dict[str, Figure]:
-    """`accuracy`: mean over the held-out questions of so many samples at temperature 1; `greedy`: of the likeliest.
+    """`accuracy`: mean over the held-out questions of so many samples at temperature 1; `greedy`:
+    of the likeliest.
 
-    `question_error`: standard error of `accuracy` over the questions; runs that answer the same questions share most
-    of it.
+    `question_error`: standard error of `accuracy` over the questions; runs that answer the same
+    questions share most of it.
     """
     held = replace(task, policy=folder)
     found = {}
@@ -28,6 +29,9 @@ def accuracies(task: Task, folder: str, *, samples: int, seed: int = 0) -> dict[
         found[name] = np.array(table.column("reward").to_pylist(), float).reshape(-1, count).mean(1)
     each = found["accuracy"]
     return {
-        "accuracy": float(each.mean()), "question_error": float(each.std(ddof=1) / len(each) ** 0.5),
-        "greedy": float(found["greedy"].mean()), "questions": len(each), "samples": samples,
-    }  # fmt: skip
+        "accuracy": float(each.mean()),
+        "question_error": float(each.std(ddof=1) / len(each) ** 0.5),
+        "greedy": float(found["greedy"].mean()),
+        "questions": len(each),
+        "samples": samples,
+    }

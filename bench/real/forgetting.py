@@ -1,4 +1,5 @@
-"""What a model has lost of what it knew: perplexity of texts, and how far it has gone from where it started."""
+"""What a model has lost of what it knew: perplexity of texts, and how far it has gone from where it
+started."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ KL_SAMPLES = 2
 SHOWN = ("accuracy", "greedy", "english_ppl", "gsm8k_ppl", "kl")
 
 
-def forgetting(options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]) -> list[Line]:
+def forgetting(
+    options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]
+) -> list[Line]:
     """The model at the start, and after training with each --kl."""
     names = chosen(options, (START, *(f"kl-{kl:g}" for kl in options.kl)))
     trained = [(name, seed) for seed in range(options.seeds) for name in names if name != START]
@@ -70,7 +73,12 @@ def run_forgetting(name: str, seed: int, options: argparse.Namespace) -> dict[st
         return knows(task, start, start, options)
     rows = budget(task.train, options.steps * task.prompts_per_step, seed)
     prompts = task.prompts(rows, epochs=1)
-    graph = task.graph("forgetting", prompts, max_staleness=options.max_staleness, kl=float(name.removeprefix("kl-")))
+    graph = task.graph(
+        "forgetting",
+        prompts,
+        max_staleness=options.max_staleness,
+        kl=float(name.removeprefix("kl-")),
+    )
     with tempfile.TemporaryDirectory() as runs:
         result, last = run_to_end(graph, seed, runs)
         return knows(task, last, start, options) | {"seconds": result.seconds}
@@ -80,7 +88,9 @@ def knows(task: Task, folder: Path, start: Path, options: argparse.Namespace) ->
     """Accuracy, perplexities, and the distance from the start on answers of its own."""
     model, tokenizer = loaded(folder)
     torch.set_num_threads(options.threads)
-    found: dict[str, Any] = {"english_ppl": perplexity(model, windows(tokenizer, ENGLISH.read_text("utf-8")))}
+    found: dict[str, Any] = {
+        "english_ppl": perplexity(model, windows(tokenizer, ENGLISH.read_text("utf-8")))
+    }
     if options.gsm8k is not None:
         found["gsm8k_ppl"] = perplexity(model, solutions(tokenizer, options.gsm8k))
     first, _ = loaded(start)
@@ -109,7 +119,8 @@ def windows(tokenizer: Any, text: str) -> Iterator[Scored]:
 
 
 def solutions(tokenizer: Any, folder: Path) -> Iterator[Scored]:
-    """GSM8K's worked solutions, each given its question; what they note for a calculator is left out."""
+    """GSM8K's worked solutions, each given its question; what they note for a calculator is left
+    out."""
     for row in rows_of_gsm8k(folder)[:SOLUTIONS]:
         question = tokenizer.encode(row["question"] + "\n", add_special_tokens=False)
         solution = tokenizer.encode(re.sub(r"<<.*?>>", "", row["answer"]), add_special_tokens=False)
@@ -125,7 +136,9 @@ def rows_of_gsm8k(folder: Path) -> list[dict[str, str]]:
 
         rows: list[dict[str, str]] = pyarrow.parquet.read_table(found[0]).to_pylist()
         return rows
-    raise SystemExit(f"--gsm8k {folder} has no test split; found no *test*.jsonl and no *test*.parquet")
+    raise SystemExit(
+        f"--gsm8k {folder} has no test split; found no *test*.jsonl and no *test*.parquet"
+    )
 
 
 @torch.inference_mode()
@@ -146,20 +159,28 @@ def answers(task: Task, folder: Path) -> list[Scored]:
 
     held = replace(task, policy=str(folder), weights="model", dtype="float32")
     g = Graph("answers")
-    prompts = task.prompts(task.held_out[:KL_QUESTIONS], name="held_out", epochs=1, group_size=KL_SAMPLES)
-    table = collect(held.generator()(g.source(prompts)), rows=KL_SAMPLES * min(KL_QUESTIONS, len(task.held_out)))
+    prompts = task.prompts(
+        task.held_out[:KL_QUESTIONS], name="held_out", epochs=1, group_size=KL_SAMPLES
+    )
+    table = collect(
+        held.generator()(g.source(prompts)), rows=KL_SAMPLES * min(KL_QUESTIONS, len(task.held_out))
+    )
     tokens, masks = table.column("tokens").to_pylist(), table.column("mask").to_pylist()
-    return [(ids, mask.index(True)) for ids, mask in zip(tokens, masks, strict=True) if True in mask]
+    return [
+        (ids, mask.index(True)) for ids, mask in zip(tokens, masks, strict=True) if True in mask
+    ]
 
 
 @torch.inference_mode()
 def kl_of(model: Any, first: Any, texts: Sequence[Scored]) -> tuple[float, int]:
-    """Mean of KL(model || first) over the scored tokens' places, nats, each over the whole vocabulary; their number."""
+    """Mean of KL(model || first) over the scored tokens' places, nats, each over the whole
+    vocabulary; their number."""
     total, count = 0.0, 0
     for ids, given in texts:
         tokens = torch.tensor(ids)[None, :-1]
         new, old = (
-            each(input_ids=tokens, use_cache=False).logits[0, given - 1 :].log_softmax(-1) for each in (model, first)
+            each(input_ids=tokens, use_cache=False).logits[0, given - 1 :].log_softmax(-1)
+            for each in (model, first)
         )
         total, count = total + float((new.exp() * (new - old)).double().sum()), count + len(new)
     return total / count, count

@@ -1,4 +1,5 @@
-"""One step's rollouts by a generator alone: our engine, vLLM behind the same methods, and `model.generate`."""
+"""One step's rollouts by a generator alone: our engine, vLLM behind the same methods, and
+`model.generate`."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def prompt_ids(task: Task, tokenizer: Any, groups: int) -> list[AnyArray]:
     rows = task.train[:groups]
     if not task.chat:
         return [np.array(tokenizer.encode(row["prompt"]), np.int64) for row in rows]
-    return [np.array(tokenizer.encode(laid_out(tokenizer, row["prompt"]), add_special_tokens=False)) for row in rows]
+    return [
+        np.array(tokenizer.encode(laid_out(tokenizer, row["prompt"]), add_special_tokens=False))
+        for row in rows
+    ]
 
 
 def laid_out(tokenizer: Any, prompt: str) -> str:
@@ -49,7 +53,9 @@ def laid_out(tokenizer: Any, prompt: str) -> str:
 class EngineStep:
     """Rollouts of one step by an engine with the methods of operators.engine.decode.Engine."""
 
-    def __init__(self, task: Task, generator: Generator, threads: int, layers: int | None = None) -> None:
+    def __init__(
+        self, task: Task, generator: Generator, threads: int, layers: int | None = None
+    ) -> None:
         """layers: of the model, only the first so many; None: all. Raises ModelError."""
         from operators.engine.build import build_native
         from operators.engine.make import make_engine
@@ -91,7 +97,8 @@ class EngineStep:
 
 
 class HfStep:
-    """The same by transformers' `model.generate`: one batch, prompts repeated and padded at the left."""
+    """The same by transformers' `model.generate`: one batch, prompts repeated and padded at the
+    left."""
 
     def __init__(self, task: Task, folder: str, threads: int) -> None:
         """Load the model."""
@@ -106,7 +113,9 @@ class HfStep:
         self._end = tokenizer.eos_token_id
         pad = self._end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         rows = [
-            ([pad] * (width - len(each)) + each.tolist(), len(each)) for each in ids for _ in range(task.group_size)
+            ([pad] * (width - len(each)) + each.tolist(), len(each))
+            for each in ids
+            for _ in range(task.group_size)
         ]
         self._ids = torch.tensor([row for row, _ in rows])
         self._mask = torch.tensor([[0] * (width - size) + [1] * size for _, size in rows])
@@ -118,9 +127,15 @@ class HfStep:
         began = time.perf_counter()
         with torch.inference_mode():
             found = self._model.generate(
-                self._ids, attention_mask=self._mask, max_new_tokens=self._task.max_tokens, do_sample=True,
-                temperature=1.0, top_k=0, top_p=1.0, pad_token_id=self._pad,
-            )  # fmt: skip
+                self._ids,
+                attention_mask=self._mask,
+                max_new_tokens=self._task.max_tokens,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                pad_token_id=self._pad,
+            )
         seconds = time.perf_counter() - began
         made = found[:, self._ids.shape[1] :]
         return Drawn(seconds, sum(completion_tokens(row, self._end) for row in made.tolist()))
@@ -144,24 +159,33 @@ def paced(step: EngineStep | HfStep, task: Task, repeats: int) -> dict[str, Figu
     drawn = [step.run(seed) for seed in range(1, repeats + 1)]
     return {
         "seconds": statistics.median(each.seconds for each in drawn),
-        "rollouts_per_s": statistics.median(task.rollouts_per_step / each.seconds for each in drawn),
+        "rollouts_per_s": statistics.median(
+            task.rollouts_per_step / each.seconds for each in drawn
+        ),
         "tokens_per_s": statistics.median(each.tokens / each.seconds for each in drawn),
         "tokens": statistics.median(each.tokens for each in drawn),
         "repeats": repeats,
-    }  # fmt: skip
+    }
 
 
 COUNTED = (
-    "prefill_s", "prefill_rows", "prefill_tokens", "decode_s", "decode_rows", "decode_computed", "decode_steps",
+    "prefill_s",
+    "prefill_rows",
+    "prefill_tokens",
+    "decode_s",
+    "decode_rows",
+    "decode_computed",
+    "decode_steps",
     "draw_s",
-)  # fmt: skip
+)
 
 
 def stages(step: EngineStep) -> Counts:
-    """Of one step's rollouts, seconds, tokens and rows of its prefill, its decoding and its drawing.
+    """Of one step's rollouts, seconds, tokens and rows of its prefill, its decoding and its
+    drawing.
 
-    decode_computed: rows that were computed; rollouts of a group that have drawn the same tokens are one.
-    """
+    decode_computed: rows that were computed; rollouts of a group that have drawn the same tokens
+    are one."""
     engine, spent = step.engine, dict.fromkeys(COUNTED, 0.0)
     forward, draw = engine._forward, engine._draw
 
@@ -184,6 +208,9 @@ def stages(step: EngineStep) -> Counts:
         spent["draw_s"] += time.perf_counter() - began
         return found
 
-    with mock.patch.object(engine, "_forward", timed_forward), mock.patch.object(engine, "_draw", timed_draw):
+    with (
+        mock.patch.object(engine, "_forward", timed_forward),
+        mock.patch.object(engine, "_draw", timed_draw),
+    ):
         spent["seconds"] = step.run(1).seconds
     return spent

@@ -1,4 +1,5 @@
-"""Held-out accuracy after the same rollouts, by how stale they may be: AIPO, and plain policy gradient beside it."""
+"""Held-out accuracy after the same rollouts, by how stale they may be: AIPO, and plain policy
+gradient beside it."""
 
 from __future__ import annotations
 
@@ -36,22 +37,33 @@ class Arm:
 
 
 ARMS = {
-    "aipo-0": Arm(0), "aipo-1": Arm(1), "aipo-4": Arm(4), "aipo-8": Arm(8), "uncorrected-8": Arm(8, corrected=False),
-}  # fmt: skip
-"""By name; the number is max_staleness. Uncorrected: -A * log pi, as if the rollouts were the policy's own."""
+    "aipo-0": Arm(0),
+    "aipo-1": Arm(1),
+    "aipo-4": Arm(4),
+    "aipo-8": Arm(8),
+    "uncorrected-8": Arm(8, corrected=False),
+}
+"""By name; the number is max_staleness. Uncorrected: -A * log pi, as if the rollouts were the
+policy's own."""
 
 
-def parity(options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]) -> list[Line]:
+def parity(
+    options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]
+) -> list[Line]:
     """Every arm and seed that FILE lacks, each in a process of its own; table and picture of all.
 
     given: the command line, which each run gets as well. about: the conditions.
     """
-    wanted = [(name, seed) for seed in range(options.seeds) for name in chosen(options, tuple(ARMS))]
+    wanted = [
+        (name, seed) for seed in range(options.seeds) for name in chosen(options, tuple(ARMS))
+    ]
     lines = made_once(options, CASE, wanted, given=given, about=about, told=told)
     show(lines, setting_of(options))
     print(DIFFERS, flush=True)
     if options.json is not None:
-        options.json.with_suffix(".svg").write_text(picture(lines, TITLE, "questions"), encoding="utf-8")
+        options.json.with_suffix(".svg").write_text(
+            picture(lines, TITLE, "questions"), encoding="utf-8"
+        )
     return lines
 
 
@@ -66,8 +78,8 @@ its weights and their cap, generation that never waits, weights that change in t
 def told(found: Mapping[str, Any]) -> str:
     """One run in a line."""
     return (
-        f"accuracy {found['first']:.3f} to {found['accuracy']:.3f} (greedy {found['greedy']:.3f}), staleness "
-        f"{found['staleness']:.2f}, {found['seconds']:.0f} s"
+        f"accuracy {found['first']:.3f} to {found['accuracy']:.3f} (greedy {found['greedy']:.3f}),"
+        f" staleness {found['staleness']:.2f}, {found['seconds']:.0f} s"
     )
 
 
@@ -83,7 +95,16 @@ def show(lines: Sequence[Mapping[str, Any]], setting: str) -> None:
     table.show(Console(width=max(140, Console().width)))
 
 
-STALENESS = ("staleness", "staleness_late", "staleness_most", "clipped", "ess", "kl", "dropped", "seconds")
+STALENESS = (
+    "staleness",
+    "staleness_late",
+    "staleness_most",
+    "clipped",
+    "ess",
+    "kl",
+    "dropped",
+    "seconds",
+)
 
 
 def learnt(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -119,22 +140,33 @@ def run_arm(name: str, seed: int, options: argparse.Namespace) -> dict[str, Figu
     rows = budget(task.train, options.steps * task.prompts_per_step, seed)
     held_out = task.prompts(task.held_out[:CURVE_QUESTIONS], name="held_out", group_size=1)
     graph = task.graph(
-        name, task.prompts(rows, epochs=1), max_staleness=arm.max_staleness, corrected=arm.corrected,
-        held_out=held_out, every_steps=max(1, options.steps // options.points),
-    )  # fmt: skip
+        name,
+        task.prompts(rows, epochs=1),
+        max_staleness=arm.max_staleness,
+        corrected=arm.corrected,
+        held_out=held_out,
+        every_steps=max(1, options.steps // options.points),
+    )
     with tempfile.TemporaryDirectory() as runs:
         result, last = run_to_end(graph, seed, runs)
-        found = figures(task, result.metrics, len(rows)) | accuracies(task, str(last), samples=options.samples)
+        found = figures(task, result.metrics, len(rows)) | accuracies(
+            task, str(last), samples=options.samples
+        )
         curve = curve_of(found)
         curve[-1] = (curve[-1][0], float(found["accuracy"] or 0.0))
-        return found | {"curve": json.dumps(curve), "seconds": result.seconds, "efficiency": result.efficiency}
+        return found | {
+            "curve": json.dumps(curve),
+            "seconds": result.seconds,
+            "efficiency": result.efficiency,
+        }
 
 
 def figures(task: Task, metrics: Sequence[Mapping[str, Any]], prompts: int) -> dict[str, Figure]:
-    """Of a run that issued so many prompts: those of bench.learning, and how far its rollouts were from the policy.
+    """Of a run that issued so many prompts: those of bench.learning, and how far its rollouts were
+    from the policy.
 
-    staleness_late: the mean over the second half, when queues are full. clipped: share of the trained tokens whose
-    weight was capped. kl: of generator and trainer, nats per token.
+    staleness_late: the mean over the second half, when queues are full. clipped: share of the
+    trained tokens whose weight was capped. kl: of generator and trainer, nats per token.
     """
     steps = [line for line in metrics if line.get("node") == "trainer"]
     late = steps[len(steps) // 2 :]

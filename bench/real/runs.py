@@ -1,4 +1,5 @@
-"""Runs that have a process each, are made once, and stand in one file with the conditions that they were made under."""
+"""Runs that have a process each, are made once, and stand in one file with the conditions that they
+were made under."""
 
 from __future__ import annotations
 
@@ -24,10 +25,13 @@ Line = dict[str, Any]
 
 
 def run_to_end(graph: Graph, seed: int, runs: str) -> tuple[Result, Path]:
-    """A run in this process and its workers, and the folder of its last weights. RuntimeError: it lost something."""
+    """A run in this process and its workers, and the folder of its last weights. RuntimeError: it
+    lost something."""
     result = run(graph, seed=seed, runs=runs, quiet=True)
     if not result.verdict.clean:
-        raise RuntimeError(f"the ledger of the run does not hold: {result.verdict.line}; see dataflow verify")
+        raise RuntimeError(
+            f"the ledger of the run does not hold: {result.verdict.line}; see dataflow verify"
+        )
     checkpoints = RunFolder.open(result.folder).checkpoints
     return result, checkpoints.folder(max(checkpoints.steps()))
 
@@ -41,10 +45,11 @@ def made_once(
     about: Mapping[str, Figure],
     told: Callable[[Line], str],
 ) -> list[Line]:
-    """A line for each system and seed: those that the JSON file has, the others measured now, one after the other.
+    """A line for each system and seed: those that the JSON file has, the others measured now, one
+    after the other.
 
-    given: the command line, which each run gets as well. about: the conditions, which stand in each line.
-    Errors: SystemExit where the file has other runs.
+    given: the command line, which each run gets as well. about: the conditions, which stand in each
+    line. Errors: SystemExit where the file has other runs.
     """
     setting = setting_of(options)
     lines = finished(options.json, case, setting)
@@ -58,10 +63,20 @@ def made_once(
             continue
         memory = PeakMemory()
         found = figures_of(
-            "bench.real", [case, system, str(seed)], given, timeout_s=RUN_TIMEOUT_S,
-            environment=environment(system, options.threads), watch=memory.look,
-        )  # fmt: skip
-        line = {"case": case, "system": system, "seed": seed, "setting": setting, "peak_mib": memory.most / MIB}
+            "bench.real",
+            [case, system, str(seed)],
+            given,
+            timeout_s=RUN_TIMEOUT_S,
+            environment=environment(system, options.threads),
+            watch=memory.look,
+        )
+        line = {
+            "case": case,
+            "system": system,
+            "seed": seed,
+            "setting": setting,
+            "peak_mib": memory.most / MIB,
+        }
         line |= {**found, **about}
         report.add(**line)
         lines.append(line)
@@ -71,10 +86,13 @@ def made_once(
 
 
 def chosen(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Those of a part's runs that --only asks for. Errors: SystemExit for a name that is none of them."""
+    """Those of a part's runs that --only asks for. Errors: SystemExit for a name that is none of
+    them."""
     unknown = [name for name in options.only or () if name not in names]
     if unknown:
-        raise SystemExit(f"--only {unknown[0]} is no run of this part; give some of {', '.join(names)}")
+        raise SystemExit(
+            f"--only {unknown[0]} is no run of this part; give some of {', '.join(names)}"
+        )
     return [name for name in names if name in (options.only or names)]
 
 
@@ -82,25 +100,34 @@ def setting_of(options: argparse.Namespace) -> str:
     """The task and its size in words: what runs have to have in common to stand in one table."""
     policy = Path(options.policy).name or options.policy
     return (
-        f"{options.task}, {policy}, {options.steps} steps of {options.prompts_per_step} x {options.group_size}, "
-        f"lr {options.lr:g}, {options.dtype}, {options.weights}"
+        f"{options.task}, {policy}, {options.steps} steps of {options.prompts_per_step} x"
+        f" {options.group_size}, lr {options.lr:g}, {options.dtype}, {options.weights}"
     )
 
 
 def finished(path: Path | None, case: str, setting: str) -> list[Line]:
-    """The lines of runs that did not fail, as `Report.add` takes them. Errors: SystemExit where there are others."""
+    """The lines of runs that did not fail, as `Report.add` takes them. Errors: SystemExit where
+    there are others."""
     if path is None or not path.is_file():
         return []
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     others = {(line["case"], line.get("setting", "")) for line in lines} - {(case, setting)}
     if others:
         found = ", ".join(min(others))
-        raise SystemExit(f"{path} holds runs of {found}, but these are {case}, {setting}; give another --json FILE")
-    return [{key: value for key, value in line.items() if key != "bench"} for line in lines if "failed" not in line]
+        raise SystemExit(
+            f"{path} holds runs of {found}, but these are {case}, {setting}; give another --json"
+            " FILE"
+        )
+    return [
+        {key: value for key, value in line.items() if key != "bench"}
+        for line in lines
+        if "failed" not in line
+    ]
 
 
 class PeakMemory:
-    """The most that a process and all that it started hold together: pages that several map count once."""
+    """The most that a process and all that it started hold together: pages that several map count
+    once."""
 
     def __init__(self) -> None:
         self.most = 0

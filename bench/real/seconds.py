@@ -43,17 +43,28 @@ STAGES = ("wait", "forward_backward", "optimizer", "settle", "record", "publish"
 """Of a trainer's step, as metrics.jsonl names them."""
 
 
-def seconds(options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]) -> list[Line]:
+def seconds(
+    options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]
+) -> list[Line]:
     """Every part once, in a process of its own, and a table of each kind."""
     lines = made_once(
-        options, CASE, [(part, 0) for part in chosen(options, PARTS)], given=given, about=about, told=told
+        options,
+        CASE,
+        [(part, 0) for part in chosen(options, PARTS)],
+        given=given,
+        about=about,
+        told=told,
     )
     hidden = {"case", "setting", "seed", "failed", *about}
     table = Report("real")
     for kind in (PEAKS, RUN, "trainer", "generator"):
         for line in lines:
             if line["system"].startswith(kind):
-                shown = {key: value for key, value in line.items() if key not in hidden and key != "system"}
+                shown = {
+                    key: value
+                    for key, value in line.items()
+                    if key not in hidden and key != "system"
+                }
                 table.add(case=f"{kind}: {setting_of(options)}", system=line["system"], **shown)
     table.show(Console(width=max(170, Console().width)))
     return lines
@@ -61,7 +72,11 @@ def seconds(options: argparse.Namespace, given: Sequence[str], about: Mapping[st
 
 def told(line: Line) -> str:
     """One part in a line."""
-    figures = [(name, value) for name, value in line.items() if isinstance(value, float) and name != "peak_mib"]
+    figures = [
+        (name, value)
+        for name, value in line.items()
+        if isinstance(value, float) and name != "peak_mib"
+    ]
     return ", ".join(f"{name} {value:.3g}" for name, value in figures[:8])
 
 
@@ -80,15 +95,18 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def peaks(threads: int) -> dict[str, Figure]:
     """1e9 operations per second of products, and GB per second read."""
-    found: dict[str, Figure] = {f"{each}_gflops": matmul_peak(each, threads) / 1e9 for each in BYTES}
+    found: dict[str, Figure] = {
+        f"{each}_gflops": matmul_peak(each, threads) / 1e9 for each in BYTES
+    }
     return found | {"read_gb_per_s": read_bandwidth(threads) / 1e9}
 
 
 def of_run(task: Task, options: argparse.Namespace) -> dict[str, Figure]:
-    """Medians over the steps of a whole run after the first, by what the trainer was at; nothing but what runs record.
+    """Medians over the steps of a whole run after the first, by what the trainer was at; nothing
+    but what runs record.
 
-    generating: seconds that the generator was at work, a step. exchange: that it took new weights over, beside the
-    trainer's `publish`. `signal`: share of the groups that had any.
+    generating: seconds that the generator was at work, a step. exchange: that it took new weights
+    over, beside the trainer's `publish`. `signal`: share of the groups that had any.
     """
     from dataflow import run
 
@@ -112,16 +130,19 @@ def of_run(task: Task, options: argparse.Namespace) -> dict[str, Figure]:
         "efficiency": result.efficiency,
         "signal": median("signal_share"),
         "computed_tokens": median("computed_tokens"),
-        "rollouts_per_s": task.rollouts_per_step * (len(ends) - 1) / (ends[-1] - ends[0]) if len(ends) > 1 else None,
+        "rollouts_per_s": task.rollouts_per_step * (len(ends) - 1) / (ends[-1] - ends[0])
+        if len(ends) > 1
+        else None,
         "staleness": statistics.mean(line["staleness_mean"] for line in steps),
-    }  # fmt: skip
+    }
 
 
 def of_trainer(task: Task, threads: int) -> dict[str, Figure]:
-    """A step of the learner on rollouts of the policy, all of which have a signal; medians over the repeats.
+    """A step of the learner on rollouts of the policy, all of which have a signal; medians over the
+    repeats.
 
-    gflops: multiplications and additions of the model's matrices, forward once and backward twice, per second of
-    forward and backward. share: of the peak in the format of its products.
+    gflops: multiplications and additions of the model's matrices, forward once and backward twice,
+    per second of forward and backward. share: of the peak in the format of its products.
     """
     from operators import Trainer
     from operators.training.learner import learner as learning
@@ -146,8 +167,12 @@ def of_trainer(task: Task, threads: int) -> dict[str, Figure]:
         spent.clear()
         with (
             mock.patch.object(learning, "pack", counting),
-            mock.patch.object(learner.forward, "computed", timed(learner.forward.computed, spent, "forward_s")),
-            mock.patch.object(torch.autograd, "backward", timed(torch.autograd.backward, spent, "backward_s")),
+            mock.patch.object(
+                learner.forward, "computed", timed(learner.forward.computed, spent, "forward_s")
+            ),
+            mock.patch.object(
+                torch.autograd, "backward", timed(torch.autograd.backward, spent, "backward_s")
+            ),
         ):
             began = time.perf_counter()
             rows = step_rows(batches, learner.loss.columns)
@@ -164,12 +189,17 @@ def of_trainer(task: Task, threads: int) -> dict[str, Figure]:
     operations = 6 * (layers * middle["nodes"] + head * middle["heads"])
     flops = operations / (middle["forward_s"] + middle["backward_s"])
     return {
-        "step_s": middle["step_s"], "forward_s": middle["forward_s"], "backward_s": middle["backward_s"],
-        "update_s": middle["update_s"], "rest_s": middle["rest_s"],
-        "positions": middle["nodes"], "heads": middle["heads"],
-        "positions_per_s": middle["nodes"] / middle["step_s"], "gflops": flops / 1e9,
-"share": flops / matmul_peak(task.dtype, threads),
-    }  # fmt: skip
+        "step_s": middle["step_s"],
+        "forward_s": middle["forward_s"],
+        "backward_s": middle["backward_s"],
+        "update_s": middle["update_s"],
+        "rest_s": middle["rest_s"],
+        "positions": middle["nodes"],
+        "heads": middle["heads"],
+        "positions_per_s": middle["nodes"] / middle["step_s"],
+        "gflops": flops / 1e9,
+        "share": flops / matmul_peak(task.dtype, threads),
+    }
 
 
 def timed(function: Any, spent: dict[str, float], name: str) -> Any:
@@ -186,7 +216,8 @@ def timed(function: Any, spent: dict[str, float], name: str) -> Any:
 
 
 def signalling(task: Task) -> list[pa.RecordBatch]:
-    """A step's groups as a trainer gets them, every other rollout with advantage 1, the others with -1."""
+    """A step's groups as a trainer gets them, every other rollout with advantage 1, the others with
+    -1."""
     from dataflow import Graph, collect
     from operators.credit import advantage
     from operators.rewards import find
@@ -194,8 +225,12 @@ def signalling(task: Task) -> list[pa.RecordBatch]:
     g = Graph("rollouts")
     stream = advantage(find("number")(task.generator()(g.source(task.prompts(task.train)))))
     table = collect(stream, rows=task.rollouts_per_step)
-    signs = pa.array(np.where(np.arange(len(table)) % 2, 1.0, -1.0), table.schema.field("advantage").type)
-    table = table.set_column(table.schema.get_field_index("advantage"), "advantage", signs).drop_columns(["reward"])
+    signs = pa.array(
+        np.where(np.arange(len(table)) % 2, 1.0, -1.0), table.schema.field("advantage").type
+    )
+    table = table.set_column(
+        table.schema.get_field_index("advantage"), "advantage", signs
+    ).drop_columns(["reward"])
     first = range(0, len(table), task.group_size)
     return [table.slice(begin, task.group_size).combine_chunks().to_batches()[0] for begin in first]
 
@@ -203,9 +238,9 @@ def signalling(task: Task) -> list[pa.RecordBatch]:
 def of_generator(task: Task, threads: int) -> dict[str, Figure]:
     """A step's rollouts by our engine alone: its stages, and what share of the peaks they reach.
 
-    The head is what remains when the layers are taken away: from the time of a decoding step with half of them.
-    Shares are of the peak of the layers' number format. bandwidth_share: bytes of the weights, read once a step of
-    decoding, of what memory gives.
+    The head is what remains when the layers are taken away: from the time of a decoding step with
+    half of them. Shares are of the peak of the layers' number format. bandwidth_share: bytes of the
+    weights, read once a step of decoding, of what memory gives.
     """
     from operators.models.loading import load_merged
 
@@ -221,20 +256,28 @@ def of_generator(task: Task, threads: int) -> dict[str, Figure]:
     a_step, a_half = (each["decode_s"] / each["decode_steps"] for each in (spent, half))
     a_layer = (a_step - a_half) / max(1, count - fewer)
     head_s = max(0.0, a_step - count * a_layer) if count > fewer else None
-    prefilled = 2 * (layers * spent["prefill_tokens"] + head * spent["prefill_rows"]) / spent["prefill_s"]
+    prefilled = (
+        2 * (layers * spent["prefill_tokens"] + head * spent["prefill_rows"]) / spent["prefill_s"]
+    )
     decoded = 2 * (layers + head) * spent["decode_computed"] / spent["decode_s"]
     products = "int8" if task.weights == "int8_dynamic" else task.dtype
     peak, read = matmul_peak(products, threads), read_bandwidth(threads)
     weights = layers * BYTES[products] + head * BYTES[task.dtype]
     return found | {
-        "prefill_s": spent["prefill_s"], "decode_s": spent["decode_s"], "draw_s": spent["draw_s"],
+        "prefill_s": spent["prefill_s"],
+        "decode_s": spent["decode_s"],
+        "draw_s": spent["draw_s"],
         "rest_s": spent["seconds"] - spent["prefill_s"] - spent["decode_s"] - spent["draw_s"],
-        "head_s": None if head_s is None else head_s * spent["decode_steps"], "prefill_tokens": spent["prefill_tokens"],
+        "head_s": None if head_s is None else head_s * spent["decode_steps"],
+        "prefill_tokens": spent["prefill_tokens"],
         "rows": spent["decode_rows"] / spent["decode_steps"],
-        "computed_rows": spent["decode_computed"] / spent["decode_steps"], "prefill_gflops": prefilled / 1e9,
-        "prefill_share": prefilled / peak, "decode_gflops": decoded / 1e9, "decode_share": decoded / peak,
+        "computed_rows": spent["decode_computed"] / spent["decode_steps"],
+        "prefill_gflops": prefilled / 1e9,
+        "prefill_share": prefilled / peak,
+        "decode_gflops": decoded / 1e9,
+        "decode_share": decoded / peak,
         "bandwidth_share": weights / a_step / read,
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager
@@ -250,5 +293,7 @@ def opened(task: Task, threads: int, layers: int | None = None) -> Iterator[Engi
 def matrices(model: Any) -> tuple[int, int]:
     """Numbers in the matrices of the layers, and in the head's, which an embedding may share."""
     head = int(model.get_output_embeddings().weight.numel())
-    layers = sum(int(weight.numel()) for weight in model.model.layers.parameters() if weight.dim() == 2)
+    layers = sum(
+        int(weight.numel()) for weight in model.model.layers.parameters() if weight.dim() == 2
+    )
     return layers, head

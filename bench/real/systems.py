@@ -20,8 +20,13 @@ NARROW = "-bfloat16"
 """Ends the name of a system that multiplies in it; the others do in float32."""
 LOOPS = ("async", "sync", "async-bfloat16", "sync-bfloat16", "plain", "trl")
 GENERATORS = (
-    "ours", "ours-bfloat16", "hf_generate", "hf_generate-bfloat16", "vllm_cpu", "vllm_cpu-bfloat16",
-)  # fmt: skip
+    "ours",
+    "ours-bfloat16",
+    "hf_generate",
+    "hf_generate-bfloat16",
+    "vllm_cpu",
+    "vllm_cpu-bfloat16",
+)
 SYSTEMS = (*LOOPS, *GENERATORS)
 WARMUP = {"async": 6, "sync": 1, "plain": 1, "trl": 1}
 """Steps of a loop that do not count; the asynchronous one's fill its queues."""
@@ -29,13 +34,23 @@ PACE_CASE = "asynchronous"
 PACE = ("sync", "async")
 REPEATS = 3
 SHOWN = {
-    "step_s": "s a step", "seconds": "s for its rollouts", "rollouts_per_s": "rollouts/s", "tokens_per_s": "tokens/s",
-    "efficiency": "efficiency", "peak_mib": "peak MiB", "startup_s": "start s", "steps": "steps", "tokens": "tokens",
-    "skipped": "skipped", "failed": "failed",
-}  # fmt: skip
+    "step_s": "s a step",
+    "seconds": "s for its rollouts",
+    "rollouts_per_s": "rollouts/s",
+    "tokens_per_s": "tokens/s",
+    "efficiency": "efficiency",
+    "peak_mib": "peak MiB",
+    "startup_s": "start s",
+    "steps": "steps",
+    "tokens": "tokens",
+    "skipped": "skipped",
+    "failed": "failed",
+}
 
 
-def systems(options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]) -> list[Line]:
+def systems(
+    options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]
+) -> list[Line]:
     """Every system once, in a process of its own; a table of loops and one of generators."""
     wanted = [(name, 0) for name in chosen(options, SYSTEMS)]
     lines = made_once(options, CASE, wanted, given=given, about=about, told=told)
@@ -43,7 +58,9 @@ def systems(options: argparse.Namespace, given: Sequence[str], about: Mapping[st
     return lines
 
 
-def asynchronous(options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]) -> list[Line]:
+def asynchronous(
+    options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]
+) -> list[Line]:
     """Our graph with max_staleness 0 and 4, in turns over the seeds."""
     wanted = [(name, seed) for seed in range(options.seeds) for name in chosen(options, PACE)]
     lines = made_once(options, PACE_CASE, wanted, given=given, about=about, told=told)
@@ -70,7 +87,10 @@ def show(lines: Sequence[Line], tables: Mapping[str, Sequence[str]], setting: st
 def told(line: Line) -> str:
     """One run in a line."""
     seconds = line.get("step_s") or line.get("seconds") or 0.0
-    return f"{seconds:.2f} s, {line['rollouts_per_s']:.1f} rollouts/s, {line['tokens_per_s']:,.0f} tokens/s"
+    return (
+        f"{seconds:.2f} s, {line['rollouts_per_s']:.1f} rollouts/s, {line['tokens_per_s']:,.0f}"
+        " tokens/s"
+    )
 
 
 def run_system(name: str, _: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -101,7 +121,8 @@ def run_loop(name: str, task: Task, seed: int, options: argparse.Namespace) -> d
 
 
 def case_of(task: Task, options: argparse.Namespace) -> Case:
-    """The task as the end-to-end bench has it: prompts laid out by the model's template beforehand, as text."""
+    """The task as the end-to-end bench has it: prompts laid out by the model's template beforehand,
+    as text."""
     from transformers import AutoTokenizer
 
     from bench.end_to_end.pace import GROUP_SIZE
@@ -109,16 +130,25 @@ def case_of(task: Task, options: argparse.Namespace) -> Case:
     from operators.rewards.match import number
 
     if task.group_size != GROUP_SIZE:
-        raise SystemExit(f"--systems compares groups of {GROUP_SIZE}, but --group-size is {task.group_size}")
+        raise SystemExit(
+            f"--systems compares groups of {GROUP_SIZE}, but --group-size is {task.group_size}"
+        )
     folder = folder_of(task.policy)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     lay = (lambda prompt: laid_out(tokenizer, prompt)) if task.chat else str
     few = {"plain": options.few_steps, "trl": options.few_steps}
     return Case(
-        name="real", policy=folder, rows=tuple(row | {"prompt": lay(row["prompt"])} for row in task.train),
-        reward=number, max_tokens=task.max_tokens, lr=task.lr, prompts_per_step=task.prompts_per_step,
-        dtype=task.dtype, steps=dict.fromkeys(WARMUP, options.steps) | few, warmup=WARMUP,
-    )  # fmt: skip
+        name="real",
+        policy=folder,
+        rows=tuple(row | {"prompt": lay(row["prompt"])} for row in task.train),
+        reward=number,
+        max_tokens=task.max_tokens,
+        lr=task.lr,
+        prompts_per_step=task.prompts_per_step,
+        dtype=task.dtype,
+        steps=dict.fromkeys(WARMUP, options.steps) | few,
+        warmup=WARMUP,
+    )
 
 
 def run_generator(name: str, task: Task, options: argparse.Namespace) -> dict[str, Any]:
@@ -129,7 +159,9 @@ def run_generator(name: str, task: Task, options: argparse.Namespace) -> dict[st
     if name == "hf_generate":
         return paced(HfStep(task, str(folder_of(task.policy)), options.threads), task, REPEATS)
     try:
-        step = EngineStep(task, task.generator(engine="vllm" if name == "vllm_cpu" else "native"), options.threads)
+        step = EngineStep(
+            task, task.generator(engine="vllm" if name == "vllm_cpu" else "native"), options.threads
+        )
     except ModelError as error:
         if name == "ours":
             raise

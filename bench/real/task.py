@@ -1,4 +1,5 @@
-"""What all parts of the bench train on what: sums and differences in the model's own chat, and the graph of it."""
+"""What all parts of the bench train on what: sums and differences in the model's own chat, and the
+graph of it."""
 
 from __future__ import annotations
 
@@ -63,13 +64,19 @@ class Task:
         usual = self.usual["generator"]
         assert isinstance(usual, Generator)
         return replace(
-            usual, model=model or self.model, group_size=self.group_size, max_tokens=self.max_tokens, chat=self.chat,
-            weights=self.weights, **knobs,
-        )  # fmt: skip
+            usual,
+            model=model or self.model,
+            group_size=self.group_size,
+            max_tokens=self.max_tokens,
+            chat=self.chat,
+            weights=self.weights,
+            **knobs,
+        )
 
     @cached_property
     def usual(self) -> Mapping[str, Operator]:
-        """The operators of graphs.arithmetic, whose knobs are the bench's too where the task says nothing else."""
+        """The operators of graphs.arithmetic, whose knobs are the bench's too where the task says
+        nothing else."""
         return arithmetic.build(policy=self.policy).operators
 
     def prompts(self, rows: Sequence[Row], **knobs: Any) -> Prompts:
@@ -89,8 +96,8 @@ class Task:
     ) -> Graph:
         """AIPO on `prompts`; the run ends with them.
 
-        corrected: False: plain policy gradient, without importance weights. kl: what a nat from the start costs.
-        """
+        corrected: False: plain policy gradient, without importance weights. kl: what a nat from the
+        start costs."""
         g, reward = Graph(name), find("number")
         generator = self.generator()
         loss: Callable[..., Any] = partial(aipo, rho=RHO) if corrected else rloo
@@ -101,9 +108,13 @@ class Task:
         usual = self.usual["trainer"]
         assert isinstance(usual, Trainer)
         trainer = replace(
-            usual, model=self.model, loss=loss, prompts_per_step=self.prompts_per_step, lr=self.lr,
+            usual,
+            model=self.model,
+            loss=loss,
+            prompts_per_step=self.prompts_per_step,
+            lr=self.lr,
             recover_within_s=math.inf,
-        )  # fmt: skip
+        )
         trainer(advantage(reward(rollouts)))
         if held_out is not None:
             Evaluate(every_steps=every_steps)(reward(generator(g.source(held_out))))
@@ -113,29 +124,59 @@ class Task:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `task_of` reads; what graphs.arithmetic has as well is as it is there."""
-    usual = {name: each.default for name, each in inspect.signature(arithmetic.build).parameters.items()}
+    usual = {
+        name: each.default for name, each in inspect.signature(arithmetic.build).parameters.items()
+    }
     found = parser.add_argument_group("the task")
-    found.add_argument("--policy", default=usual["policy"], help="folder, id or package (default: %(default)s)")
+    found.add_argument(
+        "--policy", default=usual["policy"], help="folder, id or package (default: %(default)s)"
+    )
     found.add_argument("--task", choices=TASKS, default=usual["task"], help="default: %(default)s")
     for name in ("prompts_per_step", "group_size", "max_tokens"):
-        found.add_argument(f"--{name.replace('_', '-')}", type=int, default=usual[name], help="default: %(default)s")
+        found.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            default=usual[name],
+            help="default: %(default)s",
+        )
     found.add_argument("--lr", type=float, default=usual["lr"], help="default: %(default)s")
-    found.add_argument("--dtype", choices=("float32", "bfloat16"), default=usual["dtype"], help="default: %(default)s")
-    found.add_argument("--weights", choices=WEIGHTS, default="model", help="of the generator's linear layers")
-    found.add_argument("--no-chat", action="store_true", help="prompts as they stand, for a model without a template")
-    found.add_argument("--threads", type=int, default=2, help="of systems that settle none (default: %(default)s)")
+    found.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default=usual["dtype"],
+        help="default: %(default)s",
+    )
+    found.add_argument(
+        "--weights", choices=WEIGHTS, default="model", help="of the generator's linear layers"
+    )
+    found.add_argument(
+        "--no-chat",
+        action="store_true",
+        help="prompts as they stand, for a model without a template",
+    )
+    found.add_argument(
+        "--threads", type=int, default=2, help="of systems that settle none (default: %(default)s)"
+    )
     found.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
-    found.add_argument("--questions", type=int, default=512, help="that are held out (default: %(default)s)")
+    found.add_argument(
+        "--questions", type=int, default=512, help="that are held out (default: %(default)s)"
+    )
 
 
 def task_of(options: argparse.Namespace) -> Task:
     """The task that the flags name."""
     return Task(
-        policy=options.policy, train=tuple(questions.rows(options.task, questions.TRAINED, seed=0)),
-        held_out=distinct(options.task, options.questions), prompts_per_step=options.prompts_per_step,
-        group_size=options.group_size, max_tokens=options.max_tokens, lr=options.lr, chat=not options.no_chat,
-        dtype=options.dtype, weights=options.weights,
-    )  # fmt: skip
+        policy=options.policy,
+        train=tuple(questions.rows(options.task, questions.TRAINED, seed=0)),
+        held_out=distinct(options.task, options.questions),
+        prompts_per_step=options.prompts_per_step,
+        group_size=options.group_size,
+        max_tokens=options.max_tokens,
+        lr=options.lr,
+        chat=not options.no_chat,
+        dtype=options.dtype,
+        weights=options.weights,
+    )
 
 
 def folder_of(policy: str) -> Path:
@@ -145,7 +186,9 @@ def folder_of(policy: str) -> Path:
 
     folder = converted(policy) if is_gguf(policy) else Path(policy)
     if not (folder / "config.json").is_file():
-        raise SystemExit(f"--policy {policy} is no folder with a config.json; give one, or a GGUF file")
+        raise SystemExit(
+            f"--policy {policy} is no folder with a config.json; give one, or a GGUF file"
+        )
     return folder.absolute()
 
 

@@ -1,8 +1,9 @@
-"""Hostile programs in the sandbox of `code_reward`, and what a sandbox costs: python -m bench.sandbox.
+"""Hostile programs in the sandbox of `code_reward`, and what a sandbox costs: python -m
+bench.sandbox.
 
-Each program runs in a world with things to reach: a listener, sockets, a secret in the home folder and one in the
-environment. `contained` says that it got none of them, changed nothing, left nothing behind and kept to its limits.
-"""
+Each program runs in a world with things to reach: a listener, sockets, a secret in the home folder
+and one in the environment. `contained` says that it got none of them, changed nothing, left nothing
+behind and kept to its limits."""
 
 import argparse
 import contextlib
@@ -43,7 +44,12 @@ class World:
 
     def filled(self, text: str) -> str:
         """A program with the names of this world."""
-        names = {"port": self.port, "abstract": self.abstract, "home": self.home, "secret": self.secret}
+        names = {
+            "port": self.port,
+            "abstract": self.abstract,
+            "home": self.home,
+            "secret": self.secret,
+        }
         names["socket"] = self.home / "socket"
         for name, value in names.items():
             text = text.replace(f"[[{name}]]", str(value))
@@ -64,7 +70,8 @@ class Result:
 
 @contextlib.contextmanager
 def world() -> Iterator[World]:
-    """A listener on 127.0.0.1, a socket file, an abstract socket, a home folder and an environment with a secret."""
+    """A listener on 127.0.0.1, a socket file, an abstract socket, a home folder and an environment
+    with a secret."""
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         listeners = {
@@ -74,8 +81,10 @@ def world() -> Iterator[World]:
         }
         abstract = f"bench-{secrets.token_hex(5)}"
         addresses: dict[str, object] = {
-            "tcp": ("127.0.0.1", 0), "file": str(home / "socket"), "abstract": f"\0{abstract}",
-        }  # fmt: skip
+            "tcp": ("127.0.0.1", 0),
+            "file": str(home / "socket"),
+            "abstract": f"\0{abstract}",
+        }
         for name, listener in listeners.items():
             listener.bind(addresses[name])  # type: ignore[arg-type]
             listener.listen()
@@ -98,7 +107,8 @@ _LAST_BREATH_S = 2.0
 
 
 def _alive() -> set[int]:
-    """Processes below this one; those that have ended and wait for whoever takes their status are not among them."""
+    """Processes below this one; those that have ended and wait for whoever takes their status are
+    not among them."""
     found = set()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -133,12 +143,15 @@ def attack(hostile: Hostile) -> Result:
         "it took too long": seconds > LONGEST_S,
         "it took too much memory": peak[0] > LARGEST_BYTES,
     }
-    return Result(outcome, seconds, peak[0], tuple(fault for fault, is_so in found.items() if is_so))
+    return Result(
+        outcome, seconds, peak[0], tuple(fault for fault, is_so in found.items() if is_so)
+    )
 
 
 @contextlib.contextmanager
 def _peak(before: set[int]) -> Iterator[list[int]]:
-    """The most memory that new processes below this one have at once, in bytes, sampled 20 times a second."""
+    """The most memory that new processes below this one have at once, in bytes, sampled 20 times a
+    second."""
     peak, is_over = [0], threading.Event()
 
     def sample() -> None:
@@ -173,7 +186,11 @@ def rate(at_once: int, rollouts: int) -> float:
     tests = [PythonTest("assert f(1) == 2")] * 3
     start = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(lambda _: list(run("def f(x):\n    return x + 1", tests, LIMITS)), range(rollouts)))
+        list(
+            pool.map(
+                lambda _: list(run("def f(x):\n    return x + 1", tests, LIMITS)), range(rollouts)
+            )
+        )
     return rollouts / (time.perf_counter() - start)
 
 
@@ -189,14 +206,28 @@ def main() -> None:
     for group, programs in GROUPS.items():
         for hostile in programs:
             result = attack(hostile)
-            said = (result.outcome.note or result.outcome.output).strip().splitlines() or ["(nothing)"]
+            said = (result.outcome.note or result.outcome.output).strip().splitlines() or [
+                "(nothing)"
+            ]
             figures = {"seconds": round(result.seconds, 2), "peak_mb": result.peak_bytes >> 20}
             contained = ", ".join(result.faults) or "yes"
-            report.add(case=group, system=hostile.tries, contained=contained, it_met=said[-1][:70], **figures)
+            report.add(
+                case=group,
+                system=hostile.tries,
+                contained=contained,
+                it_met=said[-1][:70],
+                **figures,
+            )
     for tests in (1, 3, 30):
-        report.add(case="cost of a sandbox", system=f"{tests} assertions", **cost(tests, given.repeats))
+        report.add(
+            case="cost of a sandbox", system=f"{tests} assertions", **cost(tests, given.repeats)
+        )
     for at_once in (1, 2, 4):
-        report.add(case="sandboxes per second", system=f"{at_once} at once", per_s=rate(at_once, 2 * given.repeats))
+        report.add(
+            case="sandboxes per second",
+            system=f"{at_once} at once",
+            per_s=rate(at_once, 2 * given.repeats),
+        )
     report.show()
 
 

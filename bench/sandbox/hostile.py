@@ -1,8 +1,9 @@
-"""Programs that try to leave their sandbox, to use it up, or to be called right when they are wrong.
+"""Programs that try to leave their sandbox, to use it up, or to be called right when they are
+wrong.
 
-Each prints ESCAPED, or changes something outside that `bench.sandbox` looks at, if it gets what it wants. Words in
-double brackets are filled in by the world that it runs in: [[port]], [[socket]], [[abstract]], [[home]], [[secret]].
-"""
+Each prints ESCAPED, or changes something outside that `bench.sandbox` looks at, if it gets what it
+wants. Words in double brackets are filled in by the world that it runs in: [[port]], [[socket]],
+[[abstract]], [[home]], [[secret]]."""
 
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ def hunt():
             text = item.decode("latin1") if isinstance(item, bytes) else item
             if isinstance(text, str) and "answer-" in text and "def hunt" not in text:
                 return text[text.index("answer-"):][:17]
-"""  # fmt: skip
+"""
 
 
 @dataclass(frozen=True)
@@ -74,96 +75,172 @@ class Hostile:
 
 NETWORK = (
     Hostile("TCP to an outside address", _trying("socket.create_connection(('192.0.2.1', 80), 1)")),
-    Hostile("TCP to a listener on 127.0.0.1", _trying("socket.create_connection(('127.0.0.1', [[port]]))")),
+    Hostile(
+        "TCP to a listener on 127.0.0.1",
+        _trying("socket.create_connection(('127.0.0.1', [[port]]))"),
+    ),
     Hostile("a name looked up", _trying("socket.getaddrinfo('example.com', 80)")),
-    Hostile("a socket file of the host", _trying("socket.socket(socket.AF_UNIX).connect('[[socket]]')")),
-    Hostile("an abstract socket of the host", _trying("socket.socket(socket.AF_UNIX).connect('\\0[[abstract]]')")),
+    Hostile(
+        "a socket file of the host", _trying("socket.socket(socket.AF_UNIX).connect('[[socket]]')")
+    ),
+    Hostile(
+        "an abstract socket of the host",
+        _trying("socket.socket(socket.AF_UNIX).connect('\\0[[abstract]]')"),
+    ),
     Hostile("io_uring instead of sockets", _LIBC + "attempt(lambda: call(425, 8, 0))"),
-)  # fmt: skip
+)
 READING = (
     Hostile("a secret in the home folder", _trying("open('[[home]]/secret').read()")),
-    Hostile("/etc/shadow, /etc/passwd", _trying("open('/etc/shadow').read()", "open('/etc/passwd').read()")),
-    Hostile("secrets in the environment", "import os\nprint(dict(os.environ))\n" + _LIBC + """
+    Hostile(
+        "/etc/shadow, /etc/passwd",
+        _trying("open('/etc/shadow').read()", "open('/etc/passwd').read()"),
+    ),
+    Hostile(
+        "secrets in the environment",
+        "import os\nprint(dict(os.environ))\n"
+        + _LIBC
+        + """
 environ = ctypes.POINTER(ctypes.c_char_p).in_dll(libc, 'environ')
 at = 0
 while environ and environ[at]:
     print(environ[at])
     at += 1
-"""),
-    Hostile("/proc of other processes", _TRY + """
+""",
+    ),
+    Hostile(
+        "/proc of other processes",
+        _TRY
+        + """
 import os
 attempt(lambda: os.listdir('/proc'), lambda: open('/proc/1/environ').read(), lambda: open('/proc/1/mem', 'rb'))
-"""),
-    Hostile("descriptors left open", _TRY + "import os\nfor fd in range(3, 64): attempt(lambda: os.fstat(fd))"),
-    Hostile("symbolic links in /tmp to host files", _TRY + """
+""",
+    ),
+    Hostile(
+        "descriptors left open",
+        _TRY + "import os\nfor fd in range(3, 64): attempt(lambda: os.fstat(fd))",
+    ),
+    Hostile(
+        "symbolic links in /tmp to host files",
+        _TRY
+        + """
 import os
 os.symlink('[[home]]/secret', '/tmp/link')
 os.symlink('/proc/1/root', '/tmp/root')
 attempt(lambda: open('/tmp/link').read(), lambda: os.listdir('/tmp/root'))
-"""),
-)  # fmt: skip
+""",
+    ),
+)
 WRITING = (
-    Hostile("files outside /tmp", _TRY + """
+    Hostile(
+        "files outside /tmp",
+        _TRY
+        + """
 import os
 for folder in ('[[home]]', '/', '/usr/lib', '/etc', '/dev', os.path.dirname(os.__file__)):
     attempt(lambda: open(folder + '/written', 'w'))
-"""),
+""",
+    ),
     Hostile("the driver's own source", _trying("open('/sandbox/inside/driver.py', 'a')")),
-    Hostile("mount, unshare, chroot, setns", _LIBC + """
+    Hostile(
+        "mount, unshare, chroot, setns",
+        _LIBC
+        + """
 attempt(lambda: call(165, 0, 0, 0, 0, 0), lambda: call(272, 0x10000000), lambda: call(161, 0), lambda: call(308, 0, 0),
         lambda: os.chroot('/tmp'))
-"""),
-)  # fmt: skip
+""",
+    ),
+)
 PROCESSES = (
     Hostile("fork bomb", "import os\nwhile True:\n    os.fork()"),
-    Hostile("fork bomb that asks the kernel itself", _LIBC + """
+    Hostile(
+        "fork bomb that asks the kernel itself",
+        _LIBC
+        + """
 for _ in range(1000):
     attempt(lambda: call(57), lambda: call(58), lambda: call(56, 17, 0, 0, 0, 0), lambda: call(435, 0, 88))
-"""),
-    Hostile("a shell", _trying("__import__('subprocess').run(['/bin/sh'])", "os.execv('/bin/sh', ['sh'])")),
-    Hostile("a daemon left behind (double fork, setsid)", """
+""",
+    ),
+    Hostile(
+        "a shell",
+        _trying("__import__('subprocess').run(['/bin/sh'])", "os.execv('/bin/sh', ['sh'])"),
+    ),
+    Hostile(
+        "a daemon left behind (double fork, setsid)",
+        """
 import os, time
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         time.sleep(1000)
-"""),
-    Hostile("thread bomb", """
+""",
+    ),
+    Hostile(
+        "thread bomb",
+        """
 import threading, time
 threading.stack_size(32768)
 while True:
     threading.Thread(target=time.sleep, args=(1000,)).start()
-""", is_slow=True),
-    Hostile("its parent killed, and all others", _TRY + """
+""",
+        is_slow=True,
+    ),
+    Hostile(
+        "its parent killed, and all others",
+        _TRY
+        + """
 import os, signal
 attempt(*(lambda pid=pid: os.kill(pid, signal.SIGKILL) for pid in (os.getppid(), 1, -1, 0, *range(2, os.getpid()))))
-"""),
-    Hostile("ptrace and memory of its parent", _LIBC + """
+""",
+    ),
+    Hostile(
+        "ptrace and memory of its parent",
+        _LIBC
+        + """
 attempt(lambda: call(101, 16, os.getppid(), 0, 0), lambda: call(310, 1, 0, 0, 0, 0, 0), lambda: call(438, 3, 0, 0))
-"""),
-    Hostile("limits and priority of its parent", _TRY + """
+""",
+    ),
+    Hostile(
+        "limits and priority of its parent",
+        _TRY
+        + """
 import os, resource
 attempt(lambda: resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)), lambda: os.sched_setaffinity(1, {0}),
         lambda: os.setpriority(os.PRIO_PROCESS, 1, 19), lambda: resource.setrlimit(resource.RLIMIT_AS, (-1, -1)))
-"""),
-)  # fmt: skip
+""",
+    ),
+)
 MEMORY = (
     Hostile("3 GB of memory", "held = bytearray(3 << 30)\nprint('ESCAPED', len(held))"),
-    Hostile("3 GB of memory, by and by", "held = []\nwhile True:\n    held.append(b'x' * (1 << 24))", is_slow=True),
-    Hostile("3 GB of memory, by forks", """
+    Hostile(
+        "3 GB of memory, by and by",
+        "held = []\nwhile True:\n    held.append(b'x' * (1 << 24))",
+        is_slow=True,
+    ),
+    Hostile(
+        "3 GB of memory, by forks",
+        """
 import os
 for _ in range(6):
     if os.fork() == 0:
         held = b'x' * (500 << 20)
         while True:
             pass
-"""),
-    Hostile("3 GB of memory that no process holds", _TRY + _LIBC + """
+""",
+    ),
+    Hostile(
+        "3 GB of memory that no process holds",
+        _TRY
+        + _LIBC
+        + """
 import mmap
 attempt(lambda: os.memfd_create('x'), lambda: call(29, 0, 3 << 30, 0o1666), lambda: call(447, 0))
 attempt(lambda: len([mmap.mmap(-1, 1 << 29) for _ in range(6)]))
-"""),
-    Hostile("/tmp filled", _TRY + """
+""",
+    ),
+    Hostile(
+        "/tmp filled",
+        _TRY
+        + """
 def fill():
     written = 0
     for number in range(100):
@@ -171,32 +248,45 @@ def fill():
             for _ in range(32):
                 written += file.write(b'x' * (1 << 20))
 attempt(fill)
-"""),
-    Hostile("a file of 100 GB", _TRY + """
+""",
+    ),
+    Hostile(
+        "a file of 100 GB",
+        _TRY
+        + """
 def write():
     with open('/tmp/huge', 'wb', buffering=0) as file:
         file.seek(100 << 30)
         file.write(b'x')
 attempt(write)
-"""),
-    Hostile("20,000 empty files", """
+""",
+    ),
+    Hostile(
+        "20,000 empty files",
+        """
 for number in range(20_000):
     open(f'/tmp/{number}', 'w').close()
 print('ESCAPED')
-"""),
-)  # fmt: skip
+""",
+    ),
+)
 OUTPUT = (
     Hostile("200 MB to stdout", "for _ in range(200):\n    print('x' * 10**6)\nprint('ESCAPED')"),
     Hostile(
-        "200 MB to stderr", "import sys\nfor _ in range(200):\n    sys.stderr.write('x' * 10**6)\nprint('ESCAPED')"
+        "200 MB to stderr",
+        "import sys\nfor _ in range(200):\n    sys.stderr.write('x' * 10**6)\nprint('ESCAPED')",
     ),
 )
 TIME = (
     Hostile("an endless loop", "while True:\n    pass", is_slow=True),
-    Hostile("an endless regular expression", "import re\nre.match('(a*)*b', 'a' * 60)", is_slow=True),
+    Hostile(
+        "an endless regular expression", "import re\nre.match('(a*)*b', 'a' * 60)", is_slow=True
+    ),
     Hostile("an endless power", "9 ** 9 ** 9", is_slow=True),
     Hostile("sleep for ever", "import time\ntime.sleep(10**6)", is_slow=True),
-    Hostile("an endless loop, deaf to signals", """
+    Hostile(
+        "an endless loop, deaf to signals",
+        """
 import signal
 for number in range(1, 65):
     try:
@@ -209,13 +299,17 @@ while True:
             pass
     except BaseException:
         pass
-""", is_slow=True),
-)  # fmt: skip
+""",
+        is_slow=True,
+    ),
+)
 _WANTED = "assert f(2) == 'answer-[[secret]]'"
 CHEATING = (
     Hostile("exit with status 0 before the test", "import os\nos._exit(0)", _WANTED),
     Hostile("sys.exit(0) within the test", "import sys\ndef f(x):\n    sys.exit(0)", _WANTED),
-    Hostile("an object equal to everything", """
+    Hostile(
+        "an object equal to everything",
+        """
 class Everything(str):
     def __eq__(self, other): return True
     def __ne__(self, other): return False
@@ -223,34 +317,61 @@ class Everything(str):
     def __bool__(self): return True
 def f(x):
     return Everything()
-""", _WANTED),
-    Hostile("an object equal to everything, of no known kind", """
+""",
+        _WANTED,
+    ),
+    Hostile(
+        "an object equal to everything, of no known kind",
+        """
 class Everything:
     def __eq__(self, other): return True
 def f(x):
     return Everything()
-""", _WANTED),
-    Hostile("built-ins replaced", """
+""",
+        _WANTED,
+    ),
+    Hostile(
+        "built-ins replaced",
+        """
 import builtins
 builtins.AssertionError = builtins.all = builtins.isinstance = lambda *_: True
 def all(x): return True
 def f(x): return 1
-""", "assert all([f(2) == 'answer-[[secret]]'])"),
-    Hostile("a name that its test writes for infinity", "inf = 1\ndef f(x): return 1", "assert f(2) == inf"),
-    Hostile("a module of its own that finds all close", """
+""",
+        "assert all([f(2) == 'answer-[[secret]]'])",
+    ),
+    Hostile(
+        "a name that its test writes for infinity",
+        "inf = 1\ndef f(x): return 1",
+        "assert f(2) == inf",
+    ),
+    Hostile(
+        "a module of its own that finds all close",
+        """
 class math:
     isclose = staticmethod(lambda *_: True)
 def f(x): return 1
-""", "assert math.isclose(f(2), 3)"),
-    Hostile("the answer looked for in its own memory", _STEAL + "def f(x):\n    return hunt()", _WANTED),
-    Hostile("the answer looked for in frames and files", _STEAL + """
+""",
+        "assert math.isclose(f(2), 3)",
+    ),
+    Hostile(
+        "the answer looked for in its own memory", _STEAL + "def f(x):\n    return hunt()", _WANTED
+    ),
+    Hostile(
+        "the answer looked for in frames and files",
+        _STEAL
+        + """
 def f(x):
     try:
         return open('/tmp/answer').read()
     except OSError:
         return hunt()
-""", _WANTED),
-    Hostile("an outcome of its own on every descriptor", """
+""",
+        _WANTED,
+    ),
+    Hostile(
+        "an outcome of its own on every descriptor",
+        """
 import os, struct
 def f(x):
     for fd in range(64):
@@ -259,8 +380,12 @@ def f(x):
         except OSError:
             pass
 f(2)
-""", _WANTED),
-    Hostile("the test's process killed", """
+""",
+        _WANTED,
+    ),
+    Hostile(
+        "the test's process killed",
+        """
 import os, signal
 def f(x):
     for pid in range(2, 100):
@@ -270,10 +395,17 @@ def f(x):
             except OSError:
                 pass
     return 1
-""", _WANTED),
-)  # fmt: skip
-
+""",
+        _WANTED,
+    ),
+)
 GROUPS: dict[str, tuple[Hostile, ...]] = {
-    "network": NETWORK, "reading": READING, "writing": WRITING, "processes": PROCESSES, "memory": MEMORY,
-    "output": OUTPUT, "time": TIME, "cheating": CHEATING,
-}  # fmt: skip
+    "network": NETWORK,
+    "reading": READING,
+    "writing": WRITING,
+    "processes": PROCESSES,
+    "memory": MEMORY,
+    "output": OUTPUT,
+    "time": TIME,
+    "cheating": CHEATING,
+}

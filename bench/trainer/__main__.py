@@ -1,18 +1,21 @@
-"""Tokens per second of one training step: ours packed, ours without shared prompts, a padded loop, TRL.
+"""Tokens per second of one training step: ours packed, ours without shared prompts, a padded loop,
+TRL.
 
     python -m bench.trainer --json FILE
 
-The same batch for all: groups of 8 rollouts that share a prompt of 100 to 200 tokens, completions with a heavy tail
-(median 48 tokens, 99th percentile 480) or of 128 tokens each. A step is forward, backward, clip and update; nothing is
-generated. What exactly is timed of each system: see bench.trainer.systems. All are open at once in one process, with
-the same number of threads, and take turns.
+The same batch for all: groups of 8 rollouts that share a prompt of 100 to 200 tokens, completions
+with a heavy tail (median 48 tokens, 99th percentile 480) or of 128 tokens each. A step is forward,
+backward, clip and update; nothing is generated. What exactly is timed of each system: see
+bench.trainer.systems. All are open at once in one process, with the same number of threads, and
+take turns.
 
-Figures: tokens_per_s, trained tokens over the median seconds of a step; over_padded and over_trl, the median over the
-turns of their seconds in that turn over the system's; spread, the slowest turn minus the fastest over the median;
-computed, positions that go through the model in a step; gradient_gap, the distance between the directions of the first
-step's gradient and the first system's: all make the same step. Then the head of the model at a large vocabulary: see
-bench.trainer.head. What does not fit into --minutes is skipped and says so. Run it on an idle machine.
-"""
+Figures: tokens_per_s, trained tokens over the median seconds of a step; over_padded and over_trl,
+the median over the turns of their seconds in that turn over the system's; spread, the slowest turn
+minus the fastest over the median; computed, positions that go through the model in a step;
+gradient_gap, the distance between the directions of the first step's gradient and the first
+system's: all make the same step. Then the head of the model at a large vocabulary: see
+bench.trainer.head. What does not fit into --minutes is skipped and says so. Run it on an idle
+machine."""
 
 from __future__ import annotations
 
@@ -61,21 +64,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(
-        prog="python -m bench.trainer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.trainer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     found.add_argument("--json", type=Path, help="file for the JSON lines")
-    found.add_argument("--minutes", type=float, default=6.0, help="for everything together (default 6)")
+    found.add_argument(
+        "--minutes", type=float, default=6.0, help="for everything together (default 6)"
+    )
     found.add_argument("--repeats", type=int, default=5, help="turns of every system (default 5)")
-    found.add_argument("--cases", nargs="+", choices=(*CASES, "head"), default=[*CASES, "head"], help="default: all")
-    found.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
-    found.add_argument("--model", choices=tuple(SIZES), default="small", help="1.1 or 20 million parameters, or tiny")
+    found.add_argument(
+        "--cases",
+        nargs="+",
+        choices=(*CASES, "head"),
+        default=[*CASES, "head"],
+        help="default: all",
+    )
+    found.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all"
+    )
+    found.add_argument(
+        "--model",
+        choices=tuple(SIZES),
+        default="small",
+        help="1.1 or 20 million parameters, or tiny",
+    )
     found.add_argument("--groups", type=int, default=8, help="of 8 rollouts in a step (default 8)")
-    found.add_argument("--rows", type=int, default=8, help="rollouts of a padded forward and backward (default 8)")
+    found.add_argument(
+        "--rows", type=int, default=8, help="rollouts of a padded forward and backward (default 8)"
+    )
     found.add_argument("--threads", type=int, default=2, help="of every system (default 2)")
     return found
 
 
-def run_case(case: str, policy: Path, options: argparse.Namespace, report: Report, seconds: float) -> bool:
+def run_case(
+    case: str, policy: Path, options: argparse.Namespace, report: Report, seconds: float
+) -> bool:
     """A row for each system. True when one failed."""
     from bench.trainer.systems import OPEN, Setting, System, gradient
 
@@ -110,15 +134,23 @@ def run_case(case: str, policy: Path, options: argparse.Namespace, report: Repor
             turns[name].append(time.perf_counter() - began)
     lengths = list(map(len, rollouts.completions))
     batch: dict[str, Figure] = {
-        "tokens": rollouts.tokens, "p50": percentile(lengths, 50), "p99": percentile(lengths, 99),
-        "model": options.model, "threads": options.threads,
-    }  # fmt: skip
+        "tokens": rollouts.tokens,
+        "p50": percentile(lengths, 50),
+        "p99": percentile(lengths, 99),
+        "model": options.model,
+        "threads": options.threads,
+    }
     for name in options.systems:
         if name in without:
             report.add(case=case, system=name, **without[name])
         else:
-            more: dict[str, Figure] = {"computed": opened[name].computed, "gradient_gap": gaps[name]}
-            report.add(case=case, system=name, **figures(name, turns, rollouts.tokens), **more, **batch)
+            more: dict[str, Figure] = {
+                "computed": opened[name].computed,
+                "gradient_gap": gaps[name],
+            }
+            report.add(
+                case=case, system=name, **figures(name, turns, rollouts.tokens), **more, **batch
+            )
     return any("failed" in line for line in without.values())
 
 
@@ -132,7 +164,7 @@ def figures(name: str, turns: Mapping[str, Sequence[float]], tokens: int) -> dic
         if theirs:
             found[f"over_{other}"] = statistics.median(
                 them / us for us, them in zip(mine, theirs, strict=True)
-            )  # fmt: skip
+            )
     return found | {"spread": (max(mine) - min(mine)) / middle, "turns": len(mine)}
 
 

@@ -1,6 +1,8 @@
-"""The batches of the trainer bench: groups of rollouts as Arrow rows, and the same as padded tensors.
+"""The batches of the trainer bench: groups of rollouts as Arrow rows, and the same as padded
+tensors.
 
-tail   completions of a log-normal distribution whose 99th percentile is 10 times its median of 48 tokens.
+tail   completions of a log-normal distribution whose 99th percentile is 10 times its median of 48
+       tokens.
 even   completions of 128 tokens.
 """
 
@@ -46,7 +48,10 @@ def make_rollouts(case: str, groups: int, size: str, seed: int = 0) -> Rollouts:
     draw = np.random.default_rng(seed)
     count, vocabulary = groups * GROUP_SIZE, SIZES[size].vocabulary
     lengths = [EVEN_TOKENS] * count if case == "even" else tail_lengths(count, count, seed)
-    prompts = [draw.integers(PAD + 1, vocabulary, draw.integers(*PROMPT_TOKENS, endpoint=True)) for _ in range(groups)]
+    prompts = [
+        draw.integers(PAD + 1, vocabulary, draw.integers(*PROMPT_TOKENS, endpoint=True))
+        for _ in range(groups)
+    ]
     completions = [draw.integers(PAD + 1, vocabulary, length) for length in lengths]
     likely = -np.log(vocabulary)
     return Rollouts(
@@ -64,14 +69,26 @@ def as_groups(rollouts: Rollouts) -> list[pa.RecordBatch]:
         zip(rollouts.prompts, rollouts.completions, rollouts.logprobs, strict=True)
     ):
         before, after = len(prompt), len(completion)
-        rows.append({
-            "group_id": index // GROUP_SIZE, "prompt_id": str(index // GROUP_SIZE), "prompt": "",
-            "group_size": GROUP_SIZE, "min_version": 0, "round_size": 0, "rollout_id": index,
-            "position": index % GROUP_SIZE, "completion": "", "tokens": [*prompt.tolist(), *completion.tolist()],
-            "mask": [False] * before + [True] * after, "logprobs": [0.0] * before + logprobs.tolist(),
-            "versions": [-1] * before + [0] * after, "finish_reason": "stop", "error": None,
-            "advantage": rollouts.advantage[index],
-        })  # fmt: skip
+        rows.append(
+            {
+                "group_id": index // GROUP_SIZE,
+                "prompt_id": str(index // GROUP_SIZE),
+                "prompt": "",
+                "group_size": GROUP_SIZE,
+                "min_version": 0,
+                "round_size": 0,
+                "rollout_id": index,
+                "position": index % GROUP_SIZE,
+                "completion": "",
+                "tokens": [*prompt.tolist(), *completion.tolist()],
+                "mask": [False] * before + [True] * after,
+                "logprobs": [0.0] * before + logprobs.tolist(),
+                "versions": [-1] * before + [0] * after,
+                "finish_reason": "stop",
+                "error": None,
+                "advantage": rollouts.advantage[index],
+            }
+        )
     return [
         pa.RecordBatch.from_pylist(rows[first : first + GROUP_SIZE], schema=schema(COLUMNS))
         for first in range(0, len(rows), GROUP_SIZE)
@@ -99,12 +116,17 @@ def as_padded(rollouts: Rollouts) -> Padded:
     widest, longest = max(map(len, rollouts.prompts)), max(map(len, rollouts.completions))
     prompts, completions = np.full((count, widest), PAD), np.full((count, longest), PAD)
     logprobs = np.zeros((count, longest), np.float32)
-    for index, (prompt, completion) in enumerate(zip(rollouts.prompts, rollouts.completions, strict=True)):
+    for index, (prompt, completion) in enumerate(
+        zip(rollouts.prompts, rollouts.completions, strict=True)
+    ):
         prompts[index, widest - len(prompt) :] = prompt
         completions[index, : len(completion)] = completion
         logprobs[index, : len(completion)] = rollouts.logprobs[index]
     return Padded(
-        prompt_ids=torch.from_numpy(prompts), prompt_mask=torch.from_numpy(prompts != PAD).long(),
-        completion_ids=torch.from_numpy(completions), completion_mask=torch.from_numpy(completions != PAD).long(),
-        logprobs=torch.from_numpy(logprobs), advantage=torch.from_numpy(rollouts.advantage).float(),
-    )  # fmt: skip
+        prompt_ids=torch.from_numpy(prompts),
+        prompt_mask=torch.from_numpy(prompts != PAD).long(),
+        completion_ids=torch.from_numpy(completions),
+        completion_mask=torch.from_numpy(completions != PAD).long(),
+        logprobs=torch.from_numpy(logprobs),
+        advantage=torch.from_numpy(rollouts.advantage).float(),
+    )

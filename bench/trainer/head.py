@@ -1,17 +1,22 @@
-"""The trainer's last layer and log-probabilities: forward and backward with all logits at once, and slice by slice.
+"""The trainer's last layer and log-probabilities: forward and backward with all logits at once, and
+slice by slice.
 
     python -m bench.trainer.head --json FILE
 
-Systems: log_softmax, all logits, their log-softmax, and the target's place in it; logsumexp, the target's logit less
-the logarithm of the row's sum; sliced, operators.training.learner.head. The systems take turns; figures are
+Systems: log_softmax, all logits, their log-softmax, and the target's place in it; logsumexp, the
+target's logit less the logarithm of the row's sum; sliced, operators.training.learner.head. The
+systems take turns; figures are
 
-seconds       median of a forward and backward pass from hidden states to the gradients of these and of the weight
+seconds       median of a forward and backward pass from hidden states to the gradients of these and
+              of the weight
 cpu_s         the same in seconds of processor time, which other work on the machine disturbs less
 time_ratio, cpu_ratio   log_softmax's over this system's, median of the turns: above 1 is faster
-peak_mib      how far memory rose above what hidden states and weight hold: once in a process of its own, from the
-              kernel's mark of resident memory (VmHWM, set back before), on a GPU from torch's allocator. The weight's
-              gradient is part of it: `gradient_mib` of every system's
-peak_share    of log_softmax's peak_mib; above_gradient_share: the same without gradient_mib on either side
+peak_mib      how far memory rose above what hidden states and weight hold: once in a process of its
+              own, from the kernel's mark of resident memory (VmHWM, set back before), on a GPU from
+              torch's allocator. The weight's gradient is part of it: `gradient_mib` of every
+              system's
+peak_share    of log_softmax's peak_mib; above_gradient_share: the same without gradient_mib on
+              either side
 gap           largest difference from log_softmax's log-probabilities
 """
 
@@ -67,14 +72,18 @@ CASES = (
 System = Callable[[Tensor, Tensor, Wanted, bool], tuple[Tensor, Tensor | None]]
 
 
-def log_softmax(hidden_U_D: Tensor, weight_V_D: Tensor, wanted: Wanted, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def log_softmax(
+    hidden_U_D: Tensor, weight_V_D: Tensor, wanted: Wanted, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
     """The usual way."""
     logs_U_V = F.linear(hidden_U_D, weight_V_D).float().log_softmax(-1)
     logprobs = logs_U_V.gather(1, wanted.targets_T[:, None])[:, 0]
     return logprobs, -(logs_U_V.exp() * logs_U_V).sum(-1) if entropy else None
 
 
-def logsumexp(hidden_U_D: Tensor, weight_V_D: Tensor, wanted: Wanted, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def logsumexp(
+    hidden_U_D: Tensor, weight_V_D: Tensor, wanted: Wanted, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
     """The other usual way."""
     logits_U_V = F.linear(hidden_U_D, weight_V_D).float()
     normalizer_U = logits_U_V.logsumexp(-1)
@@ -85,7 +94,9 @@ def logsumexp(hidden_U_D: Tensor, weight_V_D: Tensor, wanted: Wanted, entropy: b
     return logprobs, normalizer_U - (shares_U_V * logits_U_V).sum(-1)
 
 
-def sliced(hidden_U_D: Tensor, weight_V_D: Tensor, wanted: Wanted, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def sliced(
+    hidden_U_D: Tensor, weight_V_D: Tensor, wanted: Wanted, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
     """The trainer's, slice by slice."""
     return logprobs_of_hidden(hidden_U_D, weight_V_D, None, wanted, Shape(), entropy=entropy)
 
@@ -101,8 +112,14 @@ class Work:
         torch.manual_seed(0)
         kind = getattr(torch, case.dtype)
         self._entropy = case.entropy
-        self.hidden = torch.empty(case.tokens, case.width, dtype=kind, device=device).normal_().requires_grad_()
-        self.weight = torch.empty(case.vocabulary, case.width, dtype=kind, device=device).normal_(std=0.05)
+        self.hidden = (
+            torch.empty(case.tokens, case.width, dtype=kind, device=device)
+            .normal_()
+            .requires_grad_()
+        )
+        self.weight = torch.empty(case.vocabulary, case.width, dtype=kind, device=device).normal_(
+            std=0.05
+        )
         self.weight.requires_grad_()
         rows = torch.arange(case.tokens, device=device)
         self._wanted = Wanted(rows, torch.randint(case.vocabulary, (case.tokens,), device=device))
@@ -141,7 +158,9 @@ def measure_head(
                 found[name].append(seconds)
                 gaps[name] = float((logprobs - usual).abs().max())
         for name in SYSTEMS:
-            report.add(case=case.name, system=name, **_figures(case, name, found, peaks), gap=gaps[name])
+            report.add(
+                case=case.name, system=name, **_figures(case, name, found, peaks), gap=gaps[name]
+            )
         del work
         clear(device)
 
@@ -183,9 +202,13 @@ def peak_bytes(case: Case, system: str, threads: int, device: torch.device) -> i
         return torch.cuda.max_memory_allocated(device) - before
     asked = json.dumps({"case": dataclasses.asdict(case), "system": system, "threads": threads})
     done = subprocess.run(
-        [sys.executable, "-m", "bench.trainer.head", "--peak", asked], cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, timeout=PEAK_TIMEOUT_S, check=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "bench.trainer.head", "--peak", asked],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=PEAK_TIMEOUT_S,
+        check=True,
+    )
     return int(done.stdout)
 
 
@@ -204,13 +227,17 @@ def _peak_here(asked: str) -> int:
 
 def _status(name: str) -> int:
     """Bytes of resident memory, now (VmRSS) or at most (VmHWM)."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return int(line.split()[1]) * 1024
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the bench."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=3)
@@ -223,7 +250,10 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device(options.device)
     cases: tuple[Case, ...] = CASES
     if device.type == "cuda":
-        cases = tuple(dataclasses.replace(case, dtype="bfloat16", width=2_048, tokens=8_192) for case in CASES[::2])
+        cases = tuple(
+            dataclasses.replace(case, dtype="bfloat16", width=2_048, tokens=8_192)
+            for case in CASES[::2]
+        )
     report = Report("trainer_head", options.json)
     measure_head(report, cases, threads=options.threads, turns=options.turns, device=device)
     report.show()

@@ -1,15 +1,19 @@
 """One optimiser step by each system of the trainer bench, over its own copy of the same policy.
 
-All compute AIPO's loss as the mean over the step's trained tokens (importance weight capped at 4), clip the gradient's
-norm at 1 and make one fused AdamW step, in float32. What is timed of each, from rows or tensors that lie ready:
+All compute AIPO's loss as the mean over the step's trained tokens (importance weight capped at 4),
+clip the gradient's norm at 1 and make one fused AdamW step, in float32. What is timed of each, from
+rows or tensors that lie ready:
 
-packed     what a Trainer does between the last group's arrival and the new weights: from Arrow rows to flat arrays,
-           micro-batches of Trainer's default size, token trees, forward, backward, diagnostics, clip, update.
+packed     what a Trainer does between the last group's arrival and the new weights: from Arrow rows
+           to flat arrays, micro-batches of Trainer's default size, token trees, forward, backward,
+           diagnostics, clip, update.
 unshared   the same, every rollout with a prompt of its own.
-padded     a plain loop over tensors: rows as wide as the longest, `rows` of them per forward and backward.
+padded     a plain loop over tensors: rows as wide as the longest, `rows` of them per forward and
+           backward.
 trl        GRPOTrainer.training_step with loss_type="cispo", which is the same loss, on inputs as its own generation
-           leaves them (prompts padded at the left, completions at the right), then its clipping and its optimiser's
-           step. No generation, no gradient checkpointing, no logging; `rows` of them per forward and backward.
+           leaves them (prompts padded at the left, completions at the right), then its clipping and
+           its optimiser's step. No generation, no gradient checkpointing, no logging; `rows` of
+           them per forward and backward.
 """
 
 from __future__ import annotations
@@ -57,7 +61,11 @@ class Setting:
 
 def gradient(system: System) -> Tensor:
     """The last step's, flat, scaled to norm 1."""
-    there = [weight.grad for _, weight in sorted(system.module.named_parameters()) if weight.grad is not None]
+    there = [
+        weight.grad
+        for _, weight in sorted(system.module.named_parameters())
+        if weight.grad is not None
+    ]
     flat = torch.cat([each.flatten() for each in there])
     return flat / flat.norm()
 
@@ -71,7 +79,9 @@ def packed(setting: Setting, *, share: bool = True) -> System:
     from operators.training.learner.packing import pack
     from operators.training.learner.rows import step_rows
 
-    trainer = Trainer(Model(str(setting.policy)), loss=partial(aipo, rho=RHO), lr=LR, max_grad_norm=CLIP)
+    trainer = Trainer(
+        Model(str(setting.policy)), loss=partial(aipo, rho=RHO), lr=LR, max_grad_norm=CLIP
+    )
     learner = make_learner(trainer, trainer.model, node="trainer", device="cpu")
     groups = as_groups(setting.rollouts)
     packing = partial(pack, share=share)
@@ -86,7 +96,9 @@ def packed(setting: Setting, *, share: bool = True) -> System:
             raise RuntimeError(f"the step is not finite: {outcome.culprit}")
 
     rows = step_rows(groups, learner.loss.columns)
-    return System(step, learner.forward.module, packing(rows.tokens.ids, rows.tokens.mask, rows.offsets).nodes)
+    return System(
+        step, learner.forward.module, packing(rows.tokens.ids, rows.tokens.mask, rows.offsets).nodes
+    )
 
 
 def padded(setting: Setting) -> System:
@@ -103,7 +115,9 @@ def padded(setting: Setting) -> System:
         optimizer.zero_grad(set_to_none=True)
         for first in range(0, len(tokens_B_L), setting.rows):
             part = slice(first, first + setting.rows)
-            logits = model(input_ids=tokens_B_L[part, :-1], use_cache=False, logits_to_keep=kept).logits
+            logits = model(
+                input_ids=tokens_B_L[part, :-1], use_cache=False, logits_to_keep=kept
+            ).logits
             new = logits.log_softmax(-1).gather(-1, tokens_B_L[part, -kept:, None]).squeeze(-1)
             losses = aipo(new, old_B_L[part, -kept:], advantage_B[part, None], rho=RHO)
             ((losses * mask_B_L[part, -kept:]).sum() / total).backward()
@@ -120,7 +134,10 @@ def trl(setting: Setting) -> System:
     theirs: Any = importlib.import_module("trl")
     given = as_padded(setting.rollouts)
     count = len(given.advantage)
-    batches = [_trl_inputs(given, slice(first, first + setting.rows)) for first in range(0, count, setting.rows)]
+    batches = [
+        _trl_inputs(given, slice(first, first + setting.rows))
+        for first in range(0, count, setting.rows)
+    ]
 
     class Given(theirs.GRPOTrainer):  # type: ignore[misc]
         def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -128,17 +145,34 @@ def trl(setting: Setting) -> System:
 
     with tempfile.TemporaryDirectory() as folder:
         config = theirs.GRPOConfig(
-            output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False,
-            per_device_train_batch_size=setting.rows, gradient_accumulation_steps=len(batches), num_generations=2,
-            num_iterations=1, beta=0.0, loss_type="cispo", epsilon_high=RHO, learning_rate=LR, weight_decay=0.0,
-            optim="adamw_torch_fused", max_grad_norm=CLIP, report_to="none", disable_tqdm=True, save_strategy="no",
-            max_completion_length=given.completion_ids.shape[1], temperature=1.0,
-        )  # fmt: skip
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            per_device_train_batch_size=setting.rows,
+            gradient_accumulation_steps=len(batches),
+            num_generations=2,
+            num_iterations=1,
+            beta=0.0,
+            loss_type="cispo",
+            epsilon_high=RHO,
+            learning_rate=LR,
+            weight_decay=0.0,
+            optim="adamw_torch_fused",
+            max_grad_norm=CLIP,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            max_completion_length=given.completion_ids.shape[1],
+            temperature=1.0,
+        )
         trainer = Given(
-            model=_load(setting.policy), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
+            model=_load(setting.policy),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=config,
             processing_class=AutoTokenizer.from_pretrained(setting.policy, padding_side="left"),
             train_dataset=Dataset.from_list([{"prompt": "w1"}] * count),
-        )  # fmt: skip
+        )
     trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = len(batches)
 
@@ -149,7 +183,9 @@ def trl(setting: Setting) -> System:
         trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), CLIP)
         trainer.optimizer.step()
 
-    return System(step, trainer.model, count * (given.prompt_ids.shape[1] + given.completion_ids.shape[1]))
+    return System(
+        step, trainer.model, count * (given.prompt_ids.shape[1] + given.completion_ids.shape[1])
+    )
 
 
 OPEN: dict[str, Callable[[Setting], System]] = {
@@ -163,11 +199,14 @@ OPEN: dict[str, Callable[[Setting], System]] = {
 def _trl_inputs(given: Padded, part: slice) -> dict[str, Tensor]:
     """As GRPOTrainer's own generation leaves them for one forward and backward."""
     return {
-        "prompt_ids": given.prompt_ids[part], "prompt_mask": given.prompt_mask[part],
-        "completion_ids": given.completion_ids[part], "completion_mask": given.completion_mask[part],
-        "advantages": given.advantage[part], "old_per_token_logps": given.logprobs[part],
+        "prompt_ids": given.prompt_ids[part],
+        "prompt_mask": given.prompt_mask[part],
+        "completion_ids": given.completion_ids[part],
+        "completion_mask": given.completion_mask[part],
+        "advantages": given.advantage[part],
+        "old_per_token_logps": given.logprobs[part],
         "num_items_in_batch": given.completion_mask.sum(),
-    }  # fmt: skip
+    }
 
 
 def _right_padded(rollouts: Rollouts) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,12 +216,17 @@ def _right_padded(rollouts: Rollouts) -> tuple[Tensor, Tensor, Tensor]:
         for prompt, completion, logprobs in zip(
             rollouts.prompts, rollouts.completions, rollouts.logprobs, strict=True
         )
-    ]  # fmt: skip
+    ]
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     return (
         pad([torch.cat([prompt, completion]) for prompt, completion, _ in rows]),
         pad([torch.cat([torch.zeros(len(prompt)), logprobs]) for prompt, _, logprobs in rows]),
-        pad([torch.cat([torch.zeros(len(prompt)), torch.ones(len(logprobs))]) for prompt, _, logprobs in rows]),
+        pad(
+            [
+                torch.cat([torch.zeros(len(prompt)), torch.ones(len(logprobs))])
+                for prompt, _, logprobs in rows
+            ]
+        ),
     )
 
 

@@ -1,26 +1,30 @@
-"""How fast new weights get from a trainer's process to a reader's, and how long they hold either up.
+"""How fast new weights get from a trainer's process to a reader's, and how long they hold either
+up.
 
     python -m bench.weight_plane --json FILE
     python -m bench.weight_plane --ranks 1x1 2x1 2x2 4x2 --mib 64 512
     python -m bench.weight_plane --live 2x2 4x2 --mib 64
     python -m bench.weight_plane --simulate
 
-Two processes with one torch thread each: see bench.weight_plane.pair; the systems: see bench.weight_plane.systems.
-Every system publishes the same bytes, in turns with the others; the reader's bytes are compared with the trainer's
-after every update, outside of the time. Figures are medians over the repeats, of each repeat's median:
+Two processes with one torch thread each: see bench.weight_plane.pair; the systems: see
+bench.weight_plane.systems. Every system publishes the same bytes, in turns with the others; the
+reader's bytes are compared with the trainer's after every update, outside of the time. Figures are
+medians over the repeats, of each repeat's median:
 
-gb_per_s            bytes (10^9) over the time from the call to publish until the reader computes with them, while
-                    both processes compute; least and most: of the repeats
-waiting_gb_per_s    the same while neither computes and both wait for it; memcpy and gloo_p2p are floors of this one
+gb_per_s            bytes (10^9) over the time from the call to publish until the reader computes
+                    with them, while both processes compute; least and most: of the repeats
+waiting_gb_per_s    the same while neither computes and both wait for it; memcpy and gloo_p2p are
+                    floors of this one
 trainer_stall_ms    how long publish, and whatever it left to do, held the trainer's thread
-reader_stall_ms     how much longer than usual the longest of the reader's steps took because of the update
+reader_stall_ms     how much longer than usual the longest of the reader's steps took because of the
+                    update
 reader_held_ms      the longest that the system held the reader's thread between two steps
 reader_quiet_ms     like reader_stall_ms of 20 steps without an update: the machine's own noise
 of_memcpy, of_gloo  gb_per_s over that of memcpy, and over that of gloo_p2p, within each repeat
 waiting_of_memcpy, waiting_of_gloo  the same of waiting_gb_per_s
 
-What works beside the computing (ours) shares two cores with it, and what stops it (the others) has them for itself: so
-compare speeds by waiting_gb_per_s, and what they cost by the stalls.
+What works beside the computing (ours) shares two cores with it, and what stops it (the others) has
+them for itself: so compare speeds by waiting_gb_per_s, and what they cost by the stalls.
 
 --ranks: between several processes on either side (bench.weight_plane.ranks).
 --live: the same in a run, by its own metrics (bench.weight_plane.live).
@@ -47,14 +51,27 @@ from bench.weight_plane.systems import SYSTEMS, missing
 MIB, TENSORS = (256, 1024), (1, 300)
 FLOORS = {"memcpy": "of_memcpy", "gloo_p2p": "of_gloo"}
 OVER_GLOO = ("ours_gloo", "ours_gloo_zero_copy", "gloo")
-GOALS = {"ours_shm": ("of_memcpy", 0.85), "ours_gloo": ("of_gloo", 0.9), "ours_gloo_zero_copy": ("of_gloo", 0.9)}
+GOALS = {
+    "ours_shm": ("of_memcpy", 0.85),
+    "ours_gloo": ("of_gloo", 0.9),
+    "ours_gloo_zero_copy": ("of_gloo", 0.9),
+}
 """The least share of the floor that is aimed at."""
 TITLES = {
-    "gb_per_s": "GB/s", "waiting_gb_per_s": "GB/s waiting", "trainer_stall_ms": "trainer stall ms",
-    "reader_stall_ms": "reader stall ms", "reader_held_ms": "held ms", "reader_quiet_ms": "quiet ms",
-    "of_memcpy": "of memcpy", "waiting_of_memcpy": "waiting", "of_gloo": "of gloo", "waiting_of_gloo": "waiting ",
-    "least": "least", "most": "most", "updates": "updates",
-}  # fmt: skip
+    "gb_per_s": "GB/s",
+    "waiting_gb_per_s": "GB/s waiting",
+    "trainer_stall_ms": "trainer stall ms",
+    "reader_stall_ms": "reader stall ms",
+    "reader_held_ms": "held ms",
+    "reader_quiet_ms": "quiet ms",
+    "of_memcpy": "of memcpy",
+    "waiting_of_memcpy": "waiting",
+    "of_gloo": "of gloo",
+    "waiting_of_gloo": "waiting ",
+    "least": "least",
+    "most": "most",
+    "updates": "updates",
+}
 """Figures that stand in the table; the JSON has them all."""
 WIDE = 165
 """Characters of the table."""
@@ -72,13 +89,25 @@ def main(arguments: list[str] | None = None) -> int:
         return int(import_module("bench.weight_plane.simulation").main(options.json) or 0)
     if options.ranks:
         ranks = import_module("bench.weight_plane.ranks")
-        systems = [system for system in ranks.SYSTEMS if system in options.rank_systems or not options.rank_systems]
-        return int(ranks.main(
-            options.ranks, options.mib, systems, updates=options.updates or 30, seconds=options.seconds,
-            path=options.json,
-        ))  # fmt: skip
+        systems = [
+            system
+            for system in ranks.SYSTEMS
+            if system in options.rank_systems or not options.rank_systems
+        ]
+        return int(
+            ranks.main(
+                options.ranks,
+                options.mib,
+                systems,
+                updates=options.updates or 30,
+                seconds=options.seconds,
+                path=options.json,
+            )
+        )
     if options.live:
-        return int(import_module("bench.weight_plane.live").main(options.live, options.mib, options.json))
+        return int(
+            import_module("bench.weight_plane.live").main(options.live, options.mib, options.json)
+        )
     console = Console()
 
     def say(line: str) -> None:
@@ -98,40 +127,77 @@ def main(arguments: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(
-        prog="python -m bench.weight_plane", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.weight_plane",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     found.add_argument("--json", type=Path, help="file for the JSON lines")
-    found.add_argument("--mib", type=int, nargs="+", default=list(MIB), help="of a version (default 256 1024)")
-    found.add_argument("--tensors", type=int, nargs="+", default=list(TENSORS), help="of a version (default 1 300)")
-    found.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
-    found.add_argument("--repeats", type=int, default=3, help="pairs of processes of each (default 3)")
-    found.add_argument("--updates", type=int, help="counted in each, busy and waiting (default 7; with --ranks 30)")
-    found.add_argument("--seconds", type=float, default=2.0, help="after which a pair counts no more (default 2)")
-    found.add_argument("--minutes", type=float, default=8.0, help="for everything, rows left out at need (default 8)")
-    found.add_argument("--ranks", nargs="+", metavar="TxR", help="of a trainer and of readers, e.g. 1x1 2x1 2x2 4x2")
-    found.add_argument("--live", nargs="+", metavar="TxR", help="the same in a live run, e.g. 2x2 4x2")
+    found.add_argument(
+        "--mib", type=int, nargs="+", default=list(MIB), help="of a version (default 256 1024)"
+    )
+    found.add_argument(
+        "--tensors", type=int, nargs="+", default=list(TENSORS), help="of a version (default 1 300)"
+    )
+    found.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all"
+    )
+    found.add_argument(
+        "--repeats", type=int, default=3, help="pairs of processes of each (default 3)"
+    )
+    found.add_argument(
+        "--updates", type=int, help="counted in each, busy and waiting (default 7; with --ranks 30)"
+    )
+    found.add_argument(
+        "--seconds", type=float, default=2.0, help="after which a pair counts no more (default 2)"
+    )
+    found.add_argument(
+        "--minutes",
+        type=float,
+        default=8.0,
+        help="for everything, rows left out at need (default 8)",
+    )
+    found.add_argument(
+        "--ranks",
+        nargs="+",
+        metavar="TxR",
+        help="of a trainer and of readers, e.g. 1x1 2x1 2x2 4x2",
+    )
+    found.add_argument(
+        "--live", nargs="+", metavar="TxR", help="the same in a live run, e.g. 2x2 4x2"
+    )
     found.add_argument("--rank-systems", nargs="+", default=[], help="with --ranks; default: all")
     found.add_argument("--simulate", action="store_true", help="by the cost model, on many GPUs")
     return found
 
 
 def run(
-    rows: list[Row], found: Found, reasons: dict[Row, str], options: argparse.Namespace, say: Callable[[str], None]
+    rows: list[Row],
+    found: Found,
+    reasons: dict[Row, str],
+    options: argparse.Namespace,
+    say: Callable[[str], None],
 ) -> None:
-    """Fill `found`, and `reasons` of the rows that have nothing to show. What has failed is not tried again.
+    """Fill `found`, and `reasons` of the rows that have nothing to show. What has failed is not
+    tried again.
 
-    The systems of a case take turns. After the first time, a row is repeated while its share of the time and the
-    whole time last."""
+    The systems of a case take turns. After the first time, a row is repeated while its share of the
+    time and the whole time last."""
     began, share_s = time.monotonic(), 60 * options.minutes / max(1, len(rows) - len(reasons))
     spent = dict.fromkeys(rows, 0.0)
     for repeat in range(options.repeats):
         for row in rows:
             case, system = row
             left_s = began + 60 * options.minutes - time.monotonic()
-            if row in reasons or (repeat and spent[row] + spent[row] / repeat > share_s) or left_s <= spent[row]:
+            if (
+                row in reasons
+                or (repeat and spent[row] + spent[row] / repeat > share_s)
+                or left_s <= spent[row]
+            ):
                 continue
             started = time.monotonic()
-            outcome = measure(Job(system=system, case=case, updates=options.updates or 7, seconds=options.seconds))
+            outcome = measure(
+                Job(system=system, case=case, updates=options.updates or 7, seconds=options.seconds)
+            )
             spent[row] += time.monotonic() - started
             if isinstance(outcome, UpdateTimes):
                 found.setdefault(row, {})[repeat] = outcome
@@ -142,16 +208,28 @@ def run(
             say(f"{case} {system}: {pace} ({time.monotonic() - started:.1f} s)")
 
 
-def show(rows: list[Row], found: Found, reasons: dict[Row, str], report: Report, say: Callable[[str], None]) -> None:
+def show(
+    rows: list[Row],
+    found: Found,
+    reasons: dict[Row, str],
+    report: Report,
+    say: Callable[[str], None],
+) -> None:
     """Write the lines, and show the tables, the goals and what is missing."""
     table, notes = Report("weight_plane"), []
     for case, system in rows:
         if (case, system) in found:
-            line = figures(system, case, {name: runs for (on, name), runs in found.items() if on == case})
-            table.add(case=str(case), system=system, **{TITLES[n]: line[n] for n in TITLES if n in line})
+            line = figures(
+                system, case, {name: runs for (on, name), runs in found.items() if on == case}
+            )
+            table.add(
+                case=str(case), system=system, **{TITLES[n]: line[n] for n in TITLES if n in line}
+            )
             notes += [f"{case}: {goal(system, line)}"] if system in GOALS else []
         else:
-            line = {"skipped": reasons.get((case, system), "skipped: no time was left; see --minutes")}
+            line = {
+                "skipped": reasons.get((case, system), "skipped: no time was left; see --minutes")
+            }
             notes.append(f"{case}: {system} {line['skipped']}")
         report.add(case=str(case), system=system, mib=case.mib, tensors=case.tensors, **line)
     table.show(Console(width=WIDE))
@@ -159,23 +237,35 @@ def show(rows: list[Row], found: Found, reasons: dict[Row, str], report: Report,
         say(note)
 
 
-def figures(system: str, case: Case, outcomes: dict[str, dict[int, UpdateTimes]]) -> dict[str, Figure]:
+def figures(
+    system: str, case: Case, outcomes: dict[str, dict[int, UpdateTimes]]
+) -> dict[str, Figure]:
     """One row. memcpy has neither a busy update nor stalls: its one speed stands for both."""
     mine = outcomes[system]
     waiting = {repeat: speed(case, found.waiting_s) for repeat, found in mine.items()}
     busy = {repeat: speed(case, found.busy_s or found.waiting_s) for repeat, found in mine.items()}
     row: dict[str, Figure] = {
-        "gb_per_s": statistics.median(busy.values()), "least": min(busy.values()), "most": max(busy.values()),
+        "gb_per_s": statistics.median(busy.values()),
+        "least": min(busy.values()),
+        "most": max(busy.values()),
         "waiting_gb_per_s": statistics.median(waiting.values()),
-    }  # fmt: skip
+    }
     for name in ("trainer_stall_ms", "reader_stall_ms", "reader_held_ms", "reader_quiet_ms"):
-        measured = [statistics.median(getattr(found, name)) for found in mine.values() if getattr(found, name)]
+        measured = [
+            statistics.median(getattr(found, name))
+            for found in mine.values()
+            if getattr(found, name)
+        ]
         row[name] = statistics.median(measured) if measured else None
     for floor, name in FLOORS.items():
         if system != floor and floor in outcomes and (floor == "memcpy" or system in OVER_GLOO):
             theirs = outcomes[floor]
-            row[name] = ratio(busy, {r: speed(case, f.busy_s or f.waiting_s) for r, f in theirs.items()})
-            row[f"waiting_{name}"] = ratio(waiting, {r: speed(case, f.waiting_s) for r, f in theirs.items()})
+            row[name] = ratio(
+                busy, {r: speed(case, f.busy_s or f.waiting_s) for r, f in theirs.items()}
+            )
+            row[f"waiting_{name}"] = ratio(
+                waiting, {r: speed(case, f.waiting_s) for r, f in theirs.items()}
+            )
     row["repeats"] = len(mine)
     row["updates"] = sum(len(found.waiting_s) for found in mine.values())
     return row
@@ -200,12 +290,13 @@ def goal(system: str, row: dict[str, Figure]) -> str:
         for how, share in (("computing", row.get(floor)), ("waiting", row.get(f"waiting_{floor}")))
     )
     return (
-        f"{system} {floor.replace('_', ' ')} (goal {least:.2f}): {reached}; "
-        f"reader stall {row['reader_stall_ms']:.2f} ms (goal under 1), of which its thread was held "
-        f"{row['reader_held_ms']:.2f}; {row['reader_quiet_ms']:.2f} without an update"
+        f"{system} {floor.replace('_', ' ')} (goal {least:.2f}): {reached}; reader stall"
+        f" {row['reader_stall_ms']:.2f} ms (goal under 1), of which its thread was held"
+        f" {row['reader_held_ms']:.2f}; {row['reader_quiet_ms']:.2f} without an update"
     )
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # processes are ended, files removed
+    # processes are ended, files removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

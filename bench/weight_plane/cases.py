@@ -1,4 +1,5 @@
-"""What the weight-plane bench measures: cases, jobs, what an end of a system is given, what came of it. No torch."""
+"""What the weight-plane bench measures: cases, jobs, what an end of a system is given, what came of
+it. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ PATIENCE_S = 60.0
 COLUMNS = 256
 """Of every tensor."""
 Lap = tuple[int, int, int]
-"""Of one step: when the system's turn before it began (monotonic ns), how long that took, and both together (ns)."""
+"""Of one step: when the system's turn before it began (monotonic ns), how long that took, and both
+together (ns)."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of each tensor, in float32; all are alike, so the size asked for may be missed by a few bytes."""
+        """Of each tensor, in float32; all are alike, so the size asked for may be missed by a few
+        bytes."""
         return (max(1, (self.mib << 20) // (4 * self.tensors * COLUMNS)), COLUMNS)
 
     @property
@@ -103,7 +106,9 @@ class UpdateTimes:
 
     def count(self, update: Update, busy: bool) -> None:
         """Add one update."""
-        (self.busy_s if busy else self.waiting_s).append((update.visible_ns - update.called_ns) / 1e9)
+        (self.busy_s if busy else self.waiting_s).append(
+            (update.visible_ns - update.called_ns) / 1e9
+        )
         if busy:
             stall_ms, held_ms, quiet_ms = stalls(update.laps, update.called_ns, update.visible_ns)
             self.trainer_stall_ms.append(update.held_ns / 1e6)
@@ -115,10 +120,18 @@ class UpdateTimes:
 def stalls(laps: list[Lap], called_ns: int, visible_ns: int) -> tuple[float, float, float]:
     """What an update did to the reader's steps, in ms.
 
-    (how much longer than usual the longest took, the longest turn, how much longer the longest before the call took)
-    """
+    (how much longer than usual the longest took, the longest turn, how much longer the longest
+    before the call took)"""
     before = [took for began, _, took in laps if began + took <= called_ns]
-    during = [(turn, took) for began, turn, took in laps if began + took > called_ns and began <= visible_ns]
+    during = [
+        (turn, took)
+        for began, turn, took in laps
+        if began + took > called_ns and began <= visible_ns
+    ]
     usual = statistics.median(before)
     longest = max(took for _, took in during)
-    return (longest - usual) / 1e6, max(turn for turn, _ in during) / 1e6, (max(before) - usual) / 1e6
+    return (
+        (longest - usual) / 1e6,
+        max(turn for turn, _ in during) / 1e6,
+        (max(before) - usual) / 1e6,
+    )

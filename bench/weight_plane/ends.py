@@ -1,4 +1,5 @@
-"""The two ends of a system of the weight-plane bench, and those that tell the reader through a pipe."""
+"""The two ends of a system of the weight-plane bench, and those that tell the reader through a
+pipe."""
 
 from abc import ABC, abstractmethod
 from typing import Protocol
@@ -29,7 +30,8 @@ class ReaderEnd(Protocol):
     """The reader's end."""
 
     def take(self) -> bool:
-        """Its turn between two steps: whether the parameters of the seat hold a new version now. Waits for none."""
+        """Its turn between two steps: whether the parameters of the seat hold a new version now.
+        Waits for none."""
 
     def wait(self, timeout_s: float) -> bool:
         """The same, but wait for one."""
@@ -39,7 +41,8 @@ class ReaderEnd(Protocol):
 
 
 class Announcing(ABC):
-    """A trainer's end that has done all when `publish` returns, and tells the reader of it through the pipe."""
+    """A trainer's end that has done all when `publish` returns, and tells the reader of it through
+    the pipe."""
 
     def __init__(self, seat: Seat) -> None:
         """Take the seat."""

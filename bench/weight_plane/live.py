@@ -1,16 +1,21 @@
-"""How long the weights' way takes in a live run, told by the run's own metrics, beside what the machine needs for it.
+"""How long the weights' way takes in a live run, told by the run's own metrics, beside what the
+machine needs for it.
 
     python -m bench.weight_plane --live 2x2 4x2 --mib 64
 
-A run in float32 by real operators: a trainer of so many ranks (FSDP) and a generator of so many (tensor parallel) that
-wait for each other (max_staleness=0); a model of random weights of about so many MiB. Each version goes out from the
-trainer's weights. The first versions are left out: buffers are made for them. Figures are medians, least_ms the best.
+A run in float32 by real operators: a trainer of so many ranks (FSDP) and a generator of so many
+(tensor parallel) that wait for each other (max_staleness=0); a model of random weights of about so
+many MiB. Each version goes out from the trainer's weights. The first versions are left out: buffers
+are made for them. Figures are medians, least_ms the best.
 
-ms              from the start of a transfer until all of the reader's ranks have their part, verified (`seconds` of
-                `weights_sent`); the trainer computes nothing meanwhile, the generator waits for it
+ms              from the start of a transfer until all of the reader's ranks have their part,
+                verified (`seconds` of `weights_sent`); the trainer computes nothing meanwhile, the
+                generator waits for it
 publish_ms      how long publishing held the trainer before (`seconds_publish`)
-held_ms         the longest that a generator's rank was held by taking a version, in the whole run (`held_seconds`)
-memcpy_ms, raw_gloo_ms    the floors of `--ranks` for the bytes that each pair of ranks has exchanged, measured
+held_ms         the longest that a generator's rank was held by taking a version, in the whole run
+                (`held_seconds`)
+memcpy_ms, raw_gloo_ms    the floors of `--ranks` for the bytes that each pair of ranks has
+                          exchanged, measured
                 straight after the run
 over_floor, least_over    ms over the floor of its executor, and the best over the floor's best
 """
@@ -55,7 +60,11 @@ class Known(Job):
 
 def main(cases: Sequence[str], mib: Sequence[int], path: Path | None) -> int:
     """Make the runs, show the table; the exit status is 1 when a run was not clean."""
-    report, table, console = Report("weight_plane_live", path), Report("weight_plane_live"), Console(width=150)
+    report, table, console = (
+        Report("weight_plane_live", path),
+        Report("weight_plane_live"),
+        Console(width=150),
+    )
     notes, failed = [], False
     for case in cases:
         sources, readers = (int(number) for number in case.split("x"))
@@ -66,13 +75,19 @@ def main(cases: Sequence[str], mib: Sequence[int], path: Path | None) -> int:
                 failed = failed or line is None
                 if line is None:
                     for each in (report, table):
-                        each.add(case=case, system=executor, mib=size, skipped="failed: the run was not clean")
+                        each.add(
+                            case=case,
+                            system=executor,
+                            mib=size,
+                            skipped="failed: the run was not clean",
+                        )
                     continue
                 report.add(case=case, system=executor, mib=size, processor=processor(), **line)
                 table.add(case=case, system=executor, mib=size, **line)
                 notes.append(
-                    f"{case}, {size} MiB, {executor}: {line['over_floor']:.2f} of its floor (best "
-                    f"{line['least_over']:.2f}, goal {GOALS[executor]:.1f}); a reader was held {line['held_ms']:.2f} ms"
+                    f"{case}, {size} MiB, {executor}: {line['over_floor']:.2f} of its floor (best"
+                    f" {line['least_over']:.2f}, goal {GOALS[executor]:.1f}); a reader was held"
+                    f" {line['held_ms']:.2f} ms"
                 )
     table.show(console)
     console.print(processor(), highlight=False)
@@ -80,14 +95,20 @@ def main(cases: Sequence[str], mib: Sequence[int], path: Path | None) -> int:
     return int(failed)
 
 
-def figures(folder: Path, sources: int, readers: int, mib: int, executor: str) -> dict[str, float] | None:
+def figures(
+    folder: Path, sources: int, readers: int, mib: int, executor: str
+) -> dict[str, float] | None:
     """One run; None where it was not clean."""
     layers = max(1, round((mib << 20) / 4 / LAYER))
     write(folder / "policy", Size(layers, WIDTH, MLP_WIDTH, HEADS))
     result = run(
-        build(folder / "policy", readers), steps=STEPS, ranks={"trainer": sources}, weights=executor,
-        runs=folder / "runs", quiet=True,
-    )  # fmt: skip
+        build(folder / "policy", readers),
+        steps=STEPS,
+        ranks={"trainer": sources},
+        weights=executor,
+        runs=folder / "runs",
+        quiet=True,
+    )
     if not result.verdict.clean:
         return None
     lines = [line for line in result.metrics if line.get("weights_sent")]
@@ -98,15 +119,30 @@ def figures(folder: Path, sources: int, readers: int, mib: int, executor: str) -
     counted = [each for version, each in sent.items() if version > WARM]
     times = [1e3 * each["seconds"] for each in counted]
     table = tuple(tuple(row) for row in counted[-1]["pair_bytes"])
-    floors = measure([
-        Known(system=floor, sources=sources, readers=readers, mib=mib, folder=str(folder), table=table)
-        for floor in dict.fromkeys(FLOOR_OF[each] for each in EXECUTORS)
-    ], FLOOR_UPDATES, FLOOR_S)  # fmt: skip
+    floors = measure(
+        [
+            Known(
+                system=floor,
+                sources=sources,
+                readers=readers,
+                mib=mib,
+                folder=str(folder),
+                table=table,
+            )
+            for floor in dict.fromkeys(FLOOR_OF[each] for each in EXECUTORS)
+        ],
+        FLOOR_UPDATES,
+        FLOOR_S,
+    )
     mine, floor = statistics.median(times), floors[FLOOR_OF[executor]].line
     return {
-        "ms": mine, "least_ms": min(times), "versions": len(times), "nbytes": counted[-1]["nbytes"],
+        "ms": mine,
+        "least_ms": min(times),
+        "versions": len(times),
+        "nbytes": counted[-1]["nbytes"],
         "held_ms": 1e3 * max(each["held_seconds"] for each in sent.values()),
         "publish_ms": 1e3 * statistics.median(line["seconds_publish"] for line in lines[WARM:]),
         **{f"{name}_ms": each.line["ms"] for name, each in floors.items()},
-        "over_floor": mine / floor["ms"], "least_over": min(times) / floor["least_ms"],
-    }  # fmt: skip
+        "over_floor": mine / floor["ms"],
+        "least_over": min(times) / floor["least_ms"],
+    }

@@ -3,7 +3,14 @@
 from typing import ClassVar, Literal
 
 from bench.weight_plane.cases import Seat
-from transport.weights import FlatLayout, ShardedReader, ShardedWriter, SharedMemory, WeightReader, WeightWriter
+from transport.weights import (
+    FlatLayout,
+    ShardedReader,
+    ShardedWriter,
+    SharedMemory,
+    WeightReader,
+    WeightWriter,
+)
 from transport.weights.layout.layout import Layout
 
 

@@ -1,13 +1,16 @@
-"""The two processes of the weight-plane bench: a trainer publishes, a reader takes, both in steps of a millisecond.
+"""The two processes of the weight-plane bench: a trainer publishes, a reader takes, both in steps
+of a millisecond.
 
-trainer   Consumes: the reader's answers. Produces: versions, each with other bytes than the one before.
-          Waits for: the reader to have taken a version, then for its digest. Unblocked by: the reader, or the deadline.
-reader    Consumes: versions. Produces: when each was visible, its steps meanwhile, the digest of what it holds.
-          Waits for: the trainer's next order. Unblocked by: the trainer, or the deadline.
+trainer   Consumes: the reader's answers. Produces: versions, each with other bytes than the one
+          before. Waits for: the reader to have taken a version, then for its digest. Unblocked by:
+          the reader, or the deadline.
+reader    Consumes: versions. Produces: when each was visible, its steps meanwhile, the digest of
+          what it holds. Waits for: the trainer's next order. Unblocked by: the trainer, or the
+          deadline.
 
-An update is *busy* or not. Busy, both compute all the time and the system gets its turn between two steps: that is
-what a run sees. Otherwise nobody computes and both ends wait: that is how fast the path is by itself.
-"""
+An update is *busy* or not. Busy, both compute all the time and the system gets its turn between two
+steps: that is what a run sees. Otherwise nobody computes and both ends wait: that is how fast the
+path is by itself."""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ STEP_S = 0.001
 QUIET_STEPS = 20
 """The reader's steps before each busy update, with which those during the update are compared."""
 WARM_LEAST, WARM_MOST, WARM_S = 2, 4, 3.0
-"""Updates before the counted ones, as many as fit into that time: two, for there may be two buffers to touch."""
+"""Updates before the counted ones, as many as fit into that time: two, for there may be two buffers
+to touch."""
 END_S = 20.0
 """Longest time for closing what was opened; then it is killed."""
 JOB_S = 150.0
@@ -50,7 +54,8 @@ FLOAT_ONE = 0x3F800000
 
 
 class Step:
-    """About a millisecond of matrix products with the first of the weights, wherever they lie by now."""
+    """About a millisecond of matrix products with the first of the weights, wherever they lie by
+    now."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Measure how many products that is."""
@@ -81,12 +86,15 @@ def measure(job: Job) -> UpdateTimes | str:
 
 
 def train(job: Job, control: Connection, place: dict[str, Any]) -> UpdateTimes:
-    """The trainer's part, until enough updates are counted. ValueError when the reader holds other bytes."""
+    """The trainer's part, until enough updates are counted. ValueError when the reader holds other
+    bytes."""
     from bench.weight_plane.systems import open_trainer
 
     tensors = _filled(job.case)
     step, outcome = Step(tensors), UpdateTimes()
-    with contextlib.closing(open_trainer(job.system, Seat(case=job.case, tensors=tensors, **place))) as trainer:
+    with contextlib.closing(
+        open_trainer(job.system, Seat(case=job.case, tensors=tensors, **place))
+    ) as trainer:
         _expect(control, "ready", trainer.poll)
         began = counting = time.monotonic()
         for version in itertools.count(1):
@@ -98,12 +106,17 @@ def train(job: Job, control: Connection, place: dict[str, Any]) -> UpdateTimes:
             busy = not warm and len(outcome.busy_s) <= len(outcome.waiting_s)
             update = _update(trainer, step if busy else None, version, control)
             if (found := _receive(control, trainer.poll)) != digest:
-                raise ValueError(f"the reader holds other bytes than were published as version {version}: {found}")
+                raise ValueError(
+                    f"the reader holds other bytes than were published as version {version}:"
+                    f" {found}"
+                )
             if warm:
                 counting = time.monotonic()
             else:
                 outcome.count(update, busy)
-            enough = len(outcome.waiting_s) == job.updates or time.monotonic() - counting > job.seconds
+            enough = (
+                len(outcome.waiting_s) == job.updates or time.monotonic() - counting > job.seconds
+            )
             if enough and outcome.waiting_s and not busy:
                 break
         control.send(None)
@@ -117,7 +130,9 @@ def read(job: Job, control: Connection, place: dict[str, Any]) -> None:
 
     tensors = _zeros(job.case)
     step = Step(tensors)
-    with contextlib.closing(open_reader(job.system, Seat(case=job.case, tensors=tensors, **place))) as reader:
+    with contextlib.closing(
+        open_reader(job.system, Seat(case=job.case, tensors=tensors, **place))
+    ) as reader:
         control.send("ready")
         while (busy := _receive(control, reader.take)) is not None:
             laps: list[Lap] = []
@@ -151,7 +166,10 @@ def _run(job: Job, folder: Path, memory: Path) -> UpdateTimes | str:
             result, theirs = context.Pipe(duplex=False)
             place = {"words": words[side], "folder": folder, "memory": memory}
             child = context.Process(
-                target=_child, args=(work, job, theirs, control[side], place), name=role, daemon=True
+                target=_child,
+                args=(work, job, theirs, control[side], place),
+                name=role,
+                daemon=True,
             )
             child.start()
             children.append(child)
@@ -183,7 +201,8 @@ def _outcome(results: dict[Connection, str]) -> UpdateTimes | str:
 
 
 def _end(children: list[Any], patience_s: float) -> None:
-    """Let the processes close what they opened; kill those that do not end, with what they have started."""
+    """Let the processes close what they opened; kill those that do not end, with what they have
+    started."""
     deadline = time.monotonic() + patience_s
     for child in children:
         child.join(max(0.0, deadline - time.monotonic()))
@@ -192,8 +211,11 @@ def _end(children: list[Any], patience_s: float) -> None:
         child.join(END_S)
 
 
-def _child(work: Callable[..., UpdateTimes | None], job: Job, result: Connection, *ends: Any) -> None:
-    """What each process does: work, and say what came of it. The one whose peer has gone leaves the word to it."""
+def _child(
+    work: Callable[..., UpdateTimes | None], job: Job, result: Connection, *ends: Any
+) -> None:
+    """What each process does: work, and say what came of it. The one whose peer has gone leaves the
+    word to it."""
     os.setsid()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -208,7 +230,8 @@ def _child(work: Callable[..., UpdateTimes | None], job: Job, result: Connection
 
 
 def _update(trainer: TrainerEnd, step: Step | None, version: int, control: Connection) -> Update:
-    """Publish one version and wait until the reader has taken it; with a step, compute all the time."""
+    """Publish one version and wait until the reader has taken it; with a step, compute all the
+    time."""
 
     def turn() -> None:
         trainer.poll()
@@ -232,7 +255,10 @@ def _update(trainer: TrainerEnd, step: Step | None, version: int, control: Conne
 def _copy(job: Job, control: Connection, place: dict[str, Any]) -> UpdateTimes:
     """memcpy by one thread, tensor by tensor, with nobody else at work."""
     source, target = _filled(job.case), _zeros(job.case)
-    pairs = [(target[name].data_ptr(), tensor.data_ptr(), tensor.nbytes) for name, tensor in source.items()]
+    pairs = [
+        (target[name].data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        for name, tensor in source.items()
+    ]
     outcome, begun = UpdateTimes(), time.monotonic()
     for number in itertools.count():
         before = time.monotonic_ns()
@@ -248,16 +274,25 @@ def _copy(job: Job, control: Connection, place: dict[str, Any]) -> UpdateTimes:
 
 
 def _filled(case: Case) -> dict[str, torch.Tensor]:
-    """Weights whose every element has other bits than its neighbours; all are finite, as integers and as floats."""
+    """Weights whose every element has other bits than its neighbours; all are finite, as integers
+    and as floats."""
     return {
-        name: torch.arange(FLOAT_ONE + number, FLOAT_ONE + number + prod(case.shape), dtype=torch.int32)
-        .view(torch.float32).view(case.shape)
+        name: (
+            torch.arange(
+                FLOAT_ONE + number, FLOAT_ONE + number + prod(case.shape), dtype=torch.int32
+            )
+            .view(torch.float32)
+            .view(case.shape)
+        )
         for number, name in enumerate(case.names)
-    }  # fmt: skip
+    }
 
 
 def _zeros(case: Case) -> dict[str, torch.Tensor]:
-    return {name: torch.nn.Parameter(torch.zeros(case.shape), requires_grad=False) for name in case.names}
+    return {
+        name: torch.nn.Parameter(torch.zeros(case.shape), requires_grad=False)
+        for name in case.names
+    }
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -1,4 +1,5 @@
-"""The ranks whose processes `bench.weight_plane.ranks` measures: of a trainer, of a reader, and of the floors."""
+"""The ranks whose processes `bench.weight_plane.ranks` measures: of a trainer, of a reader, and of
+the floors."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class Job:
     @property
     def target(self) -> Layout:
         """Of the readers."""
-        return Layout.cut(self.shapes, Mesh.of(self.readers), lambda name: (int(name.split(".")[1]) % 2,))
+        return Layout.cut(
+            self.shapes, Mesh.of(self.readers), lambda name: (int(name.split(".")[1]) % 2,)
+        )
 
     @property
     def pair_bytes(self) -> list[list[int]]:
@@ -82,11 +85,16 @@ class Source:
     def __init__(self, job: Job, rank: int) -> None:
         backend = "gloo" if job.system == "gloo" else "shared_memory"
         self._layout, self._rank = job.source, rank
-        self._tensors = {name: torch.empty(shape) for name, (shape, _) in job.source.local(rank).items()}
+        self._tensors = {
+            name: torch.empty(shape) for name, (shape, _) in job.source.local(rank).items()
+        }
         self._writer = ShardedWriter(
-            job.source, rank, _address(job), backend=backend,  # type: ignore[arg-type]
+            job.source,
+            rank,
+            _address(job),
+            backend=backend,  # type: ignore[arg-type]
             hold="snapshot" if job.system == "snapshot" else "until_settle",
-        )  # fmt: skip
+        )
 
     def prepare(self, version: int) -> None:
         """See Rank."""
@@ -115,7 +123,9 @@ class Reader:
     def __init__(self, job: Job, rank: int) -> None:
         self._layout, self._rank = job.target, rank
         local = job.target.local(rank)
-        self._tensors = {name: torch.nn.Parameter(torch.zeros(shape)) for name, (shape, _) in local.items()}
+        self._tensors = {
+            name: torch.nn.Parameter(torch.zeros(shape)) for name, (shape, _) in local.items()
+        }
         self._wanted = {name: torch.empty(shape) for name, (shape, _) in local.items()}
         self._reader = ShardedReader(job.target, rank, _address(job), "readers")
         self._reader.attach(self._tensors)
@@ -139,7 +149,9 @@ class Reader:
     def check(self, version: int) -> bool:
         """See Rank."""
         fill(self._layout, self._rank, self._wanted, version)
-        return all(torch.equal(self._wanted[name], tensor) for name, tensor in self._tensors.items())
+        return all(
+            torch.equal(self._wanted[name], tensor) for name, tensor in self._tensors.items()
+        )
 
     def close(self) -> None:
         """See Rank."""
@@ -147,20 +159,28 @@ class Reader:
 
 
 class Raw:
-    """A rank that sends or receives what goes to and from each peer, in one message each, by torch's own gloo."""
+    """A rank that sends or receives what goes to and from each peer, in one message each, by
+    torch's own gloo."""
 
     def __init__(self, job: Job, rank: int, is_source: bool) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         everybody = job.sources + job.readers
         dist.init_process_group(
-            "gloo", init_method=f"file://{job.folder}/gloo", rank=rank if is_source else job.sources + rank,
-            world_size=everybody, timeout=timedelta(seconds=PATIENCE_S),
-        )  # fmt: skip
+            "gloo",
+            init_method=f"file://{job.folder}/gloo",
+            rank=rank if is_source else job.sources + rank,
+            world_size=everybody,
+            timeout=timedelta(seconds=PATIENCE_S),
+        )
         table = job.pair_bytes
         sizes = table[rank] if is_source else [row[rank] for row in table]
         first = job.sources if is_source else 0
         self._move = dist.isend if is_source else dist.irecv
-        self._parts = [(first + at, torch.ones(size, dtype=torch.uint8)) for at, size in enumerate(sizes) if size]
+        self._parts = [
+            (first + at, torch.ones(size, dtype=torch.uint8))
+            for at, size in enumerate(sizes)
+            if size
+        ]
 
     def prepare(self, version: int) -> None:
         """Nothing."""
@@ -186,7 +206,10 @@ class Memcpy:
 
     def __init__(self, job: Job, rank: int) -> None:
         size = sum(row[rank] for row in job.pair_bytes)
-        self._from, self._to = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        self._from, self._to = (
+            torch.ones(size, dtype=torch.uint8),
+            torch.zeros(size, dtype=torch.uint8),
+        )
 
     def prepare(self, version: int) -> None:
         """Nothing."""
@@ -205,11 +228,15 @@ class Memcpy:
 
 
 def fill(layout: Layout, rank: int, tensors: dict[str, torch.Tensor], version: int) -> None:
-    """A rank's part of a version in which neighbours, tensors and versions differ; all numbers are finite."""
+    """A rank's part of a version in which neighbours, tensors and versions differ; all numbers are
+    finite."""
     for number, (name, held) in enumerate(layout.tensors.items()):
         shards = held.shards
         for row in (shards.ranks == rank).nonzero()[0].tolist():
-            box = tuple(slice(a, b) for a, b in zip(shards.start[row].tolist(), shards.stop[row].tolist(), strict=True))
+            box = tuple(
+                slice(a, b)
+                for a, b in zip(shards.start[row].tolist(), shards.stop[row].tolist(), strict=True)
+            )
             first = FLOAT_ONE + number + version
             full = torch.arange(first, first + prod(held.shape), dtype=torch.int32).view(held.shape)
             tensors[name].view(torch.int32).copy_(full[box])

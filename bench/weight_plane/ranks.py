@@ -1,24 +1,30 @@
-"""How long a version takes from several trainer ranks into several reader ranks, beside what the machine needs for it.
+"""How long a version takes from several trainer ranks into several reader ranks, beside what the
+machine needs for it.
 
     python -m bench.weight_plane --ranks 1x1 2x1 2x2 4x2
 
-Each rank is a process with one torch thread, on a core that it is given in turn; nobody computes. The trainer's ranks
-hold rows (FSDP), the readers' rows of half of the tensors and columns of the others (tensor parallel). A system and its
-floors take turns, update by update. Every update has other bytes, and each reader compares all of its own with them,
-outside of the time. Figures are medians, least_ms is the best.
+Each rank is a process with one torch thread, on a core that it is given in turn; nobody computes.
+The trainer's ranks hold rows (FSDP), the readers' rows of half of the tensors and columns of the
+others (tensor parallel). A system and its floors take turns, update by update. Every update has
+other bytes, and each reader compares all of its own with them, outside of the time. Figures are
+medians, least_ms is the best.
 
-ms              from the first rank's call to publish until the last reader's parameters hold the version (median)
+ms              from the first rank's call to publish until the last reader's parameters hold the
+                version (median)
 held_ms         the longest that a reader's loop was held: one look, or one adoption, in all updates
 publish_ms      how long the call to publish held the trainer's ranks (median of the slowest)
-memcpy_ms       the floor within a machine: as many processes as readers, each copying at once what a reader takes in
+memcpy_ms       the floor within a machine: as many processes as readers, each copying at once what
+                a reader takes in
 alone_ms        what one reader takes in, copied by one process with nobody beside it
-raw_gloo_ms     the floor over gloo: the same ranks exchange the same bytes, in one message from each to each, all at
-                once (isend, irecv), and nobody sums them
+raw_gloo_ms     the floor over gloo: the same ranks exchange the same bytes, in one message from
+                each to each, all at once (isend, irecv), and nobody sums them
 over_floor      ms over memcpy_ms within a machine, over raw_gloo_ms by gloo
-least_over      the same of the best update and the floor's best: what the machine's other work has disturbed least
+least_over      the same of the best update and the floor's best: what the machine's other work has
+                disturbed least
 
 shared_memory   ShardedWriter and ShardedReader, written straight from the trainer's tensors (hold="until_settle")
-snapshot        the same from the trainer's copy, so that it may change them as soon as publish returns
+snapshot        the same from the trainer's copy, so that it may change them as soon as publish
+                returns
 gloo            by messages, from the trainer's tensors
 """
 
@@ -68,9 +74,11 @@ class Found:
     def line(self) -> dict[str, float]:
         """The figures."""
         return {
-            "ms": statistics.median(self.times), "least_ms": min(self.times), "held_ms": max(self.held, default=0.0),
+            "ms": statistics.median(self.times),
+            "least_ms": min(self.times),
+            "held_ms": max(self.held, default=0.0),
             "publish_ms": statistics.median(self.publish or [0.0]),
-        }  # fmt: skip
+        }
 
 
 class Running:
@@ -87,7 +95,9 @@ class Running:
         context.set_forkserver_preload(["bench.weight_plane.rank_ends"])
         for number in range(len(list(ranks_of(self._job)))):
             mine, theirs = context.Pipe()
-            self._children.append(context.Process(target=serve, args=(self._job, number, theirs), daemon=True))
+            self._children.append(
+                context.Process(target=serve, args=(self._job, number, theirs), daemon=True)
+            )
             self._children[-1].start()
             theirs.close()
             self._ends.append(mine)
@@ -98,10 +108,15 @@ class Running:
         self._all(version)
         found = self._all("go")
         if not all(self._all("check")):
-            raise ValueError(f"{self._job.system}: a reader holds other bytes than were published as version {version}")
+            raise ValueError(
+                f"{self._job.system}: a reader holds other bytes than were published as version"
+                f" {version}"
+            )
         if not counted:
             return
-        self.found.times.append((max(end for _, end, _ in found) - min(began for began, _, _ in found)) / 1e6)
+        self.found.times.append(
+            (max(end for _, end, _ in found) - min(began for began, _, _ in found)) / 1e6
+        )
         if self._job.system not in FLOORS:
             self.found.held.append(max(each for _, _, each in found[self._job.sources :]))
             self.found.publish.append(max(each for _, _, each in found[: self._job.sources]))
@@ -124,7 +139,8 @@ class Running:
 
 
 def measure(jobs: Sequence[Job], updates: int, seconds: float) -> dict[str, Found]:
-    """By system, which take turns; at most so many counted updates of each, and not more seconds for each than that."""
+    """By system, which take turns; at most so many counted updates of each, and not more seconds
+    for each than that."""
     with contextlib.ExitStack() as stack:
         running = {job.system: stack.enter_context(Running(job)) for job in jobs}
         began = time.monotonic()
@@ -139,10 +155,20 @@ def measure(jobs: Sequence[Job], updates: int, seconds: float) -> dict[str, Foun
 
 
 def main(
-    cases: list[str], mib: list[int], systems: list[str], *, updates: int, seconds: float, path: Path | None
+    cases: list[str],
+    mib: list[int],
+    systems: list[str],
+    *,
+    updates: int,
+    seconds: float,
+    path: Path | None,
 ) -> int:
     """Run the cases, show the table; the exit status is 1 when a reader held other bytes."""
-    report, table, console = Report("weight_plane_ranks", path), Report("weight_plane_ranks"), Console(width=150)
+    report, table, console = (
+        Report("weight_plane_ranks", path),
+        Report("weight_plane_ranks"),
+        Console(width=150),
+    )
     notes = []
     for case in cases:
         sources, readers = (int(number) for number in case.split("x"))
@@ -151,29 +177,37 @@ def main(
             for turns in IN_TURNS:
                 with tempfile.TemporaryDirectory(prefix="dataflow-bench-") as folder:
                     jobs = [
-                        Job(system=system, sources=sources, readers=readers, mib=size, folder=folder)
+                        Job(
+                            system=system, sources=sources, readers=readers, mib=size, folder=folder
+                        )
                         for system in turns
                         if system in systems
                     ]
-                    found |= {system: each.line for system, each in measure(jobs, updates, seconds).items()}
+                    found |= {
+                        system: each.line
+                        for system, each in measure(jobs, updates, seconds).items()
+                    }
             floors = {f"{name}_ms": found[name]["ms"] for name in FLOORS if name in found}
             for system in [each for each in found if each not in FLOORS]:
                 mine, floor = found[system], found.get(FLOOR_OF[system])
                 line = mine | floors
                 if floor:
                     line |= {
-                        "over_floor": mine["ms"] / floor["ms"], "least_over": mine["least_ms"] / floor["least_ms"],
-                    }  # fmt: skip
+                        "over_floor": mine["ms"] / floor["ms"],
+                        "least_over": mine["least_ms"] / floor["least_ms"],
+                    }
                 report.add(case=case, system=system, mib=size, processor=processor(), **line)
                 table.add(case=case, MiB=size, system=system, **line)
                 if system in GOALS and floor:
                     notes.append(
-                        f"{case}, {size} MiB, {system}: {line['over_floor']:.2f} of its floor (best "
-                        f"{line['least_over']:.2f}, goal {GOALS[system]:.1f}); a reader was held "
-                        f"{line['held_ms']:.2f} ms (goal {HELD_MS:.0f})"
+                        f"{case}, {size} MiB, {system}: {line['over_floor']:.2f} of its floor (best"
+                        f" {line['least_over']:.2f}, goal {GOALS[system]:.1f}); a reader was held"
+                        f" {line['held_ms']:.2f} ms (goal {HELD_MS:.0f})"
                     )
     table.show(console)
-    console.print(f"{processor()}, {os.cpu_count()} cores", *notes, sep="\n", markup=False, highlight=False)
+    console.print(
+        f"{processor()}, {os.cpu_count()} cores", *notes, sep="\n", markup=False, highlight=False
+    )
     return 0
 
 

@@ -1,8 +1,8 @@
 """Ray for the weight-plane bench; it is imported when an end is opened.
 
-Both processes are drivers of one small cluster that the trainer starts, on loopback and with a token that only they
-know; the reference to the weights goes through an actor, for a driver cannot hand one to another.
-"""
+Both processes are drivers of one small cluster that the trainer starts, on loopback and with a
+token that only they know; the reference to the weights goes through an actor, for a driver cannot
+hand one to another."""
 
 import os
 import secrets
@@ -46,10 +46,14 @@ class RayTrainer(Announcing):
         token = secrets.token_hex(32)
         self._ray = _ray(token)
         context = self._ray.init(
-            num_cpus=1, include_dashboard=False, log_to_driver=False, namespace=NAMESPACE, _temp_dir=str(seat.folder),
+            num_cpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            namespace=NAMESPACE,
+            _temp_dir=str(seat.folder),
             object_store_memory=STORE_VERSIONS * seat.case.nbytes + (256 << 20),
             logging_level="ERROR",
-        )  # fmt: skip
+        )
         self._mailbox = self._ray.remote(num_cpus=0)(_Mailbox).options(name=MAILBOX).remote()
         self._ray.get(self._mailbox.put.remote([]), timeout=PATIENCE_S)
         seat.words.send((context.address_info["address"], token))
@@ -78,7 +82,9 @@ class RayReader(Told):
             raise TimeoutError(f"the trainer has not started Ray after {PATIENCE_S:g} s")
         address, token = seat.words.recv()
         self._ray = _ray(token)
-        self._ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        self._ray.init(
+            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR"
+        )
         self._mailbox = self._ray.get_actor(MAILBOX)
 
     def load(self) -> None:

@@ -1,16 +1,21 @@
-"""What the weight plane's cost model says of large models on many GPUs: python -m bench.weight_plane --simulate.
+"""What the weight plane's cost model says of large models on many GPUs: python -m
+bench.weight_plane --simulate.
 
-Model figures, not measurements: `transport.weights.costs.interconnect` says what is in them, and what is not. Half of
-the GPUs train, half generate; nodes of 8 with NVLink at 450 GB/s per GPU and 400 Gb/s per GPU between them, all of it
-usable. Whether a GPU's memory holds its share is not asked (405B in bf16 with TP 8 takes 101 GB).
+Model figures, not measurements: `transport.weights.costs.interconnect` says what is in them, and
+what is not. Half of the GPUs train, half generate; nodes of 8 with NVLink at 450 GB/s per GPU and
+400 Gb/s per GPU between them, all of it usable. Whether a GPU's memory holds its share is not asked
+(405B in bf16 with TP 8 takes 101 GB).
 
-trainer     8B, 70B: HSDP over 8 and 64 ranks; 405B: FSDP over all; 1T: 64-way expert parallel, FSDP over the rest
-generator   replicas of TP 8; 1T: replicas of 32 ranks, TP 8 for attention and 32-way expert parallel
-fp8         the matrices of the layers are cast before they are sent; embeddings, router and norms travel in bf16, and
-            scales (0.02% in blocks of 128 x 128) are not counted
+trainer     8B, 70B: HSDP over 8 and 64 ranks; 405B: FSDP over all; 1T: 64-way expert parallel, FSDP
+            over the rest
+generator   replicas of TP 8; 1T: replicas of 32 ranks, TP 8 for attention and 32-way expert
+            parallel
+fp8         the matrices of the layers are cast before they are sent; embeddings, router and norms
+            travel in bf16, and scales (0.02% in blocks of 128 x 128) are not counted
 half        as if links gave half of their bandwidth, which is the most that anybody publishes
-gather      every trainer rank gathers each whole tensor from those that share it, then rank 0 broadcasts it over one
-            link; best: over all links of its node. Both run at full speed, and in the same dtype as ours
+gather      every trainer rank gathers each whole tensor from those that share it, then rank 0
+            broadcasts it over one link; best: over all links of its node. Both run at full speed,
+            and in the same dtype as ours
 """
 
 import math
@@ -38,10 +43,17 @@ WIDE = 170
 PUBLISHED = {
     "70B": "LlamaRL, 256 GPUs: 1.15 s [2nd]; OpenRLHF, the same: 111.65 s [2nd]",
     "405B": "LlamaRL, 1,024 GPUs: under 2 s [doc]",
-    "1T": "Perplexity RDMA, 256 to 128 GPUs: 1.3 s [src]; checkpoint-engine, Kimi-K2 on 16 H20: 14 to 16 s [src]",
-    "other models": "NeMo-RL, DeepSeek-V3: 2.4 to 2.8 s; vLLM sharded, 235B: 2.7 s; verl, Qwen3-30B-A3B: 7 s [src]",
+    "1T": (
+        "Perplexity RDMA, 256 to 128 GPUs: 1.3 s [src]; checkpoint-engine, Kimi-K2 on 16 H20: 14 to"
+        " 16 s [src]"
+    ),
+    "other models": (
+        "NeMo-RL, DeepSeek-V3: 2.4 to 2.8 s; vLLM sharded, 235B: 2.7 s; verl, Qwen3-30B-A3B: 7 s"
+        " [src]"
+    ),
 }
-"""By others. [doc]: in the paper; [2nd]: quoted by two or more write-ups; [src]: in the projects' own files."""
+"""By others. [doc]: in the paper; [2nd]: quoted by two or more write-ups; [src]: in the projects'
+own files."""
 BY_COLUMNS = ("o", "down", "shared_down")
 WHOLE = ("norm", "router", "q_a", "kv_a")
 
@@ -60,13 +72,21 @@ class Model:
 
     def plan(self, gpus: int, dtype: str) -> CopyPlan:
         """Half of the GPUs to the other half, cast to fp8 or not."""
-        wanted = self.tensors if dtype == "bf16" else {n: (s, narrow(n, s)) for n, (s, _) in self.tensors.items()}
+        wanted = (
+            self.tensors
+            if dtype == "bf16"
+            else {n: (s, narrow(n, s)) for n, (s, _) in self.tensors.items()}
+        )
         return reshard(self.trainer(self.tensors, gpus // 2), self.generator(wanted, gpus // 2))
 
 
 def main(json_path: Path | None = None) -> int:
     """Print the table and write the JSON lines."""
-    report, table, console = Report("weight_plane_simulation", json_path), Report("weight_plane"), Console()
+    report, table, console = (
+        Report("weight_plane_simulation", json_path),
+        Report("weight_plane"),
+        Console(),
+    )
     began = time.monotonic()
     for model in models():
         for gpus in GPUS:
@@ -76,42 +96,66 @@ def main(json_path: Path | None = None) -> int:
                 case = f"{model.name} on {gpus} GPUs, {dtype}"
                 published = PUBLISHED.get(model.name)
                 for system, row in (("sharded", ours), ("gather_and_broadcast", gathered)):
-                    report.add(case=case, system=system, gpus=gpus, dtype=dtype, published=published, **row)
+                    report.add(
+                        case=case, system=system, gpus=gpus, dtype=dtype, published=published, **row
+                    )
                 table.add(
-                    case="by the cost model, not measured", system=case,
-                    **{"sends GB": ours["gb_sent_per_rank"], "receives GB": ours["gb_received_per_rank"],
-                       "pairs": ours["pairs"], "s": ours["seconds"], "s half": ours["seconds_at_half"],
-                       "gather: receives GB": gathered["gb_received_per_rank"],
-                       "gather s": gathered["seconds"], "gather best s": gathered["seconds_best"],
-                       "times": gathered["seconds"] / ours["seconds"]},
-                )  # fmt: skip
+                    case="by the cost model, not measured",
+                    system=case,
+                    **{
+                        "sends GB": ours["gb_sent_per_rank"],
+                        "receives GB": ours["gb_received_per_rank"],
+                        "pairs": ours["pairs"],
+                        "s": ours["seconds"],
+                        "s half": ours["seconds_at_half"],
+                        "gather: receives GB": gathered["gb_received_per_rank"],
+                        "gather s": gathered["seconds"],
+                        "gather best s": gathered["seconds_best"],
+                        "times": gathered["seconds"] / ours["seconds"],
+                    },
+                )
     table.show(Console(width=max(WIDE, console.width)))
     for what, said in PUBLISHED.items():
-        console.print(f"measured by others, {what}: {said}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"model figures, not measurements; computed in {time.monotonic() - began:.0f} s", highlight=False)
+        console.print(
+            f"measured by others, {what}: {said}", markup=False, highlight=False, soft_wrap=True
+        )
+    console.print(
+        f"model figures, not measurements; computed in {time.monotonic() - began:.0f} s",
+        highlight=False,
+    )
     return 0
 
 
 def figures(plan: CopyPlan, nbytes: int, shards: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Ours, and gathering `nbytes` among `shards` ranks and broadcasting them; bytes are those of the busiest rank."""
+    """Ours, and gathering `nbytes` among `shards` ranks and broadcasting them; bytes are those of
+    the busiest rank."""
     half = replace(
-        LINKS, within_bytes_per_s=LINKS.within_bytes_per_s / 2, between_bytes_per_s=LINKS.between_bytes_per_s / 2
+        LINKS,
+        within_bytes_per_s=LINKS.within_bytes_per_s / 2,
+        between_bytes_per_s=LINKS.between_bytes_per_s / 2,
     )
     made = cost(plan.pair_bytes, LINKS)
     readers = plan.destination.ranks
     usual = [gather_and_broadcast(nbytes, shards, readers, links) for links in (LINKS, half)]
     best = gather_and_broadcast(nbytes, shards, readers, LINKS, root_links=LINKS.gpus_per_node)
     ours = {
-        "gb_model": nbytes / 1e9, "gb_sent_per_rank": float(np.max(made.source_bytes.sum(axis=1))) / 1e9,
+        "gb_model": nbytes / 1e9,
+        "gb_sent_per_rank": float(np.max(made.source_bytes.sum(axis=1))) / 1e9,
         "gb_received_per_rank": float(np.max(made.destination_bytes.sum(axis=1))) / 1e9,
-        "pairs": int((plan.pair_bytes > 0).sum()), "messages_per_rank": int(np.max(made.source_messages)),
-        "seconds": made.seconds, "seconds_at_half": cost(plan.pair_bytes, half).seconds,
-    }  # fmt: skip
+        "pairs": int((plan.pair_bytes > 0).sum()),
+        "messages_per_rank": int(np.max(made.source_messages)),
+        "seconds": made.seconds,
+        "seconds_at_half": cost(plan.pair_bytes, half).seconds,
+    }
     gathered = {
-        "gb_model": nbytes / 1e9, "gb_gathered_per_rank": usual[0].source_bytes / 1e9,
-        "gb_received_per_rank": usual[0].destination_bytes / 1e9, "gather_seconds": usual[0].gather_s,
-        "seconds": usual[0].seconds, "seconds_at_half": usual[1].seconds, "seconds_best": best.seconds,
-    }  # fmt: skip
+        "gb_model": nbytes / 1e9,
+        "gb_gathered_per_rank": usual[0].source_bytes / 1e9,
+        "gb_received_per_rank": usual[0].destination_bytes / 1e9,
+        "gather_seconds": usual[0].gather_s,
+        "seconds": usual[0].seconds,
+        "seconds_at_half": usual[1].seconds,
+        "seconds_best": best.seconds,
+    }
     return ours, gathered
 
 
@@ -132,42 +176,89 @@ def narrow(name: str, shape: tuple[int, ...]) -> str:
 def models() -> list[Model]:
     """Llama 3 of three sizes, and a mixture of experts of Kimi-K2's shapes."""
     return [
-        Model(name="8B", tensors=llama(32, 4096, 14336), shards=8, trainer=hsdp(8), generator=tensor_parallel),
-        Model(name="70B", tensors=llama(80, 8192, 28672), shards=64, trainer=hsdp(64), generator=tensor_parallel),
-        Model(name="405B", tensors=llama(126, 16384, 53248), trainer=hsdp(None), generator=tensor_parallel),
+        Model(
+            name="8B",
+            tensors=llama(32, 4096, 14336),
+            shards=8,
+            trainer=hsdp(8),
+            generator=tensor_parallel,
+        ),
+        Model(
+            name="70B",
+            tensors=llama(80, 8192, 28672),
+            shards=64,
+            trainer=hsdp(64),
+            generator=tensor_parallel,
+        ),
+        Model(
+            name="405B",
+            tensors=llama(126, 16384, 53248),
+            trainer=hsdp(None),
+            generator=tensor_parallel,
+        ),
         Model(name="1T", tensors=mixture(), trainer=expert_fsdp, generator=expert_parallel),
     ]
 
 
-def llama(layers: int, width: int, inner: int, vocabulary: int = 128256, keys: int = 1024) -> Tensors:
+def llama(
+    layers: int, width: int, inner: int, vocabulary: int = 128256, keys: int = 1024
+) -> Tensors:
     """Llama 3: 8 key/value heads of 128."""
     layer = {
-        "q": (width, width), "k": (keys, width), "v": (keys, width), "o": (width, width), "gate": (inner, width),
-        "up": (inner, width), "down": (width, inner), "norm": (width,), "post_norm": (width,),
-    }  # fmt: skip
-    return bf16({"embed": (vocabulary, width), "head": (vocabulary, width), "norm": (width,)}, [layer] * layers)
+        "q": (width, width),
+        "k": (keys, width),
+        "v": (keys, width),
+        "o": (width, width),
+        "gate": (inner, width),
+        "up": (inner, width),
+        "down": (width, inner),
+        "norm": (width,),
+        "post_norm": (width,),
+    }
+    return bf16(
+        {"embed": (vocabulary, width), "head": (vocabulary, width), "norm": (width,)},
+        [layer] * layers,
+    )
 
 
 def mixture() -> Tensors:
-    """61 layers, the first dense; 384 experts of 2,048, and a shared one; latent attention with 64 heads."""
+    """61 layers, the first dense; 384 experts of 2,048, and a shared one; latent attention with 64
+    heads."""
     width, inner, experts, heads = 7168, 2048, 384, 64
     attention = {
-        "q_a": (1536, width), "q_b": (heads * 192, 1536), "kv_a": (576, width), "kv_b": (heads * 256, 512),
-        "o": (width, heads * 128), "norm": (width,), "post_norm": (width,), "q_norm": (1536,), "kv_norm": (512,),
-    }  # fmt: skip
+        "q_a": (1536, width),
+        "q_b": (heads * 192, 1536),
+        "kv_a": (576, width),
+        "kv_b": (heads * 256, 512),
+        "o": (width, heads * 128),
+        "norm": (width,),
+        "post_norm": (width,),
+        "q_norm": (1536,),
+        "kv_norm": (512,),
+    }
     dense = {"gate": (18432, width), "up": (18432, width), "down": (width, 18432)}
     sparse = {
         "router": (experts, width),
-        "expert_gate_up": (experts, 2 * inner, width), "expert_down": (experts, width, inner),
-        "shared_gate": (inner, width), "shared_up": (inner, width), "shared_down": (width, inner),
-    }  # fmt: skip
-    ends: dict[str, tuple[int, ...]] = {"embed": (163840, width), "head": (163840, width), "norm": (width,)}
+        "expert_gate_up": (experts, 2 * inner, width),
+        "expert_down": (experts, width, inner),
+        "shared_gate": (inner, width),
+        "shared_up": (inner, width),
+        "shared_down": (width, inner),
+    }
+    ends: dict[str, tuple[int, ...]] = {
+        "embed": (163840, width),
+        "head": (163840, width),
+        "norm": (width,),
+    }
     return bf16(ends, [{**attention, **dense}] + [{**attention, **sparse}] * 60)
 
 
 def bf16(ends: Mapping[str, tuple[int, ...]], layers: list[dict[str, tuple[int, ...]]]) -> Tensors:
     """All of them by name."""
-    shapes = {**ends, **{f"{n}.{name}": shape for n, layer in enumerate(layers) for name, shape in layer.items()}}
+    shapes = {
+        **ends,
+        **{f"{n}.{name}": shape for n, layer in enumerate(layers) for name, shape in layer.items()},
+    }
     return {name: (shape, "bfloat16") for name, shape in shapes.items()}
 
 
@@ -194,11 +285,15 @@ def tensor_parallel(tensors: Tensors, ranks: int) -> Layout:
 
 def expert_fsdp(tensors: Tensors, ranks: int) -> Layout:
     """Experts dealt out to 64 ranks and cut by the others; everything else by FSDP over all."""
-    return Layout.cut(tensors, Mesh.of(ranks // 64, 64), lambda name: (1, 0) if "expert_" in name else (0, 0))
+    return Layout.cut(
+        tensors, Mesh.of(ranks // 64, 64), lambda name: (1, 0) if "expert_" in name else (0, 0)
+    )
 
 
 def expert_parallel(tensors: Tensors, ranks: int) -> Layout:
     """Replicas of 32 ranks: 12 whole experts each, TP 8 for the rest."""
     return Layout.cut(
-        tensors, Mesh.of(ranks // 32, 4, 8), lambda name: (None, 0, 0) if "expert_" in name else (None, None, cut(name))
+        tensors,
+        Mesh.of(ranks // 32, 4, 8),
+        lambda name: (None, 0, 0) if "expert_" in name else (None, None, cut(name)),
     )

@@ -1,20 +1,25 @@
 """The systems of the weight-plane bench, each with a trainer's and a reader's end.
 
 ours_shm        WeightWriter and WeightReader over shared memory, as a run opens them
-ours_gloo       ShardedWriter and ShardedReader over gloo, one rank each; the trainer goes on once it has copied
-ours_gloo_zero_copy  the same without that copy: its tensors may not change until they have left (hold="until_settle")
+ours_gloo       ShardedWriter and ShardedReader over gloo, one rank each; the trainer goes on once
+                it has copied
+ours_gloo_zero_copy  the same without that copy: its tensors may not change until they have left
+(hold="until_settle")
 gloo            torch.distributed.broadcast of a state dict, tensor by tensor
-gloo_p2p        torch.distributed send and recv of the same bytes in one tensor: the floor of whatever goes over gloo
-torch_shared    tensors that both processes map (share_memory_): the trainer copies in, the reader copies out
+gloo_p2p        torch.distributed send and recv of the same bytes in one tensor: the floor of
+                whatever goes over gloo
+torch_shared    tensors that both processes map (share_memory_): the trainer copies in, the reader
+                copies out
 safetensors     save_file into shared memory, load_file, and a copy into the parameters
 torch_save      the same with torch.save and torch.load
-ray             ray.put of a state dict, ray.get, and a copy into the parameters (bench.weight_plane.ray_system)
+ray             ray.put of a state dict, ray.get, and a copy into the parameters
+                (bench.weight_plane.ray_system)
 ray_numpy       the same with numpy arrays, which Ray does not copy into a pickle
 
-memcpy, which bench.weight_plane.pair measures by itself, is the floor of whatever stays in one machine.
-Ours prove every version by checksum, keep what the reader computes with until the next is whole, and need no word of
-the bench; the others give what they give, and tell the reader through a pipe that a version is there.
-"""
+memcpy, which bench.weight_plane.pair measures by itself, is the floor of whatever stays in one
+machine. Ours prove every version by checksum, keep what the reader computes with until the next is
+whole, and need no word of the bench; the others give what they give, and tell the reader through a
+pipe that a version is there."""
 
 import os
 import sys
@@ -28,13 +33,28 @@ import torch.distributed as dist
 
 from bench.weight_plane.cases import PATIENCE_S, Seat
 from bench.weight_plane.ends import Announcing, ReaderEnd, Told, TrainerEnd
-from bench.weight_plane.ours import OursGlooReader, OursGlooTrainer, OursShmReader, OursShmTrainer, OursZeroCopyTrainer
+from bench.weight_plane.ours import (
+    OursGlooReader,
+    OursGlooTrainer,
+    OursShmReader,
+    OursShmTrainer,
+    OursZeroCopyTrainer,
+)
 from bench.weight_plane.ray_system import RayNumpyReader, RayNumpyTrainer, RayReader, RayTrainer
 
 SYSTEMS = (
-    "memcpy", "gloo_p2p", "ours_shm", "ours_gloo", "ours_gloo_zero_copy", "gloo", "torch_shared", "safetensors",
-    "torch_save", "ray", "ray_numpy",
-)  # fmt: skip
+    "memcpy",
+    "gloo_p2p",
+    "ours_shm",
+    "ours_gloo",
+    "ours_gloo_zero_copy",
+    "gloo",
+    "torch_shared",
+    "safetensors",
+    "torch_save",
+    "ray",
+    "ray_numpy",
+)
 
 
 def missing(system: str) -> str | None:
@@ -125,14 +145,19 @@ def _meet(seat: Seat, rank: int) -> None:
     """Make the group of two, over loopback."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     dist.init_process_group(
-        "gloo", init_method=f"file://{seat.folder}/gloo", rank=rank, world_size=2,
+        "gloo",
+        init_method=f"file://{seat.folder}/gloo",
+        rank=rank,
+        world_size=2,
         timeout=timedelta(seconds=PATIENCE_S),
-    )  # fmt: skip
+    )
 
 
 def _flattened(seat: Seat) -> torch.Tensor:
     flat = torch.cat([tensor.detach().view(-1) for tensor in seat.tensors.values()])
-    for tensor, part in zip(seat.tensors.values(), flat.view(seat.case.tensors, *seat.case.shape), strict=True):
+    for tensor, part in zip(
+        seat.tensors.values(), flat.view(seat.case.tensors, *seat.case.shape), strict=True
+    ):
         tensor.data = part
     return flat
 
@@ -143,7 +168,9 @@ class SharedTensorsTrainer(Announcing):
     def __init__(self, seat: Seat) -> None:
         """Make them, and send them over once, as file descriptors."""
         super().__init__(seat)
-        self._shared = {name: torch.zeros_like(tensor).share_memory_() for name, tensor in seat.tensors.items()}
+        self._shared = {
+            name: torch.zeros_like(tensor).share_memory_() for name, tensor in seat.tensors.items()
+        }
         seat.words.send(self._shared)
 
     def hand_over(self) -> None:
@@ -172,7 +199,9 @@ class SafetensorsTrainer(Announcing):
 
     def hand_over(self) -> None:
         """Write it."""
-        safetensors.torch.save_file(dict(self.seat.tensors), self.seat.memory / "weights.safetensors")
+        safetensors.torch.save_file(
+            dict(self.seat.tensors), self.seat.memory / "weights.safetensors"
+        )
 
 
 class SafetensorsReader(Told):

@@ -1,1 +1,2 @@
-"""One host of a run: its forkserver, and the agent that stands between that and a scheduler elsewhere."""
+"""One host of a run: its forkserver, and the agent that stands between that and a scheduler
+elsewhere."""

@@ -54,9 +54,12 @@ def host_here(told: AgentEnvironment) -> Host:
     """This machine, or the part of it that the run has."""
     has = this_machine()
     return Host(
-        name=told.host or socket.gethostname(), cpus=int(told.cpus or has.cpus), gpus=int(told.gpus or has.gpus),
-        memory_bytes=has.memory_bytes, gpu_memory_bytes=has.gpu_memory_bytes,
-    )  # fmt: skip
+        name=told.host or socket.gethostname(),
+        cpus=int(told.cpus or has.cpus),
+        gpus=int(told.gpus or has.gpus),
+        memory_bytes=has.memory_bytes,
+        gpu_memory_bytes=has.gpu_memory_bytes,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The agent of one host: between its workers and a scheduler that may be anywhere, and come back as another one."""
+"""The agent of one host: between its workers and a scheduler that may be anywhere, and come back as
+another one."""
 
 import os
 import secrets
@@ -17,7 +18,16 @@ from dataflow.agent import run_disk
 from dataflow.agent.digest import versions
 from dataflow.agent.environment import AgentEnvironment
 from dataflow.agent.final_notices import leave, take_back
-from dataflow.agent.forkserver_messages import Alive, End, Handed, Notice, Pause, SendSignal, Spawn, Stay
+from dataflow.agent.forkserver_messages import (
+    Alive,
+    End,
+    Handed,
+    Notice,
+    Pause,
+    SendSignal,
+    Spawn,
+    Stay,
+)
 from dataflow.agent.host_forkserver import HostForkserver
 from dataflow.agent.messages import (
     Begin,
@@ -48,12 +58,14 @@ from dataflow.system.interrupts import ECHO_S
 from dataflow.system.security import RunKeys
 
 LEAVE_S = 5.0
-"""From a SIGTERM on, for the scheduler to end the run, if it was asked too, or for trainers to write a checkpoint."""
+"""From a SIGTERM on, for the scheduler to end the run, if it was asked too, or for trainers to
+write a checkpoint."""
 ALIVE_S = 0.5
 """Between two signs of life."""
 _TURN_MS, _PROMPT_MS = 50, 10
 _REACH_S, _AGAIN_S = 8.0, 1.0
-"""For another host to be reached, longer than the scheduler takes one to be there that has died; between two tries."""
+"""For another host to be reached, longer than the scheduler takes one to be there that has died;
+between two tries."""
 
 
 @dataclass
@@ -71,19 +83,27 @@ class Agent:
     """One host of a run.
 
     consumes: what the scheduler asks of this host; events of the forkserver
-    produces: that it is there, and a sign of life; events of the workers; to another scheduler all workers, as they are
-    waits for: the scheduler; without one for the next one, for as long as it was told, then for the workers that have
+    produces: that it is there, and a sign of life; events of the workers; to another scheduler all
+    workers, as they are waits for: the scheduler; without one for the next one, for as long as it
+    was told, then for the workers that have
         something to bring to an end
     unblocked by: either; its limit, after which it ends with all workers
     """
 
     def __init__(
-        self, told: AgentEnvironment, keys: RunKeys, host: Host, address: str, sockets: Path,
-        clock: Callable[[], float] = time.monotonic, *, own_folder: bool = False,
-    ) -> None:  # fmt: skip
-        """address: at which the others reach this host. sockets: a private folder, which goes with the agent.
-        own_folder: whether the run folder here is not the scheduler's, and others get from it what they need. Errors:
-        RunError where it cannot listen at the address."""
+        self,
+        told: AgentEnvironment,
+        keys: RunKeys,
+        host: Host,
+        address: str,
+        sockets: Path,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        own_folder: bool = False,
+    ) -> None:
+        """address: at which the others reach this host. sockets: a private folder, which goes with
+        the agent. own_folder: whether the run folder here is not the scheduler's, and others get
+        from it what they need. Errors: RunError where it cannot listen at the address."""
         self._reach = ReachPort(address)
         self._files = FileServer(Path(told.folder), address, keys) if own_folder else None
         self._told, self._host, self._address, self._sockets = told, host, address, sockets
@@ -126,8 +146,8 @@ class Agent:
             self._close()
 
     def leave(self) -> None:
-        """End with all workers, after the scheduler has heard of it; asked again, end at once. May be called from a
-        signal handler."""
+        """End with all workers, after the scheduler has heard of it; asked again, end at once. May
+        be called from a signal handler."""
         now = time.monotonic()
         self._ends |= self._asked_at is not None and now - self._asked_at > ECHO_S
         self._asked_at = self._asked_at or now
@@ -200,7 +220,8 @@ class Agent:
                 pass
 
     def _reaches(self, begin: Begin) -> bool:
-        """Whether all others are reached; one that has just died the scheduler leaves out when it is asked again."""
+        """Whether all others are reached; one that has just died the scheduler leaves out when it
+        is asked again."""
         try:
             check_reach(self._host.name, begin.reach_addresses)
             return True
@@ -240,8 +261,8 @@ class Agent:
         for event in forkserver.events():
             if event["event"] == "gone":
                 raise RunError(
-                    f"the forkserver of host '{self._host.name}' ended unexpectedly, and all its workers with it; see "
-                    f"logs/{log_name(self._host.name)} in the run folder"
+                    f"the forkserver of host '{self._host.name}' ended unexpectedly, and all its"
+                    f" workers with it; see logs/{log_name(self._host.name)} in the run folder"
                 )
             worker = self._workers[event["name"]]
             worker.pid, worker.status = event["pid"], event["status"]
@@ -252,13 +273,24 @@ class Agent:
 
     def _join(self) -> None:
         host = self._host
-        self._line.say(Join(
-            name=host.name, cpus=host.cpus, gpus=host.gpus, memory_bytes=host.memory_bytes,
-            gpu_memory_bytes=host.gpu_memory_bytes, kind=host.kind, address=self._address, sockets=str(self._sockets),
-            folder=self._told.folder, files=self._files.address if self._files else "", pid=os.getpid(),
-            versions=versions(),
-            digest=self._built.digest if self._built else "", reach_address=self._reach.address,
-        ))  # fmt: skip
+        self._line.say(
+            Join(
+                name=host.name,
+                cpus=host.cpus,
+                gpus=host.gpus,
+                memory_bytes=host.memory_bytes,
+                gpu_memory_bytes=host.gpu_memory_bytes,
+                kind=host.kind,
+                address=self._address,
+                sockets=str(self._sockets),
+                folder=self._told.folder,
+                files=self._files.address if self._files else "",
+                pid=os.getpid(),
+                versions=versions(),
+                digest=self._built.digest if self._built else "",
+                reach_address=self._reach.address,
+            )
+        )
 
     def _seek(self) -> None:
         """Look for the scheduler that leads the run now, where the one before says nothing."""
@@ -273,26 +305,37 @@ class Agent:
             self._sought = now
             found = Rendezvous.read(Path(self._told.folder))
             if found is not None and found.address != self._line.address:
-                self._log.warning("turns to another scheduler", address=found.address, silent_s=round(silent_s, 1))
+                self._log.warning(
+                    "turns to another scheduler", address=found.address, silent_s=round(silent_s, 1)
+                )
                 self._line.turn_to(found.address)
             self._join()
-        if over(silent_s, self._stays, keeps=any(each.keeps and not each.has_ended for each in self._workers.values())):
+        if over(
+            silent_s,
+            self._stays,
+            keeps=any(each.keeps and not each.has_ended for each in self._workers.values()),
+        ):
             word = "has not been heard for" if self._has_scheduler else "has not answered for"
             raise RunError(
-                f"the scheduler at {self._line.address} {word} {silent_s:.0f} s: {self._line.trouble}; host "
-                f"'{self._host.name}' ends with its workers; see that the address is one that this host reaches"
+                f"the scheduler at {self._line.address} {word} {silent_s:.0f} s:"
+                f" {self._line.trouble}; host '{self._host.name}' ends with its workers; see that"
+                " the address is one that this host reaches"
             )
 
     def _hand_over(self, question: int) -> None:
         """The scheduler gets every worker as it is, also those that it has just asked for."""
         for name, worker in self._workers.items():
-            self._line.say(Handed(name, worker.pid, worker.settings, worker.status, not worker.has_ended))
+            self._line.say(
+                Handed(name, worker.pid, worker.settings, worker.status, not worker.has_ended)
+            )
         self._line.say(HandedOver(question=question, alone_s=self._alone_s))
 
     def _show_workers(self, whereabouts: Mapping[str, str]) -> None:
         """Where the scheduler is now: workers that hear nothing look there."""
         try:
-            replace(Whereabouts(**whereabouts), control=address(str(self._sockets))).write(self._sockets)
+            replace(Whereabouts(**whereabouts), control=address(str(self._sockets))).write(
+                self._sockets
+            )
         except RunError as error:
             raise RunError(f"host '{self._host.name}': {error}") from error
 

@@ -1,4 +1,5 @@
-"""What two hosts have to have in common to run one program: versions, code, the graph that is built, and its plan."""
+"""What two hosts have to have in common to run one program: versions, code, the graph that is
+built, and its plan."""
 
 import functools
 import hashlib
@@ -26,7 +27,8 @@ _DEEP = 4
 
 
 def versions() -> dict[str, str]:
-    """Of Python, torch and the engine, as this process has them; torch may be built for other devices."""
+    """Of Python, torch and the engine, as this process has them; torch may be built for other
+    devices."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"Python": python, "torch": _installed("torch").partition("+")[0], "engine": _engine()}
 
@@ -42,7 +44,7 @@ def other_versions(name: str, its: Mapping[str, str], ours: Mapping[str, str]) -
         return ""
     return (
         f"host '{name}' has {'; '.join(found)}; give all hosts of a run the same versions, from "
-        f"one image or one file system"
+        "one image or one file system"
     )
 
 
@@ -57,22 +59,34 @@ def other_program(name: str, its: Built, ours: Built) -> str:
     if its.digest == ours.digest:
         return ""
     changed = [
-        f"'{file}' is {its.files.get(file, 'not there')} on it and {ours.files.get(file, 'not there')} here"
-        for file in sorted({*its.files, *ours.files}) if its.files.get(file) != ours.files.get(file)
-    ]  # fmt: skip
-    what = "; ".join(changed) or "its files are the same, so it reads other data or other flags, or draws something"
+        f"'{file}' is {its.files.get(file, 'not there')} on it and"
+        f" {ours.files.get(file, 'not there')} here"
+        for file in sorted({*its.files, *ours.files})
+        if its.files.get(file) != ours.files.get(file)
+    ]
+    what = (
+        "; ".join(changed)
+        or "its files are the same, so it reads other data or other flags, or draws something"
+    )
     return (
-        f"host '{name}' has another version of the program: what it builds has digest {its.digest}, and what the "
-        f"scheduler built {ours.digest}; {what}; bring the same version to all hosts"
+        f"host '{name}' has another version of the program: what it builds has digest {its.digest},"
+        f" and what the scheduler built {ours.digest}; {what}; bring the same version to all hosts"
     )
 
 
 def program_files(graph: Graph, launch: Launch) -> list[Path]:
-    """Files in which the program's own code stands: its main file, and those of the functions in its operators."""
+    """Files in which the program's own code stands: its main file, and those of the functions in
+    its operators."""
     found = {launch.main_file}
     for operator in graph.operators.values():
-        found |= {Path(file).resolve() for each in _functions(operator, _DEEP) if (file := inspect.getsourcefile(each))}
-    return sorted(path for path in found if path is not None and path.is_file() and not _is_installed(path))
+        found |= {
+            Path(file).resolve()
+            for each in _functions(operator, _DEEP)
+            if (file := inspect.getsourcefile(each))
+        }
+    return sorted(
+        path for path in found if path is not None and path.is_file() and not _is_installed(path)
+    )
 
 
 def _functions(value: Any, deep: int) -> Iterator[Any]:
@@ -93,9 +107,13 @@ def _functions(value: Any, deep: int) -> Iterator[Any]:
 
 
 def _is_installed(path: Path) -> bool:
-    """Whether a file comes with Python, a package or the engine, whose versions are compared as such."""
+    """Whether a file comes with Python, a package or the engine, whose versions are compared as
+    such."""
     packages = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-    return any(path.is_relative_to(place.resolve()) for place in [*packages, *(ROOT / each for each in _ENGINE)])
+    return any(
+        path.is_relative_to(place.resolve())
+        for place in [*packages, *(ROOT / each for each in _ENGINE)]
+    )
 
 
 def _installed(package: str) -> str:

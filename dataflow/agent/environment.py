@@ -1,4 +1,5 @@
-"""What a launcher tells an agent, as environment variables; its keys come by an inherited pipe or a private file."""
+"""What a launcher tells an agent, as environment variables; its keys come by an inherited pipe or a
+private file."""
 
 import os
 import stat
@@ -19,14 +20,15 @@ class AgentEnvironment:
     scheduler: str
     """Address of the scheduler's socket for agents."""
     keys: str
-    """Where the run's keys are: `fd:NUMBER` of an inherited pipe, or the path of a file of mode 0600."""
+    """Where the run's keys are: `fd:NUMBER` of an inherited pipe, or the path of a file of mode
+    0600."""
     folder: str
     """The run folder, as this host sees it."""
     host: str = ""
     """Name in the run; the machine's own when empty."""
     address: str = ""
-    """At which the others reach it, or the name of the interface that has it; the one by which this machine reaches the
-    scheduler when empty."""
+    """At which the others reach it, or the name of the interface that has it; the one by which this
+    machine reaches the scheduler when empty."""
     cpus: str = ""
     """How many cores of this machine are the run's; all that the process may use when empty."""
     gpus: str = ""
@@ -38,18 +40,27 @@ class AgentEnvironment:
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> "AgentEnvironment":
-        """What `to_environ` made; it is taken out, as it concerns nobody that is started from here. Errors: RunError
-        for what is missing."""
-        found = {name: environ.pop(f"{_PREFIX}{name.upper()}", "") for name in cls.__dataclass_fields__}
-        missing = [f"{_PREFIX}{name.upper()}" for name in ("scheduler", "keys", "folder") if not found[name]]
+        """What `to_environ` made; it is taken out, as it concerns nobody that is started from here.
+        Errors: RunError for what is missing."""
+        found = {
+            name: environ.pop(f"{_PREFIX}{name.upper()}", "") for name in cls.__dataclass_fields__
+        }
+        missing = [
+            f"{_PREFIX}{name.upper()}"
+            for name in ("scheduler", "keys", "folder")
+            if not found[name]
+        ]
         if missing:
             raise RunError(
-                f"an agent is told by its launcher where its scheduler is, but {' and '.join(missing)} is not set; "
-                f"start the run with --on, which starts its agents, or set what docs/hosts.md says"
+                "an agent is told by its launcher where its scheduler is, but"
+                f" {' and '.join(missing)} is not set; start the run with --on, which starts its"
+                " agents, or set what docs/hosts.md says"
             )
         for number in ("cpus", "gpus"):
             if found[number] and not found[number].isdecimal():
-                raise RunError(f"{_PREFIX}{number.upper()} is {found[number]!r}, which is no number; give one")
+                raise RunError(
+                    f"{_PREFIX}{number.upper()} is {found[number]!r}, which is no number; give one"
+                )
         return cls(**found)
 
     def read_keys(self) -> RunKeys:
@@ -58,8 +69,9 @@ class AgentEnvironment:
             return RunKeys.from_bytes(_read(self.keys))
         except (OSError, ValueError) as error:
             raise RunError(
-                f"an agent finds no keys at '{self.keys}': {error}; they are {KEYS_BYTES} bytes that the scheduler "
-                f"made for this run, in a pipe that the launcher handed down or a file of mode 0600"
+                f"an agent finds no keys at '{self.keys}': {error}; they are {KEYS_BYTES} bytes"
+                " that the scheduler made for this run, in a pipe that the launcher handed down or"
+                " a file of mode 0600"
             ) from error
 
 
@@ -69,5 +81,7 @@ def _read(place: str) -> bytes:
             return pipe.read(KEYS_BYTES)
     facts = Path(place).stat()
     if stat.S_IMODE(facts.st_mode) & 0o077 or facts.st_uid != os.getuid():
-        raise ValueError(f"mode {stat.S_IMODE(facts.st_mode):04o} and owner {facts.st_uid} let others read them")
+        raise ValueError(
+            f"mode {stat.S_IMODE(facts.st_mode):04o} and owner {facts.st_uid} let others read them"
+        )
     return Path(place).read_bytes()

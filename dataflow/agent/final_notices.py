@@ -1,4 +1,5 @@
-"""What an agent says last that no scheduler has heard: a file in the run folder brings it to the user's terminal."""
+"""What an agent says last that no scheduler has heard: a file in the run folder brings it to the
+user's terminal."""
 
 import contextlib
 import time
@@ -12,10 +13,13 @@ _LOOK_S = 1.0
 
 
 def leave(folder: Path, host: str, sentence: str) -> None:
-    """Say in the run folder why a host does not take part; nothing is said where it is not seen, or refuses."""
+    """Say in the run folder why a host does not take part; nothing is said where it is not seen, or
+    refuses."""
     if folder.is_dir():
         with contextlib.suppress(RunFolderError, OSError):
-            write_atomically(_path(folder, host), lambda file: file.write(sentence.encode()), flush=False)
+            write_atomically(
+                _path(folder, host), lambda file: file.write(sentence.encode()), flush=False
+            )
 
 
 def take_back(folder: Path, host: str) -> None:
@@ -39,7 +43,9 @@ class FinalNotices:
             return []
         self._looked = self._clock()
         found = self._found()
-        new = [sentence for file, (_, sentence) in found.items() if found[file] != self._told.get(file)]
+        new = [
+            sentence for file, (_, sentence) in found.items() if found[file] != self._told.get(file)
+        ]
         self._told = found
         return new
 

@@ -1,4 +1,5 @@
-"""The forkserver's own process: forks workers, tells of their ends, and keeps them while a scheduler is replaced."""
+"""The forkserver's own process: forks workers, tells of their ends, and keeps them while a
+scheduler is replaced."""
 
 import contextlib
 import os
@@ -34,8 +35,8 @@ _TURN_S = 0.05
 _STANDBYS = 3
 """So many are forked, one after the other, before nobody is expected any more."""
 WITHOUT_SCHEDULER = signal.SIGUSR2
-"""What the kernel sends when the scheduler ends, and who ends it: also in the midst of `preload`, where no socket is
-read."""
+"""What the kernel sends when the scheduler ends, and who ends it: also in the midst of `preload`,
+where no socket is read."""
 
 Main = Callable[[Mapping[str, Any]], int]
 """What a worker runs: takes its settings, returns the exit status."""
@@ -63,10 +64,12 @@ class _Worker:
 class Forkserver:
     """One process between a scheduler and its workers.
 
-    consumes: spawn, kill, pause, stay and end of the scheduler that holds its socket; its sign of life
-    produces: started, stopped, continued and exited; to the next scheduler, at `takeover`, all workers, as they are;
+    consumes: spawn, kill, pause, stay and end of the scheduler that holds its socket; its sign of
+    life produces: started, stopped, continued and exited; to the next scheduler, at `takeover`, all
+    workers, as they are;
         to a scheduler that gives no sign of life, and has a standby, that it is replaced
-    waits for: requests; without a scheduler for the next one, for as long as `stay` said, then for the workers that
+    waits for: requests; without a scheduler for the next one, for as long as `stay` said, then for
+    the workers that
         have something to bring to an end
     unblocked by: either; its limit, after which it kills all workers
     """
@@ -80,7 +83,8 @@ class Forkserver:
     clean_up: Callable[[], None]
     """Run once all workers have ended."""
     standby: Callable[[], int] | None = None
-    """What a standby runs that is forked from here when the scheduler has ended; None: somebody starts one."""
+    """What a standby runs that is forked from here when the scheduler has ended; None: somebody
+    starts one."""
     clock: Callable[[], float] = time.monotonic
     _workers: dict[str, _Worker] = field(default_factory=dict)
     _waiting: deque[Spawn] = field(default_factory=deque)
@@ -93,7 +97,8 @@ class Forkserver:
     _is_cut_off: bool = False
     """Whether the last scheduler lives, and was replaced."""
     _is_paused: bool = False
-    """Whether the user has stopped the run (Ctrl-Z): its scheduler stands still, and all workers do."""
+    """Whether the user has stopped the run (Ctrl-Z): its scheduler stands still, and all workers
+    do."""
     _alone_since: float = 0.0
     _standbys: list[Forked] = field(default_factory=list)
     """Those that were forked."""
@@ -108,7 +113,8 @@ class Forkserver:
     def run(self) -> NoReturn:
         """Serve until the end of the scheduler, or of the last one after it."""
         leave_to_leader()
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # the terminal's: the scheduler says what it means
+        # the terminal's: the scheduler says what it means
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda number, frame: None if self.control else self._end())
         signal.signal(WITHOUT_SCHEDULER, lambda number, frame: None if self._stays else self._end())
         die_with_parent(WITHOUT_SCHEDULER)
@@ -167,8 +173,9 @@ class Forkserver:
                 self._end()
 
     def _pause(self, is_paused: bool) -> None:
-        """Let all workers stand still, or go on, and what they started in their groups. A scorer's processes are not in
-        them: they end the calls that they have, whose limits are times of day, and wait for others."""
+        """Let all workers stand still, or go on, and what they started in their groups. A scorer's
+        processes are not in them: they end the calls that they have, whose limits are times of day,
+        and wait for others."""
         if is_paused == self._is_paused:
             return
         self._is_paused = is_paused
@@ -176,14 +183,20 @@ class Forkserver:
             worker.process.signal(signal.SIGSTOP if is_paused else signal.SIGCONT, group=True)
 
     def _is_silent(self) -> bool:
-        """Whether the scheduler gives no sign of life though it is not paused, and another could take its place."""
+        """Whether the scheduler gives no sign of life though it is not paused, and another could
+        take its place."""
         silent_s = self._awake() - self._heard
         if self.control is None or self._stays is None or self._is_paused or self.takeover is None:
             return False
-        return self.standby is not None and len(self._standbys) < _STANDBYS and silent_s > self._stays.silent_s
+        return (
+            self.standby is not None
+            and len(self._standbys) < _STANDBYS
+            and silent_s > self._stays.silent_s
+        )
 
     def _cut_off(self) -> None:
-        """From here on the scheduler can do nothing to a worker; it is told, for when it wakes up."""
+        """From here on the scheduler can do nothing to a worker; it is told, for when it wakes
+        up."""
         assert self.control is not None, "it is silent"
         with contextlib.suppress(OSError):
             self.control.post(TakenAway())
@@ -204,7 +217,9 @@ class Forkserver:
         self._number += 1
         for worker in self._workers.values():
             process = worker.process
-            handed = Handed(worker.name, process.pid, worker.settings, process.returncode, not worker.has_ended)
+            handed = Handed(
+                worker.name, process.pid, worker.settings, process.returncode, not worker.has_ended
+            )
             self._tell(handed)
         alone_s = self.clock() - self._alone_since
         self._tell(AllHanded(os.getpid(), alone_s, self._number, self._is_cut_off))
@@ -223,7 +238,9 @@ class Forkserver:
                 self._standbys.append(self._forked(self.standby))
                 self._expects = True
             return
-        if alone_s > wait_s + end_s or not any(each.keeps and not each.has_ended for each in self._workers.values()):
+        if alone_s > wait_s + end_s or not any(
+            each.keeps and not each.has_ended for each in self._workers.values()
+        ):
             self._end()
 
     def _may_succeed(self) -> bool:
@@ -233,11 +250,17 @@ class Forkserver:
         return len(self._standbys) < _STANDBYS
 
     def _fork(self, message: Spawn) -> None:
-        process = self._forked(lambda: self.main(message.settings), leads=True, ends_with_parent=signal.SIGKILL)
-        self._workers[message.name] = worker = _Worker(message.name, process, message.settings, message.keeps)
+        process = self._forked(
+            lambda: self.main(message.settings), leads=True, ends_with_parent=signal.SIGKILL
+        )
+        self._workers[message.name] = worker = _Worker(
+            message.name, process, message.settings, message.keeps
+        )
         self._tell_of("started", worker)
 
-    def _forked(self, body: Callable[[], int], *, leads: bool = False, ends_with_parent: int = 0) -> Forked:
+    def _forked(
+        self, body: Callable[[], int], *, leads: bool = False, ends_with_parent: int = 0
+    ) -> Forked:
         """A child that runs `body` and has none of the sockets."""
 
         def run() -> int:
@@ -251,8 +274,8 @@ class Forkserver:
         return fork(run, leads=leads, ends_with_parent=ends_with_parent)
 
     def _reap(self) -> None:
-        """Tell of the workers that have ended, were stopped or go on; what an ended one started ends with it, before
-        another takes its place."""
+        """Tell of the workers that have ended, were stopped or go on; what an ended one started
+        ends with it, before another takes its place."""
         for worker in [worker for worker in self._workers.values() if not worker.has_ended]:
             if worker.process.poll() is None:
                 self._look_at(worker)
@@ -260,7 +283,8 @@ class Forkserver:
                 self._tell_of("exited", worker)
 
     def _look_at(self, worker: _Worker) -> None:
-        """Tell whether somebody has stopped a worker, or let it go on, since the last look; a pause is no such news."""
+        """Tell whether somebody has stopped a worker, or let it go on, since the last look; a pause
+        is no such news."""
         change = worker.process.change()
         is_stopped = change == "stopped"
         if change is None or self._is_paused or is_stopped == worker.is_stopped:
@@ -268,7 +292,9 @@ class Forkserver:
         worker.is_stopped = is_stopped
         self._tell_of(change, worker)
 
-    def _tell_of(self, event: Literal["started", "stopped", "continued", "exited"], worker: _Worker) -> None:
+    def _tell_of(
+        self, event: Literal["started", "stopped", "continued", "exited"], worker: _Worker
+    ) -> None:
         self._tell(Notice(event, worker.name, worker.process.pid, worker.process.returncode))
 
     def _tell(self, message: Any) -> None:

@@ -1,7 +1,8 @@
-"""The scheduler's handle on its forkserver, which holds the graph in memory and forks a worker in milliseconds.
+"""The scheduler's handle on its forkserver, which holds the graph in memory and forks a worker in
+milliseconds.
 
-The scheduler forks it before it has threads or sockets, so the user's functions reach the workers by inheritance:
-nothing is pickled, and a graph built in a notebook runs like one built in a file.
+The scheduler forks it before it has threads or sockets, so the user's functions reach the workers
+by inheritance: nothing is pickled, and a graph built in a notebook runs like one built in a file.
 """
 
 import contextlib
@@ -59,12 +60,14 @@ class ForkserverClient:
     ) -> None:
         """Fork it.
 
-        main: run by each worker; environment: set before anything heavy is imported; preload: imports it; clean_up:
-        run once all workers have ended, also where the scheduler was killed; takeover: path at which the next
-        scheduler takes the workers over; standby: what one runs that the forkserver is to fork itself; log: where it
-        writes what it would print, as a terminal that nobody reads would hold it up.
-        """
-        refuse_used_cuda("a worker", "call run(...) before anything touches the GPU, or from a fresh process")
+        main: run by each worker; environment: set before anything heavy is imported; preload:
+        imports it; clean_up: run once all workers have ended, also where the scheduler was killed;
+        takeover: path at which the next scheduler takes the workers over; standby: what one runs
+        that the forkserver is to fork itself; log: where it writes what it would print, as a
+        terminal that nobody reads would hold it up."""
+        refuse_used_cuda(
+            "a worker", "call run(...) before anything touches the GPU, or from a fresh process"
+        )
         connection, theirs = Channel.pair(CODEC, SEND_S)
 
         def run() -> int:
@@ -74,7 +77,12 @@ class ForkserverClient:
                 log_to(Path(log))
             control = Channel(theirs, CODEC, SEND_S)
             return Forkserver(
-                control, open_takeover(takeover) if takeover else None, main, preload, clean_up, standby
+                control,
+                open_takeover(takeover) if takeover else None,
+                main,
+                preload,
+                clean_up,
+                standby,
             ).run()
 
         process = fork(run)
@@ -85,10 +93,14 @@ class ForkserverClient:
         self.pid = process.pid
         self._connection, self._process, self._is_replaced = connection, process, False
 
-    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
-        """Ask for a worker; heavy ones are forked after `preload`, which light ones asked for earlier do not wait for.
+    def spawn(
+        self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False
+    ) -> None:
+        """Ask for a worker; heavy ones are forked after `preload`, which light ones asked for
+        earlier do not wait for.
 
-        keeps: the others wait for its end when the scheduler has ended and nobody took its place."""
+        keeps: the others wait for its end when the scheduler has ended and nobody took its
+        place."""
         self._send(Spawn(name, settings, heavy, keeps))
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
@@ -100,8 +112,9 @@ class ForkserverClient:
         self._send(Pause(is_paused))
 
     def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
-        """From now on the workers outlive a scheduler that dies: so long they wait for another, then to end. Where one
-        can be forked, it comes also when this one was silent for `silent_s`."""
+        """From now on the workers outlive a scheduler that dies: so long they wait for another,
+        then to end. Where one can be forked, it comes also when this one was silent for
+        `silent_s`."""
         self._send(Stay(wait_s, end_s, silent_s))
 
     def live(self) -> None:
@@ -112,7 +125,8 @@ class ForkserverClient:
                 self._connection.post(Alive())
 
     def events(self) -> list[Event]:
-        """What has happened since the last call. Errors: Replaced, as soon as another one has the workers."""
+        """What has happened since the last call. Errors: Replaced, as soon as another one has the
+        workers."""
         found: list[Event] = []
         if not self._is_replaced:
             try:
@@ -124,9 +138,9 @@ class ForkserverClient:
         if not self._is_replaced:
             return found
         raise Replaced(
-            f"this scheduler (process {os.getpid()}) was not heard for too long, so its standby has taken the run "
-            f"over, and it ends without touching it; logs/scheduler.log in the run's folder tells how that goes on, "
-            f"and `dataflow stop` ends it"
+            f"this scheduler (process {os.getpid()}) was not heard for too long, so its standby has"
+            " taken the run over, and it ends without touching it; logs/scheduler.log in the run's"
+            " folder tells how that goes on, and `dataflow stop` ends it"
         )
 
     @property
@@ -143,10 +157,12 @@ class ForkserverClient:
         self._connection.close()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End it and all of its workers; returns within the time-out, by SIGKILL if need be. Errors: Replaced."""
+        """End it and all of its workers; returns within the time-out, by SIGKILL if need be.
+        Errors: Replaced."""
         with contextlib.suppress(OSError):
             self._connection.post(End())
-        if self._process.poll() is None:  # in the midst of `preload`, or of the program, it reads nothing
+        # in the midst of `preload`, or of the program, it reads nothing
+        if self._process.poll() is None:
             os.kill(self.pid, WITHOUT_SCHEDULER)
         deadline = time.monotonic() + timeout_s
         while not self._has_ended() and time.monotonic() < deadline:
@@ -166,7 +182,8 @@ class ForkserverClient:
         except OSError as error:
             self.events()  # perhaps it is another's
             raise RunError(
-                f"the forkserver (pid {self.pid}) is gone: {error}; see logs/forkserver.log, and start the run again"
+                f"the forkserver (pid {self.pid}) is gone: {error}; see logs/forkserver.log, and"
+                " start the run again"
             ) from error
 
 
@@ -174,9 +191,11 @@ class TakenOverForkserver(ForkserverClient):
     """The forkserver of a scheduler that has ended."""
 
     def __init__(self, takeover: str, timeout_s: float = 10.0) -> None:
-        """Take the workers over. Errors: RunError when there is no such forkserver, or it does not answer."""
+        """Take the workers over. Errors: RunError when there is no such forkserver, or it does not
+        answer."""
         self.handed: list[Event] = []
-        """Every worker, as it was when its scheduler had ended: "name", "pid", "settings", "alive", "status"."""
+        """Every worker, as it was when its scheduler had ended: "name", "pid", "settings", "alive",
+        "status"."""
         try:
             connection = Channel(_connected(takeover, timeout_s), CODEC, SEND_S)
         except OSError as error:
@@ -186,7 +205,11 @@ class TakenOverForkserver(ForkserverClient):
                 self.handed.append(vars(message))
             if isinstance(message, AllHanded):
                 self._hold(connection, Forked(message.pid))
-                self.alone_s, self.number, self.lives = message.alone_s, message.number, message.lives
+                self.alone_s, self.number, self.lives = (
+                    message.alone_s,
+                    message.number,
+                    message.lives,
+                )
                 """As `AllHanded` says."""
                 return
             raise ConnectionResetError("it ended in the midst of its answer")
@@ -207,6 +230,6 @@ def _connected(takeover: str, timeout_s: float) -> socket.socket:
 
 def _nobody(takeover: str, error: Exception) -> RunError:
     return RunError(
-        f"nobody keeps workers at '{Path(takeover).parent.name}' ({error}): they have ended, or their scheduler lives; "
-        f"look with ps"
+        f"nobody keeps workers at '{Path(takeover).parent.name}' ({error}): they have ended, or"
+        " their scheduler lives; look with ps"
     )

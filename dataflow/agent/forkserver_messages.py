@@ -45,7 +45,8 @@ class Stay:
     end_s: float
     """Then for workers that have something to bring to an end."""
     silent_s: float
-    """A scheduler that was not heard for longer is replaced, where there is something to replace it with."""
+    """A scheduler that was not heard for longer is replaced, where there is something to replace it
+    with."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,18 @@ class TakenAway:
 
 
 CODEC: Codec[Any] = Codec(
-    "forkserver", 1, Spawn, SendSignal, Pause, Stay, Alive, End, Notice, Handed, AllHanded, TakenAway
-)  # fmt: skip
+    "forkserver",
+    1,
+    Spawn,
+    SendSignal,
+    Pause,
+    Stay,
+    Alive,
+    End,
+    Notice,
+    Handed,
+    AllHanded,
+    TakenAway,
+)
 SEND_S = 5.0
 """For the other side to read."""

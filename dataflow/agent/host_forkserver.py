@@ -1,4 +1,5 @@
-"""An agent's handle on the forkserver of its host, which runs the user's program before it forks workers."""
+"""An agent's handle on the forkserver of its host, which runs the user's program before it forks
+workers."""
 
 from pathlib import Path
 
@@ -13,7 +14,8 @@ _PROGRAM = "dataflow.agent.program"
 
 
 class HostForkserver(ForkserverClient):
-    """A forkserver in the hands of its agent; a fresh process, as an agent has threads that no fork may inherit.
+    """A forkserver in the hands of its agent; a fresh process, as an agent has threads that no fork
+    may inherit.
 
     consumes: as `ForkserverClient`, once `answer` was `Built`
     produces: what the program came to; events of the workers
@@ -36,6 +38,9 @@ class HostForkserver(ForkserverClient):
         except (EOFError, OSError, MessageError) as error:
             status = self._process.poll()
             how = f"ended with status {status}" if status is not None else f"is gone ({error})"
-            return Failed(f"the process that runs the program {how}; its agent's log in the run folder tells more")
+            return Failed(
+                f"the process that runs the program {how}; its agent's log in the run folder tells"
+                " more"
+            )
         assert len(messages) < 2, "it forks nobody before it is asked to"
         return messages[0] if messages else None

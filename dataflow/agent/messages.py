@@ -1,4 +1,5 @@
-"""What a scheduler and the agent of a host say to each other; what concerns a forkserver is passed on as it is."""
+"""What a scheduler and the agent of a host say to each other; what concerns a forkserver is passed
+on as it is."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,8 @@ class Join:
     folder: str
     """The run folder, as it sees it."""
     files: str = ""
-    """Where it gives its files to others, as that folder is its own; empty: it sees the scheduler's."""
+    """Where it gives its files to others, as that folder is its own; empty: it sees the
+    scheduler's."""
     pid: int
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of Python, torch and the engine."""
@@ -96,7 +98,8 @@ class HandedOver:
 
 @dataclass(frozen=True, kw_only=True)
 class FromWorkers:
-    """What workers have said, in order: messages of `dataflow.worker.messages` as they sent them."""
+    """What workers have said, in order: messages of `dataflow.worker.messages` as they sent
+    them."""
 
     names: Sequence[str]
     """Who, one for each message."""
@@ -154,16 +157,52 @@ class Refused:
 
 
 FromAgent: TypeAlias = (
-    Join | Built | Failed | Paused | Leaves | Bye | Alive | FromWorkers | Notice | Handed | HandedOver
+    Join
+    | Built
+    | Failed
+    | Paused
+    | Leaves
+    | Bye
+    | Alive
+    | FromWorkers
+    | Notice
+    | Handed
+    | HandedOver
 )
-ToAgent: TypeAlias = Begin | HandOver | Refused | ToWorkers | Pace | Spawn | SendSignal | Pause | Stay | Alive | End
+ToAgent: TypeAlias = (
+    Begin | HandOver | Refused | ToWorkers | Pace | Spawn | SendSignal | Pause | Stay | Alive | End
+)
 
 FROM_AGENT: Codec[FromAgent] = Codec(
-    "dataflow.from-agent", 3, Join, Built, Failed, Paused, Leaves, Bye, Alive, FromWorkers, Notice, Handed, HandedOver
-)  # fmt: skip
+    "dataflow.from-agent",
+    3,
+    Join,
+    Built,
+    Failed,
+    Paused,
+    Leaves,
+    Bye,
+    Alive,
+    FromWorkers,
+    Notice,
+    Handed,
+    HandedOver,
+)
 TO_AGENT: Codec[ToAgent] = Codec(
-    "dataflow.to-agent", 2, Begin, HandOver, Refused, ToWorkers, Pace, Spawn, SendSignal, Pause, Stay, Alive, End
-)  # fmt: skip
+    "dataflow.to-agent",
+    2,
+    Begin,
+    HandOver,
+    Refused,
+    ToWorkers,
+    Pace,
+    Spawn,
+    SendSignal,
+    Pause,
+    Stay,
+    Alive,
+    End,
+)
 
 
 def is_repeated(message: FromAgent | ToAgent) -> bool:
@@ -172,7 +211,20 @@ def is_repeated(message: FromAgent | ToAgent) -> bool:
 
 
 FORKSERVER: Codec[Any] = Codec(
-    "dataflow.forkserver-of-host", 1, Begin, Built, Failed, Spawn, SendSignal, Pause, Stay, Alive, End, Notice, Handed,
-    AllHanded, TakenAway,
-)  # fmt: skip
+    "dataflow.forkserver-of-host",
+    1,
+    Begin,
+    Built,
+    Failed,
+    Spawn,
+    SendSignal,
+    Pause,
+    Stay,
+    Alive,
+    End,
+    Notice,
+    Handed,
+    AllHanded,
+    TakenAway,
+)
 """Between an agent and its forkserver, which runs the program."""

@@ -1,4 +1,5 @@
-"""The forkserver of a host, a process of its own: runs the user's program up to its `run`, then forks its workers.
+"""The forkserver of a host, a process of its own: runs the user's program up to its `run`, then
+forks its workers.
 
 python -m dataflow.agent.program SOCKETS FD
 """
@@ -25,7 +26,8 @@ from dataflow.system.child import die_with_parent
 
 
 def main(sockets: Path, end: socket.socket) -> None:
-    """Become the forkserver of a host; returns where the program does not run a graph. sockets: removed at the end."""
+    """Become the forkserver of a host; returns where the program does not run a graph. sockets:
+    removed at the end."""
     die_with_parent()
     control: Channel[Any] = Channel(end, FORKSERVER, SEND_S)
     begin = control.receive(SEND_S)
@@ -42,7 +44,10 @@ def main(sockets: Path, end: socket.socket) -> None:
     HOSTED.set(Hosted(inputs=PlanInputs.from_plain(begin.inputs), serve=serve))
     try:
         launch.run_here()
-        error = "it came to its end and has run no graph; on a host, too, it has to get to main(build) or run(...)"
+        error = (
+            "it came to its end and has run no graph; on a host, too, it has to get to main(build)"
+            " or run(...)"
+        )
     except BaseException as found:
         error = f"{type(found).__name__}: {found}"
     control.send(Failed(f"{launch.program} did not get to its run: {error}"))

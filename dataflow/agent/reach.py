@@ -1,4 +1,5 @@
-"""Whether hosts reach each other at the addresses that they say: each listens there, and connects to all others."""
+"""Whether hosts reach each other at the addresses that they say: each listens there, and connects
+to all others."""
 
 import errno
 import os
@@ -28,8 +29,9 @@ class ReachPort:
             self._socket = socket.create_server((address, 0), family=family, backlog=_QUEUE)
         except OSError as error:
             raise RunError(
-                f"this host is to be reached at {address}, but cannot listen there: {error.strerror or error}; name an "
-                f"address or an interface of this host (DATAFLOW_AGENT_ADDRESS)"
+                f"this host is to be reached at {address}, but cannot listen there:"
+                f" {error.strerror or error}; name an address or an interface of this host"
+                " (DATAFLOW_AGENT_ADDRESS)"
             ) from None
         self._socket.setblocking(False)
         self.address = f"{address}|{self._socket.getsockname()[1]}"
@@ -80,7 +82,12 @@ def _probe(address: str) -> tuple[socket.socket, int]:
     return probe, probe.connect_ex((address, int(port)))
 
 
-def _end(selector: selectors.BaseSelector, key: selectors.SelectorKey, found: dict[str, str], number: int = 0) -> None:
+def _end(
+    selector: selectors.BaseSelector,
+    key: selectors.SelectorKey,
+    found: dict[str, str],
+    number: int = 0,
+) -> None:
     """Of one probe. number: how it ended, where the kernel does not say."""
     name, address = key.data
     probe = key.fileobj
@@ -98,11 +105,13 @@ def _why(address: str, number: int) -> str:
 
 def check_reach(host: str, addresses: Mapping[str, str]) -> None:
     """Refuse a run of which this host does not reach others. Errors: RunError that names them."""
-    missed = unreached({name: address for name, address in addresses.items() if name != host and address})
+    missed = unreached(
+        {name: address for name, address in addresses.items() if name != host and address}
+    )
     if missed:
         where = ", ".join(f"'{name}' at {why}" for name, why in sorted(missed.items()))
         raise RunError(
-            f"host '{host}' does not reach host{'s' if len(missed) > 1 else ''} {where}; each host needs an address "
-            f"that all others reach: name its interface or address (DATAFLOW_AGENT_ADDRESS), and let all ports between "
-            f"the hosts be open"
+            f"host '{host}' does not reach host{'s' if len(missed) > 1 else ''} {where}; each host"
+            " needs an address that all others reach: name its interface or address"
+            " (DATAFLOW_AGENT_ADDRESS), and let all ports between the hosts be open"
         )

@@ -1,7 +1,8 @@
-"""Where the workers of one host speak: their agent passes on what they say, many messages in one message of its own.
+"""Where the workers of one host speak: their agent passes on what they say, many messages in one
+message of its own.
 
-So a scheduler has one connection for each host. Of the heartbeats that a worker gives between two messages only the
-last is passed on; everything else is, in order.
+So a scheduler has one connection for each host. Of the heartbeats that a worker gives between two
+messages only the last is passed on; everything else is, in order.
 """
 
 from collections.abc import Iterable
@@ -37,7 +38,11 @@ class Relay:
     def __init__(self, sockets: Path) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
-        for option, value in ((zmq.LINGER, 0), (zmq.MAXMSGSIZE, MESSAGE_BYTES), (zmq.ROUTER_HANDOVER, 1)):
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, MESSAGE_BYTES),
+            (zmq.ROUTER_HANDOVER, 1),
+        ):
             self.socket.setsockopt(option, value)
         self.socket.bind(address(str(sockets)))
         self._messages: list[tuple[str, bytes]] = []
@@ -66,7 +71,8 @@ class Relay:
         return bool(self._messages)
 
     def due(self, now: float, *, last: bool = False) -> FromWorkers | None:
-        """What is to be passed on now; None: nothing. last: all that there is, as a worker has ended."""
+        """What is to be passed on now; None: nothing. last: all that there is, as a worker has
+        ended."""
         if last or now - self._beaten >= self.beat_s:
             self._beaten = now
             for name in list(self._beats):
@@ -76,7 +82,9 @@ class Relay:
         if not self._messages:
             return None
         messages, self._messages, self._said = self._messages, [], now
-        return FromWorkers(names=[name for name, _ in messages], messages=[message for _, message in messages])
+        return FromWorkers(
+            names=[name for name, _ in messages], messages=[message for _, message in messages]
+        )
 
     def say(self, names: Iterable[str], messages: Iterable[bytes]) -> None:
         """Pass on to workers; nobody hears it where one is not there."""

@@ -1,4 +1,5 @@
-"""Where the agents of a run find the scheduler that leads it: a file in the run folder, which all hosts see."""
+"""Where the agents of a run find the scheduler that leads it: a file in the run folder, which all
+hosts see."""
 
 import json
 import os
@@ -14,7 +15,8 @@ from dataflow.system.security import RunKeys
 
 _FILE = "agents.json"
 KEYS_FILE = "agents.keys"
-"""Beside it, of mode 0600: the run's keys, for a scheduler that takes the place of this one; both go with the run."""
+"""Beside it, of mode 0600: the run's keys, for a scheduler that takes the place of this one; both
+go with the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,9 @@ class Rendezvous:
     def write(self, folder: Path, keys: RunKeys) -> None:
         """Put it, and the run's keys, where agents and successors look. Errors: RunFolderError."""
         for name, mode, content in (
-            (KEYS_FILE, 0o600, keys.to_bytes()), (_FILE, 0o644, to_json(asdict(self)).encode()),
-        ):  # fmt: skip
+            (KEYS_FILE, 0o600, keys.to_bytes()),
+            (_FILE, 0o644, to_json(asdict(self)).encode()),
+        ):
             write_atomically(folder / name, partial(_put, content, mode), flush=False)
 
     @classmethod
@@ -40,18 +43,23 @@ class Rendezvous:
         """What the last one wrote; None where there is nothing."""
         try:
             found = json.loads((folder / _FILE).read_bytes())
-            return cls(address=str(found["address"]), number=int(found["number"]), hosts=tuple(found["hosts"]))
+            return cls(
+                address=str(found["address"]),
+                number=int(found["number"]),
+                hosts=tuple(found["hosts"]),
+            )
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
     @classmethod
     def check_leads(cls, folder: Path, number: int) -> None:
-        """See that the run's scheduler is the one of this number. Errors: Replaced where another has come after it."""
+        """See that the run's scheduler is the one of this number. Errors: Replaced where another
+        has come after it."""
         found = cls.read(folder)
         if found is not None and found.number > number:
             raise Replaced(
-                f"this scheduler (process {os.getpid()}) was not heard for too long, and another one, at "
-                f"{found.address}, has taken the run over; it ends without touching it"
+                f"this scheduler (process {os.getpid()}) was not heard for too long, and another"
+                f" one, at {found.address}, has taken the run over; it ends without touching it"
             )
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""An agent's socket to the scheduler, which shows the run's key, and what is wrong with the connection in plain text.
+"""An agent's socket to the scheduler, which shows the run's key, and what is wrong with the
+connection in plain text.
 
 What is said arrives, though the connection may be lost and made again.
 """
@@ -16,10 +17,13 @@ from dataflow.system.messages import MESSAGE_BYTES, Frames, MessageError, Number
 from dataflow.system.security import RunKeys, give_up_soon, present
 
 _KEPT = 4096
-"""Messages that wait for a connection; those after them are sent when the scheduler is heard again."""
+"""Messages that wait for a connection; those after them are sent when the scheduler is heard
+again."""
 _TROUBLE: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_SUCCEEDED: "who is there has this run's keys, and says nothing",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "who is there has other keys than this run's, or is no scheduler",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: (
+        "who is there has other keys than this run's, or is no scheduler"
+    ),
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "who is there is no scheduler",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the scheduler there has other keys than this agent was given",
 }
@@ -34,7 +38,9 @@ class SchedulerSocket:
     unblocked by: -
     """
 
-    def __init__(self, address: str, keys: RunKeys, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, address: str, keys: RunKeys, name: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """name: of this agent's process, unique among all that ever join the run."""
         self.address, self.trouble = address, "nobody answers there"
         """Where it leads, and what is wrong with that as far as is known."""
@@ -42,8 +48,11 @@ class SchedulerSocket:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         for option, value in (
-            (zmq.LINGER, 1000), (zmq.SNDHWM, _KEPT), (zmq.MAXMSGSIZE, MESSAGE_BYTES), (zmq.IPV6, "[" in address),
-        ):  # fmt: skip
+            (zmq.LINGER, 1000),
+            (zmq.SNDHWM, _KEPT),
+            (zmq.MAXMSGSIZE, MESSAGE_BYTES),
+            (zmq.IPV6, "[" in address),
+        ):
             self.socket.setsockopt(option, int(value))
         self.socket.setsockopt(zmq.IDENTITY, name.encode())
         present(self.socket, keys.senders)
@@ -53,7 +62,11 @@ class SchedulerSocket:
 
     def say(self, message: FromAgent) -> None:
         """Send a message; never waits."""
-        self._send(self._numbered.frames(FROM_AGENT.encode(message), self._clock(), is_kept=not is_repeated(message)))
+        self._send(
+            self._numbered.frames(
+                FROM_AGENT.encode(message), self._clock(), is_kept=not is_repeated(message)
+            )
+        )
 
     def heard(self) -> list[ToAgent]:
         """What has come; what is no message is passed over."""

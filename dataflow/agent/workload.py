@@ -1,4 +1,5 @@
-"""What a forkserver forks for a planned graph: the workers, and what they need to find when they start."""
+"""What a forkserver forks for a planned graph: the workers, and what they need to find when they
+start."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class ForkWorkload:
         """The workers of a plan."""
         threads = max((placement.threads for placement in plan.placements.values()), default=1)
         return cls(
-            main=lambda plain: worker.main(graph, plan, plain), environment=worker.environment(threads),
+            main=lambda plain: worker.main(graph, plan, plain),
+            environment=worker.environment(threads),
             preload=lambda: worker.preload(graph),
-        )  # fmt: skip
+        )

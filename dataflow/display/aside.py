@@ -27,8 +27,8 @@ class SafeView:
 
     consumes: snapshots, of which the newest counts; messages and the summary, in their order
     produces: what its view draws; where one view fails the next takes its place, at last none
-    waits for: the terminal, in its thread; whoever closes it waits so long as was said, for the last to be drawn
-    unblocked by: whoever reads the terminal
+    waits for: the terminal, in its thread; whoever closes it waits so long as was said, for the
+    last to be drawn unblocked by: whoever reads the terminal
     """
 
     def __init__(self, makers: Iterable[Callable[[], View]], end_s: float = END_S) -> None:
@@ -37,7 +37,8 @@ class SafeView:
         self._view: View | None = None
         self._snapshot: Snapshot | None = None
         self._acts: deque[Callable[[View], None]] = deque(maxlen=MESSAGES_KEPT)
-        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal handler may put into it at any time
+        # a signal handler may put into it at any time
+        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """Whether there is more to come."""
         self._thread: threading.Thread | None = None
         if self._makers:
@@ -48,7 +49,10 @@ class SafeView:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -82,7 +86,8 @@ class SafeView:
 
     def _show(self) -> None:
         """The thread."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})  # stty tostop: jobs in the background may not write
+        # stty tostop: jobs in the background may not write
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
         self._next()
         goes_on = True
         while goes_on:
@@ -137,7 +142,8 @@ class _Lines:
 
 @contextlib.contextmanager
 def told_by(view: SafeView, *names: str) -> Iterator[None]:
-    """What this process prints meanwhile to `sys.stdout` or `sys.stderr`, as named, are messages of the view."""
+    """What this process prints meanwhile to `sys.stdout` or `sys.stderr`, as named, are messages of
+    the view."""
     before = {name: getattr(sys, name) for name in names}
     for name, stream in before.items():
         setattr(sys, name, _Lines(view, stream))

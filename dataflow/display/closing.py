@@ -1,6 +1,19 @@
-"""The summary of a run as lines of styled text, and the one line that a plain display writes now and then."""
+"""The summary of a run as lines of styled text, and the one line that a plain display writes now
+and then."""
 
-from dataflow.display.formatting import ASCII, Glyphs, age, clean, count, duration, known, rate, score, several, size_of
+from dataflow.display.formatting import (
+    ASCII,
+    Glyphs,
+    age,
+    clean,
+    count,
+    duration,
+    known,
+    rate,
+    score,
+    several,
+    size_of,
+)
 from dataflow.display.screen import StyledLine
 from dataflow.display.snapshot import Snapshot, Summary
 
@@ -9,7 +22,8 @@ _FAULTS, _CHANGES = 5, 12
 
 
 def plain_line(snapshot: Snapshot) -> str:
-    """The run on one line of ASCII: `step 40/300  reward 0.42  ...`; what is not known is left out."""
+    """The run on one line of ASCII: `step 40/300  reward 0.42  ...`; what is not known is left
+    out."""
     steps = f"/{count(snapshot.steps)}" if known(snapshot.steps) is not None else ""
     facts = [f"step {count(snapshot.step, '0')}{steps}"]
     if snapshot.doing:
@@ -19,7 +33,11 @@ def plain_line(snapshot: Snapshot) -> str:
     if known(snapshot.accuracy) is not None:
         facts.append(f"eval {score(snapshot.accuracy)}")
     if known(snapshot.staleness_mean) is not None:
-        bound = f"/{age(snapshot.staleness_bound)}" if known(snapshot.staleness_bound) is not None else ""
+        bound = (
+            f"/{age(snapshot.staleness_bound)}"
+            if known(snapshot.staleness_bound) is not None
+            else ""
+        )
         facts.append(f"staleness {age(snapshot.staleness_mean)}{bound}")
     if known(snapshot.rollouts_per_s) is not None and not snapshot.only_begun:
         facts.append(f"{rate(snapshot.rollouts_per_s)} rollouts/s")
@@ -27,7 +45,11 @@ def plain_line(snapshot: Snapshot) -> str:
         facts.append(f"{count(snapshot.rollouts_active)} rollouts under way")
     if known(snapshot.tokens_per_s) is not None:
         facts.append(f"{rate(snapshot.tokens_per_s)} tokens/s")
-    facts += [several(node.name, node.replicas, ASCII) for node in snapshot.nodes if (known(node.replicas) or 1) > 1]
+    facts += [
+        several(node.name, node.replicas, ASCII)
+        for node in snapshot.nodes
+        if (known(node.replicas) or 1) > 1
+    ]
     times = f"{duration(snapshot.elapsed_s, '0:00')} elapsed"
     if known(snapshot.left_s) is not None:
         times += f", {duration(snapshot.left_s)} left"
@@ -35,22 +57,41 @@ def plain_line(snapshot: Snapshot) -> str:
 
 
 def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) -> list[StyledLine]:
-    """The closing table, the run folder and the commands that look further, for a screen of `width` cells."""
-    style = "good" if summary.outcome == "finished" else "bad" if summary.outcome == "failed" else "warning"
-    head: StyledLine = [(clean(summary.graph) or "run", "title"), (" ", ""), (clean(summary.outcome), style)]
+    """The closing table, the run folder and the commands that look further, for a screen of `width`
+    cells."""
+    style = (
+        "good"
+        if summary.outcome == "finished"
+        else "bad"
+        if summary.outcome == "failed"
+        else "warning"
+    )
+    head: StyledLine = [
+        (clean(summary.graph) or "run", "title"),
+        (" ", ""),
+        (clean(summary.outcome), style),
+    ]
     if known(summary.steps) is not None:
-        head.append((f"  {count(summary.steps)} steps in {duration(summary.wall_s, glyphs.dash)}", ""))
+        head.append(
+            (f"  {count(summary.steps)} steps in {duration(summary.wall_s, glyphs.dash)}", "")
+        )
     rows: list[tuple[str, str, str]] = []
 
     def change(name: str, before: float | None, after: float | None, over: str = "") -> None:
         start, end = known(before), known(after)
         if start is not None and end is not None:
-            rows.append((name, f"{score(start)} {glyphs.arrow} {score(end)}", f"{end - start:+.2f}{over}"))
+            rows.append(
+                (name, f"{score(start)} {glyphs.arrow} {score(end)}", f"{end - start:+.2f}{over}")
+            )
         elif start is not None or end is not None:
             rows.append((name, score(end if end is not None else start), ""))
 
     change("accuracy", summary.accuracy_before, summary.accuracy_after)
-    window = f", means of {count(summary.reward_steps)} steps" if (known(summary.reward_steps) or 0) > 1 else ""
+    window = (
+        f", means of {count(summary.reward_steps)} steps"
+        if (known(summary.reward_steps) or 0) > 1
+        else ""
+    )
     change("reward", summary.reward_before, summary.reward_after, window)
     if known(summary.rollouts) is not None:
         wall = known(summary.wall_s)
@@ -65,26 +106,41 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         bound = f"bounded by {clean(summary.bounded_by)}" if summary.bounded_by else ""
         rows.append(("efficiency", score(summary.efficiency), bound))
     if known(summary.staleness_mean) is not None or known(summary.staleness_max) is not None:
-        mean, most = age(summary.staleness_mean, glyphs.dash), age(summary.staleness_max, glyphs.dash)
+        mean, most = (
+            age(summary.staleness_mean, glyphs.dash),
+            age(summary.staleness_max, glyphs.dash),
+        )
         rows.append(("staleness", f"{mean} mean, {most} max", ""))
     if known(summary.restarts):
         rows.append(("restarts", count(summary.restarts), "see faults.jsonl"))
     found: list[StyledLine] = [head]
     for name, value, note in rows:
-        found.append([(f"  {name:<12}", "dim"), (value, "strong"), *([(f"  {note}", "dim")] if note else [])])
+        found.append(
+            [(f"  {name:<12}", "dim"), (value, "strong"), *([(f"  {note}", "dim")] if note else [])]
+        )
     for number, said in enumerate(summary.foreseen):
         found.append([(f"  {'' if number else 'foreseen':<12}", "dim"), (clean(said), "")])
     shown = summary.faults[-_FAULTS:]
     for number, fault in enumerate(shown):
         found.append([(f"  {'' if number else 'faults':<12}", "dim"), (clean(fault), "")])
     if len(summary.faults) > len(shown):
-        found.append([(f"  {'':<12}", "dim"), (f"and {len(summary.faults) - len(shown)} before these", "dim")])
+        found.append(
+            [
+                (f"  {'':<12}", "dim"),
+                (f"and {len(summary.faults) - len(shown)} before these", "dim"),
+            ]
+        )
     last, before = summary.changes[-_CHANGES:], ""
     for verb, text in last:
         found.append([(f"  {'' if verb == before else verb:<12}", "dim"), (clean(text), "")])
         before = verb
     if len(summary.changes) > len(last):
-        found.append([(f"  {'':<12}", "dim"), (f"after {len(summary.changes) - len(last)} other changes", "dim")])
+        found.append(
+            [
+                (f"  {'':<12}", "dim"),
+                (f"after {len(summary.changes) - len(last)} other changes", "dim"),
+            ]
+        )
     if summary.hosts:
         found.append([(f"  {'hosts':<12}", "dim"), (clean(summary.hosts), "")])
     if summary.signal:
@@ -93,12 +149,25 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         verdict = "" if summary.is_clean is None else "good" if summary.is_clean else "bad"
         found.append([(f"  {'ledger':<12}", "dim"), (clean(summary.verdict), verdict)])
     for number, model in enumerate(summary.models):
-        found.append([(f"  {'' if number else 'model':<12}", "dim"), (clean(model), "strong"),
-                      ("  trained, as Hugging Face has them", "dim")])  # fmt: skip
+        found.append(
+            [
+                (f"  {'' if number else 'model':<12}", "dim"),
+                (clean(model), "strong"),
+                ("  trained, as Hugging Face has them", "dim"),
+            ]
+        )
     if summary.folder:
-        size = f"  {size_of(summary.folder_bytes)}" if known(summary.folder_bytes) is not None else ""
+        size = (
+            f"  {size_of(summary.folder_bytes)}" if known(summary.folder_bytes) is not None else ""
+        )
         kept = f", {clean(summary.not_kept)}" if summary.not_kept else ""
-        found.append([(f"  {'run folder':<12}", "dim"), (clean(summary.folder), ""), (f"{size}{kept}", "dim")])
+        found.append(
+            [
+                (f"  {'run folder':<12}", "dim"),
+                (clean(summary.folder), ""),
+                (f"{size}{kept}", "dim"),
+            ]
+        )
     if summary.commands:
         commands = [(clean(command), clean(shows)) for command, shows in summary.commands]
         longest = max(len(command) for command, _ in commands)

@@ -1,4 +1,5 @@
-"""Numbers and names as short text for the terminal; anything unknown becomes a dash, nothing raises."""
+"""Numbers and names as short text for the terminal; anything unknown becomes a dash, nothing
+raises."""
 
 import math
 import unicodedata
@@ -147,9 +148,9 @@ def fit_right(text: str, width: int) -> str:
 
 def sparkline(
     values: Sequence[float], width: int, signs: str, scale: tuple[float, float] | None = None
-) -> str:  # fmt: skip
-    """At most `width` signs that show how the values went, each the mean of its stretch. scale: what the lowest sign
-    stands for, and the highest; None: the least mean and the largest."""
+) -> str:
+    """At most `width` signs that show how the values went, each the mean of its stretch. scale:
+    what the lowest sign stands for, and the highest; None: the least mean and the largest."""
     finite = [value for value in values if known(value) is not None]
     if not finite or width <= 0:
         return ""
@@ -160,13 +161,23 @@ def sparkline(
     span = high - low
     if not 0 < span < math.inf:
         return signs[0] * width
-    return "".join(signs[min(max(int((mean - low) / span * len(signs)), 0), len(signs) - 1)] for mean in means)
+    return "".join(
+        signs[min(max(int((mean - low) / span * len(signs)), 0), len(signs) - 1)] for mean in means
+    )
 
 
-def split_bar(busy: Any, blocked: Any, starved: Any, width: int, glyphs: Glyphs) -> tuple[str, str, str, str]:
-    """A bar of `width` cells in four pieces; the last one, waiting, is as long as the bar has cells left."""
+def split_bar(
+    busy: Any, blocked: Any, starved: Any, width: int, glyphs: Glyphs
+) -> tuple[str, str, str, str]:
+    """A bar of `width` cells in four pieces; the last one, waiting, is as long as the bar has cells
+    left."""
     at_work = min(round(share(busy) * width), width)
     held_up = min(round(share(blocked) * width), width - at_work)
     hungry = min(round(share(starved) * width), width - at_work - held_up)
     left = width - at_work - held_up - hungry
-    return glyphs.busy * at_work, glyphs.blocked * held_up, glyphs.starved * hungry, glyphs.waiting * left
+    return (
+        glyphs.busy * at_work,
+        glyphs.blocked * held_up,
+        glyphs.starved * hungry,
+        glyphs.waiting * left,
+    )

@@ -1,4 +1,5 @@
-"""A snapshot as lines of styled text for a screen of a given size: pure, so tests read what users see."""
+"""A snapshot as lines of styled text for a screen of a given size: pure, so tests read what users
+see."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -57,7 +58,11 @@ def lines(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list[
         found += [[], *nodes]
         left -= len(nodes) + 1
     if edges and left >= 3:
-        shown = edges if len(edges) < left else [*edges[: left - 2], [(f"  {screen.glyphs.more}", "dim")]]
+        shown = (
+            edges
+            if len(edges) < left
+            else [*edges[: left - 2], [(f"  {screen.glyphs.more}", "dim")]]
+        )
         found += [[], *shown]
         left -= len(shown) + 1
     if snapshot.look and left >= 2:
@@ -110,8 +115,16 @@ def _facts(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list
         start = f"{score(before)} {glyphs.arrow} " if before is not None else ""
         add("accuracy", start + score(snapshot.accuracy))
     if known(snapshot.staleness_mean) is not None:
-        most = f", max {age(snapshot.staleness_max)}" if known(snapshot.staleness_max) is not None else ""
-        bound = f" of {age(snapshot.staleness_bound)}" if known(snapshot.staleness_bound) is not None else ""
+        most = (
+            f", max {age(snapshot.staleness_max)}"
+            if known(snapshot.staleness_max) is not None
+            else ""
+        )
+        bound = (
+            f" of {age(snapshot.staleness_bound)}"
+            if known(snapshot.staleness_bound) is not None
+            else ""
+        )
         add("staleness", age(snapshot.staleness_mean), [(f"{most}{bound}", "dim")])
     if known(snapshot.version) is not None:
         add("version", count(snapshot.version))
@@ -121,7 +134,9 @@ def _facts(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list
         facts.append([(count(snapshot.rollouts_active), "strong"), (" rollouts under way", "dim")])
     if known(snapshot.tokens_per_s) is not None:
         facts.append([(rate(snapshot.tokens_per_s), "strong"), (" tokens/s", "dim")])
-    told = [f"{count(value)} {clean(state)}" for state, value in snapshot.groups.items() if known(value)]
+    told = [
+        f"{count(value)} {clean(state)}" for state, value in snapshot.groups.items() if known(value)
+    ]
     if told:
         add("groups", ", ".join(told))
     return _flow(facts, screen.width)
@@ -148,7 +163,9 @@ def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[Sty
     glyphs, width = screen.glyphs, screen.width
     shown = list(nodes)
     if len(nodes) + 1 > room:
-        ranked = sorted(range(len(nodes)), key=lambda at: -share(nodes[at].busy))[: max(room - 2, 0)]
+        ranked = sorted(range(len(nodes)), key=lambda at: -share(nodes[at].busy))[
+            : max(room - 2, 0)
+        ]
         shown = [nodes[at] for at in sorted(ranked)]
     names = [several(node.name, node.replicas, glyphs) for node in shown]
     name_width = min(max([8, *map(cell_len, names)]), max(width // 3, 8), 28)
@@ -167,14 +184,22 @@ def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[Sty
     ]
     found: list[StyledLine] = [[("  ".join(head) + "  ", "dim"), *(key if bar >= 10 else key[:1])]]
     for node, name in zip(shown, names, strict=True):
-        busy, blocked, starved, waiting = split_bar(node.busy, node.blocked, node.starved, bar, glyphs)
+        busy, blocked, starved, waiting = split_bar(
+            node.busy, node.blocked, node.starved, bar, glyphs
+        )
         line: StyledLine = [(fit(name, name_width, glyphs.more), "strong"), ("  ", "")]
         if with_state:
             line += [(fit(clean(node.state), 9, glyphs.more), _state_style(node.state)), ("  ", "")]
         line += [(fit_right(rate(node.rate, glyphs.dash), 7) + "  ", "")]
         line += [(fit_right(count(node.queue, glyphs.dash), 6) + "  ", "")]
         percent = f"{share(node.busy):4.0%}" if known(node.busy) is not None else "    "
-        line += [(busy, "good"), (blocked, "hot"), (starved, "accent"), (waiting, "dim"), (f" {percent}", "")]
+        line += [
+            (busy, "good"),
+            (blocked, "hot"),
+            (starved, "accent"),
+            (waiting, "dim"),
+            (f" {percent}", ""),
+        ]
         if with_note and node.note:
             line.append((f"  {clean(node.note)}", "dim"))
         found.append(line)

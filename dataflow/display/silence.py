@@ -1,4 +1,5 @@
-"""Says of a run that learns nothing what is silent: from the lines of metrics.jsonl, for the view and the summary."""
+"""Says of a run that learns nothing what is silent: from the lines of metrics.jsonl, for the view
+and the summary."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -39,13 +40,15 @@ class Silence:
     def __str__(self) -> str:
         """What is silent, in how many groups, with an example."""
         return (
-            f"nothing to learn from: {', '.join(sorted(self._scorers))} gave all rollouts of a group the same value in "
-            f"all {self._groups} groups of {self.steps} steps, such as {self._example}"
+            f"nothing to learn from: {', '.join(sorted(self._scorers))} gave all rollouts of a"
+            f" group the same value in all {self._groups} groups of {self.steps} steps, such as"
+            f" {self._example}"
         )
 
 
 def silence(lines: Iterable[Mapping[str, Any]]) -> str:
-    """What to say of a run with these steps, of which none had a signal; empty where one had, or there are none."""
+    """What to say of a run with these steps, of which none had a signal; empty where one had, or
+    there are none."""
     found, steps = Silence(), list(lines)
     for line in steps:
         found.take(line)

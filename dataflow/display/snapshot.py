@@ -54,7 +54,8 @@ class Snapshot:
     steps: int | None = None
     """Steps to do; None: until the prompts end."""
     doing: str = ""
-    """What goes on beside the steps, in a few words: `starting trainer`, `first evaluation`; empty: they are made."""
+    """What goes on beside the steps, in a few words: `starting trainer`, `first evaluation`; empty:
+    they are made."""
     version: int | None = None
     """Version that the generator uses."""
     staleness_mean: float | None = None
@@ -89,7 +90,8 @@ class Snapshot:
 
     @property
     def only_begun(self) -> bool:
-        """Whether rollouts are being generated, and none has come to the trainer lately: no rate is known of them."""
+        """Whether rollouts are being generated, and none has come to the trainer lately: no rate is
+        known of them."""
         return bool(self.rollouts_active) and not self.rollouts_per_s
 
 
@@ -134,7 +136,8 @@ class Summary:
     hosts: str = ""
     """Which node was planned where, in a run over hosts."""
     signal: str = ""
-    """What no rollout was told from its siblings by, where nothing could be learned in the whole run."""
+    """What no rollout was told from its siblings by, where nothing could be learned in the whole
+    run."""
     verdict: str = ""
     """The ledger's verdict, one line."""
     is_clean: bool | None = None

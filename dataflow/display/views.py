@@ -51,7 +51,9 @@ class View(Protocol):
 class PlainView:
     """A line at a fixed interval, for logs and pipes."""
 
-    def __init__(self, stream: TextIO, interval_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO, interval_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._stream, self._interval_s, self._clock = stream, interval_s, clock
         self._glyphs = glyphs_for(stream)
         self._next_s: float | None = None
@@ -74,7 +76,9 @@ class PlainView:
 
     def summary(self, summary: Summary) -> None:
         """Write the closing table."""
-        self._write(["", *(text_of(line).rstrip() for line in summary_lines(summary, self._glyphs))])
+        self._write(
+            ["", *(text_of(line).rstrip() for line in summary_lines(summary, self._glyphs))]
+        )
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -101,7 +105,8 @@ class PassedOn(PlainView):
 
 
 class LiveView:
-    """A screen at the foot of the terminal that shows the run as it is; messages scroll past above it."""
+    """A screen at the foot of the terminal that shows the run as it is; messages scroll past above
+    it."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
@@ -157,7 +162,8 @@ class LiveView:
 
 
 class _Lines:
-    """Lines as rich draws them, without its costly wrapping; signs it cannot show become question marks."""
+    """Lines as rich draws them, without its costly wrapping; signs it cannot show become question
+    marks."""
 
     def __init__(self, found: list[StyledLine], encoding: str) -> None:
         self._found, self._encoding = found, encoding

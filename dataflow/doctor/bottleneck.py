@@ -6,8 +6,14 @@ from dataflow.history.bottleneck import BusyShare, alike, bounding, groups, heav
 
 def loads(facts: Facts) -> list[BusyShare]:
     """Of each worker, and of nodes that take turns on devices together, the heaviest first."""
-    busy = {name: node.busy for name, node in facts.nodes.items() if node.busy is not None and node.state != "done"}
-    workers = {name: frozenset(worker.name for worker in facts.nodes[name].workers) for name in busy}
+    busy = {
+        name: node.busy
+        for name, node in facts.nodes.items()
+        if node.busy is not None and node.state != "done"
+    }
+    workers = {
+        name: frozenset(worker.name for worker in facts.nodes[name].workers) for name in busy
+    }
     beside = {name: facts.nodes[name].beside or 0.0 for name in busy}
     return heaviest(busy, beside, groups(list(busy), [*alike(workers), *facts.turns]))
 

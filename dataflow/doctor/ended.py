@@ -20,7 +20,12 @@ _TOLD = ("step", "node", "version", "loss", "reward_mean", "staleness_max", "rol
 def report(folder: RunFolder, why: str) -> str:
     """What is left of a run. why: what is known of its scheduler."""
     using = processes.using(folder.path)
-    lines = [f"{folder.path.name}: {_outcome(folder, bool(using))}", *([f"  {why}"] if why else []), "", "processes"]
+    lines = [
+        f"{folder.path.name}: {_outcome(folder, bool(using))}",
+        *([f"  {why}"] if why else []),
+        "",
+        "processes",
+    ]
     seen = processes.look([pid for pid, _ in using], 0.2)
     for pid, command in using:
         lines.append(f"  {describe_process(seen[pid])}: {command[:_MOST_COMMAND]}")
@@ -33,12 +38,21 @@ def report(folder: RunFolder, why: str) -> str:
 def _outcome(folder: RunFolder, alive: bool) -> str:
     times = folder.read_json("times.json", TIMES)
     if times:
-        return f"over: {times.get('outcome', 'ended')}, {seconds(float(times.get('seconds') or 0.0))} of training"
-    return "no scheduler answers, but processes of it are alive" if alive else "it did not come to its end"
+        return (
+            f"over: {times.get('outcome', 'ended')}, {seconds(float(times.get('seconds') or 0.0))}"
+            " of training"
+        )
+    return (
+        "no scheduler answers, but processes of it are alive"
+        if alive
+        else "it did not come to its end"
+    )
 
 
 def _ledger(folder: RunFolder) -> list[str]:
-    sinks = [node["name"] for node in described(folder)[0].get("nodes", []) if node.get("kind") == "sink"]
+    sinks = [
+        node["name"] for node in described(folder)[0].get("nodes", []) if node.get("kind") == "sink"
+    ]
     try:
         with Ledger.open(folder.ledger, readonly=True) as ledger:
             return [f"  {name}: {ledger.verdict(name)}" for name in sinks]

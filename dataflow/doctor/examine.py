@@ -20,11 +20,13 @@ _STACKS_S = 1.5
 Said = Mapping[str, Any]
 """What a scheduler knows of its run, in plain values."""
 Ask = Callable[[RunFolder, float], Said]
-"""Asks the scheduler of a run, for so many seconds: RunError when the run is over, DeadlineError without an answer."""
+"""Asks the scheduler of a run, for so many seconds: RunError when the run is over, DeadlineError
+without an answer."""
 
 
 def examine(run: str | Path, ask: Ask, *, all_stacks: bool = False) -> str:
-    """The report on a run, whatever state it is in. Errors: RunFolderError when there is no such folder."""
+    """The report on a run, whatever state it is in. Errors: RunFolderError when there is no such
+    folder."""
     folder = RunFolder.open(run)
     try:
         said = told(folder, ask)
@@ -34,7 +36,8 @@ def examine(run: str | Path, ask: Ask, *, all_stacks: bool = False) -> str:
 
 
 def told(folder: RunFolder, ask: Ask, patience_s: float = _STACKS_S) -> Said:
-    """What the scheduler says, asked until every worker that answers has told its stacks, or the time is up.
+    """What the scheduler says, asked until every worker that answers has told its stacks, or the
+    time is up.
 
     Errors: RunError when the run is over, DeadlineError when the scheduler does not answer.
     """
@@ -49,7 +52,11 @@ def told(folder: RunFolder, ask: Ask, patience_s: float = _STACKS_S) -> Said:
 
 def _all_told(said: Said, since_s: float) -> bool:
     """Whether every worker that beats has told its stacks within so many seconds."""
-    live = [w for w in said["workers"].values() if w["state"] in ("starting", "ready") and w["silent_s"] < 1.0]
+    live = [
+        w
+        for w in said["workers"].values()
+        if w["state"] in ("starting", "ready") and w["silent_s"] < 1.0
+    ]
     return all(worker["threads"] and worker["threads_s"] <= since_s for worker in live)
 
 

@@ -71,7 +71,8 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeFacts:
-    """A data edge. What its consumer has passed on stays on it until the next nodes are done with it."""
+    """A data edge. What its consumer has passed on stays on it until the next nodes are done with
+    it."""
 
     producer: str
     consumer: str

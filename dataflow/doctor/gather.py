@@ -24,11 +24,17 @@ Below = Callable[[Iterable[int]], Mapping[int, list[int]]]
 
 
 def gather(
-    folder: RunFolder, said: Mapping[str, Any], *, during_s: float = 0.5, wake: bool = True, still_s: float = 0.0,
+    folder: RunFolder,
+    said: Mapping[str, Any],
+    *,
+    during_s: float = 0.5,
+    wake: bool = True,
+    still_s: float = 0.0,
     below: Below = processes.below_each,
-) -> Facts:  # fmt: skip
-    """Facts of a run under way. during_s: for figures of CPU. wake: let silent workers dump their stacks. still_s: for
-    so long nothing has moved before the ledger is asked what trainers wait for."""
+) -> Facts:
+    """Facts of a run under way. during_s: for figures of CPU. wake: let silent workers dump their
+    stacks. still_s: for so long nothing has moved before the ledger is asked what trainers wait
+    for."""
     graph, config = described(folder)
     workers = _workers(folder, said, during_s, wake, below)
     stands = float(said.get("still_s", 0.0)) >= still_s
@@ -36,17 +42,29 @@ def gather(
     nodes = {
         each["name"]: _node(each, said, [w for w in workers if each["name"] in w.nodes])
         for each in graph.get("nodes", [])
-    }  # fmt: skip
+    }
     return Facts(
-        phase=str(said.get("phase", "")), draining=bool(said.get("draining")), step=int(said.get("step", 0)),
-        steps=said.get("steps"), still_s=float(said.get("still_s", 0.0)), nodes=nodes, edges=_edges(data, said),
+        phase=str(said.get("phase", "")),
+        draining=bool(said.get("draining")),
+        step=int(said.get("step", 0)),
+        steps=said.get("steps"),
+        still_s=float(said.get("still_s", 0.0)),
+        nodes=nodes,
+        edges=_edges(data, said),
         feedbacks=tuple(
-            FeedbackFacts(trainer=edge["from"], reader=edge["to"], every=edge.get("refresh", {}).get("every", 1))
-            for edge in graph.get("edges", []) if edge.get("plane") == "weights"
+            FeedbackFacts(
+                trainer=edge["from"],
+                reader=edge["to"],
+                every=edge.get("refresh", {}).get("every", 1),
+            )
+            for edge in graph.get("edges", [])
+            if edge.get("plane") == "weights"
         ),
-        awaited=_awaited(folder, data, config, said) if stands else {}, on_demand=tuple(config.get("on_demand", ())),
-        leading=tuple(config.get("leading", ())), turns=tuple(map(tuple, config.get("turns", ()))),
-    )  # fmt: skip
+        awaited=_awaited(folder, data, config, said) if stands else {},
+        on_demand=tuple(config.get("on_demand", ())),
+        leading=tuple(config.get("leading", ())),
+        turns=tuple(map(tuple, config.get("turns", ()))),
+    )
 
 
 def _workers(
@@ -61,14 +79,22 @@ def _workers(
     }
     each = below_each(pids.values())
     below = {name: each[pid] for name, pid in pids.items()}
-    seen = processes.look([*pids.values(), *(pid for each in below.values() for pid in each)], during_s)
+    seen = processes.look(
+        [*pids.values(), *(pid for each in below.values() for pid in each)], during_s
+    )
     ours = set(processes.below(int(said["pid"]))) if wake and said.get("pid") else set()
     found = []
     for name, worker in told.items():
         heartbeat, pid, silent_s = worker["heartbeat"], pids.get(name), float(worker["silent_s"])
         process = seen[pid] if pid else None
         dump, threads = "", worker.get("threads") if silent_s < SILENT_S else None
-        if wake and process and silent_s > SILENT_S and process.state in _LIVE and process.pid in ours:
+        if (
+            wake
+            and process
+            and silent_s > SILENT_S
+            and process.state in _LIVE
+            and process.pid in ours
+        ):
             dump = processes.dump(process.pid, folder.logs / f"{name}.log")
         found.append(
             WorkerFacts(
@@ -103,13 +129,24 @@ def _node(declared: Mapping[str, Any], said: Mapping[str, Any], workers: list[Wo
     state = min(states, key=_ORDER.index, default="waiting")
     held_back = 0 if any(status.get("active") for status in statuses) else _sum(statuses, "waiting")
     return Node(
-        name=name, kind=kind, state=state,
-        for_s=min((float(p.get("for_s", 0.0)) for p in pasts if p.get("state", "waiting") == state), default=0.0),
+        name=name,
+        kind=kind,
+        state=state,
+        for_s=min(
+            (float(p.get("for_s", 0.0)) for p in pasts if p.get("state", "waiting") == state),
+            default=0.0,
+        ),
         **{state: _mean(pasts, state) for state in (*STATES, BESIDE)},
-        pending=sum(int(report.get("pending", report["status"].get("queue", 0))) for report in reports),
-        held_back=held_back, step=_least(statuses, "step"), version=_least(statuses, "version"),
-        rows_in=_sum(reports, "rows_in"), rows_out=_sum(reports, "rows_out"), workers=tuple(workers),
-    )  # fmt: skip
+        pending=sum(
+            int(report.get("pending", report["status"].get("queue", 0))) for report in reports
+        ),
+        held_back=held_back,
+        step=_least(statuses, "step"),
+        version=_least(statuses, "version"),
+        rows_in=_sum(reports, "rows_in"),
+        rows_out=_sum(reports, "rows_out"),
+        workers=tuple(workers),
+    )
 
 
 def _edges(data: Iterable[Mapping[str, Any]], said: Mapping[str, Any]) -> tuple[EdgeFacts, ...]:
@@ -120,18 +157,31 @@ def _edges(data: Iterable[Mapping[str, Any]], said: Mapping[str, Any]) -> tuple[
             depths[name] = max(depths.get(name, (0, capacity)), (depth, capacity))
     found = []
     for edge in data:
-        depth, capacity = depths.get(edge_name(edge["from"], edge["to"], edge["source"]), (None, None))
+        depth, capacity = depths.get(
+            edge_name(edge["from"], edge["to"], edge["source"]), (None, None)
+        )
         found.append(
-            EdgeFacts(producer=edge["from"], consumer=edge["to"], source=edge["source"], depth=depth, capacity=capacity)
+            EdgeFacts(
+                producer=edge["from"],
+                consumer=edge["to"],
+                source=edge["source"],
+                depth=depth,
+                capacity=capacity,
+            )
         )
     return tuple(found)
 
 
 def _awaited(
-    folder: RunFolder, data: Iterable[Mapping[str, Any]], config: Mapping[str, Any], said: Mapping[str, Any]
+    folder: RunFolder,
+    data: Iterable[Mapping[str, Any]],
+    config: Mapping[str, Any],
+    said: Mapping[str, Any],
 ) -> dict[str, Awaited]:
     """For each trainer the next group in order that has not come to it."""
-    sources = {edge["to"]: edge["source"] for edge in data if edge["to"] in config.get("max_staleness", {})}
+    sources = {
+        edge["to"]: edge["source"] for edge in data if edge["to"] in config.get("max_staleness", {})
+    }
     found: dict[str, Awaited] = {}
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         for trainer, source in sources.items():
@@ -144,7 +194,7 @@ def _awaited(
                 node, worker = _holder(trainer, source, wanted, said)
                 found[trainer] = Awaited(
                     group_id=wanted, source=source, state=waiting[wanted], node=node, worker=worker
-                )  # fmt: skip
+                )
     return found
 
 
@@ -158,7 +208,8 @@ def _next(trainer: str, said: Mapping[str, Any]) -> int | None:
 
 
 def _holder(trainer: str, source: str, group: int, said: Mapping[str, Any]) -> tuple[str, str]:
-    """The node and the worker whose oldest group of a source this is, the last of them on its way."""
+    """The node and the worker whose oldest group of a source this is, the last of them on its
+    way."""
     holders = [
         (node, name)
         for name, worker in said.get("workers", {}).items()

@@ -1,4 +1,5 @@
-"""Since when each node of each worker is in its state: from one report to the next, the clock given."""
+"""Since when each node of each worker is in its state: from one report to the next, the clock
+given."""
 
 import collections
 from collections.abc import Mapping
@@ -23,7 +24,9 @@ class _Past:
     since: float = 0.0
     worked: float = 0.0
     """When it was last seen to have worked."""
-    sums: collections.deque[tuple[float, dict[str, float]]] = field(default_factory=collections.deque)
+    sums: collections.deque[tuple[float, dict[str, float]]] = field(
+        default_factory=collections.deque
+    )
 
 
 class History:
@@ -43,7 +46,13 @@ class History:
         for worker, report in reports.items():
             heartbeat = report["heartbeat"]
             for node, said in heartbeat.get("nodes", {}).items():
-                self._note(self._past.setdefault((worker, node), _Past(since=now)), said, heartbeat, node, now)
+                self._note(
+                    self._past.setdefault((worker, node), _Past(since=now)),
+                    said,
+                    heartbeat,
+                    node,
+                    now,
+                )
 
     def plain(self, now: float) -> dict[str, dict[str, dict[str, Any]]]:
         """By worker, by node: {"state", "for_s"} and the share of each state, None where not known.
@@ -56,13 +65,26 @@ class History:
             whole = sum(spent[state] for state in STATES)
             shares = {key: value / whole if whole else None for key, value in spent.items()}
             since = past.since if past.state == "working" else max(past.since, past.worked)
-            found.setdefault(worker, {})[node] = {"state": past.state, "for_s": now - since, **shares}
+            found.setdefault(worker, {})[node] = {
+                "state": past.state,
+                "for_s": now - since,
+                **shares,
+            }
         return found
 
-    def _note(self, past: _Past, said: Mapping[str, Any], heartbeat: Mapping[str, Any], node: str, now: float) -> None:
+    def _note(
+        self,
+        past: _Past,
+        said: Mapping[str, Any],
+        heartbeat: Mapping[str, Any],
+        node: str,
+        now: float,
+    ) -> None:
         if past.sums and said["seconds"]["busy"] > past.sums[-1][1]["busy"]:
             past.worked = now
-        past.sums.append((now, {key: float(said["seconds"].get(key, 0.0)) for key in (*STATES, BESIDE)}))
+        past.sums.append(
+            (now, {key: float(said["seconds"].get(key, 0.0)) for key in (*STATES, BESIDE)})
+        )
         while len(past.sums) > 2 and now - past.sums[1][0] > WINDOW_S:
             past.sums.popleft()
         state = _state(said, heartbeat.get("at") == node, _spent(past), past.state)
@@ -71,17 +93,28 @@ class History:
 
 
 def marks(reports: Reports) -> tuple[tuple[Any, ...], ...]:
-    """What changes when a run moves: rows, tokens, steps, versions, of every node of every worker."""
+    """What changes when a run moves: rows, tokens, steps, versions, of every node of every
+    worker."""
     return tuple(
-        (worker, node, said["rows_in"], said["rows_out"], *(said["status"].get(key) for key in _COUNTS))
+        (
+            worker,
+            node,
+            said["rows_in"],
+            said["rows_out"],
+            *(said["status"].get(key) for key in _COUNTS),
+        )
         for worker, report in sorted(reports.items())
         for node, said in sorted(report["heartbeat"].get("nodes", {}).items())
-    )  # fmt: skip
+    )
 
 
 def busy(reports: Reports) -> float:
     """Seconds that all nodes have been at work."""
-    nodes = [said for report in reports.values() for said in report["heartbeat"].get("nodes", {}).values()]
+    nodes = [
+        said
+        for report in reports.values()
+        for said in report["heartbeat"].get("nodes", {}).values()
+    ]
     return sum(float(said["seconds"]["busy"]) for said in nodes)
 
 

@@ -8,7 +8,9 @@ from dataflow.system.files import tail
 
 _BEGIN = "Traceback (most recent call last):"
 _FILE = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_SIGNS = re.compile(r"level='(error|critical|warning)'|^(ERROR|CRITICAL|WARNING)\b|^Fatal Python error|\bKilled\b")
+_SIGNS = re.compile(
+    r"level='(error|critical|warning)'|^(ERROR|CRITICAL|WARNING)\b|^Fatal Python error|\bKilled\b"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,9 @@ def last_error(name: str, text: str) -> Trouble | None:
     if begins and (not signs or begins[-1] >= signs[-1]):
         return _traceback(name, lines, begins[-1])
     if signs:
-        return Trouble(log=name, said=lines[signs[-1]].strip(), lines_ago=len(lines) - 1 - signs[-1])
+        return Trouble(
+            log=name, said=lines[signs[-1]].strip(), lines_ago=len(lines) - 1 - signs[-1]
+        )
     return None
 
 
@@ -54,4 +58,6 @@ def _traceback(name: str, lines: list[str], begin: int) -> Trouble:
             break
     own = [place for place in places if "site-packages" not in place] or places
     said = lines[end].strip() if end > begin else "a traceback without an end"
-    return Trouble(log=name, said=said, where=own[-1] if own else "", lines_ago=len(lines) - 1 - end)
+    return Trouble(
+        log=name, said=said, where=own[-1] if own else "", lines_ago=len(lines) - 1 - end
+    )

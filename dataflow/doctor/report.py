@@ -24,21 +24,31 @@ _MOST_TEXT = 160
 _NOW_AND_THEN_S = 2.0
 
 
-def report(folder: RunFolder, facts: Facts, *, all_stacks: bool = False, moves_s: float = MOVES_S) -> str:
-    """All that is known: the root first, as `verdict` has it, then waits, nodes, edges, workers, stacks, errors."""
+def report(
+    folder: RunFolder, facts: Facts, *, all_stacks: bool = False, moves_s: float = MOVES_S
+) -> str:
+    """All that is known: the root first, as `verdict` has it, then waits, nodes, edges, workers,
+    stacks, errors."""
     of = f" of {facts.steps}" if facts.steps else ""
     phase = facts.phase.replace("_", " ") + (", draining" if facts.draining else "")
-    head = f"{folder.path.name}: {phase}, step {facts.step}{of}; last movement {seconds(facts.still_s)} ago"
+    head = (
+        f"{folder.path.name}: {phase}, step {facts.step}{of}; last movement"
+        f" {seconds(facts.still_s)} ago"
+    )
     parts = [
         [head, "", verdict(facts, moves_s=moves_s)],
         _section("who waits for whom", _waits(facts)),
         _section("nodes", _nodes(facts)),
-        _section("edges (rows that are not acknowledged yet, of the most there may be)", _edges(facts)),
+        _section(
+            "edges (rows that are not acknowledged yet, of the most there may be)", _edges(facts)
+        ),
         _section("workers", _workers(facts)),
-        _section("stacks" + ("" if all_stacks else " (innermost own frames; all of them: --stacks)"),
-                 [line for worker in facts.workers.values() for line in _stacks(worker, all_stacks)]),
+        _section(
+            "stacks" + ("" if all_stacks else " (innermost own frames; all of them: --stacks)"),
+            [line for worker in facts.workers.values() for line in _stacks(worker, all_stacks)],
+        ),
         *ailments(folder),
-    ]  # fmt: skip
+    ]
     return "\n".join(line for part in parts for line in part) + "\n"
 
 
@@ -63,7 +73,9 @@ def table(rows: Iterable[Sequence[Any]]) -> list[str]:
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
     ]
 
 
@@ -90,10 +102,19 @@ def _how_long(node: Node) -> str:
 def _nodes(facts: Facts) -> list[str]:
     rows = [["node", "state", "since", *STATES, "holds", "step", "version", "rows in", "out"]]
     for node in facts.nodes.values():
-        rows.append([
-            node.name, _state(node), seconds(node.for_s), *(_share(getattr(node, state)) for state in STATES),
-            str(node.pending), _number(node.step), _number(node.version), f"{node.rows_in:,}", f"{node.rows_out:,}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                node.name,
+                _state(node),
+                seconds(node.for_s),
+                *(_share(getattr(node, state)) for state in STATES),
+                str(node.pending),
+                _number(node.step),
+                _number(node.version),
+                f"{node.rows_in:,}",
+                f"{node.rows_out:,}",
+            ]
+        )
     return table(rows)
 
 
@@ -108,7 +129,14 @@ def _state(node: Node) -> str:
 def _edges(facts: Facts) -> list[str]:
     known = [edge for edge in facts.edges if edge.depth is not None]
     rows = [
-        [f"{e.producer} > {e.consumer}", e.source, _number(e.depth), "of", _number(e.capacity), "full" * e.is_full]
+        [
+            f"{e.producer} > {e.consumer}",
+            e.source,
+            _number(e.depth),
+            "of",
+            _number(e.capacity),
+            "full" * e.is_full,
+        ]
         for e in known
     ]
     return table(rows) if rows else []
@@ -134,11 +162,22 @@ def _workers(facts: Facts) -> list[str]:
     for worker in facts.workers.values():
         at = f"{worker.at} for {seconds(worker.at_s)}" if worker.at else "rest"
         heard = f"{seconds(worker.silent_s)} ago"
-        rows.append([
-            worker.name, *[worker.host] * has_hosts, worker.state, *_process(worker.process), str(worker.restarts),
-            heard, at, ", ".join(worker.nodes),
-        ])  # fmt: skip
-        rows += [["", *[""] * has_hosts, "below it", *_process(rank), "", "", "", ""] for rank in worker.ranks]
+        rows.append(
+            [
+                worker.name,
+                *[worker.host] * has_hosts,
+                worker.state,
+                *_process(worker.process),
+                str(worker.restarts),
+                heard,
+                at,
+                ", ".join(worker.nodes),
+            ]
+        )
+        rows += [
+            ["", *[""] * has_hosts, "below it", *_process(rank), "", "", "", ""]
+            for rank in worker.ranks
+        ]
     return table(rows)
 
 
@@ -156,7 +195,10 @@ def _stacks(worker: WorkerFacts, whole: bool) -> list[str]:
         said = trouble(worker) or "has not told its stacks in time"
         lines = worker.dump.splitlines()
         shown = lines if whole else _main_thread(lines)
-        return [f"  {worker.name} {said}" + ("; its log now has" if shown else ""), *(f"    {line}" for line in shown)]
+        return [
+            f"  {worker.name} {said}" + ("; its log now has" if shown else ""),
+            *(f"    {line}" for line in shown),
+        ]
     lines = []
     for thread in worker.threads:
         if whole:

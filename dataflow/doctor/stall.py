@@ -1,8 +1,8 @@
 """When a run that does not move is to be warned of, and when it is to end: pure.
 
-Time counts only while somebody looks: a scheduler that was stopped for an hour has seen nothing of that hour. A node
-that is at work (a model that loads, a first compile, a long step) is given `slice_s` to show something for it.
-"""
+Time counts only while somebody looks: a scheduler that was stopped for an hour has seen nothing of
+that hour. A node that is at work (a model that loads, a first compile, a long step) is given
+`slice_s` to show something for it."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -27,11 +27,17 @@ class Stillness:
     """Without a change of marks, and with nobody at work."""
 
     def look(self, marks: object, at_work: bool, now: float) -> "Stillness":
-        """The stillness after another look. at_work: somebody works, starts, or is started again."""
+        """The stillness after another look. at_work: somebody works, starts, or is started
+        again."""
         passed = 0.0 if self.looked is None else min(max(0.0, now - self.looked), MOST_BETWEEN_S)
         if marks != self.marks:
             return Stillness(marks=marks, looked=now)
-        return replace(self, looked=now, still_s=self.still_s + passed, idle_s=0.0 if at_work else self.idle_s + passed)
+        return replace(
+            self,
+            looked=now,
+            still_s=self.still_s + passed,
+            idle_s=0.0 if at_work else self.idle_s + passed,
+        )
 
 
 def decide(found: Stillness, *, stall_s: float, slice_s: float) -> Decision:

@@ -15,7 +15,8 @@ _BUSY = 0.5
 
 
 def verdict(facts: Facts, *, moves_s: float = MOVES_S) -> str:
-    """The root of the waiting, named first. moves_s: without movement for so long, a run is not well."""
+    """The root of the waiting, named first. moves_s: without movement for so long, a run is not
+    well."""
     found = waits(facts)
     reached = ends(facts, found)
     ill = [name for name, node in facts.nodes.items() if troubled(node)]
@@ -27,7 +28,10 @@ def verdict(facts: Facts, *, moves_s: float = MOVES_S) -> str:
     if facts.still_s < moves_s:
         return _fine(facts)
     if not reached:
-        return f"Nothing has moved for {seconds(facts.still_s)}; {_at_work(facts) or 'no node says why'}."
+        return (
+            f"Nothing has moved for {seconds(facts.still_s)};"
+            f" {_at_work(facts) or 'no node says why'}."
+        )
     root = _most(facts, reached)
     if any(wait.who == root for wait in found):
         return _circle(facts, [name for name in reached if root in reached[name]], found)
@@ -37,10 +41,17 @@ def verdict(facts: Facts, *, moves_s: float = MOVES_S) -> str:
 def _starting(facts: Facts) -> str:
     """Those that wait for the others to come so far are not what a start waits for."""
     late = [worker for worker in facts.workers.values() if worker.state != "ready"]
-    slow = [worker for worker in late if worker.at or worker.state != "starting" or worker.silent_s > SILENT_S]
+    slow = [
+        worker
+        for worker in late
+        if worker.at or worker.state != "starting" or worker.silent_s > SILENT_S
+    ]
     if not late:
         return "The run is starting; all workers are ready."
-    return f"The run is starting; it waits for {_list([f'{_named(w)}, which {_is(w)}' for w in slow or late])}."
+    return (
+        "The run is starting; it waits for"
+        f" {_list([f'{_named(w)}, which {_is(w)}' for w in slow or late])}."
+    )
 
 
 def _most(facts: Facts, reached: Mapping[str, list[str]]) -> str:
@@ -49,7 +60,14 @@ def _most(facts: Facts, reached: Mapping[str, list[str]]) -> str:
     sinks = {name for name in held_out if facts.nodes[name].kind == "sink"}
     goals = sinks if facts.evaluating else set(facts.leading)
     order = list(facts.nodes)
-    return max(reached, key=lambda name: (bool(goals & {name, *reached[name]}), len(reached[name]), -order.index(name)))
+    return max(
+        reached,
+        key=lambda name: (
+            bool(goals & {name, *reached[name]}),
+            len(reached[name]),
+            -order.index(name),
+        ),
+    )
 
 
 def _ill(facts: Facts, root: str, waiting: list[str], found: list[Wait]) -> str:
@@ -70,24 +88,35 @@ def _fine(facts: Facts) -> str:
         return "Nothing is wrong: rows move."
     most = found[0].share
     if most < _BUSY:
-        return f"Nothing is wrong: rows move, and '{found[0].node}' is busiest, busy {found[0].busy:.0%}."
+        return (
+            f"Nothing is wrong: rows move, and '{found[0].node}' is busiest, busy"
+            f" {found[0].busy:.0%}."
+        )
     slowest = [load.node for load in found if load.share > most - ALIKE]
     if len(slowest) > 1:
         parts = [repr(name) for name in facts.nodes if name in slowest]
         return f"Nothing is wrong: {_list(parts)} are the slowest parts, busy {most:.0%}."
-    shared = f", and those that work in turn with it make that {most:.0%}" if found[0].is_shared else ""
-    return f"Nothing is wrong: '{slowest[0]}' is the slowest part, busy {found[0].busy:.0%}{shared}."
+    shared = (
+        f", and those that work in turn with it make that {most:.0%}" if found[0].is_shared else ""
+    )
+    return (
+        f"Nothing is wrong: '{slowest[0]}' is the slowest part, busy {found[0].busy:.0%}{shared}."
+    )
 
 
 def _circle(facts: Facts, names: list[str], found: list[Wait]) -> str:
-    whys = [f"'{wait.who}' waits for '{wait.whom}' ({wait.why})" for wait in found if wait.who in names]
+    whys = [
+        f"'{wait.who}' waits for '{wait.whom}' ({wait.why})" for wait in found if wait.who in names
+    ]
     return f"{_list([repr(name) for name in names])} wait for each other: {'; '.join(whys)}."
 
 
 def _doing(node: Node) -> str:
     slices = [worker for worker in node.workers if worker.at == node.name]
     if node.state == "working" and slices and slices[0].at_s >= _LONG_SLICE_S:
-        return f"has been in one slice of its work for {seconds(slices[0].at_s)} ({_named(slices[0])})"
+        return (
+            f"has been in one slice of its work for {seconds(slices[0].at_s)} ({_named(slices[0])})"
+        )
     if node.state == "working":
         return f"is at work, for {seconds(node.for_s)} now"
     if node.state == "done":
@@ -100,18 +129,28 @@ def _doing(node: Node) -> str:
 
 
 def _at_work(facts: Facts) -> str:
-    return _list([f"'{name}' {_doing(node)}" for name, node in facts.nodes.items() if node.state == "working"])
+    return _list(
+        [
+            f"'{name}' {_doing(node)}"
+            for name, node in facts.nodes.items()
+            if node.state == "working"
+        ]
+    )
 
 
 def _who(waiting: list[str], root: str, found: list[Wait]) -> str:
     everybody = {wait.who for wait in found}
     if len(everybody) > 1 and everybody - {root} <= set(waiting):
         return "Everything waits for"
-    return f"{_list([repr(name) for name in waiting])} {'wait' if len(waiting) > 1 else 'waits'} for"
+    return (
+        f"{_list([repr(name) for name in waiting])} {'wait' if len(waiting) > 1 else 'waits'} for"
+    )
 
 
 def _named(worker: WorkerFacts) -> str:
-    return f"{worker.name} (pid {worker.process.pid})" if worker.process is not None else worker.name
+    return (
+        f"{worker.name} (pid {worker.process.pid})" if worker.process is not None else worker.name
+    )
 
 
 def _is(worker: WorkerFacts) -> str:
@@ -119,4 +158,6 @@ def _is(worker: WorkerFacts) -> str:
 
 
 def _list(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else ""
+    return (
+        parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else ""
+    )

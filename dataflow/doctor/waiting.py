@@ -30,7 +30,10 @@ def trouble(worker: WorkerFacts) -> str:
     if worker.state == "gone" or (process is not None and process.state in ("", "Z")):
         return "has ended"
     if process is not None and process.state in ("T", "t"):
-        return f"is stopped (state {process.state} in /proc) and does not answer, for {seconds(worker.silent_s)} now"
+        return (
+            f"is stopped (state {process.state} in /proc) and does not answer, for"
+            f" {seconds(worker.silent_s)} now"
+        )
     if worker.state in AWAY:
         return _away(worker)
     if worker.silent_s > SILENT_S:
@@ -45,7 +48,8 @@ def troubled(node: Node) -> list[WorkerFacts]:
 
 
 def waits(facts: Facts) -> list[Wait]:
-    """Every wait there is, in the graph's order; a node that works, rests or is in trouble waits for nobody."""
+    """Every wait there is, in the graph's order; a node that works, rests or is in trouble waits
+    for nobody."""
     return [wait for node in facts.nodes.values() for wait in waits_of(facts, node)]
 
 
@@ -73,7 +77,8 @@ def waits_of(facts: Facts, node: Node) -> list[Wait]:
 
 
 def ends(facts: Facts, found: Collection[Wait]) -> dict[str, list[str]]:
-    """By node at which chains of waits end, the nodes that wait for it; a circle ends at each of its nodes."""
+    """By node at which chains of waits end, the nodes that wait for it; a circle ends at each of
+    its nodes."""
     following: dict[str, list[str]] = {}
     for wait in found:
         following.setdefault(wait.who, []).append(wait.whom)
@@ -102,8 +107,14 @@ def _away(worker: WorkerFacts) -> str:
     if worker.state == "dying":
         return f"is being killed{because}"
     if worker.state == "forked":
-        return f"has not said hello{again}, {seconds(worker.silent_s)} after it was asked for{because}"
-    doing = f"builds '{worker.at}' for {seconds(worker.at_s)} now" if worker.at else "waits for the others to start"
+        return (
+            f"has not said hello{again}, {seconds(worker.silent_s)} after it was asked for{because}"
+        )
+    doing = (
+        f"builds '{worker.at}' for {seconds(worker.at_s)} now"
+        if worker.at
+        else "waits for the others to start"
+    )
     return f"is starting{again}: it {doing}{because}"
 
 
@@ -136,7 +147,10 @@ def _behind(node: Node) -> Wait | None:
     if not slices or len(slices) < len(node.workers):
         return None
     worker = slices[0]
-    why = f"they share {worker.name}, which has been in one slice of '{worker.at}' for {seconds(worker.at_s)}"
+    why = (
+        f"they share {worker.name}, which has been in one slice of '{worker.at}' for"
+        f" {seconds(worker.at_s)}"
+    )
     return Wait(who=node.name, whom=worker.at, why=why)
 
 
@@ -145,9 +159,15 @@ def _blocked(facts: Facts, node: Node) -> list[Wait]:
     full = [edge for edge in edges if edge.is_full]
     if full:
         room = "the edge to '{}' is full ({} of {} rows)"
-        return [Wait(who=node.name, whom=e.consumer, why=room.format(e.consumer, e.depth, e.capacity)) for e in full]
+        return [
+            Wait(who=node.name, whom=e.consumer, why=room.format(e.consumer, e.depth, e.capacity))
+            for e in full
+        ]
     stuck = [edge for edge in edges if troubled(facts.nodes[edge.consumer])] or edges
-    return [Wait(who=node.name, whom=e.consumer, why=f"'{e.consumer}' gives no room for rows") for e in stuck]
+    return [
+        Wait(who=node.name, whom=e.consumer, why=f"'{e.consumer}' gives no room for rows")
+        for e in stuck
+    ]
 
 
 def _paused(facts: Facts, node: Node) -> list[Wait]:
@@ -157,8 +177,9 @@ def _paused(facts: Facts, node: Node) -> list[Wait]:
     sinks = [name for name in facts.nodes if set(_sources(facts, name)) & set(facts.on_demand)]
     return [
         Wait(who=node.name, whom=name, why="it is paused until the first evaluation is done")
-        for name in sinks if facts.nodes[name].kind == "sink"
-    ]  # fmt: skip
+        for name in sinks
+        if facts.nodes[name].kind == "sink"
+    ]
 
 
 def _weights(facts: Facts, node: Node) -> list[Wait]:
@@ -201,7 +222,9 @@ def _path(facts: Facts, sink: str, source: str) -> list[str]:
     """Operators between a source and a sink, in the graph's order."""
     before = {sink}
     for name in reversed(list(facts.nodes)):
-        if any(e.producer == name and e.consumer in before and e.source == source for e in facts.edges):
+        if any(
+            e.producer == name and e.consumer in before and e.source == source for e in facts.edges
+        ):
             before.add(name)
     return [name for name in facts.nodes if name in before and name not in (sink, source)]
 

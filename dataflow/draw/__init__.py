@@ -18,11 +18,17 @@ _FORMATS: Mapping[str, Callable[[Picture], str]] = {
 }
 
 
-def draw(graph: Any, path: str | Path, frames: Sequence[DeviceFrame] | None = None, title: str | None = None) -> Path:
-    """Write the picture of a NetworkX MultiDiGraph (`Graph.nx`) in the format the suffix names; the path.
+def draw(
+    graph: Any,
+    path: str | Path,
+    frames: Sequence[DeviceFrame] | None = None,
+    title: str | None = None,
+) -> Path:
+    """Write the picture of a NetworkX MultiDiGraph (`Graph.nx`) in the format the suffix names; the
+    path.
 
-    Raises GraphError for a suffix other than .svg, .dot, .mmd and .html, and where the folder does not exist;
-    RunFolderError where the disk refuses.
+    Raises GraphError for a suffix other than .svg, .dot, .mmd and .html, and where the folder does
+    not exist; RunFolderError where the disk refuses.
     """
     path = Path(path)
     form = _FORMATS.get(path.suffix.lower())
@@ -32,19 +38,27 @@ def draw(graph: Any, path: str | Path, frames: Sequence[DeviceFrame] | None = No
             f"name one of the four, such as '{path.stem or 'graph'}.svg'"
         )
     if not path.parent.is_dir():
-        raise GraphError(f"the picture '{path.name}' needs its folder, but '{path.parent}' is not there; make it first")
+        raise GraphError(
+            f"the picture '{path.name}' needs its folder, but '{path.parent}' is not there; make it"
+            " first"
+        )
     content = form(read(graph, frames, title)).encode()
     write_atomically(path, lambda file: file.write(content), what="drawing", flush=False)
     return path
 
 
-def render_svg(graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | None = None) -> str:
+def render_svg(
+    graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | None = None
+) -> str:
     """The picture of a NetworkX MultiDiGraph (`Graph.nx`) as SVG."""
     return svg.render(read(graph, frames, title))
 
 
-def mimebundle(graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | None = None) -> dict[str, str]:
-    """What a notebook shows of a graph: the SVG, and a few lines of text where it cannot show that."""
+def mimebundle(
+    graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | None = None
+) -> dict[str, str]:
+    """What a notebook shows of a graph: the SVG, and a few lines of text where it cannot show
+    that."""
     picture = read(graph, frames, title)
     return {"image/svg+xml": svg.render(picture), "text/plain": text.to_plain(picture)}
 

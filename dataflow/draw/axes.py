@@ -1,4 +1,5 @@
-"""What charts share: round numbers along an axis, running means, and fewer points than there are pixels."""
+"""What charts share: round numbers along an axis, running means, and fewer points than there are
+pixels."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""Small charts of figures by step, one SVG each or several in one: lines of one run, or of several."""
+"""Small charts of figures by step, one SVG each or several in one: lines of one run, or of
+several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +45,11 @@ def chart_svg(chart: Chart) -> str:
     """One chart; where it has several lines, their names stand below it."""
     legend = _legend(chart.lines) if len(chart.lines) > 1 else []
     height = HEIGHT + (_LEGEND if legend else 0.0)
-    placed = [f'<g transform="translate({_LEFT:g} {HEIGHT + 8:g})">{"".join(legend)}</g>'] if legend else []
+    placed = (
+        [f'<g transform="translate({_LEFT:g} {HEIGHT + 8:g})">{"".join(legend)}</g>']
+        if legend
+        else []
+    )
     return document(WIDTH, height, chart.title, [*_body(chart), *placed])
 
 
@@ -54,7 +59,10 @@ def charts_svg(charts: Sequence[Chart], title: str, columns: int = 2) -> str:
     width, top = WIDTH * min(columns, max(len(charts), 1)), 66.0
     named = {line.stream: line for chart in charts for line in chart.lines}
     body = [f'<text class="heading" x="20" y="28">{xml(title)}</text>']
-    body.append(f'<g transform="translate(20 50)">{"".join(_legend([named[stream] for stream in sorted(named)]))}</g>')
+    body.append(
+        '<g transform="translate(20'
+        f' 50)">{"".join(_legend([named[stream] for stream in sorted(named)]))}</g>'
+    )
     for number, chart in enumerate(charts):
         x, y = number % columns * WIDTH, top + number // columns * HEIGHT
         body.append(f'<g transform="translate({x:g} {y:g})">{"".join(_body(chart))}</g>')
@@ -73,23 +81,33 @@ def _body(chart: Chart) -> list[str]:
 
     def place(point: Point) -> Point:
         x = _LEFT + (WIDTH - _LEFT - _RIGHT) * (point[0] - first) / span
-        return x, HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * (point[1] - ys[0]) / (ys[-1] - ys[0])
+        return x, HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * (point[1] - ys[0]) / (
+            ys[-1] - ys[0]
+        )
 
     for tick in ys:
         y = place((first, tick))[1]
         body.append(f'<path class="grid" d="M{_LEFT:g} {y:.1f}H{WIDTH - _RIGHT:g}"/>')
-        body.append(f'<text class="axis end" x="{_LEFT - 7:g}" y="{y + 3.6:.1f}">{figure(tick)}</text>')
+        body.append(
+            f'<text class="axis end" x="{_LEFT - 7:g}" y="{y + 3.6:.1f}">{figure(tick)}</text>'
+        )
     for tick in ticks(first, last, 5, whole=True):
         if first <= tick <= last:
             x = place((tick, ys[0]))[0]
-            body.append(f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - _BOTTOM + 16:g}">{figure(tick)}</text>')
+            body.append(
+                f'<text class="axis middle" x="{x:.1f}"'
+                f' y="{HEIGHT - _BOTTOM + 16:g}">{figure(tick)}</text>'
+            )
     for step, what in chart.marks:
         x = place((min(max(step, first), last), ys[0]))[0]
         body.append(
-            f'<path class="grid changed" d="M{x:.1f} {_TOP:g}V{HEIGHT - _BOTTOM:g}"><title>{xml(what)}</title></path>'
+            f'<path class="grid changed" d="M{x:.1f}'
+            f' {_TOP:g}V{HEIGHT - _BOTTOM:g}"><title>{xml(what)}</title></path>'
         )
     for line in chart.lines:
-        body += _drawn(line, [place(point) for point in thin(line.points)] if line.points else [], chart.dots)
+        body += _drawn(
+            line, [place(point) for point in thin(line.points)] if line.points else [], chart.dots
+        )
         if len(line.points) >= SMOOTHED and not chart.dots:
             body.append(_path(_stream(line), [place(point) for point in thin(smooth(line.points))]))
     return body
@@ -116,7 +134,10 @@ def _legend(lines: Sequence[Line]) -> list[str]:
 
 
 def _path(name: str, places: Sequence[Point]) -> str:
-    return f'<g class="{name}"><path class="line" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in places)}"/></g>'
+    return (
+        f'<g class="{name}"><path class="line"'
+        f' d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in places)}"/></g>'
+    )
 
 
 def _stream(line: Line) -> str:

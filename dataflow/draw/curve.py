@@ -24,18 +24,22 @@ CURVE_NAMES = ("step", *REWARD_NAMES, ACCURACY_NAME)
 
 
 def reward_curve_svg(
-    metrics: Sequence[Mapping[str, Any]], title: str = "Learning curve", marks: Sequence[tuple[int, str]] = ()
+    metrics: Sequence[Mapping[str, Any]],
+    title: str = "Learning curve",
+    marks: Sequence[tuple[int, str]] = (),
 ) -> str:
     """The curve of the lines of metrics.jsonl; lines that lack a number are passed over.
 
-    Reward: each step thin, its running mean over about a twentieth of the steps bold; accuracy: a dot per
-    evaluation. marks: steps after which something changed, and what: a line across each.
+    Reward: each step thin, its running mean over about a twentieth of the steps bold; accuracy: a
+    dot per evaluation. marks: steps after which something changed, and what: a line across each.
     """
     reward = _series(metrics, REWARD_NAMES)
     accuracy = _series(metrics, (ACCURACY_NAME,))
     body = [f'<text class="heading" x="{LEFT:g}" y="28">{xml(title)}</text>']
     if not reward and not accuracy:
-        body.append(f'<text class="axis" x="{LEFT:g}" y="{HEIGHT / 2:g}">no step was finished</text>')
+        body.append(
+            f'<text class="axis" x="{LEFT:g}" y="{HEIGHT / 2:g}">no step was finished</text>'
+        )
         return document(WIDTH, HEIGHT, title, body)
     values = [value for _, value in (*reward, *accuracy)]
     ys = ticks(min(0.0, min(values)), max(values), 5)
@@ -50,13 +54,21 @@ def reward_curve_svg(
     for tick in ys:
         y = place(0, tick)[1]
         body.append(f'<path class="grid" d="M{LEFT:g} {y:.1f}H{WIDTH - RIGHT:g}"/>')
-        body.append(f'<text class="axis end" x="{LEFT - 9:g}" y="{y + 3.6:.1f}">{figure(tick)}</text>')
+        body.append(
+            f'<text class="axis end" x="{LEFT - 9:g}" y="{y + 3.6:.1f}">{figure(tick)}</text>'
+        )
     for tick in xs:
         if tick <= last:
             x = place(tick, 0)[0]
-            body.append(f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{figure(tick)}</text>')
+            body.append(
+                f'<text class="axis middle" x="{x:.1f}"'
+                f' y="{HEIGHT - BOTTOM + 18:g}">{figure(tick)}</text>'
+            )
     many = len(reward) >= SMOOTHED
-    shown, means = [place(*at) for at in thin(reward)], [place(*at) for at in thin(smooth(reward))] if many else []
+    shown, means = (
+        [place(*at) for at in thin(reward)],
+        [place(*at) for at in thin(smooth(reward))] if many else [],
+    )
     rounds = [place(*at) for at in accuracy]
     labels = _Labels([line for line in (shown, means, rounds) if line])
     for number, (step, what) in enumerate(marks):
@@ -81,7 +93,11 @@ def reward_curve_svg(
         body += [_dot(*place(*point), point) for point in accuracy]
         for point in dict.fromkeys((accuracy[0], accuracy[-1])):
             x, y = place(*point)
-            rows = [y + far for far in (-10, 19, -24, 33, -38, 47) if TOP - 4 < y + far < HEIGHT - BOTTOM]
+            rows = [
+                y + far
+                for far in (-10, 19, -24, 33, -38, 47)
+                if TOP - 4 < y + far < HEIGHT - BOTTOM
+            ]
             labels.put(f"{point[1]:.2f}", x, rows, is_end=point[0] > last * 0.9)
     body += labels.drawn
     x = LEFT
@@ -100,7 +116,9 @@ class _Labels:
         self.drawn: list[str] = []
         self._boxes: list[tuple[float, float, float, float]] = []
 
-    def put(self, words: str, x: float, rows: Sequence[float], *, is_end: bool, kind: str = "mark") -> None:
+    def put(
+        self, words: str, x: float, rows: Sequence[float], *, is_end: bool, kind: str = "mark"
+    ) -> None:
         """Beginning or ending at x, in the first row that is free; in the first where none is."""
         wide = sans_width(words, _LABEL_SIZE)
         left = x - wide if is_end else x
@@ -109,7 +127,9 @@ class _Labels:
         chosen = free[0] if free else 0
         self._boxes.append(boxes[chosen])
         at = f'x="{x:.1f}" y="{rows[chosen]:.1f}"'
-        self.drawn.append(f'<text class="{kind}{" end" if is_end else ""}" {at}>{xml(words)}</text>')
+        self.drawn.append(
+            f'<text class="{kind}{" end" if is_end else ""}" {at}>{xml(words)}</text>'
+        )
 
     def _is_taken(self, box: tuple[float, float, float, float]) -> bool:
         left, right, top, bottom = box
@@ -118,13 +138,19 @@ class _Labels:
         for (x0, y0), (x1, y1) in self._segments:
             begin, end = max(left, min(x0, x1)), min(right, max(x0, x1))
             if begin <= end:
-                ys = [y0 + (y1 - y0) * (at - x0) / (x1 - x0) for at in (begin, end)] if x1 != x0 else [y0, y1]
+                ys = (
+                    [y0 + (y1 - y0) * (at - x0) / (x1 - x0) for at in (begin, end)]
+                    if x1 != x0
+                    else [y0, y1]
+                )
                 if min(ys) < bottom and max(ys) > top:
                     return True
         return False
 
 
-def _series(metrics: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[tuple[float, float]]:
+def _series(
+    metrics: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> list[tuple[float, float]]:
     found: dict[float, float] = {}
     for line in metrics:
         step, value = line.get("step"), next((line[name] for name in names if name in line), None)

@@ -12,8 +12,8 @@ LEAST_POINTS = 4
 def decimate(xs: AnyArray, ys: AnyArray, most: int) -> tuple[AnyArray, AnyArray]:
     """At most `most` of the points of a series, which is finite and whose xs do not fall.
 
-    The first and the last stay, and of each of as many stretches of equal count the least and the greatest, in their
-    order. most: 4 or more.
+    The first and the last stay, and of each of as many stretches of equal count the least and the
+    greatest, in their order. most: 4 or more.
     """
     count = len(xs)
     if count <= most:

@@ -1,4 +1,5 @@
-"""Which rectangles show a group of devices: as few as possible, none with a box of another group inside."""
+"""Which rectangles show a group of devices: as few as possible, none with a box of another group
+inside."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +10,8 @@ LARGE = 150
 
 
 def pieces(members: Sequence[Rect], others: Sequence[Rect], reach: float) -> list[Rect]:
-    """Rectangles that cover the members, merged where they are within `reach` and hold none of the others."""
+    """Rectangles that cover the members, merged where they are within `reach` and hold none of the
+    others."""
     found = list(members)
     merged = len(found) <= LARGE
     while merged:
@@ -18,7 +20,9 @@ def pieces(members: Sequence[Rect], others: Sequence[Rect], reach: float) -> lis
         for first in range(len(found)):
             for second in range(first + 1, len(found)):
                 union = found[first].union(found[second])
-                if _is_near(found[first], found[second], reach) and not any(union.touches(o) for o in others):
+                if _is_near(found[first], found[second], reach) and not any(
+                    union.touches(o) for o in others
+                ):
                     found[first] = union
                     del found[second]
                     merged = True
@@ -31,7 +35,9 @@ def pieces(members: Sequence[Rect], others: Sequence[Rect], reach: float) -> lis
 def members_of(boxes: Mapping[str, Rect], nodes: Sequence[str]) -> tuple[list[Rect], list[Rect]]:
     """The boxes of a frame, and those of all others."""
     inside = set(nodes)
-    return [boxes[name] for name in nodes], [rect for name, rect in boxes.items() if name not in inside]
+    return [boxes[name] for name in nodes], [
+        rect for name, rect in boxes.items() if name not in inside
+    ]
 
 
 def _is_near(one: Rect, other: Rect, reach: float) -> bool:

@@ -1,4 +1,5 @@
-"""What the layout takes and gives: sizes, links, rectangles, paths; lengths in pixels, y downwards."""
+"""What the layout takes and gives: sizes, links, rectangles, paths; lengths in pixels, y
+downwards."""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -13,7 +14,8 @@ class Size:
     width: float
     height: float
     trunk: float = 0.0
-    """Length of the straight piece right of the box that carries the labels of its outgoing links."""
+    """Length of the straight piece right of the box that carries the labels of its outgoing
+    links."""
     label_above: float = 0.0
     """Height of the label over the trunk."""
     label_below: float = 0.0
@@ -98,7 +100,10 @@ class Rect:
     def touches(self, other: "Rect") -> bool:
         """Whether the two share an inner point."""
         return (
-            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+            self.left < other.right
+            and other.left < self.right
+            and self.top < other.bottom
+            and other.top < self.bottom
         )
 
     def union(self, other: "Rect") -> "Rect":
@@ -112,7 +117,12 @@ class Rect:
 
     def grown(self, x: float, top: float, bottom: float) -> "Rect":
         """The rectangle with a border around it."""
-        return Rect(left=self.left - x, top=self.top - top, right=self.right + x, bottom=self.bottom + bottom)
+        return Rect(
+            left=self.left - x,
+            top=self.top - top,
+            right=self.right + x,
+            bottom=self.bottom + bottom,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +139,8 @@ class DrawnLayout:
 
     boxes: dict[str, Rect]
     links: tuple[tuple[Point, ...], ...]
-    """For each link its corners; two of equal y are joined by a line, others by a curve with level ends."""
+    """For each link its corners; two of equal y are joined by a line, others by a curve with level
+    ends."""
     backs: tuple[BackRoute, ...]
     trunks: dict[str, Point] = field(default_factory=dict)
     """For each box with links going out: right end of its trunk, y of the middle of the box."""

@@ -1,4 +1,5 @@
-"""The graph as one page without network: the picture to pan and zoom, and a panel that shows an operator."""
+"""The graph as one page without network: the picture to pan and zoom, and a panel that shows an
+operator."""
 
 import json
 from importlib import resources
@@ -52,19 +53,28 @@ def _facts(picture: Picture, box: OperatorBox) -> dict[str, Any]:
         "doc": box.operator.about,
         "model": _model(uses) if uses is not None else "",
         "devices": [
-            " · ".join(filter(None, (frame.label, frame.where))) for frame in picture.frames if box.name in frame.nodes
+            " · ".join(filter(None, (frame.label, frame.where)))
+            for frame in picture.frames
+            if box.name in frame.nodes
         ],
         "knobs": {name: knob_text(value) for name, value in box.operator.knobs().items()},
         "arriving": _by_columns("columns in", arriving),
         "leaving": _by_columns("columns out", leaving),
         "added": list(added),
-        "weights": [f"{b.tail} → {b.head}: {b.label}" for b in picture.loops if box.name in (b.tail, b.head)],
+        "weights": [
+            f"{b.tail} → {b.head}: {b.label}" for b in picture.loops if box.name in (b.tail, b.head)
+        ],
     }
 
 
 def _model(model: Model) -> str:
     """Name and facts of a model."""
-    facts = [model.source, model.head, model.dtype, *([str(model.lora)] if model.lora is not None else [])]
+    facts = [
+        model.source,
+        model.head,
+        model.dtype,
+        *([str(model.lora)] if model.lora is not None else []),
+    ]
     return f"{model.name} ({', '.join(facts)})"
 
 

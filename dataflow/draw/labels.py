@@ -18,9 +18,16 @@ def mono_width(text: str, size: float) -> float:
 
 
 def xml(text: str) -> str:
-    """Text for the body or a quoted attribute of XML or HTML; characters that XML forbids are replaced."""
+    """Text for the body or a quoted attribute of XML or HTML; characters that XML forbids are
+    replaced."""
     clean = "".join(char if _is_xml(char) else "\N{REPLACEMENT CHARACTER}" for char in text)
-    for raw, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;"), ("'", "&#39;")):
+    for raw, escaped in (
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        (">", "&gt;"),
+        ('"', "&quot;"),
+        ("'", "&#39;"),
+    ):
         clean = clean.replace(raw, escaped)
     return clean
 
@@ -32,15 +39,20 @@ def dot(text: str) -> str:
 
 
 def mermaid(text: str) -> str:
-    """Text inside a quoted Mermaid label: all that Mermaid or its HTML could read as syntax by number."""
+    """Text inside a quoted Mermaid label: all that Mermaid or its HTML could read as syntax by
+    number."""
     return "".join(
-        char if char.isalnum() or char in " _.,=…+·/" else f"#{ord(char)};" for char in text if _is_xml(char)
+        char if char.isalnum() or char in " _.,=…+·/" else f"#{ord(char)};"
+        for char in text
+        if _is_xml(char)
     )
 
 
 def yaml(text: str) -> str:
     """A quoted YAML string on one line, without a sign that HTML could read as syntax."""
-    quoted = json.dumps("".join(char if _is_xml(char) else "\N{REPLACEMENT CHARACTER}" for char in text))
+    quoted = json.dumps(
+        "".join(char if _is_xml(char) else "\N{REPLACEMENT CHARACTER}" for char in text)
+    )
     return "".join(f"\\u{ord(char):04x}" if char in "<>&`" else char for char in quoted)
 
 
@@ -60,4 +72,9 @@ def _is_wide(char: str) -> bool:
 
 def _is_xml(char: str) -> bool:
     code = ord(char)
-    return code in (0x9, 0xA, 0xD) or 0x20 <= code < 0xD800 or 0xE000 <= code < 0xFFFE or code >= 0x10000
+    return (
+        code in (0x9, 0xA, 0xD)
+        or 0x20 <= code < 0xD800
+        or 0xE000 <= code < 0xFFFE
+        or code >= 0x10000
+    )

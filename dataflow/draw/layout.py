@@ -1,4 +1,5 @@
-"""A layered drawing, left to right, computed from sizes and links alone: it knows no operator and no SVG."""
+"""A layered drawing, left to right, computed from sizes and links alone: it knows no operator and
+no SVG."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -36,7 +37,9 @@ def arrange(
     }
     lines = routes.links(links, names, grid.chains, boxes, layer, columns, heights, spacing)
     back_routes = routes.backs(backs, boxes, layer, columns, spacing)
-    trunks = {link.tail: (columns[layer[link.tail]].right, boxes[link.tail].middle) for link in links}
+    trunks = {
+        link.tail: (columns[layer[link.tail]].right, boxes[link.tail].middle) for link in links
+    }
     return DrawnLayout(
         boxes=boxes,
         links=lines,
@@ -47,7 +50,8 @@ def arrange(
 
 
 class _Grid:
-    """Layers of items: the boxes first (numbered as in `sizes`), then the bends of links that skip layers."""
+    """Layers of items: the boxes first (numbered as in `sizes`), then the bends of links that skip
+    layers."""
 
     def __init__(
         self,

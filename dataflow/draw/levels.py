@@ -28,7 +28,9 @@ class Levels:
 def heights(grid: Levels, spacing: Spacing) -> list[float]:
     """Middle line of every item, by sweeps over the layers that end with one from left to right."""
     y = [0.0] * len(grid.sizes)
-    steps = [[0.0] + [_distance(grid, *pair, spacing) for pair in pairwise(row)] for row in grid.rows]
+    steps = [
+        [0.0] + [_distance(grid, *pair, spacing) for pair in pairwise(row)] for row in grid.rows
+    ]
     for row, step in zip(grid.rows, steps, strict=True):
         total = 0.0
         for item, distance in zip(row, step, strict=True):
@@ -45,8 +47,11 @@ def heights(grid: Levels, spacing: Spacing) -> list[float]:
     return y
 
 
-def spread(wanted: Sequence[float], weights: Sequence[float], steps: Sequence[float]) -> list[float]:
-    """Values nearest to the wanted ones (weighted least squares), each `steps[i]` or more below the last.
+def spread(
+    wanted: Sequence[float], weights: Sequence[float], steps: Sequence[float]
+) -> list[float]:
+    """Values nearest to the wanted ones (weighted least squares), each `steps[i]` or more below the
+    last.
 
     Source: isotonic regression by pooling adjacent violators.
     """
@@ -73,7 +78,9 @@ def _distance(grid: Levels, above: int, below: int, spacing: Spacing) -> float:
     return grid.sizes[above].down + room + grid.sizes[below].up
 
 
-def _settle(grid: Levels, index: int, steps: Sequence[float], y: list[float], near: Sequence[Sequence[int]]) -> None:
+def _settle(
+    grid: Levels, index: int, steps: Sequence[float], y: list[float], near: Sequence[Sequence[int]]
+) -> None:
     wanted, weights = [], []
     for item in grid.rows[index]:
         pulls = [(y[other], grid.pulls[item][other]) for other in near[item]]

@@ -1,4 +1,5 @@
-"""Which layer each node stands in, and the order within a layer: longest paths, then few crossings."""
+"""Which layer each node stands in, and the order within a layer: longest paths, then few
+crossings."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -38,7 +39,8 @@ def acyclic(names: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[tupl
 
 
 def layers_of(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Layer of each node of a DAG: longest path from the left, sources moved right to where they are read."""
+    """Layer of each node of a DAG: longest path from the left, sources moved right to where they
+    are read."""
     after: dict[str, list[str]] = {name: [] for name in names}
     waiting = dict.fromkeys(names, 0)
     for tail, head in pairs:
@@ -59,7 +61,9 @@ def layers_of(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> dict[st
     return layer
 
 
-def order(rows: list[list[int]], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> list[list[int]]:
+def order(
+    rows: list[list[int]], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
+) -> list[list[int]]:
     """The rows (one per layer) in an order of few crossings; neighbours are lists of items."""
     best, best_crossings = [list(row) for row in rows], crossings(rows, after)
     edges = sum(len(heads) for heads in after)
@@ -105,22 +109,30 @@ def _inversions(ends: Sequence[int], size: int) -> int:
     return total
 
 
-def _by_barycentre(row: Sequence[int], beside: Sequence[int], near: Sequence[Sequence[int]]) -> list[int]:
+def _by_barycentre(
+    row: Sequence[int], beside: Sequence[int], near: Sequence[Sequence[int]]
+) -> list[int]:
     at = {item: index for index, item in enumerate(beside)}
     scale = len(beside) / max(len(row), 1)
     key = {
-        item: sum(at[other] for other in near[item]) / len(near[item]) if near[item] else (index + 0.5) * scale - 0.5
+        item: sum(at[other] for other in near[item]) / len(near[item])
+        if near[item]
+        else (index + 0.5) * scale - 0.5
         for index, item in enumerate(row)
     }
     return sorted(row, key=key.__getitem__)
 
 
-def _swap_neighbours(rows: list[list[int]], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> None:
+def _swap_neighbours(
+    rows: list[list[int]], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
+) -> None:
     for index, row in enumerate(rows):
         if len(row) > SWAP_LIMIT:
             continue
         left = {item: at for at, item in enumerate(rows[index - 1])} if index else {}
-        right = {item: at for at, item in enumerate(rows[index + 1])} if index + 1 < len(rows) else {}
+        right = (
+            {item: at for at, item in enumerate(rows[index + 1])} if index + 1 < len(rows) else {}
+        )
         for at in range(len(row) - 1):
             up, down = row[at], row[at + 1]
             now = _pair(before[up], before[down], left) + _pair(after[up], after[down], right)

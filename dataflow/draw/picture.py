@@ -57,7 +57,8 @@ class OperatorBox:
     about: str
     """What the operator is, in sentences."""
     operator: Operator | None = None
-    """The declaration itself, for pages that show all of it; None where a run's folder is all that there is."""
+    """The declaration itself, for pages that show all of it; None where a run's folder is all that
+    there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,8 @@ class DrawnEdge:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """Weights on their way from the operator that trains them to one that reads them; or, with "turns" as its model,
-    an episode and the generator that it asks."""
+    """Weights on their way from the operator that trains them to one that reads them; or, with
+    "turns" as its model, an episode and the generator that it asks."""
 
     tail: str
     head: str
@@ -108,12 +109,17 @@ class Picture:
 
     @property
     def shades(self) -> list[int]:
-        """By frame, the number of its colour: one for each, or, in a run over hosts, for each place."""
+        """By frame, the number of its colour: one for each, or, in a run over hosts, for each
+        place."""
         places = list(dict.fromkeys(frame.where for frame in self.frames))
-        return [places.index(frame.where) if frame.where else at for at, frame in enumerate(self.frames)]
+        return [
+            places.index(frame.where) if frame.where else at for at, frame in enumerate(self.frames)
+        ]
 
 
-def read(graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | None = None) -> Picture:
+def read(
+    graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | None = None
+) -> Picture:
     """The picture of a NetworkX MultiDiGraph (`Graph.nx`)."""
     boxes = tuple(_box(name, data["operator"]) for name, data in graph.nodes(data=True))
     wires: list[DrawnEdge] = []
@@ -123,20 +129,29 @@ def read(graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | N
             name = getattr(data.get("model"), "name", data["plane"])
             loops.append(
                 Loop(
-                    tail=tail, head=head, model=name, max_staleness=data.get("max_staleness"),
-                    refresh=str(data.get("refresh") or ""), executor=data.get("executor", ""),
+                    tail=tail,
+                    head=head,
+                    model=name,
+                    max_staleness=data.get("max_staleness"),
+                    refresh=str(data.get("refresh") or ""),
+                    executor=data.get("executor", ""),
                 )
-            )  # fmt: skip
+            )
         else:
             columns, stream = data.get("columns") or {}, str(data.get("source", key))
             added = tuple(data.get("added") or ())
-            wires.append(DrawnEdge(tail=tail, head=head, stream=stream, columns=dict(columns), added=added))
+            wires.append(
+                DrawnEdge(tail=tail, head=head, stream=stream, columns=dict(columns), added=added)
+            )
     sources = [box.name for box in boxes if box.role == "source"]
     found = dict.fromkeys(wire.stream for wire in wires)
     streams = [name for name in sources if name in found]
     streams += [stream for stream in found if stream not in streams]
     names = {box.name for box in boxes}
-    kept = [DeviceFrame(f.label, tuple(n for n in dict.fromkeys(f.nodes) if n in names), f.where) for f in frames or ()]
+    kept = [
+        DeviceFrame(f.label, tuple(n for n in dict.fromkeys(f.nodes) if n in names), f.where)
+        for f in frames or ()
+    ]
     return Picture(
         boxes=boxes,
         wires=tuple(wires),
@@ -148,14 +163,16 @@ def read(graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | N
 
 
 def column_lines(added: Sequence[str], most: int = COLUMNS_SHOWN) -> list[str]:
-    """Names of new columns as a label of few lines, those that keep the books and the rest counted: `…+5`."""
+    """Names of new columns as a label of few lines, those that keep the books and the rest counted:
+    `…+5`."""
     telling = [name for name in added if name not in _BOOKKEEPING] or list(added)
     shown = [shorten(name) for name in telling[:most]]
     return shown if len(shown) == len(added) else [*shown, f"…+{len(added) - len(shown)}"]
 
 
 def knob_text(value: Any) -> str:
-    """A knob's value as short code: functions and models by name, strings in quotes, floats short."""
+    """A knob's value as short code: functions and models by name, strings in quotes, floats
+    short."""
     if isinstance(value, Model):
         adapted = value.name if value.lora is None else f"{value.name} + LoRA({value.lora.rank})"
         return f"{adapted}, frozen" if value.is_frozen else adapted
@@ -180,7 +197,8 @@ def knob_text(value: Any) -> str:
 
 
 def shorten(text: str, length: int = VALUE_LENGTH) -> str:
-    """At most `length` characters on one line, the middle left out, so that both ends stay readable."""
+    """At most `length` characters on one line, the middle left out, so that both ends stay
+    readable."""
     text = " ".join(text.split())
     if len(text) <= length:
         return text
@@ -196,9 +214,13 @@ def _box(name: str, operator: Operator) -> OperatorBox:
         knobs = [*knobs[:KNOBS_SHOWN], f"…+{more}"]
     same = kind.lower().replace("_", "") == name.lower().replace("_", "")
     return OperatorBox(
-        name=name, subtitle="" if same else kind, knobs=tuple(knobs), role=_role(operator),
-        about=type(operator).__doc__ or "", operator=operator,
-    )  # fmt: skip
+        name=name,
+        subtitle="" if same else kind,
+        knobs=tuple(knobs),
+        role=_role(operator),
+        about=type(operator).__doc__ or "",
+        operator=operator,
+    )
 
 
 def _role(operator: Operator) -> str:

@@ -47,7 +47,10 @@ def columns_of(
                 bottom=max((heights[item] + sizes[item].down for item in row), default=0.0),
             )
         )
-        climb = max((abs(heights[head] - heights[item]) for item in row for head in after[item]), default=0.0)
+        climb = max(
+            (abs(heights[head] - heights[item]) for item in row for head in after[item]),
+            default=0.0,
+        )
         left = right + min(spacing.gap + 0.12 * climb, WIDEST_GAP)
     return columns
 
@@ -78,9 +81,13 @@ def links(
         outs.setdefault(link.tail, {}).setdefault(link.stream, []).append(target)
     starts: dict[tuple[str, int], float] = {}
     for tail, targets in outs.items():
-        ordered = sorted(targets, key=lambda stream: (sum(targets[stream]) / len(targets[stream]), stream))
+        ordered = sorted(
+            targets, key=lambda stream: (sum(targets[stream]) / len(targets[stream]), stream)
+        )
         for at, stream in enumerate(ordered):
-            starts[tail, stream] = boxes[tail].middle + (at - (len(ordered) - 1) / 2) * spacing.stream
+            starts[tail, stream] = (
+                boxes[tail].middle + (at - (len(ordered) - 1) / 2) * spacing.stream
+            )
 
     arrivals: dict[str, list[tuple[float, int]]] = {}
     for number, link in enumerate(links):
@@ -90,7 +97,13 @@ def links(
     ends: dict[int, float] = {}
     for head, found in arrivals.items():
         found.sort()
-        ends.update(zip((number for _, number in found), _ports(boxes[head], [y for y, _ in found]), strict=True))
+        ends.update(
+            zip(
+                (number for _, number in found),
+                _ports(boxes[head], [y for y, _ in found]),
+                strict=True,
+            )
+        )
 
     drawn: list[tuple[Point, ...]] = []
     for number, link in enumerate(links):
@@ -105,7 +118,8 @@ def links(
 
 
 def _ports(box: Rect, arriving: Sequence[float]) -> list[float]:
-    """Where arrows touch the left side of a box: level with where they come from, where that is possible."""
+    """Where arrows touch the left side of a box: level with where they come from, where that is
+    possible."""
     room = max(box.height / 2 - CORNER, 0.0)
     step = min(PORT, 2 * room / max(len(arriving) - 1, 1))
     wanted = [y if abs(y - box.middle) <= room else box.middle for y in arriving]
@@ -135,7 +149,8 @@ def backs(
     columns: Sequence[Column],
     spacing: Spacing,
 ) -> tuple[BackRoute, ...]:
-    """Polylines of right angles that pass below or above all boxes between their ends, and touch no box."""
+    """Polylines of right angles that pass below or above all boxes between their ends, and touch no
+    box."""
     rows: dict[int, list[Rect]] = {}
     for name, box in boxes.items():
         rows.setdefault(layer[name], []).append(box)
@@ -147,7 +162,8 @@ def backs(
             edge = _edge(columns, low, high, sign)
             costs.append(
                 sum(
-                    1000.0 * _blocked(boxes[name], rows[layer[name]], sign) + abs(edge - boxes[name].middle)
+                    1000.0 * _blocked(boxes[name], rows[layer[name]], sign)
+                    + abs(edge - boxes[name].middle)
                     for name in (back.tail, back.head)
                 )
             )
@@ -156,7 +172,9 @@ def backs(
     tracks: dict[float, list[tuple[int, int, float]]] = {1.0: [], -1.0: []}
     heights: dict[int, float] = {}
     for detour in sorted(plan, key=lambda d: (d.high - d.low, d.number)):
-        edge = _edge(columns, max(detour.low - 1, 0), min(detour.high + 1, len(columns) - 1), detour.sign)
+        edge = _edge(
+            columns, max(detour.low - 1, 0), min(detour.high + 1, len(columns) - 1), detour.sign
+        )
         y = edge + detour.sign * spacing.outer
         for low, high, other in sorted(tracks[detour.sign], key=lambda t: t[2] * detour.sign):
             near = abs(y - other) < spacing.track or (other - y) * detour.sign > 0
@@ -188,13 +206,19 @@ def _blocked(box: Rect, row: Sequence[Rect], sign: float) -> bool:
 def _back_ports(
     plan: Sequence[_Detour], boxes: Mapping[str, Rect], layer: Mapping[str, int]
 ) -> dict[tuple[int, str], float]:
-    """x of each end of each back edge on its box: spread along the side so that nested edges do not cross."""
+    """x of each end of each back edge on its box: spread along the side so that nested edges do not
+    cross."""
     sides: dict[tuple[str, float], list[tuple[float, int]]] = {}
     for detour in plan:
         span = detour.high - detour.low + detour.number * 1e-6
-        for name, other in ((detour.back.tail, detour.back.head), (detour.back.head, detour.back.tail)):
+        for name, other in (
+            (detour.back.tail, detour.back.head),
+            (detour.back.head, detour.back.tail),
+        ):
             to_right = layer[other] > layer[name]
-            sides.setdefault((name, detour.sign), []).append((-span if to_right else span, detour.number))
+            sides.setdefault((name, detour.sign), []).append(
+                (-span if to_right else span, detour.number)
+            )
     ports: dict[tuple[int, str], float] = {}
     for (name, _), found in sides.items():
         box = boxes[name]
@@ -214,7 +238,8 @@ def _stub(
     columns: Sequence[Column],
     y: float,
 ) -> list[Point]:
-    """From a box to the track: straight, or through the gap beside its layer where a box is in the way."""
+    """From a box to the track: straight, or through the gap beside its layer where a box is in the
+    way."""
     box, x = boxes[name], ports[detour.number, name]
     side = box.bottom if detour.sign > 0 else box.top
     if not _blocked(box, rows[layer[name]], detour.sign):
@@ -233,10 +258,18 @@ def bounds(
     backs: Sequence[BackEdge],
 ) -> Rect:
     """The rectangle that holds everything drawn."""
-    points = [point for line in lines for point in line] + [point for route in routes for point in route.points]
+    points = [point for line in lines for point in line] + [
+        point for route in routes for point in route.points
+    ]
     for route, back in zip(routes, backs, strict=True):
-        points += [(route.label[0] + side * back.label_width / 2, route.label[1]) for side in (-1, 1)]
-    points += [corner for strip in columns for corner in ((strip.left, strip.top), (strip.right, strip.bottom))]
+        points += [
+            (route.label[0] + side * back.label_width / 2, route.label[1]) for side in (-1, 1)
+        ]
+    points += [
+        corner
+        for strip in columns
+        for corner in ((strip.left, strip.top), (strip.right, strip.bottom))
+    ]
     if not points:
         return Rect(left=0.0, top=0.0, right=0.0, bottom=0.0)
     return Rect(

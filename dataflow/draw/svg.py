@@ -1,4 +1,5 @@
-"""The picture of a graph as one SVG without anything outside it, readable on light and dark pages."""
+"""The picture of a graph as one SVG without anything outside it, readable on light and dark
+pages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,10 +7,26 @@ from itertools import pairwise
 
 from dataflow.draw import frames as device_frames
 from dataflow.draw import theme
-from dataflow.draw.geometry import BackEdge, BackRoute, DrawnLayout, ForwardEdge, Point, Rect, Size, Spacing
+from dataflow.draw.geometry import (
+    BackEdge,
+    BackRoute,
+    DrawnLayout,
+    ForwardEdge,
+    Point,
+    Rect,
+    Size,
+    Spacing,
+)
 from dataflow.draw.labels import mono_width, sans_width, xml
 from dataflow.draw.layout import arrange
-from dataflow.draw.picture import DeviceFrame, DrawnEdge, OperatorBox, Picture, column_lines, shorten
+from dataflow.draw.picture import (
+    DeviceFrame,
+    DrawnEdge,
+    OperatorBox,
+    Picture,
+    column_lines,
+    shorten,
+)
 
 NAME, SMALL, CODE = 13.0, 10.0, 9.5
 LINE = 12.5
@@ -28,24 +45,38 @@ def render(picture: Picture) -> str:
     if picture.frames:
         title = _title(picture)
         extra = 2 * FRAME_PAD + title
-        spacing = Spacing(gap=spacing.gap + FRAME_PAD, row=spacing.row + extra - 14, outer=spacing.outer + title)
+        spacing = Spacing(
+            gap=spacing.gap + FRAME_PAD, row=spacing.row + extra - 14, outer=spacing.outer + title
+        )
     indent = 8.0 + FRAME_PAD * bool(picture.frames)
     sizes = {
-        box.name: _size(box, wires.get(box.name, []), labels.get(box.name, ([], [])), spacing.stream, indent)
+        box.name: _size(
+            box, wires.get(box.name, []), labels.get(box.name, ([], [])), spacing.stream, indent
+        )
         for box in picture.boxes
     }
-    links = [ForwardEdge(tail=w.tail, head=w.head, stream=picture.streams.index(w.stream)) for w in picture.wires]
-    backs = [BackEdge(tail=b.tail, head=b.head, label_width=mono_width(b.label, CODE) + 12) for b in picture.loops]
+    links = [
+        ForwardEdge(tail=w.tail, head=w.head, stream=picture.streams.index(w.stream))
+        for w in picture.wires
+    ]
+    backs = [
+        BackEdge(tail=b.tail, head=b.head, label_width=mono_width(b.label, CODE) + 12)
+        for b in picture.loops
+    ]
     layout = arrange(sizes, links, backs, spacing)
     wider = _widened(picture, layout, sizes)
     if wider:
         sizes.update(wider)
         layout = arrange(sizes, links, backs, spacing)
-    columns = [_columns(layout.boxes[name], sizes[name], found, indent) for name, found in labels.items()]
+    columns = [
+        _columns(layout.boxes[name], sizes[name], found, indent) for name, found in labels.items()
+    ]
     return _document(picture, layout, columns, spacing)
 
 
-def _document(picture: Picture, layout: DrawnLayout, columns: Sequence[str], spacing: Spacing) -> str:
+def _document(
+    picture: Picture, layout: DrawnLayout, columns: Sequence[str], spacing: Spacing
+) -> str:
     body: list[str] = []
     framed = [_pieces(frame.nodes, layout, _title(picture)) for frame in picture.frames]
     for shade, frame, found in zip(picture.shades, picture.frames, framed, strict=True):
@@ -53,7 +84,11 @@ def _document(picture: Picture, layout: DrawnLayout, columns: Sequence[str], spa
     many = len(picture.streams) > 1
     led: set[tuple[str, str]] = set()
     for wire, points in reversed(list(zip(picture.wires, layout.links, strict=True))):
-        colour = f"stream{picture.streams.index(wire.stream) % len(theme.LIGHT_STREAMS)}" if many else "stream"
+        colour = (
+            f"stream{picture.streams.index(wire.stream) % len(theme.LIGHT_STREAMS)}"
+            if many
+            else "stream"
+        )
         body.append(_link(wire, points[1:] if (wire.tail, wire.stream) in led else points, colour))
         led.add((wire.tail, wire.stream))
     for loop, route in zip(picture.loops, layout.backs, strict=True):
@@ -73,22 +108,33 @@ def _document(picture: Picture, layout: DrawnLayout, columns: Sequence[str], spa
     view = Rect(
         left=bounds.left,
         top=bounds.top - top,
-        right=max(bounds.right, bounds.left + legend_width, bounds.left + sans_width(picture.title, 16)),
+        right=max(
+            bounds.right, bounds.left + legend_width, bounds.left + sans_width(picture.title, 16)
+        ),
         bottom=bounds.bottom + (34.0 if legend else 0.0),
     ).grown(spacing.margin, spacing.margin, spacing.margin)
-    heading = f'<text class="heading" x="{_n(bounds.left)}" y="{_n(bounds.top - 20)}">{xml(picture.title)}</text>'
+    heading = (
+        f'<text class="heading" x="{_n(bounds.left)}"'
+        f' y="{_n(bounds.top - 20)}">{xml(picture.title)}</text>'
+    )
     spoken = xml(picture.title or "dataflow graph")
-    words = xml(f"{len(picture.boxes)} operators: " + ", ".join(box.name for box in picture.boxes[:60]))
+    words = xml(
+        f"{len(picture.boxes)} operators: " + ", ".join(box.name for box in picture.boxes[:60])
+    )
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="dataflow-graph" role="img" '
-            f'viewBox="{_n(view.left)} {_n(view.top)} {_n(view.width)} {_n(view.height)}" '
-            f'width="{_n(view.width)}" height="{_n(view.height)}">',
+            (
+                '<svg xmlns="http://www.w3.org/2000/svg" class="dataflow-graph" role="img" '
+                f'viewBox="{_n(view.left)} {_n(view.top)} {_n(view.width)} {_n(view.height)}" '
+                f'width="{_n(view.width)}" height="{_n(view.height)}">'
+            ),
             f"<title>{spoken}</title>",
             f"<desc>{words}</desc>",
             f"<style>{theme.style()}</style>",
-            f'<rect class="paper" x="{_n(view.left)}" y="{_n(view.top)}" width="{_n(view.width)}" '
-            f'height="{_n(view.height)}"/>',
+            (
+                f'<rect class="paper" x="{_n(view.left)}" y="{_n(view.top)}"'
+                f' width="{_n(view.width)}" height="{_n(view.height)}"/>'
+            ),
             *([heading] if picture.title else []),
             *body,
             *legend,
@@ -105,7 +151,8 @@ def _by_tail(picture: Picture) -> dict[str, list[DrawnEdge]]:
 
 
 def _labels(wires: Sequence[DrawnEdge]) -> tuple[list[str], list[str]]:
-    """Lines over and under the trunk: one label where all streams carry the same new columns, else two."""
+    """Lines over and under the trunk: one label where all streams carry the same new columns, else
+    two."""
     kinds = [kind for kind in dict.fromkeys(wire.added for wire in wires) if kind]
     if len(kinds) > 2:
         kinds = [tuple(dict.fromkeys(name for kind in kinds for name in kind))]
@@ -114,7 +161,11 @@ def _labels(wires: Sequence[DrawnEdge]) -> tuple[list[str], list[str]]:
 
 
 def _size(
-    box: OperatorBox, wires: Sequence[DrawnEdge], labels: tuple[list[str], list[str]], stream: float, indent: float
+    box: OperatorBox,
+    wires: Sequence[DrawnEdge],
+    labels: tuple[list[str], list[str]],
+    stream: float,
+    indent: float,
 ) -> Size:
     above, below = labels
     width = max(
@@ -124,7 +175,9 @@ def _size(
         ]
         + [mono_width(line, CODE) for line in box.knobs]
     )
-    height = 2 * 10 + 14 + (13 if box.subtitle else 0) + (len(box.knobs) * LINE + 8 if box.knobs else 0)
+    height = (
+        2 * 10 + 14 + (13 if box.subtitle else 0) + (len(box.knobs) * LINE + 8 if box.knobs else 0)
+    )
     streams = (len({wire.stream for wire in wires}) - 1) / 2 * stream if wires else 0.0
     text = max([mono_width(line, CODE) for line in (*above, *below)], default=0.0)
     return Size(
@@ -140,18 +193,31 @@ def _box(number: int, box: OperatorBox, rect: Rect) -> str:
     x, y = rect.left + PAD + 4, rect.top + 10 + 11
     doc = " ".join(box.about.partition(">>>")[0].split())  # without the example
     parts = [
-        f'<g class="node {box.role}" data-node="{number}"><title>{xml(f"{box.name}: {doc}")}</title>',
-        f'<rect class="box" x="{_n(rect.left)}" y="{_n(rect.top)}" width="{_n(rect.width)}" '
-        f'height="{_n(rect.height)}" rx="6"/>',
-        f'<path class="accent" d="M{_n(rect.left + 5)} {_n(rect.top)}a5 5 0 0 0 -5 5v{_n(rect.height - 10)}'
-        f'a5 5 0 0 0 5 5z"/>',
+        (
+            f'<g class="node {box.role}"'
+            f' data-node="{number}"><title>{xml(f"{box.name}: {doc}")}</title>'
+        ),
+        (
+            f'<rect class="box" x="{_n(rect.left)}" y="{_n(rect.top)}" width="{_n(rect.width)}" '
+            f'height="{_n(rect.height)}" rx="6"/>'
+        ),
+        (
+            f'<path class="accent" d="M{_n(rect.left + 5)} {_n(rect.top)}a5 5 0 0 0 -5'
+            f' 5v{_n(rect.height - 10)}a5 5 0 0 0 5 5z"/>'
+        ),
         f'<text class="name" x="{_n(x)}" y="{_n(y)}">{xml(shorten(box.name, NAME_LENGTH))}</text>',
     ]
     if box.subtitle:
         y += 13
-        parts.append(f'<text class="kind" x="{_n(x)}" y="{_n(y)}">{xml(shorten(box.subtitle, NAME_LENGTH))}</text>')
+        parts.append(
+            f'<text class="kind" x="{_n(x)}"'
+            f' y="{_n(y)}">{xml(shorten(box.subtitle, NAME_LENGTH))}</text>'
+        )
     if box.knobs:
-        parts.append(f'<line class="rule" x1="{_n(x)}" x2="{_n(rect.right - PAD)}" y1="{_n(y + 8)}" y2="{_n(y + 8)}"/>')
+        parts.append(
+            f'<line class="rule" x1="{_n(x)}" x2="{_n(rect.right - PAD)}" y1="{_n(y + 8)}"'
+            f' y2="{_n(y + 8)}"/>'
+        )
         y += 8
     for knob in box.knobs:
         y += LINE
@@ -164,7 +230,9 @@ def _knob(line: str) -> str:
     return f'{xml(name)}{equals}<tspan class="value">{xml(value)}</tspan>' if equals else xml(line)
 
 
-def _columns(rect: Rect, size: Size, lines: tuple[Sequence[str], Sequence[str]], indent: float) -> str:
+def _columns(
+    rect: Rect, size: Size, lines: tuple[Sequence[str], Sequence[str]], indent: float
+) -> str:
     (above, below), x, parts = lines, rect.right + indent, []
     for at, line in enumerate(above):
         y = rect.middle - size.label_above + 11.5 * (at + 1) - 2
@@ -216,7 +284,9 @@ def _rounded(previous: Point, corner: Point, following: Point) -> str:
     ends = []
     for other in (previous, following):
         length = max(abs(other[0] - corner[0]) + abs(other[1] - corner[1]), 1e-9)
-        ends.append(tuple(c + (o - c) * radius / length for o, c in zip(other, corner, strict=True)))
+        ends.append(
+            tuple(c + (o - c) * radius / length for o, c in zip(other, corner, strict=True))
+        )
     (ax, ay), (bx, by) = ends
     return f"L{_n(ax)} {_n(ay)}Q{_n(corner[0])} {_n(corner[1])} {_n(bx)} {_n(by)}"
 
@@ -234,7 +304,13 @@ def _widened(picture: Picture, layout: DrawnLayout, sizes: dict[str, Size]) -> d
     """Boxes that must be wider, because the frame around them is too narrow for its label."""
     wider: dict[str, Size] = {}
     for frame in picture.frames:
-        needed = max(sans_width(shorten(text, FRAME_LENGTH), SMALL) for text in (frame.label, frame.where)) + 20
+        needed = (
+            max(
+                sans_width(shorten(text, FRAME_LENGTH), SMALL)
+                for text in (frame.label, frame.where)
+            )
+            + 20
+        )
         for piece in _pieces(frame.nodes, layout, _title(picture)):
             if piece.width < needed:
                 name = next(name for name in frame.nodes if layout.boxes[name].touches(piece))
@@ -244,7 +320,8 @@ def _widened(picture: Picture, layout: DrawnLayout, sizes: dict[str, Size]) -> d
 
 
 def _title(picture: Picture) -> float:
-    """Height of what stands at the top of a frame: its label, and in a run over hosts where it is."""
+    """Height of what stands at the top of a frame: its label, and in a run over hosts where it
+    is."""
     return FRAME_TITLE + FRAME_PLACE * any(frame.where for frame in picture.frames)
 
 
@@ -267,8 +344,9 @@ def _frame_label(shade: int, frame: DeviceFrame, rect: Rect) -> str:
     texts = [
         f'<text{kind} x="{_n(rect.left + 10)}" y="{_n(rect.top + 14 + at * FRAME_PLACE)}">'
         f"{xml(shorten(text, FRAME_LENGTH))}</text>"
-        for at, (kind, text) in enumerate((("", frame.label), (' class="place"', frame.where))) if text
-    ]  # fmt: skip
+        for at, (kind, text) in enumerate((("", frame.label), (' class="place"', frame.where)))
+        if text
+    ]
     return f'<g class="frame frame{shade % len(theme.LIGHT_FRAMES)}">{"".join(texts)}</g>'
 
 
@@ -284,8 +362,8 @@ def _legend(picture: Picture, x: float, y: float) -> tuple[list[str], float]:
     drawn, start = [], x
     for colour, text in entries:
         drawn.append(
-            f'<g class="{colour}"><path class="line" d="M{_n(x)} {_n(y)}h26"/></g>'
-            f'<text class="legend" x="{_n(x + 33)}" y="{_n(y + 3.5)}">{xml(shorten(text, 40))}</text>'
+            f'<g class="{colour}"><path class="line" d="M{_n(x)} {_n(y)}h26"/></g><text'
+            f' class="legend" x="{_n(x + 33)}" y="{_n(y + 3.5)}">{xml(shorten(text, 40))}</text>'
         )
         x += 33 + sans_width(shorten(text, 40), 10.5) + 22
     return drawn, x - start

@@ -12,10 +12,15 @@ _SHAPES = {"source": ("([", "])"), "sink": ("[/", "/]"), "trainer": ("[[", "]]")
 def to_dot(picture: Picture) -> str:
     """DOT source; frames become clusters, weights dashed edges that do not bend the order."""
     lines = [f'digraph "{dot(picture.title or "dataflow")}" {{']
-    lines += ["  rankdir=LR;", '  node [shape=box style="rounded" fontname="Helvetica" fontsize=11];']
+    lines += [
+        "  rankdir=LR;",
+        '  node [shape=box style="rounded" fontname="Helvetica" fontsize=11];',
+    ]
     lines.append('  edge [fontname="Courier" fontsize=9 color="#59636e" fontcolor="#59636e"];')
     if picture.title:
-        lines.append(f'  labelloc=t; labeljust=l; label="{dot(picture.title)}"; fontname="Helvetica";')
+        lines.append(
+            f'  labelloc=t; labeljust=l; label="{dot(picture.title)}"; fontname="Helvetica";'
+        )
     for box in picture.boxes:
         lines.append(f'  "{dot(box.name)}" [label="{dot(_label(box))}" color="{LIGHT[box.role]}"];')
     for cluster, (number, frame, nodes) in enumerate(_clusters(picture)):
@@ -28,9 +33,14 @@ def to_dot(picture: Picture) -> str:
     many = len(picture.streams) > 1
     for wire in picture.wires:
         label = "\n".join(column_lines(wire.added))
-        paint = f' color="{_cycle(LIGHT_STREAMS, picture.streams.index(wire.stream))}"' if many else ""
+        paint = (
+            f' color="{_cycle(LIGHT_STREAMS, picture.streams.index(wire.stream))}"' if many else ""
+        )
         hint = dot(f"{wire.stream}: {', '.join(wire.columns)}")
-        lines.append(f'  "{dot(wire.tail)}" -> "{dot(wire.head)}" [label="{dot(label)}"{paint} tooltip="{hint}"];')
+        lines.append(
+            f'  "{dot(wire.tail)}" -> "{dot(wire.head)}" [label="{dot(label)}"{paint}'
+            f' tooltip="{hint}"];'
+        )
     for loop in picture.loops:
         colour = LIGHT["weights"]
         lines.append(
@@ -60,7 +70,10 @@ def to_mermaid(picture: Picture) -> str:
         label = "<br/>".join(mermaid(line) for line in column_lines(wire.added))
         lines.append(f"  {names[wire.tail]} -->{_quoted(label)} {names[wire.head]}")
         if len(picture.streams) > 1:
-            styles.append(f"  linkStyle {edges} stroke:{_cycle(LIGHT_STREAMS, picture.streams.index(wire.stream))}")
+            styles.append(
+                f"  linkStyle {edges}"
+                f" stroke:{_cycle(LIGHT_STREAMS, picture.streams.index(wire.stream))}"
+            )
         edges += 1
     for loop in picture.loops:
         lines.append(f"  {names[loop.tail]} -.->{_quoted(mermaid(loop.label))} {names[loop.head]}")

@@ -42,8 +42,12 @@ DARK_FRAMES = ("#a48bf0", "#4cc3d9", "#d8b742", "#e08bb8", "#9bc65a", "#94a3b8")
 
 
 def style() -> str:
-    """The style sheet, each rule bound to the class of the picture: it changes nothing else on a page."""
-    light, dark = _colours(LIGHT, LIGHT_STREAMS, LIGHT_FRAMES), _colours(DARK, DARK_STREAMS, DARK_FRAMES)
+    """The style sheet, each rule bound to the class of the picture: it changes nothing else on a
+    page."""
+    light, dark = (
+        _colours(LIGHT, LIGHT_STREAMS, LIGHT_FRAMES),
+        _colours(DARK, DARK_STREAMS, DARK_FRAMES),
+    )
     return f"{_fixed()}{light}@media (prefers-color-scheme:dark){{{dark}}}"
 
 
@@ -66,7 +70,9 @@ def _fixed() -> str:
         " .frame rect": "fill-opacity:.07;stroke-opacity:.55;stroke-width:1",
         " .frame text": "font-size:10px;font-weight:600",
         " .frame .place": "font-weight:400",
-        " .frame text,.dataflow-graph .mark": "paint-order:stroke;stroke-width:3px;stroke-linejoin:round",
+        " .frame text,.dataflow-graph .mark": (
+            "paint-order:stroke;stroke-width:3px;stroke-linejoin:round"
+        ),
     }
     return _rules(rules)
 

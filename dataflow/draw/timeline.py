@@ -1,4 +1,5 @@
-"""Who is at work when, as one SVG: a row for each operator, or for each replica of it, over some steps."""
+"""Who is at work when, as one SVG: a row for each operator, or for each replica of it, over some
+steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,20 +17,33 @@ Span = tuple[float, float]
 
 
 def timeline_svg(
-    spans: Mapping[str, Sequence[Span]], marks: Sequence[float], title: str, *, unit: str = "seconds"
-) -> str:  # fmt: skip
-    """spans: by row, when it was at work, ascending; marks: the ends of steps. All in seconds; what is drawn lies
-    between the first and the last mark. Rows beyond 24 are left out, and said to be."""
+    spans: Mapping[str, Sequence[Span]],
+    marks: Sequence[float],
+    title: str,
+    *,
+    unit: str = "seconds",
+) -> str:
+    """spans: by row, when it was at work, ascending; marks: the ends of steps. All in seconds; what
+    is drawn lies between the first and the last mark. Rows beyond 24 are left out, and said to
+    be."""
     begin, end = marks[0], marks[-1]
-    rows = [(name, [span for span in found if span[1] > begin and span[0] < end]) for name, found in spans.items()]
+    rows = [
+        (name, [span for span in found if span[1] > begin and span[0] < end])
+        for name, found in spans.items()
+    ]
     shown, height = rows[:MOST_ROWS], TOP + min(len(rows), MOST_ROWS) * ROW + _BELOW
 
     def place(seconds: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (min(end, max(begin, seconds)) - begin) / (end - begin)
+        return LEFT + (WIDTH - LEFT - RIGHT) * (min(end, max(begin, seconds)) - begin) / (
+            end - begin
+        )
 
     body = [
         f'<text class="heading" x="20" y="28">{xml(title)}</text>',
-        '<text class="axis" x="20" y="48">bars: at work; lines: a step has ended; right: share of the time</text>',
+        (
+            '<text class="axis" x="20" y="48">bars: at work; lines: a step has ended; right: share'
+            " of the time</text>"
+        ),
     ]
     bottom = TOP + len(shown) * ROW
     for mark in marks:
@@ -40,16 +54,25 @@ def timeline_svg(
         stream = streams.setdefault(name.partition(" ")[0], len(streams)) % len(theme.LIGHT_STREAMS)
         busy = sum(min(end, b) - max(begin, a) for a, b in found) / (end - begin)
         path = "".join(f"M{a:.1f} {y + ROW / 2:.1f}H{b:.1f}" for a, b in _joined(found, place))
-        body.append(f'<text class="axis end" x="{LEFT - 10:g}" y="{y + ROW / 2 + 4:.1f}">{xml(name)}</text>')
+        body.append(
+            f'<text class="axis end" x="{LEFT - 10:g}" y="{y + ROW / 2 + 4:.1f}">{xml(name)}</text>'
+        )
         if path:
             body.append(f'<g class="bar stream{stream}"><path class="line" d="{path}"/></g>')
-        body.append(f'<text class="axis" x="{WIDTH - RIGHT + 10:g}" y="{y + ROW / 2 + 4:.1f}">{busy:.0%}</text>')
+        body.append(
+            f'<text class="axis" x="{WIDTH - RIGHT + 10:g}"'
+            f' y="{y + ROW / 2 + 4:.1f}">{busy:.0%}</text>'
+        )
     for at in range(5):
         seconds = begin + (end - begin) * at / 4
-        body.append(f'<text class="axis middle" x="{place(seconds):.1f}" y="{bottom + 18:.1f}">{seconds:.4g}</text>')
+        body.append(
+            f'<text class="axis middle" x="{place(seconds):.1f}"'
+            f' y="{bottom + 18:.1f}">{seconds:.4g}</text>'
+        )
     rest = f"; {len(rows) - len(shown)} more rows are left out" if len(rows) > len(shown) else ""
     body.append(
-        f'<text class="axis middle" x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{bottom + 38:.1f}">{xml(unit + rest)}</text>'
+        f'<text class="axis middle" x="{(LEFT + WIDTH - RIGHT) / 2:g}"'
+        f' y="{bottom + 38:.1f}">{xml(unit + rest)}</text>'
     )
     return document(WIDTH, height, title, body)
 

@@ -1,1 +1,2 @@
-"""Flags of a program that calls `main(build)`: declared by a function, read from words or a file, told in groups."""
+"""Flags of a program that calls `main(build)`: declared by a function, read from words or a file,
+told in groups."""

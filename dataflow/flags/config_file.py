@@ -1,5 +1,5 @@
-"""A file of flags, YAML or TOML: `lr: 1e-6`. Values are read as the words of a command line are, so that YAML's own
-reading of `1e-6` (a text), `no` (false) and `010` (eight) never comes between."""
+"""A file of flags, YAML or TOML: `lr: 1e-6`. Values are read as the words of a command line are, so
+that YAML's own reading of `1e-6` (a text), `no` (false) and `010` (eight) never comes between."""
 
 import re
 import tomllib
@@ -21,11 +21,11 @@ _NOTHING = ("", "~", "null", "Null", "NULL", "None", "none")
 
 
 def read(path: Path, flags: Mapping[str, Flag], program: str, called: str) -> dict[str, Words]:
-    """What a file gives for which flags. program: as a file of flags names it; empty: whatever it names. called: what
-    errors call the program.
+    """What a file gives for which flags. program: as a file of flags names it; empty: whatever it
+    names. called: what errors call the program.
 
-    Errors: FlagError with file, line and key: for one that is no flag, for a value that is none of its kind, for a
-    file that is for another program.
+    Errors: FlagError with file, line and key: for one that is no flag, for a value that is none of
+    its kind, for a file that is for another program.
     """
     found: dict[str, Words] = {}
     for key, place, value in keys_of(path):
@@ -36,7 +36,10 @@ def read(path: Path, flags: Mapping[str, Flag], program: str, called: str) -> di
         if name not in flags or name in NOT_KEPT:
             what = f"{place}: {unknown(key, flags, called, f'flag {key!r}')}"
             if name in NOT_KEPT:
-                what = f"{place}: '{key}' is no part of what a file of flags says; give it on the command line"
+                what = (
+                    f"{place}: '{key}' is no part of what a file of flags says; give it on the"
+                    " command line"
+                )
             raise FlagError(what)
         if name in found:
             raise FlagError(f"{place}: {name} stands there twice; leave one of them out")
@@ -51,8 +54,8 @@ def program_of(path: Path) -> str:
         if key == PROGRAM and isinstance(value, str) and value:
             return value
     raise FlagError(
-        f"{path} does not say which program its flags are for; begin it with a line as {PROGRAM}: graphs.aipo, or give "
-        f"it to a program: python -m graphs.aipo --config {path}"
+        f"{path} does not say which program its flags are for; begin it with a line as {PROGRAM}:"
+        f" graphs.aipo, or give it to a program: python -m graphs.aipo --config {path}"
     )
 
 
@@ -60,7 +63,8 @@ Value = str | None | Sequence[str]
 
 
 def keys_of(path: Path) -> list[tuple[str, str, Value]]:
-    """Key, place (for people) and value as words, of each line. Errors: FlagError for a file that cannot be read."""
+    """Key, place (for people) and value as words, of each line. Errors: FlagError for a file that
+    cannot be read."""
     try:
         text = path.read_bytes().decode()
     except FileNotFoundError:
@@ -98,18 +102,26 @@ def _of_yaml(path: Path, text: str) -> list[tuple[str, str, Value]]:
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where is not None else ""
-        raise FlagError(f"{path}{line} is no YAML: {getattr(error, 'problem', None) or error}") from None
+        raise FlagError(
+            f"{path}{line} is no YAML: {getattr(error, 'problem', None) or error}"
+        ) from None
     except RecursionError:
-        raise FlagError(f"{path} is nested too deeply; a file of flags is one level of keys") from None
+        raise FlagError(
+            f"{path} is nested too deeply; a file of flags is one level of keys"
+        ) from None
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise FlagError(f"{path} is no list of keys and values; write a flag on each line, as lr: 1e-6")
+        raise FlagError(
+            f"{path} is no list of keys and values; write a flag on each line, as lr: 1e-6"
+        )
     found: list[tuple[str, str, Value]] = []
     for key, value in root.value:
         place = f"{path}, line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
-            raise FlagError(f"{place}: a key is the name of a flag, as lr; found a list or keys in its place")
+            raise FlagError(
+                f"{place}: a key is the name of a flag, as lr; found a list or keys in its place"
+            )
         found.append((key.value, place, _of_node(value, key.value, place)))
     return found
 
@@ -121,14 +133,21 @@ def _of_node(node: Any, key: str, place: str) -> Value:
         raise FlagError(f"{place}: {key} has the tag {node.tag}; give a plain value")
     if isinstance(node, yaml.ScalarNode):
         return None if node.style is None and node.value in _NOTHING else str(node.value)
-    items = [_of_node(each, key, place) for each in node.value] if isinstance(node, yaml.SequenceNode) else [None]
+    items = (
+        [_of_node(each, key, place) for each in node.value]
+        if isinstance(node, yaml.SequenceNode)
+        else [None]
+    )
     if not all(isinstance(item, str) for item in items):
         raise FlagError(_nested(key, place))
     return [str(item) for item in items]
 
 
 def _nested(key: str, place: str) -> str:
-    return f"{place}: {key} has keys or lists of its own, or empty items, but a flag has a value or a list of values"
+    return (
+        f"{place}: {key} has keys or lists of its own, or empty items, but a flag has a value or a"
+        " list of values"
+    )
 
 
 def _words(flag: Flag, value: Value, place: str) -> Words:
@@ -146,25 +165,33 @@ def _words(flag: Flag, value: Value, place: str) -> Words:
     elif flag.takes_many or flag.repeats:
         found.words += value
     else:
-        raise FlagError(f"{place}: {flag.name} is a list, {list(value)!r:.60}, but takes {expected(flag)}")
+        raise FlagError(
+            f"{place}: {flag.name} is a list, {list(value)!r:.60}, but takes {expected(flag)}"
+        )
     return found
 
 
 def _check_program(path: Path, value: Value, program: str) -> None:
     if program and value not in (program, Path(program).name):
         raise FlagError(
-            f"{path} has flags of {value}, and this is {program}; start it with dataflow run {path}, or take the line "
-            f"'{PROGRAM}' out to use what both have"
+            f"{path} has flags of {value}, and this is {program}; start it with dataflow run"
+            f" {path}, or take the line '{PROGRAM}' out to use what both have"
         )
 
 
 def written(
-    flags: Iterable[Flag], values: Mapping[str, Any], given: Mapping[str, Words], program: str, folder: str
+    flags: Iterable[Flag],
+    values: Mapping[str, Any],
+    given: Mapping[str, Words],
+    program: str,
+    folder: str,
 ) -> str:
-    """The text of a file that gives these values again: as they were typed, or else the defaults."""
+    """The text of a file that gives these values again: as they were typed, or else the
+    defaults."""
     flags = tuple(flags)
     lines = [
-        f"# All flags of the run in this folder, which was started in {folder}. The same again: dataflow run {FILE}"
+        f"# All flags of the run in this folder, which was started in {folder}. The same again:"
+        f" dataflow run {FILE}"
     ]
     if program and PROGRAM not in {flag.name for flag in flags}:
         lines.append(f"{PROGRAM}: {_scalar(program, str)}")
@@ -187,7 +214,12 @@ def _shown(flag: Flag, value: Any, given: Words | None) -> str:
     words = [str(each) for each in value] if isinstance(value, tuple | list | set) else [str(value)]
     if given is not None and given.words:
         words = given.words
-    inside = {kind for each in flag.kinds for kind in (each, *typing.get_args(each)) if isinstance(kind, type)}
+    inside = {
+        kind
+        for each in flag.kinds
+        for kind in (each, *typing.get_args(each))
+        if isinstance(kind, type)
+    }
     kind = float if inside & {int, float} and str not in inside else str
     if flag.takes_many or flag.repeats:
         return f"[{', '.join(_scalar(word, kind) for word in words)}]"
@@ -195,7 +227,8 @@ def _shown(flag: Flag, value: Any, given: Words | None) -> str:
 
 
 def _scalar(text: str, kind: type) -> str:
-    """As YAML has it on one line: numbers as they were typed, texts in quotes where they need some."""
+    """As YAML has it on one line: numbers as they were typed, texts in quotes where they need
+    some."""
     import yaml
 
     if kind is float and re.fullmatch(r"[-+.\w]+", text):

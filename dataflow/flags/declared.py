@@ -50,8 +50,11 @@ class Flag:
     def kinds(self) -> tuple[Any, ...]:
         """Its kind, or those of a union, without None."""
         is_union = typing.get_origin(self.kind) in (typing.Union, types.UnionType)
-        return tuple(kind for kind in (typing.get_args(self.kind) if is_union else (self.kind,))
-                     if kind is not type(None))  # fmt: skip
+        return tuple(
+            kind
+            for kind in (typing.get_args(self.kind) if is_union else (self.kind,))
+            if kind is not type(None)
+        )
 
     @property
     def may_be_none(self) -> bool:
@@ -66,13 +69,19 @@ class Flag:
     @property
     def takes_many(self) -> bool:
         """Whether several words are its value."""
-        return any(typing.get_origin(kind) in (tuple, list, set, frozenset, dict) for kind in self.kinds)
+        return any(
+            typing.get_origin(kind) in (tuple, list, set, frozenset, dict) for kind in self.kinds
+        )
 
     @property
     def choices(self) -> tuple[str, ...]:
         """All that it may be; empty: anything of its kind."""
         found = [typing.get_args(kind) for kind in self.kinds]
-        return tuple(map(str, found[0])) if len(found) == 1 and typing.get_origin(self.kinds[0]) is Literal else ()
+        return (
+            tuple(map(str, found[0]))
+            if len(found) == 1 and typing.get_origin(self.kinds[0]) is Literal
+            else ()
+        )
 
 
 @dataclass(frozen=True)
@@ -91,22 +100,28 @@ class Declared:
         has_parts = any(_is_part(kind) for kind, _ in parameters.values())
         for name, (kind, default) in parameters.items():
             own = Flag(
-                name=name, kind=kind, default=default, help=documented.get(name, ""),
+                name=name,
+                kind=kind,
+                default=default,
+                help=documented.get(name, ""),
                 heading=ALGORITHM if has_parts else FIRST,
-            )  # fmt: skip
+            )
             for flag in _fields(kind, default) if _is_part(kind) else [own]:
                 if flag.name in found:
                     raise GraphError(
-                        f"'{build.__name__}' has two parameters '{flag.name}', of which one is a field of "
-                        f"'{name}'; rename one of them"
+                        f"'{build.__name__}' has two parameters '{flag.name}', of which one is a"
+                        f" field of '{name}'; rename one of them"
                     )
                 found[flag.name] = flag
         return cls(build, found)
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of the function, of a value for each flag. Errors: what its dataclasses raise."""
-        return {name: _made(kind, values) if _is_part(kind) else values[name]
-                for name, (kind, _) in _parameters(self.build).items()}  # fmt: skip
+        """Keyword arguments of the function, of a value for each flag. Errors: what its dataclasses
+        raise."""
+        return {
+            name: _made(kind, values) if _is_part(kind) else values[name]
+            for name, (kind, _) in _parameters(self.build).items()
+        }
 
 
 def _parameters(build: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
@@ -115,7 +130,9 @@ def _parameters(build: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
     found = {}
     for name, parameter in inspect.signature(build).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise GraphError(f"'{build.__name__}' takes *{name}, which cannot become a flag; name each parameter")
+            raise GraphError(
+                f"'{build.__name__}' takes *{name}, which cannot become a flag; name each parameter"
+            )
         found[name] = (hints.get(name, str), parameter.default)
     return found
 
@@ -137,31 +154,48 @@ def _fields(kind: type, default: Any) -> list[Flag]:
         if _is_part(hints[field.name]):
             found += _fields(hints[field.name], own)
         else:
-            found.append(Flag(
-                name=field.name, kind=hints[field.name], default=own, help=docs.get(field.name, ""),
-                heading=_heading(kind, field.name),
-            ))  # fmt: skip
+            found.append(
+                Flag(
+                    name=field.name,
+                    kind=hints[field.name],
+                    default=own,
+                    help=docs.get(field.name, ""),
+                    heading=_heading(kind, field.name),
+                )
+            )
     order = [vars(each).get(HEADING, FIRST) for each in kind.__mro__]
-    return sorted(found, key=lambda flag: order.index(flag.heading) if flag.heading in order else len(order))
+    return sorted(
+        found, key=lambda flag: order.index(flag.heading) if flag.heading in order else len(order)
+    )
 
 
 def _made(kind: type, values: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
-    return kind(**{
-        field.name: _made(hints[field.name], values) if _is_part(hints[field.name]) else values[field.name]
-        for field in dataclasses.fields(kind) if field.init
-    })  # fmt: skip
+    return kind(
+        **{
+            field.name: (
+                _made(hints[field.name], values)
+                if _is_part(hints[field.name])
+                else values[field.name]
+            )
+            for field in dataclasses.fields(kind)
+            if field.init
+        }
+    )
 
 
 def _heading(kind: type, field: str) -> str:
     """Of the first class that has the field."""
-    owner = next(each for each in reversed(kind.__mro__) if field in vars(each).get("__annotations__", {}))
+    owner = next(
+        each for each in reversed(kind.__mro__) if field in vars(each).get("__annotations__", {})
+    )
     return str(vars(owner).get(HEADING, FIRST))
 
 
 @functools.cache
 def field_docs(kind: type) -> Mapping[str, str]:
-    """What stands under each field of a dataclass, those that it inherits among them; empty where there is no source.
+    """What stands under each field of a dataclass, those that it inherits among them; empty where
+    there is no source.
 
     >>> from dataflow.limits import Limits
     >>> "hang_s" in field_docs(Limits)

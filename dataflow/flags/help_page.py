@@ -24,7 +24,10 @@ def page(program: str, about: str, flags: Iterable[Flag], columns: int | None = 
     needed = " ".join(f"{flag.option} {takes(flag)}" for flag in flags if flag.is_needed)
     usage = f"usage: {program} {needed + ' ' if needed else ''}[FLAGS]"
     lines = textwrap.wrap(usage, width, subsequent_indent=" " * 7, break_on_hyphens=False)
-    lines += ["", *(line for part in about.split("\n\n") for line in (*textwrap.wrap(part, width), ""))]
+    lines += [
+        "",
+        *(line for part in about.split("\n\n") for line in (*textwrap.wrap(part, width), "")),
+    ]
     heading = ""
     for flag in flags:
         if flag.heading != heading:
@@ -41,7 +44,8 @@ def takes(flag: Flag) -> str:
     return (
         ""
         if flag.is_switch
-        else "|".join(filter(None, flag.choices)) or "|".join(dict.fromkeys(map(_takes, flag.kinds)))
+        else "|".join(filter(None, flag.choices))
+        or "|".join(dict.fromkeys(map(_takes, flag.kinds)))
     )
 
 
@@ -59,7 +63,9 @@ def _entry(flag: Flag, width: int) -> list[str]:
     option = f"--no-{flag.option[2:]}" if flag.is_switch and flag.default is True else flag.option
     left = f"  {option} {takes(flag)}".rstrip()
     right = " ".join(filter(None, (_sentence(flag.help), _default(flag))))
-    told = textwrap.wrap(right, width - _LEFT, break_on_hyphens=False, break_long_words=False) or [""]
+    told = textwrap.wrap(right, width - _LEFT, break_on_hyphens=False, break_long_words=False) or [
+        ""
+    ]
     if len(left) >= _LEFT:
         return [left, *(" " * _LEFT + line for line in told)]
     return [f"{left:<{_LEFT}}{told[0]}".rstrip(), *(" " * _LEFT + line for line in told[1:])]

@@ -16,9 +16,16 @@ from dataflow.flags.declared import Flag
 
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(=?)(.*)", re.DOTALL)
 _SWITCH = {
-    **dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False),
-}  # fmt: skip
-_NAMES = {int: "a whole number", float: "a number", str: "a text", Path: "a path", bool: "true or false"}
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+    bool: "true or false",
+}
 _VALUE = "value"
 
 
@@ -80,7 +87,8 @@ _NO_FLAG = Words(Flag(name="", kind=tuple[str, ...]))
 
 
 def split(words: Sequence[str], flags: Mapping[str, Flag], program: str) -> dict[str, Words]:
-    """Which flags stand there; what is given twice counts as it was given last. program: for people.
+    """Which flags stand there; what is given twice counts as it was given last. program: for
+    people.
 
     Errors: FlagError for flags that the program does not have, each with what it is called here.
     """
@@ -93,7 +101,12 @@ def split(words: Sequence[str], flags: Mapping[str, Flag], program: str) -> dict
             continue
         name, equals, value = match.groups()
         own = name.replace("-", "_")
-        is_off = own not in flags and own.startswith("no_") and own[3:] in flags and flags[own[3:]].is_switch
+        is_off = (
+            own not in flags
+            and own.startswith("no_")
+            and own[3:] in flags
+            and flags[own[3:]].is_switch
+        )
         own = own[3:] if is_off else own
         if own not in flags or not word.startswith("--"):
             wrong.append(unknown(name, flags, program, word.partition("=")[0]))

@@ -1,4 +1,5 @@
-"""Reads Arrow files of a run: whole, batch by batch, or their columns alone; what is read is proved first."""
+"""Reads Arrow files of a run: whole, batch by batch, or their columns alone; what is read is proved
+first."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ import xxhash
 from dataflow.system.files import RunFolderError, disk
 
 SUM = b"xxh3_64:"
-"""In the footer of a file, in front of the sum of all its bytes, with `NO_SUM` in the place of the sum."""
+"""In the footer of a file, in front of the sum of all its bytes, with `NO_SUM` in the place of the
+sum."""
 NO_SUM = b"0" * 16
 _TAIL_BYTES = 1 << 15
 """Of a file, in which its footer lies, as a rule."""
@@ -18,8 +20,8 @@ _DAMAGED = (pa.ArrowException, OSError, ValueError)
 
 
 def read_arrow(path: Path, without: Collection[str] = ()) -> pa.Table:
-    """The rows of an Arrow IPC file, checked before they are touched. without: columns that are passed over, unread.
-    Errors: RunFolderError."""
+    """The rows of an Arrow IPC file, checked before they are touched. without: columns that are
+    passed over, unread. Errors: RunFolderError."""
     try:
         with disk("reading", path):
             content = path.read_bytes()
@@ -36,8 +38,8 @@ def read_arrow(path: Path, without: Collection[str] = ()) -> pa.Table:
 
 
 def stream_arrow(path: Path, columns: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The rows of an Arrow IPC file batch by batch, each checked, so that a large file needs little memory. columns:
-    of which it has some; None: all. Errors: RunFolderError."""
+    """The rows of an Arrow IPC file batch by batch, each checked, so that a large file needs little
+    memory. columns: of which it has some; None: all. Errors: RunFolderError."""
     try:
         with disk("reading", path):
             _prove(path, memoryview(pa.memory_map(str(path)).read_buffer()))
@@ -45,7 +47,9 @@ def stream_arrow(path: Path, columns: Collection[str] | None = None) -> Iterator
             reader = pa.ipc.open_file(file)
             if columns is not None:
                 wanted = [at for at, name in enumerate(reader.schema.names) if name in columns]
-                reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=wanted))
+                reader = pa.ipc.open_file(
+                    file, options=pa.ipc.IpcReadOptions(included_fields=wanted)
+                )
             for number in range(reader.num_record_batches):
                 batch = reader.get_batch(number)
                 batch.validate(full=True)
@@ -66,8 +70,8 @@ def arrow_schema(path: Path) -> pa.Schema:
 
 
 def _prove(path: Path, content: memoryview) -> None:
-    """Errors: RunFolderError where the sum that a file says of itself is not that of its bytes. One of an earlier
-    release says none."""
+    """Errors: RunFolderError where the sum that a file says of itself is not that of its bytes. One
+    of an earlier release says none."""
     tail = bytes(content[-_TAIL_BYTES:])
     tail = tail if SUM in tail else bytes(content)
     at = len(content) - len(tail) + tail.rfind(SUM) + len(SUM)
@@ -84,6 +88,6 @@ def _prove(path: Path, content: memoryview) -> None:
 
 def _damaged(path: Path, error: object) -> RunFolderError:
     return RunFolderError(
-        f"'{path}' is not a whole Arrow file: {error}; it was damaged after it was written: take it from a backup; a "
-        f"resume that needs it trains its step again, from groups drawn anew"
+        f"'{path}' is not a whole Arrow file: {error}; it was damaged after it was written: take it"
+        " from a backup; a resume that needs it trains its step again, from groups drawn anew"
     )

@@ -23,7 +23,8 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The folder checkpoints/ of a run: step-000100/ and its siblings, each ended by commit.json."""
+    """The folder checkpoints/ of a run: step-000100/ and its siblings, each ended by
+    commit.json."""
 
     path: Path
     """The folder that holds them."""
@@ -35,7 +36,8 @@ class Checkpoints:
         return self.path / f"step-{step:06d}"
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` into; a committed one stays good beside it."""
+        """An empty folder to write the checkpoint of `step` into; a committed one stays good beside
+        it."""
         partial = self._partial(step)
         with disk("starting checkpoint", partial):
             if partial.exists():
@@ -44,7 +46,8 @@ class Checkpoints:
         return partial
 
     def commit(self, step: int, **facts: Any) -> Path:
-        """Flush every file, write the marker last and put the checkpoint in its place; returns that place.
+        """Flush every file, write the marker last and put the checkpoint in its place; returns that
+        place.
 
         The marker holds the step, `facts`, and size and xxh3_64 of each file.
         Errors: RunFolderError; the checkpoints committed before stay as they were.
@@ -58,7 +61,9 @@ class Checkpoints:
                 f"write the state into the folder that begin({step}) returns first"
             )
         marker = to_json({"step": step, **facts, "files": files}, indent=1).encode()
-        write_atomically(partial / MARKER, lambda file: _write(file, marker), what="committing checkpoint")
+        write_atomically(
+            partial / MARKER, lambda file: _write(file, marker), what="committing checkpoint"
+        )
         return self._place(step)
 
     @contextlib.contextmanager
@@ -84,7 +89,8 @@ class Checkpoints:
         return [step for step in self.steps() if not self.is_temporary(step)]
 
     def latest(self, at_most: int | None = None) -> int | None:
-        """Newest step, not above `at_most`, whose checkpoint is committed and undamaged; None without one."""
+        """Newest step, not above `at_most`, whose checkpoint is committed and undamaged; None
+        without one."""
         self._finish_interrupted()
         for step in reversed(self.steps()):
             if (at_most is None or step <= at_most) and self.damage(step) is None:
@@ -92,27 +98,33 @@ class Checkpoints:
         return None
 
     def keep(self, step: int) -> bool:
-        """Let the checkpoint of `step` stay; True if it was a temporary one until now. Errors: RunFolderError."""
+        """Let the checkpoint of `step` stay; True if it was a temporary one until now. Errors:
+        RunFolderError."""
         if not self.is_temporary(step):
             return False
         self._mark(step, {})
         return True
 
     def let_go(self, step: int) -> None:
-        """Have the committed checkpoint of `step` go when `clear` comes to it. Errors: RunFolderError."""
+        """Have the committed checkpoint of `step` go when `clear` comes to it. Errors:
+        RunFolderError."""
         self._mark(step, {TEMPORARY: True})
 
     def _mark(self, step: int, mark: Mapping[str, bool]) -> None:
         path = self.folder(step) / MARKER
         with disk("marking checkpoint", path):
-            facts = {name: fact for name, fact in json.loads(path.read_text()).items() if name != TEMPORARY}
+            facts = {
+                name: fact
+                for name, fact in json.loads(path.read_text()).items()
+                if name != TEMPORARY
+            }
         marker = to_json({**facts, **mark}, indent=1).encode()
         write_atomically(path, lambda file: _write(file, marker), what="committing checkpoint")
 
     def clear(self, before: int, but: Collection[int] = ()) -> None:
-        """Remove the temporary checkpoints of steps below `before`, each from sight first, and what crashes left there:
-        checkpoints that were never marked, half-done removals. Only while none of these steps is being written. but:
-        steps whose checkpoints stay for now.
+        """Remove the temporary checkpoints of steps below `before`, each from sight first, and what
+        crashes left there: checkpoints that were never marked, half-done removals. Only while none
+        of these steps is being written. but: steps whose checkpoints stay for now.
 
         Errors: RunFolderError; all others stay as they were.
         """
@@ -128,8 +140,8 @@ class Checkpoints:
                 _remove(removed)
 
     def damage(self, step: int, *, read: bool = True) -> str | None:
-        """What is wrong with the checkpoint of `step`; None when every file is as the marker says. read: all of it;
-        else sizes alone are compared."""
+        """What is wrong with the checkpoint of `step`; None when every file is as the marker says.
+        read: all of it; else sizes alone are compared."""
         return damage_of(self.folder(step), step, read=read)
 
     def size_bytes(self, step: int) -> int:
@@ -137,7 +149,8 @@ class Checkpoints:
         return sum(path.stat().st_size for path in self.folder(step).rglob("*") if path.is_file())
 
     def is_temporary(self, step: int) -> bool:
-        """Whether the marker of a step says that a newer one removes it; one that cannot be read does not."""
+        """Whether the marker of a step says that a newer one removes it; one that cannot be read
+        does not."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             return json.loads((self.folder(step) / MARKER).read_text()).get(TEMPORARY) is True
         return False
@@ -156,8 +169,8 @@ class Checkpoints:
         return final
 
     def _finish_interrupted(self) -> None:
-        """Put checkpoints in place whose marker was written just before their writer died. Not those with a token: who
-        wrote one may have been replaced, and refused its place."""
+        """Put checkpoints in place whose marker was written just before their writer died. Not
+        those with a token: who wrote one may have been replaced, and refused its place."""
         for partial in sorted(self.path.glob(".step-*.partial")):
             match = _NAME.search(partial.name)
             step = int(match[1]) if match else 0
@@ -173,13 +186,18 @@ def _is_rest(folder: Path, name: str) -> bool:
 
 
 def damage_of(folder: Path, step: int, *, read: bool = True) -> str | None:
-    """What is wrong with a checkpoint in a folder of any name; None when every file is as its marker says."""
+    """What is wrong with a checkpoint in a folder of any name; None when every file is as its
+    marker says."""
     try:
         marker = json.loads((folder / MARKER).read_text())
         if marker["step"] != step:
             return f"its marker is of step {marker['step']}"
         for name, expected in marker["files"].items():
-            found = _facts(folder / name) if read else {**expected, "bytes": (folder / name).stat().st_size}
+            found = (
+                _facts(folder / name)
+                if read
+                else {**expected, "bytes": (folder / name).stat().st_size}
+            )
             if found != expected:
                 return f"'{name}' is not as it was written: {found} instead of {expected}"
     except FileNotFoundError as error:

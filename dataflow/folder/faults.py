@@ -27,40 +27,55 @@ class _Open:
 class Faults:
     """The book of faults.
 
-    A line is written once, when it is known how the fault ended: the worker is at work again, has died again, or the
-    run has ended. {"at": seconds since 1970 when it was noticed, "worker", "cause", "attempt": the one that ended, 0
-    for the first, "noticed_s": since its last sign of life, "rollouts_again": that it had begun and not sent on, which
-    are drawn again, from their last segment on where that was written down, "recovered_s": from `at` until it was at
-    work again, null where it never was}.
-    """
+    A line is written once, when it is known how the fault ended: the worker is at work again, has
+    died again, or the run has ended. {"at": seconds since 1970 when it was noticed, "worker",
+    "cause", "attempt": the one that ended, 0 for the first, "noticed_s": since its last sign of
+    life, "rollouts_again": that it had begun and not sent on, which are drawn again, from their
+    last segment on where that was written down, "recovered_s": from `at` until it was at work
+    again, null where it never was}."""
 
     def __init__(
-        self, folder: str, clock: Callable[[], float], said: list[str], wall: Callable[[], float] = time.time
+        self,
+        folder: str,
+        clock: Callable[[], float],
+        said: list[str],
+        wall: Callable[[], float] = time.time,
     ) -> None:
-        """folder: of the run; empty: nothing is written. clock: the scheduler's. said: what the user is told."""
+        """folder: of the run; empty: nothing is written. clock: the scheduler's. said: what the
+        user is told."""
         self._path = Path(folder) / FILE if folder else None
         self._clock, self._wall, self._said = clock, wall, said
         self._extras = Extras(said.append)
         self._open: dict[str, _Open] = {}
 
-    def noticed(self, worker: str, cause: str, attempt: int, heard: float, rollouts: int = 0) -> None:
-        """A worker has ended, or was stopped; `heard`: when it last gave a sign of life. rollouts: it had begun."""
+    def noticed(
+        self, worker: str, cause: str, attempt: int, heard: float, rollouts: int = 0
+    ) -> None:
+        """A worker has ended, or was stopped; `heard`: when it last gave a sign of life. rollouts:
+        it had begun."""
         self._write(worker, None)
         now = self._clock()
         line = {
-            "at": self._wall(), "worker": worker, "cause": cause, "attempt": attempt,
-            "noticed_s": round(now - heard, 3), "rollouts_again": rollouts,
-        }  # fmt: skip
+            "at": self._wall(),
+            "worker": worker,
+            "cause": cause,
+            "attempt": attempt,
+            "noticed_s": round(now - heard, 3),
+            "rollouts_again": rollouts,
+        }
         self._open[worker] = _Open(line, now)
 
     def recovered(self, worker: str, told: str = "") -> None:
-        """A worker is at work; nothing is told of one that was. told: what to say where it was not simply restarted."""
+        """A worker is at work; nothing is told of one that was. told: what to say where it was not
+        simply restarted."""
         fault = self._open.get(worker)
         if fault is not None:
             took = self._clock() - fault.noticed
             again = fault.line["rollouts_again"]
             more = f"; {again} rollout{'s' if again > 1 else ''} drawn again" if again else ""
-            self._said.append(told or f"worker {worker} {fault.line['cause']}, restarted after {took:.1f} s{more}")
+            self._said.append(
+                told or f"worker {worker} {fault.line['cause']}, restarted after {took:.1f} s{more}"
+            )
             self._write(worker, round(took, 3))
 
     def close(self) -> None:
@@ -80,10 +95,15 @@ def read_faults(folder: Path, tell: Tell = warn) -> list[dict[str, Any]]:
 
 
 def describe_faults(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each fault, for people; workers that fell at once for one reason, as with a host, share one."""
+    """A sentence for each fault, for people; workers that fell at once for one reason, as with a
+    host, share one."""
     together: list[list[Mapping[str, Any]]] = []
     for line in lines:
-        if together and line.get("cause") == together[-1][0].get("cause") and _at(line) - _at(together[-1][0]) < _ONE_S:
+        if (
+            together
+            and line.get("cause") == together[-1][0].get("cause")
+            and _at(line) - _at(together[-1][0]) < _ONE_S
+        ):
             together[-1].append(line)
         else:
             together.append([line])
@@ -97,7 +117,9 @@ def _at(line: Mapping[str, Any]) -> float:
 def _sentence(lines: Sequence[Mapping[str, Any]]) -> str:
     names = ", ".join(str(line.get("worker")) for line in lines)
     back = [line.get("recovered_s") for line in lines]
-    said = f"{names} {lines[0].get('cause')}: noticed after {max(_known(lines, 'noticed_s')):.1f} s, "
+    said = (
+        f"{names} {lines[0].get('cause')}: noticed after {max(_known(lines, 'noticed_s')):.1f} s, "
+    )
     said += "not back" if None in back else f"back after {max(_known(lines, 'recovered_s')):.1f} s"
     again = int(sum(_known(lines, "rollouts_again")))
     return f"{said}, {again} rollout{'s' if again > 1 else ''} drawn again" if again else said

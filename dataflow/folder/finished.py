@@ -1,10 +1,10 @@
-"""What a generator keeps of groups until they have an outcome, in Arrow files of the run folder: no crash makes anybody
-generate finished rollouts again.
+"""What a generator keeps of groups until they have an outcome, in Arrow files of the run folder: no
+crash makes anybody generate finished rollouts again.
 
-Each process appends to files of its own, <node>/<replica>-<attempt>-<number>.<source>.<kind>, and removes one when
-nobody needs its groups. A file ends where a crash tore it: what stands before is whole, because behind each batch is
-its seal, an empty batch whose metadata has the sum of all bytes before it, and no batch is read without it.
-"""
+Each process appends to files of its own, <node>/<replica>-<attempt>-<number>.<source>.<kind>, and
+removes one when nobody needs its groups. A file ends where a crash tore it: what stands before is
+whole, because behind each batch is its seal, an empty batch whose metadata has the sum of all bytes
+before it, and no batch is read without it."""
 
 import contextlib
 import itertools
@@ -44,7 +44,8 @@ class File:
     """What `read` found that no crash leaves."""
 
     def read(self) -> Iterator[pa.RecordBatch]:
-        """The whole batches, mapped into memory, up to where a crash tore the file, or somebody damaged it."""
+        """The whole batches, mapped into memory, up to where a crash tore the file, or somebody
+        damaged it."""
         proved, behind = 0, 0
         content, ended = memoryview(b""), False
         with contextlib.suppress(pa.ArrowException, OSError, EOFError, ValueError):
@@ -70,7 +71,10 @@ class File:
                 yield from rows
                 rows.clear()
         if not ended and _has_seal(bytes(content[behind:])):
-            self.damage = f"'{self.path}' was damaged behind byte {behind}: groups that stand there are drawn anew"
+            self.damage = (
+                f"'{self.path}' was damaged behind byte {behind}: groups that stand there are drawn"
+                " anew"
+            )
 
 
 def _has_seal(content: bytes) -> bool:
@@ -90,7 +94,9 @@ class SealedWriter:
         self._digest = xxhash.xxh3_64()
         self._head = _encoded(schema)
         self._put(self._head)
-        empty = pa.RecordBatch.from_arrays([pa.array([], each.type) for each in schema], schema=schema)
+        empty = pa.RecordBatch.from_arrays(
+            [pa.array([], each.type) for each in schema], schema=schema
+        )
         self._seal = bytes(_encoded(schema, empty, {SEAL: _NO_SUM})[len(self._head) :])
 
     def write_batch(self, rows: pa.RecordBatch) -> None:
@@ -108,7 +114,9 @@ class SealedWriter:
         self._file.write(content)
 
 
-def _encoded(schema: pa.Schema, rows: pa.RecordBatch | None = None, said: Mapping[bytes, bytes] | None = None) -> Any:
+def _encoded(
+    schema: pa.Schema, rows: pa.RecordBatch | None = None, said: Mapping[bytes, bytes] | None = None
+) -> Any:
     """A stream that has not ended, of this batch or none."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as stream:
@@ -134,14 +142,26 @@ class GroupFiles:
     """Whether the first rows that are found of a group are all of it."""
 
     def __init__(
-        self, folder: Path, source: str, *, replica: int = 0, attempt: int = 0, file_bytes: int = FILE_BYTES,
+        self,
+        folder: Path,
+        source: str,
+        *,
+        replica: int = 0,
+        attempt: int = 0,
+        file_bytes: int = FILE_BYTES,
         waited_for: Callable[[], Collection[int]] | None = None,
-    ) -> None:  # fmt: skip
-        """folder: that of the node. No two processes that live at the same time have the same replica and attempt.
+    ) -> None:
+        """folder: that of the node. No two processes that live at the same time have the same
+        replica and attempt.
 
-        waited_for: asked when the first group is looked for, which is then the time of `load`: all nodes have started
-        by then, and a trainer that had to has gone back."""
-        self._folder, self._ending, self._replica, self._attempt = folder, f"{source}.{self.kind}", replica, attempt
+        waited_for: asked when the first group is looked for, which is then the time of `load`: all
+        nodes have started by then, and a trainer that had to has gone back."""
+        self._folder, self._ending, self._replica, self._attempt = (
+            folder,
+            f"{source}.{self.kind}",
+            replica,
+            attempt,
+        )
         self._file_bytes, self._waited_for = file_bytes, waited_for
         self._file: File | None = None
         self._sink: pa.OSFile | None = None
@@ -151,8 +171,9 @@ class GroupFiles:
         """Rows of earlier processes by group, mapped into memory, not read into it."""
 
     def load(self, waited_for: Collection[int]) -> None:
-        """Look at what all processes wrote, of each in its order: of the groups waited for it is kept. Files of this
-        replica's earlier attempts that have none of them are removed; other replicas may be writing theirs."""
+        """Look at what all processes wrote, of each in its order: of the groups waited for it is
+        kept. Files of this replica's earlier attempts that have none of them are removed; other
+        replicas may be writing theirs."""
         wanted = set(waited_for)
         for path in sorted(self._folder.glob(f"*.{self._ending}"), key=_place):
             file = File(path)
@@ -173,7 +194,8 @@ class GroupFiles:
             self._let_go(file)
 
     def close(self) -> None:
-        """End the file that is being written; nothing is left of it when all its groups are done with."""
+        """End the file that is being written; nothing is left of it when all its groups are done
+        with."""
         file = self._file
         self._end()
         if file is not None:
@@ -205,20 +227,27 @@ class GroupFiles:
             self._by_group.setdefault(group, []).append(file)
 
     def _let_go(self, file: File) -> None:
-        """Remove a file in which no group is waited for, unless it is written to; other replicas may write theirs."""
+        """Remove a file in which no group is waited for, unless it is written to; other replicas
+        may write theirs."""
         if not file.groups and file is not self._file and self._is_own(file.path):
             file.path.unlink(missing_ok=True)
 
     def _is_own(self, path: Path) -> bool:
-        """Whether the process that wrote it was this replica, or belonged to a part of the run that has ended."""
+        """Whether the process that wrote it was this replica, or belonged to a part of the run that
+        has ended."""
         replica, _, rest = path.name.partition("-")
         return replica == str(self._replica) or rest.startswith("part")
 
     def _open(self, schema: pa.Schema) -> tuple[SealedWriter, File]:
         if self._writer is None or self._file is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            names = (f"{self._replica}-{self._attempt}-{number}.{self._ending}" for number in itertools.count())
-            self._file = File(next(path for name in names if not (path := self._folder / name).exists()))
+            names = (
+                f"{self._replica}-{self._attempt}-{number}.{self._ending}"
+                for number in itertools.count()
+            )
+            self._file = File(
+                next(path for name in names if not (path := self._folder / name).exists())
+            )
             self._sink = pa.OSFile(str(self._file.path), "wb")
             self._writer = SealedWriter(self._sink, schema)
         return self._writer, self._file
@@ -241,7 +270,8 @@ class Finished(GroupFiles):
         return next(iter(self._earlier(group)), None)
 
     def append(self, rows: pa.RecordBatch) -> None:
-        """Write whole groups down, before they are sent on. Raises RunFolderError when the disk refuses."""
+        """Write whole groups down, before they are sent on. Raises RunFolderError when the disk
+        refuses."""
         self._write(rows, pc.unique(rows.column(GROUP_ID)).to_pylist())
 
 
@@ -253,8 +283,8 @@ class PartialRolloutFiles(GroupFiles):
     """With the name of the line that this process writes."""
 
     def find(self, group: int) -> list[PartialRow]:
-        """What each earlier process kept of each of the group's rollouts, whole from its first token: the longest
-        first."""
+        """What each earlier process kept of each of the group's rollouts, whole from its first
+        token: the longest first."""
         lines: dict[tuple[bytes, int], list[PartialRow]] = defaultdict(list)
         for rows in self._earlier(group):
             for at in range(rows.num_rows):

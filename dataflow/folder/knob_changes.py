@@ -1,4 +1,5 @@
-"""Knobs that were changed while a run went on: which, by whom, from which step on; kept in the ledger."""
+"""Knobs that were changed while a run went on: which, by whom, from which step on; kept in the
+ledger."""
 
 import contextlib
 import time
@@ -32,14 +33,15 @@ class KnobChange:
     asked: int = 0
     """Steps that the run had made when it was asked for."""
     step: int = 0
-    """The first that may have rows of it; of a trainer's own knobs and of a bound the first that it holds for. 0: it is
-    not on record yet."""
+    """The first that may have rows of it; of a trainer's own knobs and of a bound the first that it
+    holds for. 0: it is not on record yet."""
     at: float = 0.0
     """Seconds since 1970."""
     by: str = ""
     """Who asked for it, as user@host."""
     swap: int = 0
-    """Number of the swap that had put the node's operator in place; 0: it is the one that was declared."""
+    """Number of the swap that had put the node's operator in place; 0: it is the one that was
+    declared."""
 
     verb: ClassVar[str] = "set"
 
@@ -60,7 +62,8 @@ def recorded(facts: Mapping[str, Any]) -> tuple[KnobChange, ...]:
 
 
 def record(ledger: BaseLedger | None, changes: Sequence[KnobChange]) -> None:
-    """Put down changes with the step from which each counts; on the disk when it returns. Errors: LedgerError."""
+    """Put down changes with the step from which each counts; on the disk when it returns. Errors:
+    LedgerError."""
     if ledger is not None and changes:
         ledger.set_facts({f"{FACT}/{each.number:06}": asdict(each) for each in changes})
         ledger.flush()
@@ -80,8 +83,8 @@ def read_changes(folder: RunFolder) -> tuple[KnobChange, ...]:
 
 
 def of_operators(changes: Iterable[KnobChange], swaps: Iterable[Swap]) -> tuple[KnobChange, ...]:
-    """Those of operators that are in place where these swaps were made, in order, and no others. A knob is set of one
-    operator, and of none that takes its place."""
+    """Those of operators that are in place where these swaps were made, in order, and no others. A
+    knob is set of one operator, and of none that takes its place."""
     in_place = {swap.node: swap.number for swap in swaps}
     return tuple(each for each in changes if each.swap == in_place.get(each.node, 0))
 

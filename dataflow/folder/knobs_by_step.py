@@ -1,4 +1,5 @@
-"""Which of a trainer's knobs hold for which of its steps, where some were changed while the run went on."""
+"""Which of a trainer's knobs hold for which of its steps, where some were changed while the run
+went on."""
 
 from __future__ import annotations
 
@@ -23,14 +24,17 @@ T = TypeVar("T", bound=HasKnobs)
 
 
 class KnobsByStep(Generic[T]):
-    """A pure function of the ledger and of what was heard: a step that is made again has the knobs that it had.
+    """A pure function of the ledger and of what was heard: a step that is made again has the knobs
+    that it had.
 
-    A change counts from the next step on that is begun, and stands in the ledger before that. A smaller bound on
-    staleness holds once the groups are through that were started under the larger one; until then it gives way to the
-    next that comes.
+    A change counts from the next step on that is begun, and stands in the ledger before that. A
+    smaller bound on staleness holds once the groups are through that were started under the larger
+    one; until then it gives way to the next that comes.
     """
 
-    def __init__(self, trainer: T, changes: Iterable[KnobChange], ledger: BaseLedger | None = None) -> None:
+    def __init__(
+        self, trainer: T, changes: Iterable[KnobChange], ledger: BaseLedger | None = None
+    ) -> None:
         """trainer: as it was declared."""
         self._trainer, self._ledger = trainer, ledger
         self._counting: list[KnobChange] = []
@@ -50,7 +54,8 @@ class KnobsByStep(Generic[T]):
                 (self._counting if each.step else self._waiting).append(each)
 
     def take(self, step: int, bound: Bound | None) -> Sequence[KnobChange]:
-        """Let what waits count from this step on, which is not begun; what counts now. bound: as declared."""
+        """Let what waits count from this step on, which is not begun; what counts now. bound: as
+        declared."""
         found: dict[int, KnobChange] = {}
         for each in self._waiting:
             first = step
@@ -81,4 +86,6 @@ class KnobsByStep(Generic[T]):
         return dataclasses.replace(declared, max_staleness=value)
 
     def _own(self) -> list[KnobChange]:
-        return sorted((e for e in self._counting if e.knob != MAX_STALENESS), key=lambda each: each.number)
+        return sorted(
+            (e for e in self._counting if e.knob != MAX_STALENESS), key=lambda each: each.number
+        )

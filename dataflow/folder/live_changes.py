@@ -1,4 +1,5 @@
-"""What was changed in a run while it went on: operators that took the place of others, knobs that were set."""
+"""What was changed in a run while it went on: operators that took the place of others, knobs that
+were set."""
 
 import contextlib
 from typing import TypeAlias
@@ -13,8 +14,13 @@ LiveChange: TypeAlias = Swap | KnobChange
 
 
 def read_live_changes(folder: RunFolder) -> tuple[LiveChange, ...]:
-    """Those of the run in a folder, in the order in which they were asked for; none where its ledger cannot be read."""
+    """Those of the run in a folder, in the order in which they were asked for; none where its
+    ledger cannot be read."""
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         facts = ledger.facts()
-        return tuple(sorted((*swaps.recorded(facts), *knob_changes.recorded(facts)), key=lambda each: each.at))
+        return tuple(
+            sorted(
+                (*swaps.recorded(facts), *knob_changes.recorded(facts)), key=lambda each: each.at
+            )
+        )
     return ()

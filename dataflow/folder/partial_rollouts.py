@@ -1,8 +1,9 @@
-"""What unfinished rollouts have drawn, as rows of Arrow: a crash costs a long rollout its last tokens.
+"""What unfinished rollouts have drawn, as rows of Arrow: a crash costs a long rollout its last
+tokens.
 
-A generator's process appends what rollouts have grown by now and then (`finished.PartialRolloutFiles`). The rows that
-one process wrote of a rollout are a line; lines are never joined with one another, as other weights may have drawn
-them.
+A generator's process appends what rollouts have grown by now and then
+(`finished.PartialRolloutFiles`). The rows that one process wrote of a rollout are a line; lines are
+never joined with one another, as other weights may have drawn them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -69,15 +70,17 @@ class PartialRow:
     group: int
     position: int
     mark: int
-    """Checksum of what a rollout depends on beside the weights: its prompt's tokens and the seed. int64."""
+    """Checksum of what a rollout depends on beside the weights: its prompt's tokens and the seed.
+    int64."""
     rollout: PartialRollout
 
 
 def joined(rows: Iterable[PartialRow]) -> PartialRow | None:
-    """What the rows of one line of a rollout come to, in the order in which they were written; None without a first.
+    """What the rows of one line of a rollout come to, in the order in which they were written; None
+    without a first.
 
-    One that begins at 0 begins anew; one that does not follow the last is passed over, as what was between is lost.
-    """
+    One that begins at 0 begins anew; one that does not follow the last is passed over, as what was
+    between is lost."""
     run: list[PartialRow] = []
     for row in rows:
         if row.rollout.begin == 0:
@@ -120,7 +123,9 @@ def row_at(batch: pa.RecordBatch, at: int) -> PartialRow:
     left = of(SAMPLING_MASK).values
     rollout = PartialRollout(
         begin=of(BEGIN).as_py(),
-        tokens=RolloutTokens.drawn(ids, logprobs, versions, None if left is None else SamplingMask.of_lists(left)),
+        tokens=RolloutTokens.drawn(
+            ids, logprobs, versions, None if left is None else SamplingMask.of_lists(left)
+        ),
         finish_reason=of(FINISH_REASON).as_py(),
         text=of(COMPLETION).as_py(),
     )

@@ -1,4 +1,5 @@
-"""How what a process wrote in the run folder gets its name: in one step, and never by one that was replaced."""
+"""How what a process wrote in the run folder gets its name: in one step, and never by one that was
+replaced."""
 
 import contextlib
 import shutil
@@ -15,13 +16,15 @@ Place = Callable[[Path, Path, Path | None], None]
 def put(path: Path, at: Path, aside: Path | None = None) -> None:
     """Rename a file or a folder. aside: where what stands there goes first, which a folder needs.
 
-    Done again after a crash, or by one who did not hear that it was done, it changes nothing. Errors: RunFolderError.
-    """
+    Done again after a crash, or by one who did not hear that it was done, it changes nothing.
+    Errors: RunFolderError."""
     with disk("putting in place", at):
         if not path.exists():
             if at.exists():
                 return
-            raise RunFolderError(f"'{path}' cannot be put at '{at}': it is not there; write it first")
+            raise RunFolderError(
+                f"'{path}' cannot be put at '{at}': it is not there; write it first"
+            )
         if aside is not None and at.exists():
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(aside)
@@ -34,8 +37,8 @@ class Placing:
     """What a process does before anybody else can see what it wrote."""
 
     token: str = ""
-    """In the names of what has no place yet: no two processes that may write the same have one; empty where one can
-    not go on when another was started in its place."""
+    """In the names of what has no place yet: no two processes that may write the same have one;
+    empty where one can not go on when another was started in its place."""
     place: Place = put
     append: Callable[[Path, str], None] = append_line
     """To a file in which several processes write lines."""

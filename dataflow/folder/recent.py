@@ -1,8 +1,9 @@
-"""The last minute of each process, span by span, on disk while the run goes on: in two files, one of which is whole.
+"""The last minute of each process, span by span, on disk while the run goes on: in two files, one
+of which is whole.
 
-A line holds what was new since the line before: {"process", "wall": seconds since 1970 less the machine's monotonic
-clock, "spans": [[node, what, begin, end], ..]}, by that clock. Files of several hosts thus fit together as well as
-their clocks do.
+A line holds what was new since the line before: {"process", "wall": seconds since 1970 less the
+machine's monotonic clock, "spans": [[node, what, begin, end], ..]}, by that clock. Files of several
+hosts thus fit together as well as their clocks do.
 """
 
 import itertools
@@ -20,7 +21,8 @@ WORK = "at work"
 BESIDE_WORK = "its processes at work"
 """A stretch in which an operator's own processes are, and its loop is not."""
 MINUTE = 60.0
-"""Seconds that a file covers before the other one is begun anew; both hold the last minute, and another at most."""
+"""Seconds that a file covers before the other one is begun anew; both hold the last minute, and
+another at most."""
 WRITE_S = 2.0
 """Between two lines."""
 MOST_SPANS = 2_000
@@ -40,7 +42,10 @@ class RecentSpans:
     """
 
     def __init__(
-        self, process: str, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+        self,
+        process: str,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._process, self._clock, self._wall = process, clock, wall
         self._spans = Spans(MOST_SPANS)
@@ -64,7 +69,9 @@ class RecentSpans:
         if not len(spans):
             return
         told = [[*name.split("\0"), round(begin, 6), round(end, 6)] for name, begin, end in spans]
-        line = json.dumps({"process": self._process, "wall": round(self._wall() - now, 6), "spans": told})
+        line = json.dumps(
+            {"process": self._process, "wall": round(self._wall() - now, 6), "spans": told}
+        )
         if self._path is not None and now - self._begun < MINUTE:
             folder.extras.append(self._path, line)
             return
@@ -92,11 +99,14 @@ class RecentSpan:
 
 def files_of(folder: RunFolder) -> Iterator[Path]:
     """Those of all processes, also of hosts whose logs were brought here."""
-    return itertools.chain(folder.logs.glob(_NAMES.format("*", "[01]")), folder.logs.glob(_NAMES.format("*/*", "[01]")))
+    return itertools.chain(
+        folder.logs.glob(_NAMES.format("*", "[01]")), folder.logs.glob(_NAMES.format("*/*", "[01]"))
+    )
 
 
 def last_spans(folder: RunFolder, seconds: float) -> list[RecentSpan]:
-    """What was done in the last so many seconds before the newest span of all, in order; clipped to them.
+    """What was done in the last so many seconds before the newest span of all, in order; clipped to
+    them.
 
     Lines that are torn are passed over."""
     paths = sorted(files_of(folder))
@@ -104,8 +114,9 @@ def last_spans(folder: RunFolder, seconds: float) -> list[RecentSpan]:
     begin = max((span.end_s for span in found), default=0.0) - seconds
     clipped = [
         RecentSpan(span.process, span.node, span.what, max(begin, span.begin_s), span.end_s)
-        for span in found if span.end_s > begin
-    ]  # fmt: skip
+        for span in found
+        if span.end_s > begin
+    ]
     return sorted(clipped, key=lambda span: (span.begin_s, -span.end_s))
 
 
@@ -120,8 +131,10 @@ def _spans(path: Path, most_bytes: int) -> Iterator[RecentSpan]:
         try:
             line = json.loads(text)
             process, wall = str(line["process"]), float(line["wall"])
-            made = [RecentSpan(process, str(node), str(what), wall + float(begin), wall + float(end))
-                    for node, what, begin, end in line["spans"]]  # fmt: skip
+            made = [
+                RecentSpan(process, str(node), str(what), wall + float(begin), wall + float(end))
+                for node, what, begin, end in line["spans"]
+            ]
         except (ValueError, TypeError, KeyError):
             continue
         yield from made

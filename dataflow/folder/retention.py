@@ -1,4 +1,5 @@
-"""How long a run keeps the rollouts of its steps: which may go, how they go, and what is known of those that went."""
+"""How long a run keeps the rollouts of its steps: which may go, how they go, and what is known of
+those that went."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,25 +14,28 @@ KNOB = "keep_steps (--keep-steps)"
 """For people."""
 
 
-def removable(*, last: int, checkpoint: int, keep_steps: int, staying: Iterable[int] | None = None) -> int:
+def removable(
+    *, last: int, checkpoint: int, keep_steps: int, staying: Iterable[int] | None = None
+) -> int:
     """The last step whose rollouts nothing needs any more; 0: all are needed.
 
-    last: step that is committed. checkpoint: step of the newest that is; recovery trains what comes after it.
-    keep_steps: the last so many stay. staying: steps of the checkpoints that stay, where such are asked for: a replay
-    of the last steps begins with one of them, and needs what comes after it; None: there are none.
-    """
+    last: step that is committed. checkpoint: step of the newest that is; recovery trains what comes
+    after it. keep_steps: the last so many stay. staying: steps of the checkpoints that stay, where
+    such are asked for: a replay of the last steps begins with one of them, and needs what comes
+    after it; None: there are none."""
     limit = max(0, min(checkpoint, last - keep_steps))
     return limit if staying is None else max((step for step in staying if step <= limit), default=0)
 
 
 def surplus(
     *, staying: Iterable[int], every: int, most: int, last: int, keep_steps: int | None
-) -> list[int]:  # fmt: skip
-    """Steps of those checkpoints that may go where so many are to stay: of the multiples of `every` all but the newest.
+) -> list[int]:
+    """Steps of those checkpoints that may go where so many are to stay: of the multiples of `every`
+    all but the newest.
 
-    staying: those that stay by themselves. last, keep_steps: as `removable` has them. The one that a replay of the last
-    steps begins with is none of those that go, nor the next one, which it will begin with: without that no rollouts
-    could ever be removed.
+    staying: those that stay by themselves. last, keep_steps: as `removable` has them. The one that
+    a replay of the last steps begins with is none of those that go, nor the next one, which it will
+    begin with: without that no rollouts could ever be removed.
     """
     steps = sorted(staying)
     old = [step for step in steps if step % every == 0][:-most]
@@ -43,12 +47,20 @@ def surplus(
 
 
 def remove(
-    folder: RunFolder, ledger: BaseLedger, node: str, upto: int, *, kind: str, log: Any, own: str | None = None
+    folder: RunFolder,
+    ledger: BaseLedger,
+    node: str,
+    upto: int,
+    *,
+    kind: str,
+    log: Any,
+    own: str | None = None,
 ) -> None:
-    """Remove the files of a node's steps up to `upto`, once the ledger knows on the disk itself that they may be gone.
+    """Remove the files of a node's steps up to `upto`, once the ledger knows on the disk itself
+    that they may be gone.
 
-    kind: step | eval. own: the node's folder. A crash on the way leaves files that nobody looks for; the next call
-    takes them. What the disk refuses is a warning.
+    kind: step | eval. own: the node's folder. A crash on the way leaves files that nobody looks
+    for; the next call takes them. What the disk refuses is a warning.
     """
     if upto < 1:
         return
@@ -70,4 +82,8 @@ def gone(ledger: BaseLedger, node: str) -> int:
 
 def not_kept(facts: Mapping[str, Any]) -> dict[str, int]:
     """The same by node, from the facts in a ledger."""
-    return {name.removeprefix(f"{FACT}/"): step for name, step in facts.items() if name.startswith(f"{FACT}/")}
+    return {
+        name.removeprefix(f"{FACT}/"): step
+        for name, step in facts.items()
+        if name.startswith(f"{FACT}/")
+    }

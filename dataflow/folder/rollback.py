@@ -1,8 +1,9 @@
-"""Takes out of the run folder what weights drew that a run has gone back behind: they do not exist any more.
+"""Takes out of the run folder what weights drew that a run has gone back behind: they do not exist
+any more.
 
-Later weights have their numbers again, and nothing in a rollout tells the ones from the others. So it is done once, as
-a run is taken up and nobody is at work yet; what has no outcome is then drawn anew.
-"""
+Later weights have their numbers again, and nothing in a rollout tells the ones from the others. So
+it is done once, as a run is taken up and nobody is at work yet; what has no outcome is then drawn
+anew."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +21,17 @@ Keep = Callable[[pa.RecordBatch, pa.BooleanArray], pa.RecordBatch]
 
 
 def take_out_abandoned(finished: Path, source: str, newest: int) -> int:
-    """Forget, of a source, finished groups, parts of unfinished rollouts and turns with a token of a version above
-    `newest`.
+    """Forget, of a source, finished groups, parts of unfinished rollouts and turns with a token of
+    a version above `newest`.
 
-    finished: the folder that holds those of all generators. Only files of parts of the run that have ended are looked
-    at (`dataflow.history.resume` names them), and those without such a token stay as they are. A crash on the way
-    leaves each file as it was, or done. Returns how many rollouts and stretches there were. Errors: RunFolderError.
-    """
-    kinds: dict[str, Keep] = {"arrows": _whole_groups, **dict.fromkeys(("parts", "turns"), _good_rows)}
+    finished: the folder that holds those of all generators. Only files of parts of the run that
+    have ended are looked at (`dataflow.history.resume` names them), and those without such a token
+    stay as they are. A crash on the way leaves each file as it was, or done. Returns how many
+    rollouts and stretches there were. Errors: RunFolderError."""
+    kinds: dict[str, Keep] = {
+        "arrows": _whole_groups,
+        **dict.fromkeys(("parts", "turns"), _good_rows),
+    }
     return sum(
         _rewrite(path, newest, keep)
         for ending, keep in kinds.items()
@@ -38,8 +42,13 @@ def take_out_abandoned(finished: Path, source: str, newest: int) -> int:
 def _rewrite(path: Path, newest: int, keep: Keep) -> int:
     """Write a file anew without what is younger; how many rows that is."""
     batches = list(File(path).read())
-    kept = [keep(batch, pa.array(newest_versions(batch.column(VERSIONS)) <= newest)) for batch in batches]
-    taken_out: int = sum(batch.num_rows for batch in batches) - sum(batch.num_rows for batch in kept)
+    kept = [
+        keep(batch, pa.array(newest_versions(batch.column(VERSIONS)) <= newest))
+        for batch in batches
+    ]
+    taken_out: int = sum(batch.num_rows for batch in batches) - sum(
+        batch.num_rows for batch in kept
+    )
     left = [batch for batch in kept if batch.num_rows]
 
     def write(file: IO[bytes]) -> None:
@@ -67,7 +76,8 @@ def _whole_groups(batch: pa.RecordBatch, good: pa.BooleanArray) -> pa.RecordBatc
 
 
 def number_finished(folder: Path, part: int) -> None:
-    """Give files of finished rollouts, parts and turns names that no later process gives: 0-part1-0-0.source.arrows.
+    """Give files of finished rollouts, parts and turns names that no later process gives:
+    0-part1-0-0.source.arrows.
 
     folder: of the run. part: how often it was taken up, this time included."""
     files = folder / "finished"

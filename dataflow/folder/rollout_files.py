@@ -14,8 +14,9 @@ from dataflow.folder.placing import Placing
 from dataflow.system.files import RunFolderError, disk, flush_to_disk, write_atomically
 
 COMPRESSED_BYTES = 1 << 20
-"""Of rows, from which on a file of them is compressed: 4 ms for each MiB, of which 0.4 MiB are left. Smaller ones would
-cost a short step, and whoever reads thousands of them, more than they save."""
+"""Of rows, from which on a file of them is compressed: 4 ms for each MiB, of which 0.4 MiB are
+left. Smaller ones would cost a short step, and whoever reads thousands of them, more than they
+save."""
 _ZSTD = pa.Codec("zstd", 1)
 _FOOTER_BYTES = 1 << 20
 """Of a write in which the sum's place is looked for, at most."""
@@ -47,17 +48,19 @@ class RolloutFiles:
         return self._put(self.step_file(step), rows)
 
     def flush(self, steps: Iterable[int]) -> None:
-        """Bring the files of these steps to the disk itself, before the checkpoint after them is marked.
+        """Bring the files of these steps to the disk itself, before the checkpoint after them is
+        marked.
 
-        So a power cut takes at most what a resume from that checkpoint makes again. Errors: RunFolderError.
-        """
+        So a power cut takes at most what a resume from that checkpoint makes again. Errors:
+        RunFolderError."""
         with disk("flushing", self.path):
             for step in steps:
                 flush_to_disk(self.step_file(step))
             flush_to_disk(self.path)
 
     def read(self, step: int) -> pa.Table:
-        """What step `step` trained, in order. Errors: RunFolderError when the file is missing or damaged."""
+        """What step `step` trained, in order. Errors: RunFolderError when the file is missing or
+        damaged."""
         return self._read(self.step_file(step))
 
     def write_evaluation(self, step: int, rows: Rows) -> Path:
@@ -65,12 +68,16 @@ class RolloutFiles:
         return self._put(self.evaluation_file(step), rows)
 
     def read_evaluation(self, step: int) -> pa.Table:
-        """What the evaluation at `step` read. Errors: RunFolderError when the file is missing or damaged."""
+        """What the evaluation at `step` read. Errors: RunFolderError when the file is missing or
+        damaged."""
         return self._read(self.evaluation_file(step))
 
     def files(self, kind: str) -> list[tuple[int, Path]]:
         """Steps and paths of the files that there are, ascending. kind: step | eval."""
-        found = [(re.fullmatch(rf"{kind}-(\d+)\.arrow", path.name), path) for path in self.path.glob(f"{kind}-*.arrow")]
+        found = [
+            (re.fullmatch(rf"{kind}-(\d+)\.arrow", path.name), path)
+            for path in self.path.glob(f"{kind}-*.arrow")
+        ]
         return sorted((int(match[1]), path) for match, path in found if match)
 
     def _put(self, path: Path, rows: Rows) -> Path:
@@ -99,7 +106,8 @@ def _table(path: Path, rows: pa.RecordBatch | Iterable[pa.RecordBatch]) -> pa.Ta
         return pa.Table.from_batches(batches)
     except (pa.ArrowException, ValueError) as error:
         raise RunFolderError(
-            f"rows for '{path}' do not make one table: {error}; give at least one batch, all of one schema"
+            f"rows for '{path}' do not make one table: {error}; give at least one batch, all of one"
+            " schema"
         ) from error
 
 
@@ -126,8 +134,12 @@ class _Summing:
 
 
 def _put_table(file: BinaryIO, table: pa.Table) -> None:
-    options = pa.ipc.IpcWriteOptions(compression=_ZSTD if table.nbytes >= COMPRESSED_BYTES else None)
+    options = pa.ipc.IpcWriteOptions(
+        compression=_ZSTD if table.nbytes >= COMPRESSED_BYTES else None
+    )
     sink = _Summing(file)
-    with pa.ipc.new_file(sink, table.schema, options=options, metadata={"sum": SUM + NO_SUM}) as writer:
+    with pa.ipc.new_file(
+        sink, table.schema, options=options, metadata={"sum": SUM + NO_SUM}
+    ) as writer:
         writer.write_table(table)
     sink.close()

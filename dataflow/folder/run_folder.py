@@ -21,7 +21,8 @@ FORESEEN = "foreseen.json"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths and files of one run (DESIGN section 7); holds no open file, so any worker may have a copy."""
+    """Paths and files of one run (DESIGN section 7); holds no open file, so any worker may have a
+    copy."""
 
     path: Path
     """runs/<graph>-<time>/."""
@@ -32,7 +33,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: str | Path, graph_name: str, *, now: float | None = None) -> "RunFolder":
-        """A new folder <root>/<graph_name>-<YYYYmmdd-HHMMSS>[-n]/, and <root>/latest pointing to it.
+        """A new folder <root>/<graph_name>-<YYYYmmdd-HHMMSS>[-n]/, and <root>/latest pointing to
+        it.
 
         now: seconds since 1970, the clock's when None. Errors: RunFolderError.
         """
@@ -55,7 +57,8 @@ class RunFolder:
         if not found.is_dir():
             why = "that is a file" if found.exists() else f"nothing is there{_alike(found)}"
             raise RunFolderError(
-                f"no run folder at '{path}': {why}; give the folder that the run printed, or runs/latest"
+                f"no run folder at '{path}': {why}; give the folder that the run printed, or"
+                " runs/latest"
             )
         return cls(found.resolve(), extras or Extras())
 
@@ -66,7 +69,8 @@ class RunFolder:
 
     @property
     def foreseen(self) -> dict[str, Any]:
-        """What was foreseen of the run before it began (dataflow.foresight.report); empty: nobody asked."""
+        """What was foreseen of the run before it began (dataflow.foresight.report); empty: nobody
+        asked."""
         return self.read_json(FORESEEN)
 
     @property
@@ -86,7 +90,8 @@ class RunFolder:
 
     @property
     def flags(self) -> Path:
-        """The flags that made it, for --config of its program; there is none where a script called `run`."""
+        """The flags that made it, for --config of its program; there is none where a script called
+        `run`."""
         return self.path / "config.yaml"
 
     @property
@@ -114,7 +119,8 @@ class RunFolder:
         return RolloutFiles(self.rollouts / (node or ""), self.placing)
 
     def finished(self, node: str) -> Path:
-        """Where a generator keeps rollouts until they have an outcome (dataflow.folder.finished)."""
+        """Where a generator keeps rollouts until they have an outcome
+        (dataflow.folder.finished)."""
         return self.path / "finished" / node
 
     @property
@@ -140,21 +146,28 @@ class RunFolder:
         """Log file of one rank of a node."""
         return self.logs / f"{node}-{rank}.log"
 
-    def latest_checkpoint(self, at_most: int | None = None, *, node: str | None = None) -> Path | None:
-        """Folder of the newest checkpoint that is committed and undamaged, None if there is none."""
+    def latest_checkpoint(
+        self, at_most: int | None = None, *, node: str | None = None
+    ) -> Path | None:
+        """Folder of the newest checkpoint that is committed and undamaged, None if there is
+        none."""
         checkpoints = self.checkpoints_of(node)
         self.placing.see_newest(checkpoints.path, at_most)
         step = checkpoints.latest(at_most)
         return None if step is None else checkpoints.folder(step)
 
     def note_activity(
-        self, seconds: float, nodes: Mapping[str, Any], edges: Mapping[str, Mapping[str, Sequence[int]]] | None = None
+        self,
+        seconds: float,
+        nodes: Mapping[str, Any],
+        edges: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
     ) -> None:
-        """Add a line to activity.jsonl: what each node has done after so many seconds of training, and what has crossed
-        each data edge."""
+        """Add a line to activity.jsonl: what each node has done after so many seconds of training,
+        and what has crossed each data edge."""
         self.extras.append(
-            self.activity, to_json({"seconds": round(seconds, 4), "nodes": nodes, "edges": edges or {}})
-        )  # fmt: skip
+            self.activity,
+            to_json({"seconds": round(seconds, 4), "nodes": nodes, "edges": edges or {}}),
+        )
 
     def read_activity(self) -> list[dict[str, Any]]:
         """Its lines; none where it is not there. A torn one is left out."""
@@ -165,14 +178,16 @@ class RunFolder:
         return stream_lines(self.activity, start, self.extras.tell)
 
     def write_json(self, name: str, value: Any, *, flush: bool = True) -> bool:
-        """Put `value` as strict JSON at `name` in the folder, whole or not at all; `flush`: wait for the disk.
+        """Put `value` as strict JSON at `name` in the folder, whole or not at all; `flush`: wait
+        for the disk.
 
         Whether the disk took it.
         """
         return self.extras.write(self.path / name, to_json(value, indent=1) + "\n", flush=flush)
 
     def read_json(self, name: str, kinds: Mapping[str, Kind] | None = None) -> dict[str, Any]:
-        """The JSON map at `name`, as `optional_files.read_map` has it: an empty one where it is missing or broken."""
+        """The JSON map at `name`, as `optional_files.read_map` has it: an empty one where it is
+        missing or broken."""
         return read_map(self.path / name, kinds, self.extras.tell)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
@@ -184,7 +199,8 @@ class RunFolder:
         return surviving(self.scan_metrics()[0])
 
     def stream_metrics(self, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The whole lines of metrics.jsonl from a byte on, one by one, each with the byte at which the next begins."""
+        """The whole lines of metrics.jsonl from a byte on, one by one, each with the byte at which
+        the next begins."""
         return stream_lines(self.metrics, start, self.extras.tell)
 
     def scan_metrics(self) -> tuple[list[dict[str, Any]], int]:
@@ -204,10 +220,11 @@ class RunFolder:
 
 
 def surviving(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl without those that a later line about the same step of the same node supersedes.
+    """Lines of metrics.jsonl without those that a later line about the same step of the same node
+    supersedes.
 
-    A step is made again after a return to a checkpoint, an evaluation after a crash in the midst of its record.
-    """
+    A step is made again after a return to a checkpoint, an evaluation after a crash in the midst of
+    its record."""
     found: dict[Any, dict[str, Any]] = {}
     for number, line in enumerate(lines):
         known = line.get("node"), line.get("step")
@@ -216,7 +233,8 @@ def surviving(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _alike(path: Path) -> str:
-    """'; did you mean ...?' where a run beside it, or in runs/, is called much like it, or begins so."""
+    """'; did you mean ...?' where a run beside it, or in runs/, is called much like it, or begins
+    so."""
     known: dict[str, Path] = {}
     for root in (Path("runs"), path.parent):
         with contextlib.suppress(OSError):

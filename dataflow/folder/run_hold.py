@@ -1,9 +1,10 @@
-"""Who runs in a run folder that several hosts see: one scheduler, which raises a counter there, and locks nothing.
+"""Who runs in a run folder that several hosts see: one scheduler, which raises a counter there, and
+locks nothing.
 
-Each holder has a number, one above that of the holder before it, and a file of that number in `holders/`. Who wants to
-take the run over waits, by its own clock, until the counter stands still, and makes the file of the next number: a file
-system lets one do so. Then it removes the file of the one before, which finds that out before it writes again.
-"""
+Each holder has a number, one above that of the holder before it, and a file of that number in
+`holders/`. Who wants to take the run over waits, by its own clock, until the counter stands still,
+and makes the file of the next number: a file system lets one do so. Then it removes the file of the
+one before, which finds that out before it writes again."""
 
 import contextlib
 import os
@@ -24,7 +25,8 @@ FOLDER = "holders"
 RAISE_S = 1.0
 """Between two raises of the counter."""
 STILL_S = 15.0
-"""A counter that stands still for so long is nobody's: as long as a worker counts as hanging without a heartbeat."""
+"""A counter that stands still for so long is nobody's: as long as a worker counts as hanging
+without a heartbeat."""
 LEAST_STILL_S = 5 * RAISE_S
 """A shorter time could pass between two raises of one that lives."""
 LOOK_S = 0.2
@@ -35,9 +37,11 @@ _RELEASED = b"released"
 class RunHold:
     """A run in the hands of this process, and of those that are forked from it."""
 
-    def __init__(self, path: Path, number: int, who: bytes, clock: Callable[[], float] = time.monotonic) -> None:
-        """path: of its file. who: what no other holder's file begins with. clock: one that goes on while the process is
-        stopped."""
+    def __init__(
+        self, path: Path, number: int, who: bytes, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """path: of its file. who: what no other holder's file begins with. clock: one that goes on
+        while the process is stopped."""
         self.number = number
         """Of this holder, above that of each one before."""
         self._path, self._who, self._clock = path, who, clock
@@ -45,8 +49,9 @@ class RunHold:
         self._text, self._raised = b"", float("-inf")
 
     def check(self) -> None:
-        """Look whether it still holds the run, and raise the counter when that is due; to be called often, and before
-        anything is written. Errors: Replaced; RunFolderError when the disk does not say."""
+        """Look whether it still holds the run, and raise the counter when that is due; to be called
+        often, and before anything is written. Errors: Replaced; RunFolderError when the disk does
+        not say."""
         now = self._clock()
         if now - self._looked < LOOK_S:
             return
@@ -70,21 +75,27 @@ class RunHold:
 
     def _replaced(self) -> Replaced:
         return Replaced(
-            f"this process ({os.getpid()}) held the run '{self._path.parent.parent.name}' as number {self.number}, but "
-            f"did not raise its counter for too long, so that another one has taken it over; it ends without touching "
-            f"the run; `dataflow doctor` tells how that goes on"
+            f"this process ({os.getpid()}) held the run '{self._path.parent.parent.name}' as number"
+            f" {self.number}, but did not raise its counter for too long, so that another one has"
+            " taken it over; it ends without touching the run; `dataflow doctor` tells how that"
+            " goes on"
         )
 
 
 class Taking:
-    """The way to hold a run: looks again and again, until it may take it, or somebody is seen to hold it."""
+    """The way to hold a run: looks again and again, until it may take it, or somebody is seen to
+    hold it."""
 
     def __init__(
-        self, folder: Path, *, still_s: float = STILL_S, clock: Callable[[], float] | None = None,
+        self,
+        folder: Path,
+        *,
+        still_s: float = STILL_S,
+        clock: Callable[[], float] | None = None,
         holders_clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        """folder: of the run. clock: of this process, which stands still while it is stopped: it could have seen
-        nothing."""
+    ) -> None:
+        """folder: of the run. clock: of this process, which stands still while it is stopped: it
+        could have seen nothing."""
         self._folder, self._still_s = folder / FOLDER, still_s
         self._clock, self._holders_clock = clock or AwakeClock(), holders_clock
         self._seen: tuple[int, bytes] | None = None
@@ -93,8 +104,8 @@ class Taking:
         """Whether the holder before has let go of it, or there was none."""
 
     def look(self) -> RunHold | None:
-        """The run, once its counter has stood still for long enough; None: look again. Errors: UnderWay where it was
-        raised, or somebody else was faster; RunFolderError."""
+        """The run, once its counter has stood still for long enough; None: look again. Errors:
+        UnderWay where it was raised, or somebody else was faster; RunFolderError."""
         with disk("looking at", self._folder):
             self._folder.mkdir(exist_ok=True)
             number = _newest(self._folder)
@@ -111,7 +122,10 @@ class Taking:
 
     def _take(self, before: int) -> RunHold:
         """Be the next one, who makes the file of that number: exactly one can."""
-        number, who = before + 1, b"%d@%s#%s" % (os.getpid(), _host(), secrets.token_hex(6).encode())
+        number, who = (
+            before + 1,
+            b"%d@%s#%s" % (os.getpid(), _host(), secrets.token_hex(6).encode()),
+        )
         path = _at(self._folder, number)
         with disk("taking", path):
             try:
@@ -119,7 +133,8 @@ class Taking:
                     file.write(who + b" 0")
             except FileExistsError:
                 raise self._under_way(number, _read(path)) from None
-            if _newest(self._folder) != number:  # it had been taken, given up, and taken again meanwhile
+            # it had been taken, given up, and taken again meanwhile
+            if _newest(self._folder) != number:
                 path.unlink(missing_ok=True)
                 raise self._under_way(_newest(self._folder), b"")
             for older in self._folder.iterdir():
@@ -132,14 +147,14 @@ class Taking:
         """What is waited for, for people."""
         who = "who has it" if self._seen is None else _holder(*self._seen)
         return (
-            f"'{self._folder.parent.name}' was not let go of: waiting {self._still_s:.0f} s to see whether {who} still "
-            f"runs it, which raises a counter there every {RAISE_S:.0f} s"
+            f"'{self._folder.parent.name}' was not let go of: waiting {self._still_s:.0f} s to see"
+            f" whether {who} still runs it, which raises a counter there every {RAISE_S:.0f} s"
         )
 
     def _under_way(self, number: int, text: bytes) -> UnderWay:
         return UnderWay(
-            f"'{self._folder.parent.name}' is under way: {_holder(number, text)} runs it; wait until it has ended, or "
-            f"stop it with Ctrl-C there"
+            f"'{self._folder.parent.name}' is under way: {_holder(number, text)} runs it; wait"
+            " until it has ended, or stop it with Ctrl-C there"
         )
 
 
@@ -155,11 +170,13 @@ def is_over_hosts(folder: RunFolder) -> bool:
 
 
 def seen_in_part(folder: RunFolder) -> str:
-    """Why the run's ledger may say less on this host than on the one where it is written; empty: it says all."""
+    """Why the run's ledger may say less on this host than on the one where it is written; empty: it
+    says all."""
     host = _led_elsewhere(folder)
     return host and (
-        f"host '{host}' leads this run, or did when it was killed: of what its ledger took in last, this host may see "
-        f"a part only, as SQLite shares that in memory; ask there for all of it, or once the run has ended"
+        f"host '{host}' leads this run, or did when it was killed: of what its ledger took in last,"
+        " this host may see a part only, as SQLite shares that in memory; ask there for all of it,"
+        " or once the run has ended"
     )
 
 
@@ -181,12 +198,12 @@ def held(
     sleep: Callable[[float], object] = time.sleep,
     told: Callable[[str], object] = lambda text: None,
 ) -> Iterator[RunHold]:
-    """Be the only scheduler in a run folder that several hosts see, for as long as the block lasts. told: hears what is
-    waited for, and how long.
+    """Be the only scheduler in a run folder that several hosts see, for as long as the block lasts.
+    told: hears what is waited for, and how long.
 
-    Where the one before has not let go of it, and may live, cut off from here, the ledger is put in a new file: what
-    that one still writes is nobody's. Errors: UnderWay; RunFolderError; LedgerError.
-    """
+    Where the one before has not let go of it, and may live, cut off from here, the ledger is put in
+    a new file: what that one still writes is nobody's. Errors: UnderWay; RunFolderError;
+    LedgerError."""
     taking = Taking(folder.path, still_s=still_s)
     hold = taking.look()
     if hold is None:
@@ -211,7 +228,8 @@ def _at(folder: Path, number: int) -> Path:
 
 
 def _read(path: Path) -> bytes:
-    """What stands there; nothing where the file is gone. Opened anew each time, so that a shared file system looks."""
+    """What stands there; nothing where the file is gone. Opened anew each time, so that a shared
+    file system looks."""
     try:
         return path.read_bytes()
     except FileNotFoundError:

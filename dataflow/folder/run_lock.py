@@ -1,4 +1,5 @@
-"""Who runs in a run folder: one scheduler at most, known by locks that the kernel lets go when their holders end."""
+"""Who runs in a run folder: one scheduler at most, known by locks that the kernel lets go when
+their holders end."""
 
 import contextlib
 import fcntl
@@ -25,25 +26,30 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def held(
-    folder: RunFolder, *, take: Callable[[], T | None] = lambda: None, replaces: bool = False,
-    wait_s: float = WORKERS_S, clock: Callable[[], float] = time.monotonic,
-) -> Iterator[T | None]:  # fmt: skip
-    """Be the only scheduler in a run folder, for as long as the block lasts; nobody else has a hand in it meanwhile,
-    but the workers of one that has died, where `take` could take them over: what it returned is given.
+    folder: RunFolder,
+    *,
+    take: Callable[[], T | None] = lambda: None,
+    replaces: bool = False,
+    wait_s: float = WORKERS_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[T | None]:
+    """Be the only scheduler in a run folder, for as long as the block lasts; nobody else has a hand
+    in it meanwhile, but the workers of one that has died, where `take` could take them over: what
+    it returned is given.
 
-    A lock of this process, which no child inherits, says that the scheduler lives; one of the open file, which all
-    that are forked from here inherit, says that some process of the run does. Each scheduler that `replaces` another,
-    which may live on for a while, and can do nothing any more, locks another byte of the file: that of its number,
-    which stands in it. Errors: UnderWay; RunFolderError.
-    """
+    A lock of this process, which no child inherits, says that the scheduler lives; one of the open
+    file, which all that are forked from here inherit, says that some process of the run does. Each
+    scheduler that `replaces` another, which may live on for a while, and can do nothing any more,
+    locks another byte of the file: that of its number, which stands in it. Errors: UnderWay;
+    RunFolderError."""
     with disk("locking", folder.path / FILE):
         handle = os.open(folder.path / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         number = _holder(handle)[1] + replaces
         if not _try(lambda file, how: fcntl.lockf(file, how, 1, number), handle):
             raise UnderWay(
-                f"'{folder.path.name}' is under way: process {_holder(handle)[0]} runs it; wait until it has ended, "
-                f"or stop it with Ctrl-C there"
+                f"'{folder.path.name}' is under way: process {_holder(handle)[0]} runs it; wait"
+                " until it has ended, or stop it with Ctrl-C there"
             )
         deadline = clock() + wait_s
         taken = None
@@ -52,8 +58,9 @@ def held(
                 break
             if clock() > deadline:
                 raise UnderWay(
-                    f"'{folder.path.name}' has processes left, which process {_holder(handle)[0]} started, and they "
-                    f"have not ended within {wait_s:.0f} s; look for them with ps, end them, and try again"
+                    f"'{folder.path.name}' has processes left, which process {_holder(handle)[0]}"
+                    f" started, and they have not ended within {wait_s:.0f} s; look for them with"
+                    " ps, end them, and try again"
                 )
             time.sleep(0.05)
         os.ftruncate(handle, 0)
@@ -65,8 +72,9 @@ def held(
 
 @contextlib.contextmanager
 def nobody_in(folder: RunFolder) -> Iterator[bool]:
-    """Whether no process of a run is left, neither its scheduler nor a worker; none comes while the block lasts: one
-    that wants to waits. Where it has no lock yet, or none can be had, somebody may be in it."""
+    """Whether no process of a run is left, neither its scheduler nor a worker; none comes while the
+    block lasts: one that wants to waits. Where it has no lock yet, or none can be had, somebody may
+    be in it."""
     try:
         handle = os.open(folder.path / FILE, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,5 @@
-"""What a scheduler knows, for the one that takes its place: written before anything that follows from it is sent."""
+"""What a scheduler knows, for the one that takes its place: written before anything that follows
+from it is sent."""
 
 import json
 import time
@@ -11,8 +12,8 @@ from dataflow.errors import RunError
 from dataflow.system.files import plain, to_json, write_atomically
 
 FILE = "scheduler-{}.json"
-"""In the folder of the run's sockets, which is in memory and goes with the run; one for each scheduler, so that none
-that was replaced spoils another's."""
+"""In the folder of the run's sockets, which is in memory and goes with the run; one for each
+scheduler, so that none that was replaced spoils another's."""
 
 
 @dataclass
@@ -34,13 +35,17 @@ class SnapshotFile:
     _written: str = ""
 
     def write(self) -> None:
-        """Write what has changed; nothing is flushed, as no machine's end is outlived. Errors: RunFolderError, once
-        for each time that something changed."""
+        """Write what has changed; nothing is flushed, as no machine's end is outlived. Errors:
+        RunFolderError, once for each time that something changed."""
         parts = {name: part() for name, part in self.parts.items()}
         if (changed := _json(parts)) != self._written:
             self._written = changed
             content = _json({**parts, "at": self.clock()}).encode()
-            write_atomically(self.folder / FILE.format(self.number), lambda file: file.write(content), flush=False)
+            write_atomically(
+                self.folder / FILE.format(self.number),
+                lambda file: file.write(content),
+                flush=False,
+            )
 
 
 def _json(parts: Mapping[str, Any]) -> str:
@@ -52,10 +57,14 @@ def _json(parts: Mapping[str, Any]) -> str:
 
 
 def read(folder: Path) -> Mapping[str, Any]:
-    """What the last scheduler that decided anything left in the folder of the run's sockets. Errors: RunError when it
-    is no whole file."""
+    """What the last scheduler that decided anything left in the folder of the run's sockets.
+    Errors: RunError when it is no whole file."""
     try:
-        last = max(folder.glob(FILE.format("*")), key=lambda path: int(path.stem.rpartition("-")[2]), default=folder)
+        last = max(
+            folder.glob(FILE.format("*")),
+            key=lambda path: int(path.stem.rpartition("-")[2]),
+            default=folder,
+        )
         found: Mapping[str, Any] = json.loads(last.read_bytes())
     except (OSError, ValueError) as error:
         raise RunError(

@@ -1,4 +1,5 @@
-"""The folder in memory that a run has for its sockets: how it is made, and how it is known again as that run's."""
+"""The folder in memory that a run has for its sockets: how it is made, and how it is known again as
+that run's."""
 
 import contextlib
 import os
@@ -12,7 +13,8 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import disk
 
 CONTROL = "control.json"
-"""In the folder of a run that is under way: the address at which it takes commands, which lies in the folder here."""
+"""In the folder of a run that is under way: the address at which it takes commands, which lies in
+the folder here."""
 MARK = "run"
 """In it: which run folder it belongs to."""
 _MEMORY = Path("/dev/shm")
@@ -21,8 +23,11 @@ _NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")
 
 
 def make() -> Path:
-    """A folder of mode 0700 for the run's sockets and shared memory; it goes when the run ends, however it ends."""
-    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None))
+    """A folder of mode 0700 for the run's sockets and shared memory; it goes when the run ends,
+    however it ends."""
+    return Path(
+        tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
+    )
 
 
 def mark(place: Path, folder: RunFolder) -> None:
@@ -34,13 +39,17 @@ def mark(place: Path, folder: RunFolder) -> None:
 def of(folder: RunFolder) -> Path | None:
     """The one that a run has, or had when it was killed; None where there is none.
 
-    What control.json says is believed of nothing but what `make` and `mark` made for this very run folder: it stands
-    where they put it, it is this user's alone, and says itself that it belongs there.
-    """
+    What control.json says is believed of nothing but what `make` and `mark` made for this very run
+    folder: it stands where they put it, it is this user's alone, and says itself that it belongs
+    there."""
     with contextlib.suppress(RunError, OSError, AttributeError, ValueError):
         address = str(folder.read_json(CONTROL).get("address", ""))
         place = Path(address.removeprefix("ipc://")).parent
-        is_ours = place.parent in _parents() and _NAME.fullmatch(place.name) and _is_private(place.lstat())
+        is_ours = (
+            place.parent in _parents()
+            and _NAME.fullmatch(place.name)
+            and _is_private(place.lstat())
+        )
         if is_ours and (place / MARK).read_text() == _identity(folder):
             return place
     return None
@@ -51,14 +60,20 @@ def _parents() -> list[Path]:
     found = []
     for each in (_MEMORY, Path(tempfile.gettempdir())):
         facts = each.stat()
-        is_sticky = bool(facts.st_mode & stat.S_ISVTX) or not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        is_sticky = bool(facts.st_mode & stat.S_ISVTX) or not facts.st_mode & (
+            stat.S_IWGRP | stat.S_IWOTH
+        )
         if is_sticky and facts.st_uid in (0, os.getuid()):
             found.append(each)
     return found
 
 
 def _is_private(facts: os.stat_result) -> bool:
-    return stat.S_ISDIR(facts.st_mode) and stat.S_IMODE(facts.st_mode) == _MODE and facts.st_uid == os.getuid()
+    return (
+        stat.S_ISDIR(facts.st_mode)
+        and stat.S_IMODE(facts.st_mode) == _MODE
+        and facts.st_uid == os.getuid()
+    )
 
 
 def _identity(folder: RunFolder) -> str:

@@ -1,4 +1,5 @@
-"""Spans of time in arrays, as many as may be: where they become too many, neighbours are joined over longer pauses."""
+"""Spans of time in arrays, as many as may be: where they become too many, neighbours are joined
+over longer pauses."""
 
 from array import array
 from collections.abc import Iterator
@@ -7,7 +8,8 @@ FIRST_JOIN_S = 0.0005
 
 
 class Spans:
-    """When each node was at work: the more there was, the coarser, and always from the first span to the last."""
+    """When each node was at work: the more there was, the coarser, and always from the first span
+    to the last."""
 
     def __init__(self, most: int) -> None:
         """most: that are held."""
@@ -30,12 +32,15 @@ class Spans:
         """One that begins after all others of its node have ended."""
         number = self._names.setdefault(node, len(self._names))
         last = self._last.get(number)
-        self._put(number, begin_s, end_s, last is not None and begin_s - self._ends[last] < self._join_s)
+        self._put(
+            number, begin_s, end_s, last is not None and begin_s - self._ends[last] < self._join_s
+        )
         if len(self) > self._most:
             self._halve()
 
     def _halve(self) -> None:
-        """Join the spans with the shorter half of the pauses, and such ones from now on; of equal ones every other."""
+        """Join the spans with the shorter half of the pauses, and such ones from now on; of equal
+        ones every other."""
         last: dict[int, tuple[int, float]] = {}
         pauses = []
         for place, (node, begin_s, end_s) in enumerate(zip(*self._columns, strict=True)):

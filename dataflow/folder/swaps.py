@@ -1,4 +1,5 @@
-"""Operators that took the place of others in a live run: what each is, in values, and how the ledger keeps them."""
+"""Operators that took the place of others in a live run: what each is, in values, and how the
+ledger keeps them."""
 
 import contextlib
 import time
@@ -19,8 +20,8 @@ _SHOWN = 12
 class Swap:
     """One operator that took another one's place.
 
-    Its module's text is kept: who starts later, on whatever host, runs what was checked then, and no other version of
-    the file."""
+    Its module's text is kept: who starts later, on whatever host, runs what was checked then, and
+    no other version of the file."""
 
     number: int
     """From 1 on, in the order in which they were taken in."""
@@ -42,8 +43,8 @@ class Swap:
     knobs: Mapping[str, Any] = field(default_factory=dict)
     """Those of it that may change, as `Settable.to_plain` gives them."""
     is_withdrawn: bool = False
-    """Whether it was taken back after it stood in the ledger: a worker was killed once it was on record, and the next
-    could not be built with it."""
+    """Whether it was taken back after it stood in the ledger: a worker was killed once it was on
+    record, and the next could not be built with it."""
 
     verb: ClassVar[str] = "swapped"
 
@@ -70,8 +71,8 @@ def recorded(facts: Mapping[str, Any]) -> tuple[Swap, ...]:
 
 
 def record(ledger: BaseLedger, nodes: Collection[str], swaps: Sequence[Swap]) -> None:
-    """Put down what nodes run from now on, the last swap of each, and that later ones were taken back; on the disk when
-    it returns. Errors: LedgerError."""
+    """Put down what nodes run from now on, the last swap of each, and that later ones were taken
+    back; on the disk when it returns. Errors: LedgerError."""
     known = recorded(ledger.facts())
     numbers = {swap.number for swap in known}
     changed = [swap for swap in swaps if swap.number not in numbers]

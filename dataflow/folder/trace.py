@@ -17,7 +17,8 @@ LEAST_S = 0.001
 
 
 class Trace:
-    """Spans of work of one process; the clock is the machine's monotonic one, so processes fit together.
+    """Spans of work of one process; the clock is the machine's monotonic one, so processes fit
+    together.
 
     Neighbouring spans of a node are joined, the more of them there are, over the longer pauses.
     """
@@ -55,13 +56,17 @@ class Trace:
 class NodeSpans:
     """Tells of the work of one node, and of its rests between."""
 
-    def __init__(self, node: str, tell: Callable[[str, str, float, float], None], now: float) -> None:
+    def __init__(
+        self, node: str, tell: Callable[[str, str, float, float], None], now: float
+    ) -> None:
         self._node, self._tell = node, tell
         self._rests, self._rested = "waiting", now
 
-    def turned(self, began: float, ended: float, state: str, *, is_work: bool, beside: float) -> None:
-        """A turn of its loop is over, which was work or a part of the rest. state: how it rests until the
-        next. beside: the share of its own processes that are at work then."""
+    def turned(
+        self, began: float, ended: float, state: str, *, is_work: bool, beside: float
+    ) -> None:
+        """A turn of its loop is over, which was work or a part of the rest. state: how it rests
+        until the next. beside: the share of its own processes that are at work then."""
         rests = BESIDE_WORK if beside else state
         if is_work or rests != self._rests:
             self.rest(began if is_work else ended)
@@ -77,7 +82,8 @@ class NodeSpans:
 
 
 def merge(folder: RunFolder) -> None:
-    """Make trace.json of what the processes left, and remove that. Lines that are torn are passed over."""
+    """Make trace.json of what the processes left, and remove that. Lines that are torn are passed
+    over."""
     torn = 0
     processes: dict[str, int] = {}
     events: list[Mapping[str, Any]] = []
@@ -91,14 +97,28 @@ def merge(folder: RunFolder) -> None:
                 torn += 1
                 continue
             events.append(
-                {"name": node, "ph": "X", "pid": pid, "tid": node, "ts": begin * 1e6, "dur": (end - begin) * 1e6}
+                {
+                    "name": node,
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": node,
+                    "ts": begin * 1e6,
+                    "dur": (end - begin) * 1e6,
+                }
             )
         folder.extras.remove(path)
     if torn:
-        folder.extras.tell(f"{torn} lines of traces in '{folder.logs}' are torn, and left out of {folder.trace.name}")
+        folder.extras.tell(
+            f"{torn} lines of traces in '{folder.logs}' are torn, and left out of"
+            f" {folder.trace.name}"
+        )
     start = min((event["ts"] for event in events), default=0.0)
     names = [
-        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}} for process, pid in processes.items()
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}}
+        for process, pid in processes.items()
     ]
-    shifted = [{**event, "ts": round(event["ts"] - start, 1), "dur": round(event["dur"], 1)} for event in events]
+    shifted = [
+        {**event, "ts": round(event["ts"] - start, 1), "dur": round(event["dur"], 1)}
+        for event in events
+    ]
     folder.extras.write(folder.trace, json.dumps({"traceEvents": names + shifted}))

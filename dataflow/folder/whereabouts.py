@@ -1,4 +1,5 @@
-"""Where a run's scheduler listens: written by each that takes the place, looked up by workers that hear nothing."""
+"""Where a run's scheduler listens: written by each that takes the place, looked up by workers that
+hear nothing."""
 
 import json
 from dataclasses import asdict, dataclass

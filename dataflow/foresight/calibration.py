@@ -29,44 +29,56 @@ _FREE = 1e6
 """Share of a rate that is reached where no seconds are seen to depend on it."""
 _GENERATOR_ON_CORES = (0.275e-3, 4.6e-6, 17e-6, 5.5e-6, 2.0e-3, 0.25, 0.9, 0.36e-9, 0.1e-3)
 _LEARNER_ON_CORES = (5e-3, 2.3e-3, 1.75e-3, 1.0, 105e-9, 1.1, 0.5e-9, 0.2e-3)
-"""Seconds of each column on two cores of an AMD EPYC with AVX-512, by some forty runs of small models together: what
-runs do not tell apart is in proportion to these."""
+"""Seconds of each column on two cores of an AMD EPYC with AVX-512, by some forty runs of small
+models together: what runs do not tell apart is in proportion to these."""
 _PASSES = "seconds_forward_backward"
 _ONCE = ("seconds_optimizer", "seconds_record", "seconds_publish")
 """What a line of metrics.jsonl has of a training step."""
 _UNLIKE = 1.5
-"""How many times as long completions of one run are in the mean as those of another, to tell tokens from rows."""
+"""How many times as long completions of one run are in the mean as those of another, to tell tokens
+from rows."""
 _MOST_HOP_S, _LITTLE = 0.02, 0.1
-"""Between two operators. Share of a step that those between generator and trainer may take, for this to be seen."""
+"""Between two operators. Share of a step that those between generator and trainer may take, for
+this to be seen."""
 
 
 def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
-    """Rates that come nearest to what these runs took, none below 0; what the runs do not tell apart is shared out.
+    """Rates that come nearest to what these runs took, none below 0; what the runs do not tell
+    apart is shared out.
 
-    Runs of several sizes of models, steps and batches do; on cores one in which generator and trainer wait for each
-    other, and one in which they do not. GraphError for no runs, or for runs on another kind of device."""
+    Runs of several sizes of models, steps and batches do; on cores one in which generator and
+    trainer wait for each other, and one in which they do not. GraphError for no runs, or for runs
+    on another kind of device."""
     if not runs:
         raise GraphError("a calibration needs run folders; name one or more")
     for run in runs:
         on_cpu = not any(each.get("gpus") for each in run.placed.values())
         if on_cpu != (kind == "cpu"):
             raise GraphError(
-                f"run '{run.path}' computed {'on cores' if on_cpu else 'on accelerators'}, but kind is '{kind}'; say "
-                f"which kind it was by --kind"
+                f"run '{run.path}' computed {'on cores' if on_cpu else 'on accelerators'}, but kind"
+                f" is '{kind}'; say which kind it was by --kind"
             )
     device = device_kind(kind)
     names = ", ".join(run.path.resolve().name for run in runs)
-    alone, (generator, learner) = best((_generators(runs, device), _learners(runs, device)), on_cores=kind == "cpu")
+    alone, (generator, learner) = best(
+        (_generators(runs, device), _learners(runs, device)), on_cores=kind == "cpu"
+    )
     row_s, row_token_s = _rows(runs, alone)
     return Constants(
-        generator=_generator_rates(generator.found, runs, device), learner=_learner_rates(learner.found, runs, device),
+        generator=_generator_rates(generator.found, runs, device),
+        learner=_learner_rates(learner.found, runs, device),
         parallel={
-            role: fit.parallel for role, fit in (("generator", generator), ("learner", learner)) if fit.has_threads
+            role: fit.parallel
+            for role, fit in (("generator", generator), ("learner", learner))
+            if fit.has_threads
         },
-        row_s=row_s, row_token_s=row_token_s, alone=alone, hop_s=_hop_s(runs),
+        row_s=row_s,
+        row_token_s=row_token_s,
+        alone=alone,
+        hop_s=_hop_s(runs),
         computed=float(np.mean([run.computed for run in runs])),
         source=f"calibrated on {names}",
-    )  # fmt: skip
+    )
 
 
 def _busy(run: SeenRun, node: str) -> float:
@@ -76,12 +88,14 @@ def _busy(run: SeenRun, node: str) -> float:
 
 
 def _beside(run: SeenRun, node: str) -> Beside:
-    """What else of a run was at work on the cores while a process of this node was: each by itself, as often as it was
-    at work at all, or in what a trainer in turn leaves of the time."""
+    """What else of a run was at work on the cores while a process of this node was: each by itself,
+    as often as it was at work at all, or in what a trainer in turn leaves of the time."""
     placed = run.placed[node]
     if placed.get("gpus"):
         return Beside()
-    left = 1.0 if run.max_staleness or node == run.trainer else max(1e-6, 1 - _busy(run, run.trainer))
+    left = (
+        1.0 if run.max_staleness or node == run.trainer else max(1e-6, 1 - _busy(run, run.trainer))
+    )
     shares = {_threads(placed): 1.0}
     """By threads at work, how likely that is."""
     for other in (each for each in run.stretches if _meets(run, node, each)):
@@ -95,8 +109,8 @@ def _beside(run: SeenRun, node: str) -> Beside:
 
 
 def _meets(run: SeenRun, node: str, other: str) -> bool:
-    """Whether the other computes on the same cores, at times at once: no source, which has little to do, none that
-    waits for something elsewhere, and no trainer in turn."""
+    """Whether the other computes on the same cores, at times at once: no source, which has little
+    to do, none that waits for something elsewhere, and no trainer in turn."""
     if run.placed[other].get("gpus") or run.calls_at_once.get(other, 1) > 1:
         return False
     if run.trainer in (node, other):
@@ -118,42 +132,68 @@ def _sum(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, floa
 
 
 def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
-    """Of each run its decode steps that began nothing, by about how many rollouts they carried on, and the rest.
+    """Of each run its decode steps that began nothing, by about how many rollouts they carried on,
+    and the rest.
 
-    Columns: steps, rollouts in them, those that end, their tokens; exchanges, memory; products, numbers that are looked
-    at."""
+    Columns: steps, rollouts in them, those that end, their tokens; exchanges, memory; products,
+    numbers that are looked at."""
     table = CostTable(
-        serial=slice(0, 4), shared=slice(6, 8), parallel=PARALLEL["generator"],
+        serial=slice(0, 4),
+        shared=slice(6, 8),
+        parallel=PARALLEL["generator"],
         assumed=_GENERATOR_ON_CORES if kind.name == "cpu" else None,
-    )  # fmt: skip
+    )
     for number, run in enumerate(runs):
         beside = _beside(run, run.generator)
         ranks = int(run.placed[run.generator]["ranks"])
-        replica = GeneratorReplica(model=run.model, kind=kind, tensor_parallel=ranks, dtype=_dtype(kind))
+        replica = GeneratorReplica(
+            model=run.model, kind=kind, tensor_parallel=ranks, dtype=_dtype(kind)
+        )
         once = replica.step(0.0, 0.0, _NOTHING).memory
 
         def spent(
-            steps: float, tokens: float, context: float, ends: float = 0.0, prompts: float = 0.0,
-            run: SeenRun = run, replica: GeneratorReplica = replica, once: float = once,
-        ) -> list[float]:  # fmt: skip
+            steps: float,
+            tokens: float,
+            context: float,
+            ends: float = 0.0,
+            prompts: float = 0.0,
+            run: SeenRun = run,
+            replica: GeneratorReplica = replica,
+            once: float = once,
+        ) -> list[float]:
             token = replica.step(1.0, context, _NOTHING)
             memory = steps * once + tokens * (token.memory - once)
             return [
-                steps, tokens, ends, ends * run.lengths.mean, steps * replica.exchanges, memory,
-                tokens * token.compute + prompts, replica.looks(tokens, context),
-            ]  # fmt: skip
+                steps,
+                tokens,
+                ends,
+                ends * run.lengths.mean,
+                steps * replica.exchanges,
+                memory,
+                tokens * token.compute + prompts,
+                replica.looks(tokens, context),
+            ]
 
         spans = run.stretches[run.generator]
         steps, tokens, looked, ends, busy_s = (
-            sum(getattr(span, name) for span in spans) for name in ("steps", "tokens", "looked", "rows_out", "busy_s")
+            sum(getattr(span, name) for span in spans)
+            for name in ("steps", "tokens", "looked", "rows_out", "busy_s")
         )
         for size in _sizes(spans):
             context = _context(run, size.looked, size.rollouts)
             waits = size.steps if size.rollouts > size.steps else 0.0
-            table.add(number, size.seconds, spent(size.steps, size.rollouts, context), waits=waits, beside=beside)
+            table.add(
+                number,
+                size.seconds,
+                spent(size.steps, size.rollouts, context),
+                waits=waits,
+                beside=beside,
+            )
             steps, tokens, looked = steps - size.steps, tokens - size.rollouts, looked - size.looked
             busy_s -= size.seconds
-        prompts = run.model.forward(ends / run.group_size * run.prompt_tokens, run.prompt_tokens / 2)
+        prompts = run.model.forward(
+            ends / run.group_size * run.prompt_tokens, run.prompt_tokens / 2
+        )
         prompts /= replica.ranks * kind.rate(replica.dtype)
         steps, tokens = max(0.0, steps), max(0.0, tokens)
         rest = spent(steps, tokens, _context(run, looked, tokens), ends, prompts)
@@ -167,12 +207,18 @@ def _sizes(spans: Sequence[ActivitySpan]) -> list[Decoded]:
     for each in (size for span in spans for size in span.decoded if size.steps):
         found[round(math.log2(max(1.0, each.rollouts / each.steps)))].append(each)
     names = ("steps", "rollouts", "looked", "seconds")
-    return [Decoded(**{name: sum(getattr(each, name) for each in alike) for name in names}) for alike in found.values()]
+    return [
+        Decoded(**{name: sum(getattr(each, name) for each in alike) for name in names})
+        for alike in found.values()
+    ]
 
 
 def _context(run: SeenRun, looked: float, tokens: float) -> float:
-    """Tokens that each of so many looked back at, in the mean; of all where the run does not say."""
-    return looked / tokens if min(looked, tokens) > 0 else run.prompt_tokens + run.lengths.looks_back
+    """Tokens that each of so many looked back at, in the mean; of all where the run does not
+    say."""
+    return (
+        looked / tokens if min(looked, tokens) > 0 else run.prompt_tokens + run.lengths.looks_back
+    )
 
 
 def _generator_rates(found: Sequence[float], runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
@@ -180,30 +226,45 @@ def _generator_rates(found: Sequence[float], runs: Sequence[SeenRun], kind: Devi
     if kind.name != "cpu" and not any(int(run.placed[run.generator]["ranks"]) > 1 for run in runs):
         exchange_s = ASSUMED.exchange_s
     return replace(
-        ASSUMED, step_s=step_s, row_s=row_s, end_s=end_s, end_token_s=end_token_s, exchange_s=exchange_s,
-        compute=_share(compute), memory=_share(memory), look_s=look_s, wait_s=wait_s,
-    )  # fmt: skip
+        ASSUMED,
+        step_s=step_s,
+        row_s=row_s,
+        end_s=end_s,
+        end_token_s=end_token_s,
+        exchange_s=exchange_s,
+        compute=_share(compute),
+        memory=_share(memory),
+        look_s=look_s,
+        wait_s=wait_s,
+    )
 
 
 def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
     """As `_generators`: of each step its passes, and what is done once.
 
-    Columns: steps, layers; exchanges, memory; hidden states, products, numbers that are looked at."""
+    Columns: steps, layers; exchanges, memory; hidden states, products, numbers that are looked
+    at."""
     table = CostTable(
-        serial=slice(0, 2), shared=slice(4, 7), parallel=PARALLEL["learner"],
+        serial=slice(0, 2),
+        shared=slice(4, 7),
+        parallel=PARALLEL["learner"],
         assumed=_LEARNER_ON_CORES if kind.name == "cpu" else None,
-    )  # fmt: skip
+    )
     for number, run in enumerate(runs):
         beside = _beside(run, run.trainer)
         ranks = int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"])
         learners = Learners(model=run.model, kind=kind, ranks=ranks, dtype=_dtype(kind))
         rollouts, exchanges = run.prompts_per_step * run.group_size, exchanges_of(learners)
         back = run.prompt_tokens + run.lengths.looks_back
-        told_s = float(np.mean([sum(line[each] for each in (_PASSES, *_ONCE)) for line in run.steps]))
+        told_s = float(
+            np.mean([sum(line[each] for each in (_PASSES, *_ONCE)) for line in run.steps])
+        )
         untold_s = max(0.0, _busy(run, run.trainer) * run.step_s - told_s)
         for line in run.steps:
             tokens = line["computed_tokens"]
-            passes = learners.passes(rollouts, tokens / rollouts, forward=1.0 + BACKWARD, sequences=1e9)
+            passes = learners.passes(
+                rollouts, tokens / rollouts, forward=1.0 + BACKWARD, sequences=1e9
+            )
             times = learners.micro_batches(tokens, run.micro_batch_tokens)
             once = [1.0, 0.0, exchanges, learners.update().memory, 0.0, 0.0, 0.0]
             table.add(number, sum(line[each] for each in _ONCE), once, waits=0.0, beside=beside)
@@ -216,26 +277,42 @@ def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
 
 def _learner_rates(found: Sequence[float], runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
     step_s, layer_s, exchange_s, memory, channel_s, compute, look_s, wait_s = found
-    ranks = max(int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"]) for run in runs)
+    ranks = max(
+        int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"])
+        for run in runs
+    )
     if kind.name != "cpu" and ranks == 1:
         exchange_s = ASSUMED.exchange_s
     return replace(
-        ASSUMED, step_s=step_s, exchange_s=exchange_s, memory=_share(memory), layer_s=layer_s, channel_s=channel_s,
-        compute=_share(compute), look_s=look_s, wait_s=wait_s,
-    )  # fmt: skip
+        ASSUMED,
+        step_s=step_s,
+        exchange_s=exchange_s,
+        memory=_share(memory),
+        layer_s=layer_s,
+        channel_s=channel_s,
+        compute=_share(compute),
+        look_s=look_s,
+        wait_s=wait_s,
+    )
 
 
 def _hop_s(runs: Sequence[SeenRun]) -> float:
-    """From one operator to the next: what is left of a step in which generator and trainer, of one replica each, are at
-    work one after the other, and nobody else is for long."""
+    """From one operator to the next: what is left of a step in which generator and trainer, of one
+    replica each, are at work one after the other, and nobody else is for long."""
     found = []
     for run in runs:
         ends = (run.generator, run.trainer)
         between = [
-            node for node, some in run.stretches.items() if node not in ends and any(each.rows_in > 0 for each in some)
+            node
+            for node, some in run.stretches.items()
+            if node not in ends and any(each.rows_in > 0 for each in some)
         ]
         single = all(int(run.placed[node]["replicas"]) == 1 for node in ends)
-        if run.max_staleness == 0 and single and sum(_busy(run, node) for node in between) <= _LITTLE:
+        if (
+            run.max_staleness == 0
+            and single
+            and sum(_busy(run, node) for node in between) <= _LITTLE
+        ):
             idle = max(0.0, 1 - sum(_busy(run, node) for node in ends))
             found.append(min(_MOST_HOP_S, idle * run.step_s / (len(between) + 1)))
     return float(np.median(found)) if found else ASSUMED_CONSTANTS.hop_s
@@ -250,8 +327,8 @@ def _share(seconds: float) -> float:
 
 
 def _rows(runs: Sequence[SeenRun], alone: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of a row, and more for each token of its completion, by operator without a model: the processes of a
-    scorer are at work with as many rows at once as they have calls.
+    """Seconds of a row, and more for each token of its completion, by operator without a model: the
+    processes of a scorer are at work with as many rows at once as they have calls.
 
     Runs whose lengths are alike do not tell the two apart: all is the row's."""
     spent: dict[str, list[tuple[float, float, float]]] = {}
@@ -273,8 +350,11 @@ def _rows(runs: Sequence[SeenRun], alone: float) -> tuple[dict[str, float], dict
         if means.max() < _UNLIKE * means.min() or not busy.any():
             row_s[node] = float(busy.sum() / rows.sum())
             continue
-        weights = 1 / np.maximum(busy, 0.01 * busy.mean())  # each run counts alike, by how far it is off
-        (row, token), _ = non_negative(np.column_stack([rows, tokens]) * weights[:, None], busy * weights)
+        # each run counts alike, by how far it is off
+        weights = 1 / np.maximum(busy, 0.01 * busy.mean())
+        (row, token), _ = non_negative(
+            np.column_stack([rows, tokens]) * weights[:, None], busy * weights
+        )
         row_s[node], token_s[node] = float(row), float(token)
     return row_s, token_s
 
@@ -290,22 +370,33 @@ def described(constants: Constants) -> str:
         each = "decode step" if role == "generator" else "step"
         spent = [f"{1e3 * rates.step_s:.3g} ms a {each}"]
         spent.append(
-            f"{1e6 * rates.row_s:.3g} us a rollout in it" if role == "generator"
-            else f"{1e3 * rates.layer_s:.3g} ms a layer, {1e9 * rates.channel_s:.3g} ns a channel of a token in a layer"
-        )  # fmt: skip
+            f"{1e6 * rates.row_s:.3g} us a rollout in it"
+            if role == "generator"
+            else (
+                f"{1e3 * rates.layer_s:.3g} ms a layer, {1e9 * rates.channel_s:.3g} ns a channel of"
+                " a token in a layer"
+            )
+        )
         if rates.end_s or rates.end_token_s:
             spent.append(
-                f"{1e6 * rates.end_s:.3g} us a rollout that ends and {1e6 * rates.end_token_s:.3g} us its token"
+                f"{1e6 * rates.end_s:.3g} us a rollout that ends and {1e6 * rates.end_token_s:.3g}"
+                " us its token"
             )
         if rates.look_s:
             spent.append(f"{1e9 * rates.look_s:.3g} ns a number that attention looks at")
-        for share, what in ((rates.compute, "of matrix products"), (rates.memory, "of memory's bandwidth")):
-            spent.append(f"{share:.1%} {what}" if share < _FREE else f"nothing for {what.partition(' ')[2]}")
+        for share, what in (
+            (rates.compute, "of matrix products"),
+            (rates.memory, "of memory's bandwidth"),
+        ):
+            spent.append(
+                f"{share:.1%} {what}" if share < _FREE else f"nothing for {what.partition(' ')[2]}"
+            )
         spent.append(f"{1e6 * rates.exchange_s:.3g} us an exchange between ranks")
         if role in constants.parallel:
             spent.append(
-                f"n threads {constants.parallel[role]:.2f} n times as fast in what they share out, waiting "
-                f"{1e6 * rates.wait_s:.3g} us for each other in a {'step' if role == 'generator' else 'layer'}"
+                f"n threads {constants.parallel[role]:.2f} n times as fast in what they share out,"
+                f" waiting {1e6 * rates.wait_s:.3g} us for each other in a"
+                f" {'step' if role == 'generator' else 'layer'}"
             )
         found.append(f"{'generator' if role == 'generator' else 'trainer'}: {', '.join(spent)}")
     for node, row_s in constants.row_s.items():
@@ -325,7 +416,8 @@ def to_plain(constants: Constants) -> dict[str, Any]:
 
 
 def read_constants(text: str) -> Constants:
-    """What `dataflow calibrate` wrote into a file of that name; or one of `steps.CONSTANTS`, for a generator's seconds.
+    """What `dataflow calibrate` wrote into a file of that name; or one of `steps.CONSTANTS`, for a
+    generator's seconds.
 
     GraphError where it is something else."""
     if text.partition(":")[0] in CONSTANTS:
@@ -337,6 +429,7 @@ def read_constants(text: str) -> Constants:
         return Constants(generator=generator, learner=learner, **plain)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise GraphError(
-            f"'{path}' has no constants that `dataflow calibrate` wrote; found {type(error).__name__}: {error}; "
-            f"calibrate again, with --out {path}, or take one of {', '.join(CONSTANTS)}, kernels:VERSION of vLLM"
+            f"'{path}' has no constants that `dataflow calibrate` wrote; found"
+            f" {type(error).__name__}: {error}; calibrate again, with --out {path}, or take one of"
+            f" {', '.join(CONSTANTS)}, kernels:VERSION of vLLM"
         ) from None

@@ -42,61 +42,96 @@ AUTO = ("auto", "auto:cost")
 
 
 def foreseen_of_run(
-    graph: Structure, made: Plan, workload: str, constants: str, *, steps: int | None,
+    graph: Structure,
+    made: Plan,
+    workload: str,
+    constants: str,
+    *,
+    steps: int | None,
     names: Callable[[], Sequence[str]] = gpu_names,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What a run that is about to begin on this machine will take, for its folder.
 
-    names: what its accelerators are called. GraphError as `foresee`, and for accelerators of no known kind."""
+    names: what its accelerators are called. GraphError as `foresee`, and for accelerators of no
+    known kind."""
     placements = made.placements.items()
     gpus: dict[str, int | str] = {name: len(each.gpus) for name, each in placements if each.gpus}
-    replicas = {name: each.replicas for name, each in placements if each.replicas > 1 and name not in gpus}
+    replicas = {
+        name: each.replicas for name, each in placements if each.replicas > 1 and name not in gpus
+    }
     ranks = {name: each.ranks for name, each in placements if each.ranks > 1 and name not in gpus}
     for first, *others in made.turns:
         gpus |= dict.fromkeys(others, first)
-    return to_plain(foresee(
-        graph, here(made.devices, names()) if gpus else Devices(cpus=made.devices.cpus), gpus=gpus or None,
-        replicas=replicas, ranks=ranks, workload=read_workload(workload), steps=steps,
-        constants=read_constants(constants),
-    ))  # fmt: skip
+    return to_plain(
+        foresee(
+            graph,
+            here(made.devices, names()) if gpus else Devices(cpus=made.devices.cpus),
+            gpus=gpus or None,
+            replicas=replicas,
+            ranks=ranks,
+            workload=read_workload(workload),
+            steps=steps,
+            constants=read_constants(constants),
+        )
+    )
 
 
 def here(devices: Devices, names: Sequence[str]) -> Devices:
-    """This machine with the kind of its accelerators. names: theirs. GraphError where nobody knows it."""
+    """This machine with the kind of its accelerators. names: theirs. GraphError where nobody knows
+    it."""
     if not names:
         raise GraphError(
-            "a run is foreseen on accelerators whose kind is known, but NVIDIA's management library tells none of this "
-            "machine's; ask with --foresee 8xH100, say, or run without --constants"
+            "a run is foreseen on accelerators whose kind is known, but NVIDIA's management library"
+            " tells none of this machine's; ask with --foresee 8xH100, say, or run without"
+            " --constants"
         )
     kinds = dict.fromkeys(kind_named(name).name for name in names)
     if len(kinds) > 1:
         raise GraphError(
-            f"a run is foreseen on accelerators of one kind in each machine, but this one has {' and '.join(kinds)}; "
-            f"ask with --foresee 4x{next(iter(kinds))}, say, or run without --constants"
+            "a run is foreseen on accelerators of one kind in each machine, but this one has"
+            f" {' and '.join(kinds)}; ask with --foresee 4x{next(iter(kinds))}, say, or run without"
+            " --constants"
         )
     kind = device_kind(next(iter(kinds)))
     host = Host(
-        name="here", cpus=devices.cpus, gpus=devices.gpus, kind=kind.name, memory_bytes=devices.memory_bytes,
+        name="here",
+        cpus=devices.cpus,
+        gpus=devices.gpus,
+        kind=kind.name,
+        memory_bytes=devices.memory_bytes,
         gpu_memory_bytes=devices.gpu_memory_bytes or kind.memory_bytes,
-    )  # fmt: skip
+    )
     return Devices.of([host], devices.link_bytes_per_s)
 
 
 def told(
-    graph: Graph, devices: str, *, gpus: Wishes | str | None, workload: str, steps: int | None,
-    replicas: Mapping[str, int] | None = None, ranks: Mapping[str, int] | None = None, constants: str = CONSTANTS[0],
-    prices: str = "", draw: Path | None = None, place: Place | None = None,
-) -> str:  # fmt: skip
-    """What a graph takes on devices that are named as `read_devices` has them, or on this machine's cores as a run took
-    it whose folder is named.
+    graph: Graph,
+    devices: str,
+    *,
+    gpus: Wishes | str | None,
+    workload: str,
+    steps: int | None,
+    replicas: Mapping[str, int] | None = None,
+    ranks: Mapping[str, int] | None = None,
+    constants: str = CONSTANTS[0],
+    prices: str = "",
+    draw: Path | None = None,
+    place: Place | None = None,
+) -> str:
+    """What a graph takes on devices that are named as `read_devices` has them, or on this machine's
+    cores as a run took it whose folder is named.
 
-    gpus: accelerators by node; empty: dealt out for the shortest step, with knobs as they are declared; auto: knobs of
-    generator and trainer, replicas and ranks are chosen too, for the shortest step; auto:cost: for the least cost,
-    where devices may be left unused. workload, constants, prices: as `read_workload`, `read_constants` and
-    `read_prices` have them. place: as `plan` has it. draw: where a time line goes (.svg), or all figures (.json).
-    GraphError for what cannot be read or foreseen."""
+    gpus: accelerators by node; empty: dealt out for the shortest step, with knobs as they are
+    declared; auto: knobs of generator and trainer, replicas and ranks are chosen too, for the
+    shortest step; auto:cost: for the least cost, where devices may be left unused. workload,
+    constants, prices: as `read_workload`, `read_constants` and `read_prices` have them. place: as
+    `plan` has it. draw: where a time line goes (.svg), or all figures (.json). GraphError for what
+    cannot be read or foreseen."""
     if draw is not None and draw.suffix not in (".svg", ".json"):
-        raise GraphError(f"what is foreseen is drawn as .svg, or written as .json; found '{draw}'; name one of these")
+        raise GraphError(
+            f"what is foreseen is drawn as .svg, or written as .json; found '{draw}'; name one of"
+            " these"
+        )
     room, texts, known = _asked(devices, read_workload(workload), constants)
     paid = read_prices(prices, room)
     how: dict[str, Any] = {"workload": texts, "steps": steps, "constants": known}
@@ -106,31 +141,49 @@ def told(
     if gpus in AUTO or not (gpus or not room.gpus):
         if place:
             raise GraphError(
-                f"hosts are chosen with the devices where --gpus does not deal these out, but place is given for "
-                f"{sorted(place)}; leave it out, or give --gpus numbers"
+                "hosts are chosen with the devices where --gpus does not deal these out, but place"
+                f" is given for {sorted(place)}; leave it out, or give --gpus numbers"
             )
-        objective = _objective(str(gpus or AUTO[0]), room, paid, [*(replicas or {}), *(ranks or {})])
+        objective = _objective(
+            str(gpus or AUTO[0]), room, paid, [*(replicas or {}), *(ranks or {})]
+        )
         try:
             choice = choose(graph, room, **how, objective=objective, knobs=bool(gpus))
         except DoesNotFit as error:
-            raise advised(error, graph, lambda changed: bool(_fitting(changed, roomy(room)))) from None
+            raise advised(
+                error, graph, lambda changed: bool(_fitting(changed, roomy(room)))
+            ) from None
         best = choice.ways[0]
         candidate, found = best.candidate, best.foreseen
-        said = f"\nchosen for the {'least cost' if objective.cost else 'shortest step'}: {best.asked}"
+        said = (
+            f"\nchosen for the {'least cost' if objective.cost else 'shortest step'}: {best.asked}"
+        )
         said += f"\n{ways(choice)}" if choice.tried > 1 else ""
         more = to_plain_choice(choice)
     else:
         assert not isinstance(gpus, str), "words are read"
-        placed: dict[str, Any] = {"gpus": gpus, "replicas": replicas, "ranks": ranks, "place": place}
+        placed: dict[str, Any] = {
+            "gpus": gpus,
+            "replicas": replicas,
+            "ranks": ranks,
+            "place": place,
+        }
         try:
             found = foresee(graph, room, **placed, **how)
         except DoesNotFit as error:
-            raise advised(error, graph, lambda changed: bool(ground_of(changed, roomy(room), **placed))) from None
+            raise advised(
+                error, graph, lambda changed: bool(ground_of(changed, roomy(room), **placed))
+            ) from None
         counts = {name: each for name, each in (gpus or {}).items() if isinstance(each, int)}
         shared = [name for name, each in (gpus or {}).items() if isinstance(each, str)]
-        hosts = {node: (each,) if isinstance(each, str) else tuple(each) for node, each in (place or {}).items()}
+        hosts = {
+            node: (each,) if isinstance(each, str) else tuple(each)
+            for node, each in (place or {}).items()
+        }
         in_turn = (str((gpus or {})[shared[0]]), *shared) if shared else ()
-        candidate = Candidate(gpus=counts, in_turn=in_turn, replicas=replicas or {}, ranks=ranks or {}, place=hosts)
+        candidate = Candidate(
+            gpus=counts, in_turn=in_turn, replicas=replicas or {}, ranks=ranks or {}, place=hosts
+        )
     helping = gains(graph, candidate, room, **how)
     said += f"\n{told_gains(helping)}"
     if draw is not None:
@@ -148,10 +201,12 @@ def is_devices(text: object) -> bool:
 
 
 def explained(graph: Graph, devices: str, **how: Any) -> str:
-    """The plan on devices that this machine does not have, and the memory that its operators need there.
+    """The plan on devices that this machine does not have, and the memory that its operators need
+    there.
 
-    devices: as `read_devices` has them; empty: as many as are asked for, of no kind. how: as `plan` has it; gpus: None:
-    dealt out for the shortest step. GraphError as `plan`, and for what cannot be read."""
+    devices: as `read_devices` has them; empty: as many as are asked for, of no kind. how: as `plan`
+    has it; gpus: None: dealt out for the shortest step. GraphError as `plan`, and for what cannot
+    be read."""
     gpus = how.pop("gpus")
     if devices:
         room = read_devices(devices)
@@ -160,13 +215,18 @@ def explained(graph: Graph, devices: str, **how: Any) -> str:
         count = sum(each for each in gpus.values() if isinstance(each, int))
         room = Devices(cpus=this_machine().cpus, gpus=count)
         what = (
-            f"{count} GPU{'s' if count > 1 else ''} of no kind, as this machine has {this_machine().gpus}; name yours, "
-            f"as --foresee {count}xH100, and see whether it fits"
+            f"{count} GPU{'s' if count > 1 else ''} of no kind, as this machine has"
+            f" {this_machine().gpus}; name yours, as --foresee {count}xH100, and see whether it"
+            " fits"
         )
     chosen = ""
     if not gpus or gpus in AUTO:
         gpus = _fitting(graph, room) or _first(graph, room) if room.gpus else None
-        chosen = "" if gpus is None else "; chosen: --gpus " + ",".join(f"{node}={each}" for node, each in gpus.items())
+        chosen = (
+            ""
+            if gpus is None
+            else "; chosen: --gpus " + ",".join(f"{node}={each}" for node, each in gpus.items())
+        )
     sizes, by = dict[str, ModelSize](), "is known by its files"
     for source in {each.uses.source for each in graph.operators.values() if each.uses is not None}:
         try:
@@ -179,8 +239,8 @@ def explained(graph: Graph, devices: str, **how: Any) -> str:
 
 
 def _fitting(graph: Graph, room: Devices) -> Wishes | None:
-    """The first way to deal devices out that fits, with knobs as they are declared, in the shortest step by closed
-    forms; None: none does."""
+    """The first way to deal devices out that fits, with knobs as they are declared, in the shortest
+    step by closed forms; None: none does."""
     found = []
     for candidate in candidates(graph, room, knobs=False):
         with contextlib.suppress(GraphError):
@@ -189,12 +249,14 @@ def _fitting(graph: Graph, room: Devices) -> Wishes | None:
 
 
 def _first(graph: Graph, room: Devices) -> Wishes | None:
-    """The first way to deal devices out, whether it fits or not; of one device, that all take turns on it."""
+    """The first way to deal devices out, whether it fits or not; of one device, that all take turns
+    on it."""
     return next((each.wishes for each in candidates(graph, room, knobs=False)), None)
 
 
 def _asked(devices: str, texts: Workload, constants: str) -> tuple[Devices, Workload, Constants]:
-    """Devices, texts and constants; those of a run where its folder is named, and nothing else said.
+    """Devices, texts and constants; those of a run where its folder is named, and nothing else
+    said.
 
     GraphError as `look`, and for a run on accelerators, whose kind it does not know."""
     path = Path(devices)
@@ -203,29 +265,34 @@ def _asked(devices: str, texts: Workload, constants: str) -> tuple[Devices, Work
     seen = look(path)
     if any(each.get("gpus") for each in seen.placed.values()):
         raise GraphError(
-            f"run '{path}' computed on accelerators, and does not say of what kind; calibrate by dataflow calibrate "
-            f"{path} --kind H100, say, and foresee 16xH100 with --constants constants.json"
+            f"run '{path}' computed on accelerators, and does not say of what kind; calibrate by"
+            f" dataflow calibrate {path} --kind H100, say, and foresee 16xH100 with --constants"
+            " constants.json"
         )
     if texts.mean_tokens is None:
         texts = replace(texts, seen=seen.lengths)
     if texts.prompt_tokens == PROMPT_TOKENS:
         texts = replace(texts, prompt_tokens=seen.prompt_tokens)
-    texts = replace(texts, turns={**seen.turns, **texts.turns}, world_s={**seen.world_s, **texts.world_s})
+    texts = replace(
+        texts, turns={**seen.turns, **texts.turns}, world_s={**seen.world_s, **texts.world_s}
+    )
     known = calibrate([seen]) if constants == CONSTANTS[0] else read_constants(constants)
     return Devices(cpus=this_machine().cpus), texts, known
 
 
-def _objective(word: str, room: Devices, prices: Mapping[str, float] | None, given: Sequence[str]) -> Objective:
+def _objective(
+    word: str, room: Devices, prices: Mapping[str, float] | None, given: Sequence[str]
+) -> Objective:
     """What `auto` or `auto:cost` asks for. GraphError where that says nothing here."""
     if given and not room.gpus:
         raise GraphError(
-            f"--gpus {word} chooses replicas and ranks on cores, but they are given for {sorted(set(given))}; leave "
-            f"them out, or leave --gpus out"
+            f"--gpus {word} chooses replicas and ranks on cores, but they are given for"
+            f" {sorted(set(given))}; leave them out, or leave --gpus out"
         )
     cost = word == AUTO[1]
     if cost and not room.gpus:
         raise GraphError(
-            f"--gpus {word} leaves devices unused, but cores of one machine cost the same at work or not; use --gpus "
-            f"{AUTO[0]}"
+            f"--gpus {word} leaves devices unused, but cores of one machine cost the same at work"
+            f" or not; use --gpus {AUTO[0]}"
         )
     return Objective(cost=cost, prices=prices)

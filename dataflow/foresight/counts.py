@@ -1,4 +1,5 @@
-"""What a decoder has and what a token costs it: parameters, operations, bytes of the cache; by its dimensions alone."""
+"""What a decoder has and what a token costs it: parameters, operations, bytes of the cache; by its
+dimensions alone."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Counts:
     cache_cuts: int
     """Ranks over which tensor parallelism cuts these; more hold copies."""
     mixing: int
-    """Width over which attention mixes tokens: heads times their width, of keys and values in the mean."""
+    """Width over which attention mixes tokens: heads times their width, of keys and values in the
+    mean."""
 
     @property
     def parameters(self) -> int:
@@ -51,7 +53,8 @@ class Counts:
         return self.attention + self.mlps + self.experts_per_token + self.ends
 
     def touched(self, tokens: float) -> float:
-        """Parameters that are read for so many tokens at once, where each goes to experts of its own, evenly."""
+        """Parameters that are read for so many tokens at once, where each goes to experts of its
+        own, evenly."""
         return (
             self.attention
             + self.mlps
@@ -60,15 +63,18 @@ class Counts:
         )
 
     def forward(self, tokens: float, context: float) -> float:
-        """Operations of a forward pass over tokens that look back, in the mean, at `context` others.
+        """Operations of a forward pass over tokens that look back, in the mean, at `context`
+        others.
 
-        Two per parameter and token, and four per width and token looked at (Kaplan et al., arXiv 2001.08361, section
-        2.1, where `context` is the whole length; here what a causal mask leaves)."""
+        Two per parameter and token, and four per width and token looked at (Kaplan et al., arXiv
+        2001.08361, section 2.1, where `context` is the whole length; here what a causal mask
+        leaves)."""
         return tokens * (2 * self.active + 4 * self.mixing * context)
 
 
 def counts_of(source: str) -> Counts:
-    """Of the model in a folder, by its config.json alone. GraphError where that is not at hand or not known."""
+    """Of the model in a folder, by its config.json alone. GraphError where that is not at hand or
+    not known."""
     return counts(decoder_of(source))
 
 
@@ -82,8 +88,9 @@ def decoder_of(source: str) -> Decoder:
             return Decoder.from_config(config_of(source))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise GraphError(
-            f"the dimensions of model '{source}' are not at hand: {type(error).__name__}: {error}; put its config.json "
-            f"into a folder, whose name is the model's (weights are not needed)"
+            f"the dimensions of model '{source}' are not at hand: {type(error).__name__}: {error};"
+            " put its config.json into a folder, whose name is the model's (weights are not"
+            " needed)"
         ) from None
 
 
@@ -97,25 +104,38 @@ def counts(decoder: Decoder) -> Counts:
     width, heads, experts = decoder.width, decoder.heads, decoder.experts
     if decoder.latent is None:
         projections = 2 * width * decoder.head_width * (heads + decoder.kv_heads)
-        cache, cuts, mixing = 2 * decoder.kv_heads * decoder.head_width, decoder.kv_heads, heads * decoder.head_width
+        cache, cuts, mixing = (
+            2 * decoder.kv_heads * decoder.head_width,
+            decoder.kv_heads,
+            heads * decoder.head_width,
+        )
     else:
         own = decoder.latent
         key = own.plain + own.rotated
         queries = own.queries * (width + heads * key) if own.queries else width * heads * key
         projections = (
-            queries + width * (own.keys + own.rotated) + own.keys * heads * (own.plain + own.values)
+            queries
+            + width * (own.keys + own.rotated)
+            + own.keys * heads * (own.plain + own.values)
             + heads * own.values * width
-        )  # fmt: skip
+        )
         cache, cuts, mixing = own.keys + own.rotated, 1, heads * (key + own.values) // 2
     mixtures = decoder.layers - experts.dense_layers if experts else 0
     one = 3 * width * experts.inner if experts else 0
     shared = one * experts.shared if experts else 0
     return Counts(
-        layers=decoder.layers, width=width, attention=decoder.layers * projections,
+        layers=decoder.layers,
+        width=width,
+        attention=decoder.layers * projections,
         mlps=(decoder.layers - mixtures) * 3 * width * decoder.inner + mixtures * shared,
         experts=mixtures * experts.number * one if experts else 0,
         experts_per_token=mixtures * experts.per_token * one if experts else 0,
-        mixtures=mixtures, routed=experts.per_token if experts else 0,
-        spread=experts.per_token / experts.number if experts else 1.0, ends=decoder.vocabulary * width,
-        tied=decoder.tied, cache=decoder.layers * cache, cache_cuts=cuts, mixing=decoder.layers * mixing,
-    )  # fmt: skip
+        mixtures=mixtures,
+        routed=experts.per_token if experts else 0,
+        spread=experts.per_token / experts.number if experts else 1.0,
+        ends=decoder.vocabulary * width,
+        tied=decoder.tied,
+        cache=decoder.layers * cache,
+        cache_cuts=cuts,
+        mixing=decoder.layers * mixing,
+    )

@@ -13,16 +13,17 @@ _NOTHING, _TURNS = 1e-9, 20
 _NOISE = 0.03
 """Of a run's seconds: fits that differ by less than that are as good."""
 _SPREAD = 1.0
-"""Of what is assumed: constants of another machine differ by so much of it, give or take, its speed apart."""
+"""Of what is assumed: constants of another machine differ by so much of it, give or take, its speed
+apart."""
 _RIDGE = 0.01
-"""Where nothing is assumed: root of the penalty on coefficients of columns of length 1, little beside what tells
-columns apart."""
+"""Where nothing is assumed: root of the penalty on coefficients of columns of length 1, little
+beside what tells columns apart."""
 _FLOOR = 0.02
 """Share of a run's seconds: parts of it that are smaller count as if they were as large."""
 _ALONE, _ALONE_IS, _ALONE_ABOUT = tuple(1 + number / 20 for number in range(17)), 1.1, 0.1
-"""How much faster one process on cores may be while no other computes: what two share is caches and memory, or the
-core itself, where both are its hardware threads (1.2 on one machine, 1.05 on another). What it is where runs do not
-tell, give or take."""
+"""How much faster one process on cores may be while no other computes: what two share is caches and
+memory, or the core itself, where both are its hardware threads (1.2 on one machine, 1.05 on
+another). What it is where runs do not tell, give or take."""
 _PARALLEL, _PARALLEL_ABOUT = tuple(number / 20 for number in range(6, 21)), 0.15
 """What several threads may reach of so many times the speed; give or take."""
 
@@ -45,7 +46,8 @@ class Beside:
     threads: int = 1
     """Of the process itself."""
     share: float = 1.0
-    """Of the speed of one among as many as there are cores, in the mean: more of them share the cores."""
+    """Of the speed of one among as many as there are cores, in the mean: more of them share the
+    cores."""
     idle: float = 0.0
     """And how much of it more for each unit by which one that is alone is faster."""
 
@@ -71,7 +73,9 @@ class CostTable:
     run: list[int] = field(default_factory=list)
     beside: list[Beside] = field(default_factory=list)
 
-    def add(self, run: int, seconds: float, spent: Sequence[float], *, waits: float, beside: Beside) -> None:
+    def add(
+        self, run: int, seconds: float, spent: Sequence[float], *, waits: float, beside: Beside
+    ) -> None:
         """A row of a run; waits: how often several threads would wait for each other."""
         self.x.append([*spent, waits if beside.threads > 1 else 0.0])
         self.y.append(seconds)
@@ -86,8 +90,9 @@ class CostTable:
     def fit(self, alone: float, parallel: float) -> Fit:
         """Of seconds beside others, of one thread: `Constants.of` says what becomes of them.
 
-        Ridge regression (Hoerl and Kennard, 1970), no coefficient below 0; all runs count alike. What columns cannot be
-        told apart by stays as it is assumed, on a machine so many times as fast; where nothing is, it is shared out."""
+        Ridge regression (Hoerl and Kennard, 1970), no coefficient below 0; all runs count alike.
+        What columns cannot be told apart by stays as it is assumed, on a machine so many times as
+        fast; where nothing is, it is shared out."""
         x, threads = np.array(self.x), np.array([each.threads for each in self.beside])
         x[:, self.serial] /= np.where(threads > 1, alone, 1.0)[:, None]
         x[:, self.shared] /= np.where(threads > 1, threads * parallel, 1.0)[:, None]
@@ -96,18 +101,28 @@ class CostTable:
         weights = 1 / np.maximum(1e-300, np.sqrt(np.maximum(_FLOOR * whole, y) * whole))
         rows, there = x * weights[:, None], y * weights
         if self.assumed is None:
-            unit, penalty, usual = 1 / np.maximum(np.sqrt((rows**2).sum(axis=0)), 1e-300), _RIDGE, 0.0
+            unit, penalty, usual = (
+                1 / np.maximum(np.sqrt((rows**2).sum(axis=0)), 1e-300),
+                _RIDGE,
+                0.0,
+            )
         else:
-            unit, penalty, usual = _at_speed(np.array(self.assumed), rows, there), _NOISE / _SPREAD, 1.0
+            unit, penalty, usual = (
+                _at_speed(np.array(self.assumed), rows, there),
+                _NOISE / _SPREAD,
+                1.0,
+            )
         found, left = non_negative(
             np.vstack([rows * unit, penalty * np.eye(len(unit))]),
             np.concatenate([there, np.full(len(unit), penalty * usual)]),
         )
         missed = left / _NOISE**2 + ((parallel - self.parallel) / _PARALLEL_ABOUT) ** 2
         return Fit(
-            found=[float(each) for each in found * unit], parallel=parallel, has_threads=self.has_threads,
+            found=[float(each) for each in found * unit],
+            parallel=parallel,
+            has_threads=self.has_threads,
             missed=missed,
-        )  # fmt: skip
+        )
 
 
 def _at_speed(
@@ -119,18 +134,22 @@ def _at_speed(
 
 
 def best(tables: Sequence[CostTable], *, on_cores: bool) -> tuple[float, Sequence[Fit]]:
-    """How much faster a process is alone, and what fits each table then: where runs do not tell, what is assumed."""
+    """How much faster a process is alone, and what fits each table then: where runs do not tell,
+    what is assumed."""
     if not on_cores:
         return 1.0, [table.fit(1.0, table.parallel) for table in tables]
     least: tuple[float, float, Sequence[Fit]] | None = None
     for alone in _ALONE:
         fits = [
             min(
-                (table.fit(alone, each) for each in (_PARALLEL if table.has_threads else (table.parallel,))),
+                (
+                    table.fit(alone, each)
+                    for each in (_PARALLEL if table.has_threads else (table.parallel,))
+                ),
                 key=lambda fit: fit.missed,
             )
             for table in tables
-        ]  # fmt: skip
+        ]
         missed = sum(fit.missed for fit in fits) + ((alone - _ALONE_IS) / _ALONE_ABOUT) ** 2
         if least is None or missed < least[0]:
             least = missed, alone, fits
@@ -138,11 +157,13 @@ def best(tables: Sequence[CostTable], *, on_cores: bool) -> tuple[float, Sequenc
     return least[1:]
 
 
-def non_negative(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+def non_negative(
+    x: NDArray[np.float64], y: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], float]:
     """c >= 0 for which x c is nearest to y, float64[columns], and the sum of squares that is left.
 
-    x: float64[rows, columns]. By Lawson and Hanson (1974): columns that bring it nearer come in one after the other,
-    those that would turn negative go; rows are made as few as columns before (QR).
+    x: float64[rows, columns]. By Lawson and Hanson (1974): columns that bring it nearer come in one
+    after the other, those that would turn negative go; rows are made as few as columns before (QR).
 
     >>> non_negative(np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([2.0, -1.0]))[0].tolist()
     [2.0, 0.0]
@@ -165,9 +186,13 @@ def non_negative(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[NDArra
 
 
 def _inside(
-    a: NDArray[np.float64], b: NDArray[np.float64], found: NDArray[np.float64], chosen: NDArray[np.bool_]
+    a: NDArray[np.float64],
+    b: NDArray[np.float64],
+    found: NDArray[np.float64],
+    chosen: NDArray[np.bool_],
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """The nearest with these columns, or with those of them that are left when it is not to turn negative."""
+    """The nearest with these columns, or with those of them that are left when it is not to turn
+    negative."""
     while chosen.any():
         wanted = np.zeros(len(found))
         wanted[chosen] = np.linalg.lstsq(a[:, chosen], b, rcond=1e-9)[0]

@@ -1,5 +1,5 @@
-"""What a graph will take on devices that nobody has rented yet: its plan, the costs of each operator, and a run by the
-clock under the engine's own rules."""
+"""What a graph will take on devices that nobody has rented yet: its plan, the costs of each
+operator, and a run by the clock under the engine's own rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from dataflow.foresight.counts import Counts, counts_of, decoder_of
 from dataflow.foresight.generation import GeneratorReplica, generate, prefill, sustain
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
-from dataflow.foresight.scenarios import Foreground, Operation, between, episode_of, scenario_of, training_s
+from dataflow.foresight.scenarios import (
+    Foreground,
+    Operation,
+    between,
+    episode_of,
+    scenario_of,
+    training_s,
+)
 from dataflow.foresight.simulation.scenario import Failures
 from dataflow.foresight.simulation.simulate import Simulated, simulate
 from dataflow.foresight.staleness import mean_staleness
@@ -62,7 +69,8 @@ class Foreseen:
     staleness: float
     """Mean, in versions."""
     by_staleness: Mapping[int, float]
-    """Share of trained rollouts whose oldest token is so many versions behind; empty: not simulated."""
+    """Share of trained rollouts whose oldest token is so many versions behind; empty: not
+    simulated."""
     max_staleness: int
     in_flight: float | None
     """Groups without an outcome, in the mean; None: not simulated."""
@@ -81,15 +89,16 @@ class Foreseen:
 
     @property
     def taken(self) -> dict[str, int]:
-        """Accelerators that any operator has, by kind; those that several have in turn count once."""
+        """Accelerators that any operator has, by kind; those that several have in turn count
+        once."""
         shared = [each for each in self.operations if each.node in self.in_turn]
         own = [each for each in self.operations if each.node not in self.in_turn]
         return dict(sum((Counter(each.kinds) for each in (*own, *shared[:1])), Counter[str]()))
 
     @property
     def efficiency(self) -> float:
-        """Share of a step in which what bounds it is at work, as a run's summary has it: operators that one worker has
-        are at work one after the other."""
+        """Share of a step in which what bounds it is at work, as a run's summary has it: operators
+        that one worker has are at work one after the other."""
         busy: Counter[tuple[str, str]] = Counter()
         for each in self.operations:
             node = self.in_turn[0] if each.node in self.in_turn else each.node
@@ -102,62 +111,113 @@ class Foreseen:
 
 
 def foresee(
-    graph: Structure, devices: Devices, *, gpus: Wishes | None = None, replicas: Mapping[str, int] | None = None,
-    ranks: Mapping[str, int] | None = None, workload: Workload | None = None, steps: int | None = None,
-    constants: Constants = ASSUMED_CONSTANTS, failures: Failures | None = None, simulated: bool = True,
-    place: Place | None = None, brief: bool = False,
-) -> Foreseen:  # fmt: skip
-    """The plan on these devices, and what it takes: seconds of a step, who waits, memory, staleness.
+    graph: Structure,
+    devices: Devices,
+    *,
+    gpus: Wishes | None = None,
+    replicas: Mapping[str, int] | None = None,
+    ranks: Mapping[str, int] | None = None,
+    workload: Workload | None = None,
+    steps: int | None = None,
+    constants: Constants = ASSUMED_CONSTANTS,
+    failures: Failures | None = None,
+    simulated: bool = True,
+    place: Place | None = None,
+    brief: bool = False,
+) -> Foreseen:
+    """The plan on these devices, and what it takes: seconds of a step, who waits, memory,
+    staleness.
 
-    gpus, replicas, ranks, place: as `plan` has them; devices without accelerators compute on their cores. simulated: by
-    a run of the graph by the clock; else by closed forms, in a hundredth of the time, which know no tails, no
-    credit, and nothing of cores that are shared. brief: simulate few steps, to tell placements apart. GraphError
-    where `check` or `plan` refuses, for a graph without one generator and one trainer, for a model whose
-    config.json is not at hand."""
+    gpus, replicas, ranks, place: as `plan` has them; devices without accelerators compute on their
+    cores. simulated: by a run of the graph by the clock; else by closed forms, in a hundredth of
+    the time, which know no tails, no credit, and nothing of cores that are shared. brief: simulate
+    few steps, to tell placements apart. GraphError where `check` or `plan` refuses, for a graph
+    without one generator and one trainer, for a model whose config.json is not at hand."""
     ground = ground_of(
-        graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, place=place, workload=workload, steps=steps,
+        graph,
+        devices,
+        gpus=gpus,
+        replicas=replicas,
+        ranks=ranks,
+        place=place,
+        workload=workload,
+        steps=steps,
         constants=constants,
-    )  # fmt: skip
+    )
     return foreseen_on(ground, steps=steps, failures=failures, simulated=simulated, brief=brief)
 
 
 def foreseen_on(
-    ground: Foreground, *, steps: int | None = None, failures: Failures | None = None, simulated: bool = True,
+    ground: Foreground,
+    *,
+    steps: int | None = None,
+    failures: Failures | None = None,
+    simulated: bool = True,
     brief: bool = False,
-) -> Foreseen:  # fmt: skip
-    """As `foresee`, of a graph that is planned already. GraphError where its costs are not known."""
+) -> Foreseen:
+    """As `foresee`, of a graph that is planned already. GraphError where its costs are not
+    known."""
     devices = ground.made.devices
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
     made = Foreseen(
-        operations=tuple(_closed(ground)), step_s=0.0, spread_s=(0.0, 0.0),
-        overlaps=ground.max_staleness > 0 and not ground.in_turn, in_turn=ground.in_turn,
+        operations=tuple(_closed(ground)),
+        step_s=0.0,
+        spread_s=(0.0, 0.0),
+        overlaps=ground.max_staleness > 0 and not ground.in_turn,
+        in_turn=ground.in_turn,
         moved_s=ground.moments_s + sum(ground.moves_s.values()) / (ground.max_staleness + 1),
-        weights_s=ground.weights_s, rollouts=rollouts, staleness=0.0, by_staleness={}, in_flight=None,
-        max_staleness=ground.max_staleness, gpus=devices.gpus, gpu_hours=None, assumed=(),
+        weights_s=ground.weights_s,
+        rollouts=rollouts,
+        staleness=0.0,
+        by_staleness={},
+        in_flight=None,
+        max_staleness=ground.max_staleness,
+        gpus=devices.gpus,
+        gpu_hours=None,
+        assumed=(),
         constants=ground.constants,
-    )  # fmt: skip
-    made = _by_simulation(made, ground, steps, failures, brief) if simulated else _by_closed_forms(made, ground)
-    made = replace(made, assumed=_assumed(ground))  # measured steps know by now what was asked of them
+    )
+    made = (
+        _by_simulation(made, ground, steps, failures, brief)
+        if simulated
+        else _by_closed_forms(made, ground)
+    )
+    # measured steps know by now what was asked of them
+    made = replace(made, assumed=_assumed(ground))
     if steps is None or not devices.gpus:
         return made
     return replace(made, gpu_hours=steps * made.step_s * sum(made.taken.values()) / 3600)
 
 
 def ground_of(
-    graph: Structure, devices: Devices, *, gpus: Wishes | None = None, replicas: Mapping[str, int] | None = None,
-    ranks: Mapping[str, int] | None = None, place: Place | None = None, workload: Workload | None = None,
-    steps: int | None = None, constants: Constants = ASSUMED_CONSTANTS,
-) -> Foreground:  # fmt: skip
+    graph: Structure,
+    devices: Devices,
+    *,
+    gpus: Wishes | None = None,
+    replicas: Mapping[str, int] | None = None,
+    ranks: Mapping[str, int] | None = None,
+    place: Place | None = None,
+    workload: Workload | None = None,
+    steps: int | None = None,
+    constants: Constants = ASSUMED_CONSTANTS,
+) -> Foreground:
     """The graph planned on these devices, as its costs are counted. GraphError as `foresee`."""
     workload = workload or Workload()
     trainer, generator = only(graph, Learn), only(graph, Generate)
     if trainer.uses is None or generator.uses is None:
-        raise GraphError("what a step takes is told of a trainer and a generator with models; this graph has others")
+        raise GraphError(
+            "what a step takes is told of a trainer and a generator with models; this graph has"
+            " others"
+        )
     workload.check(graph)
     episode = episode_of(graph, workload)
-    lengths = workload.lengths(generator, round(workload.turns[episode.name]) if episode is not None else 1)
+    lengths = workload.lengths(
+        generator, round(workload.turns[episode.name]) if episode is not None else 1
+    )
     _check_forms(graph)
-    sources = dict.fromkeys(each.uses.source for each in graph.operators.values() if each.uses is not None)
+    sources = dict.fromkeys(
+        each.uses.source for each in graph.operators.values() if each.uses is not None
+    )
     models = {source: counts_of(source) for source in sources}
     measured_sizes = {source: size_of(source) for source in sources}
     kinds = _kinds(devices)
@@ -165,35 +225,60 @@ def ground_of(
         dtype = generator.quantized or ("float32" if kind.name == "cpu" else "bfloat16")
         check_covered(constants.decode, decoder_of(generator.uses.source), kind, dtype)
     made = plan(
-        graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps, place=place,
+        graph,
+        devices,
+        gpus=gpus,
+        replicas=replicas,
+        ranks=ranks,
+        steps=steps,
+        place=place,
         sizes=measured_sizes,
-    )  # fmt: skip
-    if made.turns and (not devices.gpus or not {generator.name, trainer.name} <= set(made.turns_of(generator.name))):
+    )
+    if made.turns and (
+        not devices.gpus or not {generator.name, trainer.name} <= set(made.turns_of(generator.name))
+    ):
         raise GraphError(
-            f"operators take turns on {'accelerators' if devices.gpus else 'cores'} here, "
-            f"{' and '.join(map(str, made.turns))}, which is foreseen of generator and trainer on the same "
-            f"accelerators alone; give --gpus {generator.name}=N,{trainer.name}={generator.name}, or each its own"
+            f"operators take turns on {'accelerators' if devices.gpus else 'cores'} here,"
+            f" {' and '.join(map(str, made.turns))}, which is foreseen of generator and trainer on"
+            " the same accelerators alone; give --gpus"
+            f" {generator.name}=N,{trainer.name}={generator.name}, or each its own"
         )
-    lacking = [each.name for each in (generator, trainer) if devices.gpus and not made.placements[each.name].gpus]
+    lacking = [
+        each.name
+        for each in (generator, trainer)
+        if devices.gpus and not made.placements[each.name].gpus
+    ]
     if lacking:
         raise GraphError(
-            f"'{trainer.name}' and '{generator.name}' need devices to be foreseen on, but {lacking} have none; "
-            f"give --gpus {generator.name}=..,{trainer.name}=.."
+            f"'{trainer.name}' and '{generator.name}' need devices to be foreseen on, but {lacking}"
+            f" have none; give --gpus {generator.name}=..,{trainer.name}=.."
         )
     for name, operator in graph.operators.items():
         if operator.uses is not None and devices.gpus and not made.placements[name].gpus:
             raise GraphError(
-                f"'{name}' computes with a model and has no devices here; give it some by --gpus {name}=.."
+                f"'{name}' computes with a model and has no devices here; give it some by --gpus"
+                f" {name}=.."
             )
     bound = next((each for each in graph.feedbacks if each.reader is generator), None)
     sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
     return Foreground(
-        graph=graph, made=made, generator=generator, trainer=trainer, models=models, sizes=measured_sizes, kinds=kinds,
-        lengths=lengths, episode=episode,
-        workload=workload, constants=constants, group_size=max(filter(None, sizes), default=1),
+        graph=graph,
+        made=made,
+        generator=generator,
+        trainer=trainer,
+        models=models,
+        sizes=measured_sizes,
+        kinds=kinds,
+        lengths=lengths,
+        episode=episode,
+        workload=workload,
+        constants=constants,
+        group_size=max(filter(None, sizes), default=1),
         max_staleness=bound.max_staleness if bound is not None else 0,
-        weights_s=_exchange(made, generator, measured_sizes[generator.uses.source], kinds, constants),
-    )  # fmt: skip
+        weights_s=_exchange(
+            made, generator, measured_sizes[generator.uses.source], kinds, constants
+        ),
+    )
 
 
 def _by_simulation(
@@ -204,20 +289,29 @@ def _by_simulation(
     found = simulate(scenario_of(ground, steps=max(3, looked_at), failures=failures))
     shares = {ground.generator.name: "generator", ground.trainer.name: "trainer"}
     operations = tuple(
-        each if each.waits  # as many of its calls are open in the mean as its closed form has
-        else replace(each, seconds=found.busy[shares.get(each.node, each.node)] * found.step_s)
+        (
+            each
+            if each.waits  # as many of its calls are open in the mean as its closed form has
+            else replace(each, seconds=found.busy[shares.get(each.node, each.node)] * found.step_s)
+        )
         for each in made.operations
-    )  # fmt: skip
+    )
     low, high = np.percentile(found.steps_s, [10, 90])
     return replace(
-        made, operations=operations, step_s=found.step_s, spread_s=(float(low), float(high)),
-        staleness=found.mean_staleness, by_staleness=_shares(found.staleness), in_flight=found.in_flight,
+        made,
+        operations=operations,
+        step_s=found.step_s,
+        spread_s=(float(low), float(high)),
+        staleness=found.mean_staleness,
+        by_staleness=_shares(found.staleness),
+        in_flight=found.in_flight,
         simulated=found,
-    )  # fmt: skip
+    )
 
 
 def _by_closed_forms(made: Foreseen, ground: Foreground) -> Foreseen:
-    """The longest operator where they overlap, their sum where they do not; staleness by Applied Compute's form."""
+    """The longest operator where they overlap, their sum where they do not; staleness by Applied
+    Compute's form."""
     busy = {each.node: each.seconds for each in made.operations}
     most, rollouts = ground.max_staleness, made.rollouts
     if ground.in_turn:
@@ -226,18 +320,24 @@ def _by_closed_forms(made: Foreseen, ground: Foreground) -> Foreseen:
     step_s += 0.0 if most else (ground.turns - 1) * ground.world_s
     stale = 0.0
     if most:
-        at_once = next(each.at_once for each in made.operations if each.node == ground.generator.name)
-        stale = min(float(most), mean_staleness(
-            in_flight=min(at_once, (most + 1) * rollouts), batch=rollouts,
-            tail=ground.lengths.tail(ground.group_size),
-            ratio=busy[ground.trainer.name] / busy[ground.generator.name],
-        ))  # fmt: skip
+        at_once = next(
+            each.at_once for each in made.operations if each.node == ground.generator.name
+        )
+        stale = min(
+            float(most),
+            mean_staleness(
+                in_flight=min(at_once, (most + 1) * rollouts),
+                batch=rollouts,
+                tail=ground.lengths.tail(ground.group_size),
+                ratio=busy[ground.trainer.name] / busy[ground.generator.name],
+            ),
+        )
     return replace(made, step_s=step_s, spread_s=(step_s, step_s), staleness=stale)
 
 
 def _in_turn(made: Foreseen, ground: Foreground) -> Foreseen:
-    """The sum of those who share devices, and the way of their memory, once for as many steps as may be ahead; whoever
-    has devices of its own works meanwhile."""
+    """The sum of those who share devices, and the way of their memory, once for as many steps as
+    may be ahead; whoever has devices of its own works meanwhile."""
     ahead = ground.max_staleness
     shared = sum(each.seconds for each in made.operations if each.node in ground.in_turn)
     shared += ground.weights_s + sum(ground.moves_s.values()) / (ahead + 1)
@@ -256,51 +356,74 @@ def _check_forms(graph: Structure) -> None:
     for name, operator in graph.operators.items():
         form = operator.quantized
         if form not in (None, "fp8"):
-            raise GraphError(f"'{name}' has {form}, of which no cost is known yet; foresee it without")
+            raise GraphError(
+                f"'{name}' has {form}, of which no cost is known yet; foresee it without"
+            )
 
 
 def _assumed(ground: Foreground) -> tuple[str, ...]:
     constants, workload, lengths = ground.constants, ground.workload, ground.lengths
-    measured = [f"'{ground.generator.name}' by {each.source}" for each in ground.measured.values() if each is not None]
+    measured = [
+        f"'{ground.generator.name}' by {each.source}"
+        for each in ground.measured.values()
+        if each is not None
+    ]
     others = "others' " if measured else ""
     found = [
         *measured,
-        f"{others}rates: {constants.generator.memory:.0%} of memory's and links' bandwidth, "
-        f"{constants.generator.compute:.0%} of matrix products ({constants.source})"
-        if constants.source == ASSUMED_CONSTANTS.source
-        else f"rates: {constants.source}",
+        (
+            f"{others}rates: {constants.generator.memory:.0%} of memory's and links' bandwidth, "
+            f"{constants.generator.compute:.0%} of matrix products ({constants.source})"
+            if constants.source == ASSUMED_CONSTANTS.source
+            else f"rates: {constants.source}"
+        ),
         f"products in {ground.dtype}, but for a generator in fp8",
         *_float32(ground),
         f"prompts of {workload.prompt_tokens:,.0f} tokens",
-        f"completions of {lengths.mean:,.0f} tokens in the mean, of {ground.generator.traits.max_tokens:,} at most, "
-        + ("as a run had them" if workload.seen is not None else f"log-normal with a sigma of {workload.sigma:g}"),
+        f"completions of {lengths.mean:,.0f} tokens in the mean, of"
+        f" {ground.generator.traits.max_tokens:,} at most, "
+        + (
+            "as a run had them"
+            if workload.seen is not None
+            else f"log-normal with a sigma of {workload.sigma:g}"
+        ),
     ]
     found += [
-        f"'{node}' cut over {' and '.join(f'{many} ranks by {name}' for name, many in cut.items())}, which this engine "
-        f"does not run; memory as without"
+        f"'{node}' cut over"
+        f" {' and '.join(f'{many} ranks by {name}' for name, many in cut.items())}, which this"
+        " engine does not run; memory as without"
         for node, cut in workload.cuts.items()
     ]
     if (episode := ground.episode) is not None:
         found.append(
-            f"rollouts of '{episode.name}' in {ground.turns} turns of like length, between which the world takes "
-            f"{ground.world_s:g} s; what it says costs nothing"
+            f"rollouts of '{episode.name}' in {ground.turns} turns of like length, between which"
+            f" the world takes {ground.world_s:g} s; what it says costs nothing"
         )
     free = [
-        each.name for each in between(ground.graph, ground.maker, ground.trainer)
+        each.name
+        for each in between(ground.graph, ground.maker, ground.trainer)
         if each.uses is None and ground.row_s(each.name) is None
-    ]  # fmt: skip
+    ]
     if free:
-        found.append(f"no time for {', '.join(free)} (--workload {free[0]}.seconds=.. says otherwise)")
+        found.append(
+            f"no time for {', '.join(free)} (--workload {free[0]}.seconds=.. says otherwise)"
+        )
     return tuple(found)
 
 
 def _float32(ground: Foreground) -> list[str]:
     """What a model in float32 on accelerators is foreseen by."""
-    wide = [name for name, each in ground.graph.operators.items()
-            if each.uses is not None and each.uses.dtype == "float32"]  # fmt: skip
+    wide = [
+        name
+        for name, each in ground.graph.operators.items()
+        if each.uses is not None and each.uses.dtype == "float32"
+    ]
     if ground.on_cpu or not wide:
         return []
-    return [f"{', '.join(wide)} compute in float32, which takes longer than foreseen; give dtype='bfloat16'"]
+    return [
+        f"{', '.join(wide)} compute in float32, which takes longer than foreseen; give"
+        " dtype='bfloat16'"
+    ]
 
 
 def _closed(ground: Foreground) -> list[Operation]:
@@ -314,30 +437,54 @@ def _closed(ground: Foreground) -> list[Operation]:
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
     for each in between(ground.graph, ground.maker, ground.trainer):
         if each.name not in names and (row_s := ground.row_s(each.name) or 0.0) > 0:
-            found.append(Operation(
-                node=each.name, devices="cpu", cut="1 x 1 rank", count=0, need=None, room_bytes=None,
-                seconds=rollouts * row_s / each.traits.calls_at_once, waits=each.traits.calls_at_once > 1,
-                worker="" if isinstance(each, Scorer) and each.isolate else ground.made.placements[each.name].worker,
-            ))  # fmt: skip
+            found.append(
+                Operation(
+                    node=each.name,
+                    devices="cpu",
+                    cut="1 x 1 rank",
+                    count=0,
+                    need=None,
+                    room_bytes=None,
+                    seconds=rollouts * row_s / each.traits.calls_at_once,
+                    waits=each.traits.calls_at_once > 1,
+                    worker=(
+                        ""
+                        if isinstance(each, Scorer) and each.isolate
+                        else ground.made.placements[each.name].worker
+                    ),
+                )
+            )
     return found
 
 
 def _operation(operator: Operator, placement: Placement, ground: Foreground) -> Operation:
     workload, count = ground.workload, ground.ranks(operator.name)
     kinds = _kinds_of(placement, ground)
-    room = min(kind.memory_bytes for kind in kinds) if placement.gpus else ground.made.devices.memory_bytes or None
+    room = (
+        min(kind.memory_bytes for kind in kinds)
+        if placement.gpus
+        else ground.made.devices.memory_bytes or None
+    )
     made = Operation(
-        node=operator.name, devices=" + ".join(f"{many} x {kind.name}" for kind, many in kinds.items()), count=count,
-        cut=_cut(operator, placement, ground), seconds=0.0,
-        need=placement.need, room_bytes=room,
+        node=operator.name,
+        devices=" + ".join(f"{many} x {kind.name}" for kind, many in kinds.items()),
+        count=count,
+        cut=_cut(operator, placement, ground),
+        seconds=0.0,
+        need=placement.need,
+        room_bytes=room,
         kinds={kind.name: many for kind, many in kinds.items()} if placement.gpus else {},
-    )  # fmt: skip
+    )
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
     tokens = workload.prompt_tokens + ground.lengths.mean
     if operator is ground.generator:
         alike = Counter(ground.replica(number) for number in range(ground.replicas))
-        found = {each: _generation(each, rollouts / ground.replicas, ground, of=rollouts) for each in alike}
-        pace = sum(many / found[replica][0] for replica, many in alike.items())  # shares that they make in a second
+        found = {
+            each: _generation(each, rollouts / ground.replicas, ground, of=rollouts)
+            for each in alike
+        }
+        # shares that they make in a second
+        pace = sum(many / found[replica][0] for replica, many in alike.items())
         at_once = sum(many * found[replica][1] for replica, many in alike.items())
         return replace(made, seconds=ground.replicas / pace, at_once=at_once)
     if operator.trains:
@@ -352,18 +499,23 @@ def _cut(operator: Operator, placement: Placement, ground: Foreground) -> str:
     return f"{placement.replicas // stages} x {ranks} rank{'s' if ranks > 1 else ''}"
 
 
-def _generation(replica: GeneratorReplica, rollouts: float, ground: Foreground, of: float) -> tuple[float, float]:
-    """Seconds in which a replica makes so many, of those that all make, and how many it decodes at once."""
+def _generation(
+    replica: GeneratorReplica, rollouts: float, ground: Foreground, of: float
+) -> tuple[float, float]:
+    """Seconds in which a replica makes so many, of those that all make, and how many it decodes at
+    once."""
     rates, prompt = ground.rates(ground.generator), ground.workload.prompt_tokens
     slots = float(ground.generator.traits.slots)
     limited = replace(rates, most_rollouts=ground.generator.traits.slots)
     room = slots if ground.on_cpu else replica.at_once(prompt + 0.6 * ground.lengths.mean, limited)
     batch = min(room, (ground.max_staleness + 1) * rollouts)  # no more may be on their way
     parts = (
-        sustain(replica, ground.lengths, prompt, rollouts, limited, at_once=batch) if ground.max_staleness
+        sustain(replica, ground.lengths, prompt, rollouts, limited, at_once=batch)
+        if ground.max_staleness
         else generate(replica, ground.lengths, prompt, rollouts, limited, of=of)
-    )  # fmt: skip
-    shared = prefill(replica, prompt, rollouts * (1 - 1 / ground.group_size))  # siblings have one prompt
+    )
+    # siblings have one prompt
+    shared = prefill(replica, prompt, rollouts * (1 - 1 / ground.group_size))
     return (parts + shared * -1).seconds(rates) + rollouts * rates.end_s, batch
 
 
@@ -371,20 +523,28 @@ def _kinds_of(placement: Placement, ground: Foreground) -> Counter[DeviceKind]:
     """How many devices of which kind an operator has."""
     if ground.on_cpu:
         return Counter({ground.kinds[""]: placement.replicas * placement.ranks})
-    hosts = placement.rank_hosts or [host for host in placement.hosts for _ in range(placement.ranks)]
+    hosts = placement.rank_hosts or [
+        host for host in placement.hosts for _ in range(placement.ranks)
+    ]
     return Counter(ground.kinds[host] for host in hosts)
 
 
 def _exchange(
-    made: Plan, generator: Operator, size: ModelSize, kinds: Mapping[str, DeviceKind], constants: Constants
+    made: Plan,
+    generator: Operator,
+    size: ModelSize,
+    kinds: Mapping[str, DeviceKind],
+    constants: Constants,
 ) -> float:
-    """Of a version, shard to shard: what a rank of a reader takes in, over the slowest link on its way; and what it
-    merges of adapters into its weights, which it reads and writes."""
+    """Of a version, shard to shard: what a rank of a reader takes in, over the slowest link on its
+    way; and what it merges of adapters into its weights, which it reads and writes."""
     model, ranks = generator.uses, made.placements[generator.name].ranks
     assert model is not None, "a generator has a model"
     one_host = len({host for each in made.placements.values() for host in each.all_hosts}) <= 1
     bandwidth = min(kind.memory_bytes_per_s for kind in kinds.values())
-    link = min(kind.within_bytes_per_s if one_host else kind.between_bytes_per_s for kind in kinds.values())
+    link = min(
+        kind.within_bytes_per_s if one_host else kind.between_bytes_per_s for kind in kinds.values()
+    )
     if made.turns_of(generator.name):
         link = bandwidth / 2  # read and written within a device
     nbytes = size.sent_bytes("bfloat16", model.lora, ranks) // (2 if generator.quantized else 1)
@@ -399,7 +559,8 @@ def _kinds(devices: Devices) -> dict[str, DeviceKind]:
     found = {host.name: device_kind(host.kind) for host in devices.hosts if host.gpus}
     if not found:
         raise GraphError(
-            f"{devices.gpus} accelerators of no kind cannot be foreseen; name hosts and kinds, as in 16xH100"
+            f"{devices.gpus} accelerators of no kind cannot be foreseen; name hosts and kinds, as"
+            " in 16xH100"
         )
     return found
 
@@ -414,21 +575,30 @@ def _by_counts(model: Counts) -> ModelSize:
     layers = max(1, model.layers)
     token = (model.mlps + model.experts_per_token) // (3 * layers * model.width)
     return ModelSize(
-        parameters=model.parameters, largest_end=model.ends, tied=model.tied,
-        linear=(("all together", model.attention + model.mlps + model.experts, 1),), layers=model.layers,
-        width=model.width, cache_elements=model.cache, key_value_heads=model.cache_cuts,
-        query_width=model.mixing // layers, inner=token, is_foreseen=True,
-    )  # fmt: skip
+        parameters=model.parameters,
+        largest_end=model.ends,
+        tied=model.tied,
+        linear=(("all together", model.attention + model.mlps + model.experts, 1),),
+        layers=model.layers,
+        width=model.width,
+        cache_elements=model.cache,
+        key_value_heads=model.cache_cuts,
+        query_width=model.mixing // layers,
+        inner=token,
+        is_foreseen=True,
+    )
 
 
 def only(graph: Structure, kind: type[T]) -> T:
     """The generator, or the trainer. GraphError where there is not one."""
     found = [
-        each for each in graph.operators.values() if isinstance(each, kind) and getattr(each, "asks", None) is None
+        each
+        for each in graph.operators.values()
+        if isinstance(each, kind) and getattr(each, "asks", None) is None
     ]
     if len(found) != 1:
         raise GraphError(
-            f"a graph with one generator and one trainer is foreseen for now, but this has {len(found)} "
-            f"{'generators' if kind is Generate else 'trainers'}"
+            "a graph with one generator and one trainer is foreseen for now, but this has"
+            f" {len(found)} {'generators' if kind is Generate else 'trainers'}"
         )
     return found[0]

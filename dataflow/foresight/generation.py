@@ -1,4 +1,5 @@
-"""Seconds in which a generator's replica makes rollouts: decode steps of a batch that fills, waits and empties."""
+"""Seconds in which a generator's replica makes rollouts: decode steps of a batch that fills, waits
+and empties."""
 
 from __future__ import annotations
 
@@ -31,14 +32,15 @@ class GeneratorReplica:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     interleaves: bool = True
-    """Whether a batch is cut into as many parts as there are stages, which all work at once; else it goes through them
-    whole."""
+    """Whether a batch is cut into as many parts as there are stages, which all work at once; else
+    it goes through them whole."""
     dtype: str = "bfloat16"
     """Of weights and products."""
     steps: ReplicaTimes | None = None
     """Seconds of all stages of the pipeline together; None: by rates of data sheets."""
     reserved_bytes: float = 0.0
-    """On all its devices, of others: of a trainer that keeps its optimizer's state there while it generates."""
+    """On all its devices, of others: of a trainer that keeps its optimizer's state there while it
+    generates."""
 
     @property
     def ranks(self) -> int:
@@ -52,7 +54,8 @@ class GeneratorReplica:
 
     @property
     def cache_bytes(self) -> float:
-        """Of one token, on all its ranks: where ranks are more than key/value heads, several hold the same."""
+        """Of one token, on all its ranks: where ranks are more than key/value heads, several hold
+        the same."""
         copies = max(1.0, self.tensor_parallel / self.model.cache_cuts)
         return self.model.cache * _CACHE_BYTES * copies
 
@@ -64,17 +67,18 @@ class GeneratorReplica:
             held, others = self.weight_bytes / 1e9, self.reserved_bytes / 1e9
             beside = f" and {others:.0f} GB of a trainer" if others else ""
             raise GraphError(
-                f"a model of {held:.0f} GB{beside} leaves no room for a rollout of {tokens:.0f} tokens "
-                f"on {self.ranks} x {self.kind.name} of {self.kind.memory_bytes / 1e9:.0f} GB; give it more ranks"
+                f"a model of {held:.0f} GB{beside} leaves no room for a rollout of {tokens:.0f}"
+                f" tokens on {self.ranks} x {self.kind.name} of {self.kind.memory_bytes / 1e9:.0f}"
+                " GB; give it more ranks"
             )
         return min(found, rates.most_rollouts)
 
     def step(self, rollouts: float, context: float, rates: Rates) -> Parts:
         """One token for each of so many rollouts, which have `context` tokens in the mean.
 
-        Weights are read once, which is what takes the time of small batches, and the cache once (Pope et al., arXiv
-        2211.05102, section 3); two all-reduces a layer. While one part of a batch goes through all stages of a
-        pipeline, so does each other part."""
+        Weights are read once, which is what takes the time of small batches, and the cache once
+        (Pope et al., arXiv 2211.05102, section 3); two all-reduces a layer. While one part of a
+        batch goes through all stages of a pipeline, so does each other part."""
         model, kind = self.model, self.kind
         if self.steps is not None:
             return Parts(fixed=self.steps.decode(rollouts / self.pipeline_parallel, context))
@@ -92,7 +96,8 @@ class GeneratorReplica:
         )
 
     def looks(self, rollouts: float, context: float) -> float:
-        """Numbers that a rank's attention looks at in a step of so many rollouts of `context` tokens."""
+        """Numbers that a rank's attention looks at in a step of so many rollouts of `context`
+        tokens."""
         return rollouts * context * self.model.mixing / self.tensor_parallel
 
     @property
@@ -103,19 +108,26 @@ class GeneratorReplica:
     def _latency(self, rates: Rates) -> float:
         """Seconds of a step's all-reduces, however few bytes they carry."""
         nodes = max(1.0, self.tensor_parallel / self.kind.per_node)
-        once = rates.exchange_s + rates.far_exchange_s * math.log2(nodes)  # by trees (Sanders et al., 2009)
+        # by trees (Sanders et al., 2009)
+        once = rates.exchange_s + rates.far_exchange_s * math.log2(nodes)
         return self.exchanges * once
 
 
 def generate(
-    replica: GeneratorReplica, lengths: Lengths, prompt_tokens: float, rollouts: float, rates: Rates, of: float = 0.0
+    replica: GeneratorReplica,
+    lengths: Lengths,
+    prompt_tokens: float,
+    rollouts: float,
+    rates: Rates,
+    of: float = 0.0,
 ) -> Parts:
     """Until so many rollouts, all of which are there at the start, are whole.
 
-    While some wait, as many are decoded as the cache holds; then nobody follows those who have ended, and the batch
-    empties as lengths say. A prompt is prefilled once for each rollout. of: rollouts of all replicas, which wait for
-    each other: the longest of them decides."""
-    typical = prompt_tokens + 0.6 * lengths.mean  # those that are alive are in their midst, the longer ones longer
+    While some wait, as many are decoded as the cache holds; then nobody follows those who have
+    ended, and the batch empties as lengths say. A prompt is prefilled once for each rollout. of:
+    rollouts of all replicas, which wait for each other: the longest of them decides."""
+    # those that are alive are in their midst, the longer ones longer
+    typical = prompt_tokens + 0.6 * lengths.mean
     batch = min(rollouts, replica.at_once(typical, rates))
     parts = replica.step(batch, typical, rates) * ((rollouts - batch) / batch * lengths.mean)
     points = np.linspace(0, lengths.most, _POINTS + 1)
@@ -128,9 +140,15 @@ def generate(
 
 
 def sustain(
-    replica: GeneratorReplica, lengths: Lengths, prompt_tokens: float, rollouts: float, rates: Rates, at_once: float
+    replica: GeneratorReplica,
+    lengths: Lengths,
+    prompt_tokens: float,
+    rollouts: float,
+    rates: Rates,
+    at_once: float,
 ) -> Parts:
-    """While so many rollouts end, of which others take the places: a batch of `at_once`, or what the cache holds."""
+    """While so many rollouts end, of which others take the places: a batch of `at_once`, or what
+    the cache holds."""
     typical = prompt_tokens + 0.6 * lengths.mean
     batch = min(at_once, replica.at_once(typical, rates))
     return replica.step(batch, typical, rates) * (rollouts * lengths.mean / batch) + prefill(
@@ -150,8 +168,9 @@ def stragglers(
 ) -> Parts:
     """From a version of the weights on, until the groups are whole that its step cannot do without.
 
-    rollouts: of a step. ahead: steps' worth of groups that may begin before it does. With none, the step needs all
-    groups that begin with its version; with a tenth, all but the slowest tenth; with one, nobody who began with it."""
+    rollouts: of a step. ahead: steps' worth of groups that may begin before it does. With none, the
+    step needs all groups that begin with its version; with a tenth, all but the slowest tenth; with
+    one, nobody who began with it."""
     if ahead >= 1:
         return Parts()
     tokens = lengths.longest_of(group, 1 - ahead)
@@ -162,6 +181,8 @@ def stragglers(
 def prefill(replica: GeneratorReplica, prompt_tokens: float, rollouts: float) -> Parts:
     """Of the prompt of each rollout."""
     if replica.steps is not None:
-        return Parts(fixed=rollouts * replica.steps.prompt(prompt_tokens) / replica.pipeline_parallel)
+        return Parts(
+            fixed=rollouts * replica.steps.prompt(prompt_tokens) / replica.pipeline_parallel
+        )
     operations = replica.model.forward(rollouts * prompt_tokens, prompt_tokens / 2)
     return Parts(compute=operations / (replica.ranks * replica.kind.rate(replica.dtype)))

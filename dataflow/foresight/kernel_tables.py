@@ -1,4 +1,5 @@
-"""Measured seconds of a device's kernels, read from the installed package: interpolated between the shapes measured."""
+"""Measured seconds of a device's kernels, read from the installed package: interpolated between the
+shapes measured."""
 
 from __future__ import annotations
 
@@ -17,13 +18,23 @@ from dataflow.errors import GraphError
 
 PACKAGE, _MODULE = "aiconfigurator-core", "aiconfigurator_core"
 """Optional: it is read where it lies, and nothing of it is copied or imported."""
-SYSTEMS = {"A100": "a100_sxm", "H100": "h100_sxm", "H200": "h200_sxm", "B200": "b200_sxm", "L40S": "l40s"}
+SYSTEMS = {
+    "A100": "a100_sxm",
+    "H100": "h100_sxm",
+    "H200": "h200_sxm",
+    "B200": "b200_sxm",
+    "L40S": "l40s",
+}
 """Kinds of devices, as the package calls them."""
 TABLES = {
-    "gemm_perf": "gemm", "generation_attention_perf": "attention", "context_attention_perf": "attention",
-    "mla_generation_module_perf": "mla", "mla_context_module_perf": "mla", "moe_perf": "moe",
+    "gemm_perf": "gemm",
+    "generation_attention_perf": "attention",
+    "context_attention_perf": "attention",
+    "mla_generation_module_perf": "mla",
+    "mla_context_module_perf": "mla",
+    "moe_perf": "moe",
     "custom_allreduce_perf": "comm",
-}  # fmt: skip
+}
 """Folder of each table."""
 
 
@@ -33,7 +44,7 @@ def folder() -> Path:
     if found is None or not found.submodule_search_locations:
         raise GraphError(
             f"measured tables are read from the package {PACKAGE}, which is not installed here; "
-            f"pip install 'dataflow-rl[foresight]', or take other constants"
+            "pip install 'dataflow-rl[foresight]', or take other constants"
         )
     return Path(next(iter(found.submodule_search_locations)))
 
@@ -48,7 +59,8 @@ def version() -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over shapes, axis by axis; an axis inward may have other values at each value of this one."""
+    """Seconds over shapes, axis by axis; an axis inward may have other values at each value of this
+    one."""
 
     at: tuple[float, ...]
     """Measured values of the outermost axis, ascending."""
@@ -57,21 +69,26 @@ class Curve:
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]]) -> Curve:
-        """Rows of a value for each axis, and seconds; of several at one shape the fastest, as a server would choose."""
+        """Rows of a value for each axis, and seconds; of several at one shape the fastest, as a
+        server would choose."""
         groups: dict[float, list[Sequence[float]]] = {}
         for row in rows:
             groups.setdefault(row[0], []).append(row[1:])
         at = sorted(groups)
         return cls(
             tuple(at),
-            tuple(cls.of(groups[x]) if len(groups[x][0]) > 1 else min(each[0] for each in groups[x]) for x in at),
+            tuple(
+                cls.of(groups[x]) if len(groups[x][0]) > 1 else min(each[0] for each in groups[x])
+                for x in at
+            ),
         )
 
     def cut(self, value: float) -> tuple[Curve | float, float]:
-        """At one value of the outermost axis, and how many times it lies beyond what was measured (1: within).
+        """At one value of the outermost axis, and how many times it lies beyond what was measured
+        (1: within).
 
-        Between two shapes the logarithm of seconds is linear in the shape's. Beyond the largest, seconds grow as the
-        shape does; below the smallest they stay."""
+        Between two shapes the logarithm of seconds is linear in the shape's. Beyond the largest,
+        seconds grow as the shape does; below the smallest they stay."""
         if value <= self.at[0] or value >= self.at[-1]:
             last = value >= self.at[-1]
             edge = self.inner[-1 if last else 0]
@@ -91,7 +108,10 @@ def _mixed(low: Curve | float, high: Curve | float, share: float, times: float) 
     if isinstance(low, Curve) and isinstance(high, Curve):
         if low is high and times == 1.0:
             return low
-        ours, theirs = dict(zip(low.at, low.inner, strict=True)), dict(zip(high.at, high.inner, strict=True))
+        ours, theirs = (
+            dict(zip(low.at, low.inner, strict=True)),
+            dict(zip(high.at, high.inner, strict=True)),
+        )
         at = tuple(x for x in low.at if x in theirs)
         return Curve(at, tuple(_mixed(ours[x], theirs[x], share, times) for x in at))
     assert isinstance(low, float) and isinstance(high, float)
@@ -109,14 +129,19 @@ class KernelTable:
     """Of its device's tables: what was asked outside of what was measured, by table and axis."""
 
     def cut(self, **fixed: float) -> KernelTable:
-        """With its outermost axes fixed. GraphError where nothing is left that was measured at both sides."""
+        """With its outermost axes fixed. GraphError where nothing is left that was measured at both
+        sides."""
         curve: Curve | float = self.curve
         for axis, value in fixed.items():
             assert isinstance(curve, Curve)
             curve = self._cut(curve, axis, value)
         if not isinstance(curve, Curve) or not curve.at:
-            raise GraphError(f"the measured table {self.name} has nothing near {fixed}; foresee with other ranks")
-        return KernelTable(name=self.name, curve=curve, axes=self.axes[len(fixed) :], beyond=self.beyond)
+            raise GraphError(
+                f"the measured table {self.name} has nothing near {fixed}; foresee with other ranks"
+            )
+        return KernelTable(
+            name=self.name, curve=curve, axes=self.axes[len(fixed) :], beyond=self.beyond
+        )
 
     def seconds(self, *shape: float) -> float:
         """At values of all axes that are left."""
@@ -131,7 +156,9 @@ class KernelTable:
         found, beyond = curve.cut(value)
         if beyond > 1.0:
             edge = curve.at[-1] if value > curve.at[-1] else curve.at[0]
-            self.beyond[self.name, axis] = f"{self.name} at {axis} {value:,.0f}, measured to {edge:,.0f}"
+            self.beyond[self.name, axis] = (
+                f"{self.name} at {axis} {value:,.0f}, measured to {edge:,.0f}"
+            )
         return found
 
 
@@ -151,15 +178,19 @@ class Tables:
         path = self._path(name)
         columns = parquet.read_schema(path).names
         curve = _read(
-            path, (*axes, "latency"), tuple((each, value) for each, value in where.items() if each in columns)
+            path,
+            (*axes, "latency"),
+            tuple((each, value) for each, value in where.items() if each in columns),
         )
         if not curve.at:
             found = {each: _values(path, each) for each in where if each in columns}
             raise GraphError(
-                f"{self.kind} has no measured {name} with {_text(where)}; found {_text(found)}; foresee with "
-                f"other constants"
+                f"{self.kind} has no measured {name} with {_text(where)}; found {_text(found)};"
+                " foresee with other constants"
             )
-        return KernelTable(name=name.removesuffix("_perf"), curve=curve, axes=tuple(axes), beyond=self.beyond)
+        return KernelTable(
+            name=name.removesuffix("_perf"), curve=curve, axes=tuple(axes), beyond=self.beyond
+        )
 
     def version(self, name: str) -> str:
         """Of vLLM, that a table was measured with."""
@@ -168,16 +199,17 @@ class Tables:
     def _path(self, name: str) -> Path:
         if self.kind not in SYSTEMS:
             raise GraphError(
-                f"{self.kind} has no measured kernels in {PACKAGE}; found {', '.join(SYSTEMS)}; foresee with "
-                f"other constants"
+                f"{self.kind} has no measured kernels in {PACKAGE}; found {', '.join(SYSTEMS)};"
+                " foresee with other constants"
             )
         tables = folder() / "systems" / "data" / SYSTEMS[self.kind] / TABLES[name] / "vllm"
         found = {path.parent.name: path for path in tables.glob(f"*/{name}.parquet")}
         version = self.server or max(found, key=_order, default=None)
         if version not in found:
             raise GraphError(
-                f"{self.kind} has no measured {name} of vLLM{f' {version}' if version else ''}; found "
-                f"{', '.join(sorted(found, key=_order)) or 'none'}; foresee with one of them, or with other constants"
+                f"{self.kind} has no measured {name} of vLLM{f' {version}' if version else ''};"
+                f" found {', '.join(sorted(found, key=_order)) or 'none'}; foresee with one of"
+                " them, or with other constants"
             )
         return found[version]
 
@@ -193,7 +225,9 @@ def _read(path: Path, columns: tuple[str, ...], where: tuple[tuple[str, object],
         path, columns=list(columns), filters=[(each, "==", value) for each, value in where] or None
     )
     found = [rows.column(each).to_numpy().astype(float) for each in columns]
-    return Curve.of(list(zip(*(each.tolist() for each in found[:-1]), (found[-1] / 1e3).tolist(), strict=True)))
+    return Curve.of(
+        list(zip(*(each.tolist() for each in found[:-1]), (found[-1] / 1e3).tolist(), strict=True))
+    )
 
 
 def _values(path: Path, column: str) -> list[object]:

@@ -29,19 +29,25 @@ class Lengths:
         if not len(found) or found[0] < 1:
             least = f"{found[0]:g}" if len(found) else "none"
             raise GraphError(
-                f"lengths of completions are one token or more; found {least}; give the lengths of a run, or a mean "
-                f"and a tail"
+                f"lengths of completions are one token or more; found {least}; give the lengths of"
+                " a run, or a mean and a tail"
             )
         return cls(found)
 
     @classmethod
-    def drawn(cls, mean: float, most: float, sigma: float = 0.8, samples: int = _SAMPLES) -> Lengths:
-        """Log-normal, cut at `most` tokens, with this mean after the cut. sigma: of the logarithm, before the cut.
-        samples: as many as are generated together, where the longest of them matters.
+    def drawn(
+        cls, mean: float, most: float, sigma: float = 0.8, samples: int = _SAMPLES
+    ) -> Lengths:
+        """Log-normal, cut at `most` tokens, with this mean after the cut. sigma: of the logarithm,
+        before the cut. samples: as many as are generated together, where the longest of them
+        matters.
 
         GraphError where no such mean can be had."""
         if not 1 <= mean < most or sigma < 0:
-            raise GraphError(f"a mean of {mean:g} tokens of at most {most:g} cannot be had; give 1 <= mean < most")
+            raise GraphError(
+                f"a mean of {mean:g} tokens of at most {most:g} cannot be had; give 1 <= mean <"
+                " most"
+            )
         return _log_normal(mean, most, sigma, samples)
 
     @property

@@ -1,10 +1,11 @@
-"""Synchronous and asynchronous placements of a trainer and a generator under memory bounds, each the best there is.
+"""Synchronous and asynchronous placements of a trainer and a generator under memory bounds, each
+the best there is.
 
-The setting of LlamaRL's theorem (arXiv 2505.24034): a step is B samples; on n devices, m of which hold the model
-together, training takes B * train_s(b) * m / n seconds at a micro-batch of b samples, and generation
-B * generate_s(b) * m / n, neither slower for a larger b. Synchronous: both have all devices in turn, the same m, and
-one memory bound. Asynchronous: each has devices and a bound of its own.
-"""
+The setting of LlamaRL's theorem (arXiv 2505.24034): a step is B samples; on n devices, m of which
+hold the model together, training takes B * train_s(b) * m / n seconds at a micro-batch of b
+samples, and generation B * generate_s(b) * m / n, neither slower for a larger b. Synchronous: both
+have all devices in turn, the same m, and one memory bound. Asynchronous: each has devices and a
+bound of its own."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Best:
 
 
 def best_synchronous(problem: Problem) -> Best | None:
-    """Over both micro-batches and one split, under the bound that both share; None where nothing fits."""
+    """Over both micro-batches and one split, under the bound that both share; None where nothing
+    fits."""
     fits = [
         found
         for found in _in_turns(problem)
@@ -79,10 +81,15 @@ def best_synchronous(problem: Problem) -> Best | None:
 def best_asynchronous(problem: Problem, *, whole: bool = False, least: float = 1e-6) -> Best | None:
     """Over micro-batches, splits and the share of devices that trains; None where nothing fits.
 
-    whole: each side has whole copies of its model, and no device is split. Else the share is any number; it is sought,
-    by thirds, for each pair of the others, to `least`."""
-    train = min(_alone(problem.train_s, problem.splits, lambda m: _train_batches(problem, m)), default=None)
-    make = min(_alone(problem.generate_s, problem.splits, lambda m: _generate_batches(problem, m)), default=None)
+    whole: each side has whole copies of its model, and no device is split. Else the share is any
+    number; it is sought, by thirds, for each pair of the others, to `least`."""
+    train = min(
+        _alone(problem.train_s, problem.splits, lambda m: _train_batches(problem, m)), default=None
+    )
+    make = min(
+        _alone(problem.generate_s, problem.splits, lambda m: _generate_batches(problem, m)),
+        default=None,
+    )
     if train is None or make is None:
         return None
     if whole:
@@ -98,22 +105,36 @@ def best_asynchronous(problem: Problem, *, whole: bool = False, least: float = 1
         low, high = (low, right) if seconds(left) <= seconds(right) else (left, high)
     share = (low + high) / 2
     return Best(
-        seconds=seconds(share), train_batch=train[2], generate_batch=make[2], train_split=train[1],
-        generate_split=make[1], train_devices=share * problem.devices, generate_devices=(1 - share) * problem.devices,
-    )  # fmt: skip
+        seconds=seconds(share),
+        train_batch=train[2],
+        generate_batch=make[2],
+        train_split=train[1],
+        generate_split=make[1],
+        train_devices=share * problem.devices,
+        generate_devices=(1 - share) * problem.devices,
+    )
 
 
 def _whole(problem: Problem) -> Best | None:
     found = [
         Best(
-            seconds=problem.samples * max(cost / trains, other / makes), train_batch=b, generate_batch=c, train_split=m,
-            generate_split=n, train_devices=trains, generate_devices=makes,
+            seconds=problem.samples * max(cost / trains, other / makes),
+            train_batch=b,
+            generate_batch=c,
+            train_split=m,
+            generate_split=n,
+            train_devices=trains,
+            generate_devices=makes,
         )
-        for cost, m, b in _alone(problem.train_s, problem.splits, lambda m: _train_batches(problem, m))
-        for other, n, c in _alone(problem.generate_s, problem.splits, lambda n: _generate_batches(problem, n))
+        for cost, m, b in _alone(
+            problem.train_s, problem.splits, lambda m: _train_batches(problem, m)
+        )
+        for other, n, c in _alone(
+            problem.generate_s, problem.splits, lambda n: _generate_batches(problem, n)
+        )
         for trains in range(m, problem.devices - n + 1, m)
         if (makes := (problem.devices - trains) // n * n)
-    ]  # fmt: skip
+    ]
     return min(found, key=_seconds, default=None)
 
 
@@ -124,15 +145,21 @@ def _in_turns(problem: Problem) -> Iterator[Best]:
             for c in problem.batches:
                 each = problem.train_s(b) + problem.generate_s(c)
                 yield Best(
-                    seconds=problem.samples * m * each / problem.devices, train_batch=b, generate_batch=c,
-                    train_split=m, generate_split=m, train_devices=problem.devices, generate_devices=problem.devices,
-                )  # fmt: skip
+                    seconds=problem.samples * m * each / problem.devices,
+                    train_batch=b,
+                    generate_batch=c,
+                    train_split=m,
+                    generate_split=m,
+                    train_devices=problem.devices,
+                    generate_devices=problem.devices,
+                )
 
 
 def _alone(
     seconds: Callable[[int], float], splits: Iterable[int], batches: Callable[[int], Iterable[int]]
 ) -> list[tuple[float, int, int]]:
-    """(seconds of one device for a sample, split, micro-batch) of the best micro-batch of each split."""
+    """(seconds of one device for a sample, split, micro-batch) of the best micro-batch of each
+    split."""
     found = [[(split * seconds(b), split, b) for b in batches(split)] for split in splits]
     return [min(each) for each in found if each]
 

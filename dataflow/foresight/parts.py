@@ -1,4 +1,5 @@
-"""Seconds by what they are spent on, so that constants can be fitted without computing anything again."""
+"""Seconds by what they are spent on, so that constants can be fitted without computing anything
+again."""
 
 from __future__ import annotations
 
@@ -21,17 +22,25 @@ class Parts:
 
     def __add__(self, other: Parts) -> Parts:
         return Parts(
-            memory=self.memory + other.memory, compute=self.compute + other.compute, links=self.links + other.links,
+            memory=self.memory + other.memory,
+            compute=self.compute + other.compute,
+            links=self.links + other.links,
             fixed=self.fixed + other.fixed,
-        )  # fmt: skip
+        )
 
     def __mul__(self, times: float) -> Parts:
         return Parts(
-            memory=self.memory * times, compute=self.compute * times, links=self.links * times, fixed=self.fixed * times
-        )  # fmt: skip
+            memory=self.memory * times,
+            compute=self.compute * times,
+            links=self.links * times,
+            fixed=self.fixed * times,
+        )
 
     def seconds(self, rates: Rates) -> float:
         """At the rates that are reached, of links at most all; one after the other."""
         return (
-            self.memory / rates.memory + self.links / min(1.0, rates.memory) + self.compute / rates.compute + self.fixed
+            self.memory / rates.memory
+            + self.links / min(1.0, rates.memory)
+            + self.compute / rates.compute
+            + self.fixed
         )

@@ -1,4 +1,5 @@
-"""What share of its data sheet a system reaches, and what nobody's data sheet says: the constants of every cost."""
+"""What share of its data sheet a system reaches, and what nobody's data sheet says: the constants
+of every cost."""
 
 from __future__ import annotations
 
@@ -20,23 +21,26 @@ class Rates:
     far_exchange_s: float = 40e-6
     """More, for every time that its nodes are twice as many."""
     step_s: float = 3e-3
-    """Of a decode step besides the model: scheduling and drawing; of a training step: what it does once."""
+    """Of a decode step besides the model: scheduling and drawing; of a training step: what it does
+    once."""
     layer_s: float = 0.0
-    """Of each layer in a training step, whatever it computes: its kernels are started, and threads wait for each
-    other."""
+    """Of each layer in a training step, whatever it computes: its kernels are started, and threads
+    wait for each other."""
     row_s: float = 0.0
     """Of each rollout in a decode step, besides the model."""
     channel_s: float = 0.0
-    """Of each number in the hidden states of a token that a trainer passes over, besides products."""
+    """Of each number in the hidden states of a token that a trainer passes over, besides
+    products."""
     end_s: float = 0.0
     """Of each rollout that a generator begins and ends, besides its decode steps."""
     end_token_s: float = 0.0
     """And more of each of its tokens: they are put together and passed on."""
     look_s: float = 0.0
-    """Of each number that attention has of a token and looks back at, besides products and memory."""
+    """Of each number that attention has of a token and looks back at, besides products and
+    memory."""
     wait_s: float = 0.0
-    """For which a process's threads wait for each other: in a decode step of several rollouts, and in each layer of a
-    training step."""
+    """For which a process's threads wait for each other: in a decode step of several rollouts, and
+    in each layer of a training step."""
     cache_share: float = 0.85
     """Of a device's memory that weights and cache may take."""
     most_rollouts: int = 1024
@@ -46,8 +50,9 @@ class Rates:
 
 ASSUMED = Rates()
 PARALLEL = {"generator": 0.8, "learner": 0.55}
-"""Of so many times the speed, what several threads are assumed to reach in what they share out: two gain little
-on models of a few million parameters. Between what two machines told: 0.75 and 0.65, 0.9 and 0.5."""
+"""Of so many times the speed, what several threads are assumed to reach in what they share out: two
+gain little on models of a few million parameters. Between what two machines told: 0.75 and 0.65,
+0.9 and 0.5."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +63,15 @@ class Constants:
     learner: Rates = ASSUMED
     """Of trainers, and of operators that compute log-probabilities."""
     parallel: Mapping[str, float] = field(default_factory=dict)
-    """On cores, by role (generator, learner): of t times the speed, what t threads reach in what they share out."""
+    """On cores, by role (generator, learner): of t times the speed, what t threads reach in what
+    they share out."""
     row_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a row, by operator that needs no model."""
     row_token_s: Mapping[str, float] = field(default_factory=dict)
     """And more for each token of its completion: it is passed on and read."""
     computed: float = 1.0
-    """Tokens that a trainer passes over, of all tokens: prompts that a group shares are one, and a rollout without
-    advantage may be left out."""
+    """Tokens that a trainer passes over, of all tokens: prompts that a group shares are one, and a
+    rollout without advantage may be left out."""
     hop_s: float = 1e-3
     """From one operator to the next."""
     alone: float = 1.0
@@ -73,13 +79,14 @@ class Constants:
     adopt_s: float = 0.0
     """Of a generator's replica that takes a version in."""
     decode: str = "data-sheets"
-    """Where a generator's seconds come from: one of dataflow.foresight.steps.CONSTANTS; by the rates above, or by what
-    was measured."""
+    """Where a generator's seconds come from: one of dataflow.foresight.steps.CONSTANTS; by the
+    rates above, or by what was measured."""
     source: str = ASSUMED.source
 
     def of(self, role: Literal["generator", "learner"], threads: int) -> Rates:
-        """Of processes on cores with so many threads: what these share out is faster, and what one of them does alone
-        is as fast as where the others' cores are idle; in between they wait for each other.
+        """Of processes on cores with so many threads: what these share out is faster, and what one
+        of them does alone is as fast as where the others' cores are idle; in between they wait for
+        each other.
 
         >>> rates = Constants(learner=Rates(step_s=1.5, layer_s=3.0, wait_s=0.5), alone=1.5, parallel={"learner": 0.5})
         >>> two = rates.of("learner", 2)
@@ -91,10 +98,16 @@ class Constants:
             return replace(rates, wait_s=0.0)
         faster, alone = threads * self.parallel.get(role, PARALLEL[role]), self.alone
         return replace(
-            rates, step_s=rates.step_s / alone, layer_s=rates.layer_s / alone, row_s=rates.row_s / alone,
-            end_s=rates.end_s / alone, end_token_s=rates.end_token_s / alone, compute=rates.compute * faster,
-            channel_s=rates.channel_s / faster, look_s=rates.look_s / faster,
-        )  # fmt: skip
+            rates,
+            step_s=rates.step_s / alone,
+            layer_s=rates.layer_s / alone,
+            row_s=rates.row_s / alone,
+            end_s=rates.end_s / alone,
+            end_token_s=rates.end_token_s / alone,
+            compute=rates.compute * faster,
+            channel_s=rates.channel_s / faster,
+            look_s=rates.look_s / faster,
+        )
 
 
 ASSUMED_CONSTANTS = Constants()

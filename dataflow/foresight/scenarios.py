@@ -1,4 +1,5 @@
-"""A planned graph as its costs are counted: by closed forms, operator by operator, and as the simulation takes it."""
+"""A planned graph as its costs are counted: by closed forms, operator by operator, and as the
+simulation takes it."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ class Foreground:
     episode: Generate | None = None
     """That makes rollouts of the generator's turns; None: the generator does."""
     measured: dict[tuple[DeviceKind, int, str], ReplicaTimes | None] = field(default_factory=dict)
-    """What a generator's steps take, by devices, ranks and dtype; they know what was asked of them."""
+    """What a generator's steps take, by devices, ranks and dtype; they know what was asked of
+    them."""
 
     @property
     def maker(self) -> Operator:
@@ -120,7 +122,8 @@ class Foreground:
         return "" in self.kinds
 
     def kind(self, node: str, replica: int = 0) -> DeviceKind:
-        """Of the devices of one replica; of ranks on unlike ones, which wait for each other, the slowest."""
+        """Of the devices of one replica; of ranks on unlike ones, which wait for each other, the
+        slowest."""
         if self.on_cpu:
             return self.kinds[""]
         placement = self.made.placements[node]
@@ -135,7 +138,8 @@ class Foreground:
 
     @property
     def trained_tokens(self) -> float:
-        """Of a rollout, that a trainer may pass over: with its share of its group's prompt, without its last."""
+        """Of a rollout, that a trainer may pass over: with its share of its group's prompt, without
+        its last."""
         return self.lengths.mean - LAST + self.workload.prompt_tokens / self.group_size
 
     def row_s(self, name: str) -> float | None:
@@ -147,8 +151,12 @@ class Foreground:
 
     def rates(self, operator: Operator) -> Rates:
         """Of one that computes with a model; on cores, with the threads that its processes have."""
-        role: Literal["generator", "learner"] = "generator" if operator is self.generator else "learner"
-        return self.constants.of(role, self.made.placements[operator.name].threads if self.on_cpu else 1)
+        role: Literal["generator", "learner"] = (
+            "generator" if operator is self.generator else "learner"
+        )
+        return self.constants.of(
+            role, self.made.placements[operator.name].threads if self.on_cpu else 1
+        )
 
     @property
     def dtype(self) -> str:
@@ -161,18 +169,20 @@ class Foreground:
         return len(placement.gpus) or placement.replicas * placement.ranks
 
     def cut(self, node: str, name: str) -> int:
-        """Over how many ranks an operator's model is supposed to be cut in this way; 1 where nobody says."""
+        """Over how many ranks an operator's model is supposed to be cut in this way; 1 where nobody
+        says."""
         return self.workload.cuts.get(node, {}).get(name, 1)
 
     @property
     def replicas(self) -> int:
-        """Of the generator; a supposed pipeline makes one of several. GraphError where it cannot."""
+        """Of the generator; a supposed pipeline makes one of several. GraphError where it
+        cannot."""
         name = self.generator.name
         count, stages = self.made.placements[name].replicas, self.cut(name, "pipeline")
         if count % stages:
             raise GraphError(
-                f"'{name}' has {count} replicas here, which make no pipelines of {stages}; suppose shorter ones, "
-                f"or give it more devices"
+                f"'{name}' has {count} replicas here, which make no pipelines of {stages}; suppose"
+                " shorter ones, or give it more devices"
             )
         return count // stages
 
@@ -185,19 +195,28 @@ class Foreground:
         way = (kind, placement.ranks, dtype)
         if way not in self.measured:
             decoder = decoder_of(operator.uses.source)
-            self.measured[way] = steps_of(self.constants.decode, decoder, kind, ranks=placement.ranks, dtype=dtype)
+            self.measured[way] = steps_of(
+                self.constants.decode, decoder, kind, ranks=placement.ranks, dtype=dtype
+            )
         return GeneratorReplica(
-            model=self.models[operator.uses.source], kind=kind, tensor_parallel=placement.ranks, dtype=dtype,
-            pipeline_parallel=stages, steps=self.measured[way], reserved_bytes=self.reserved_bytes(operator),
-        )  # fmt: skip
+            model=self.models[operator.uses.source],
+            kind=kind,
+            tensor_parallel=placement.ranks,
+            dtype=dtype,
+            pipeline_parallel=stages,
+            steps=self.measured[way],
+            reserved_bytes=self.reserved_bytes(operator),
+        )
 
     def reserved_bytes(self, operator: Operator) -> float:
-        """Of the devices of one replica, what neither its weights nor its cache have: layers that adapters are merged
-        into, and a version in the memory that it shares."""
+        """Of the devices of one replica, what neither its weights nor its cache have: layers that
+        adapters are merged into, and a version in the memory that it shares."""
         need = self.made.placements[operator.name].need
         if need is None or self.on_cpu:
             return 0.0
-        others = sum(part for name, part in need.parts.items() if name not in ("weights", "KV-cache"))
+        others = sum(
+            part for name, part in need.parts.items() if name not in ("weights", "KV-cache")
+        )
         return float(others * self.made.placements[operator.name].ranks)
 
     @property
@@ -207,12 +226,14 @@ class Foreground:
 
     @property
     def moves_s(self) -> Mapping[str, float]:
-        """By node that takes turns, seconds in which its memory comes from main memory and goes there, once a turn."""
+        """By node that takes turns, seconds in which its memory comes from main memory and goes
+        there, once a turn."""
         return {name: self._moved_s(self.graph.operators[name]) for name in self.in_turn}
 
     @property
     def moments_s(self) -> float:
-        """Of a step: the optimiser's state comes for the update, and goes, where the devices are others' besides."""
+        """Of a step: the optimiser's state comes for the update, and goes, where the devices are
+        others' besides."""
         trainer = self.trainer
         if self.on_cpu or not (self.in_turn or trainer.traits.offloads):
             return 0.0
@@ -235,19 +256,28 @@ class Foreground:
     def learners(self, operator: Operator) -> Learners:
         """The ranks of a trainer, or of an operator that computes log-probabilities."""
         assert operator.uses is not None, "one that computes with a model"
-        ranks, tensor_parallel = self.ranks(operator.name), self.made.placements[operator.name].tensor_parallel
+        ranks, tensor_parallel = (
+            self.ranks(operator.name),
+            self.made.placements[operator.name].tensor_parallel,
+        )
         pipeline, context, expert = (self.cut(operator.name, each) for each in CUTS)
         if ranks % (tensor_parallel * pipeline * context) or ranks % expert:
             raise GraphError(
-                f"'{operator.name}' has {ranks} ranks, which cannot be cut {tensor_parallel} ways by tensors, "
-                f"{pipeline} by pipeline, {context} by context and {expert} by expert; suppose divisors, or give it "
-                f"other devices"
+                f"'{operator.name}' has {ranks} ranks, which cannot be cut {tensor_parallel} ways"
+                f" by tensors, {pipeline} by pipeline, {context} by context and {expert} by expert;"
+                " suppose divisors, or give it other devices"
             )
         return Learners(
-            model=self.models[operator.uses.source], kind=self.kind(operator.name), ranks=ranks, dtype=self.dtype,
-            tensor_parallel=tensor_parallel, pipeline_parallel=pipeline, context_parallel=context,
-            expert_parallel=expert, adapters=self._adapters(operator),
-        )  # fmt: skip
+            model=self.models[operator.uses.source],
+            kind=self.kind(operator.name),
+            ranks=ranks,
+            dtype=self.dtype,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline,
+            context_parallel=context,
+            expert_parallel=expert,
+            adapters=self._adapters(operator),
+        )
 
     def _adapters(self, operator: Operator) -> float:
         model = operator.uses
@@ -256,54 +286,86 @@ class Foreground:
         return self.sizes[model.source].sent_bytes(model.dtype, model.lora) / bytes_of(model.dtype)
 
     def waits_s(self, learners: Learners, computing_s: float, tokens: float) -> float:
-        """Of a step of so many tokens: how long the trainer's ranks wait for each other's shards. Cores exchange them
-        too, but what this takes is in constants that were fitted to such runs."""
+        """Of a step of so many tokens: how long the trainer's ranks wait for each other's shards.
+        Cores exchange them too, but what this takes is in constants that were fitted to such
+        runs."""
         if self.on_cpu:
             return 0.0
         traits = self.trainer.traits
         return waits_s(
-            learners, traits.dp_replicate, self.constants.learner, tokens=self.computed * tokens,
-            at_once=traits.micro_batch_tokens, computing_s=computing_s,
-        )  # fmt: skip
+            learners,
+            traits.dp_replicate,
+            self.constants.learner,
+            tokens=self.computed * tokens,
+            at_once=traits.micro_batch_tokens,
+            computing_s=computing_s,
+        )
 
 
-def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = None, seed: int = 0) -> Scenario:
+def scenario_of(
+    ground: Foreground, *, steps: int, failures: Failures | None = None, seed: int = 0
+) -> Scenario:
     """The graph's bounds, the plan's sizes, and each operator's seconds."""
     graph, made, trainer, constants = ground.graph, ground.made, ground.trainer, ground.constants
     shared = not made.placements[ground.generator.name].gpus
     replicas = [ground.replica(number) for number in range(ground.replicas)]
-    costs = {each: _generator_costs(ground, each, shared=shared) for each in dict.fromkeys(replicas)}
+    costs = {
+        each: _generator_costs(ground, each, shared=shared) for each in dict.fromkeys(replicas)
+    }
     into = next(edge for edge in edges(graph) if edge.consumer == ground.maker.name)
-    return coarse(Scenario(
-        steps=steps, prompts_per_step=trainer.step_prompts, group_size=ground.group_size,
-        max_staleness=ground.max_staleness, lengths=ground.lengths, prompt_tokens=ground.workload.prompt_tokens,
-        generator=costs[replicas[0]], unlike=tuple(costs[each] for each in replicas) if len(costs) > 1 else (),
-        trainer=_trainer_costs(ground, shared=shared), turns=ground.turns, world_s=ground.world_s,
-        scorers={each.name: _scorer_costs(ground, each) for each in between(graph, ground.maker, trainer)},
-        replicas=ground.replicas, in_flight=ground.generator.traits.in_flight, prompts_at_once=into.batch_rows,
-        prompts_without_outcome=into.most_rows, prompts_slack=into.slack_rows,
-        queue_prompts=trainer.traits.queue_prompts, hop_s=constants.hop_s,
-        processors=Processors(cores=made.devices.cpus, alone=constants.alone) if shared else Processors(),
-        failures=failures or Failures(), seed=seed,
-        moves_s={ground.called(name): seconds for name, seconds in ground.moves_s.items()},
-    ))  # fmt: skip
+    return coarse(
+        Scenario(
+            steps=steps,
+            prompts_per_step=trainer.step_prompts,
+            group_size=ground.group_size,
+            max_staleness=ground.max_staleness,
+            lengths=ground.lengths,
+            prompt_tokens=ground.workload.prompt_tokens,
+            generator=costs[replicas[0]],
+            unlike=tuple(costs[each] for each in replicas) if len(costs) > 1 else (),
+            trainer=_trainer_costs(ground, shared=shared),
+            turns=ground.turns,
+            world_s=ground.world_s,
+            scorers={
+                each.name: _scorer_costs(ground, each)
+                for each in between(graph, ground.maker, trainer)
+            },
+            replicas=ground.replicas,
+            in_flight=ground.generator.traits.in_flight,
+            prompts_at_once=into.batch_rows,
+            prompts_without_outcome=into.most_rows,
+            prompts_slack=into.slack_rows,
+            queue_prompts=trainer.traits.queue_prompts,
+            hop_s=constants.hop_s,
+            processors=(
+                Processors(cores=made.devices.cpus, alone=constants.alone)
+                if shared
+                else Processors()
+            ),
+            failures=failures or Failures(),
+            seed=seed,
+            moves_s={ground.called(name): seconds for name, seconds in ground.moves_s.items()},
+        )
+    )
 
 
 def episode_of(graph: Structure, workload: Workload) -> Generate | None:
-    """That of the graph. GraphError where there are several, or nobody says how many turns it has."""
+    """That of the graph. GraphError where there are several, or nobody says how many turns it
+    has."""
     episodes = episodes_of(graph)
     if not episodes:
         return None
     name = episodes[0].name
     if len(episodes) > 1:
         raise GraphError(
-            f"a graph with one episode is foreseen for now, but this has {[each.name for each in episodes]}; "
-            f"foresee it with one of them"
+            "a graph with one episode is foreseen for now, but this has"
+            f" {[each.name for each in episodes]}; foresee it with one of them"
         )
     if name not in workload.turns:
         raise GraphError(
-            f"'{name}' is an episode, and nobody knows before a run how many turns it has and how long its world "
-            f"takes; give --workload {name}.turns=4,{name}.world=0.5, say, or --foresee with the folder of a run"
+            f"'{name}' is an episode, and nobody knows before a run how many turns it has and how"
+            f" long its world takes; give --workload {name}.turns=4,{name}.world=0.5, say, or"
+            " --foresee with the folder of a run"
         )
     return episodes[0]
 
@@ -312,10 +374,14 @@ def between(graph: Structure, generator: Operator, trainer: Operator) -> list[Op
     """The operators through which rollouts go on their way, the first ones first."""
     data = nx.DiGraph((a, b) for a, b, plane in graph.nx.edges(data="plane") if plane == "data")
     way = nx.descendants(data, generator.name) & nx.ancestors(data, trainer.name)
-    return [graph.operators[name] for name in nx.lexicographical_topological_sort(data) if name in way]
+    return [
+        graph.operators[name] for name in nx.lexicographical_topological_sort(data) if name in way
+    ]
 
 
-def _generator_costs(ground: Foreground, replica: GeneratorReplica, *, shared: bool) -> GeneratorCosts:
+def _generator_costs(
+    ground: Foreground, replica: GeneratorReplica, *, shared: bool
+) -> GeneratorCosts:
     rates, prompt = ground.rates(ground.generator), ground.workload.prompt_tokens
     slots = min(ground.generator.traits.slots, rates.most_rollouts)
     if not ground.on_cpu:
@@ -323,10 +389,15 @@ def _generator_costs(ground: Foreground, replica: GeneratorReplica, *, shared: b
     step = [replica.step(n, 0.0, rates).seconds(rates) for n in range(slots + 1)]
     looks_back = (replica.step(1, 1000.0, rates).seconds(rates) - step[1]) / 1000 if slots else 0.0
     return GeneratorCosts(
-        step_s=np.array(step), context_s=looks_back, prompt_s=prefill(replica, prompt, 1).seconds(rates),
-        rollout_s=rates.end_s + rates.end_token_s * ground.lengths.mean, adopt_s=ground.constants.adopt_s,
-        shared=replica.ranks * ground.made.placements[ground.generator.name].threads if shared else 0,
-    )  # fmt: skip
+        step_s=np.array(step),
+        context_s=looks_back,
+        prompt_s=prefill(replica, prompt, 1).seconds(rates),
+        rollout_s=rates.end_s + rates.end_token_s * ground.lengths.mean,
+        adopt_s=ground.constants.adopt_s,
+        shared=(
+            replica.ranks * ground.made.placements[ground.generator.name].threads if shared else 0
+        ),
+    )
 
 
 def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
@@ -334,13 +405,16 @@ def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
     learners, (passes_s, step_s) = ground.learners(trainer), training_s(ground)
     tokens = trainer.step_prompts * ground.group_size * ground.trained_tokens
     return TrainerCosts(
-        step_s=step_s, token_s=passes_s / tokens, weights_s=ground.weights_s,
+        step_s=step_s,
+        token_s=passes_s / tokens,
+        weights_s=ground.weights_s,
         shared=learners.ranks * ground.made.placements[trainer.name].threads if shared else 0,
-    )  # fmt: skip
+    )
 
 
 def training_s(ground: Foreground) -> tuple[float, float]:
-    """Of a training step: seconds of its passes, which its tokens take, and of what it does besides."""
+    """Of a training step: seconds of its passes, which its tokens take, and of what it does
+    besides."""
     trainer, rates = ground.trainer, ground.rates(ground.trainer)
     learners, each = ground.learners(trainer), ground.trained_tokens
     rollouts = float(trainer.step_prompts * ground.group_size)
@@ -350,14 +424,16 @@ def training_s(ground: Foreground) -> tuple[float, float]:
     passes_s += learners.channels(rollouts * each) * rates.channel_s
     back = ground.workload.prompt_tokens + ground.lengths.looks_back
     passes_s += learners.looks(rollouts * each, back) * rates.look_s
-    micro_batches = learners.micro_batches(ground.computed * rollouts * each, trainer.traits.micro_batch_tokens)
+    micro_batches = learners.micro_batches(
+        ground.computed * rollouts * each, trainer.traits.micro_batch_tokens
+    )
     return ground.computed * passes_s, once_s(learners, rates, micro_batches) + ground.moments_s
 
 
 def once_s(learners: Learners, rates: Rates, micro_batches: int) -> float:
-    """What a training step does once, and what each of its micro-batches does whatever it computes. On cores its ranks'
-    exchanges are part of it, in passes and in the update, which goes over as many tensors; accelerators compute
-    meanwhile."""
+    """What a training step does once, and what each of its micro-batches does whatever it computes.
+    On cores its ranks' exchanges are part of it, in passes and in the update, which goes over as
+    many tensors; accelerators compute meanwhile."""
     exchanges = exchanges_of(learners) if learners.kind.name == "cpu" else 0
     return (
         learners.update().seconds(rates)

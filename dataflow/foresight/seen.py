@@ -54,7 +54,8 @@ class ActivitySpan:
     """Decode steps of a generator, steps of a trainer."""
     tokens: float
     looked: float = 0.0
-    """Tokens before those that a generator drew, its own prompts' too: attention looks back at them."""
+    """Tokens before those that a generator drew, its own prompts' too: attention looks back at
+    them."""
     rows_in: float
     rows_out: float
     decoded: Sequence[Decoded] = ()
@@ -103,8 +104,8 @@ class SeenRun:
 
     @property
     def drift(self) -> float:
-        """Seconds of a step in the slowest third of the run over those in the fastest: as the run does the same all the
-        time, it is the machine that was not the same."""
+        """Seconds of a step in the slowest third of the run over those in the fastest: as the run
+        does the same all the time, it is the machine that was not the same."""
         ends = np.array([float(line["seconds"]) for line in self.steps])
         thirds = [part.mean() for part in np.array_split(np.diff(ends), 3)]
         return float(max(thirds) / min(thirds))
@@ -120,7 +121,9 @@ class SeenRun:
         busy: dict[str, float] = {}
         beside: dict[str, float] = {}
         for node, found in self.stretches.items():
-            seconds = sum(each.seconds for each in found) * int(self.placed.get(node, {}).get("replicas", 1))
+            seconds = sum(each.seconds for each in found) * int(
+                self.placed.get(node, {}).get("replicas", 1)
+            )
             if seconds:
                 busy[node] = sum(each.busy_s for each in found) / seconds
                 beside[node] = sum(each.beside_s for each in found) / seconds
@@ -129,57 +132,82 @@ class SeenRun:
 
     @property
     def computed(self) -> float:
-        """Tokens that the trainer passed over, of those that it may pass over: each group's prompt once, and of each
-        rollout all but the last."""
-        there = [line["rollouts"] * (line["completion_tokens_mean"] - LAST) + line["groups"] * self.prompt_tokens
-                 for line in self.steps]  # fmt: skip
+        """Tokens that the trainer passed over, of those that it may pass over: each group's prompt
+        once, and of each rollout all but the last."""
+        there = [
+            line["rollouts"] * (line["completion_tokens_mean"] - LAST)
+            + line["groups"] * self.prompt_tokens
+            for line in self.steps
+        ]
         return float(sum(line["computed_tokens"] for line in self.steps) / sum(there))
 
 
 def look(path: Path) -> SeenRun:
-    """Read a run folder. GraphError where it lacks what a calibration needs: what, and what to do."""
+    """Read a run folder. GraphError where it lacks what a calibration needs: what, and what to
+    do."""
     folder = RunFolder.open(path)
     graph, config = described(folder)
     ends = [
-        (edge["from"], edge["to"]) for edge in graph.get("edges", [])
+        (edge["from"], edge["to"])
+        for edge in graph.get("edges", [])
         if edge["plane"] == "weights" and edge.get("max_staleness") is not None
-    ]  # fmt: skip
+    ]
     if len(ends) != 1:
-        raise GraphError(f"run '{path}' has {len(ends)} readers of new weights; a calibration needs one generator")
-    (trainer, generator) = ends[0]
+        raise GraphError(
+            f"run '{path}' has {len(ends)} readers of new weights; a calibration needs one"
+            " generator"
+        )
+    trainer, generator = ends[0]
     steps = [line for line in lines_of(folder.read_metrics(), trainer) if "loss" in line]
     bound = int((config.get("max_staleness") or {}).get(trainer) or 0)
     counted = steps[2 * (bound + 1) + len(steps) // 10 : len(steps) - bound]
     if len(counted) < 10:
         raise GraphError(
-            f"run '{path}' has {len(steps)} steps, of which {len(counted)} can be counted; a calibration needs 10, so "
-            f"let it make {10 + 3 * (bound + 2)} or more"
+            f"run '{path}' has {len(steps)} steps, of which {len(counted)} can be counted; a"
+            f" calibration needs 10, so let it make {10 + 3 * (bound + 2)} or more"
         )
     checkpoint = folder.latest_checkpoint(node=None)
     if checkpoint is None:
-        raise GraphError(f"run '{path}' has no checkpoint left, whose config.json says what model it is; take another")
+        raise GraphError(
+            f"run '{path}' has no checkpoint left, whose config.json says what model it is; take"
+            " another"
+        )
     prompt, lengths, turns = _texts(folder, [int(line["step"]) for line in counted])
-    lines = _between(folder.read_activity(), trainer, int(counted[0]["step"]), int(counted[-1]["step"]))
+    lines = _between(
+        folder.read_activity(), trainer, int(counted[0]["step"]), int(counted[-1]["step"])
+    )
     nodes = {node["name"]: node for node in graph["nodes"]}
     found = {name: _activity_spans(lines, name) for name in nodes}
     if not found[generator]:
         raise GraphError(
-            f"run '{path}' has no activity.jsonl with what its nodes did; it was made by an earlier version, or was "
-            f"too short: take a run of some ten seconds"
+            f"run '{path}' has no activity.jsonl with what its nodes did; it was made by an earlier"
+            " version, or was too short: take a run of some ten seconds"
         )
     world_s = _worlds(lines)
     return SeenRun(
-        turns=dict.fromkeys(world_s, turns), world_s=world_s,
-        path=path, generator=generator, trainer=trainer, model=counts_of(str(checkpoint)), placed=config["placed"],
-        cores=int(config["environment"]["cpus"]), max_staleness=bound,
+        turns=dict.fromkeys(world_s, turns),
+        world_s=world_s,
+        path=path,
+        generator=generator,
+        trainer=trainer,
+        model=counts_of(str(checkpoint)),
+        placed=config["placed"],
+        cores=int(config["environment"]["cpus"]),
+        max_staleness=bound,
         group_size=round(counted[0]["rollouts"] / counted[0]["groups"]),
-        prompts_per_step=int(counted[0]["groups"]), micro_batch_tokens=_knob(nodes[trainer], "micro_batch_tokens", 0),
+        prompts_per_step=int(counted[0]["groups"]),
+        micro_batch_tokens=_knob(nodes[trainer], "micro_batch_tokens", 0),
         calls_at_once={
-            name: _knob(node, "concurrency", 1) * _knob(node, "processes", 1) for name, node in nodes.items()
+            name: _knob(node, "concurrency", 1) * _knob(node, "processes", 1)
+            for name, node in nodes.items()
         },
         scorers={name for name, node in nodes.items() if node["operator"] == "Scorer"},
-        prompt_tokens=prompt, lengths=lengths, stretches=found, steps=counted, in_turn=config.get("turns", ()),
-    )  # fmt: skip
+        prompt_tokens=prompt,
+        lengths=lengths,
+        stretches=found,
+        steps=counted,
+        in_turn=config.get("turns", ()),
+    )
 
 
 def _knob(node: Mapping[str, Any], name: str, otherwise: int) -> int:
@@ -202,7 +230,11 @@ def _texts(folder: RunFolder, steps: Sequence[int]) -> tuple[float, Lengths, flo
         if TURN in rows.column_names:
             turns += [1 + max(each, default=0) for each in rows.column(TURN).to_pylist()]
     said = float(np.mean(turns)) if turns else 1.0
-    return float(np.concatenate(prompts).mean()), Lengths.of(np.maximum(1, np.concatenate(completions))), said
+    return (
+        float(np.concatenate(prompts).mean()),
+        Lengths.of(np.maximum(1, np.concatenate(completions))),
+        said,
+    )
 
 
 def _worlds(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -216,16 +248,24 @@ def _worlds(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _between(lines: Sequence[Mapping[str, Any]], trainer: str, first: int, last: int) -> list[Mapping[str, Any]]:
+def _between(
+    lines: Sequence[Mapping[str, Any]], trainer: str, first: int, last: int
+) -> list[Mapping[str, Any]]:
     """Those at which the trainer had made so many steps."""
-    return [line for line in lines if first <= line["nodes"].get(trainer, {}).get("step", -1) <= last]
+    return [
+        line for line in lines if first <= line["nodes"].get(trainer, {}).get("step", -1) <= last
+    ]
 
 
 def _activity_spans(lines: Sequence[Mapping[str, Any]], node: str) -> list[ActivitySpan]:
-    """Some six, as a count that is told of in whole steps is off by one at either end of each; where a count fell, a
-    process began anew, and nothing is known."""
+    """Some six, as a count that is told of in whole steps is off by one at either end of each;
+    where a count fell, a process began anew, and nothing is known."""
     known = [line for line in lines if node in line["nodes"]]
-    kept = [known[at * (len(known) - 1) // _STRETCHES] for at in range(_STRETCHES + 1)] if known else []
+    kept = (
+        [known[at * (len(known) - 1) // _STRETCHES] for at in range(_STRETCHES + 1)]
+        if known
+        else []
+    )
     found = []
     for before, after in itertools.pairwise(kept):
         then, now = before["nodes"], after["nodes"]
@@ -235,15 +275,26 @@ def _activity_spans(lines: Sequence[Mapping[str, Any]], node: str) -> list[Activ
 
         measured = spent(node, "measured") / max(1, now[node].get("replicas", 1))
         made = ActivitySpan(
-            seconds=measured or after["seconds"] - before["seconds"], busy_s=spent(node, "busy"),
+            seconds=measured or after["seconds"] - before["seconds"],
+            busy_s=spent(node, "busy"),
             beside_s=spent(node, "beside"),
-            steps=spent(node, "decode_steps") + spent(node, "step"), tokens=spent(node, "tokens"),
-            looked=spent(node, "looked"), rows_in=spent(node, "rows_in"), rows_out=spent(node, "rows_out"),
+            steps=spent(node, "decode_steps") + spent(node, "step"),
+            tokens=spent(node, "tokens"),
+            looked=spent(node, "looked"),
+            rows_in=spent(node, "rows_in"),
+            rows_out=spent(node, "rows_out"),
             decoded=tuple(
-                Decoded(**{name: spent(node, f"decode_{size}_{key}") for name, key in _OF_A_SIZE.items()})
-                for size in sorted({key.split("_")[1] for key in now[node] if _SIZE.fullmatch(key)}, key=int)
+                Decoded(
+                    **{
+                        name: spent(node, f"decode_{size}_{key}")
+                        for name, key in _OF_A_SIZE.items()
+                    }
+                )
+                for size in sorted(
+                    {key.split("_")[1] for key in now[node] if _SIZE.fullmatch(key)}, key=int
+                )
             ),
-        )  # fmt: skip
+        )
         if made.seconds > 0 and min(made.busy_s, made.steps, made.rows_in, made.rows_out) >= 0:
             found.append(made)
     return found

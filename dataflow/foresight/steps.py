@@ -1,4 +1,5 @@
-"""Where the seconds of a generator's steps come from: rates of data sheets, measured servers, or measured kernels."""
+"""Where the seconds of a generator's steps come from: rates of data sheets, measured servers, or
+measured kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class ReplicaTimes(Protocol):
     """Of one replica."""
 
     def decode(self, batch: float, seen: float) -> float:
-        """Seconds of one token for each of a batch, which look back at `seen` tokens each, in the mean."""
+        """Seconds of one token for each of a batch, which look back at `seen` tokens each, in the
+        mean."""
 
     def prompt(self, tokens: float) -> float:
         """Seconds of the prompt of one rollout among others."""
@@ -28,19 +30,29 @@ class ReplicaTimes(Protocol):
         """In words; says what is extrapolated of all that was asked so far."""
 
 
-def steps_of(constants: str, decoder: Decoder, kind: DeviceKind, *, ranks: int, dtype: str) -> ReplicaTimes | None:
+def steps_of(
+    constants: str, decoder: Decoder, kind: DeviceKind, *, ranks: int, dtype: str
+) -> ReplicaTimes | None:
     """None: by `Rates`. `kernels:0.24.0` are those of one version of vLLM.
 
     GraphError where the constants have another name, or do not cover this replica."""
     name, colon, server = constants.partition(":")
     if name not in CONSTANTS or (colon and (name != "kernels" or not server)):
         raise GraphError(
-            f"constants to foresee with are {constants!r}; take one of {', '.join(CONSTANTS)}, kernels:VERSION of vLLM"
+            f"constants to foresee with are {constants!r}; take one of {', '.join(CONSTANTS)},"
+            " kernels:VERSION of vLLM"
         )
     if name == "kernels":
-        return Kernels(decoder=decoder, kind=kind, ranks=ranks, products=dtype, server=server or None)
+        return Kernels(
+            decoder=decoder, kind=kind, ranks=ranks, products=dtype, server=server or None
+        )
     if name == "serving":
-        return Serving(model=counts(decoder), form=WeightFormat(dense=dtype, experts=dtype), kind=kind, ranks=ranks)
+        return Serving(
+            model=counts(decoder),
+            form=WeightFormat(dense=dtype, experts=dtype),
+            kind=kind,
+            ranks=ranks,
+        )
     return None
 
 

@@ -13,11 +13,13 @@ from dataflow.foresight.links import all_reduces
 from dataflow.foresight.parts import Parts
 
 BACKWARD = 2
-"""Operations of a backward pass, in forward passes: a product for the inputs and one for the weights."""
+"""Operations of a backward pass, in forward passes: a product for the inputs and one for the
+weights."""
 LAST = 1
 """Token of a rollout that a trainer does not pass over: nothing follows it."""
 STATE_BYTES = 12
-"""Of a parameter's optimizer: its value and Adam's two moments, in float32 (Rajbhandari et al., arXiv 1910.02054)."""
+"""Of a parameter's optimizer: its value and Adam's two moments, in float32 (Rajbhandari et al.,
+arXiv 1910.02054)."""
 _GRADIENT_BYTES = 4
 """Summed over ranks in float32."""
 
@@ -49,45 +51,51 @@ class Learners:
 
     @property
     def forward(self) -> float:
-        """Forward passes that a forward and a backward pass come to: weights that are not trained need no product for
-        their gradient."""
+        """Forward passes that a forward and a backward pass come to: weights that are not trained
+        need no product for their gradient."""
         return 1.0 + (BACKWARD / 2 if self.adapters else BACKWARD)
 
     def passes(self, rollouts: float, tokens: float, *, forward: float, sequences: float) -> Parts:
-        """Over rollouts of so many tokens each; forward: forward passes that these operations come to.
+        """Over rollouts of so many tokens each; forward: forward passes that these operations come
+        to.
 
-        sequences: that are trained between two updates. A pipeline of p stages is idle for p - 1 of m + p - 1 turns
-        (Huang et al., arXiv 1811.06965). Experts on other ranks are sent a token's hidden state and send it back, once
-        for each expert (Lepikhin et al., arXiv 2006.16668)."""
+        sequences: that are trained between two updates. A pipeline of p stages is idle for p - 1 of
+        m + p - 1 turns (Huang et al., arXiv 1811.06965). Experts on other ranks are sent a token's
+        hidden state and send it back, once for each expert (Lepikhin et al., arXiv 2006.16668)."""
         total = rollouts * tokens
         operations = self.model.forward(total, tokens / 2) + 2 * self.adapters * total
         compute = operations / (self.ranks * self.kind.rate(self.dtype))
         turns = max(1.0, sequences / self.replicas)
         idle = (turns + self.pipeline_parallel - 1) / turns
-        own = total * self.tensor_parallel / self.ranks  # tokens that go through a rank's layers, all of them
+        # tokens that go through a rank's layers, all of them
+        own = total * self.tensor_parallel / self.ranks
         sums = all_reduces(self.model, self.kind, self.tensor_parallel, own)
         return Parts(compute=compute, links=sums + self._to_experts(total)) * (forward * idle)
 
     def micro_batches(self, tokens: float, most: int) -> int:
-        """In which a rank passes over its share of so many tokens; most: of one, 0 where nobody says."""
+        """In which a rank passes over its share of so many tokens; most: of one, 0 where nobody
+        says."""
         return max(1, math.ceil(tokens / self.replicas / most)) if most else 1
 
     def looks(self, tokens: float, back: float) -> float:
-        """Numbers that a rank's attention looks at, in all layers; back: tokens that each of so many looks back at."""
+        """Numbers that a rank's attention looks at, in all layers; back: tokens that each of so
+        many looks back at."""
         return tokens * back * self.model.mixing / self.ranks
 
     def channels(self, tokens: float) -> float:
-        """Numbers in the hidden states of a rank's share of so many tokens, in all layers: what norms, activations and
-        residuals read and write is in proportion to them."""
+        """Numbers in the hidden states of a rank's share of so many tokens, in all layers: what
+        norms, activations and residuals read and write is in proportion to them."""
         return tokens * self.model.layers * self.model.width / self.ranks
 
     def update(self) -> Parts:
-        """Adam reads weights, gradients and two moments and writes all but the gradients, four bytes each."""
+        """Adam reads weights, gradients and two moments and writes all but the gradients, four
+        bytes each."""
         nbytes = 7 * 4 * self.trained / self.ranks
         return Parts(memory=nbytes / self.kind.memory_bytes_per_s)
 
     def sums(self) -> Parts:
-        """The gradients of an update, over the replicas: by rings, in which each rank sends its own share twice.
+        """The gradients of an update, over the replicas: by rings, in which each rank sends its own
+        share twice.
 
         Over nodes, the links of all ranks of a node that sum the same share work at once."""
         kind, cut = self.kind, self.tensor_parallel * self.pipeline_parallel
@@ -97,14 +105,16 @@ class Learners:
         nbytes = 2 * (1 - min(1.0, cut / self.ranks)) * _GRADIENT_BYTES * own
         alike = max(1, kind.per_node // self.tensor_parallel)
         over_nodes = min(kind.within_bytes_per_s, alike * kind.between_bytes_per_s)
-        return Parts(links=nbytes / (over_nodes if self.ranks > kind.per_node else kind.within_bytes_per_s))
+        return Parts(
+            links=nbytes / (over_nodes if self.ranks > kind.per_node else kind.within_bytes_per_s)
+        )
 
     def slowest(self, lengths: Lengths, sequences: float) -> float:
-        """Tokens of the replica that has most of them between two updates, over their mean, where rollouts are dealt
-        out whatever their length.
+        """Tokens of the replica that has most of them between two updates, over their mean, where
+        rollouts are dealt out whatever their length.
 
-        A sum of n lengths is about normal, with their spread over the root of n; the largest of r normal numbers is
-        (r - 3/8) / (r + 1/4) of the way up in the mean (Blom, 1958)."""
+        A sum of n lengths is about normal, with their spread over the root of n; the largest of r
+        normal numbers is (r - 3/8) / (r + 1/4) of the way up in the mean (Blom, 1958)."""
         if self.replicas <= 1:
             return 1.0
         furthest = NormalDist().inv_cdf((self.replicas - 0.375) / (self.replicas + 0.25))
@@ -114,7 +124,11 @@ class Learners:
         """Seconds of a forward pass."""
         if not self.model.routed or self.expert_parallel == 1:
             return 0.0
-        nbytes = 2 * tokens * self.model.routed * self.model.mixtures * self.model.width * 2 / self.ranks
+        nbytes = (
+            2 * tokens * self.model.routed * self.model.mixtures * self.model.width * 2 / self.ranks
+        )
         if self.expert_parallel <= self.kind.per_node:
             return nbytes * (1 - 1 / self.expert_parallel) / self.kind.within_bytes_per_s
-        return nbytes * (1 - self.kind.per_node / self.expert_parallel) / self.kind.between_bytes_per_s
+        return (
+            nbytes * (1 - self.kind.per_node / self.expert_parallel) / self.kind.between_bytes_per_s
+        )

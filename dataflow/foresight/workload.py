@@ -1,5 +1,5 @@
-"""What nobody can know of a run before it: how long texts are, what a scorer takes, what a filter drops; and what is
-supposed of it that this engine does not run."""
+"""What nobody can know of a run before it: how long texts are, what a scorer takes, what a filter
+drops; and what is supposed of it that this engine does not run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from dataflow.structure import Structure
 PROMPT_TOKENS, SIGMA = 200.0, 0.8
 _CUT = 0.25
 """Mean length of completions over the most that they may have, where nobody says."""
-_NAMES = {"mean": "mean_tokens", "prompt": "prompt_tokens", "sigma": "sigma", "computed": "computed"}
+_NAMES = {
+    "mean": "mean_tokens",
+    "prompt": "prompt_tokens",
+    "sigma": "sigma",
+    "computed": "computed",
+}
 _OF_NODE = {"seconds": "row_s", "drops": "drops", "turns": "turns", "world": "world_s"}
 CUTS = ("pipeline", "context", "expert")
 """Ways to cut a model over ranks that this engine does not run."""
@@ -33,8 +38,8 @@ class Workload:
     seen: Lengths | None = None
     """Those of a run, in place of a mean and a sigma."""
     computed: float | None = None
-    """Tokens that a trainer passes over, of all tokens; siblings that begin alike share what they have in common. None:
-    as the constants have it."""
+    """Tokens that a trainer passes over, of all tokens; siblings that begin alike share what they
+    have in common. None: as the constants have it."""
     row_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a row, by operator."""
     drops: Mapping[str, float] = field(default_factory=dict)
@@ -50,15 +55,17 @@ class Workload:
         """Of completions, in so many turns together. GraphError where they cannot be."""
         longest, mean = generator.traits.max_tokens, self.mean_tokens
         if longest is None:
-            raise GraphError(f"'{generator.name}' does not say how long completions may be; set its max_tokens")
+            raise GraphError(
+                f"'{generator.name}' does not say how long completions may be; set its max_tokens"
+            )
         longest *= turns
         if self.seen is not None:
             return Lengths.of(self.seen.tokens.clip(1, longest))
         mean = max(1.0, _CUT * longest) if mean is None else mean
         if not 1 <= mean <= longest:
             raise GraphError(
-                f"completions of '{generator.name}' are to have {mean:,.0f} tokens in the mean, but have {longest:,} "
-                f"at most; foresee with fewer, or raise its max_tokens"
+                f"completions of '{generator.name}' are to have {mean:,.0f} tokens in the mean, but"
+                f" have {longest:,} at most; foresee with fewer, or raise its max_tokens"
             )
         return Lengths.drawn(mean, longest, self.sigma) if mean < longest else Lengths.of([mean])
 
@@ -67,26 +74,32 @@ class Workload:
         for name in (*self.row_s, *self.drops, *self.turns, *self.world_s, *self.cuts):
             if name not in graph.operators:
                 hint = nearest(name, graph.operators) or f"; it has {sorted(graph.operators)}"
-                raise GraphError(f"a workload tells of '{name}', which graph '{graph.name}' does not have{hint}")
+                raise GraphError(
+                    f"a workload tells of '{name}', which graph '{graph.name}' does not have{hint}"
+                )
         for name in (*self.turns, *self.world_s):
             if getattr(graph.operators[name], "asks", None) is None:
                 raise GraphError(
-                    f"a workload tells of turns of '{name}', which is no episode; say it of one, or leave it out"
+                    f"a workload tells of turns of '{name}', which is no episode; say it of one, or"
+                    " leave it out"
                 )
         for name, cut in self.cuts.items():
             operator = graph.operators[name]
-            allowed = CUTS if operator.trains else CUTS[:1] if isinstance(operator, Generate) else ()
+            allowed = (
+                CUTS if operator.trains else CUTS[:1] if isinstance(operator, Generate) else ()
+            )
             if unknown := sorted(set(cut) - set(allowed)):
                 known = ", ".join(allowed) or "nothing"
                 raise GraphError(
-                    f"'{name}' is supposed to be cut by {', '.join(unknown)}, of which no cost is known; of it {known} "
-                    f"can be supposed"
+                    f"'{name}' is supposed to be cut by {', '.join(unknown)}, of which no cost is"
+                    f" known; of it {known} can be supposed"
                 )
 
 
 def read_workload(text: str) -> Workload:
     """`mean=800,prompt=200,sigma=0.8,reward.seconds=0.05,reward.drops=0.3,guess.turns=4,guess.world=2,trainer.pipeline=4`;
-    tokens, seconds of a row, share of groups, turns of an episode, seconds between two of them, ranks.
+    tokens, seconds of a row, share of groups, turns of an episode, seconds between two of them,
+    ranks.
 
     GraphError for what cannot be read.
 
@@ -110,10 +123,21 @@ def read_workload(text: str) -> Workload:
                 of_node[_OF_NODE[name]][node] = number
         except (KeyError, ValueError):
             raise GraphError(
-                f"a workload to foresee with is {text!r}, which cannot be read at {part!r}; write it as mean=800,"
+                f"a workload to foresee with is {text!r}, which cannot be read at {part!r}; write"
+                " it as mean=800,"
                 f"prompt={PROMPT_TOKENS:g},sigma={SIGMA:g},reward.seconds=0.05,reward.drops=0.3"
             ) from None
-        if not (name in (*CUTS, "turns")) <= number < float("inf") or (name == "drops" and number >= 1):
-            least = "a share below 1" if name == "drops" else "1 or more" if name in (*CUTS, "turns") else "0 or more"
-            raise GraphError(f"a workload to foresee with is {text!r}, but {part!r} cannot be; give {least}")
+        if not (name in (*CUTS, "turns")) <= number < float("inf") or (
+            name == "drops" and number >= 1
+        ):
+            least = (
+                "a share below 1"
+                if name == "drops"
+                else "1 or more"
+                if name in (*CUTS, "turns")
+                else "0 or more"
+            )
+            raise GraphError(
+                f"a workload to foresee with is {text!r}, but {part!r} cannot be; give {least}"
+            )
     return Workload(**found, **of_node, cuts=cuts)  # type: ignore[arg-type]

@@ -1,1 +1,2 @@
-"""Models in GGUF files: found, read, proved, and converted once into a Hugging Face folder; imports no torch."""
+"""Models in GGUF files: found, read, proved, and converted once into a Hugging Face folder; imports
+no torch."""

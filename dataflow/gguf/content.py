@@ -1,8 +1,8 @@
 """What a GGUF file says of itself: metadata, and where its tensors lie. No tensor is read.
 
-The layout is that of the GGUF specification, versions 2 and 3: magic, version, counts, key and value pairs, tensors'
-names, shapes, types and offsets, and from the next multiple of the alignment on the tensors' bytes.
-"""
+The layout is that of the GGUF specification, versions 2 and 3: magic, version, counts, key and
+value pairs, tensors' names, shapes, types and offsets, and from the next multiple of the alignment
+on the tensors' bytes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,26 @@ from typing import Any
 from dataflow.errors import GraphError
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 _TEXT, _LIST = 8, 9
 _MOST_DIMENSIONS = 4
 
 
 class GGUFError(GraphError):
-    """A GGUF file that is not there, or is not taken: what is wrong, what was found, and what to do."""
+    """A GGUF file that is not there, or is not taken: what is wrong, what was found, and what to
+    do."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +68,15 @@ class GGUFContent:
             kinds = kind if isinstance(kind, tuple) else (kind,)
             wanted = " or ".join(each.__name__ for each in kinds)
             raise GGUFError(
-                f"{self.path.name} has {key}={value!r:.60}, where {wanted} has to stand; take another file of the model"
+                f"{self.path.name} has {key}={value!r:.60}, where {wanted} has to stand; take"
+                " another file of the model"
             )
         return value
 
 
 def read_content(path: Path) -> GGUFContent:
-    """The header of a file; what was read is kept for as long as the file stays the same. GGUFError, OSError."""
+    """The header of a file; what was read is kept for as long as the file stays the same.
+    GGUFError, OSError."""
     found = path.stat()
     return _read(path, found.st_size, found.st_mtime_ns)
 
@@ -70,14 +85,17 @@ def read_content(path: Path) -> GGUFContent:
 def _read(path: Path, size: int, changed_ns: int) -> GGUFContent:
     with path.open("rb") as file:
         if size < 24 or file.read(4) != _MAGIC:
-            raise GGUFError(f"{path} is no GGUF file: its first bytes are not {_MAGIC.decode()}; give another file")
+            raise GGUFError(
+                f"{path} is no GGUF file: its first bytes are not {_MAGIC.decode()}; give another"
+                " file"
+            )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _Reader(path, data).content()
             except (struct.error, IndexError, UnicodeDecodeError, OverflowError) as error:
                 raise GGUFError(
-                    f"{path} is cut off or damaged: its {size} bytes end within its header, or hold no text where one "
-                    f"has to stand; copy it again"
+                    f"{path} is cut off or damaged: its {size} bytes end within its header, or hold"
+                    " no text where one has to stand; copy it again"
                 ) from error
 
 
@@ -92,7 +110,8 @@ class _Reader:
         if version not in _VERSIONS:
             said = "big-endian" if not version & 0xFFFF else f"version {version}"
             raise GGUFError(
-                f"{self._path} is a GGUF file of a kind that is not read: {said}; give one of version 3, little-endian"
+                f"{self._path} is a GGUF file of a kind that is not read: {said}; give one of"
+                " version 3, little-endian"
             )
         tensors, pairs = self._count(24), self._count(13)
         metadata: dict[str, Any] = {}
@@ -109,28 +128,31 @@ class _Reader:
             name, dimensions = self._text(), self._number("<I")
             if not 0 < dimensions <= _MOST_DIMENSIONS or name in found:
                 raise GGUFError(
-                    f"{self._path} is damaged: tensor '{name}' is there twice, or has {dimensions} dimensions; copy it "
-                    f"again"
+                    f"{self._path} is damaged: tensor '{name}' is there twice, or has {dimensions}"
+                    " dimensions; copy it again"
                 )
             shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
             found[name] = shape, self._number("<I"), self._number("<Q")
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
-            raise GGUFError(f"{self._path} is damaged: general.alignment is {alignment!r}; copy it again")
+            raise GGUFError(
+                f"{self._path} is damaged: general.alignment is {alignment!r}; copy it again"
+            )
         first = self._at + -self._at % alignment
         made = {}
         for name, (shape, kind, offset) in found.items():
             if kind not in kinds:
                 raise GGUFError(
-                    f"{self._path} holds '{name}' in numbers of type {kind}, which the installed gguf does not know; "
-                    f"pip install --upgrade gguf, or give a file in another quantisation"
+                    f"{self._path} holds '{name}' in numbers of type {kind}, which the installed"
+                    " gguf does not know; pip install --upgrade gguf, or give a file in another"
+                    " quantisation"
                 )
             called, block, block_bytes = kinds[kind]
             nbytes = math.prod(shape) // block * block_bytes
             if shape[-1] % block or first + offset + nbytes > len(self._data):
                 raise GGUFError(
-                    f"{self._path} is cut off or damaged: '{name}', {list(shape)} in {called}, ends at byte "
-                    f"{first + offset + nbytes} of {len(self._data)}; copy it again"
+                    f"{self._path} is cut off or damaged: '{name}', {list(shape)} in {called}, ends"
+                    f" at byte {first + offset + nbytes} of {len(self._data)}; copy it again"
                 )
             made[name] = GGUFTensor(shape, called, first + offset, nbytes)
         return made
@@ -167,17 +189,24 @@ class _Reader:
         width = struct.calcsize(_SCALARS[inner])
         count = self._count(width)
         self._at += count * width
-        return list(struct.unpack_from(f"<{count}{_SCALARS[inner][1]}", self._data, self._at - count * width))
+        return list(
+            struct.unpack_from(
+                f"<{count}{_SCALARS[inner][1]}", self._data, self._at - count * width
+            )
+        )
 
 
 @functools.cache
 def kinds_of_numbers() -> dict[int, tuple[str, int, int]]:
-    """By a type's number: its name, how many numbers stand in a block, and bytes of a block. GGUFError without gguf."""
+    """By a type's number: its name, how many numbers stand in a block, and bytes of a block.
+    GGUFError without gguf."""
     try:
         from gguf.constants import GGML_QUANT_SIZES
     except ImportError as error:
         raise GGUFError(
-            'GGUF files are read with the package gguf, which is not installed; pip install "dataflow-rl[smollm]", or '
-            "quickly: pip install gguf"
+            "GGUF files are read with the package gguf, which is not installed; pip install"
+            ' "dataflow-rl[smollm]", or quickly: pip install gguf'
         ) from error
-    return {int(kind): (str(kind.name), block, size) for kind, (block, size) in GGML_QUANT_SIZES.items()}
+    return {
+        int(kind): (str(kind.name), block, size) for kind, (block, size) in GGML_QUANT_SIZES.items()
+    }

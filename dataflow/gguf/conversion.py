@@ -1,7 +1,8 @@
-"""Converts a GGUF file into a Hugging Face folder in this user's cache: once, whoever asks and however many do.
+"""Converts a GGUF file into a Hugging Face folder in this user's cache: once, whoever asks and
+however many do.
 
-The folder is written beside its place and renamed. Who writes holds a lock, which the kernel lets go with its process;
-others wait for as long as the folder grows.
+The folder is written beside its place and renamed. Who writes holds a lock, which the kernel lets
+go with its process; others wait for as long as the folder grows.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ _SPARE_BYTES = 64 << 20
 def converted(source: str, *, told: Callable[[str], object] = lambda said: None) -> Path:
     """The folder that a source's file stands in, converted: at once where that was done before.
 
-    The folder holds float32 wherever the file's numbers are quantised, which is what they mean: trainers compute in
-    float32 whatever a Model's dtype, and a reader of bfloat16 rounds as it reads.
-    told: hears what is done before it takes its seconds.
+    The folder holds float32 wherever the file's numbers are quantised, which is what they mean:
+    trainers compute in float32 whatever a Model's dtype, and a reader of bfloat16 rounds as it
+    reads. told: hears what is done before it takes its seconds.
 
     Raises:
-        GGUFError: the file cannot be had or converted, the cache cannot be written, or another process hangs at it.
+        GGUFError: the file cannot be had or converted, the cache cannot be written, or another
+            process hangs at it.
     """
     try:
         target = folder_of(source)
@@ -58,9 +60,9 @@ def converted(source: str, *, told: Callable[[str], object] = lambda said: None)
                 flush_to_disk(target.parent)
     except OSError as error:
         raise GGUFError(
-            f"{source} cannot be converted into a folder in the cache: {error.filename or 'its disk'} says "
-            f"{error.strerror or error}; make room or give this user the right to write there, or set XDG_CACHE_HOME "
-            f"to another folder"
+            f"{source} cannot be converted into a folder in the cache:"
+            f" {error.filename or 'its disk'} says {error.strerror or error}; make room or give"
+            " this user the right to write there, or set XDG_CACHE_HOME to another folder"
         ) from error
     return target
 
@@ -77,8 +79,8 @@ def _alone(target: Path) -> Iterator[Path]:
                 size, wait = now, Countdown(STILL_S)
             elif wait.is_over:
                 raise GGUFError(
-                    f"another process converts into {target} and has not written a byte in {STILL_S:.0f} s; end it, or "
-                    f"set XDG_CACHE_HOME to another folder"
+                    f"another process converts into {target} and has not written a byte in"
+                    f" {STILL_S:.0f} s; end it, or set XDG_CACHE_HOME to another folder"
                 )
             time.sleep(wait.slice_s)
         try:
@@ -100,7 +102,9 @@ def _convert(content: GGUFContent, folder: Path) -> None:
     files = tokenizer_files(content, decoder.config["max_position_embeddings"])
     config = dict(decoder.config)
     ends = ends_of(content)
-    generation: dict[str, Any] = {name: config[name] for name in ("bos_token_id", "pad_token_id") if name in config}
+    generation: dict[str, Any] = {
+        name: config[name] for name in ("bos_token_id", "pad_token_id") if name in config
+    }
     if ends:
         generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     files["config.json"] = json.dumps(config, indent=2)
@@ -124,16 +128,25 @@ def _convert(content: GGUFContent, folder: Path) -> None:
 def _check_room(folder: Path, tensors: Sequence[PlacedTensor]) -> None:
     need = sum(math.prod(tensor.shape) * _BYTES[tensor.dtype] for tensor in tensors) + _SPARE_BYTES
     if (free := shutil.disk_usage(folder).free) < need:
-        raise OSError(errno.ENOSPC, f"it takes {need / 2**30:.1f} GiB, and {free / 2**30:.1f} are free", str(folder))
+        raise OSError(
+            errno.ENOSPC,
+            f"it takes {need / 2**30:.1f} GiB, and {free / 2**30:.1f} are free",
+            str(folder),
+        )
 
 
 def _write_weights(content: GGUFContent, tensors: Sequence[PlacedTensor], out: BinaryIO) -> None:
-    """A safetensors file: the length of its header, the header, and every tensor, some rows of it at a time."""
+    """A safetensors file: the length of its header, the header, and every tensor, some rows of it
+    at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
         size = math.prod(tensor.shape) * _BYTES[tensor.dtype]
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + size],
+        }
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -142,7 +155,8 @@ def _write_weights(content: GGUFContent, tensors: Sequence[PlacedTensor], out: B
         for rows in rows_of(content, tensor.source, heads=tensor.heads):
             if not np.isfinite(rows).all():
                 raise GGUFError(
-                    f"{content.path} is damaged: '{tensor.source}' holds numbers that are not finite; copy it again"
+                    f"{content.path} is damaged: '{tensor.source}' holds numbers that are not"
+                    " finite; copy it again"
                 )
             out.write(_as_stored(rows, tensor.dtype))
 

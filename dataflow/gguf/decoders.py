@@ -1,7 +1,8 @@
-"""What a GGUF file's metadata and tensors are as a decoder of transformers: config.json, and which tensor is which.
+"""What a GGUF file's metadata and tensors are as a decoder of transformers: config.json, and which
+tensor is which.
 
-Families: llama (with it Mistral and SmolLM2), qwen2, qwen3. Every key and tensor is known, or the file is refused.
-"""
+Families: llama (with it Mistral and SmolLM2), qwen2, qwen3. Every key and tensor is known, or the
+file is refused."""
 
 from __future__ import annotations
 
@@ -18,23 +19,39 @@ from dataflow.gguf.numbers import dequantized, is_read, stored_as
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """By a file's general.architecture, which is transformers' model_type too."""
 _INTERLEAVED = ("llama",)
-"""Families whose files hold rows of queries and keys so that the two of a rotated pair stand side by side."""
+"""Families whose files hold rows of queries and keys so that the two of a rotated pair stand side
+by side."""
 _COUNTS = {
-    "num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",
-}  # fmt: skip
+}
 _EPSILON, _KV_HEADS = "attention.layer_norm_rms_epsilon", "attention.head_count_kv"
 _WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 _BASE, _SCALING, _FACTOR = "rope.freq_base", "rope.scaling.type", "rope.scaling.factor"
 _KNOWN = {
-    *_COUNTS.values(), _EPSILON, _KV_HEADS, *_WIDTHS, _BASE, _SCALING, _FACTOR, "vocab_size",
-    "rope.scaling.original_context_length", "rope.scaling.finetuned",
-}  # fmt: skip
+    *_COUNTS.values(),
+    _EPSILON,
+    _KV_HEADS,
+    *_WIDTHS,
+    _BASE,
+    _SCALING,
+    _FACTOR,
+    "vocab_size",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+}
 _WITHOUT_EFFECT = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
 """Further keys, with the only values that they may have."""
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""How Llama 3.1 and 3.2 stretch their rope, but for the factor: files hold what comes of it alone."""
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""How Llama 3.1 and 3.2 stretch their rope, but for the factor: files hold what comes of it
+alone."""
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -50,7 +67,8 @@ class PlacedTensor:
     dtype: str
     """In the folder, as safetensors calls it."""
     heads: int = 0
-    """Above 0: its rows are those of so many heads, each with the two of a rotated pair side by side."""
+    """Above 0: its rows are those of so many heads, each with the two of a rotated pair side by
+    side."""
 
 
 @dataclass(frozen=True)
@@ -67,48 +85,64 @@ def decoder_in(content: GGUFContent) -> DecoderInFile:
     family = content.need("general.architecture", str)
     if family not in _CLASSES:
         raise GGUFError(
-            f"{content.path.name} holds a model of architecture '{family}', which is not converted; only "
-            f"{', '.join(_CLASSES)} are; give "
-            "its folder of safetensors instead"
+            f"{content.path.name} holds a model of architecture '{family}', which is not converted;"
+            f" only {', '.join(_CLASSES)} are; give its folder of safetensors instead"
         )
     own = {
-        key.removeprefix(f"{family}."): value for key, value in content.metadata.items() if key.startswith(f"{family}.")
+        key.removeprefix(f"{family}."): value
+        for key, value in content.metadata.items()
+        if key.startswith(f"{family}.")
     }
-    odd = [key for key, value in own.items() if key not in _KNOWN and _WITHOUT_EFFECT.get(key) != value]
+    odd = [
+        key for key, value in own.items() if key not in _KNOWN and _WITHOUT_EFFECT.get(key) != value
+    ]
     if odd:
         raise GGUFError(
-            f"{content.path.name} says {family}.{odd[0]}={own[odd[0]]!r:.60}, and what that changes in the model is "
-            f"not known here; give "
-            "its folder of safetensors instead"
+            f"{content.path.name} says {family}.{odd[0]}={own[odd[0]]!r:.60}, and what that changes"
+            " in the model is not known here; give its folder of safetensors instead"
         )
     numbers = {name: _count(content, f"{family}.{key}") for name, key in _COUNTS.items()}
     heads = numbers["num_attention_heads"]
-    numbers["num_key_value_heads"] = _count(content, f"{family}.{_KV_HEADS}") if _KV_HEADS in own else heads
+    numbers["num_key_value_heads"] = (
+        _count(content, f"{family}.{_KV_HEADS}") if _KV_HEADS in own else heads
+    )
     widths = {own[key] for key in _WIDTHS if key in own} or {numbers["hidden_size"] // heads}
     if len(widths) != 1 or heads % numbers["num_key_value_heads"]:
         raise GGUFError(
-            f"{content.path.name} has heads that no decoder here has: { ({key: own.get(key) for key in _WIDTHS}) }, "
-            f"{heads} heads, {numbers['num_key_value_heads']} of keys and values; give "
-            "its folder of safetensors instead"
+            f"{content.path.name} has heads that no decoder here has:"
+            f" { ({key: own.get(key) for key in _WIDTHS}) }, {heads} heads,"
+            f" {numbers['num_key_value_heads']} of keys and values; give its folder of safetensors"
+            " instead"
         )
     vocabulary = len(content.need("tokenizer.ggml.tokens", list))
     if own.get("vocab_size", vocabulary) != vocabulary:
         raise GGUFError(
-            f"{content.path.name} is damaged: vocab_size is {own['vocab_size']}, but it has {vocabulary} tokens; copy "
-            f"it again"
+            f"{content.path.name} is damaged: vocab_size is {own['vocab_size']}, but it has"
+            f" {vocabulary} tokens; copy it again"
         )
     width = int(widths.pop())
     shapes = _shapes(family, numbers, width, vocabulary)
     tied = "output.weight" not in content.tensors
     if tied:
         del shapes["output.weight"]
-    tensors = list(_placed(content, shapes, heads if family in _INTERLEAVED else 0, numbers["num_key_value_heads"]))
+    tensors = list(
+        _placed(
+            content, shapes, heads if family in _INTERLEAVED else 0, numbers["num_key_value_heads"]
+        )
+    )
     config = {
-        "architectures": [_CLASSES[family]], "model_type": family, "vocab_size": vocabulary, **numbers,
-        "head_dim": width, "hidden_act": "silu", "rms_norm_eps": shortest(content.need(f"{family}.{_EPSILON}", float)),
-        "rope_parameters": _rope(content, own, width), "tie_word_embeddings": tied,
-        "dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[_widest(tensors)], **_special(content),
-    }  # fmt: skip
+        "architectures": [_CLASSES[family]],
+        "model_type": family,
+        "vocab_size": vocabulary,
+        **numbers,
+        "head_dim": width,
+        "hidden_act": "silu",
+        "rms_norm_eps": shortest(content.need(f"{family}.{_EPSILON}", float)),
+        "rope_parameters": _rope(content, own, width),
+        "tie_word_embeddings": tied,
+        "dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[_widest(tensors)],
+        **_special(content),
+    }
     if family == "llama":
         config |= {"attention_bias": False, "mlp_bias": False}
     if family == "qwen3":
@@ -117,7 +151,8 @@ def decoder_in(content: GGUFContent) -> DecoderInFile:
 
 
 def shortest(number: float) -> float:
-    """A number of the file, which has the precision of float32, in the fewest digits that give it again."""
+    """A number of the file, which has the precision of float32, in the fewest digits that give it
+    again."""
     return float(str(np.float32(number)))
 
 
@@ -128,54 +163,73 @@ def _count(content: GGUFContent, key: str) -> int:
     return value
 
 
-def _shapes(family: str, numbers: Mapping[str, int], width: int, vocabulary: int) -> dict[str, tuple[str, Any]]:
+def _shapes(
+    family: str, numbers: Mapping[str, int], width: int, vocabulary: int
+) -> dict[str, tuple[str, Any]]:
     """By the name in a file, transformers' name of a tensor and its shape."""
     hidden, inner = numbers["hidden_size"], numbers["intermediate_size"]
     queries, keys = numbers["num_attention_heads"] * width, numbers["num_key_value_heads"] * width
     layer: dict[str, tuple[str, Any]] = {
-        "attn_norm": ("input_layernorm", (hidden,)), "ffn_norm": ("post_attention_layernorm", (hidden,)),
-        "attn_q": ("self_attn.q_proj", (queries, hidden)), "attn_k": ("self_attn.k_proj", (keys, hidden)),
-        "attn_v": ("self_attn.v_proj", (keys, hidden)), "attn_output": ("self_attn.o_proj", (hidden, queries)),
-        "ffn_gate": ("mlp.gate_proj", (inner, hidden)), "ffn_up": ("mlp.up_proj", (inner, hidden)),
+        "attn_norm": ("input_layernorm", (hidden,)),
+        "ffn_norm": ("post_attention_layernorm", (hidden,)),
+        "attn_q": ("self_attn.q_proj", (queries, hidden)),
+        "attn_k": ("self_attn.k_proj", (keys, hidden)),
+        "attn_v": ("self_attn.v_proj", (keys, hidden)),
+        "attn_output": ("self_attn.o_proj", (hidden, queries)),
+        "ffn_gate": ("mlp.gate_proj", (inner, hidden)),
+        "ffn_up": ("mlp.up_proj", (inner, hidden)),
         "ffn_down": ("mlp.down_proj", (hidden, inner)),
-    }  # fmt: skip
+    }
     if family == "qwen3":
-        layer |= {"attn_q_norm": ("self_attn.q_norm", (width,)), "attn_k_norm": ("self_attn.k_norm", (width,))}
+        layer |= {
+            "attn_q_norm": ("self_attn.q_norm", (width,)),
+            "attn_k_norm": ("self_attn.k_norm", (width,)),
+        }
     ends = {
-        "token_embd": ("model.embed_tokens", (vocabulary, hidden)), "output_norm": ("model.norm", (hidden,)),
+        "token_embd": ("model.embed_tokens", (vocabulary, hidden)),
+        "output_norm": ("model.norm", (hidden,)),
         "output": ("lm_head", (vocabulary, hidden)),
-    }  # fmt: skip
-    shapes = {f"{name}.weight": (f"{theirs}.weight", shape) for name, (theirs, shape) in ends.items()}
+    }
+    shapes = {
+        f"{name}.weight": (f"{theirs}.weight", shape) for name, (theirs, shape) in ends.items()
+    }
     for number in range(numbers["num_hidden_layers"]):
         for name, (theirs, shape) in layer.items():
             shapes[f"blk.{number}.{name}.weight"] = f"model.layers.{number}.{theirs}.weight", shape
             if family == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
-                shapes[f"blk.{number}.{name}.bias"] = f"model.layers.{number}.{theirs}.bias", shape[:1]
+                shapes[f"blk.{number}.{name}.bias"] = (
+                    f"model.layers.{number}.{theirs}.bias",
+                    shape[:1],
+                )
     return shapes
 
 
 def _placed(
     content: GGUFContent, shapes: Mapping[str, tuple[str, Any]], heads: int, key_heads: int
 ) -> Iterator[PlacedTensor]:
-    """Each tensor of the model; GGUFError unless the file has these, in these shapes, and no other."""
-    missing, extra = shapes.keys() - content.tensors.keys(), content.tensors.keys() - shapes.keys() - {_ROPE_FACTORS}
+    """Each tensor of the model; GGUFError unless the file has these, in these shapes, and no
+    other."""
+    missing, extra = (
+        shapes.keys() - content.tensors.keys(),
+        content.tensors.keys() - shapes.keys() - {_ROPE_FACTORS},
+    )
     if missing or extra:
         raise GGUFError(
-            f"{content.path.name} holds other tensors than a model of its kind has: {sorted(missing)[:3]} are missing, "
-            f"{sorted(extra)[:3]} are not known; give "
-            "its folder of safetensors instead"
+            f"{content.path.name} holds other tensors than a model of its kind has:"
+            f" {sorted(missing)[:3]} are missing, {sorted(extra)[:3]} are not known; give its"
+            " folder of safetensors instead"
         )
     for name, (theirs, shape) in shapes.items():
         found = content.tensors[name]
         if found.shape != shape:
             raise GGUFError(
-                f"{content.path.name} is damaged: '{name}' is {list(found.shape)}, where {list(shape)} has to stand; "
-                "copy it again"
+                f"{content.path.name} is damaged: '{name}' is {list(found.shape)}, where"
+                f" {list(shape)} has to stand; copy it again"
             )
         if not is_read(found.kind):
             raise GGUFError(
-                f"{content.path.name} holds '{name}' in {found.kind}, which the package gguf cannot turn back into "
-                f"numbers; give a file in another quantisation, as Q8_0"
+                f"{content.path.name} holds '{name}' in {found.kind}, which the package gguf cannot"
+                " turn back into numbers; give a file in another quantisation, as Q8_0"
             )
         each = {"attn_q": heads, "attn_k": heads and key_heads}.get(name.split(".")[-2], 0)
         yield PlacedTensor(theirs, name, shape, stored_as(found.kind), each)
@@ -204,9 +258,9 @@ def _rope(content: GGUFContent, own: Mapping[str, Any], width: int) -> dict[str,
     stretched = {**made, "rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
     if made["rope_type"] != "default" or not _makes(stretched, factors, width):
         raise GGUFError(
-            f"{content.path.name} has a tensor {_ROPE_FACTORS} that is not how Llama 3 stretches its rope, and what "
-            f"else it may be is not known here; give "
-            "its folder of safetensors instead"
+            f"{content.path.name} has a tensor {_ROPE_FACTORS} that is not how Llama 3 stretches"
+            " its rope, and what else it may be is not known here; give its folder of safetensors"
+            " instead"
         )
     return stretched
 
@@ -224,8 +278,14 @@ def _makes(rope: Mapping[str, Any], factors: Any, width: int) -> bool:
 
 def _special(content: GGUFContent) -> dict[str, int]:
     """Ids that a config has, too."""
-    keys = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+    keys = {
+        "bos_token_id": "bos_token_id",
+        "eos_token_id": "eos_token_id",
+        "pad_token_id": "padding_token_id",
+    }
     metadata = content.metadata
     return {
-        name: metadata[f"tokenizer.ggml.{key}"] for name, key in keys.items() if f"tokenizer.ggml.{key}" in metadata
+        name: metadata[f"tokenizer.ggml.{key}"]
+        for name, key in keys.items()
+        if f"tokenizer.ggml.{key}" in metadata
     }

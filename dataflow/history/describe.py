@@ -1,5 +1,5 @@
-"""What a run folder says of its run before it begins, as plain values: in the ledger, and for people in graph.json and
-config.json."""
+"""What a run folder says of its run before it begins, as plain values: in the ledger, and for
+people in graph.json and config.json."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,9 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _OF_MODEL = ("name", "source")
 
 
-def describe(folder: RunFolder, ledger: Ledger, graph: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def describe(
+    folder: RunFolder, ledger: Ledger, graph: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
     """Put down what is run, before it runs. Errors: LedgerError."""
     ledger.set_facts({"graph": graph, "config": config})
     folder.write_json("graph.json", graph)
@@ -29,11 +31,14 @@ def describe(folder: RunFolder, ledger: Ledger, graph: Mapping[str, Any], config
 
 
 def described(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Graph and configuration, as the ledger has them; where that says nothing, as the two files do; else empty."""
+    """Graph and configuration, as the ledger has them; where that says nothing, as the two files
+    do; else empty."""
     facts: dict[str, Any] = {}
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         facts = ledger.facts()
-    return facts.get("graph") or folder.read_json("graph.json"), facts.get("config") or folder.read_json("config.json")
+    return facts.get("graph") or folder.read_json("graph.json"), facts.get(
+        "config"
+    ) or folder.read_json("config.json")
 
 
 def graph_facts(graph: Graph) -> dict[str, Any]:
@@ -41,24 +46,33 @@ def graph_facts(graph: Graph) -> dict[str, Any]:
     return {
         "name": graph.name,
         "nodes": [
-            {"name": name, "operator": type(op).__name__, "kind": op.kind, "knobs": _knobs(op), **_uses(op)}
+            {
+                "name": name,
+                "operator": type(op).__name__,
+                "kind": op.kind,
+                "knobs": _knobs(op),
+                **_uses(op),
+            }
             for name, op in graph.operators.items()
         ],
         "edges": [
             {
-                "from": u, "to": v, "plane": data["plane"], "source": data.get("source"),
+                "from": u,
+                "to": v,
+                "plane": data["plane"],
+                "source": data.get("source"),
                 "max_staleness": data.get("max_staleness"),
                 **({"refresh": dataclasses.asdict(data["refresh"])} if data.get("refresh") else {}),
                 "columns": {n: str(t) for n, t in data.get("columns", {}).items()},
             }
             for u, v, data in graph.nx.edges(data=True)
         ],
-    }  # fmt: skip
+    }
 
 
 def model_of(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a node of such facts, the model that it uses: `name`, `source` and, of a GGUF file, `files`: its name and
-    digest; empty where it has none, and in folders that do not say it."""
+    """Of a node of such facts, the model that it uses: `name`, `source` and, of a GGUF file,
+    `files`: its name and digest; empty where it has none, and in folders that do not say it."""
     found = node.get("model")
     return found if isinstance(found, dict) else {}
 
@@ -79,26 +93,42 @@ def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
         for node, place in plan.placements.items()
     }
     return {
-        "max_staleness": staleness, "leading": leading(graph), "plan": plan.explain().splitlines(),
-        "placed": placed, "on_demand": list(plan.on_demand), "turns": [list(group) for group in plan.turns],
+        "max_staleness": staleness,
+        "leading": leading(graph),
+        "plan": plan.explain().splitlines(),
+        "placed": placed,
+        "on_demand": list(plan.on_demand),
+        "turns": [list(group) for group in plan.turns],
         "settable": _settable(graph),
-        **({"hosts": {node: list(place.all_hosts) for node, place in plan.placements.items()}}
-           if plan.devices.hosts else {}),
-    }  # fmt: skip
+        **(
+            {"hosts": {node: list(place.all_hosts) for node, place in plan.placements.items()}}
+            if plan.devices.hosts
+            else {}
+        ),
+    }
 
 
 def consumers(graph: Graph) -> dict[str, list[str]]:
-    """By trainer and evaluation, the sources whose groups it consumes: whose outcomes the ledger knows."""
-    return {name: sources_of(graph, name) for name, op in graph.operators.items() if op.trains or op.traits.every_steps}
+    """By trainer and evaluation, the sources whose groups it consumes: whose outcomes the ledger
+    knows."""
+    return {
+        name: sources_of(graph, name)
+        for name, op in graph.operators.items()
+        if op.trains or op.traits.every_steps
+    }
 
 
 def _settable(graph: Graph) -> dict[str, dict[str, dict[str, Any]]]:
-    """By node and knob that may change while it goes on, the declared value, and from when on another one counts."""
+    """By node and knob that may change while it goes on, the declared value, and from when on
+    another one counts."""
     found = {name: settable_of(graph, name) for name in graph.operators}
     return {
-        name: {knob: {"value": plain_value(each.value), "at": each.at} for knob, each in knobs.items()}
-        for name, knobs in found.items() if knobs
-    }  # fmt: skip
+        name: {
+            knob: {"value": plain_value(each.value), "at": each.at} for knob, each in knobs.items()
+        }
+        for name, knobs in found.items()
+        if knobs
+    }
 
 
 def _uses(operator: Operator) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What a run runs on: the versions of what it uses, and the machine, as plain values; imports none of it."""
+"""What a run runs on: the versions of what it uses, and the machine, as plain values; imports none
+of it."""
 
 import contextlib
 import functools
@@ -13,20 +14,38 @@ from dataflow.planning.hosts import Devices
 
 KEY = "environment"
 """In config.json."""
-_PACKAGES = ("dataflow-rl", "torch", "transformers", "tokenizers", "safetensors", "peft", "vllm", "triton", "pyarrow",
-             "pyzmq", "numpy")  # fmt: skip
+_PACKAGES = (
+    "dataflow-rl",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "peft",
+    "vllm",
+    "triton",
+    "pyarrow",
+    "pyzmq",
+    "numpy",
+)
 _GPUS = Path("/proc/driver/nvidia")
 
 
 def environment(devices: Devices) -> dict[str, Any]:
     """Of this machine and this process. devices: what the run has here."""
     found: dict[str, Any] = {
-        "python": platform.python_version(), "system": f"{platform.system()} {platform.release()}",
-        "processor": _processor(), "cpus": devices.cpus, "memory_bytes": devices.memory_bytes,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": _processor(),
+        "cpus": devices.cpus,
+        "memory_bytes": devices.memory_bytes,
         "packages": package_versions(),
-    }  # fmt: skip
+    }
     if devices.gpus:
-        found |= {"gpus": devices.gpus, "gpu_models": _gpu_models(), "gpu_driver": _first(_GPUS / "version")}
+        found |= {
+            "gpus": devices.gpus,
+            "gpu_models": _gpu_models(),
+            "gpu_driver": _first(_GPUS / "version"),
+        }
     if threads := os.environ.get("OMP_NUM_THREADS"):
         found["OMP_NUM_THREADS"] = threads
     return found
@@ -47,7 +66,9 @@ def _version(package: str) -> str:
 def _processor() -> str:
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+        )
     return platform.processor() or platform.machine()
 
 
@@ -55,7 +76,9 @@ def _gpu_models() -> list[str]:
     found = []
     for path in sorted(_GPUS.glob("gpus/*/information")):
         with contextlib.suppress(OSError):
-            found += re.findall(r"^Model:\s*(.+?)\s*$", path.read_text(errors="replace"), re.MULTILINE)
+            found += re.findall(
+                r"^Model:\s*(.+?)\s*$", path.read_text(errors="replace"), re.MULTILINE
+            )
     return found
 
 

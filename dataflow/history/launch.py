@@ -1,4 +1,5 @@
-"""How a run was started, so that it can be started again: the program, its arguments, its working directory."""
+"""How a run was started, so that it can be started again: the program, its arguments, its working
+directory."""
 
 import contextlib
 import grp
@@ -38,7 +39,8 @@ class Launch:
     flags: Mapping[str, Any] = field(default_factory=dict)
     """What the flags of `build` came to."""
     config: str = ""
-    """The text of a file that gives all flags again; it lies in the run's folder, see `RunFolder.flags`."""
+    """The text of a file that gives all flags again; it lies in the run's folder, see
+    `RunFolder.flags`."""
 
     @property
     def name(self) -> str:
@@ -62,20 +64,23 @@ class Launch:
         return None
 
     def command(self, *more: str) -> list[str]:
-        """The command line with which it is started again. Errors: RunError when the program is not there any more."""
+        """The command line with which it is started again. Errors: RunError when the program is not
+        there any more."""
         if missing := self._missing():
             raise RunError(
                 f"the run was started {missing}; put it back as it was, PYTHONPATH too, or call "
-                f"run(graph, resume=...) in a script"
+                "run(graph, resume=...) in a script"
             )
         how = ["-m", self.module] if self.module else [self.file]
         return [sys.executable, *how, *self.arguments, *more]
 
     def run_here(self) -> None:
-        """Run it in this process, as `command` would in one of its own. Errors: RunError when it is not there; what the
-        program raises, SystemExit among it."""
+        """Run it in this process, as `command` would in one of its own. Errors: RunError when it is
+        not there; what the program raises, SystemExit among it."""
         if missing := self._missing():
-            raise RunError(f"the program was started {missing}; have it at the same place on every host")
+            raise RunError(
+                f"the program was started {missing}; have it at the same place on every host"
+            )
         os.chdir(self.folder)
         sys.argv = [self.file or self.module, *self.arguments]
         sys.path.insert(0, self.folder if self.module else str(Path(self.file).parent))
@@ -114,16 +119,21 @@ def this_launch() -> Launch | None:
 
 
 def check_text(*more: tuple[str, str]) -> None:
-    """Refuse a program, its arguments, its folder, and `more`, what it is and how it goes, which no file of a run could
-    hold: they are UTF-8, and on Linux a name may be any bytes. Errors: GraphError."""
-    given = (("the folder it starts in", str(Path.cwd())), *(("an argument of the program", each) for each in sys.argv))
+    """Refuse a program, its arguments, its folder, and `more`, what it is and how it goes, which no
+    file of a run could hold: they are UTF-8, and on Linux a name may be any bytes. Errors:
+    GraphError."""
+    given = (
+        ("the folder it starts in", str(Path.cwd())),
+        *(("an argument of the program", each) for each in sys.argv),
+    )
     for what, text in (*given, *more):
         try:
             text.encode()
         except UnicodeEncodeError as error:
             near = text[max(0, error.start - 40) : error.end + 40]
             raise GraphError(
-                f"{what} is no text that UTF-8 knows, in which a run's files are written: {near!a}; rename it"
+                f"{what} is no text that UTF-8 knows, in which a run's files are written: {near!a};"
+                " rename it"
             ) from None
 
 
@@ -134,21 +144,27 @@ def recorded_launch(folder: RunFolder) -> Launch | None:
 
 
 def start_again(
-    folder: RunFolder, *more: str, trust: bool = False, origin: str = "", doubts: Sequence[str] | None = None
-) -> NoReturn:  # fmt: skip
-    """Become the program that started the run in a folder, with more arguments: this process is replaced.
+    folder: RunFolder,
+    *more: str,
+    trust: bool = False,
+    origin: str = "",
+    doubts: Sequence[str] | None = None,
+) -> NoReturn:
+    """Become the program that started the run in a folder, with more arguments: this process is
+    replaced.
 
-    trust: whether it may be one that another user's folder names; else somebody at a terminal is asked. origin: the
-    address that the folder was made from, where others may write. doubts: what `doubts_of` found before anybody read
-    the folder's ledger; None: nobody has.
+    trust: whether it may be one that another user's folder names; else somebody at a terminal is
+    asked. origin: the address that the folder was made from, where others may write. doubts: what
+    `doubts_of` found before anybody read the folder's ledger; None: nobody has.
     Errors: RunError when it is not there any more, nothing says which it was, or it may not be run.
     """
     doubts = doubts_of(folder) if doubts is None else doubts
     launch = recorded_launch(folder)
     if launch is None:
         raise RunError(
-            f"'{folder.path.name}' was started by a script that calls run(...), not main(build), so nothing says how "
-            f"its graph is made; call run(graph, resume='{folder.path}') in that script"
+            f"'{folder.path.name}' was started by a script that calls run(...), not main(build), so"
+            f" nothing says how its graph is made; call run(graph, resume='{folder.path}') in that"
+            " script"
         )
     command = launch.command(*more)
     if origin and not doubts:
@@ -162,13 +178,17 @@ def start_again(
 
 
 def check_owner(
-    folder: RunFolder, launch: Launch, trust: bool, doubts: Sequence[str], ask: Callable[[str], bool] | None = None
+    folder: RunFolder,
+    launch: Launch,
+    trust: bool,
+    doubts: Sequence[str],
+    ask: Callable[[str], bool] | None = None,
 ) -> None:
-    """Have the program that a folder names which others could have written run only if this user wants it: it would run
-    with his rights.
+    """Have the program that a folder names which others could have written run only if this user
+    wants it: it would run with his rights.
 
-    doubts: how they could. ask: puts a question to somebody; None: at the terminal, if there is one. Errors: RunError
-    when nobody says yes.
+    doubts: how they could. ask: puts a question to somebody; None: at the terminal, if there is
+    one. Errors: RunError when nobody says yes.
     """
     if trust or not doubts:
         return
@@ -178,40 +198,52 @@ def check_owner(
         ask = _ask if sys.stdin.isatty() and sys.stderr.isatty() else lambda question: False
     if not ask(f"{why}, and names a program to run as {_user(os.getuid())}: {wanted}"):
         raise RunError(
-            f"{why}, and what it names would run with your rights: {wanted} in '{launch.folder}'; look at it, then say "
-            f"yes at a terminal, or give --trust"
+            f"{why}, and what it names would run with your rights: {wanted} in '{launch.folder}';"
+            " look at it, then say yes at a terminal, or give --trust"
         )
 
 
 def trusted(folder: RunFolder) -> RunFolder:
-    """The same for a program that goes on with a run: the folder names what it runs beside, operators that were swapped
-    in and trackers. Errors: RunError unless `start_again` has looked already."""
+    """The same for a program that goes on with a run: the folder names what it runs beside,
+    operators that were swapped in and trackers. Errors: RunError unless `start_again` has looked
+    already."""
     if (doubts := doubts_of(folder)) and os.environ.get(TRUSTED) != str(folder.path):
         raise RunError(
-            f"'{folder.path}' {', and '.join(doubts)}, and what it names would run with your rights; look at it, then "
-            f"go on with dataflow resume --trust, or have it belong to you alone (chown, chmod go-w)"
+            f"'{folder.path}' {', and '.join(doubts)}, and what it names would run with your"
+            " rights; look at it, then go on with dataflow resume --trust, or have it belong to"
+            " you alone (chown, chmod go-w)"
         )
     return folder
 
 
 def doubts_of(folder: RunFolder) -> list[str]:
-    """Why others than this user could have written what a run folder has run: `belongs to user 'a'`. To be asked before
-    the ledger is opened: where root does that, SQLite gives him the log that another has put there."""
+    """Why others than this user could have written what a run folder has run: `belongs to user
+    'a'`. To be asked before the ledger is opened: where root does that, SQLite gives him the log
+    that another has put there."""
     found: dict[str, None] = {}
-    for path in (folder.path, *sorted(folder.path.glob("ledger.db*")), folder.config, folder.graph_json):
+    for path in (
+        folder.path,
+        *sorted(folder.path.glob("ledger.db*")),
+        folder.config,
+        folder.graph_json,
+    ):
         which = "" if path == folder.path else f"has a {path.name} that "
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
             if status.st_uid != os.getuid():
                 found[f"{which}belongs to {_user(status.st_uid)}"] = None
-            if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and _has_others(status)):
-                found[f"{which}may be written by others (mode {stat.S_IMODE(status.st_mode):o})"] = None
+            if status.st_mode & stat.S_IWOTH or (
+                status.st_mode & stat.S_IWGRP and _has_others(status)
+            ):
+                found[
+                    f"{which}may be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+                ] = None
     return list(found)
 
 
 def _has_others(status: os.stat_result) -> bool:
-    """Whether others than its owner are in the group of a file: not in one of his own name, which many systems give to
-    each user, and not in one without a name."""
+    """Whether others than its owner are in the group of a file: not in one of his own name, which
+    many systems give to each user, and not in one without a name."""
     with contextlib.suppress(KeyError):
         group = grp.getgrgid(status.st_gid)
         owner = pwd.getpwuid(status.st_uid).pw_name
@@ -234,12 +266,13 @@ def check_flags(recorded: Launch, now: Mapping[str, Any]) -> None:
     """Refuse flags that are not those of the run. Errors: GraphError, which names them."""
     changed = [
         f"--{name.replace('_', '-')} was {recorded.flags.get(name)!r} and is {plain_flag(value)!r}"
-        for name, value in now.items() if name in recorded.flags and recorded.flags[name] != plain_flag(value)
-    ]  # fmt: skip
+        for name, value in now.items()
+        if name in recorded.flags and recorded.flags[name] != plain_flag(value)
+    ]
     if changed:
         raise GraphError(
-            f"a run goes on with the flags that it began with, but {'; '.join(changed)}; leave them as they were "
-            f"(`dataflow resume` does), or start a new run"
+            f"a run goes on with the flags that it began with, but {'; '.join(changed)}; leave them"
+            " as they were (`dataflow resume` does), or start a new run"
         )
 
 
@@ -252,9 +285,11 @@ def plain_flag(value: Any) -> Any:
 
 
 def _found(module: str, folder: str) -> bool:
-    """Whether `python -m module` would find it from a folder; asks for the file of its first package alone."""
+    """Whether `python -m module` would find it from a folder; asks for the file of its first
+    package alone."""
     package = module.split(".")[0]
-    with contextlib.suppress(ImportError, ValueError):  # an installation that is edited has a finder of its own
+    # an installation that is edited has a finder of its own
+    with contextlib.suppress(ImportError, ValueError):
         if importlib.util.find_spec(package) is not None:
             return True
     return importlib.machinery.PathFinder.find_spec(package, [folder, *sys.path]) is not None

@@ -1,4 +1,5 @@
-"""Trains a run's recorded rollouts again, without a generator: which steps, from where, and whether losses repeat."""
+"""Trains a run's recorded rollouts again, without a generator: which steps, from where, and whether
+losses repeat."""
 
 import dataclasses
 import json
@@ -35,7 +36,8 @@ class Wishes:
 
     run: str
     first: int = 0
-    """Step behind the weights to start from; the newest good checkpoint at or before it is taken."""
+    """Step behind the weights to start from; the newest good checkpoint at or before it is
+    taken."""
     last: int | None = None
     """Last step to train; None: the last that the run made."""
     loss: str = ""
@@ -105,8 +107,8 @@ class Compared:
     recorded_grad_norm: float | None
     grad_norm: float | None
     other_logprobs: int | None = None
-    """Tokens of which the trainer now computes another log-probability than the run has kept; None: it has
-    kept none, or the loss is another one."""
+    """Tokens of which the trainer now computes another log-probability than the run has kept; None:
+    it has kept none, or the loss is another one."""
 
     @property
     def difference(self) -> float:
@@ -119,8 +121,8 @@ class Compared:
 def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
     """Train a run's steps again, in order, from its Arrow files; what came of each.
 
-    It writes nothing into the run's folder. Errors: GraphError for another graph than the run's; RunError when there
-    is nothing to train, or its rollouts are not those that the ledger names.
+    It writes nothing into the run's folder. Errors: GraphError for another graph than the run's;
+    RunError when there is nothing to train, or its rollouts are not those that the ledger names.
     """
     folder = RunFolder.open(wishes.run)
     recorded = RecordedRun.read(folder)
@@ -131,7 +133,10 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
         raise GraphError(f"'{node}' is a {type(trainer).__name__}, which cannot replay steps")
     out = Path(wishes.out).absolute() if wishes.out else None
     if out is not None and out.resolve().is_relative_to(folder.path):
-        raise RunError(f"a replay writes nothing into the run's folder, but --out is '{out}'; give another folder")
+        raise RunError(
+            f"a replay writes nothing into the run's folder, but --out is '{out}'; give another"
+            " folder"
+        )
     own = own_folder(graph, node)
     with Ledger.open(folder.ledger, readonly=True) as ledger:
         made, missing = ledger.steps(node, 0, wishes.last), gone(ledger, node)
@@ -139,21 +144,36 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
     if start < missing:
         raise RunError(_not_kept(folder.checkpoints_of(own), node, start, missing))
     script = ReplayScript(
-        node=node, start=start, checkpoint=place, steps=steps_to_train(node, made, start, wishes.last),
-        read=lambda step: rows_of(folder, step, own), threads=_threads(recorded, node), device=wishes.device,
-        seed=recorded.seed, loss=wishes.loss, out=out,
+        node=node,
+        start=start,
+        checkpoint=place,
+        steps=steps_to_train(node, made, start, wishes.last),
+        read=lambda step: rows_of(folder, step, own),
+        threads=_threads(recorded, node),
+        device=wishes.device,
+        seed=recorded.seed,
+        loss=wishes.loss,
+        out=out,
         changes=[each for each in read_changes(folder) if each.node == node],
-    )  # fmt: skip
+    )
     for step, found in zip(script.steps, trainer.replay(script), strict=True):
         yield Compared(
-            step=step.step, recorded_loss=_finite(step.metrics.get("loss")), loss=_finite(found["loss"]),
-            recorded_grad_norm=_finite(step.metrics.get("grad_norm")), grad_norm=_finite(found["grad_norm"]),
-            other_logprobs=None if wishes.loss or "other_logprobs" not in found else int(found["other_logprobs"]),
-        )  # fmt: skip
+            step=step.step,
+            recorded_loss=_finite(step.metrics.get("loss")),
+            loss=_finite(found["loss"]),
+            recorded_grad_norm=_finite(step.metrics.get("grad_norm")),
+            grad_norm=_finite(found["grad_norm"]),
+            other_logprobs=(
+                None
+                if wishes.loss or "other_logprobs" not in found
+                else int(found["other_logprobs"])
+            ),
+        )
 
 
 def starting_point(checkpoints: Checkpoints, first: int) -> tuple[int, Path | None]:
-    """The newest undamaged checkpoint of a step that is not above `first`, and its folder; 0 and None without one."""
+    """The newest undamaged checkpoint of a step that is not above `first`, and its folder; 0 and
+    None without one."""
     for step in reversed(checkpoints.steps()):
         if step <= first and checkpoints.damage(step) is None:
             return step, checkpoints.folder(step)
@@ -161,36 +181,50 @@ def starting_point(checkpoints: Checkpoints, first: int) -> tuple[int, Path | No
 
 
 def _not_kept(checkpoints: Checkpoints, node: str, start: int, missing: int) -> str:
-    good = [step for step in checkpoints.steps() if step >= missing and checkpoints.damage(step) is None]
-    advice = f"give --from {good[0]}" if good else f"make the next run with a larger {KNOB}, and with checkpoint_every"
+    good = [
+        step for step in checkpoints.steps() if step >= missing and checkpoints.damage(step) is None
+    ]
+    advice = (
+        f"give --from {good[0]}"
+        if good
+        else f"make the next run with a larger {KNOB}, and with checkpoint_every"
+    )
     return (
-        f"the rollouts of '{node}' up to step {missing} were not kept, and this replay would train those from step "
-        f"{start + 1} on; {advice}"
+        f"the rollouts of '{node}' up to step {missing} were not kept, and this replay would train"
+        f" those from step {start + 1} on; {advice}"
     )
 
 
-def steps_to_train(node: str, made: Sequence[MadeStep], start: int, last: int | None) -> list[MadeStep]:
-    """Those after `start`. Errors: RunError when there is none, or the run did not come to `last`."""
+def steps_to_train(
+    node: str, made: Sequence[MadeStep], start: int, last: int | None
+) -> list[MadeStep]:
+    """Those after `start`. Errors: RunError when there is none, or the run did not come to
+    `last`."""
     end = made[-1].step if made else 0
     if last is not None and last > end:
-        raise RunError(f"'{node}' made {end} steps, so none can be replayed up to {last}; give --to {end} or less")
+        raise RunError(
+            f"'{node}' made {end} steps, so none can be replayed up to {last}; give --to {end} or"
+            " less"
+        )
     found = [step for step in made if step.step > start]
     if not found:
         raise RunError(
-            f"'{node}' made {end} steps, and the replay would start from step {start}: nothing is left to train; "
-            f"give a smaller --from"
+            f"'{node}' made {end} steps, and the replay would start from step {start}: nothing is"
+            " left to train; give a smaller --from"
         )
     return found
 
 
 def rows_of(folder: RunFolder, step: MadeStep, own: str | None) -> pa.Table:
-    """What a step trained. Errors: RunFolderError when the file is missing, damaged, or of other groups."""
+    """What a step trained. Errors: RunFolderError when the file is missing, damaged, or of other
+    groups."""
     table = folder.rollouts_of(own).read(step.step)
     found = pc.unique(table.column(GROUP_ID)).to_pylist()
     if found != list(step.trained):
         raise RunFolderError(
-            f"'{folder.rollouts_of(own).step_file(step.step)}' holds other groups than step {step.step} trained: found "
-            f"{some(found)} instead of {some(step.trained)}; it was overwritten, or taken from another run"
+            f"'{folder.rollouts_of(own).step_file(step.step)}' holds other groups than step"
+            f" {step.step} trained: found {some(found)} instead of {some(step.trained)}; it was"
+            " overwritten, or taken from another run"
         )
     return table
 
@@ -200,7 +234,10 @@ def report_replay(graph: Graph, wishes: Wishes) -> int:
     compared = []
     if not wishes.json:
         said = wishes.loss or "replayed"
-        print(f"{'step':>6} {'loss, recorded':>24} {f'loss, {said}':>24} {'difference':>12} {'grad norms':>24}")
+        print(
+            f"{'step':>6} {'loss, recorded':>24} {f'loss, {said}':>24} {'difference':>12}"
+            f" {'grad norms':>24}"
+        )
     for each in replay(graph, wishes):
         compared.append(each)
         if not wishes.json:
@@ -210,7 +247,9 @@ def report_replay(graph: Graph, wishes: Wishes) -> int:
     repeats = same == len(compared) and (wishes.tolerance > 0 or not any(kept))
     status = 0 if wishes.loss or repeats else 1
     if wishes.json:
-        steps = [dataclasses.asdict(each) | {"difference": _finite(each.difference)} for each in compared]
+        steps = [
+            dataclasses.asdict(each) | {"difference": _finite(each.difference)} for each in compared
+        ]
         facts = {"run": wishes.run, "loss": wishes.loss or None, "same": same, "steps": steps}
         facts["other_logprobs"] = sum(kept) if kept else None
         print(json.dumps(facts, allow_nan=False))
@@ -218,7 +257,10 @@ def report_replay(graph: Graph, wishes: Wishes) -> int:
         exactly = "bit for bit" if not wishes.tolerance else f"within {wishes.tolerance:g}"
         print(f"{same} of {len(compared)} losses are the recorded ones, {exactly}")
         if kept:
-            print(f"{sum(kept) or 'no'} tokens have other log-probabilities than the trainer computed in the run")
+            print(
+                f"{sum(kept) or 'no'} tokens have other log-probabilities than the trainer computed"
+                " in the run"
+            )
         if status:
             print(_why(graph, wishes))
     return status
@@ -242,13 +284,19 @@ def _why(graph: Graph, wishes: Wishes) -> str:
     placed = RecordedRun.read(RunFolder.open(wishes.run)).config.get("placed", {})
     place = placed.get(_trainer(graph, wishes.trainer), {})
     if place.get("gpus") or place.get("ranks", 1) > 1 or wishes.device != "cpu":
-        return "a sum's last bits depend on the device and on the number of ranks; give --tolerance, as in 1e-4"
+        return (
+            "a sum's last bits depend on the device and on the number of ranks; give --tolerance,"
+            " as in 1e-4"
+        )
     return "the trainer, its loss or a library is not what it was when the run was made"
 
 
 def _line(each: Compared) -> str:
     norms = f"{_text(each.recorded_grad_norm, 11)} {_text(each.grad_norm, 11)}"
-    return f"{each.step:>6} {_text(each.recorded_loss)} {_text(each.loss)} {each.difference:>12.3g} {norms:>24}"
+    return (
+        f"{each.step:>6} {_text(each.recorded_loss)} {_text(each.loss)} {each.difference:>12.3g}"
+        f" {norms:>24}"
+    )
 
 
 def _text(value: float | None, width: int = 24) -> str:

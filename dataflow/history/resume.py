@@ -1,4 +1,5 @@
-"""Takes up a run in its own folder: whether it may go on, how far it had come, and what is put in order before."""
+"""Takes up a run in its own folder: whether it may go on, how far it had come, and what is put in
+order before."""
 
 import contextlib
 import json
@@ -26,8 +27,12 @@ from dataflow.system.optional_files import Kind
 from dataflow.worker.kept_counts import EdgeSums, known_edges
 
 TIMES: Mapping[str, Kind] = {
-    "outcome": str, "seconds": (int, float), "busy_seconds": dict, "beside_seconds": dict, "edges": dict,
-}  # fmt: skip
+    "outcome": str,
+    "seconds": (int, float),
+    "busy_seconds": dict,
+    "beside_seconds": dict,
+    "edges": dict,
+}
 """What times.json holds, once it is there."""
 CUT_OFF = "round cut off"
 """Why groups of an evaluation are dropped that had not finished when their run ended."""
@@ -59,12 +64,13 @@ class RecordedRun:
 
     @classmethod
     def read(cls, folder: RunFolder) -> "RecordedRun":
-        """Errors: RunFolderError when neither the ledger nor graph.json and config.json say what the run is."""
+        """Errors: RunFolderError when neither the ledger nor graph.json and config.json say what
+        the run is."""
         graph, config = described(folder)
         if not {"nodes", "edges"} <= graph.keys() or "seed" not in config:
             raise RunFolderError(
-                f"nothing says what '{folder.path.name}' runs: it stands neither in ledger.db nor in graph.json and "
-                f"config.json; take these from a backup, or start a new run"
+                f"nothing says what '{folder.path.name}' runs: it stands neither in ledger.db nor"
+                " in graph.json and config.json; take these from a backup, or start a new run"
             )
         return cls(graph=graph, config=config, times=folder.read_json("times.json", TIMES))
 
@@ -81,7 +87,9 @@ class RecordedRun:
 
     def has(self, facts: Mapping[str, Any]) -> bool:
         """Whether its configuration says all of this."""
-        return all(self.config.get(name) == value for name, value in json.loads(to_json(facts)).items())
+        return all(
+            self.config.get(name) == value for name, value in json.loads(to_json(facts)).items()
+        )
 
     @property
     def part(self) -> int:
@@ -95,7 +103,8 @@ class RecordedRun:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is not the same in two graph.json, for people; none where a run of the one may go on with the other."""
+    """What is not the same in two graph.json, for people; none where a run of the one may go on
+    with the other."""
     found = []
     if before["name"] != now["name"]:
         found.append(f"the graph was called '{before['name']}' and is called '{now['name']}'")
@@ -107,7 +116,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         was, is_now = old[name], new[name]
         if was["operator"] != is_now["operator"]:
             found.append(f"'{name}' was a {was['operator']} and is a {is_now['operator']}")
-        found += [f"{knob} of '{name}' {change}" for knob, change in _changes(was["knobs"], is_now["knobs"])]
+        found += [
+            f"{knob} of '{name}' {change}"
+            for knob, change in _changes(was["knobs"], is_now["knobs"])
+        ]
         files = [{"file": str(model_of(node).get("files"))} for node in (was, is_now)]
         found += [f"{fact} of the model of '{name}' {change}" for fact, change in _changes(*files)]
     old, new = ({_ends(edge): edge for edge in graph["edges"]} for graph in (before, now))
@@ -117,15 +129,18 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def check_same(folder: RunFolder, recorded: RecordedRun, now: Mapping[str, Any], seed: int | None) -> None:
-    """Refuse a graph or a seed that is not the run's. Errors: GraphError, which names what differs."""
+def check_same(
+    folder: RunFolder, recorded: RecordedRun, now: Mapping[str, Any], seed: int | None
+) -> None:
+    """Refuse a graph or a seed that is not the run's. Errors: GraphError, which names what
+    differs."""
     found = differences(recorded.graph, now)
     if seed is not None and seed != recorded.seed:
         found.append(f"the seed was {recorded.seed} and is {seed}")
     if found:
         raise GraphError(
-            f"'{folder.path.name}' cannot go on with this graph, as it is not the one that it began with: "
-            f"{'; '.join(found)}; make it the same again, or start a new run"
+            f"'{folder.path.name}' cannot go on with this graph, as it is not the one that it began"
+            f" with: {'; '.join(found)}; make it the same again, or start a new run"
         )
 
 
@@ -137,23 +152,29 @@ def check_end(name: str, recorded: RecordedRun, steps: int | None, made: Mapping
     least = min(made.values(), default=0)
     most = max(made.values(), default=0)
     if steps is not None and steps < most:
-        raise RunError(f"'{name}' has made {most} steps, more than the {steps} asked for; ask for more, or for none")
+        raise RunError(
+            f"'{name}' has made {most} steps, more than the {steps} asked for; ask for more, or for"
+            " none"
+        )
     if not recorded.is_finished:
         return
     if recorded.steps is None or least < recorded.steps:
         raise RunError(
-            f"'{name}' is finished: its prompts ended{f' after step {least}' if made else ''}; start a new run, "
-            f"from its last checkpoint if you like"
+            f"'{name}' is finished: its prompts ended{f' after step {least}' if made else ''};"
+            " start a new run, from its last checkpoint if you like"
         )
     if steps is not None and steps <= least:
-        raise RunError(f"'{name}' is finished: it has made its {least} steps; give it more, as in --steps {2 * least}")
+        raise RunError(
+            f"'{name}' is finished: it has made its {least} steps; give it more, as in --steps"
+            f" {2 * least}"
+        )
 
 
 def take_up(folder: RunFolder, graph: Graph, recorded: RecordedRun, steps: int | None) -> Begun:
     """Put a run in order that is to go on, once nobody else has a hand in it; how far it had come.
 
-    Rounds of evaluations that were under way are given up, as they are asked for again; what processes of the same
-    names would overwrite gets another name.
+    Rounds of evaluations that were under way are given up, as they are asked for again; what
+    processes of the same names would overwrite gets another name.
     Errors: RunError when it is finished; LedgerError when its ledger is damaged or missing.
     """
     consumed = consumers(graph)
@@ -175,29 +196,37 @@ def take_up(folder: RunFolder, graph: Graph, recorded: RecordedRun, steps: int |
     number_finished(folder.path, recorded.part)
     times = recorded.times
     return Begun(
-        steps=made, rounds=rounds, seconds=float(times.get("seconds", 0.0)),
-        busy_seconds=times.get("busy_seconds", {}), beside_seconds=times.get("beside_seconds", {}),
+        steps=made,
+        rounds=rounds,
+        seconds=float(times.get("seconds", 0.0)),
+        busy_seconds=times.get("busy_seconds", {}),
+        beside_seconds=times.get("beside_seconds", {}),
         edges=known_edges(times.get("edges")),
-    )  # fmt: skip
+    )
 
 
 def forgotten(folder: RunFolder, ledger: Ledger, node: str, own: str | None) -> str:
-    """What a run's files show that its ledger has committed and does not know; empty: nothing. node: a trainer. own:
-    its folder, where it has one.
+    """What a run's files show that its ledger has committed and does not know; empty: nothing.
+    node: a trainer. own: its folder, where it has one.
 
-    The file of a step is written once the step before it is committed, and the groups in it were issued; a checkpoint
-    is marked once its step is, on the disk itself."""
+    The file of a step is written once the step before it is committed, and the groups in it were
+    issued; a checkpoint is marked once its step is, on the disk itself."""
     files, marked = folder.rollouts_of(own).files("step"), folder.checkpoints_of(own).steps()
     known = ledger.furthest_step(node)
     shown = max([*(step - 1 for step, _ in files), *marked], default=0)
     begun = shown <= known and files and files[-1][0] > known
     if shown <= known and not (begun and _are_unknown(folder, ledger, node, files[-1][1])):
         return ""
-    last = f"checkpoints/step-{shown:06d}" if shown in marked else files[-1][1].relative_to(folder.path)
+    last = (
+        f"checkpoints/step-{shown:06d}"
+        if shown in marked
+        else files[-1][1].relative_to(folder.path)
+    )
     return (
-        f"ledger.db knows '{node}' up to step {known}, but {last} is there: what was committed last is lost, with "
-        f"ledger.db-wal or by a power cut; put both files back as they were, or move what is of steps after {known} "
-        f"away from rollouts/ and checkpoints/ to have them made anew"
+        f"ledger.db knows '{node}' up to step {known}, but {last} is there: what was committed last"
+        " is lost, with ledger.db-wal or by a power cut; put both files back as they were, or move"
+        f" what is of steps after {known} away from rollouts/ and checkpoints/ to have them made"
+        " anew"
     )
 
 
@@ -222,7 +251,8 @@ def has_begun(folder: RunFolder) -> bool:
 
 
 def go_on_with(folder: RunFolder, launch: object) -> str:
-    """What a user does to take a run up again that has failed. launch: how it was started; None: by a call of run."""
+    """What a user does to take a run up again that has failed. launch: how it was started; None: by
+    a call of run."""
     path = folder.path
     short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     if launch is None:
@@ -235,11 +265,14 @@ def _ledger(folder: RunFolder, consumed: Mapping[str, list[str]]) -> Ledger:
     if folder.ledger.exists():
         Ledger.prove(folder.ledger)
         return Ledger.open(folder.ledger)
-    left = [path for path in (folder.rollouts, folder.path / "checkpoints") if any(path.rglob("*.*"))]
+    left = [
+        path for path in (folder.rollouts, folder.path / "checkpoints") if any(path.rglob("*.*"))
+    ]
     if left or folder.metrics.exists():
         what = left[0].name if left else folder.metrics.name
         raise RunError(
-            f"'{folder.path.name}' has no ledger.db, but {what}: it was lost; take it from a backup, or start a new run"
+            f"'{folder.path.name}' has no ledger.db, but {what}: it was lost; take it from a"
+            " backup, or start a new run"
         )
     return Ledger.create(folder.ledger, consumed)
 
@@ -260,7 +293,8 @@ def _number_trace(folder: RunFolder) -> None:
 
 
 def _ends(edge: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    source = edge.get("source") or edge.get("lane")  # "lane" in folders made before the word was dropped
+    # "lane" in folders made before the word was dropped
+    source = edge.get("source") or edge.get("lane")
     return edge["from"], edge["to"], edge["plane"], source or ""
 
 
@@ -271,7 +305,10 @@ def _edge_changes(
     name = f"{origin} -> {end} ({plane}{f', {source}' if source else ''})"
     if was is None or is_now is None:
         return [f"{name} is {'new' if was is None else 'missing'}"]
-    found = [f"column '{column}' of {name} {change}" for column, change in _changes(was["columns"], is_now["columns"])]
+    found = [
+        f"column '{column}' of {name} {change}"
+        for column, change in _changes(was["columns"], is_now["columns"])
+    ]
     for fact in ("max_staleness", "refresh"):
         if was.get(fact) != is_now.get(fact):
             found.append(f"{fact} of {name} was {was.get(fact)} and is {is_now.get(fact)}")
@@ -282,8 +319,9 @@ def _changes(was: Mapping[str, str], is_now: Mapping[str, str]) -> list[tuple[st
     """What differs in two mappings, and how."""
     return [
         (name, f"was {_short(was.get(name))} and is {_short(is_now.get(name))}")
-        for name in dict.fromkeys([*was, *is_now]) if was.get(name) != is_now.get(name)
-    ]  # fmt: skip
+        for name in dict.fromkeys([*was, *is_now])
+        if was.get(name) != is_now.get(name)
+    ]
 
 
 def _short(value: str | None) -> str:

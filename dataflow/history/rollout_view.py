@@ -1,4 +1,5 @@
-"""One rollout of a run, found in its Arrow files and printed: prompt, text, tokens, scores, and what became of it."""
+"""One rollout of a run, found in its Arrow files and printed: prompt, text, tokens, scores, and
+what became of it."""
 
 import dataclasses
 import re
@@ -45,38 +46,55 @@ class FoundRollout:
 def find_rollout(
     folder: RunFolder, rollout_id: int, *, source: str | None = None, group_id: int | None = None
 ) -> FoundRollout:
-    """The rollout with this id. Errors: RunError where there is none, or one in each of several sources."""
+    """The rollout with this id. Errors: RunError where there is none, or one in each of several
+    sources."""
     with Ledger.open(folder.ledger, readonly=True) as ledger:
         found = [
-            each for path, outcome, step in _files(folder)
+            each
+            for path, outcome, step in _files(folder)
             for each in _in_file(folder, ledger, path, outcome, step, rollout_id)
             if source in (None, each.source) and group_id in (None, each.row[records.GROUP_ID])
-        ]  # fmt: skip
+        ]
         lost = not_kept(ledger.facts())
     by_source = {each.source: each for each in reversed(found)}
     if not found:
         which = "".join(
-            f" of {what} {it!r}" for what, it in (("source", source), ("group", group_id)) if it is not None
+            f" of {what} {it!r}"
+            for what, it in (("source", source), ("group", group_id))
+            if it is not None
         )
-        upto = "".join(f", or of a step of '{node}' up to {step}, which were not kept" for node, step in lost.items())
+        upto = "".join(
+            f", or of a step of '{node}' up to {step}, which were not kept"
+            for node, step in lost.items()
+        )
         raise RunError(
-            f"'{folder.path.name}' has no rollout {rollout_id}{which} in its files; it was not finished, or dropped "
-            f"before its step{upto}; take --source and --group away"
-            f"{f', or make the next run with a larger {KNOB}' if lost else ''}"
+            f"'{folder.path.name}' has no rollout {rollout_id}{which} in its files; it was not"
+            f" finished, or dropped before its step{upto}; take --source and --group"
+            f" away{f', or make the next run with a larger {KNOB}' if lost else ''}"
         )
     if len(by_source) > 1:
-        raise RunError(f"rollout {rollout_id} stands in several sources: {sorted(by_source)}; choose one with --source")
+        raise RunError(
+            f"rollout {rollout_id} stands in several sources: {sorted(by_source)}; choose one with"
+            " --source"
+        )
     return found[0]
 
 
-def show_rollout(found: FoundRollout, console: Console, vocabulary: "Mapping[int, str] | None" = None) -> None:
+def show_rollout(
+    found: FoundRollout, console: Console, vocabulary: "Mapping[int, str] | None" = None
+) -> None:
     """Print it. vocabulary: texts of token ids; the ids are shown without."""
     row = found.row
-    where = f"{found.source}, group {row[records.GROUP_ID]}, position {row[records.POSITION]}, {found.place}"
+    where = (
+        f"{found.source}, group {row[records.GROUP_ID]}, position {row[records.POSITION]},"
+        f" {found.place}"
+    )
     console.print(f"[bold]rollout {row[records.ROLLOUT_ID]}[/] ({where})", highlight=False)
     for fate in found.fates or ("in flight",):
         console.print(f"outcome  {fate}", highlight=False, markup=False)
-    ended = row[records.FINISH_REASON] if row[records.ERROR] is None else f"error: {row[records.ERROR]}"
+    ended = (
+        row[records.FINISH_REASON] if row[records.ERROR] is None else f"error: {row[records.ERROR]}"
+    )
     console.print(f"ended    {ended}", highlight=False, markup=False)
     for name, value in scores(row).items():
         said = "no value: it does not apply, or was not asked" if value is None else value
@@ -91,11 +109,15 @@ def show_rollout(found: FoundRollout, console: Console, vocabulary: "Mapping[int
 def plain_rollout(found: FoundRollout) -> str:
     """All of it as JSON."""
     fates = [dataclasses.asdict(fate) for fate in found.fates]
-    return to_json({"source": found.source, "place": found.place, "fates": fates, "rollout": found.row}, indent=1)
+    return to_json(
+        {"source": found.source, "place": found.place, "fates": fates, "rollout": found.row},
+        indent=1,
+    )
 
 
 def scores(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that the graph added to a rollout: one value each; a list by its length, mean and range."""
+    """The columns that the graph added to a rollout: one value each; a list by its length, mean and
+    range."""
     return {name: _summed(value) for name, value in row.items() if name not in _SHOWN}
 
 
@@ -108,8 +130,8 @@ def chosen(row: Mapping[str, Any]) -> Iterator[tuple[int, float, int]]:
 
 
 def vocabulary_of(folder: RunFolder) -> "dict[int, str] | None":
-    """Texts of token ids, from the tokenizer in a checkpoint, or in the folder that the generator's model came from;
-    None where neither is there."""
+    """Texts of token ids, from the tokenizer in a checkpoint, or in the folder that the generator's
+    model came from; None where neither is there."""
     for path in _tokenizers(folder):
         from tokenizers import Tokenizer
 
@@ -128,7 +150,8 @@ def _tokenizers(folder: RunFolder) -> Iterator[Path]:
 
 
 def _files(folder: RunFolder) -> Iterator[tuple[Path, str, int | None]]:
-    """Every file of rollouts: its path, the outcome of what is in it, and at which step; first what has one."""
+    """Every file of rollouts: its path, the outcome of what is in it, and at which step; first what
+    has one."""
     for path in sorted(folder.rollouts.rglob("*.arrow")):
         if match := re.fullmatch(r"(step|eval)-(\d+)\.arrow", path.name):
             yield path, {"step": "trained", "eval": "evaluated"}[match[1]], int(match[2])
@@ -139,32 +162,45 @@ def _files(folder: RunFolder) -> Iterator[tuple[Path, str, int | None]]:
 def _in_file(
     folder: RunFolder, ledger: Ledger, path: Path, outcome: str, step: int | None, rollout_id: int
 ) -> list[FoundRollout]:
-    """The rollouts with this id in a file. One of a step has the rows of its sources in the order of their names."""
+    """The rollouts with this id in a file. One of a step has the rows of its sources in the order
+    of their names."""
     tables = [read_arrow(path)] if outcome else map(pa.Table.from_batches, zip(File(path).read()))
     rows = [
-        row for table in tables
+        row
+        for table in tables
         for row in table.filter(pc.equal(table.column(records.ROLLOUT_ID), rollout_id)).to_pylist()
-    ]  # fmt: skip
+    ]
     if not rows:
         return []
-    known = {source: tuple(ledger.fates(source, rows[0][records.GROUP_ID])) for source in ledger.sources()}
+    known = {
+        source: tuple(ledger.fates(source, rows[0][records.GROUP_ID]))
+        for source in ledger.sources()
+    }
     if all(row.get(records.OF_SOURCE) for row in rows):
         sources = [row[records.OF_SOURCE] for row in rows]
     elif outcome:
         sources = [
-            source for source, fates in known.items()
+            source
+            for source, fates in known.items()
             if any((fate.outcome, fate.step) == (outcome, step) for fate in fates)
-        ]  # fmt: skip
+        ]
     else:
         sources = [path.name.partition(".")[2].removesuffix(".arrows")]
     place = str(path.relative_to(folder.path))
     return [
-        FoundRollout(source=source, place=place, row=row, fates=tuple(ledger.fates(source, row[records.GROUP_ID])))
+        FoundRollout(
+            source=source,
+            place=place,
+            row=row,
+            fates=tuple(ledger.fates(source, row[records.GROUP_ID])),
+        )
         for source, row in zip(sources, rows, strict=False)
     ]
 
 
-def _token(token: int, logprob: float, version: int, vocabulary: "Mapping[int, str] | None") -> Text:
+def _token(
+    token: int, logprob: float, version: int, vocabulary: "Mapping[int, str] | None"
+) -> Text:
     colour = next(colour for least, colour in _COLOURS if logprob >= least)
     word = str(token) if vocabulary is None else repr(vocabulary.get(token, token))
     return Text.assemble((word, f"bold {colour}"), f" {logprob:.3f} ", (f"v{version}", "dim"))

@@ -29,7 +29,8 @@ _CAUSES = 4
 
 
 def window_of(steps: int) -> int:
-    """Steps at a run's begin, and at its end, whose means are told: as many of a long run as of a longer one.
+    """Steps at a run's begin, and at its end, whose means are told: as many of a long run as of a
+    longer one.
 
     >>> [window_of(steps) for steps in (1, 30, 300, 3000)]
     [1, 10, 20, 20]
@@ -38,7 +39,8 @@ def window_of(steps: int) -> int:
 
 
 def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
-    """What came of a run: its metrics, its times (`times.json`, written when it ends), and the ledger's verdict."""
+    """What came of a run: its metrics, its times (`times.json`, written when it ends), and the
+    ledger's verdict."""
     graph, config = described(folder)
     leaders = config.get("leading") or [None]
     lines = lines_of(folder.read_metrics(), leaders[0])
@@ -53,23 +55,45 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
     path, program = _from_here(folder.path), _program()
     quoted = shlex.quote(str(path))
     return Summary(
-        graph=graph.get("name", path.name), outcome=times.get("outcome", "not finished"),
-        steps=len(steps), wall_s=seconds, rollouts=sum(line.get("rollouts", 0) for line in steps),
+        graph=graph.get("name", path.name),
+        outcome=times.get("outcome", "not finished"),
+        steps=len(steps),
+        wall_s=seconds,
+        rollouts=sum(line.get("rollouts", 0) for line in steps),
         dropped=sum(sum((line.get("dropped") or {}).values()) for line in steps),
-        failed=_added(steps, "failed"), does_not_apply=_added(steps, "does_not_apply"),
-        reward_before=_mean(rewards[:window]), reward_after=_mean(rewards[-window:]), reward_steps=window,
-        accuracy_before=scores[0] if scores else None, accuracy_after=scores[-1] if len(scores) > 1 else None,
-        efficiency=efficiency, bounded_by=bound.node if bound else "",
-        staleness_mean=_mean([line["staleness_mean"] for line in steps if "staleness_mean" in line]),
-        staleness_max=max((line["staleness_max"] for line in steps if "staleness_max" in line), default=None),
+        failed=_added(steps, "failed"),
+        does_not_apply=_added(steps, "does_not_apply"),
+        reward_before=_mean(rewards[:window]),
+        reward_after=_mean(rewards[-window:]),
+        reward_steps=window,
+        accuracy_before=scores[0] if scores else None,
+        accuracy_after=scores[-1] if len(scores) > 1 else None,
+        efficiency=efficiency,
+        bounded_by=bound.node if bound else "",
+        staleness_mean=_mean(
+            [line["staleness_mean"] for line in steps if "staleness_mean" in line]
+        ),
+        staleness_max=max(
+            (line["staleness_max"] for line in steps if "staleness_max" in line), default=None
+        ),
         foreseen=_foreseen(folder.foreseen, steps, efficiency),
-        restarts=restarts(folder.path), faults=tuple(describe_faults(read_faults(folder.path))),
+        restarts=restarts(folder.path),
+        faults=tuple(describe_faults(read_faults(folder.path))),
         changes=tuple((change.verb, str(change)) for change in read_live_changes(folder)),
-        hosts=_hosts(config.get("hosts", {})), signal=silence(steps),
-        verdict=verdict, is_clean=is_clean, folder=str(path), models=_models(folder, graph),
-        folder_bytes=folder.size_bytes, not_kept=_not_kept(folder),
+        hosts=_hosts(config.get("hosts", {})),
+        signal=silence(steps),
+        verdict=verdict,
+        is_clean=is_clean,
+        folder=str(path),
+        models=_models(folder, graph),
+        folder_bytes=folder.size_bytes,
+        not_kept=_not_kept(folder),
         commands=(
-            *(() if times.get("outcome") == "finished" else ((f"{program} resume {quoted}", "go on from here"),)),
+            *(
+                ()
+                if times.get("outcome") == "finished"
+                else ((f"{program} resume {quoted}", "go on from here"),)
+            ),
             *_from_copies(program, config, times),
             (live_command(folder), "the run in a browser: graph, curves, rollouts, faults"),
             (f"{program} verify {quoted}", "the ledger, recomputed from the folder"),
@@ -78,20 +102,27 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
             (str(path / "graph.svg"), "the graph as it was placed"),
             (str(path / "trace.json"), "who worked when, for ui.perfetto.dev"),
         ),
-    )  # fmt: skip
+    )
 
 
 def _foreseen(
     told: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], efficiency: float | None
-) -> tuple[str, ...]:  # fmt: skip
-    """What was foreseen beside what came; steps are counted without the first tenth, in which nothing is full yet."""
+) -> tuple[str, ...]:
+    """What was foreseen beside what came; steps are counted without the first tenth, in which
+    nothing is full yet."""
     if not told:
         return ()
-    counted = [float(line["seconds"]) for line in steps[len(steps) // 10 :] if _is_number(line.get("seconds"))]
+    counted = [
+        float(line["seconds"])
+        for line in steps[len(steps) // 10 :]
+        if _is_number(line.get("seconds"))
+    ]
     came = {
         "s a step": (counted[-1] - counted[0]) / (len(counted) - 1) if len(counted) > 1 else None,
         "efficiency": efficiency,
-        "staleness": _mean([line["staleness_mean"] for line in steps if _is_number(line.get("staleness_mean"))]),
+        "staleness": _mean(
+            [line["staleness_mean"] for line in steps if _is_number(line.get("staleness_mean"))]
+        ),
     }
     named = {"s a step": "step_s", "efficiency": "efficiency", "staleness": "staleness_mean"}
     found = []
@@ -107,7 +138,9 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float)
 
 
-def _from_copies(program: str, config: Mapping[str, Any], times: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _from_copies(
+    program: str, config: Mapping[str, Any], times: Mapping[str, Any]
+) -> tuple[tuple[str, str], ...]:
     copies = Copies.from_plain(config.get(CONFIG))
     if copies is None or times.get("outcome") == "finished":
         return ()
@@ -125,7 +158,8 @@ def _hosts(placed: Mapping[str, Sequence[str]]) -> str:
 def _not_kept(folder: RunFolder) -> str:
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         return ", ".join(
-            f"rollouts of {node} up to step {step} not kept" for node, step in not_kept(ledger.facts()).items()
+            f"rollouts of {node} up to step {step} not kept"
+            for node, step in not_kept(ledger.facts()).items()
         )
     return ""
 
@@ -148,14 +182,18 @@ def _from_here(path: Path) -> Path:
 
 
 def _program() -> str:
-    """How the `dataflow` command is called from this shell: by its name, or through the Python of its environment."""
+    """How the `dataflow` command is called from this shell: by its name, or through the Python of
+    its environment."""
     return (
-        "dataflow" if shutil.which("dataflow") else f"{shlex.quote(str(_from_here(Path(sys.executable))))} -m dataflow"
+        "dataflow"
+        if shutil.which("dataflow")
+        else f"{shlex.quote(str(_from_here(Path(sys.executable))))} -m dataflow"
     )
 
 
 def _added(steps: Sequence[Mapping[str, Any]], figure: str) -> str:
-    """Counts by name that each step has, added up: `15 rollouts (judge: hung 12, reward: raised 3)`."""
+    """Counts by name that each step has, added up: `15 rollouts (judge: hung 12, reward: raised
+    3)`."""
     total: Counter[str] = Counter()
     for line in steps:
         total.update(line.get(figure) or {})

@@ -1,4 +1,5 @@
-"""How a process that knows an address and a secret learns which run it is to join, and with which keys."""
+"""How a process that knows an address and a secret learns which run it is to join, and with which
+keys."""
 
 import hashlib
 import os
@@ -44,16 +45,18 @@ _TOLD: Codec[JoinReply] = Codec("dataflow.bootstrap-told", 1, JoinReply)
 
 
 def secret_keys(environ: Mapping[str, str]) -> RunKeys:
-    """The keys of this bootstrap alone, made of the secret that all hosts share. Errors: GraphError without one.
+    """The keys of this bootstrap alone, made of the secret that all hosts share. Errors: GraphError
+    without one.
 
-    The secret is text of a variable, or of a file that nobody else may read; the run's own keys are new for each start.
-    """
+    The secret is text of a variable, or of a file that nobody else may read; the run's own keys are
+    new for each start."""
     secret = environ.get(SECRET) or _read(environ.get(SECRET_FILE))
     if len(secret) < _LEAST:
         raise GraphError(
-            f"hosts that join by an address prove themselves by a secret, but {SECRET} and the file that {SECRET_FILE} "
-            f"names hold {len(secret) or 'no'} characters; make one of {_LEAST} or more, new for this run, and give it "
-            f"to all hosts: python -c 'import secrets; print(secrets.token_hex(32))'"
+            f"hosts that join by an address prove themselves by a secret, but {SECRET} and the file"
+            f" that {SECRET_FILE} names hold {len(secret) or 'no'} characters; make one of {_LEAST}"
+            " or more, new for this run, and give it to all hosts: python -c 'import secrets;"
+            " print(secrets.token_hex(32))'"
         )
     pairs = {}
     for name in ("receiver", "sender"):
@@ -88,7 +91,8 @@ class BootstrapServer:
         except zmq.ZMQError as error:
             self.close()
             raise RunError(
-                f"hosts are to learn at {address} which run they join, but {error}; set another MASTER_PORT on all"
+                f"hosts are to learn at {address} which run they join, but {error}; set another"
+                " MASTER_PORT on all"
             ) from error
         self.asked: set[int] = set()
         """Ranks that have been told."""
@@ -111,7 +115,8 @@ class BootstrapServer:
 
 
 def ask(address: str, keys: RunKeys, rank: int, within_s: float) -> JoinReply:
-    """What the server at an address says. Errors: DeadlineError when nobody who has the secret answers."""
+    """What the server at an address says. Errors: DeadlineError when nobody who has the secret
+    answers."""
     deadline = time.monotonic() + within_s
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
@@ -125,8 +130,9 @@ def ask(address: str, keys: RunKeys, rank: int, within_s: float) -> JoinReply:
             if socket.poll(_AGAIN_MS):
                 return _TOLD.decode(b"".join(socket.recv_multipart()))
     raise DeadlineError(
-        f"rank {rank} waited {within_s:.0f} s for rank 0 to say at {address} which run it joins; see that rank 0 runs, "
-        f"that this host reaches that address, and that both have the same secret in {SECRET} or {SECRET_FILE}"
+        f"rank {rank} waited {within_s:.0f} s for rank 0 to say at {address} which run it joins;"
+        " see that rank 0 runs, that this host reaches that address, and that both have the same"
+        f" secret in {SECRET} or {SECRET_FILE}"
     )
 
 
@@ -137,9 +143,12 @@ def _read(place: str | None) -> str:
         facts = Path(place).stat()
         if stat.S_IMODE(facts.st_mode) & 0o077 or facts.st_uid not in (os.getuid(), 0):
             raise GraphError(
-                f"others may read the secret in '{place}': its mode is {stat.S_IMODE(facts.st_mode):04o} and its owner "
-                f"{facts.st_uid}; make a new one, with mode 0600"
+                f"others may read the secret in '{place}': its mode is"
+                f" {stat.S_IMODE(facts.st_mode):04o} and its owner {facts.st_uid}; make a new one,"
+                " with mode 0600"
             )
         return Path(place).read_text().strip()
     except OSError as error:
-        raise GraphError(f"{SECRET_FILE} names '{place}', which cannot be read: {error.strerror}; make it") from error
+        raise GraphError(
+            f"{SECRET_FILE} names '{place}', which cannot be read: {error.strerror}; make it"
+        ) from error

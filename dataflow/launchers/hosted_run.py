@@ -1,4 +1,5 @@
-"""The hosts of a run: gathered by a launcher, or found with the workers of a scheduler that has died."""
+"""The hosts of a run: gathered by a launcher, or found with the workers of a scheduler that has
+died."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,8 @@ from dataflow.scheduler.execute import Taken
 from dataflow.system.security import RunKeys, endpoint
 
 FOUND_S = 6.0
-"""For the agents of a scheduler that has died to come to this one: they look for it every two seconds."""
+"""For the agents of a scheduler that has died to come to this one: they look for it every two
+seconds."""
 _SHOWN = 8
 """Names of hosts."""
 _ANYWHERE = ("0.0.0.0", "::", "*")
@@ -72,20 +74,24 @@ class RunRequest:
     """Hears what the run waits for."""
 
     def server(self, agents: Agents, floor: int | None) -> HostsControlServer:
-        """That of a scheduler whose workers are theirs. floor: as `RequestHandler` has it. Errors: RunError."""
+        """That of a scheduler whose workers are theirs. floor: as `RequestHandler` has it. Errors:
+        RunError."""
         address = self.ledger.serve(self.folder.ledger, endpoint(agents.host), agents.keys, floor)
         return HostsControlServer(agents, self.folder.path, address, self.check)
 
     def check(self) -> None:
-        """Whether this is still the one that leads the run, and its ledger can be had. Errors: Replaced; RunError."""
+        """Whether this is still the one that leads the run, and its ledger can be had. Errors:
+        Replaced; RunError."""
         self.hold.check()
         self.ledger.check()
 
     def check_folders(self, plan: Plan) -> None:
-        """See that the run can be where hosts do not see its folder, and say what that means. Errors: GraphError;
-        RunError."""
+        """See that the run can be where hosts do not see its folder, and say what that means.
+        Errors: GraphError; RunError."""
         check_own_folders(self.graph, plan)
-        if told := told_of(self.graph, plan, str(self.folder.path), self.copies.place if self.copies else ""):
+        if told := told_of(
+            self.graph, plan, str(self.folder.path), self.copies.place if self.copies else ""
+        ):
             self.told(told)
         if self.part:
             hosts = [host.name for host in plan.devices.hosts if host.own_folder]
@@ -93,18 +99,21 @@ class RunRequest:
 
     def plan(self, hosts: tuple[Host, ...]) -> tuple[Plan, PlanInputs]:
         """Over some hosts, and from what it was made. Errors: GraphError."""
-        inputs = replace(self.inputs, devices=Devices.of(hosts, self.inputs.devices.link_bytes_per_s), listen="")
+        inputs = replace(
+            self.inputs, devices=Devices.of(hosts, self.inputs.devices.link_bytes_per_s), listen=""
+        )
         return self.make_plan(inputs), inputs
 
 
 def program_of(launch: Launch | None) -> Launch:
-    """The program that each host is to run: as given, or the one that runs now. Errors: GraphError where none can be
-    named."""
+    """The program that each host is to run: as given, or the one that runs now. Errors: GraphError
+    where none can be named."""
     found = launch or this_launch()
     if found is None:
         raise GraphError(
-            "each host of a run builds its graph by itself, and nothing says of which program: this one has no file, "
-            "as in a notebook; put it into a file with main(build), and start that"
+            "each host of a run builds its graph by itself, and nothing says of which program: this"
+            " one has no file, as in a notebook; put it into a file with main(build), and start"
+            " that"
         )
     return found
 
@@ -113,20 +122,22 @@ def check_hosted(listen: str, *, standby: bool) -> None:
     """Refuse what a run over hosts cannot have. Errors: GraphError."""
     if standby:
         raise GraphError(
-            "a run over hosts has no standby of its scheduler, but standby=True was given; leave it out: should the "
-            "scheduler die, dataflow resume takes its workers over, from any host that sees the run folder"
+            "a run over hosts has no standby of its scheduler, but standby=True was given; leave it"
+            " out: should the scheduler die, dataflow resume takes its workers over, from any host"
+            " that sees the run folder"
         )
     if listen in _ANYWHERE:
         raise GraphError(
-            f"the hosts of a run have to reach its scheduler, but listen={listen!r} is no address that they could "
-            f"connect to; give one that this machine has in their network"
+            f"the hosts of a run have to reach its scheduler, but listen={listen!r} is no address"
+            " that they could connect to; give one that this machine has in their network"
         )
 
 
 @contextlib.contextmanager
 def hosted(launcher: Launcher, request: RunRequest) -> Iterator[HostedRun]:
-    """A run on its hosts, for as long as the block lasts: those of a scheduler that has died, where they are still
-    there and may go on; else as many as the launcher starts. Errors: GraphError; RunError; DeadlineError."""
+    """A run on its hosts, for as long as the block lasts: those of a scheduler that has died, where
+    they are still there and may go on; else as many as the launcher starts. Errors: GraphError;
+    RunError; DeadlineError."""
     with contextlib.ExitStack() as open_:
         if (left := _left(request)) is not None:
             open_.callback(left.server.close)
@@ -137,16 +148,23 @@ def hosted(launcher: Launcher, request: RunRequest) -> Iterator[HostedRun]:
 
 def _told_once(by_launcher: list[str], by_agents: list[str]) -> list[str]:
     """A launcher may have read what an agent has said."""
-    return by_launcher + [said for said in by_agents if not any(said in told for told in by_launcher)]
+    return by_launcher + [
+        said for said in by_agents if not any(said in told for told in by_launcher)
+    ]
 
 
 def _named(hosts: Sequence[str]) -> str:
     """Some names, of very many the first and the last."""
-    return ", ".join(hosts) if len(hosts) <= _SHOWN else f"{hosts[0]} to {hosts[-1]} ({len(hosts)} hosts)"
+    return (
+        ", ".join(hosts)
+        if len(hosts) <= _SHOWN
+        else f"{hosts[0]} to {hosts[-1]} ({len(hosts)} hosts)"
+    )
 
 
 def _left(request: RunRequest) -> HostedRun | None:
-    """With the workers that a scheduler has left; None: there are none, or those were ended, as they may not go on."""
+    """With the workers that a scheduler has left; None: there are none, or those were ended, as
+    they may not go on."""
     folder = request.folder.path
     at, keys = Rendezvous.read(folder), Rendezvous.keys(folder)
     if at is None or keys is None or not at.hosts:
@@ -155,14 +173,25 @@ def _left(request: RunRequest) -> HostedRun | None:
     agents = Agents(request.listen, keys, folder, at.number + 1, hang_s=request.limits.hang_s)
     server = request.server(agents, None)
     agents.announce(hosts)
-    plan, ours, begin = None, None, Begin(launch={}, inputs={}, whereabouts=asdict(server.whereabouts))
+    plan, ours, begin = (
+        None,
+        None,
+        Begin(launch={}, inputs={}, whereabouts=asdict(server.whereabouts)),
+    )
     with contextlib.suppress(GraphError, RunError):
         plan, inputs = request.plan(hosts)
         ours, begin = built(request.graph, plan, request.launch), _begin(request, inputs, server)
     came = server.take_over(begin, ours, [host.name for host in hosts], FOUND_S)
     with contextlib.suppress(GraphError, RunError):
         all_can = not any(host.own_folder for host in hosts)  # others do not find this scheduler
-        if came and all_can and plan and ours and request.may_take(plan) and agents.digests <= {ours.digest, ""}:
+        if (
+            came
+            and all_can
+            and plan
+            and ours
+            and request.may_take(plan)
+            and agents.digests <= {ours.digest, ""}
+        ):
             taken = Taken(server=server, left=read(server.left))
             return HostedRun(plan=plan, server=server, taken=taken)
     server.close()
@@ -182,10 +211,15 @@ def _gathered(launcher: Launcher, request: RunRequest, open_: contextlib.ExitSta
     open_.callback(agents.close)
     agents.announce()
     notices = FinalNotices(folder)
-    launcher.start(Joining(
-        address=agents.address, keys=keys.to_bytes(), keys_file=str(folder / KEYS_FILE), launch=request.launch,
-        folder=str(folder),
-    ))  # fmt: skip
+    launcher.start(
+        Joining(
+            address=agents.address,
+            keys=keys.to_bytes(),
+            keys_file=str(folder / KEYS_FILE),
+            launch=request.launch,
+            folder=str(folder),
+        )
+    )
     agents.watch = lambda: _told_once(launcher.ended(), notices.new())
     count = launcher.hosts
     request.told(f"waiting for {count} host{'s' if count > 1 else ''} at {agents.address}")
@@ -197,13 +231,19 @@ def _gathered(launcher: Launcher, request: RunRequest, open_: contextlib.ExitSta
     agents.announce(hosts)
     server = request.server(agents, request.hold.number)
     open_.callback(server.close)
-    agents.build(_begin(request, inputs, server), built(request.graph, plan, request.launch), request.limits.start_s)
+    agents.build(
+        _begin(request, inputs, server),
+        built(request.graph, plan, request.launch),
+        request.limits.start_s,
+    )
     return HostedRun(plan=plan, server=server, taken=None)
 
 
 def _begin(request: RunRequest, inputs: PlanInputs, server: HostsControlServer) -> Begin:
     """What a host is to build."""
     return Begin(
-        launch=vars(request.launch), inputs=inputs.to_plain(), whereabouts=asdict(server.whereabouts),
+        launch=vars(request.launch),
+        inputs=inputs.to_plain(),
+        whereabouts=asdict(server.whereabouts),
         part=request.part,
-    )  # fmt: skip
+    )

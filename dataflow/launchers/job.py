@@ -14,7 +14,8 @@ _OURS = ("--on", "--runs", "--resume", "--inline", "--explain", "--draw")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the cluster's script runs on one host or all, as its launcher wants it. Errors: GraphError."""
+    """What the cluster's script runs on one host or all, as its launcher wants it. Errors:
+    GraphError."""
 
     command: Sequence[str]
     """That makes the run, as at a terminal: python -m graphs.aipo --steps 100."""
@@ -37,38 +38,48 @@ class Job:
         for flag in _OURS:
             if any(part == flag or part.startswith(f"{flag}=") for part in self.command):
                 raise GraphError(
-                    f"the launch itself says where and into which folder a program runs, but its command has {flag}; "
-                    f"leave that out, and give dataflow launch --runs for the folder"
+                    "the launch itself says where and into which folder a program runs, but its"
+                    f" command has {flag}; leave that out, and give dataflow launch --runs for the"
+                    " folder"
                 )
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", self.name):
             raise GraphError(
-                f"a job's name is made of at most 40 of a-z, 0-9 and '-', and neither begins nor ends with '-', but it "
-                f"is '{self.name}'; give --name"
+                "a job's name is made of at most 40 of a-z, 0-9 and '-', and neither begins nor"
+                f" ends with '-', but it is '{self.name}'; give --name"
             )
-        for what, least, found in (("hosts", 1, self.hosts), ("cores", 1, self.cpus), ("accelerators", 0, self.gpus)):
+        for what, least, found in (
+            ("hosts", 1, self.hosts),
+            ("cores", 1, self.cpus),
+            ("accelerators", 0, self.gpus),
+        ):
             if found is not None and found < least:
-                raise GraphError(f"a job has at least {least} {what} each, but {found} are asked for; give more")
+                raise GraphError(
+                    f"a job has at least {least} {what} each, but {found} are asked for; give more"
+                )
 
     def shell(self, on: str, runs: str, *, python: str = "", leads: str = "") -> str:
-        """Lines of sh that begin the run, or go on with it where they began it before; the shell is replaced.
+        """Lines of sh that begin the run, or go on with it where they began it before; the shell is
+        replaced.
 
-        on: launcher within the job. runs: folder of this job's runs, as text for the shell. python: the interpreter
-        for `dataflow resume`; this one's when empty. leads: holds in the shell that has the scheduler, where others
-        run these lines too.
+        on: launcher within the job. runs: folder of this job's runs, as text for the shell. python:
+        the interpreter for `dataflow resume`; this one's when empty. leads: holds in the shell that
+        has the scheduler, where others run these lines too.
         """
         begin, alone = shlex.join([*self.command, "--on", on]), f"{leads} && " if leads else ""
         return (
-            f'runs={runs}\n'
+            f"runs={runs}\n"
             f'if {alone}[ -e "$runs/latest/ledger.db" ]; then\n'
             f'    exec {shlex.quote(python or sys.executable)} -m dataflow resume "$runs/latest"\n'
-            f'fi\n'
+            f"fi\n"
             f'exec {begin} --runs "$runs"\n'
-        )  # fmt: skip
+        )
 
 
 def name_of(command: Sequence[str]) -> str:
     """What a job is called if nobody says it: the last part of its module or file."""
     after = [part for before, part in itertools.pairwise(command) if before == "-m"]
     files = [part for part in command if part.endswith(".py")]
-    found = (after or files or ["dataflow"])[0].removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    found = (
+        (after or files or ["dataflow"])[0].removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    )
     return re.sub(r"[^a-z0-9]+", "-", found.lower()).strip("-")[:40].strip("-") or "dataflow"

@@ -1,4 +1,5 @@
-"""The interface of launchers: they start agents, watch them and stop them; all else is between agents and scheduler."""
+"""The interface of launchers: they start agents, watch them and stop them; all else is between
+agents and scheduler."""
 
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -14,7 +15,8 @@ class Joining:
     address: str
     """Of the scheduler's socket for agents, as other hosts reach it: tcp://HOST:PORT."""
     keys: bytes = field(repr=False)
-    """The run's, as `RunKeys.to_bytes`; never on a command line, nor in a file that others can read."""
+    """The run's, as `RunKeys.to_bytes`; never on a command line, nor in a file that others can
+    read."""
     keys_file: str
     """A file of mode 0600 in the run folder that has them too, while the run lasts."""
     launch: Launch
@@ -25,11 +27,17 @@ class Joining:
     def environment(
         self, *, keys: str = "", host: str = "", address: str = "", cpus: str = "", gpus: str = ""
     ) -> dict[str, str]:
-        """Variables for one agent. keys: where it finds them, `fd:NUMBER` or a path; `keys_file` when empty."""
+        """Variables for one agent. keys: where it finds them, `fd:NUMBER` or a path; `keys_file`
+        when empty."""
         told = AgentEnvironment(
-            scheduler=self.address, keys=keys or self.keys_file, folder=self.folder, host=host, address=address,
-            cpus=cpus, gpus=gpus,
-        )  # fmt: skip
+            scheduler=self.address,
+            keys=keys or self.keys_file,
+            folder=self.folder,
+            host=host,
+            address=address,
+            cpus=cpus,
+            gpus=gpus,
+        )
         return told.to_environ()
 
 
@@ -43,13 +51,17 @@ class Launcher(Protocol):
 
     @property
     def listen(self) -> str:
-        """Address of this machine at which the agents reach the scheduler, where the user names none."""
+        """Address of this machine at which the agents reach the scheduler, where the user names
+        none."""
 
     def start(self, join: Joining) -> None:
-        """Have an agent started on each host; returns before they are there. Errors: RunError where none can be."""
+        """Have an agent started on each host; returns before they are there. Errors: RunError where
+        none can be."""
 
     def ended(self) -> list[str]:
-        """Sentences about agents that have ended by themselves or cannot be had, each told once; asked often."""
+        """Sentences about agents that have ended by themselves or cannot be had, each told once;
+        asked often."""
 
     def stop(self) -> None:
-        """End what was started, and nothing else; the agents were asked to end before. Does nothing a second time."""
+        """End what was started, and nothing else; the agents were asked to end before. Does nothing
+        a second time."""

@@ -51,15 +51,19 @@ class Local:
         return len(self.slots)
 
     def parts(self) -> list[Host]:
-        """What each agent says that its host has: an equal share of this machine's cores and accelerators."""
+        """What each agent says that its host has: an equal share of this machine's cores and
+        accelerators."""
         here, count = this_machine(), len(self.slots)
         return [
             Host(
-                name=slot.host, cpus=max(1, here.cpus // count), gpus=len(_share(number, count, here.gpus)),
-                memory_bytes=here.memory_bytes, gpu_memory_bytes=here.gpu_memory_bytes,
+                name=slot.host,
+                cpus=max(1, here.cpus // count),
+                gpus=len(_share(number, count, here.gpus)),
+                memory_bytes=here.memory_bytes,
+                gpu_memory_bytes=here.gpu_memory_bytes,
             )
             for number, slot in enumerate(self.slots)
-        ]  # fmt: skip
+        ]
 
     def start(self, join: Joining) -> None:
         """As `Launcher.start`."""
@@ -76,12 +80,22 @@ class Local:
                 cpus=slot.cpus or str(part.cpus),
                 gpus=slot.gpus or str(part.gpus),
             )
-            visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, _share(number, count, gpus)))} if gpus else {}
+            visible = (
+                {"CUDA_VISIBLE_DEVICES": ",".join(map(str, _share(number, count, gpus)))}
+                if gpus
+                else {}
+            )
             with self._log(slot.host).open("ab") as log:
                 self._agents[slot.host] = program(
-                    "dataflow.agent", keep=[pipe], environment={**told, **visible}, prefix=slot.prefix,
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                )  # fmt: skip
+                    "dataflow.agent",
+                    keep=[pipe],
+                    environment={**told, **visible},
+                    prefix=slot.prefix,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
             os.close(pipe)
 
     def ended(self) -> list[str]:
@@ -92,7 +106,10 @@ class Local:
             if status is not None and host not in self._told:
                 self._told.add(host)
                 said = tail(self._log(host), 0).strip().rpartition("\n")[2]
-                found.append(f"the agent of host '{host}' {describe_status(status)}: {said or 'it said nothing'}")
+                found.append(
+                    f"the agent of host '{host}' {describe_status(status)}:"
+                    f" {said or 'it said nothing'}"
+                )
         return found
 
     def stop(self) -> None:
@@ -113,14 +130,19 @@ def _share(number: int, count: int, gpus: int) -> range:
 
 
 def local(
-    count: int, *, names: Sequence[str] = (), addresses: Sequence[str] = (), prefixes: Sequence[Sequence[str]] = (),
+    count: int,
+    *,
+    names: Sequence[str] = (),
+    addresses: Sequence[str] = (),
+    prefixes: Sequence[Sequence[str]] = (),
     listen: str = LOOPBACK,
-) -> Local:  # fmt: skip
-    """For `run(graph, on=local(3))`: so many agents on this machine, each with a socket folder of its own; hosts h1,
-    h2, ..., which share its cores and accelerators, all on loopback.
+) -> Local:
+    """For `run(graph, on=local(3))`: so many agents on this machine, each with a socket folder of
+    its own; hosts h1, h2, ..., which share its cores and accelerators, all on loopback.
 
-    names, addresses, prefixes: of each, in its turn: its name, the address at which the others reach it, a command that
-    runs it, such as `nsenter ...`. listen: where they reach the scheduler. Errors: GraphError.
+    names, addresses, prefixes: of each, in its turn: its name, the address at which the others
+    reach it, a command that runs it, such as `nsenter ...`. listen: where they reach the scheduler.
+    Errors: GraphError.
 
     >>> from dataflow.launchers.local import local
     >>> [slot.host for slot in local(2).slots]
@@ -130,13 +152,17 @@ def local(
     wrong = [f"{len(each)} {what}" for what, each in given.items() if each and len(each) != count]
     if count < 1 or wrong:
         raise GraphError(
-            f"local({count}) starts {count} agents{f', but is given {wrong[0]}' if wrong else ''}; give a number above "
-            f"0, and as many names, addresses and prefixes, or none"
+            f"local({count}) starts {count} agents{f', but is given {wrong[0]}' if wrong else ''};"
+            " give a number above 0, and as many names, addresses and prefixes, or none"
         )
-    return Local([
-        Slot(
-            host=names[number] if names else f"h{number + 1}", prefix=tuple(prefixes[number]) if prefixes else (),
-            address=addresses[number] if addresses else LOOPBACK,
-        )
-        for number in range(count)
-    ], listen)  # fmt: skip
+    return Local(
+        [
+            Slot(
+                host=names[number] if names else f"h{number + 1}",
+                prefix=tuple(prefixes[number]) if prefixes else (),
+                address=addresses[number] if addresses else LOOPBACK,
+            )
+            for number in range(count)
+        ],
+        listen,
+    )

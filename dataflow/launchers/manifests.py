@@ -27,12 +27,14 @@ class Cluster:
     image: str
     """Made of the Containerfile, with the user's program in it where that is not one of ours."""
     claim: str
-    """A PersistentVolumeClaim that all pods may mount at once (ReadWriteMany): the runs go there."""
+    """A PersistentVolumeClaim that all pods may mount at once (ReadWriteMany): the runs go
+    there."""
     namespace: str = "default"
     memory: str = ""
     """Of each pod, as Kubernetes writes it: 64Gi. Half of it may be shared memory."""
     mark: str
-    """Of this launch: its runs go to a folder with it, so that only its own restarts go on with them."""
+    """Of this launch: its runs go to a folder with it, so that only its own restarts go on with
+    them."""
     ray_version: str = "2.60.0"
     """In the image; for a RayJob."""
 
@@ -40,18 +42,21 @@ class Cluster:
         missing = [f"--{name}" for name in ("image", "claim") if not getattr(self, name)]
         if missing:
             raise GraphError(
-                f"pods run an image and share a volume for their runs, but {' and '.join(missing)} is not given; build "
-                f"the Containerfile, make a PersistentVolumeClaim with ReadWriteMany, and name both"
+                f"pods run an image and share a volume for their runs, but {' and '.join(missing)}"
+                " is not given; build the Containerfile, make a PersistentVolumeClaim with"
+                " ReadWriteMany, and name both"
             )
 
 
 def manifests(kind: Kind, job: Job, cluster: Cluster, secret: str) -> Sequence[Manifest]:
-    """The objects of a run, in the order in which they are to be made. secret: for those who may join; a new one."""
+    """The objects of a run, in the order in which they are to be made. secret: for those who may
+    join; a new one."""
     return jobset(job, cluster, secret) if kind == "jobset" else rayjob(job, cluster)
 
 
 def jobset(job: Job, cluster: Cluster, secret: str) -> Sequence[Manifest]:
-    """A pod per host, all with the same command; the JobSet's headless service names them for each other.
+    """A pod per host, all with the same command; the JobSet's headless service names them for each
+    other.
 
     When one of them fails, all are made again, and go on with the run.
     """
@@ -68,24 +73,36 @@ def jobset(job: Job, cluster: Cluster, secret: str) -> Sequence[Manifest]:
     pod["restartPolicy"] = "Never"
     template = {
         "spec": {
-            "parallelism": job.hosts, "completions": job.hosts, "completionMode": "Indexed", "backoffLimit": 0,
+            "parallelism": job.hosts,
+            "completions": job.hosts,
+            "completionMode": "Indexed",
+            "backoffLimit": 0,
             "template": {"spec": pod},
         }
-    }  # fmt: skip
+    }
     return (
         {
-            "apiVersion": "v1", "kind": "Secret", "metadata": _metadata(job, cluster), "type": "Opaque",
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": _metadata(job, cluster),
+            "type": "Opaque",
             "stringData": {_SECRET: secret},
         },
         {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _metadata(job, cluster),
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": _metadata(job, cluster),
             "spec": {
-                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": job.name},
+                "network": {
+                    "enableDNSHostnames": True,
+                    "publishNotReadyAddresses": True,
+                    "subdomain": job.name,
+                },
                 "failurePolicy": {"maxRestarts": _RESTARTS},
                 "replicatedJobs": [{"name": _GROUP, "replicas": 1, "template": template}],
             },
         },
-    )  # fmt: skip
+    )
 
 
 def rayjob(job: Job, cluster: Cluster) -> Sequence[Manifest]:
@@ -93,37 +110,56 @@ def rayjob(job: Job, cluster: Cluster) -> Sequence[Manifest]:
 
     Should the job fail, KubeRay makes another cluster, and the job goes on with the run there.
     """
-    head = {"rayStartParams": {"num-cpus": "0"}, "template": {"spec": _pod(job, cluster, alone=True)}}
+    head = {
+        "rayStartParams": {"num-cpus": "0"},
+        "template": {"spec": _pod(job, cluster, alone=True)},
+    }
     workers = {
-        "groupName": _GROUP, "replicas": job.hosts, "minReplicas": job.hosts, "maxReplicas": job.hosts,
-        "rayStartParams": {}, "template": {"spec": _pod(job, cluster)},
-    }  # fmt: skip
+        "groupName": _GROUP,
+        "replicas": job.hosts,
+        "minReplicas": job.hosts,
+        "maxReplicas": job.hosts,
+        "rayStartParams": {},
+        "template": {"spec": _pod(job, cluster)},
+    }
     return (
         {
-            "apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": _metadata(job, cluster),
+            "apiVersion": "ray.io/v1",
+            "kind": "RayJob",
+            "metadata": _metadata(job, cluster),
             "spec": {
-                "submissionMode": "HTTPMode", "entrypoint": _script(job, cluster, f"ray:{job.hosts}"),
-                "shutdownAfterJobFinishes": True, "backoffLimit": _RESTARTS,
+                "submissionMode": "HTTPMode",
+                "entrypoint": _script(job, cluster, f"ray:{job.hosts}"),
+                "shutdownAfterJobFinishes": True,
+                "backoffLimit": _RESTARTS,
                 "rayClusterSpec": {
-                    "rayVersion": cluster.ray_version, "authOptions": {"mode": "token"},
-                    "headGroupSpec": head, "workerGroupSpecs": [workers],
+                    "rayVersion": cluster.ray_version,
+                    "authOptions": {"mode": "token"},
+                    "headGroupSpec": head,
+                    "workerGroupSpecs": [workers],
                 },
             },
         },
-    )  # fmt: skip
+    )
 
 
 def to_yaml(objects: Sequence[Manifest]) -> str:
-    """As one stream of documents; written here, as a library for YAML also makes objects of what it reads."""
+    """As one stream of documents; written here, as a library for YAML also makes objects of what it
+    reads."""
     return "".join(f"---\n{_block(each, 0)}" for each in objects)
 
 
 def _pod(job: Job, cluster: Cluster, *, alone: bool = False, **container: Any) -> dict[str, Any]:
     """alone: of a pod that computes nothing."""
-    limits = {} if alone else {
-        **({"cpu": str(job.cpus)} if job.cpus else {}), **({"memory": cluster.memory} if cluster.memory else {}),
-        **({"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}),
-    }  # fmt: skip
+    limits = (
+        {}
+        if alone
+        else {
+            **({"cpu": str(job.cpus)} if job.cpus else {}),
+            **({"memory": cluster.memory} if cluster.memory else {}),
+            **({"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}),
+        }
+    )
     mounts = [{"name": "runs", "mountPath": _RUNS}, {"name": "memory", "mountPath": "/dev/shm"}]
     runs = {"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}}
     memory = {"name": "memory", "emptyDir": {"medium": "Memory"}}
@@ -131,12 +167,15 @@ def _pod(job: Job, cluster: Cluster, *, alone: bool = False, **container: Any) -
         "securityContext": {"runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER, **_ONCE},
         "containers": [
             {
-                "name": "dataflow", "image": cluster.image, **container,
-                **({"resources": {"limits": limits, "requests": limits}} if limits else {}), "volumeMounts": mounts,
+                "name": "dataflow",
+                "image": cluster.image,
+                **container,
+                **({"resources": {"limits": limits, "requests": limits}} if limits else {}),
+                "volumeMounts": mounts,
             }
         ],
         "volumes": [runs, memory],
-    }  # fmt: skip
+    }
 
 
 def _script(job: Job, cluster: Cluster, on: str) -> str:
@@ -149,7 +188,8 @@ def _metadata(job: Job, cluster: Cluster) -> Manifest:
 
 
 def _block(value: Any, depth: int) -> str:
-    """A mapping or a list in YAML's block style; leaves are JSON, which is YAML too, texts of several lines literal."""
+    """A mapping or a list in YAML's block style; leaves are JSON, which is YAML too, texts of
+    several lines literal."""
     indent = "  " * depth
     if isinstance(value, Mapping):
         return "".join(f"{indent}{name}:{_entry(each, depth)}" for name, each in value.items())
@@ -159,7 +199,12 @@ def _block(value: Any, depth: int) -> str:
 def _entry(value: Any, depth: int) -> str:
     if isinstance(value, Mapping | list | tuple) and value:
         return f"\n{_block(value, depth + 1)}"
-    if isinstance(value, str) and value.count("\n") > 1 and value.endswith("\n") and not value.startswith(" "):
+    if (
+        isinstance(value, str)
+        and value.count("\n") > 1
+        and value.endswith("\n")
+        and not value.startswith(" ")
+    ):
         lines = "".join(f"{'  ' * (depth + 1)}{line}\n" for line in value.splitlines())
         return f" |\n{lines}"
     return f" {json.dumps(value)}\n"

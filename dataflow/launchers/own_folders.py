@@ -1,4 +1,5 @@
-"""A run of which hosts do not see the scheduler's folder: what it cannot be, what is told, what a resume needs."""
+"""A run of which hosts do not see the scheduler's folder: what it cannot be, what is told, what a
+resume needs."""
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,45 +26,61 @@ def check_own_folders(graph: Graph, plan: Plan) -> None:
     for worker, placement in plan.placements.items():
         if placement.rank_hosts and own.intersection(placement.rank_hosts):
             raise GraphError(
-                f"the ranks of '{worker}' are spread over hosts {named(placement.rank_hosts)}, which write one "
-                f"checkpoint together, but {_see_no_other(own)}; give all of them one folder (runs=), or '{worker}' a "
-                f"host that has room for all of its ranks"
+                f"the ranks of '{worker}' are spread over hosts {named(placement.rank_hosts)},"
+                f" which write one checkpoint together, but {_see_no_other(own)}; give all of them"
+                f" one folder (runs=), or '{worker}' a host that has room for all of its ranks"
             )
     joins = [name for name, operator in graph.operators.items() if isinstance(operator, Join)]
-    drawn = {host for name, op in graph.operators.items() if isinstance(op, Generate) for host in _hosts(plan, name)}
+    drawn = {
+        host
+        for name, op in graph.operators.items()
+        if isinstance(op, Generate)
+        for host in _hosts(plan, name)
+    }
     if joins and own & drawn:
         raise GraphError(
-            f"'{joins[0]}' joins branches of one stream, but {_see_no_other(own & drawn)}: rollouts that are lost with "
-            f"such a host are drawn anew, and one branch could have the old ones and another the new; give these hosts "
-            f"and the scheduler one folder (runs=), or have all generators on hosts that see it"
+            f"'{joins[0]}' joins branches of one stream, but {_see_no_other(own & drawn)}: rollouts"
+            " that are lost with such a host are drawn anew, and one branch could have the old"
+            " ones and another the new; give these hosts and the scheduler one folder (runs=), or"
+            " have all generators on hosts that see it"
         )
 
 
 def told_of(graph: Graph, plan: Plan, path: str, copied_to: str) -> str:
-    """What the user of such a run is told as it begins; empty where all hosts see the folder. copied_to: the address of
-    copies; empty: there is none."""
+    """What the user of such a run is told as it begins; empty where all hosts see the folder.
+    copied_to: the address of copies; empty: there is none."""
     own = own_hosts(plan)
     if not own:
         return ""
     kept = {name: host for name in trainers(graph) for host in _hosts(plan, name) if host in own}
-    told = f"{_see_no_other(own, path)}: what is made there stays at that path, on a disk of its own"
+    told = (
+        f"{_see_no_other(own, path)}: what is made there stays at that path, on a disk of its own"
+    )
     if not kept:
         return told
     which = ", ".join(f"'{name}' stays on host '{host}'" for name, host in kept.items())
     left = (
-        f"what is copied to {copied_to} survives the loss of that disk" if copied_to else
-        "nothing that it learns survives the loss of that disk, and no resume elsewhere is possible without it: give "
-        "an address for copies (--checkpoint-to) to have one"
-    )  # fmt: skip
+        f"what is copied to {copied_to} survives the loss of that disk"
+        if copied_to
+        else (
+            "nothing that it learns survives the loss of that disk, and no resume elsewhere is"
+            " possible without it: give an address for copies (--checkpoint-to) to have one"
+        )
+    )
     return f"{told}; {which}, and {left}"
 
 
 def have_checkpoints(
-    graph: Graph, folder: RunFolder, hosts: Collection[str], copies: Copies | None, told: Callable[[str], object]
+    graph: Graph,
+    folder: RunFolder,
+    hosts: Collection[str],
+    copies: Copies | None,
+    told: Callable[[str], object],
 ) -> None:
-    """See that each trainer of a run that goes on can have its newest checkpoint, or an older one, and bring one from
-    the address of its copies where that has a newer one. hosts: that are there. Errors: RunError where none is to be
-    had that was made; GraphError where the address does not answer."""
+    """See that each trainer of a run that goes on can have its newest checkpoint, or an older one,
+    and bring one from the address of its copies where that has a newer one. hosts: that are there.
+    Errors: RunError where none is to be had that was made; GraphError where the address does not
+    answer."""
     if not folder.ledger.exists():
         return
     with Ledger.open(folder.ledger) as ledger:
@@ -73,20 +90,31 @@ def have_checkpoints(
             rows = ledger.do(ListPlaces(f"{below}/"))
             if not rows:
                 continue
-            at_home = [step for step in folder.checkpoints_of(own).steps() if f"{below}/step-{step:06d}" not in rows]
+            at_home = [
+                step
+                for step in folder.checkpoints_of(own).steps()
+                if f"{below}/step-{step:06d}" not in rows
+            ]
             best, newest, who = reachable(rows, at_home, {HOME, *hosts}, last)
             if newest == best:
                 continue
             if copies is not None:
-                with contextlib.suppress(RunError):  # no whole copy: what is to be said is said below
-                    best = bring_checkpoint(copies, own or "", folder.path, best, last, told) or best
+                # no whole copy: what is to be said is said below
+                with contextlib.suppress(RunError):
+                    best = (
+                        bring_checkpoint(copies, own or "", folder.path, best, last, told) or best
+                    )
                     if (checkpoint := f"{below}/step-{best:06d}") in rows:
                         ledger.do(SetPlace(checkpoint, HOME))
-            lost = f"the checkpoint of step {newest} of '{trainer}' is on host {named(who)}, which takes no part"
+            lost = (
+                f"the checkpoint of step {newest} of '{trainer}' is on host {named(who)}, which"
+                " takes no part"
+            )
             if not best:
                 raise RunError(
-                    f"'{folder.path.name}' cannot go on: {lost}, and there is no other; have that host join with its "
-                    f"disk, or start a new run, with an address for copies (--checkpoint-to)"
+                    f"'{folder.path.name}' cannot go on: {lost}, and there is no other; have that"
+                    " host join with its disk, or start a new run, with an address for copies"
+                    " (--checkpoint-to)"
                 )
             told(f"{lost}: the run goes on from step {best}")
 
@@ -94,8 +122,8 @@ def have_checkpoints(
 def reachable(
     rows: Mapping[str, Sequence[str]], at_home: Collection[int], there: Collection[str], last: int
 ) -> tuple[int, int, list[str]]:
-    """Of the checkpoints up to a step: the newest that some who are there have, the newest of all, and who has that; 0
-    where there is none.
+    """Of the checkpoints up to a step: the newest that some who are there have, the newest of all,
+    and who has that; 0 where there is none.
 
     >>> from dataflow.launchers.own_folders import reachable
     >>> reachable({"checkpoints/step-000008": ["c"], "checkpoints/step-000004": ["", "c"]}, [], {"", "a"}, 9)
@@ -123,4 +151,7 @@ def _hosts(plan: Plan, node: str) -> tuple[str, ...]:
 
 def _see_no_other(hosts: Collection[str], path: str = "") -> str:
     which = f"host{'s' if len(hosts) > 1 else ''} {named(sorted(hosts))}"
-    return f"{which} {'do' if len(hosts) > 1 else 'does'} not see the scheduler's run folder{path and f' {path}'}"
+    return (
+        f"{which} {'do' if len(hosts) > 1 else 'does'} not see the scheduler's run"
+        f" folder{path and f' {path}'}"
+    )

@@ -23,23 +23,37 @@ class RayHostAgent:
         os.write(end, keys)
         os.close(end)
         told = AgentEnvironment(
-            scheduler=scheduler, folder=folder, keys=f"fd:{pipe}", host=self._host,
-            address=ray.util.get_node_ip_address(), cpus=str(cpus), gpus=str(gpus),
-        )  # fmt: skip
+            scheduler=scheduler,
+            folder=folder,
+            keys=f"fd:{pipe}",
+            host=self._host,
+            address=ray.util.get_node_ip_address(),
+            cpus=str(cpus),
+            gpus=str(gpus),
+        )
         handle, name = tempfile.mkstemp(prefix="dataflow-agent-")
         self._said = Path(name)
         self._agent = program(
-            "dataflow.agent", keep=[pipe], environment=told.to_environ(), stdin=subprocess.DEVNULL, stdout=handle,
-            stderr=handle, preexec_fn=die_with_parent,
-        )  # fmt: skip
+            "dataflow.agent",
+            keep=[pipe],
+            environment=told.to_environ(),
+            stdin=subprocess.DEVNULL,
+            stdout=handle,
+            stderr=handle,
+            preexec_fn=die_with_parent,
+        )
         os.close(pipe)
         os.close(handle)
 
     def watch(self) -> str:
-        """Wait for the agent's end; what is to be said of it, nothing where it came with the run's."""
+        """Wait for the agent's end; what is to be said of it, nothing where it came with the
+        run's."""
         status = self._agent.wait()
         said = tail(self._said).strip().rpartition("\n")[2]
         self._said.unlink(missing_ok=True)
         return (
-            f"the agent of host '{self._host}' {describe_status(status)}: {said or 'it said nothing'}" if status else ""
+            f"the agent of host '{self._host}' {describe_status(status)}:"
+            f" {said or 'it said nothing'}"
+            if status
+            else ""
         )

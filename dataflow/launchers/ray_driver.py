@@ -1,4 +1,5 @@
-"""A driver of Ray for one run, in a process of its own: Ray has threads, and who forks must have none.
+"""A driver of Ray for one run, in a process of its own: Ray has threads, and who forks must have
+none.
 
 python -m dataflow.launchers.ray_driver FD
 """
@@ -58,7 +59,11 @@ class RayDriver:
         except EOFError:
             pass
         except Exception as error:
-            told = str(error) if isinstance(error, DataflowError) else f"Ray says: {type(error).__name__}: {error}"
+            told = (
+                str(error)
+                if isinstance(error, DataflowError)
+                else f"Ray says: {type(error).__name__}: {error}"
+            )
             with contextlib.suppress(OSError):
                 self._channel.send(Wrong(told))
         finally:
@@ -78,19 +83,29 @@ class RayDriver:
     def _connect(self, wish: Connect) -> None:
         try:
             ray.init(
-                address=wish.address, runtime_env=dict(wish.runtime_env) or None, log_to_driver=False,
-                logging_level="ERROR", configure_logging=True,
-            )  # fmt: skip
+                address=wish.address,
+                runtime_env=dict(wish.runtime_env) or None,
+                log_to_driver=False,
+                logging_level="ERROR",
+                configure_logging=True,
+            )
         except (ConnectionError, ValueError, TimeoutError) as error:
             first = str(error).strip().splitlines()[0]
             raise RunError(
-                f"there is no Ray cluster at '{wish.address}': {first}; start one with ray start, or name its address"
+                f"there is no Ray cluster at '{wish.address}': {first}; start one with ray start,"
+                " or name its address"
             ) from error
         self._asked = asked(
-            ray.nodes(), hosts=wish.hosts, cpus=wish.cpus, gpus=wish.gpus, resources=_numbers(wish.resources)
+            ray.nodes(),
+            hosts=wish.hosts,
+            cpus=wish.cpus,
+            gpus=wish.gpus,
+            resources=_numbers(wish.resources),
         )
         self._channel.send(
-            Connected(hosts=self._asked.hosts, listen=own_address("", f"tcp://{_cluster(wish.address)}"))
+            Connected(
+                hosts=self._asked.hosts, listen=own_address("", f"tcp://{_cluster(wish.address)}")
+            )
         )
 
     def _start(self, run: PlaceAgents, wanted: BundleRequest) -> None:
@@ -100,14 +115,22 @@ class RayDriver:
         kept = ray.remote(max_restarts=-1, max_task_retries=-1)(RayHostAgent)
         for number in range(wanted.hosts):
             actor = kept.options(
-                num_cpus=cpus, num_gpus=gpus, resources=others,
+                num_cpus=cpus,
+                num_gpus=gpus,
+                resources=others,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
-            ).remote(run.scheduler, run.folder, run.keys, cpus, gpus)  # fmt: skip
+            ).remote(run.scheduler, run.folder, run.keys, cpus, gpus)
             self._watches[actor.watch.remote()] = actor
 
     def _look(self) -> None:
-        """Start the agents once they have a place; tell of those that have ended; one that Ray starts again has not."""
-        if self._run is not None and self._group is not None and self._asked is not None and self._wish is not None:
+        """Start the agents once they have a place; tell of those that have ended; one that Ray
+        starts again has not."""
+        if (
+            self._run is not None
+            and self._group is not None
+            and self._asked is not None
+            and self._wish is not None
+        ):
             if self._group.wait(0.1):
                 self._start(self._run, self._asked)
                 self._run = None
@@ -124,10 +147,13 @@ class RayDriver:
             del actor
 
     def _end(self) -> None:
-        """Let go of group and actors, whose agents were asked to end; if this process is killed, Ray does it."""
+        """Let go of group and actors, whose agents were asked to end; if this process is killed,
+        Ray does it."""
         with contextlib.suppress(Exception):
             watches = list(self._watches)
-            _, late = ray.wait(watches, num_returns=len(watches), timeout=_END_S) if watches else ([], [])
+            _, late = (
+                ray.wait(watches, num_returns=len(watches), timeout=_END_S) if watches else ([], [])
+            )
             for watch in late:
                 ray.kill(self._watches[watch])
             if self._group is not None:
@@ -143,7 +169,8 @@ def _cluster(address: str) -> str:
 
 
 def _free() -> Mapping[str, Mapping[str, float]]:
-    """What nobody uses, by node; nothing where Ray does not say it, as to a client outside of the cluster."""
+    """What nobody uses, by node; nothing where Ray does not say it, as to a client outside of the
+    cluster."""
     with contextlib.suppress(Exception):
         return dict(ray._private.state.available_resources_per_node())
     return {}
@@ -153,7 +180,9 @@ def _numbers(plain: Any) -> dict[str, float]:
     try:
         return {str(name): float(amount) for name, amount in plain.items()}
     except (TypeError, ValueError):
-        raise GraphError(f"resources of Ray are numbers by name, but got {plain!r}; write {{'rack-1': 1}}") from None
+        raise GraphError(
+            f"resources of Ray are numbers by name, but got {plain!r}; write {{'rack-1': 1}}"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -58,4 +58,6 @@ class Wrong:
 
 
 RayMessage: TypeAlias = Connect | PlaceAgents | Connected | AgentEnded | Wrong
-RAY: Codec[RayMessage] = Codec("dataflow.ray-driver", 1, Connect, PlaceAgents, Connected, AgentEnded, Wrong)
+RAY: Codec[RayMessage] = Codec(
+    "dataflow.ray-driver", 1, Connect, PlaceAgents, Connected, AgentEnded, Wrong
+)

@@ -1,4 +1,5 @@
-"""The launcher within a Slurm job: one agent on each of its hosts, all of them one step, started by srun."""
+"""The launcher within a Slurm job: one agent on each of its hosts, all of them one step, started by
+srun."""
 
 import functools
 import os
@@ -25,7 +26,8 @@ _AGENT = (
 
 
 class Slurm:
-    """The hosts of the job that this process is a part of; in a batch script, or in salloc on one of them."""
+    """The hosts of the job that this process is a part of; in a batch script, or in salloc on one
+    of them."""
 
     def __init__(self) -> None:
         self._step: subprocess.Popen[bytes] | None = None
@@ -33,12 +35,13 @@ class Slurm:
 
     @functools.cached_property
     def _names(self) -> Sequence[str]:
-        """Of its hosts. Errors: GraphError outside of a job, RunError where Slurm does not answer."""
+        """Of its hosts. Errors: GraphError outside of a job, RunError where Slurm does not
+        answer."""
         nodes = os.environ.get("SLURM_JOB_NODELIST")
         if not nodes:
             raise GraphError(
-                "--on slurm is for a program within a Slurm job, but SLURM_JOB_NODELIST is not set; have dataflow "
-                "launch --slurm submit it, or start it below salloc"
+                "--on slurm is for a program within a Slurm job, but SLURM_JOB_NODELIST is not set;"
+                " have dataflow launch --slurm submit it, or start it below salloc"
             )
         return _asked("scontrol", "show", "hostnames", nodes).split()
 
@@ -52,24 +55,45 @@ class Slurm:
         """The first host's, as Slurm itself reaches it; the batch script runs there."""
         first = _asked("scontrol", "--oneliner", "show", "node", self._names[0])
         facts = dict(part.partition("=")[::2] for part in first.split())
-        return resolved(facts.get("NodeAddr", self._names[0]), f"Slurm's NodeAddr of {self._names[0]}")
+        return resolved(
+            facts.get("NodeAddr", self._names[0]), f"Slurm's NodeAddr of {self._names[0]}"
+        )
 
     def start(self, join: Joining) -> None:
         """Start the step. Errors: RunError without srun."""
         if shutil.which("srun") is None:
-            raise RunError("agents are started by srun, which is not on this host's PATH; have Slurm's commands there")
+            raise RunError(
+                "agents are started by srun, which is not on this host's PATH; have Slurm's"
+                " commands there"
+            )
         self._log = Path(join.folder) / "logs" / "slurm-agents.log"
         self._step = subprocess.Popen(
-            self.command(self._log), env={**os.environ, **join.environment()}, stdin=subprocess.DEVNULL
+            self.command(self._log),
+            env={**os.environ, **join.environment()},
+            stdin=subprocess.DEVNULL,
         )
 
     def command(self, log: Path) -> Sequence[str]:
         """One task per host with all that the job has there, which ends when any of them fails."""
         return (
-            "srun", "--export=ALL", "--kill-on-bad-exit=1", f"--nodes={self.hosts}", f"--ntasks={self.hosts}",
-            "--ntasks-per-node=1", "--whole", "--overlap", "--cpu-bind=none", "--mpi=none", "--label",
-            "--open-mode=append", f"--output={log}", "sh", "-c", _AGENT, sys.executable,
-        )  # fmt: skip
+            "srun",
+            "--export=ALL",
+            "--kill-on-bad-exit=1",
+            f"--nodes={self.hosts}",
+            f"--ntasks={self.hosts}",
+            "--ntasks-per-node=1",
+            "--whole",
+            "--overlap",
+            "--cpu-bind=none",
+            "--mpi=none",
+            "--label",
+            "--open-mode=append",
+            f"--output={log}",
+            "sh",
+            "-c",
+            _AGENT,
+            sys.executable,
+        )
 
     def ended(self) -> list[str]:
         """That the step has ended, with its last lines."""
@@ -77,10 +101,14 @@ class Slurm:
             return []
         status, self._step = self._step.returncode, None
         said = tail(self._log).strip().rpartition("\n")[2] if self._log is not None else ""
-        return [f"srun ended with status {status}, and all agents with it; the last it said in {self._log}: {said}"]
+        return [
+            f"srun ended with status {status}, and all agents with it; the last it said in"
+            f" {self._log}: {said}"
+        ]
 
     def stop(self) -> None:
-        """Wait for the step, whose agents were asked to end, and end it; the job goes on with whatever follows."""
+        """Wait for the step, whose agents were asked to end, and end it; the job goes on with
+        whatever follows."""
         if self._step is not None and not ended_within(self._step, _STOP_S):
             self._step.send_signal(signal.SIGTERM)
             end(self._step, _STOP_S)
@@ -90,7 +118,11 @@ class Slurm:
 def _asked(*command: str) -> str:
     """What a command of Slurm answers. Errors: RunError."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_ASK_S, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", None) or error).strip()
-        raise RunError(f"Slurm does not say which hosts the job has: {command[0]}: {said}; see sinfo") from error
+        raise RunError(
+            f"Slurm does not say which hosts the job has: {command[0]}: {said}; see sinfo"
+        ) from error

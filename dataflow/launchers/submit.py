@@ -31,9 +31,11 @@ def launch(
     memory: str = "",
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
-    """Have a cluster start a run over several hosts: dataflow launch --slurm --nodes 4 -- python -m graphs.aipo.
+    """Have a cluster start a run over several hosts: dataflow launch --slurm --nodes 4 -- python -m
+    graphs.aipo.
 
-    Under Slurm the job is submitted; for Kubernetes a manifest is printed, for kubectl apply -f -. See docs/launch.md.
+    Under Slurm the job is submitted; for Kubernetes a manifest is printed, for kubectl apply -f -.
+    See docs/launch.md.
 
     Args:
         command: what makes the run, without --on and --runs.
@@ -53,17 +55,26 @@ def launch(
     """
     if slurm == (kubernetes is not None):
         raise GraphError(
-            "a launch is for one cluster, but names "
-            f"{'both --slurm and --kubernetes' if slurm else 'none'}; give --slurm, or --kubernetes jobset or rayjob"
+            "a launch is for one cluster, but names"
+            f" {'both --slurm and --kubernetes' if slurm else 'none'}; give --slurm, or"
+            " --kubernetes jobset or rayjob"
         )
     job = Job(
-        command=command, name=name or name_of(command), hosts=nodes, cpus=cpus, gpus=gpus, runs=str(runs.absolute())
+        command=command,
+        name=name or name_of(command),
+        hosts=nodes,
+        cpus=cpus,
+        gpus=gpus,
+        runs=str(runs.absolute()),
     )
     if kubernetes is not None:
         cluster = manifests.Cluster(
             image=image, claim=claim, namespace=namespace, memory=memory, mark=secrets.token_hex(4)
         )
-        print(manifests.to_yaml(manifests.manifests(kubernetes, job, cluster, secrets.token_hex(32))), end="")
+        print(
+            manifests.to_yaml(manifests.manifests(kubernetes, job, cluster, secrets.token_hex(32))),
+            end="",
+        )
         return 0
     written = sbatch.script(job, str(Path.cwd()), _options(sbatch_options))
     if dry_run:
@@ -71,11 +82,16 @@ def launch(
         return 0
     runs.mkdir(parents=True, exist_ok=True)
     number = sbatch.submit(written)
-    print(f"Slurm has it as job {number}; its runs go to {job.runs}/slurm-{number}, its log to logs/ there")
+    print(
+        f"Slurm has it as job {number}; its runs go to {job.runs}/slurm-{number}, its log to logs/"
+        " there"
+    )
     return 0
 
 
 def _options(text: str) -> dict[str, str]:
     """`time=02:00:00,partition=gpu` as a mapping."""
-    parts: Sequence[tuple[str, str, str]] = [part.partition("=") for part in filter(None, text.split(","))]
+    parts: Sequence[tuple[str, str, str]] = [
+        part.partition("=") for part in filter(None, text.split(","))
+    ]
     return {name.strip(): value for name, _, value in parts}

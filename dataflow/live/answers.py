@@ -30,22 +30,28 @@ from dataflow.live.steering import Steering
 from dataflow.runs.pictures import knob_text
 from dataflow.system.files import RunFolderError, to_json
 
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+KINDS = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 MOST_RUNS = 16
 MOST_POINTS = 4_000
 MOST_KEYS = 40
 PATIENCE_S = 10.0
 """For another question about the same run."""
 SHARED_S, MOST_SHARED_S, MOST_SHARED = 0.9, 10.0, 16
-"""For so long all pages get one answer to the same question; a table of rollouts for as long as looks leave a run be,
-but never longer than that; so many are kept."""
+"""For so long all pages get one answer to the same question; a table of rollouts for as long as
+looks leave a run be, but never longer than that; so many are kept."""
 CHARTS = ("names", "series", "marks")
 """Questions to which all pages get one answer until there is something new to show."""
 TRACE_NAME, MINUTE_NAME = "trace.json", "last-minute.json"
 
 
 class WatchedRun:
-    """What is known of one run folder, for all who ask; each question is bounded, and one is answered at a time."""
+    """What is known of one run folder, for all who ask; each question is bounded, and one is
+    answered at a time."""
 
     def __init__(self, folder: RunFolder, ask: Ask) -> None:
         self.folder, self.lock = folder, threading.Lock()
@@ -97,11 +103,15 @@ class WatchedRun:
 class PageAnswers:
     """Of all runs of a page; called in threads."""
 
-    def __init__(self, folders: Sequence[RunFolder], ask: Ask, steering: Steering | None = None) -> None:
+    def __init__(
+        self, folders: Sequence[RunFolder], ask: Ask, steering: Steering | None = None
+    ) -> None:
         """steering: how runs are changed; None: they are not."""
         self._runs = [WatchedRun(folder, ask) for folder in folders]
         self._steering = steering
-        self._recent: collections.OrderedDict[str, tuple[float, int, Response]] = collections.OrderedDict()
+        self._recent: collections.OrderedDict[str, tuple[float, int, Response]] = (
+            collections.OrderedDict()
+        )
         """Answers, until when they are given, and what charts showed."""
         self._asked: Mapping[str, Callable[[WatchedRun, PageQuery], Any]] = {
             "graph": lambda run, question: run.graph | {"settable": settable_now(run.folder)},
@@ -110,18 +120,27 @@ class PageAnswers:
             "series": _series,
             "marks": lambda run, question: run.marks.look(run.metrics.restarts, run.metrics.rounds),
             "rollouts": _rollouts,
-            "rollout": lambda run, question: one_rollout.one(_table(run, question), question.whole("row")),
+            "rollout": lambda run, question: one_rollout.one(
+                _table(run, question), question.whole("row")
+            ),
             "text": lambda run, question: one_rollout.text_of(
-                _table(run, question), question.whole("row"), question.text("field"), question.whole("from", 0)
+                _table(run, question),
+                question.whole("row"),
+                question.text("field"),
+                question.whole("from", 0),
             ),
             "tokens": lambda run, question: one_rollout.tokens_of(
-                _table(run, question), question.whole("row"), question.whole("from", 0), question.text("colour"),
+                _table(run, question),
+                question.whole("row"),
+                question.whole("from", 0),
+                question.text("colour"),
                 run.vocabulary,
             ),
-        }  # fmt: skip
+        }
 
     def __call__(self, address: str) -> Response:
-        """What stands there. Errors: LookupError where nothing does, ValueError where the question is none."""
+        """What stands there. Errors: LookupError where nothing does, ValueError where the question
+        is none."""
         path, _, asked = address.partition("?")
         question = PageQuery(parse_qs(asked, keep_blank_values=True, max_num_fields=100))
         if path == "api/runs":
@@ -140,7 +159,9 @@ class PageAnswers:
             if not run.lock.acquire(timeout=PATIENCE_S):
                 return sentence(503, "the run's folder is slow to read; the page asks again")
             try:
-                return self._shared(address, run.metrics.shown(), name, lambda: _json(answer(run, question)))
+                return self._shared(
+                    address, run.metrics.shown(), name, lambda: _json(answer(run, question))
+                )
             finally:
                 run.lock.release()
         return _file(path or "index.html")
@@ -150,7 +171,9 @@ class PageAnswers:
             run.marks.look((), ())
         return last_minute(run.folder, run.marks.within)
 
-    def _shared(self, address: str, shown: int, name: str, make: Callable[[], Response]) -> Response:
+    def _shared(
+        self, address: str, shown: int, name: str, make: Callable[[], Response]
+    ) -> Response:
         """An answer that another page has had, or a new one. shown: of charts, now."""
         until, had, found = self._recent.get(address, (-math.inf, 0, None))
         if found is None or time.monotonic() > until or (name in CHARTS and had != shown):
@@ -158,7 +181,9 @@ class PageAnswers:
             found = make()
             took = time.process_time() - began
             reused_s = max(SHARED_S, LEISURE * took) if name == "rollouts" else SHARED_S
-            until = time.monotonic() + (MOST_SHARED_S if name in CHARTS else min(MOST_SHARED_S, reused_s))
+            until = time.monotonic() + (
+                MOST_SHARED_S if name in CHARTS else min(MOST_SHARED_S, reused_s)
+            )
             self._recent[address] = until, shown, found
             self._recent.move_to_end(address)
             while len(self._recent) > MOST_SHARED:
@@ -166,7 +191,8 @@ class PageAnswers:
         return found
 
     def steer(self, address: str, body: bytes) -> Response:
-        """Ask a run for what a request names. Errors: as for what is read, and ValueError where it is no request."""
+        """Ask a run for what a request names. Errors: as for what is read, and ValueError where it
+        is no request."""
         assert self._steering is not None, "the server takes none else"
         run = self._run(PageQuery(parse_qs(address.partition("?")[2], max_num_fields=100)))
         return _json({"answer": self._steering(run.folder, body)})
@@ -174,12 +200,14 @@ class PageAnswers:
     def _run(self, question: "PageQuery") -> WatchedRun:
         number = question.whole("run", 0)
         if not 0 <= number < len(self._runs):
-            raise LookupError(f"this page shows {len(self._runs)} runs, and none with number {number}")
+            raise LookupError(
+                f"this page shows {len(self._runs)} runs, and none with number {number}"
+            )
         run = self._runs[number]
         if not run.folder.path.is_dir():
             raise RunFolderError(
-                f"the folder of this run, '{run.folder.path.name}', is not there any more; it was moved or removed; "
-                f"put it back, or start dataflow live with its new place"
+                f"the folder of this run, '{run.folder.path.name}', is not there any more; it was"
+                " moved or removed; put it back, or start dataflow live with its new place"
             )
         return run
 
@@ -217,9 +245,12 @@ def _now(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
     read = run.metrics.look()
     newest = {node: newest_of(line) for node, line in run.metrics.newest.items()}
     return run.looks.look() | {
-        "read": round(read, 3), "changes": run.metrics.shown(), "newest": newest,
-        "has_trace": run.folder.trace.is_file(), "has_minute": run.has_minute,
-    }  # fmt: skip
+        "read": round(read, 3),
+        "changes": run.metrics.shown(),
+        "newest": newest,
+        "has_trace": run.folder.trace.is_file(),
+        "has_minute": run.has_minute,
+    }
 
 
 def _names(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
@@ -243,10 +274,14 @@ def _series(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
 def _rollouts(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
     upto = question.whole("upto", -1)
     wanted = RolloutFilter(
-        kind=question.text("kind", "step"), node=question.text("node"), upto=upto if upto >= 0 else None,
-        search=question.text("search")[:200], sort=question.text("sort", "step")[:100],
-        down=question.text("order", "down") != "up", page=max(0, question.whole("page", 0)),
-    )  # fmt: skip
+        kind=question.text("kind", "step"),
+        node=question.text("node"),
+        upto=upto if upto >= 0 else None,
+        search=question.text("search")[:200],
+        sort=question.text("sort", "step")[:100],
+        down=question.text("order", "down") != "up",
+        page=max(0, question.whole("page", 0)),
+    )
     return run.rollouts.table(wanted) | {"nodes": run.rollouts.nodes()}
 
 
@@ -260,8 +295,12 @@ def _plain_graph(graph: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "name": graph.get("name"),
         "nodes": [
             {
-                "name": node.get("name"), "operator": node.get("operator"), "kind": node.get("kind"),
-                "knobs": {name: knob_text(value) for name, value in (node.get("knobs") or {}).items()},
+                "name": node.get("name"),
+                "operator": node.get("operator"),
+                "kind": node.get("kind"),
+                "knobs": {
+                    name: knob_text(value) for name, value in (node.get("knobs") or {}).items()
+                },
                 "placed": placed.get(node.get("name")) or {},
                 "hosts": hosts.get(node.get("name")) or [],
             }
@@ -272,7 +311,7 @@ def _plain_graph(graph: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
             for edge in graph.get("edges", [])
         ],
         "plan": [str(line) for line in config.get("plan") or []],
-    }  # fmt: skip
+    }
 
 
 def _file(name: str) -> Response:
@@ -289,7 +328,8 @@ def _file(name: str) -> Response:
 
 def _json(value: Any) -> Response:
     try:
-        text = json.dumps(value, allow_nan=False, ensure_ascii=False)  # long lists of numbers are looked through once
+        # long lists of numbers are looked through once
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError):
         text = to_json(value)
     return Response(body=text.encode("utf-8", "replace"))

@@ -1,4 +1,5 @@
-"""`dataflow live RUN`: serves the page until Ctrl-C, and lets everything else on the machine go first."""
+"""`dataflow live RUN`: serves the page until Ctrl-C, and lets everything else on the machine go
+first."""
 
 import asyncio
 import contextlib
@@ -20,12 +21,15 @@ STEERS = "which whoever has this address may stop and change"
 
 
 def live(runs: Sequence[Path], ask: Ask, port: int = 0, controls: Controls | None = None) -> int:
-    """Serve the page of these runs; returns when it is interrupted. controls: how they are changed; None: not at all.
+    """Serve the page of these runs; returns when it is interrupted. controls: how they are changed;
+    None: not at all.
 
     Errors: RunFolderError where there is no such folder, RunError where the port is taken.
     """
     if len(runs) > MOST_RUNS:
-        raise GraphError(f"a page shows {MOST_RUNS} runs at most, but {len(runs)} were named; name fewer")
+        raise GraphError(
+            f"a page shows {MOST_RUNS} runs at most, but {len(runs)} were named; name fewer"
+        )
     folders = [RunFolder.open(run) for run in runs]
     step_back()
     by = f"{user_here()}, from the live page"
@@ -37,7 +41,9 @@ def live(runs: Sequence[Path], ask: Ask, port: int = 0, controls: Controls | Non
     return 0
 
 
-async def _serve(server: PageServer, port: int, folders: Sequence[RunFolder], may: str = "read-only") -> None:
+async def _serve(
+    server: PageServer, port: int, folders: Sequence[RunFolder], may: str = "read-only"
+) -> None:
     try:
         await server.start(port)
     except (OSError, OverflowError) as error:

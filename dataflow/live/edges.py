@@ -1,4 +1,5 @@
-"""How a run's edges stand, in plain values: what crosses data edges, and what exchanges on weight edges took."""
+"""How a run's edges stand, in plain values: what crosses data edges, and what exchanges on weight
+edges took."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -7,12 +8,15 @@ from dataflow.doctor.facts import EdgeFacts
 from dataflow.worker.kept_counts import ENDS, Crossed, EdgeSums, total
 
 _STALENESS = tuple(
-    f"{part}_{kind}" for part in ("staleness", "staleness_generating", "staleness_waiting") for kind in ("mean", "max")
+    f"{part}_{kind}"
+    for part in ("staleness", "staleness_generating", "staleness_waiting")
+    for kind in ("mean", "max")
 )
 
 
 def counted(told: Mapping[str, Any]) -> EdgeSums | None:
-    """What has crossed each data edge, as the workers of a run under way say; None where they count nothing."""
+    """What has crossed each data edge, as the workers of a run under way say; None where they count
+    nothing."""
     heartbeats = [worker["heartbeat"] for worker in told.get("workers", {}).values()]
     known = [heartbeat["crossed"] for heartbeat in heartbeats if "crossed" in heartbeat]
     return total(known) if known else None
@@ -20,20 +24,26 @@ def counted(told: Mapping[str, Any]) -> EdgeSums | None:
 
 def data_edges(
     edges: Iterable[EdgeFacts], now: EdgeSums | None, before: EdgeSums | None, passed: float
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Each with its depth and credit, rows and bytes that have crossed it, and how many in each of the seconds passed,
-    as counted where it ends. before: how things stood when those began; None: not known."""
+) -> list[dict[str, Any]]:
+    """Each with its depth and credit, rows and bytes that have crossed it, and how many in each of
+    the seconds passed, as counted where it ends. before: how things stood when those began; None:
+    not known."""
     return [
         {
-            "from": edge.producer, "to": edge.consumer, "source": edge.source, "depth": edge.depth,
+            "from": edge.producer,
+            "to": edge.consumer,
+            "source": edge.source,
+            "depth": edge.depth,
             "capacity": edge.capacity,
             **_crossed(edge.name, now, before, passed),
         }
         for edge in edges
-    ]  # fmt: skip
+    ]
 
 
-def _crossed(name: str, now: EdgeSums | None, before: EdgeSums | None, passed: float) -> dict[str, Any]:
+def _crossed(
+    name: str, now: EdgeSums | None, before: EdgeSums | None, passed: float
+) -> dict[str, Any]:
     if now is None:
         return {"rows_s": None, "bytes_s": None, "crossed": None}
     none = {end: Crossed() for end in ENDS}
@@ -41,29 +51,41 @@ def _crossed(name: str, now: EdgeSums | None, before: EdgeSums | None, passed: f
     grown = None
     if before is not None and passed > 0:
         was = before.get(name, none)["received"]
-        grown = Crossed(*(after - earlier for after, earlier in zip(ends["received"], was, strict=True)))
+        grown = Crossed(
+            *(after - earlier for after, earlier in zip(ends["received"], was, strict=True))
+        )
     if grown is None or min(grown) < 0:
         return {"rows_s": None, "bytes_s": None, "crossed": ends}
-    return {"rows_s": round(grown.rows / passed, 3), "bytes_s": round(grown.bytes / passed, 1), "crossed": ends}
+    return {
+        "rows_s": round(grown.rows / passed, 3),
+        "bytes_s": round(grown.bytes / passed, 1),
+        "crossed": ends,
+    }
 
 
 def data_edges_of(graph: Mapping[str, Any]) -> list[EdgeFacts]:
     """Those of a graph that nobody runs now."""
     return [
-        EdgeFacts(producer=str(edge["from"]), consumer=str(edge["to"]), source=str(edge.get("source")))
-        for edge in graph.get("edges", []) if edge.get("plane") == "data"
-    ]  # fmt: skip
+        EdgeFacts(
+            producer=str(edge["from"]), consumer=str(edge["to"]), source=str(edge.get("source"))
+        )
+        for edge in graph.get("edges", [])
+        if edge.get("plane") == "data"
+    ]
 
 
 def exchanges(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of a trainer's line of metrics, by reader, all its replicas together: the oldest version that one of them took
-    last, and of what that cost them the most: seconds as the trainer and as the reader sees them, bytes, and what these
-    would have been without deltas and quantization. Those that a neighbour hands it to move no bytes."""
+    """Of a trainer's line of metrics, by reader, all its replicas together: the oldest version that
+    one of them took last, and of what that cost them the most: seconds as the trainer and as the
+    reader sees them, bytes, and what these would have been without deltas and quantization. Those
+    that a neighbour hands it to move no bytes."""
     found: dict[str, dict[str, Any]] = {}
     for name, told in _told(line):
         version = told.get("version")
         version = max(0, version) if isinstance(version, int) else 0
-        known = found.setdefault(name.rpartition("-")[0] or name, {"readers": 0, "version": version})
+        known = found.setdefault(
+            name.rpartition("-")[0] or name, {"readers": 0, "version": version}
+        )
         known["readers"] += 1
         known["version"] = min(known["version"], version)
         for key in ("seconds", "committed_seconds", "taken_seconds", "nbytes", "full_bytes"):

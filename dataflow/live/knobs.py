@@ -14,11 +14,17 @@ def settable_now(folder: RunFolder) -> dict[str, list[dict[str, str]]]:
     declared, swaps = described(folder)[1].get("settable"), latest(read_swaps(folder))
     known = dict(declared) if isinstance(declared, dict) else {}
     known |= {swap.node: dict(swap.knobs) for swap in swaps}
-    changed = {(each.node, each.knob): each.value for each in of_operators(read_changes(folder), swaps)}
+    changed = {
+        (each.node, each.knob): each.value for each in of_operators(read_changes(folder), swaps)
+    }
     found: dict[str, list[dict[str, str]]] = {}
     for node, knobs in known.items():
         found[node] = [
-            {"name": knob, "value": _typed(changed.get((node, knob), told.get("value"))), "at": str(told.get("at", ""))}
+            {
+                "name": knob,
+                "value": _typed(changed.get((node, knob), told.get("value"))),
+                "at": str(told.get("at", "")),
+            }
             for knob, told in knobs.items()
         ]
     return found

@@ -1,4 +1,5 @@
-"""The last minute of a run as a Chrome trace, for ui.perfetto.dev: of one under way, over, or copied from elsewhere."""
+"""The last minute of a run as a Chrome trace, for ui.perfetto.dev: of one under way, over, or
+copied from elsewhere."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +26,11 @@ def has_minute(folder: RunFolder) -> bool:
 
 
 def last_minute(folder: RunFolder, marked: Marked = lambda begin, end: ()) -> str:
-    """The trace, as JSON: of each process and node its work, what that was in detail, and why it rested; marks.
+    """The trace, as JSON: of each process and node its work, what that was in detail, and why it
+    rested; marks.
 
-    Of a run that has kept no spans of its last minute, the end of its trace.json. Errors: LookupError where neither is
-    there."""
+    Of a run that has kept no spans of its last minute, the end of its trace.json. Errors:
+    LookupError where neither is there."""
     spans = last_spans(folder, MINUTE)
     if spans:
         return json.dumps(_trace(spans, marked), separators=(",", ":"))
@@ -45,7 +47,13 @@ def _trace(spans: Sequence[RecentSpan], marked: Marked) -> dict[str, Any]:
     for (process, node, rests), tid in rows.items():
         names += [
             _named("thread_name", pids[process], tid, f"{node}, waits" if rests else node),
-            {"name": "thread_sort_index", "ph": "M", "pid": pids[process], "tid": tid, "args": {"sort_index": tid}},
+            {
+                "name": "thread_sort_index",
+                "ph": "M",
+                "pid": pids[process],
+                "tid": tid,
+                "args": {"sort_index": tid},
+            },
         ]
     events: list[dict[str, Any]] = []
     last: dict[tuple[str, str, str], tuple[dict[str, Any], float]] = {}
@@ -58,16 +66,24 @@ def _trace(spans: Sequence[RecentSpan], marked: Marked) -> dict[str, Any]:
             continue
         ts, ends = _us(span.begin_s - begin), _us(span.end_s - begin)
         event = {
-            "name": span.node if span.what == WORK else span.what, "cat": "wait" if span.what in RESTS else "work",
-            "ph": "X", "pid": pids[span.process], "tid": rows[_row(span)], "ts": ts, "dur": ends - ts,
-        }  # fmt: skip
+            "name": span.node if span.what == WORK else span.what,
+            "cat": "wait" if span.what in RESTS else "work",
+            "ph": "X",
+            "pid": pids[span.process],
+            "tid": rows[_row(span)],
+            "ts": ts,
+            "dur": ends - ts,
+        }
         events.append(event)
         last[key] = event, span.end_s
     marks = [
         {"name": text, "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": _us(at - begin)}
         for at, text in marked(begin, end)
     ]
-    return {"traceEvents": [*names, _named("process_name", 0, 0, "the run"), *events, *marks], "displayTimeUnit": "ms"}
+    return {
+        "traceEvents": [*names, _named("process_name", 0, 0, "the run"), *events, *marks],
+        "displayTimeUnit": "ms",
+    }
 
 
 def _row(span: RecentSpan) -> tuple[str, str, bool]:

@@ -1,4 +1,5 @@
-"""How a run stands now: what its scheduler says, or what its folder says of one that is over; in plain values."""
+"""How a run stands now: what its scheduler says, or what its folder says of one that is over; in
+plain values."""
 
 import collections
 import time
@@ -22,16 +23,18 @@ from dataflow.worker.kept_counts import EdgeSums, known_edges
 from dataflow.worker.state_clock import BESIDE, STATES
 
 Ask = Callable[[RunFolder, float], Mapping[str, Any]]
-"""Asks the scheduler of a run, for so many seconds; as `dataflow.scheduler.requests.ask_for_state`."""
+"""Asks the scheduler of a run, for so many seconds; as
+`dataflow.scheduler.requests.ask_for_state`."""
 ANSWER_S = 1.0
 LEAST_S, LEISURE = 0.9, 50.0
-"""Between two looks; and at least so many times the processor time of the last one, so that they take a fiftieth of it
-at most."""
+"""Between two looks; and at least so many times the processor time of the last one, so that they
+take a fiftieth of it at most."""
 STILL_S = 2.0
-"""For so long nothing has moved before the ledger is asked what is waited for: of a run that moves nothing is said of
-it."""
+"""For so long nothing has moved before the ledger is asked what is waited for: of a run that moves
+nothing is said of it."""
 BELOW_S = 5.0
-"""For so long it is known which processes workers have started: it takes a look at all that there are."""
+"""For so long it is known which processes workers have started: it takes a look at all that there
+are."""
 WINDOW_S = 3.0
 """Rates and shares are those of so many last seconds."""
 SUMS = (*STATES, BESIDE, "measured", "rows_in", "rows_out", "tokens")
@@ -47,11 +50,15 @@ class Looks:
     unblocked by: its answer, or that deadline
     """
 
-    def __init__(self, folder: RunFolder, ask: Ask, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: RunFolder, ask: Ask, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._folder, self._ask, self._clock = folder, ask, clock
         self._next = float("-inf")
         self._found: dict[str, Any] = {}
-        self._past: collections.deque[tuple[float, Mapping[str, Any], EdgeSums | None]] = collections.deque()
+        self._past: collections.deque[tuple[float, Mapping[str, Any], EdgeSums | None]] = (
+            collections.deque()
+        )
         self._below: tuple[float, Mapping[int, list[int]]] = float("-inf"), {}
 
     def look(self) -> dict[str, Any]:
@@ -63,27 +70,44 @@ class Looks:
             except DeadlineError as error:
                 self._found = {**self._from_files(), "state": "silent", "sentence": str(error)}
             except RunError as error:
-                self._found = self._from_files() | ({"why": str(error)} if "scheduler" in str(error) else {})
+                self._found = self._from_files() | (
+                    {"why": str(error)} if "scheduler" in str(error) else {}
+                )
             took = time.thread_time() - began
-            self._next = self._clock() + (LEAST_S if len(self._past) == 1 else max(LEAST_S, LEISURE * took))
+            self._next = self._clock() + (
+                LEAST_S if len(self._past) == 1 else max(LEAST_S, LEISURE * took)
+            )
         return self._found
 
     def _live(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        facts = gather(self._folder, told, during_s=0.0, wake=False, still_s=STILL_S, below=self._below_each)
+        facts = gather(
+            self._folder, told, during_s=0.0, wake=False, still_s=STILL_S, below=self._below_each
+        )
         self._past.append((self._clock(), _sums(told), counted(told)))
         while len(self._past) > 2 and self._past[-1][0] - self._past[1][0] >= WINDOW_S:
             self._past.popleft()
         (then, before, crossed_before), (now, sums, crossed) = self._past[0], self._past[-1]
-        spent = {node: _less(sums[node], before[node]) for node in sums if node in before} if now > then else {}
+        spent = (
+            {node: _less(sums[node], before[node]) for node in sums if node in before}
+            if now > then
+            else {}
+        )
         passed = now - then
         nodes = [_node(node, spent.get(node.name), passed) for node in facts.nodes.values()]
         return {
-            "state": "under way", "phase": facts.phase.replace("_", " "), "draining": facts.draining,
-            "sentence": verdict(facts), "bottleneck": bottleneck(facts),
-            "step": facts.step, "steps": facts.steps, "still_s": round(facts.still_s, 1),
-            "over_s": round(passed, 1), "nodes": nodes, "weights": _weights(facts),
+            "state": "under way",
+            "phase": facts.phase.replace("_", " "),
+            "draining": facts.draining,
+            "sentence": verdict(facts),
+            "bottleneck": bottleneck(facts),
+            "step": facts.step,
+            "steps": facts.steps,
+            "still_s": round(facts.still_s, 1),
+            "over_s": round(passed, 1),
+            "nodes": nodes,
+            "weights": _weights(facts),
             "edges": data_edges(facts.edges, crossed, crossed_before, passed),
-        }  # fmt: skip
+        }
 
     def _below_each(self, pids: Iterable[int]) -> Mapping[int, list[int]]:
         """As `processes.below_each`, or as it was a moment ago of the same ones."""
@@ -102,20 +126,33 @@ class Looks:
         seconds = times.get("seconds")
         graph, config = described(self._folder)
         done, passed = whole(line for _, line in self._folder.stream_activity(0))
-        nodes = [_ended(str(each.get("name")), done.get(str(each.get("name")), {}), passed)
-                 for each in graph.get("nodes", [])]  # fmt: skip
+        nodes = [
+            _ended(str(each.get("name")), done.get(str(each.get("name")), {}), passed)
+            for each in graph.get("nodes", [])
+        ]
         crossed = known_edges(times["edges"]) if "edges" in times else None
         versions = {node["name"]: node["version"] for node in nodes}
-        kept = [(str(e["from"]), str(e["to"])) for e in graph.get("edges", []) if e.get("plane") == "weights"]
+        kept = [
+            (str(e["from"]), str(e["to"]))
+            for e in graph.get("edges", [])
+            if e.get("plane") == "weights"
+        ]
         bound = _bounded(nodes, config)
         return {
-            "state": outcome, "bottleneck": bound, "phase": "",
-            "draining": False, "step": None, "steps": None, "still_s": None,
+            "state": outcome,
+            "bottleneck": bound,
+            "phase": "",
+            "draining": False,
+            "step": None,
+            "steps": None,
+            "still_s": None,
             "sentence": told_of_the_end(outcome, float(seconds or passed), nodes, bound),
-            "over_s": passed, "seconds": seconds if isinstance(seconds, int | float) else None,
-            "nodes": nodes, "weights": [_versions(*ends, versions) for ends in kept],
+            "over_s": passed,
+            "seconds": seconds if isinstance(seconds, int | float) else None,
+            "nodes": nodes,
+            "weights": [_versions(*ends, versions) for ends in kept],
             "edges": data_edges(data_edges_of(graph), crossed, {}, float(seconds or 0.0)),
-        }  # fmt: skip
+        }
 
 
 def _bounded(nodes: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> str | None:
@@ -126,9 +163,11 @@ def _bounded(nodes: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> s
 
 
 def whole(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], float]:
-    """Of lines of activity.jsonl: by node what it did in all parts of a run, and in how many seconds.
+    """Of lines of activity.jsonl: by node what it did in all parts of a run, and in how many
+    seconds.
 
-    A node's seconds count from its start in that part, those of the run from the first step of that part."""
+    A node's seconds count from its start in that part, those of the run from the first step of that
+    part."""
     found: dict[str, dict[str, Any]] = {}
     passed = 0.0
     for part in _parts(lines):
@@ -139,12 +178,18 @@ def whole(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]]
         passed += seconds
         for name, said in last.items():
             grown, before = _grown(said, first[name]), found.get(name, {})
-            found[name] = {**said, **{key: value + before.get(key, 0.0) for key, value in grown.items()}}
+            found[name] = {
+                **said,
+                **{key: value + before.get(key, 0.0) for key, value in grown.items()},
+            }
     return found, passed
 
 
-def _parts(lines: Iterable[Mapping[str, Any]]) -> list[list[tuple[float, dict[str, dict[str, Any]]]]]:
-    """Its lines by the part of the run that wrote them, from before its first step on: seconds, and what nodes say."""
+def _parts(
+    lines: Iterable[Mapping[str, Any]],
+) -> list[list[tuple[float, dict[str, dict[str, Any]]]]]:
+    """Its lines by the part of the run that wrote them, from before its first step on: seconds, and
+    what nodes say."""
     parts: list[list[tuple[float, dict[str, dict[str, Any]]]]] = []
     for line in lines:
         seconds, nodes = line.get("seconds"), line.get("nodes")
@@ -165,7 +210,8 @@ def _grown(said: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, floa
 
 
 def shares(spent: Mapping[str, float] | None) -> dict[str, float] | None:
-    """Of each state the share of the time that was measured; nothing fills what none of them covers."""
+    """Of each state the share of the time that was measured; nothing fills what none of them
+    covers."""
     whole = 0.0 if spent is None else spent.get("measured", 0.0)
     if spent is None or whole <= 0:
         return None
@@ -203,22 +249,38 @@ def _node(node: Node, spent: Mapping[str, float] | None, passed: float) -> dict[
     present = [w for w in node.workers if w.state in ("ready", "stopping")]
     ill = [f"{worker.name} {said}" for worker in node.workers if (said := trouble(worker))]
     return {
-        "name": node.name, "state": node.state, "for_s": round(node.for_s, 1),
-        "shares": shares(spent), "beside": _beside(spent), **_per_second(spent, passed),
-        "pending": node.pending, "held_back": node.held_back, "step": node.step, "version": node.version,
-        "rows_in": node.rows_in, "rows_out": node.rows_out, "replicas": len(present), "ill": ill,
-        "workers": [_worker(worker) for worker in node.workers if worker.state not in ("left", "gone")],
-    }  # fmt: skip
+        "name": node.name,
+        "state": node.state,
+        "for_s": round(node.for_s, 1),
+        "shares": shares(spent),
+        "beside": _beside(spent),
+        **_per_second(spent, passed),
+        "pending": node.pending,
+        "held_back": node.held_back,
+        "step": node.step,
+        "version": node.version,
+        "rows_in": node.rows_in,
+        "rows_out": node.rows_out,
+        "replicas": len(present),
+        "ill": ill,
+        "workers": [
+            _worker(worker) for worker in node.workers if worker.state not in ("left", "gone")
+        ],
+    }
 
 
 def _worker(worker: WorkerFacts) -> dict[str, Any]:
     processes = [worker.process, *worker.ranks] if worker.process else []
     seen = [process for process in processes if process is not None and process.state]
     return {
-        "name": worker.name, "state": worker.state, "host": worker.host, "restarts": worker.restarts,
-        "pid": worker.process.pid if worker.process else None, "processes_below": len(worker.ranks),
+        "name": worker.name,
+        "state": worker.state,
+        "host": worker.host,
+        "restarts": worker.restarts,
+        "pid": worker.process.pid if worker.process else None,
+        "processes_below": len(worker.ranks),
         "rss_bytes": sum(process.rss_bytes for process in seen) if seen else None,
-    }  # fmt: skip
+    }
 
 
 def _ended(name: str, told: Mapping[str, Any], passed: float | None) -> dict[str, Any]:
@@ -226,18 +288,31 @@ def _ended(name: str, told: Mapping[str, Any], passed: float | None) -> dict[str
     sums = {key: float(value) for key, value in told.items() if isinstance(value, int | float)}
     measured = sums if told and passed else None
     return {
-        "name": name, "state": "over", "for_s": None, "shares": shares(measured), "beside": _beside(measured),
-        **_per_second(measured, passed or 0.0), "pending": None, "held_back": None,
-        "step": told.get("step"), "version": told.get("version"), "rows_in": told.get("rows_in"),
-        "rows_out": told.get("rows_out"), "replicas": told.get("replicas"), "ill": [], "workers": [],
-    }  # fmt: skip
+        "name": name,
+        "state": "over",
+        "for_s": None,
+        "shares": shares(measured),
+        "beside": _beside(measured),
+        **_per_second(measured, passed or 0.0),
+        "pending": None,
+        "held_back": None,
+        "step": told.get("step"),
+        "version": told.get("version"),
+        "rows_in": told.get("rows_in"),
+        "rows_out": told.get("rows_out"),
+        "replicas": told.get("replicas"),
+        "ill": [],
+        "workers": [],
+    }
 
 
 def _per_second(spent: Mapping[str, float] | None, passed: float) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for key in ("rows_in", "rows_out", "tokens"):
         known = spent is not None and passed > 0 and (key != "tokens" or bool(spent.get(key)))
-        found[f"{key}_s"] = round(spent.get(key, 0.0) / passed, 3) if known and spent is not None else None
+        found[f"{key}_s"] = (
+            round(spent.get(key, 0.0) / passed, 3) if known and spent is not None else None
+        )
     return found
 
 

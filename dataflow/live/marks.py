@@ -1,4 +1,5 @@
-"""What happened to a run at which step: faults, swaps and sets, requests, returns to a checkpoint, rounds."""
+"""What happened to a run at which step: faults, swaps and sets, requests, returns to a checkpoint,
+rounds."""
 
 import bisect
 import contextlib
@@ -44,20 +45,28 @@ class Marks:
             start = max(0, path.stat().st_size - MOST_BYTES) if path.is_file() else 0
             lines = [line for _, line in stream_lines(path, start)][-MOST:]
             self._found = {
-                "faults": [{"step": self._step_at(line.get("at")), **_fault(line)} for line in lines],
-                "swaps": [{"step": each.step, "text": str(each)} for each in read_live_changes(self.folder)[-MOST:]],
+                "faults": [
+                    {"step": self._step_at(line.get("at")), **_fault(line)} for line in lines
+                ],
+                "swaps": [
+                    {"step": each.step, "text": str(each)}
+                    for each in read_live_changes(self.folder)[-MOST:]
+                ],
                 "requests": [_request(line) for line in read_requests(self.folder.path)[-MOST:]],
             }
             self._next = time.monotonic() + max(LOOK_S, LEISURE * (time.thread_time() - began))
         return {**self._found, "restarts": list(restarts)[-MOST:], "rounds": list(rounds)[-MOST:]}
 
     def within(self, begin: float, end: float) -> list[tuple[float, str]]:
-        """What was marked between two times, in seconds since 1970, and the steps made then; as of the last look."""
+        """What was marked between two times, in seconds since 1970, and the steps made then; as of
+        the last look."""
         first, last = (bisect.bisect_left(self._times, (at, 0)) for at in (begin, end))
         steps = [(at, f"step {step}") for at, step in self._times[first:last]]
         told = [(each["at"], each["text"]) for each in self._found.get("faults", ())]
         told += [(each["at"], each["request"]) for each in self._found.get("requests", ())]
-        return sorted(steps + [(at, text) for at, text in told if at is not None and begin <= at < end])
+        return sorted(
+            steps + [(at, text) for at, text in told if at is not None and begin <= at < end]
+        )
 
     def _look_at_times(self) -> None:
         """When steps were made: those that are new, of the trainer that leads."""
@@ -65,7 +74,10 @@ class Marks:
         leading = config.get("leading") or []
         if not leading:
             return
-        with contextlib.suppress(LedgerError), Ledger.open(self.folder.ledger, readonly=True) as ledger:
+        with (
+            contextlib.suppress(LedgerError),
+            Ledger.open(self.folder.ledger, readonly=True) as ledger,
+        ):
             if ledger.last_step(leading[0]) < (self._times[-1][1] if self._times else 0):
                 self._times.clear()  # it went back to a checkpoint
             known = self._times[-1][1] if self._times else 0
@@ -84,9 +96,11 @@ def _request(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line of requests.jsonl."""
     at, step = line.get("at"), line.get("step")
     return {
-        "at": at if isinstance(at, int | float) else None, "step": step if isinstance(step, int) else None,
-        **{key: str(line.get(key, "")) for key in ("by", "request", "answer")}, "refused": line.get("refused") is True,
-    }  # fmt: skip
+        "at": at if isinstance(at, int | float) else None,
+        "step": step if isinstance(step, int) else None,
+        **{key: str(line.get(key, "")) for key in ("by", "request", "answer")},
+        "refused": line.get("refused") is True,
+    }
 
 
 def _fault(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,6 +111,8 @@ def _fault(line: Mapping[str, Any]) -> dict[str, Any]:
         text = "a line of faults.jsonl that is none"
     at, back = line.get("at"), line.get("recovered_s")
     return {
-        "at": at if isinstance(at, int | float) else None, "worker": str(line.get("worker", "")), "text": text,
+        "at": at if isinstance(at, int | float) else None,
+        "worker": str(line.get("worker", "")),
+        "text": text,
         "recovered": back is not None,
-    }  # fmt: skip
+    }

@@ -26,26 +26,38 @@ RATIO = "importance ratio"
 
 
 def one(table: pa.Table, row: int) -> dict[str, Any]:
-    """A rollout: its texts as far as they are shown at once, its columns, its group. Errors: LookupError."""
+    """A rollout: its texts as far as they are shown at once, its columns, its group. Errors:
+    LookupError."""
     found = _row(table, row)
-    texts = {name: part(found, name, 0, TEXT) for name in (records.PROMPT, records.COMPLETION, records.ERROR)}
+    texts = {
+        name: part(found, name, 0, TEXT)
+        for name in (records.PROMPT, records.COMPLETION, records.ERROR)
+    }
     tokens = found.get(records.TOKENS) or []
     columns = {
         name: cut(_told(value), 400) for name, value in scores(found).items() if name not in texts
-    }  # fmt: skip
-    alike = [name for name in (records.GROUP_ID, records.PROMPT_ID, records.OF_SOURCE) if name in found]
+    }
+    alike = [
+        name for name in (records.GROUP_ID, records.PROMPT_ID, records.OF_SOURCE) if name in found
+    ]
     same = functools.reduce(pc.and_, [pc.equal(table.column(name), found[name]) for name in alike])
     rows = pc.indices_nonzero(same.combine_chunks()).to_pylist()
     return {
-        "rollout_id": found[records.ROLLOUT_ID], "group_id": found[records.GROUP_ID],
-        "prompt_id": cut(found[records.PROMPT_ID]), "position": found[records.POSITION],
-        "finish_reason": found[records.FINISH_REASON], "texts": texts, "columns": columns, "tokens": len(tokens),
+        "rollout_id": found[records.ROLLOUT_ID],
+        "group_id": found[records.GROUP_ID],
+        "prompt_id": cut(found[records.PROMPT_ID]),
+        "position": found[records.POSITION],
+        "finish_reason": found[records.FINISH_REASON],
+        "texts": texts,
+        "columns": columns,
+        "tokens": len(tokens),
         "colours": [*_ratio(found), *matching_columns(found, len(tokens))],
         "has_ratio": bool(_ratio(found)),
         "no_ratio": _no_ratio(found),
         "turns": turns_of(found.get(records.MASK) or []),
-        "group": [_member(table, at) for at in rows[:GROUP]], "group_count": len(rows),
-    }  # fmt: skip
+        "group": [_member(table, at) for at in rows[:GROUP]],
+        "group_count": len(rows),
+    }
 
 
 def turns_of(mask: Sequence[bool]) -> int:
@@ -54,8 +66,11 @@ def turns_of(mask: Sequence[bool]) -> int:
     return int(np.count_nonzero(np.diff(chosen, prepend=0) == 1))
 
 
-def part(row: Mapping[str, Any], name: str, begin: int, most: int = MORE_TEXT) -> dict[str, Any] | None:
-    """Some characters of a text, from one on, and how many it has; None where it is null. Errors: LookupError."""
+def part(
+    row: Mapping[str, Any], name: str, begin: int, most: int = MORE_TEXT
+) -> dict[str, Any] | None:
+    """Some characters of a text, from one on, and how many it has; None where it is null. Errors:
+    LookupError."""
     if name not in (records.PROMPT, records.COMPLETION, records.ERROR):
         raise LookupError(f"a rollout has no text '{cut(name, 40)}'")
     text = row.get(name)
@@ -73,13 +88,17 @@ def text_of(table: pa.Table, row: int, name: str, begin: int) -> dict[str, Any] 
 def tokens_of(
     table: pa.Table, row: int, begin: int, colour: str, vocabulary: Mapping[int, str] | None
 ) -> dict[str, Any]:
-    """Some tokens from one on: id, text where there is a vocabulary, whether the policy chose it, and a number.
+    """Some tokens from one on: id, text where there is a vocabulary, whether the policy chose it,
+    and a number.
 
     Errors: LookupError where no such number is stored."""
     found = _row(table, row)
     ids, mask = found[records.TOKENS], found[records.MASK]
     if colour == RATIO and _ratio(found):
-        new, old = np.array(found[records.NEW_LOGPROBS], np.float64), np.array(found[records.LOGPROBS], np.float64)
+        new, old = (
+            np.array(found[records.NEW_LOGPROBS], np.float64),
+            np.array(found[records.LOGPROBS], np.float64),
+        )
         ratios = np.exp(new - old).tolist()
         numbers: list[Any] = [None if math.isnan(ratio) else ratio for ratio in ratios]
     elif colour in matching_columns(found, len(ids)):
@@ -88,13 +107,24 @@ def tokens_of(
         raise LookupError(f"this rollout has no '{cut(colour, 40)}' by token")
     begin = max(0, begin)
     some = slice(begin, begin + TOKENS)
-    texts = [None if vocabulary is None else cut(vocabulary.get(each, ""), 60) for each in ids[some]]
-    known = [value for value, is_chosen in zip(numbers, mask, strict=True) if is_chosen and value is not None]
+    texts = [
+        None if vocabulary is None else cut(vocabulary.get(each, ""), 60) for each in ids[some]
+    ]
+    known = [
+        value
+        for value, is_chosen in zip(numbers, mask, strict=True)
+        if is_chosen and value is not None
+    ]
     return {
-        "begin": begin, "of": len(ids), "ids": ids[some], "texts": texts, "chosen": mask[some],
+        "begin": begin,
+        "of": len(ids),
+        "ids": ids[some],
+        "texts": texts,
+        "chosen": mask[some],
         "numbers": [number(value) for value in numbers[some]],
-        "least": number(min(known, default=None)), "most": number(max(known, default=None)),
-    }  # fmt: skip
+        "least": number(min(known, default=None)),
+        "most": number(max(known, default=None)),
+    }
 
 
 def _row(table: pa.Table, row: int) -> dict[str, Any]:
@@ -105,17 +135,26 @@ def _row(table: pa.Table, row: int) -> dict[str, Any]:
 
 
 def _ratio(row: Mapping[str, Any]) -> list[str]:
-    """Whether the trainer's own log-probabilities are stored beside the generator's, of a rollout that weights drew."""
+    """Whether the trainer's own log-probabilities are stored beside the generator's, of a rollout
+    that weights drew."""
     new, old = row.get(records.NEW_LOGPROBS), row.get(records.LOGPROBS)
     drawn = max(row.get(records.VERSIONS) or [NO_VERSION]) > NO_VERSION
-    return [RATIO] if drawn and isinstance(new, list) and isinstance(old, list) and len(new) == len(old) else []
+    return (
+        [RATIO]
+        if drawn and isinstance(new, list) and isinstance(old, list) and len(new) == len(old)
+        else []
+    )
 
 
 def _no_ratio(row: Mapping[str, Any]) -> str:
     """Why there is none."""
     if records.NEW_LOGPROBS not in row:
         return "not stored: the trainer keeps no new_logprobs, or this was an evaluation"
-    return "not stored: no weights drew it" if row[records.NEW_LOGPROBS] else "not stored: its step did not train it"
+    return (
+        "not stored: no weights drew it"
+        if row[records.NEW_LOGPROBS]
+        else "not stored: its step did not train it"
+    )
 
 
 def _told(value: Any) -> str:
@@ -123,12 +162,19 @@ def _told(value: Any) -> str:
 
 
 def _member(table: pa.Table, at: int) -> dict[str, Any]:
-    small = [name for name in table.schema.names if not pa.types.is_list(table.schema.field(name).type)]
+    small = [
+        name for name in table.schema.names if not pa.types.is_list(table.schema.field(name).type)
+    ]
     row = table.select(small).slice(at, 1).to_pylist()[0]
     columns = {name: cut(_told(value)) for name, value in scores(row).items()}
     length = pc.sum(table.column(records.MASK).slice(at, 1).combine_chunks().flatten()).as_py() or 0
     return {
-        "row": at, "rollout_id": row[records.ROLLOUT_ID], "position": row[records.POSITION], "length": length,
-        "finish_reason": row[records.FINISH_REASON], "error": cut(row[records.ERROR]),
-        "completion": cut(row[records.COMPLETION], 600), "columns": columns,
-    }  # fmt: skip
+        "row": at,
+        "rollout_id": row[records.ROLLOUT_ID],
+        "position": row[records.POSITION],
+        "length": length,
+        "finish_reason": row[records.FINISH_REASON],
+        "error": cut(row[records.ERROR]),
+        "completion": cut(row[records.COMPLETION], 600),
+        "columns": columns,
+    }

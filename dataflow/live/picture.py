@@ -1,7 +1,8 @@
-"""The drawing of a run's graph, `graph.svg` of its folder, as plain lists of which nothing but shapes and text is left.
+"""The drawing of a run's graph, `graph.svg` of its folder, as plain lists of which nothing but
+shapes and text is left.
 
-A folder may come from anybody, and an SVG may hold programs: so it is read as XML, never handed on, and what is no
-shape of our own drawings is left out. The page makes elements of the lists.
+A folder may come from anybody, and an SVG may hold programs: so it is read as XML, never handed on,
+and what is no shape of our own drawings is left out. The page makes elements of the lists.
 """
 
 import re
@@ -23,9 +24,13 @@ _CLASSES = re.compile(r"[A-Za-z0-9 _-]*")
 _BOX = re.compile(r"(-?\d+(\.\d+)? ){3}-?\d+(\.\d+)?")
 TAGS = frozenset({"svg", "title", "desc", "g", "rect", "path", "line", "text", "tspan"})
 ATTRIBUTES: Mapping[str, re.Pattern[str]] = {
-    **dict.fromkeys(("x", "y", "x1", "x2", "y1", "y2", "width", "height", "rx", "data-node"), _NUMBER),
-    "d": _PATH, "class": _CLASSES, "viewBox": _BOX,
-}  # fmt: skip
+    **dict.fromkeys(
+        ("x", "y", "x1", "x2", "y1", "y2", "width", "height", "rx", "data-node"), _NUMBER
+    ),
+    "d": _PATH,
+    "class": _CLASSES,
+    "viewBox": _BOX,
+}
 
 
 def shapes(text: bytes) -> Shape | None:
@@ -57,7 +62,14 @@ def name_edges(shape: Shape, graph: Mapping[str, Any]) -> None:
     A node's number, `data-node`, is its place in the graph already."""
     numbers = {_written(edge): str(number) for number, edge in enumerate(graph.get("edges", []))}
     for _, attributes, inside in _groups(shape):
-        title = next((each[2][0] for each in inside if isinstance(each, list) and each[0] == "title" and each[2]), "")
+        title = next(
+            (
+                each[2][0]
+                for each in inside
+                if isinstance(each, list) and each[0] == "title" and each[2]
+            ),
+            "",
+        )
         if (number := numbers.get(str(title).partition(": ")[0])) is not None:
             attributes["data-edge"] = number
 
@@ -78,9 +90,10 @@ def _groups(shape: Shape) -> Iterator[Shape]:
 
 def _shape(element: "ElementTree.Element", depth: int) -> Shape:
     kept = {
-        name: value for name, value in element.attrib.items()
+        name: value
+        for name, value in element.attrib.items()
         if name in ATTRIBUTES and ATTRIBUTES[name].fullmatch(value)
-    }  # fmt: skip
+    }
     inside: list[Any] = [element.text] if element.text and element.text.strip() else []
     for child in element:
         if depth < 8 and _tag(child) in TAGS - {"svg"}:

@@ -1,4 +1,5 @@
-"""A run's rollouts as pages of a table: from the newest step back, a bounded number of files at a time."""
+"""A run's rollouts as pages of a table: from the newest step back, a bounded number of files at a
+time."""
 
 import collections
 import functools
@@ -71,13 +72,19 @@ class Rollouts:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._kept: collections.OrderedDict[tuple[Path, int], list[dict[str, Any]]] = collections.OrderedDict()
+        self._kept: collections.OrderedDict[tuple[Path, int], list[dict[str, Any]]] = (
+            collections.OrderedDict()
+        )
 
     def nodes(self) -> list[str]:
         """Of which there are files; empty: of the only trainer."""
         path = self._folder.rollouts
-        below = sorted(each.name for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
-        return [node for node in ("", *below) if next((path / node).glob("*-*.arrow"), None) is not None]
+        below = (
+            sorted(each.name for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
+        )
+        return [
+            node for node in ("", *below) if next((path / node).glob("*-*.arrow"), None) is not None
+        ]
 
     def table(self, wanted: RolloutFilter) -> dict[str, Any]:
         """A page of rows, and of which steps they are."""
@@ -101,11 +108,17 @@ class Rollouts:
         begin = wanted.page * ROWS
         older = [step for step, _ in ahead[len(looked) :]]
         return {
-            "rows": found[begin : begin + ROWS], "count": len(found), "page": wanted.page, "rows_a_page": ROWS,
-            "columns": _columns(found), "steps": [min(looked), max(looked)] if looked else None,
-            "older": older[0] if older else None, "files": len(files), "problems": problems[:5],
+            "rows": found[begin : begin + ROWS],
+            "count": len(found),
+            "page": wanted.page,
+            "rows_a_page": ROWS,
+            "columns": _columns(found),
+            "steps": [min(looked), max(looked)] if looked else None,
+            "older": older[0] if older else None,
+            "files": len(files),
+            "problems": problems[:5],
             "newest": files[-1][0] if files else None,
-        }  # fmt: skip
+        }
 
     def file(self, kind: str, node: str, step: int) -> Path:
         """Where the rollouts of a step are. Errors: LookupError where there are none."""
@@ -132,7 +145,7 @@ class Rollouts:
         hits = [
             pc.match_substring(table.column(name), wanted.search, ignore_case=True).fill_null(False)
             for name in (records.PROMPT, records.COMPLETION, records.ERROR)
-        ]  # fmt: skip
+        ]
         hit = functools.reduce(np.logical_or, [each.to_numpy() for each in hits])
         rows = short_rows(table, step, wanted.kind)
         return [row for row, matches in zip(rows, hit.tolist(), strict=True) if matches]
@@ -141,31 +154,44 @@ class Rollouts:
 def short_rows(table: pa.Table, step: int, kind: str) -> list[dict[str, Any]]:
     """A file's rollouts, each in a few short values: where it is, its texts cut, its numbers.
 
-    `length` counts tokens that the policy chose; `staleness` how many versions its oldest token is behind those that
-    the step began with."""
+    `length` counts tokens that the policy chose; `staleness` how many versions its oldest token is
+    behind those that the step began with."""
     masks = table.column(records.MASK).combine_chunks()
     chosen = _sums(masks)
     trained = kind == "step"
-    ages = staleness_at(step, table.column(records.VERSIONS)).to_pylist() if trained else [None] * table.num_rows
+    ages = (
+        staleness_at(step, table.column(records.VERSIONS)).to_pylist()
+        if trained
+        else [None] * table.num_rows
+    )
     names = [
-        name for name in table.schema.names
-        if name not in _FIXED and (pa.types.is_integer(kind_of := table.schema.field(name).type)
-                                   or pa.types.is_floating(kind_of) or pa.types.is_boolean(kind_of))
-    ]  # fmt: skip
+        name
+        for name in table.schema.names
+        if name not in _FIXED
+        and (
+            pa.types.is_integer(kind_of := table.schema.field(name).type)
+            or pa.types.is_floating(kind_of)
+            or pa.types.is_boolean(kind_of)
+        )
+    ]
     wanted = (records.ROLLOUT_ID, records.GROUP_ID, records.POSITION, records.FINISH_REASON, *names)
     plain = table.select(wanted).to_pylist()
     texts = {
         name: [cut(text) for text in table.column(name).to_pylist()]
         for name in (records.PROMPT, records.COMPLETION, records.ERROR)
-    }  # fmt: skip
+    }
     return [
         {
-            "kind": kind, "step": step, "row": at, **{name: number(value) for name, value in row.items()},
-            **{name: found[at] for name, found in texts.items()}, "length": int(chosen[at]),
+            "kind": kind,
+            "step": step,
+            "row": at,
+            **{name: number(value) for name, value in row.items()},
+            **{name: found[at] for name, found in texts.items()},
+            "length": int(chosen[at]),
             "staleness": ages[at],
         }
         for at, row in enumerate(plain)
-    ]  # fmt: skip
+    ]
 
 
 def cut(text: str | None, most: int = SHORT) -> str | None:
@@ -189,24 +215,38 @@ def _columns(rows: list[dict[str, Any]]) -> list[str]:
     known = ("kind", "step", "row", "length", "staleness")
     found: dict[str, None] = {}
     for row in rows:
-        found.update(dict.fromkeys(name for name in row if name not in _FIXED and name not in known))
+        found.update(
+            dict.fromkeys(name for name in row if name not in _FIXED and name not in known)
+        )
     return list(found)
 
 
 def in_order(rows: list[dict[str, Any]], name: str, down: bool) -> list[dict[str, Any]]:
-    """Rows by one of their values: whichever way, those with a number first, those with none at all last."""
+    """Rows by one of their values: whichever way, those with a number first, those with none at all
+    last."""
     values = [row.get(name) for row in rows]
-    numbers = [row for row, value in zip(rows, values, strict=True) if isinstance(value, bool | int | float)]
+    numbers = [
+        row
+        for row, value in zip(rows, values, strict=True)
+        if isinstance(value, bool | int | float)
+    ]
     texts = [row for row, value in zip(rows, values, strict=True) if isinstance(value, str)]
     for some in (numbers, texts):
         some.sort(key=lambda row: row[name], reverse=down)
-    return [*numbers, *texts, *(row for row, value in zip(rows, values, strict=True) if value is None)]
+    return [
+        *numbers,
+        *texts,
+        *(row for row, value in zip(rows, values, strict=True) if value is None),
+    ]
 
 
 def matching_columns(row: Mapping[str, Any], tokens: int) -> list[str]:
     """Columns with a number for each token."""
     return [
-        name for name, value in row.items()
-        if name not in (records.TOKENS, records.MASK) and isinstance(value, list) and len(value) == tokens
+        name
+        for name, value in row.items()
+        if name not in (records.TOKENS, records.MASK)
+        and isinstance(value, list)
+        and len(value) == tokens
         and all(isinstance(each, int | float) or each is None for each in value)
-    ]  # fmt: skip
+    ]

@@ -25,8 +25,8 @@ LOOK_S = 0.5
 DEPTH = 3
 """Of maps within a line whose numbers are series of their own."""
 SHOWN_POINTS, SHOWN_S, LATE_S = 600, 2.0, 10.0
-"""Of a chart, where nobody says how many. So many seconds after something new the next is shown at the earliest; so
-many after, where it is less than a point."""
+"""Of a chart, where nobody says how many. So many seconds after something new the next is shown at
+the earliest; so many after, where it is less than a point."""
 _NOT_SERIES = ("step", "node", "seconds", "version")
 SMOOTHED = 20
 """From so many points on a running mean stands beside them."""
@@ -66,8 +66,8 @@ class Series:
 class Metrics:
     """What metrics.jsonl and activity.jsonl of one run say, as far as they are read.
 
-    A step that is made again, after a return to a checkpoint, takes the place of what stood there and after it; where
-    that was so, `restarts` knows.
+    A step that is made again, after a return to a checkpoint, takes the place of what stood there
+    and after it; where that was so, `restarts` knows.
     """
 
     def __init__(self, folder: RunFolder, most_points: int = MOST_POINTS) -> None:
@@ -90,8 +90,8 @@ class Metrics:
         """Numbers that are no series, since there are too many."""
 
     def look(self, budget_s: float = LOOK_S) -> float:
-        """Take in what was added, for at most so long; which share of metrics.jsonl is read: 1 when there is no
-        more, though its last line may be half written."""
+        """Take in what was added, for at most so long; which share of metrics.jsonl is read: 1 when
+        there is no more, though its last line may be half written."""
         size = self._folder.metrics.stat().st_size if self._folder.metrics.is_file() else 0
         if size < self._read:  # another run's file stands there now
             self.__init__(self._folder, self._most)  # type: ignore[misc]
@@ -135,7 +135,8 @@ class Metrics:
         return self._shown[0]
 
     def names(self) -> list[dict[str, Any]]:
-        """Of each series its key, what it is called, its last value, and whether it is among those shown first."""
+        """Of each series its key, what it is called, its last value, and whether it is among those
+        shown first."""
         count = collections.Counter(name for _, name in self._series)
         ranks = {figure.name: rank for rank, figure in enumerate(FIGURES)}
         with_points = [key for key, series in self._series.items() if series.steps]
@@ -143,16 +144,22 @@ class Metrics:
         first = [key for key in keys if key[1] in ranks][:DOZEN]
         return [
             {
-                "key": f"{node}/{name}", "label": f"{name} · {node}" if count[name] > 1 else name,
+                "key": f"{node}/{name}",
+                "label": f"{name} · {node}" if count[name] > 1 else name,
                 "last": self._series[node, name].values[-1],
-                "points": len(self._series[node, name].values), "missing": self._series[node, name].missing,
-                "first": (node, name) in first, "says": FIGURES[ranks[name]].title if name in ranks else "",
+                "points": len(self._series[node, name].values),
+                "missing": self._series[node, name].missing,
+                "first": (node, name) in first,
+                "says": FIGURES[ranks[name]].title if name in ranks else "",
             }
             for node, name in keys
-        ]  # fmt: skip
+        ]
 
-    def points(self, key: str, most: int, begin: float = -math.inf, end: float = math.inf) -> dict[str, Any]:
-        """At most so many points of a series between two steps, and of its running mean a third as many.
+    def points(
+        self, key: str, most: int, begin: float = -math.inf, end: float = math.inf
+    ) -> dict[str, Any]:
+        """At most so many points of a series between two steps, and of its running mean a third as
+        many.
 
         Errors: LookupError where there is none."""
         node, _, name = key.partition("/")
@@ -160,12 +167,16 @@ class Metrics:
         if found is None:
             raise LookupError(f"this run has no series '{key}'")
         xs, ys = np.array(found.steps), np.array(found.values)
-        inside = slice(int(np.searchsorted(xs, begin, "left")), int(np.searchsorted(xs, end, "right")))
+        inside = slice(
+            int(np.searchsorted(xs, begin, "left")), int(np.searchsorted(xs, end, "right"))
+        )
         whole = int(inside.stop - inside.start)
         told: dict[str, Any] = {"of": whole, "missing": found.missing, "mean": None}
         if whole >= SMOOTHED and name != ACCURACY_NAME:
             means = running_mean(ys)[inside]
-            told["mean"] = [each.tolist() for each in decimate(xs[inside], means, max(LEAST_POINTS, most // 3))]
+            told["mean"] = [
+                each.tolist() for each in decimate(xs[inside], means, max(LEAST_POINTS, most // 3))
+            ]
         xs, ys = decimate(xs[inside], ys[inside], most)
         return told | {"steps": xs.tolist(), "values": ys.tolist()}
 
@@ -179,7 +190,10 @@ class Metrics:
         if series.steps and step < series.steps[-1]:
             series.back_to(step)
         series.put(step, value)
-        if self.changes % 1000 == 0 and sum(len(each.steps) for each in self._series.values()) > self._most:
+        if (
+            self.changes % 1000 == 0
+            and sum(len(each.steps) for each in self._series.values()) > self._most
+        ):
             for each in self._series.values():
                 each.halve()
 
@@ -190,7 +204,8 @@ class Metrics:
             before, step = self._before, _step(line)
             if before is None or not 0 <= _step(before) < step:
                 if before is None or _step(before) != step:
-                    self._before = line  # the first one, or of a run that was taken up at an earlier step
+                    # the first one, or of a run that was taken up at an earlier step
+                    self._before = line
                 continue
             self._before = line
             self._between(before, line, step)
@@ -217,7 +232,8 @@ class Metrics:
 
 
 def numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers in a line, those within maps by a path: `dropped.stale`; null, which stood for NaN, is NaN again."""
+    """The numbers in a line, those within maps by a path: `dropped.stale`; null, which stood for
+    NaN, is NaN again."""
     for name, value in line.items():
         if name not in _NOT_SERIES and name != "by_staleness":
             yield from _flat(name, value, DEPTH)

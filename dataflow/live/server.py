@@ -1,4 +1,5 @@
-"""HTTP for the page: requests in, answers out, on loopback, with a deadline and a bound on everything."""
+"""HTTP for the page: requests in, answers out, on loopback, with a deadline and a bound on
+everything."""
 
 import asyncio
 import functools
@@ -28,12 +29,14 @@ BACKLOG = 1024
 READERS = 4
 """Threads that read run folders."""
 STEERERS = 2
-"""Threads that bring requests to runs, which may take long: nobody who only looks waits for them."""
+"""Threads that bring requests to runs, which may take long: nobody who only looks waits for
+them."""
 log = logging.getLogger(__name__)
 
 
 _TURNS = 5
-"""Of the loop: a client that was just accepted is served by then, and one that was let go has its socket closed."""
+"""Of the loop: a client that was just accepted is served by then, and one that was let go has its
+socket closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +64,8 @@ class ClientLimits:
     steer_s: float = 60.0
     """For a run to do what it was asked for."""
     connections: int = 96
-    """At a time, of clients with the token; more are turned away. Of all that have not shown it yet as many: the one
-    that came first makes room for the next."""
+    """At a time, of clients with the token; more are turned away. Of all that have not shown it yet
+    as many: the one that came first makes room for the next."""
 
 
 class PageServer:
@@ -75,12 +78,16 @@ class PageServer:
     """
 
     def __init__(
-        self, answer: Callable[[str], Response], token: str, bounds: ClientLimits | None = None,
+        self,
+        answer: Callable[[str], Response],
+        token: str,
+        bounds: ClientLimits | None = None,
         steer: Callable[[str, bytes], Response] | None = None,
-    ) -> None:  # fmt: skip
-        """answer: what stands at an address below the token; called in threads. It raises LookupError where nothing
-        does, DataflowError where that cannot be read. steer: does what the body of a request asks for, and raises
-        likewise; None: nothing that changes a run is taken."""
+    ) -> None:
+        """answer: what stands at an address below the token; called in threads. It raises
+        LookupError where nothing does, DataflowError where that cannot be read. steer: does what
+        the body of a request asks for, and raises likewise; None: nothing that changes a run is
+        taken."""
         self._answer, self._token, self._bounds = answer, token, bounds or ClientLimits()
         self._steer = steer
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
@@ -103,7 +110,7 @@ class PageServer:
         """Listen. port: 0 for any that is free. Errors: OSError."""
         self._server = await asyncio.start_server(
             self._serve, "127.0.0.1", port, limit=HEAD_BYTES, backlog=BACKLOG
-        )  # fmt: skip
+        )
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def run(self) -> None:
@@ -114,7 +121,8 @@ class PageServer:
 
     async def close(self) -> None:
         """Listen no more, and let go who is being answered."""
-        await _pass_turns()  # one that is being accepted, or cancelled before it is served, would leave its socket open
+        # one that is being accepted, or cancelled before it is served, would leave its socket open
+        await _pass_turns()
         if self._server is not None:
             self._server.close()
         await _pass_turns()
@@ -157,14 +165,20 @@ class PageServer:
         except asyncio.LimitOverrunError:
             asked = None
         if asked is None:
-            await self._write(writer, sentence(400, "this is no request that a browser makes"), head_only=False)
+            await self._write(
+                writer, sentence(400, "this is no request that a browser makes"), head_only=False
+            )
             return
         admitted = admit(asked, self._token, steers=self._steer is not None)
         if not isinstance(admitted, NotAdmitted):
             self._strangers.pop(writer, None)
             self._guests.add(writer)
         if isinstance(admitted, NotAdmitted):
-            answer = sentence(admitted.status, admitted.why, as_page="text/html" in asked.headers.get("accept", ""))
+            answer = sentence(
+                admitted.status,
+                admitted.why,
+                as_page="text/html" in asked.headers.get("accept", ""),
+            )
         elif len(self._guests) > self._bounds.connections:
             answer = sentence(503, "too many pages are open; close some")
         elif asked.method == "POST":
@@ -173,26 +187,39 @@ class PageServer:
             answer = await self._found(admitted)
         await self._write(writer, answer, head_only=asked.method == "HEAD")
 
-    async def _steered(self, address: str, headers: Mapping[str, str], reader: asyncio.StreamReader) -> Response:
+    async def _steered(
+        self, address: str, headers: Mapping[str, str], reader: asyncio.StreamReader
+    ) -> Response:
         """Take a request's body, and do what it asks for."""
         assert self._steer is not None
         length = headers.get("content-length", "")
-        if not (length.isascii() and length.isdecimal() and len(length) < 10) or int(length) > BODY_BYTES:
-            return sentence(413, f"a request has {BODY_BYTES} bytes at most, and says how many (Content-Length)")
+        if (
+            not (length.isascii() and length.isdecimal() and len(length) < 10)
+            or int(length) > BODY_BYTES
+        ):
+            return sentence(
+                413, f"a request has {BODY_BYTES} bytes at most, and says how many (Content-Length)"
+            )
         async with asyncio.timeout(self._bounds.ask_s):
             body = await reader.readexactly(int(length))
-        late = f"the run has not answered within {self._bounds.steer_s:.0f} s and may still do it; see its requests"
+        late = (
+            f"the run has not answered within {self._bounds.steer_s:.0f} s and may still do it; see"
+            " its requests"
+        )
         steer = functools.partial(self._steer, address, body)
         return await self._in_time(self._steerers, steer, self._bounds.steer_s, late)
 
     async def _found(self, address: str) -> Response:
         late = "the run's folder could not be read in time; the page asks again"
-        return await self._in_time(self._pool, functools.partial(self._answer, address), self._bounds.answer_s, late)
+        return await self._in_time(
+            self._pool, functools.partial(self._answer, address), self._bounds.answer_s, late
+        )
 
     async def _in_time(
         self, pool: ThreadPoolExecutor, call: Callable[[], Response], within_s: float, late: str
     ) -> Response:
-        """What a call in a thread gives, or the sentence that tells why nothing. late: that of one that takes long."""
+        """What a call in a thread gives, or the sentence that tells why nothing. late: that of one
+        that takes long."""
         try:
             async with asyncio.timeout(within_s):
                 return await asyncio.get_running_loop().run_in_executor(pool, call)
@@ -203,18 +230,24 @@ class PageServer:
         except (ValueError, DataflowError) as error:
             return sentence(400 if isinstance(error, ValueError) else 409, str(error))
 
-    async def _write(self, writer: asyncio.StreamWriter, answer: Response, *, head_only: bool) -> None:
+    async def _write(
+        self, writer: asyncio.StreamWriter, answer: Response, *, head_only: bool
+    ) -> None:
         writer.transport.set_write_buffer_limits(high=SLICE_BYTES)
         async with asyncio.timeout(self._bounds.take_s):
             if isinstance(answer.body, bytes):
-                writer.write(heading(answer, len(answer.body)) + (b"" if head_only else answer.body))
+                writer.write(
+                    heading(answer, len(answer.body)) + (b"" if head_only else answer.body)
+                )
             else:
                 with answer.body.open("rb") as body:
                     await self._put(writer, answer, body, head_only=head_only)
             writer.transport.set_write_buffer_limits(high=0)
             await writer.drain()
 
-    async def _put(self, writer: asyncio.StreamWriter, answer: Response, body: BinaryIO, *, head_only: bool) -> None:
+    async def _put(
+        self, writer: asyncio.StreamWriter, answer: Response, body: BinaryIO, *, head_only: bool
+    ) -> None:
         """A file, slice by slice."""
         size = body.seek(0, io.SEEK_END)
         body.seek(size if head_only else 0)
@@ -250,15 +283,23 @@ def heading(answer: Response, size: int) -> bytes:
     """The first lines of an answer."""
     lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in HEADERS.items()]
-    lines += [f"Content-Type: {answer.kind}; charset=utf-8", f"Content-Length: {size}", "Connection: close"]
+    lines += [
+        f"Content-Type: {answer.kind}; charset=utf-8",
+        f"Content-Length: {size}",
+        "Connection: close",
+    ]
     if answer.file_name:
         lines.append(f'Content-Disposition: attachment; filename="{answer.file_name}"')
     return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
 
 
 def sentence(status: int, why: str, *, as_page: bool = False) -> Response:
-    """A sentence in place of what was asked for. as_page: for a person who opened the address, and not for a script."""
+    """A sentence in place of what was asked for. as_page: for a person who opened the address, and
+    not for a script."""
     if as_page:
-        page = f'<!doctype html><html lang="en"><title>dataflow live</title><p>{html.escape(why)}.</p></html>'
+        page = (
+            '<!doctype html><html lang="en"><title>dataflow'
+            f" live</title><p>{html.escape(why)}.</p></html>"
+        )
         return Response(body=page.encode(), status=status, kind="text/html")
     return Response(body=json.dumps({"error": why}).encode(), status=status)

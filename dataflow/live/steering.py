@@ -1,4 +1,5 @@
-"""What a page that may steer asks of a run: what its browser sends, checked, and brought to the scheduler once."""
+"""What a page that may steer asks of a run: what its browser sends, checked, and brought to the
+scheduler once."""
 
 import collections
 import json
@@ -20,7 +21,8 @@ MOST_TEXT = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Controls:
-    """How a run is asked; each returns what came of it, for people, and raises DataflowError where nothing did.
+    """How a run is asked; each returns what came of it, for people, and raises DataflowError where
+    nothing did.
 
     by: who asks."""
 
@@ -38,8 +40,9 @@ Action: TypeAlias = Callable[[RunFolder, str], str]
 
 
 def read_action(controls: Controls, body: bytes) -> tuple[str, Action]:
-    """The request's number, and what it asks for: {"number": of the page's own choice, "action": "stop" |
-    "checkpoint" | "scale" | "swap" | "set", "node", "replicas", "reference", "knob", "value"}.
+    """The request's number, and what it asks for: {"number": of the page's own choice, "action":
+    "stop" | "checkpoint" | "scale" | "swap" | "set", "node", "replicas", "reference", "knob",
+    "value"}.
 
     Errors: ValueError that says what is wrong."""
     try:
@@ -60,12 +63,16 @@ def read_action(controls: Controls, body: bytes) -> tuple[str, Action]:
         case "scale":
             node, replicas = _text(found, "node"), found.get("replicas")
             if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 0:
-                raise ValueError(f"'replicas' is to be a whole number from 0 on, and not {replicas!r}")
+                raise ValueError(
+                    f"'replicas' is to be a whole number from 0 on, and not {replicas!r}"
+                )
             return number, lambda run, by: controls.scale(run, {node: replicas}, by)
         case "swap":
             node, reference = _text(found, "node"), _text(found, "reference")
             return number, lambda run, by: controls.swap(run, node, reference, by)
-    raise ValueError(f"no action is called {action!r}; there are stop, checkpoint, scale, swap and set")
+    raise ValueError(
+        f"no action is called {action!r}; there are stop, checkpoint, scale, swap and set"
+    )
 
 
 def _text(found: Mapping[str, Any], name: str) -> str:
@@ -91,7 +98,8 @@ class Steering:
         self._made: collections.OrderedDict[str, _Made] = collections.OrderedDict()
 
     def __call__(self, run: RunFolder, body: bytes) -> str:
-        """What came of it. Errors: ValueError where it is no request, DataflowError where the run refuses."""
+        """What came of it. Errors: ValueError where it is no request, DataflowError where the run
+        refuses."""
         number, action = read_action(self._controls, body)
         key = f"{run.path}\0{number}"
         with self._lock:

@@ -1,1 +1,2 @@
-"""Which worker runs what, on which devices, over which transports: pure functions of graph and devices."""
+"""Which worker runs what, on which devices, over which transports: pure functions of graph and
+devices."""

@@ -1,4 +1,5 @@
-"""How the weights get from a trainer's ranks to those of each reader: a pure function of where they sit."""
+"""How the weights get from a trainer's ranks to those of each reader: a pure function of where they
+sit."""
 
 import collections
 import itertools
@@ -21,7 +22,8 @@ WITHIN = ("cuda_ipc", "shared_memory")
 ON_GPU = ("cuda_ipc", "nccl")
 """Those that move a GPU's memory."""
 SCAN_BYTES_PER_S = 0.8e9
-"""At which both ends find and apply what changed (transport/weights/deltas); a faster link carries all of it sooner."""
+"""At which both ends find and apply what changed (transport/weights/deltas); a faster link carries
+all of it sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +59,14 @@ class WeightPath:
     refresh: Refresh | None = None
     """Which versions take this way; None: all that the reader takes."""
     nbytes: int | None = None
-    """Most bytes that each of its ranks takes of a version, from all trainer ranks together; None: unknown."""
-    link_bytes_per_s: float | None = None
-    """Of a link so slow that what changed is sent in place of everything, where that is less; None: of a faster one, or
+    """Most bytes that each of its ranks takes of a version, from all trainer ranks together; None:
     unknown."""
+    link_bytes_per_s: float | None = None
+    """Of a link so slow that what changed is sent in place of everything, where that is less; None:
+    of a faster one, or unknown."""
     zero_copy: bool = False
-    """Whether versions are sent from the trainer's weights themselves, which then change no earlier than readers have
-    them."""
+    """Whether versions are sent from the trainer's weights themselves, which then change no earlier
+    than readers have them."""
     whole_bytes: int | None = None
     """Of a version, all of it; None: unknown."""
     host: str = ""
@@ -73,7 +76,8 @@ class WeightPath:
     is_forced: bool = False
     """Whether the user has named the executor."""
     mirror: str = ""
-    """The reader of this host that takes each version in for all of them; empty: each takes its own."""
+    """The reader of this host that takes each version in for all of them; empty: each takes its
+    own."""
 
     @property
     def name(self) -> str:
@@ -87,18 +91,24 @@ class WeightPath:
 
 
 def choose(sources: Sequence[Seat], destinations: Sequence[Seat]) -> str:
-    """The executor for all ranks of a trainer and all of a reader, by where they sit: one serves every pair."""
+    """The executor for all ranks of a trainer and all of a reader, by where they sit: one serves
+    every pair."""
     return chosen(Seats(sources), Seats(destinations))
 
 
 def chosen(sources: "Seats", destinations: "Seats") -> str:
     """As `choose`, of a trainer whose ranks are looked up once for all of its readers."""
     ends = sources.telling(destinations), destinations.telling(sources)
-    return next(each for each in EXECUTORS if all(obstacle(each, *pair) is None for pair in itertools.product(*ends)))
+    return next(
+        each
+        for each in EXECUTORS
+        if all(obstacle(each, *pair) is None for pair in itertools.product(*ends))
+    )
 
 
 class Seats:
-    """Ranks, by what `obstacle` looks at: of hundreds there are a hundred thousand pairs, and few that differ."""
+    """Ranks, by what `obstacle` looks at: of hundreds there are a hundred thousand pairs, and few
+    that differ."""
 
     def __init__(self, seats: Sequence[Seat]) -> None:
         self.seats = seats
@@ -113,8 +123,9 @@ class Seats:
             self._alike.setdefault(seat.gpu, {}).setdefault(seat.machine, []).append(number)
 
     def telling(self, others: "Seats") -> list[Seat]:
-        """Those that share a process or a device with one of the others; of the rest one for each kind of memory on
-        each of the others' machines, and on any other: `obstacle` tells nothing else apart."""
+        """Those that share a process or a device with one of the others; of the rest one for each
+        kind of memory on each of the others' machines, and on any other: `obstacle` tells nothing
+        else apart."""
         few, many = (self, others) if len(self._at) < len(others._at) else (others, self)
         near = {number for key in few._at if key in many._at for number in self._at[key]}
         found, shared = [*near], self.machines & others.machines
@@ -140,46 +151,68 @@ def obstacle(executor: str, source: Seat, destination: Seat) -> str | None:
         return "both ends on one machine"
     if executor in ("cuda_ipc", "nccl") and not (source.gpu and destination.gpu):
         return "both ends on GPUs"
-    if executor == "nccl" and (source.machine, source.device) == (destination.machine, destination.device):
+    if executor == "nccl" and (source.machine, source.device) == (
+        destination.machine,
+        destination.device,
+    ):
         return "a GPU of its own for each end"
     return None
 
 
 def executor_between(trainer: Placement, reader: Placement, replica: int, *, apart: bool) -> str:
-    """What is chosen for a replica that is on the trainer's host, or apart from it, wherever they were planned.
+    """What is chosen for a replica that is on the trainer's host, or apart from it, wherever they
+    were planned.
 
-    The weights of a trainer whose ranks are spread go over the network to all: one executor serves every pair."""
+    The weights of a trainer whose ranks are spread go over the network to all: one executor serves
+    every pair."""
     apart = apart or bool(trainer.rank_hosts)
     sources = [_seat(trainer, 0, rank, machine="trainer's") for rank in range(trainer.ranks)]
     there = "another" if apart else "trainer's"
-    return choose(sources, [_seat(reader, replica, rank, machine=there) for rank in range(reader.ranks)])
+    return choose(
+        sources, [_seat(reader, replica, rank, machine=there) for rank in range(reader.ranks)]
+    )
 
 
-def is_zero_copy(trainer: Placement, executor: str, *, link_bytes_per_s: float | None, copies: bool) -> bool:
-    """Whether a trainer's ranks send versions by an executor from its weights themselves, and not from copies of them.
+def is_zero_copy(
+    trainer: Placement, executor: str, *, link_bytes_per_s: float | None, copies: bool
+) -> bool:
+    """Whether a trainer's ranks send versions by an executor from its weights themselves, and not
+    from copies of them.
 
-    One rank that writes the memory in which its readers compute has copied them there. Deltas are of the version
-    before. Where weights lie in another memory than they are sent from, they are copied once for all readers."""
+    One rank that writes the memory in which its readers compute has copied them there. Deltas are
+    of the version before. Where weights lie in another memory than they are sent from, they are
+    copied once for all readers."""
     is_whole = trainer.ranks == 1 and executor not in COLLECTIVE
     is_there = bool(trainer.gpus) == (executor in ON_GPU)
     return not (is_whole or copies or link_bytes_per_s is not None) and is_there
 
 
-def copies_of(graph: Structure, trainer: str, turns: Sequence[Sequence[str]], link_bytes_per_s: float | None) -> bool:
-    """Whether a trainer sends versions from copies of its weights wherever it could send these. GraphError where it
-    cannot do without, and was told to.
+def copies_of(
+    graph: Structure, trainer: str, turns: Sequence[Sequence[str]], link_bytes_per_s: float | None
+) -> bool:
+    """Whether a trainer sends versions from copies of its weights wherever it could send these.
+    GraphError where it cannot do without, and was told to.
 
-    turns: nodes that take turns on devices. link_bytes_per_s: of slow links to some reader; None: there are none."""
+    turns: nodes that take turns on devices. link_bytes_per_s: of slow links to some reader; None:
+    there are none."""
     wish = graph.operators[trainer].traits.copies_weights
     others = next((group for group in turns if trainer in group), ())
     why = ""
     if others:
         readers = [name for name in others if name != trainer]
-        why = f"takes turns on its devices with {readers}, and puts its weights away before they take them"
+        why = (
+            f"takes turns on its devices with {readers}, and puts its weights away before they take"
+            " them"
+        )
     elif link_bytes_per_s is not None:
-        why = f"sends what changed over links of {link_bytes_per_s / 1e6:g} MB/s, which it tells by the version before"
+        why = (
+            f"sends what changed over links of {link_bytes_per_s / 1e6:g} MB/s, which it tells by"
+            " the version before"
+        )
     if why and wish is False:
-        raise GraphError(f"'{trainer}' has copy_weights=False, but it {why}; leave copy_weights out")
+        raise GraphError(
+            f"'{trainer}' has copy_weights=False, but it {why}; leave copy_weights out"
+        )
     return bool(wish or others)
 
 
@@ -193,31 +226,37 @@ def weight_paths(
     devices: Devices,
     turns: Sequence[Sequence[str]] = (),
 ) -> tuple[WeightPath, ...]:
-    """Every replica that reads, of every feedback edge; `forced` names an executor to use instead of the best.
+    """Every replica that reads, of every feedback edge; `forced` names an executor to use instead
+    of the best.
 
-    The rate of the devices' link counts between machines, and for a forced executor as if it went between them.
-    turns: nodes that take turns on devices.
+    The rate of the devices' link counts between machines, and for a forced executor as if it went
+    between them. turns: nodes that take turns on devices.
 
     Raises GraphError when the forced one is unknown, or cannot serve some pair of ranks.
     """
     if forced is not None and forced not in EXECUTORS:
         raise GraphError(
-            f"there is no weight executor '{forced}'; the run knows {list(EXECUTORS)}{nearest(forced, EXECUTORS)}; "
-            f"name one of these, or leave weights= out to have it chosen"
+            f"there is no weight executor '{forced}'; the run knows"
+            f" {list(EXECUTORS)}{nearest(forced, EXECUTORS)}; name one of these, or leave weights="
+            " out to have it chosen"
         )
     if forced in WITHIN and devices.hosts:
         raise GraphError(
-            f"weights cannot be forced to go by {forced} in a run over hosts, whose workers may move to another one "
-            f"when theirs is lost; found {len(devices.hosts)} hosts; leave weights= out, which takes what is fastest "
-            f"within a host and between two, or name one of {list(COLLECTIVE)}"
+            f"weights cannot be forced to go by {forced} in a run over hosts, whose workers may"
+            f" move to another one when theirs is lost; found {len(devices.hosts)} hosts; leave"
+            " weights= out, which takes what is fastest within a host and between two, or name one"
+            f" of {list(COLLECTIVE)}"
         )
     found: list[WeightPath] = []
     for feedback in graph.feedbacks:
-        trainer, reader = placements[feedback.weights.trainer.name], placements[feedback.reader.name]
+        trainer, reader = (
+            placements[feedback.weights.trainer.name],
+            placements[feedback.reader.name],
+        )
         if one_process and reader.ranks > 1:
             raise GraphError(
-                f"'{reader.node}' is to take trained weights on {reader.ranks} ranks, but a run in one process has one "
-                f"of everything; use tensor_parallel=1, or run in processes"
+                f"'{reader.node}' is to take trained weights on {reader.ranks} ranks, but a run in"
+                " one process has one of everything; use tensor_parallel=1, or run in processes"
             )
         model = graph.operators[trainer.node].uses
         size = sizes.get(model.source) if model else None
@@ -225,11 +264,16 @@ def weight_paths(
         if size and model:
             whole_bytes = size.sent_bytes(model.dtype, model.lora)
             nbytes = size.sent_bytes(model.dtype, model.lora, reader.ranks)
-        sources = [_seat(trainer, 0, rank, one_process=one_process) for rank in range(trainer.ranks)]
+        sources = [
+            _seat(trainer, 0, rank, one_process=one_process) for rank in range(trainer.ranks)
+        ]
         looked_up = Seats(sources)
         _check_alike(graph, feedback, sizes)
         for replica in range(reader.replicas):
-            destinations = [_seat(reader, replica, rank, one_process=one_process) for rank in range(reader.ranks)]
+            destinations = [
+                _seat(reader, replica, rank, one_process=one_process)
+                for rank in range(reader.ranks)
+            ]
             executor = chosen(looked_up, Seats(destinations))
             if forced is not None:
                 _check_forced(forced, executor, trainer.node, sources, reader.node, destinations)
@@ -240,23 +284,36 @@ def weight_paths(
             copies = copies_of(graph, trainer.node, turns, link)
             found.append(
                 WeightPath(
-                    trainer=trainer.node, trainer_ranks=trainer.ranks, reader=reader.node, replica=replica,
-                    ranks=reader.ranks, executor=executor, refresh=feedback.refresh, nbytes=nbytes,
-                    link_bytes_per_s=link, whole_bytes=whole_bytes, host=destinations[0].machine, is_apart=is_apart,
+                    trainer=trainer.node,
+                    trainer_ranks=trainer.ranks,
+                    reader=reader.node,
+                    replica=replica,
+                    ranks=reader.ranks,
+                    executor=executor,
+                    refresh=feedback.refresh,
+                    nbytes=nbytes,
+                    link_bytes_per_s=link,
+                    whole_bytes=whole_bytes,
+                    host=destinations[0].machine,
+                    is_apart=is_apart,
                     is_forced=forced is not None,
                     zero_copy=is_zero_copy(trainer, executor, link_bytes_per_s=link, copies=copies),
                 )
-            )  # fmt: skip
+            )
     return tuple(found)
 
 
 def explain(paths: tuple[WeightPath, ...]) -> list[str]:
-    """A line per feedback edge: which executors, how many ranks on each side, how much each reader takes."""
+    """A line per feedback edge: which executors, how many ranks on each side, how much each reader
+    takes."""
     lines = []
     for trainer, reader in dict.fromkeys((path.trainer, path.reader) for path in paths):
         own = [path for path in paths if (path.trainer, path.reader) == (trainer, reader)]
         senders, readers, ranks = own[0].trainer_ranks, len(own), own[0].ranks
-        text = f"{senders} trainer rank{'s' if senders > 1 else ''} -> {readers} reader{'s' if readers > 1 else ''}"
+        text = (
+            f"{senders} trainer rank{'s' if senders > 1 else ''} -> {readers}"
+            f" reader{'s' if readers > 1 else ''}"
+        )
         text += f" of {ranks} ranks" if ranks > 1 else ""
         text += f", up to {amount(own[0].nbytes)} each" if own[0].nbytes is not None else ""
         text += f", {own[0].refresh}" if own[0].refresh is not None else ""
@@ -266,38 +323,62 @@ def explain(paths: tuple[WeightPath, ...]) -> list[str]:
 
 
 def deltas(paths: list[WeightPath]) -> str:
-    """Of some pairs: whether what changed travels in place of everything; nothing where no link is in between."""
+    """Of some pairs: whether what changed travels in place of everything; nothing where no link is
+    in between."""
     slow = [path.link_bytes_per_s for path in paths if path.link_bytes_per_s is not None]
-    return f", as deltas where these are shorter, over links of {min(slow) / 1e6:g} MB/s" if slow else ""
+    return (
+        f", as deltas where these are shorter, over links of {min(slow) / 1e6:g} MB/s"
+        if slow
+        else ""
+    )
 
 
 def from_where(paths: list[WeightPath]) -> str:
-    """Of some pairs: whether versions are sent from the weights or from copies; nothing where neither are sent."""
+    """Of some pairs: whether versions are sent from the weights or from copies; nothing where
+    neither are sent."""
     if any(path.zero_copy for path in paths):
         return ", from the weights themselves: an update waits for who is taking them"
-    copied = any(path.executor in COLLECTIVE or (path.trainer_ranks > 1 and path.executor in WITHIN) for path in paths)
+    copied = any(
+        path.executor in COLLECTIVE or (path.trainer_ranks > 1 and path.executor in WITHIN)
+        for path in paths
+    )
     return ", from copies of the weights" if copied else ""
 
 
 def slow(link_bytes_per_s: float | None) -> float | None:
-    """The rate of a link on which finding what changed takes less time than sending what did not."""
-    return link_bytes_per_s if link_bytes_per_s is not None and link_bytes_per_s < SCAN_BYTES_PER_S else None
+    """The rate of a link on which finding what changed takes less time than sending what did
+    not."""
+    return (
+        link_bytes_per_s
+        if link_bytes_per_s is not None and link_bytes_per_s < SCAN_BYTES_PER_S
+        else None
+    )
 
 
 def summary(paths: list[WeightPath]) -> str:
     """The executors of some replicas: one name, or several with the number of replicas of each."""
     counts = collections.Counter(path.way for path in paths)
-    return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{name} x{n}" for name, n in counts.items())
+    return (
+        next(iter(counts))
+        if len(counts) == 1
+        else ", ".join(f"{name} x{n}" for name, n in counts.items())
+    )
 
 
 def _seat(
-    placement: Placement, replica: int, rank: int, *, one_process: bool = False, machine: str | None = None
+    placement: Placement,
+    replica: int,
+    rank: int,
+    *,
+    one_process: bool = False,
+    machine: str | None = None,
 ) -> Seat:
     """machine: where it is; None: where it is planned to be."""
     return Seat(
-        process="" if one_process else f"{placement.worker}-{replica}.{rank}", device=placement.device(replica, rank),
+        process="" if one_process else f"{placement.worker}-{replica}.{rank}",
+        device=placement.device(replica, rank),
         machine=placement.host(replica, rank) if machine is None else machine,
-    )  # fmt: skip
+    )
 
 
 def _check_alike(graph: Structure, feedback: Feedback, sizes: Mapping[str, ModelSize]) -> None:
@@ -306,21 +387,27 @@ def _check_alike(graph: Structure, feedback: Feedback, sizes: Mapping[str, Model
     trained, read = (sizes.get(model.source) if model else None for model in models)
     if trained is not None and read is not None and trained.architecture != read.architecture:
         raise GraphError(
-            f"'{feedback.reader.name}' cannot be refreshed with the weights of '{feedback.weights.trainer.name}': it "
-            f"reads a model of {read.told}, and trained is one of {trained.told}; give it a model of the same shapes"
+            f"'{feedback.reader.name}' cannot be refreshed with the weights of"
+            f" '{feedback.weights.trainer.name}': it reads a model of {read.told}, and trained is"
+            f" one of {trained.told}; give it a model of the same shapes"
         )
 
 
 def _check_forced(
-    forced: str, chosen: str, trainer: str, sources: Sequence[Seat], reader: str, destinations: Sequence[Seat]
+    forced: str,
+    chosen: str,
+    trainer: str,
+    sources: Sequence[Seat],
+    reader: str,
+    destinations: Sequence[Seat],
 ) -> None:
     """Refuse an executor that cannot serve every pair of ranks."""
     for source, destination in itertools.product(sources, destinations):
         lacks = obstacle(forced, source, destination)
         if lacks is not None:
             raise GraphError(
-                f"weights cannot go from '{trainer}' to '{reader}' by {forced}, which needs {lacks}; "
-                f"they sit on {source} and {destination}"
-                f"{' of one process' if source.process == destination.process else ''}; "
-                f"leave weights= out to use {chosen}"
+                f"weights cannot go from '{trainer}' to '{reader}' by {forced}, which needs"
+                f" {lacks}; they sit on {source} and"
+                f" {destination}{' of one process' if source.process == destination.process else ''};"
+                f" leave weights= out to use {chosen}"
             )

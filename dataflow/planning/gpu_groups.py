@@ -1,4 +1,5 @@
-"""Which accelerators each node has, and which nodes share theirs and take turns on them: pure functions."""
+"""Which accelerators each node has, and which nodes share theirs and take turns on them: pure
+functions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,7 +16,8 @@ Group = tuple[str, ...]
 
 
 def read_wishes(graph: Structure, gpus: Wishes | str | None, count: int) -> Wishes:
-    """What is wished for; `shared`: every node that computes shares all `count` accelerators, or main memory.
+    """What is wished for; `shared`: every node that computes shares all `count` accelerators, or
+    main memory.
 
     Raises GraphError for another word.
     """
@@ -23,8 +25,8 @@ def read_wishes(graph: Structure, gpus: Wishes | str | None, count: int) -> Wish
         return gpus or {}
     if gpus != "shared":
         raise GraphError(
-            f"gpus is '{gpus}', which says nothing; give a number or another node's name by node, as in "
-            f"generator=6,trainer=2, or 'shared' to have all nodes take turns on all devices"
+            f"gpus is '{gpus}', which says nothing; give a number or another node's name by node,"
+            " as in generator=6,trainer=2, or 'shared' to have all nodes take turns on all devices"
         )
     first, *others = sorted(
         (name for name, operator in graph.operators.items() if operator.computes),
@@ -34,25 +36,30 @@ def read_wishes(graph: Structure, gpus: Wishes | str | None, count: int) -> Wish
 
 
 def count_gpus(gpus: Wishes, devices: Devices) -> dict[str, int]:
-    """By node: how many accelerators it has, those with a number of their own first; a node without any is left out.
+    """By node: how many accelerators it has, those with a number of their own first; a node without
+    any is left out.
 
-    Raises GraphError where there are too few, or where one would share with a node that shares itself.
-    """
+    Raises GraphError where there are too few, or where one would share with a node that shares
+    itself."""
     asked = {name: wish for name, wish in gpus.items() if isinstance(wish, int)}
     for name, count in asked.items():
         if count < 1:
-            raise GraphError(f"'{name}' is given {count} GPUs; give 1 or more, or leave it out to use the CPU")
+            raise GraphError(
+                f"'{name}' is given {count} GPUs; give 1 or more, or leave it out to use the CPU"
+            )
     if sum(asked.values()) > devices.gpus:
         where = f"its {len(devices.hosts)} hosts have" if devices.hosts else "this machine has"
         raise GraphError(
             f"the run asks for {sum(asked.values())} GPUs, {asked}, but {where} {devices.gpus}; "
-            f'ask for fewer, let operators share ("trainer": "generator"), or leave gpus= out to run on the CPU'
+            f'ask for fewer, let operators share ("trainer": "generator"), or leave gpus= out to'
+            f" run on the CPU"
         )
     counts = dict(asked)
     for name, wish in gpus.items():
         if isinstance(wish, str) and (wish == name or isinstance(gpus.get(wish), str)):
             raise GraphError(
-                f"'{name}' is to share the devices of '{wish}', which has none of its own; name a node that has"
+                f"'{name}' is to share the devices of '{wish}', which has none of its own; name a"
+                " node that has"
             )
         if isinstance(wish, str) and wish in asked:
             counts[name] = asked[wish]
@@ -60,13 +67,18 @@ def count_gpus(gpus: Wishes, devices: Devices) -> dict[str, int]:
 
 
 def groups_of(graph: Structure, gpus: Wishes) -> tuple[Group, ...]:
-    """Nodes that take turns on the devices of one of them, in the graph's order. GraphError where they cannot."""
+    """Nodes that take turns on the devices of one of them, in the graph's order. GraphError where
+    they cannot."""
     shared = {wish for wish in gpus.values() if isinstance(wish, str)}
     groups = tuple(
-        tuple(name for name in graph.operators if name == host or gpus.get(name) == host) for host in sorted(shared)
+        tuple(name for name in graph.operators if name == host or gpus.get(name) == host)
+        for host in sorted(shared)
     )
     for name in shared.difference(graph.operators):
-        raise GraphError(f"devices of '{name}' are to be shared, but the graph has {list(graph.operators)}; name one")
+        raise GraphError(
+            f"devices of '{name}' are to be shared, but the graph has {list(graph.operators)};"
+            " name one"
+        )
     for group in groups:
         _check(graph, group)
     return groups
@@ -79,8 +91,10 @@ def _check(graph: Structure, group: Group) -> None:
             raise GraphError(f"'{name}' is to share devices, but it uses none; leave it out")
         if not operator.traits.sleeps:
             raise GraphError(
-                f"'{name}' cannot take turns on devices with {[other for other in group if other != name]}: it keeps "
-                f'its memory for as long as it runs (generators give it back with engine="native", not compiled); '
+                f"'{name}' cannot take turns on devices with"
+                f" {[other for other in group if other != name]}: it keeps "
+                f'its memory for as long as it runs (generators give it back with engine="native",'
+                f" not compiled); "
                 f"give it devices of its own"
             )
 
@@ -88,8 +102,8 @@ def _check(graph: Structure, group: Group) -> None:
 def awake_at_once(
     groups: Sequence[Group], needs: Iterable[tuple[str, str, Spot, Need]]
 ) -> list[tuple[str, Spot, Need]]:
-    """Of all processes those that may be awake together where memory is scarcest: of nodes that take turns on a
-    device, those of the one that needs most.
+    """Of all processes those that may be awake together where memory is scarcest: of nodes that
+    take turns on a device, those of the one that needs most.
 
     needs: by process, its node, where it is and what it needs; returned without the node.
     """
@@ -109,9 +123,14 @@ def awake_at_once(
 
 
 def at_once(groups: Sequence[Group], amounts: Mapping[str, int]) -> int:
-    """The sum of what nodes have, processes or bytes, while of those in turn the one awake has most."""
-    together = sum(count for name, count in amounts.items() if not any(name in group for group in groups))
-    return together + sum(max((amounts.get(name, 0) for name in group), default=0) for group in groups)
+    """The sum of what nodes have, processes or bytes, while of those in turn the one awake has
+    most."""
+    together = sum(
+        count for name, count in amounts.items() if not any(name in group for group in groups)
+    )
+    return together + sum(
+        max((amounts.get(name, 0) for name in group), default=0) for group in groups
+    )
 
 
 def explain(groups: Iterable[Group], placements: Mapping[str, Placement]) -> list[str]:
@@ -124,17 +143,20 @@ def explain(groups: Iterable[Group], placements: Mapping[str, Placement]) -> lis
         place = f"gpu {ranges(gpu - first for gpu in one.gpus)}" if one.gpus else "main memory"
         place += f" of host {one.host(0)}" if one.hosts else ""
         lines.append(
-            f"{names} take turns on {place}: one is awake at a time, the others have given their memory back and wait "
-            f"until its work is done"
+            f"{names} take turns on {place}: one is awake at a time, the others have given their"
+            " memory back and wait until its work is done"
         )
     return lines
 
 
-def threads_of(groups: Sequence[Group], heavy: Mapping[str, tuple[int, int]], cpus: int, *, synchronous: bool) -> int:
-    """Threads of each process on the CPU of one machine: all cores where they take turns, else an equal share.
+def threads_of(
+    groups: Sequence[Group], heavy: Mapping[str, tuple[int, int]], cpus: int, *, synchronous: bool
+) -> int:
+    """Threads of each process on the CPU of one machine: all cores where they take turns, else an
+    equal share.
 
-    heavy: by node that computes there, its replicas and the ranks of each. synchronous: no node runs ahead of another.
-    """
+    heavy: by node that computes there, its replicas and the ranks of each. synchronous: no node
+    runs ahead of another."""
     if synchronous and sum(count for count, _ in heavy.values()) <= 2:
         processes = max((ranks for _, ranks in heavy.values()), default=1)
     else:

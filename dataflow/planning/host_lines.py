@@ -6,8 +6,11 @@ from dataflow.planning.hosts import Devices, Host, named
 from dataflow.planning.placement import Placement, amount, ranges
 
 
-def host_lines(devices: Devices, placements: Iterable[Placement], light: Collection[str]) -> list[str]:
-    """Of every host what it is and has, those that are alike on one line; nothing for this machine alone.
+def host_lines(
+    devices: Devices, placements: Iterable[Placement], light: Collection[str]
+) -> list[str]:
+    """Of every host what it is and has, those that are alike on one line; nothing for this machine
+    alone.
 
     light: workers whose operators compute on no device."""
     has: dict[str, list[str]] = {host.name: [] for host in devices.hosts}
@@ -16,9 +19,12 @@ def host_lines(devices: Devices, placements: Iterable[Placement], light: Collect
             has[name].append(told)
     alike: dict[tuple[str, str], list[str]] = {}
     for host in devices.hosts:
-        alike.setdefault((_size(host), ", ".join(has[host.name]) or "nothing"), []).append(host.name)
+        alike.setdefault((_size(host), ", ".join(has[host.name]) or "nothing"), []).append(
+            host.name
+        )
     return [
-        f"host{'s' if len(names) > 1 else ''} {named(names)} ({size}): {'each ' if len(names) > 1 else ''}{what}"
+        f"host{'s' if len(names) > 1 else ''} {named(names)} ({size}):"
+        f" {'each ' if len(names) > 1 else ''}{what}"
         for (size, what), names in alike.items()
     ]
 
@@ -36,8 +42,9 @@ def _told(placement: Placement, is_light: bool) -> Mapping[str, str]:
         if placement.gpus:
             numbers = [
                 int(placement.device(replica, rank).removeprefix("cuda:"))
-                for replica in there for rank in range(placement.ranks)
-            ]  # fmt: skip
+                for replica in there
+                for rank in range(placement.ranks)
+            ]
             text += f" on gpu {ranges(numbers)}"
         elif not is_light:
             text += f" on {placement.share_of(there[0])}"
@@ -50,10 +57,14 @@ def spread_line(placement: Placement) -> str:
     if not placement.rank_hosts:
         return ""
     each = placement.ranks // len(placement.all_hosts)
-    cut = " (its layers are cut across hosts, as nothing else fits)" if each % placement.tensor_parallel else ""
+    cut = (
+        " (its layers are cut across hosts, as nothing else fits)"
+        if each % placement.tensor_parallel
+        else ""
+    )
     return (
-        f"the ranks of '{placement.node}' are spread over {len(placement.all_hosts)} hosts, {each} on each{cut}, and "
-        f"its weights go over the network, to readers on the same hosts too"
+        f"the ranks of '{placement.node}' are spread over {len(placement.all_hosts)} hosts, {each}"
+        f" on each{cut}, and its weights go over the network, to readers on the same hosts too"
     )
 
 
@@ -62,7 +73,10 @@ def _ranks_told(placement: Placement, host: str) -> str:
     ranks = [rank for rank, at in enumerate(placement.rank_hosts) if at == host]
     text = f"{placement.node} rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
     if placement.gpus:
-        return f"{text} on gpu {ranges(int(placement.device(0, each).removeprefix('cuda:')) for each in ranks)}"
+        return (
+            f"{text} on gpu"
+            f" {ranges(int(placement.device(0, each).removeprefix('cuda:')) for each in ranks)}"
+        )
     threads = f"{placement.threads} thread{'s' if placement.threads > 1 else ''}"
     return f"{text} on {threads}{' each' if len(ranks) > 1 else ''}"
 

@@ -41,20 +41,23 @@ class Host:
     def __post_init__(self) -> None:
         if self.name and not _NAME.fullmatch(self.name):
             raise GraphError(
-                f"a host is called {self.name!r}, which no file and no flag can name; give it a name of letters, "
-                f"digits, '.', '_', ':' and '-'"
+                f"a host is called {self.name!r}, which no file and no flag can name; give it a"
+                " name of letters, digits, '.', '_', ':' and '-'"
             )
         least = {"cpus": 1, "gpus": 0, "memory_bytes": 0, "gpu_memory_bytes": 0}
         for number, bound in least.items():
             if getattr(self, number) < bound:
                 raise GraphError(
-                    f"host '{self.name}' is said to have {number}={getattr(self, number)}; give {bound} or more"
+                    f"host '{self.name}' is said to have {number}={getattr(self, number)}; give"
+                    f" {bound} or more"
                 )
 
     @property
     def room(self) -> dict[str, int]:
         """Bytes by device, 0 where unknown."""
-        return {"cpu": self.memory_bytes} | {f"cuda:{number}": self.gpu_memory_bytes for number in range(self.gpus)}
+        return {"cpu": self.memory_bytes} | {
+            f"cuda:{number}": self.gpu_memory_bytes for number in range(self.gpus)
+        }
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON and msgpack."""
@@ -84,19 +87,26 @@ class Devices:
     gpu_memory_bytes: int = 0
     """Memory of each accelerator, of the smallest where they differ; 0: unknown."""
     link_bytes_per_s: float | None = None
-    """Of the network between machines, each way; None: unknown, and then no weights travel as deltas."""
+    """Of the network between machines, each way; None: unknown, and then no weights travel as
+    deltas."""
     hosts: tuple[Host, ...] = ()
     """The machines of the run; empty: this one alone."""
 
     def __post_init__(self) -> None:
         names = [host.name for host in self.hosts]
-        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        twice = (
+            sorted({name for name in names if names.count(name) > 1})
+            if len(set(names)) < len(names)
+            else []
+        )
         if twice or not all(names):
             raise GraphError(
                 f"the hosts of a run need names of their own, but found {names}; "
                 f"rename {' and '.join(map(repr, twice or ['']))}"
             )
-        assert not self.hosts or self.gpus == sum(host.gpus for host in self.hosts), "make it with Devices.of"
+        assert not self.hosts or self.gpus == sum(host.gpus for host in self.hosts), (
+            "make it with Devices.of"
+        )
 
     @classmethod
     def of(cls, hosts: Sequence[Host], link_bytes_per_s: float | None = None) -> "Devices":
@@ -109,24 +119,32 @@ class Devices:
         12
         """
         if not hosts:
-            raise GraphError("a run is to be planned over hosts, but there are none; give it one or more")
+            raise GraphError(
+                "a run is to be planned over hosts, but there are none; give it one or more"
+            )
         gpu_memory = [host.gpu_memory_bytes for host in hosts if host.gpus]
         memory = [host.memory_bytes for host in hosts]
         return cls(
-            cpus=sum(host.cpus for host in hosts), gpus=sum(host.gpus for host in hosts),
-            memory_bytes=sum(memory) if all(memory) else 0, gpu_memory_bytes=min(gpu_memory, default=0),
-            link_bytes_per_s=link_bytes_per_s, hosts=tuple(hosts),
-        )  # fmt: skip
+            cpus=sum(host.cpus for host in hosts),
+            gpus=sum(host.gpus for host in hosts),
+            memory_bytes=sum(memory) if all(memory) else 0,
+            gpu_memory_bytes=min(gpu_memory, default=0),
+            link_bytes_per_s=link_bytes_per_s,
+            hosts=tuple(hosts),
+        )
 
     @cached_property
     def machines(self) -> tuple[Host, ...]:
         """The hosts; of a run without any, this machine, whose name is empty."""
         return self.hosts or (
             Host(
-                name="", cpus=self.cpus, gpus=self.gpus, memory_bytes=self.memory_bytes,
+                name="",
+                cpus=self.cpus,
+                gpus=self.gpus,
+                memory_bytes=self.memory_bytes,
                 gpu_memory_bytes=self.gpu_memory_bytes,
             ),
-        )  # fmt: skip
+        )
 
     @cached_property
     def first_gpus(self) -> tuple[int, ...]:
@@ -145,7 +163,11 @@ class Devices:
     @property
     def room(self) -> dict[tuple[str, str], int]:
         """Bytes by machine and device, 0 where unknown."""
-        return {(host.name, device): size for host in self.machines for device, size in host.room.items()}
+        return {
+            (host.name, device): size
+            for host in self.machines
+            for device, size in host.room.items()
+        }
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON and msgpack."""

@@ -1,4 +1,5 @@
-"""All that a plan is made from beside its graph, as plain values: whoever has them makes the very same plan."""
+"""All that a plan is made from beside its graph, as plain values: whoever has them makes the very
+same plan."""
 
 import dataclasses
 import hashlib
@@ -15,7 +16,8 @@ from dataflow.planning.pins import Place
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """What `make_plan` takes, by the names of its parameters: `make_plan(graph, **inputs.arguments)`.
+    """What `make_plan` takes, by the names of its parameters: `make_plan(graph,
+    **inputs.arguments)`.
 
     >>> from dataflow import Devices
     >>> from dataflow.planning.inputs import PlanInputs
@@ -43,7 +45,10 @@ class PlanInputs:
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON and msgpack, whose keys are strings."""
-        place = {node: [hosts] if isinstance(hosts, str) else list(hosts) for node, hosts in self.place.items()}
+        place = {
+            node: [hosts] if isinstance(hosts, str) else list(hosts)
+            for node, hosts in self.place.items()
+        }
         scale = [[step, dict(wishes)] for step, wishes in self.scale.items()]
         return self.arguments | {"devices": self.devices.to_plain(), "scale": scale, "place": place}
 
@@ -56,8 +61,11 @@ class PlanInputs:
 
 
 def digest(value: Any) -> str:
-    """64 hexadecimal digits, the same for equal values in every process and Python: of plain values and dataclasses."""
-    plain = json.dumps(value, default=_fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    """64 hexadecimal digits, the same for equal values in every process and Python: of plain values
+    and dataclasses."""
+    plain = json.dumps(
+        value, default=_fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True
+    )
     return hashlib.sha256(plain.encode()).hexdigest()
 
 

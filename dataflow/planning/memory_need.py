@@ -1,4 +1,5 @@
-"""What each process of a plan needs of its device's memory, part by part, and who does not fit: pure functions."""
+"""What each process of a plan needs of its device's memory, part by part, and who does not fit:
+pure functions."""
 
 from collections.abc import Iterable, Mapping
 
@@ -20,21 +21,30 @@ class DoesNotFit(GraphError):
 
 
 def need_of(
-    graph: Structure, operator: Operator, size: ModelSize | None, ranks: int, *, on_gpu: bool = False,
-    in_turn: bool = False, trainer_ranks: int = 1,
-) -> Need | None:  # fmt: skip
-    """What one rank of an operator needs: the model's share, a generator's cache, a trainer's activations.
+    graph: Structure,
+    operator: Operator,
+    size: ModelSize | None,
+    ranks: int,
+    *,
+    on_gpu: bool = False,
+    in_turn: bool = False,
+    trainer_ranks: int = 1,
+) -> Need | None:
+    """What one rank of an operator needs: the model's share, a generator's cache, a trainer's
+    activations.
 
-    on_gpu: whether its devices are accelerators. in_turn: whether it takes turns on its devices with others.
-    trainer_ranks: of the trainer whose versions it reads. What cannot be told is left out: frameworks' own memory,
-    buffers of a step, a cache that takes what is free beyond one rollout.
-    """
+    on_gpu: whether its devices are accelerators. in_turn: whether it takes turns on its devices
+    with others. trainer_ranks: of the trainer whose versions it reads. What cannot be told is left
+    out: frameworks' own memory, buffers of a step, a cache that takes what is free beyond one
+    rollout."""
     model = operator.uses
     if size is None or model is None:
         return None
     parts = size.parts(model.dtype, operator.trains, model.lora, operator.quantized)
     if refreshes := refreshes_of(graph, operator.name):
-        parts["refreshed"] = sum(size.kept_bytes(model.dtype, refresh, model.lora) for refresh in refreshes)
+        parts["refreshed"] = sum(
+            size.kept_bytes(model.dtype, refresh, model.lora) for refresh in refreshes
+        )
     shares = ranks // operator.traits.dp_replicate
     parts = {name: whole // shares for name, whole in parts.items()}
     if shares > 1 and not operator.trains and not isinstance(operator, Generate):
@@ -42,40 +52,64 @@ def need_of(
     if isinstance(operator, Generate):
         parts["KV-cache"] = _cache(operator, size, bytes_of(model.dtype), ranks)
     if operator.trains:
-        _with_passes(parts, graph, operator, size, ranks, on_gpu=on_gpu, away=in_turn or operator.traits.offloads)
+        _with_passes(
+            parts,
+            graph,
+            operator,
+            size,
+            ranks,
+            on_gpu=on_gpu,
+            away=in_turn or operator.traits.offloads,
+        )
     if on_gpu:
         parts["version on its way"] = _version(graph, operator, size, ranks, in_turn, trainer_ranks)
     return Need({name: part for name, part in parts.items() if part})
 
 
 def asleep_bytes(graph: Structure, operator: Operator, size: ModelSize | None, ranks: int) -> int:
-    """Of main memory, that all ranks of an operator fill while others have their turn on its accelerators."""
+    """Of main memory, that all ranks of an operator fill while others have their turn on its
+    accelerators."""
     model = operator.uses
     fed = any(each.reader is operator for each in graph.feedbacks)
     if size is None or model is None or (fed and model.lora is None):
         return 0  # weights come again from the trainer's
     parts = size.parts(model.dtype, operator.trains, model.lora)
-    return operator.traits.dp_replicate * sum(part for name, part in parts.items() if name != "gradients")
+    return operator.traits.dp_replicate * sum(
+        part for name, part in parts.items() if name != "gradients"
+    )
 
 
 def _version(
-    graph: Structure, operator: Operator, size: ModelSize, ranks: int, in_turn: bool, trainer_ranks: int
-) -> int:  # fmt: skip
-    """Bytes of a version between trainer and reader on this operator's accelerator: a trainer of one rank has it on its
-    own; of several ranks, it lies in its reader's buffer, which takes what is free but where devices are shared."""
+    graph: Structure,
+    operator: Operator,
+    size: ModelSize,
+    ranks: int,
+    in_turn: bool,
+    trainer_ranks: int,
+) -> int:
+    """Bytes of a version between trainer and reader on this operator's accelerator: a trainer of
+    one rank has it on its own; of several ranks, it lies in its reader's buffer, which takes what
+    is free but where devices are shared."""
     model = operator.uses
-    read = [each for each in graph.feedbacks if operator.name in (each.weights.trainer.name, each.reader.name)]
+    read = [
+        each
+        for each in graph.feedbacks
+        if operator.name in (each.weights.trainer.name, each.reader.name)
+    ]
     is_one = (ranks if operator.trains else trainer_ranks) == 1
     if model is None or not read or not (in_turn or (is_one and operator.trains)):
         return 0
-    return size.sent_bytes(model.dtype, model.lora, 1 if is_one else read[0].reader.traits.tensor_parallel)
+    return size.sent_bytes(
+        model.dtype, model.lora, 1 if is_one else read[0].reader.traits.tensor_parallel
+    )
 
 
 def check_fit(needs: Iterable[tuple[str, Spot, Need]], room: Mapping[Spot, int]) -> None:
-    """Refuse processes that do not fit on their devices together. GraphError with the sum and its parts.
+    """Refuse processes that do not fit on their devices together. GraphError with the sum and its
+    parts.
 
-    needs: by process, where it is and what it needs. room: bytes by device; a device of unknown size is left out.
-    """
+    needs: by process, where it is and what it needs. room: bytes by device; a device of unknown
+    size is left out."""
     on: dict[Spot, list[tuple[str, Need]]] = {}
     for process, spot, need in needs:
         on.setdefault(spot, []).append((process, need))
@@ -84,20 +118,28 @@ def check_fit(needs: Iterable[tuple[str, Spot, Need]], room: Mapping[Spot, int])
         if room.get(spot) and total > room[spot]:
             told = " + ".join(f"'{process}' {need}" for process, need in processes)
             host, device = spot
-            place = "main memory" if device == "cpu" else f"the memory of gpu {device.removeprefix('cuda:')}"
+            place = (
+                "main memory"
+                if device == "cpu"
+                else f"the memory of gpu {device.removeprefix('cuda:')}"
+            )
             place += f" of host '{host}'" if host else ""
             raise DoesNotFit(
-                f"the plan does not fit into {place}: it needs at least {amount(total)} of {amount(room[spot])}; "
-                f"found {told}; {_ways_out(need for _, need in processes)}", missing=total - room[spot],
-            )  # fmt: skip
+                f"the plan does not fit into {place}: it needs at least {amount(total)} of"
+                f" {amount(room[spot])}; found {told}; {_ways_out(need for _, need in processes)}",
+                missing=total - room[spot],
+            )
 
 
 def _cache(operator: Generate, size: ModelSize, each: int, ranks: int) -> int:
-    """Keys and values: of one rollout of full length, or as many as its budget and its slots are for."""
+    """Keys and values: of one rollout of full length, or as many as its budget and its slots are
+    for."""
     traits = operator.traits
     context = traits.context_tokens or size.context
     one = context * (size.cache_elements // min(ranks, size.key_value_heads or ranks)) * each
-    return one if traits.cache_bytes is None else max(one, min(traits.cache_bytes, one * traits.slots))
+    return (
+        one if traits.cache_bytes is None else max(one, min(traits.cache_bytes, one * traits.slots))
+    )
 
 
 def _with_passes(
@@ -117,10 +159,16 @@ def _with_passes(
     assert model is not None, "a trainer has a model"
     gathers = ranks // traits.dp_replicate > 1
     passes = Passes(
-        size=size, wide=model.dtype == "float32", masters=model.lora is None and not gathers, trains=model.lora is None,
-        rank=model.lora.rank if model.lora is not None else 0, compiled=traits.compiled, on_gpu=on_gpu,
-        checkpointed=traits.gradient_checkpointing, shares=traits.tensor_parallel,
-    )  # fmt: skip
+        size=size,
+        wide=model.dtype == "float32",
+        masters=model.lora is None and not gathers,
+        trains=model.lora is None,
+        rank=model.lora.rank if model.lora is not None else 0,
+        compiled=traits.compiled,
+        on_gpu=on_gpu,
+        checkpointed=traits.gradient_checkpointing,
+        shares=traits.tensor_parallel,
+    )
     tokens, is_only = _micro_batch(graph, operator)
     held = passes.at_most(tokens)
     if is_only:  # gradients come as activations go
@@ -138,10 +186,13 @@ def _with_passes(
 
 
 def _micro_batch(graph: Structure, operator: Operator) -> tuple[int, bool]:
-    """Tokens of a micro-batch, no more than the completions of a step may have, and whether a step has no other."""
+    """Tokens of a micro-batch, no more than the completions of a step may have, and whether a step
+    has no other."""
     tokens = operator.traits.micro_batch_tokens
     generators = [op for op in graph.operators.values() if isinstance(op, Generate)]
-    longest = [tokens if op.traits.max_tokens is None else op.traits.max_tokens for op in generators]
+    longest = [
+        tokens if op.traits.max_tokens is None else op.traits.max_tokens for op in generators
+    ]
     groups = [group_size(graph, source) or 1 for source in sources_of(graph, operator.name)]
     prompts = operator.step_prompts if isinstance(operator, Learn) else 1
     if longest and groups:

@@ -1,4 +1,5 @@
-"""Which readers of a host share one way of a trainer's weights over the network: a pure function of the paths.
+"""Which readers of a host share one way of a trainer's weights over the network: a pure function of
+the paths.
 
 One of them, the mirror, takes each version in, and hands it to the others through shared memory."""
 
@@ -11,18 +12,20 @@ from dataflow.planning.hosts import named
 from dataflow.weight_ends import Refresh
 
 LEAST = 1.5
-"""Models that the readers of a host would take over the network: from there on one model is worth being handed on."""
+"""Models that the readers of a host would take over the network: from there on one model is worth
+being handed on."""
 
 Shared = tuple[str, Refresh | None, str]
 """Trainer, which of its versions, and the host that reads them."""
 
 
 def mirrored(paths: Sequence[WeightPath]) -> tuple[WeightPath, ...]:
-    """The paths, with the mirror of those that have one: the first reader of its host in the order of the graph.
+    """The paths, with the mirror of those that have one: the first reader of its host in the order
+    of the graph.
 
-    Readers on other hosts than their trainer, which gloo reaches, share one where that is less traffic: what all of
-    their ranks would take is more than one model. Where the size is unknown, where there are at least two readers.
-    """
+    Readers on other hosts than their trainer, which gloo reaches, share one where that is less
+    traffic: what all of their ranks would take is more than one model. Where the size is unknown,
+    where there are at least two readers."""
     found: dict[WeightPath, WeightPath] = {}
     for _, group in itertools.groupby(sorted(paths, key=_order), key=_order):
         there = list(group)
@@ -31,12 +34,15 @@ def mirrored(paths: Sequence[WeightPath]) -> tuple[WeightPath, ...]:
     return tuple(found.get(path, path) for path in paths)
 
 
-def readers_beside(paths: Sequence[WeightPath], trainer: str, refresh: Refresh | None, host: str) -> tuple[str, ...]:
+def readers_beside(
+    paths: Sequence[WeightPath], trainer: str, refresh: Refresh | None, host: str
+) -> tuple[str, ...]:
     """Those of a host that share one way, the mirror first; none where each has its own."""
     return tuple(
-        path.name for path in paths
+        path.name
+        for path in paths
         if path.mirror and (path.trainer, path.refresh, path.host) == (trainer, refresh, host)
-    )  # fmt: skip
+    )
 
 
 def mirror_lines(paths: Sequence[WeightPath]) -> list[str]:
@@ -56,9 +62,9 @@ def mirror_lines(paths: Sequence[WeightPath]) -> list[str]:
         who = f"'{first}'" if len(hosts) == 1 else f"one ('{first}' on {hosts[0][0]})"
         others = f"{count - 1} other{'s' if count > 2 else ''}" if count > 1 else "all of its ranks"
         lines.append(
-            f"weights {trainer} -> {where}: of {count} reader{'s' if count > 1 else ''} ({readers}) "
-            f"{'of each host ' if len(hosts) > 1 else ''}{who} takes each version over the network, and hands it to "
-            f"{others} in shared memory"
+            f"weights {trainer} -> {where}: of {count} reader{'s' if count > 1 else ''} ({readers})"
+            f" {'of each host ' if len(hosts) > 1 else ''}{who} takes each version over the"
+            f" network, and hands it to {others} in shared memory"
         )
     return lines
 

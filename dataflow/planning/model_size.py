@@ -1,4 +1,5 @@
-"""How large a model is: by the headers of its safetensors files, or by its config alone; nothing is loaded."""
+"""How large a model is: by the headers of its safetensors files, or by its config alone; nothing is
+loaded."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -68,20 +69,30 @@ class ModelSize:
     @property
     def told(self) -> str:
         """For people: `2 layers of width 64, 4,096 numbers in linear layers`."""
-        return f"{self.layers} layers of width {self.width}, {self.linear_numbers:,} numbers in their linear layers"
+        return (
+            f"{self.layers} layers of width {self.width}, {self.linear_numbers:,} numbers in their"
+            " linear layers"
+        )
 
     def memory_bytes(self, dtype: str, trains: bool, lora: LoRA | None = None) -> int:
         """Of all `parts`."""
         return sum(self.parts(dtype, trains, lora).values())
 
-    def parts(self, dtype: str, trains: bool, lora: LoRA | None = None, quantized: str | None = None) -> dict[str, int]:
-        """Estimate: weights alone to read; weights, gradients and two AdamW moments in float32 to train.
+    def parts(
+        self, dtype: str, trains: bool, lora: LoRA | None = None, quantized: str | None = None
+    ) -> dict[str, int]:
+        """Estimate: weights alone to read; weights, gradients and two AdamW moments in float32 to
+        train.
 
-        With adapters these four are of them alone, beside weights in `dtype`; a reader has the adapted layers twice.
-        quantized: linear layers that are read take a byte a number.
+        With adapters these four are of them alone, beside weights in `dtype`; a reader has the
+        adapted layers twice. quantized: linear layers that are read take a byte a number.
         """
         if trains and lora is None:
-            return {"weights": 4 * self.parameters, "gradients": 4 * self.parameters, "optimiser": 8 * self.parameters}
+            return {
+                "weights": 4 * self.parameters,
+                "gradients": 4 * self.parameters,
+                "optimiser": 8 * self.parameters,
+            }
         weights = self.parameters * _BYTES[dtype]
         if quantized is not None and not trains:
             weights -= self.linear_numbers * (_BYTES[dtype] - 1)
@@ -89,12 +100,18 @@ class ModelSize:
             return {"weights": weights}
         small = 4 * self._adapters(lora)
         if trains:
-            return {"weights": weights, "adapters": small, "gradients": small, "optimiser": 2 * small}
+            return {
+                "weights": weights,
+                "adapters": small,
+                "gradients": small,
+                "optimiser": 2 * small,
+            }
         again = sum(rows * columns for _, rows, columns in self._adapted(lora)) * _BYTES[dtype]
         return {"weights": weights, "adapted layers": again, "adapters": small}
 
     def kept_bytes(self, dtype: str, refresh: Refresh, lora: LoRA | None = None) -> int:
-        """Of what a trainer keeps for readers that it refreshes so: the average in float32, the version they have."""
+        """Of what a trainer keeps for readers that it refreshes so: the average in float32, the
+        version they have."""
         count = self.parameters if lora is None else self._adapters(lora)
         return count * (4 * bool(refresh.decay) + _BYTES[dtype] * (refresh.every > 1))
 
@@ -103,7 +120,11 @@ class ModelSize:
         return _BYTES[dtype] * (self.parameters if lora is None else self._adapters(lora)) // ranks
 
     def _adapted(self, lora: LoRA) -> list[tuple[str, int, int]]:
-        return [layer for layer in self.linear if lora.targets in (ALL_LINEAR, None) or layer[0] in lora.targets]
+        return [
+            layer
+            for layer in self.linear
+            if lora.targets in (ALL_LINEAR, None) or layer[0] in lora.targets
+        ]
 
     def _adapters(self, lora: LoRA) -> int:
         """Parameters of A and B."""
@@ -112,39 +133,68 @@ class ModelSize:
 
 def measure_models(graph: Structure) -> dict[str, ModelSize]:
     """Sizes by source, of those models whose folder is at hand."""
-    sources = {operator.uses.source for operator in graph.operators.values() if operator.uses is not None}
+    sources = {
+        operator.uses.source for operator in graph.operators.values() if operator.uses is not None
+    }
     found = {
-        source: measured(saved_adapters(source).get("base_model_name_or_path") or source) for source in sorted(sources)
+        source: measured(saved_adapters(source).get("base_model_name_or_path") or source)
+        for source in sorted(sources)
     }
     return {source: size for source, size in found.items() if size is not None}
 
 
 def measured(source: str) -> ModelSize | None:
-    """Of the model in a folder; where that has no weights, of a family whose tensors a config tells. None elsewhere."""
+    """Of the model in a folder; where that has no weights, of a family whose tensors a config
+    tells. None elsewhere."""
     made = promised(source)
     try:
         files = sorted((folder_here(source) or Path(source)).glob("*.safetensors"))
-        shapes = made.shapes if made else {name: each for file in files for name, each in tensor_shapes(file).items()}
+        shapes = (
+            made.shapes
+            if made
+            else {name: each for file in files for name, each in tensor_shapes(file).items()}
+        )
         foreseen = {} if shapes else Decoder.from_config(config_of(source)).tensors("")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, LayoutMismatch):
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ZeroDivisionError,
+        LayoutMismatch,
+    ):
         return None
-    return _of_shapes(source, {name: list(shape) for name, (shape, _) in foreseen.items()} or shapes, bool(foreseen))
+    return _of_shapes(
+        source,
+        {name: list(shape) for name, (shape, _) in foreseen.items()} or shapes,
+        bool(foreseen),
+    )
 
 
 def _of_shapes(source: str, shapes: Mapping[str, Sequence[int]], is_foreseen: bool) -> ModelSize:
-    layers = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+    layers = {
+        name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2
+    }
     inner = {path: shape for path, shape in layers.items() if not _is_outer(path)}
-    linear = tuple((path.rpartition(".")[2], rows, columns) for path, (rows, columns) in inner.items())
+    linear = tuple(
+        (path.rpartition(".")[2], rows, columns) for path, (rows, columns) in inner.items()
+    )
     ends = [rows * columns for path, (rows, columns) in layers.items() if path not in inner]
     return ModelSize(
-        parameters=sum(map(math.prod, shapes.values())), largest_end=max(ends, default=0), linear=linear,
-        norms_heads=any(path.endswith(".q_norm.weight") for path in shapes), tied=len(ends) == 1,
-        is_foreseen=is_foreseen, **_shape(source),
-    )  # fmt: skip
+        parameters=sum(map(math.prod, shapes.values())),
+        largest_end=max(ends, default=0),
+        linear=linear,
+        norms_heads=any(path.endswith(".q_norm.weight") for path in shapes),
+        tied=len(ends) == 1,
+        is_foreseen=is_foreseen,
+        **_shape(source),
+    )
 
 
 def _shape(source: str) -> dict[str, int]:
-    """What the config says of the layers, in the names that most decoders have; nothing where it says less."""
+    """What the config says of the layers, in the names that most decoders have; nothing where it
+    says less."""
     try:
         found = config_of(source)
         config = found.get("text_config") or found
@@ -154,13 +204,21 @@ def _shape(source: str) -> dict[str, int]:
         kept = int(config.get("num_key_value_heads") or heads)
         context = int(config.get("max_position_embeddings") or 0)
         experts = int(config.get("num_experts_per_tok") or 1)
-        inner = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * width) * experts
+        inner = (
+            int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * width)
+            * experts
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         return {}
     return {
-        "layers": layers, "width": width, "cache_elements": 2 * layers * kept * each, "key_value_heads": kept,
-        "context": context, "query_width": heads * each, "inner": inner,
-    }  # fmt: skip
+        "layers": layers,
+        "width": width,
+        "cache_elements": 2 * layers * kept * each,
+        "key_value_heads": kept,
+        "context": context,
+        "query_width": heads * each,
+        "inner": inner,
+    }
 
 
 def _is_outer(path: str) -> bool:

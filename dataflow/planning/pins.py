@@ -12,22 +12,28 @@ Pins = Mapping[str, tuple[str, ...]]
 
 
 def read_place(place: Place, devices: Devices) -> Pins:
-    """As it was given, with every host in a tuple. GraphError for hosts that the run does not have."""
-    pins = {node: (hosts,) if isinstance(hosts, str) else tuple(hosts) for node, hosts in place.items()}
+    """As it was given, with every host in a tuple. GraphError for hosts that the run does not
+    have."""
+    pins = {
+        node: (hosts,) if isinstance(hosts, str) else tuple(hosts) for node, hosts in place.items()
+    }
     known = [host.name for host in devices.hosts]
     if pins and not known:
         raise GraphError(
-            f"place names hosts, {pins}, but this run has this machine alone; run it over hosts, or leave place= out"
+            f"place names hosts, {pins}, but this run has this machine alone; run it over hosts, or"
+            " leave place= out"
         )
     for node, hosts in pins.items():
         for host in hosts:
             if host not in known:
                 raise GraphError(
-                    f"'{node}' is to be on host '{host}', but the run has {known}{nearest(host, known)}; "
-                    f"name one of these"
+                    f"'{node}' is to be on host '{host}', but the run has"
+                    f" {known}{nearest(host, known)}; name one of these"
                 )
         if not hosts or len(set(hosts)) < len(hosts):
-            raise GraphError(f"'{node}' is to be on hosts {list(hosts)}; name one or more, each of them once")
+            raise GraphError(
+                f"'{node}' is to be on hosts {list(hosts)}; name one or more, each of them once"
+            )
     return pins
 
 
@@ -40,20 +46,22 @@ def check_pins(pins: Pins, replicas: Mapping[str, int], spread: Mapping[str, int
         if ranks > 1 and ranks % len(hosts):
             fitting = [count for count in range(1, ranks + 1) if ranks % count == 0]
             raise GraphError(
-                f"'{node}' is to be spread over {len(hosts)} hosts, {', '.join(hosts)}, but has {ranks} ranks, and "
-                f"each host is to have as many; name {', '.join(map(str, fitting[:-1]))} or {ranks} hosts, or give it "
-                f"other ranks"
+                f"'{node}' is to be spread over {len(hosts)} hosts, {', '.join(hosts)}, but has"
+                f" {ranks} ranks, and each host is to have as many; name"
+                f" {', '.join(map(str, fitting[:-1]))} or {ranks} hosts, or give it other ranks"
             )
         if ranks == 1 and (count := replicas[node]) < len(hosts):
             raise GraphError(
-                f"'{node}' is to be on {len(hosts)} hosts, {', '.join(hosts)}, but has {count} "
-                f"replica{'s' if count > 1 else ''}, and all ranks of a replica are on one host, but for those of a "
-                f"trainer; name {count} at most, or give it more replicas, where it can have more"
+                f"'{node}' is to be on {len(hosts)} hosts, {', '.join(hosts)}, but has {count}"
+                f" replica{'s' if count > 1 else ''}, and all ranks of a replica are on one host,"
+                f" but for those of a trainer; name {count} at most, or give it more replicas,"
+                " where it can have more"
             )
 
 
 def pin_of(nodes: Sequence[str], pins: Pins, why: str) -> str | None:
-    """The host that nodes which sit together are pinned to; None: to none. GraphError where they name several.
+    """The host that nodes which sit together are pinned to; None: to none. GraphError where they
+    name several.
 
     why: they sit together, for people."""
     named = {node: pins[node] for node in nodes if node in pins}

@@ -21,7 +21,10 @@ class Need:
 
     def __str__(self) -> str:
         """The sum and its parts: `4.1 GiB (weights 1.0 GiB, gradients 1.0 GiB, ...)`."""
-        return f"{amount(self.total)} ({', '.join(f'{name} {amount(size)}' for name, size in self.parts.items())})"
+        return (
+            f"{amount(self.total)}"
+            f" ({', '.join(f'{name} {amount(size)}' for name, size in self.parts.items())})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +44,13 @@ class Placement:
     gpus: tuple[int, ...] = ()
     """Accelerators, replica by replica, numbered over all hosts; empty: CPU."""
     hosts: tuple[str, ...] = ()
-    """The host of each replica, and of all its ranks, unless `rank_hosts` says otherwise; empty: this machine."""
+    """The host of each replica, and of all its ranks, unless `rank_hosts` says otherwise; empty:
+    this machine."""
     rank_hosts: tuple[str, ...] = ()
     """Of a trainer that is spread over several hosts: that of each rank."""
     first_gpus: tuple[int, ...] = ()
-    """By replica, or by rank of one that is spread, the number of the first accelerator of its host."""
+    """By replica, or by rank of one that is spread, the number of the first accelerator of its
+    host."""
     threads: int = 1
     """CPU threads of each process; where hosts differ, the fewest."""
     threads_there: tuple[int, ...] = ()
@@ -62,14 +67,16 @@ class Placement:
 
     @property
     def devices(self) -> str:
-        """For people: `gpu 0-5`, `cpu, 1 thread`; over hosts, which number their own accelerators, `6 GPUs`."""
+        """For people: `gpu 0-5`, `cpu, 1 thread`; over hosts, which number their own accelerators,
+        `6 GPUs`."""
         if self.gpus and self.hosts:
             return f"{len(self.gpus)} GPU{'s' if len(self.gpus) > 1 else ''}"
         return f"gpu {ranges(self.gpus)}" if self.gpus else f"cpu, {_threads(self.threads)}"
 
     @property
     def mesh(self) -> str:
-        """How ranks that do not all do the same share the model out: `2 x 2 (replicate x shard)`; else empty."""
+        """How ranks that do not all do the same share the model out: `2 x 2 (replicate x shard)`;
+        else empty."""
         shards = self.ranks // (self.dp_replicate * self.tensor_parallel)
         axes = {"replicate": self.dp_replicate, "shard": shards, "tensor": self.tensor_parallel}
         used = {name: size for name, size in axes.items() if size > 1}
@@ -79,7 +86,8 @@ class Placement:
 
     @property
     def share(self) -> str:
-        """What one replica gets, for people: `1 GPU`, `2 threads`, `2 processes of 1 thread each`."""
+        """What one replica gets, for people: `1 GPU`, `2 threads`, `2 processes of 1 thread
+        each`."""
         return self.share_of(self.replicas)
 
     def share_of(self, replica: int) -> str:
@@ -94,7 +102,8 @@ class Placement:
         return self.gpus[replica * self.ranks : (replica + 1) * self.ranks]
 
     def host(self, replica: int, rank: int = 0) -> str:
-        """The host of a rank of a replica; empty: this machine. A replica that the plan does not know yet has none."""
+        """The host of a rank of a replica; empty: this machine. A replica that the plan does not
+        know yet has none."""
         if self.rank_hosts:
             return self.rank_hosts[rank]
         return self.hosts[replica] if self.hosts else ""
@@ -135,5 +144,7 @@ def amount(size: int | None) -> str:
     """Bytes for people: 8.2 MiB."""
     if size is None:
         return "-"
-    unit, shift = ("GiB", 30) if size >= 1 << 30 else ("MiB", 20) if size >= 1 << 20 else ("KiB", 10)
+    unit, shift = (
+        ("GiB", 30) if size >= 1 << 30 else ("MiB", 20) if size >= 1 << 20 else ("KiB", 10)
+    )
     return f"{size / (1 << shift):.1f} {unit}"

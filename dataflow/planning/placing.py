@@ -1,11 +1,12 @@
-"""Which host each replica sits on, with which of its accelerators, when a run is planned: a pure function.
+"""Which host each replica sits on, with which of its accelerators, when a run is planned: a pure
+function.
 
-What must sit together is a unit: the ranks of one replica; all replicas of nodes that take turns on devices. Pinned
-units are seated first, then those on accelerators, then those on the CPU, the largest first (`rooms` says where). The
-ranks of a trainer that no host has room for are spread over several (`spreading`), those of others are not: each token
-would wait for the network in each layer. Light workers come last, each beside as many of its neighbours as there are on
-one host; between equals it is the host of the one that feeds it.
-"""
+What must sit together is a unit: the ranks of one replica; all replicas of nodes that take turns on
+devices. Pinned units are seated first, then those on accelerators, then those on the CPU, the
+largest first (`rooms` says where). The ranks of a trainer that no host has room for are spread over
+several (`spreading`), those of others are not: each token would wait for the network in each layer.
+Light workers come last, each beside as many of its neighbours as there are on one host; between
+equals it is the host of the one that feeds it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,14 +66,19 @@ def placed(
 ) -> dict[str, Placement]:
     """Every node's placement, in the graph's order.
 
-    parts: in the order in which accelerators are numbered. neighbours: of light workers. Raises GraphError for units
-    that no host has room for.
+    parts: in the order in which accelerators are numbered. neighbours: of light workers. Raises
+    GraphError for units that no host has room for.
     """
     in_turn = {node for group in turns for node in group}
     check_pins(
-        pins, {node: part.replicas for node, part in parts.items()},
-        {node: part.ranks for node, part in parts.items() if part.may_spread and node not in in_turn},
-    )  # fmt: skip
+        pins,
+        {node: part.replicas for node, part in parts.items()},
+        {
+            node: part.ranks
+            for node, part in parts.items()
+            if part.may_spread and node not in in_turn
+        },
+    )
     workers = workers_of(graph)
     rooms = rooms_of(devices)
     heavy = {node: part for node, part in parts.items() if not graph.operators[node].light}
@@ -85,7 +91,9 @@ def placed(
         places |= {node: [(room, ())] for node in nodes for room in rooms if room.host.name == name}
     threads = _threads(graph, heavy, places, rooms, turns)
     return {
-        node: _placement(graph, node, workers[node], parts[node], places[node], threads, bool(devices.hosts))
+        node: _placement(
+            graph, node, workers[node], parts[node], places[node], threads, bool(devices.hosts)
+        )
         for node in graph.operators
     }
 
@@ -106,7 +114,8 @@ def workers_of(graph: Structure) -> dict[str, str]:
 
 
 def neighbours_of(graph: Structure, workers: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """By light worker, the others that exchange rows with it: those that feed it, then those that it feeds."""
+    """By light worker, the others that exchange rows with it: those that feed it, then those that
+    it feeds."""
     feeding: dict[str, dict[str, None]] = {}
     fed: dict[str, dict[str, None]] = {}
     for call in graph.calls:
@@ -120,14 +129,19 @@ def neighbours_of(graph: Structure, workers: Mapping[str, str]) -> dict[str, tup
 
 
 def host_beside(neighbours: Iterable[Iterable[str]], rooms: Sequence[Room]) -> str:
-    """Where most neighbours have somebody, the first of equals; where there is none, the host of the least load.
+    """Where most neighbours have somebody, the first of equals; where there is none, the host of
+    the least load.
 
     neighbours: of each, the hosts of its replicas."""
     counts: dict[str, int] = {}
     for hosts in neighbours:
         for host in dict.fromkeys(hosts):
             counts[host] = counts.get(host, 0) + 1
-    return max(counts, key=counts.__getitem__) if counts else min(rooms, key=lambda room: room.load).host.name
+    return (
+        max(counts, key=counts.__getitem__)
+        if counts
+        else min(rooms, key=lambda room: room.load).host.name
+    )
 
 
 def unit_of(parts: Sequence[NodeNeeds]) -> Unit:
@@ -135,9 +149,12 @@ def unit_of(parts: Sequence[NodeNeeds]) -> Unit:
     needs = [part.need.total * part.replicas * part.ranks if part.need else 0 for part in parts]
     gpus = max(part.gpus for part in parts)
     return Unit(
-        gpus=gpus, processes=max(part.replicas * part.ranks for part in parts), cores=max(part.ranks for part in parts),
-        memory_bytes=max(needs), gpu_memory_bytes=max(needs) // gpus if gpus else 0,
-    )  # fmt: skip
+        gpus=gpus,
+        processes=max(part.replicas * part.ranks for part in parts),
+        cores=max(part.ranks for part in parts),
+        memory_bytes=max(needs),
+        gpu_memory_bytes=max(needs) // gpus if gpus else 0,
+    )
 
 
 def _seated(
@@ -148,13 +165,23 @@ def _seated(
     for node, part in parts.items():
         if (group := next((group for group in turns if node in group), None)) is None:
             unit = unit_of([part.of_ranks(part.ranks)])
-            parties.append(_Party(nodes=(node,), unit=unit, count=part.replicas, pins=pins.get(node, ())))
+            parties.append(
+                _Party(nodes=(node,), unit=unit, count=part.replicas, pins=pins.get(node, ()))
+            )
         elif not any(group == party.nodes for party in parties):
             pin = pin_of(group, pins, "they take turns on the same devices")
             own = (pin,) if pin is not None else ()
-            parties.append(_Party(nodes=group, unit=unit_of([parts[name] for name in group]), pins=own))
+            parties.append(
+                _Party(nodes=group, unit=unit_of([parts[name] for name in group]), pins=own)
+            )
     if len(rooms) > 1:
-        parties.sort(key=lambda party: (not party.pins, not party.unit.gpus, -(party.unit.gpus or party.unit.cores)))
+        parties.sort(
+            key=lambda party: (
+                not party.pins,
+                not party.unit.gpus,
+                -(party.unit.gpus or party.unit.cores),
+            )
+        )
     places: dict[str, list[Found]] = {}
     for party in parties:
         part = parts[party.nodes[0]]
@@ -166,7 +193,9 @@ def _seated(
                 continue
         found = _pinned(party, rooms) if party.pins else settle(rooms, party.unit, party.count)
         if len(found) < party.count:
-            raise GraphError(_too_large(party, len(found), rooms, may_spread=is_spread and len(rooms) > 1))
+            raise GraphError(
+                _too_large(party, len(found), rooms, may_spread=is_spread and len(rooms) > 1)
+            )
         for node in party.nodes:
             places[node] = found if len(party.nodes) == 1 else _dealt(found[0], parts[node])
     return places
@@ -175,7 +204,10 @@ def _seated(
 def _dealt(whole: Found, part: NodeNeeds) -> list[Found]:
     """What each replica has of the devices that nodes share."""
     room, gpus = whole
-    return [(room, gpus[number * part.ranks : (number + 1) * part.ranks]) for number in range(part.replicas)]
+    return [
+        (room, gpus[number * part.ranks : (number + 1) * part.ranks])
+        for number in range(part.replicas)
+    ]
 
 
 def _pinned(party: _Party, rooms: Sequence[Room]) -> list[Found]:
@@ -187,8 +219,8 @@ def _pinned(party: _Party, rooms: Sequence[Room]) -> list[Found]:
         row = room.row(party.unit)
         if row is None:
             raise GraphError(
-                f"{_told(party)} needs {party.unit} on host '{room.host.name}', where place puts it, but "
-                f"{room.told(party.unit)}; name another host, or ask for less"
+                f"{_told(party)} needs {party.unit} on host '{room.host.name}', where place puts"
+                f" it, but {room.told(party.unit)}; name another host, or ask for less"
             )
         room.take(party.unit, row)
         found.append((room, row))
@@ -196,8 +228,8 @@ def _pinned(party: _Party, rooms: Sequence[Room]) -> list[Found]:
 
 
 def _spread(party: _Party, part: NodeNeeds, rooms: Sequence[Room]) -> list[Found]:
-    """What each host has of the ranks of a trainer; nothing where one host has room for all, or too few have.
-    GraphError where pinned hosts have not."""
+    """What each host has of the ranks of a trainer; nothing where one host has room for all, or too
+    few have. GraphError where pinned hosts have not."""
 
     def unit(ranks: int) -> Unit:
         return unit_of([part.of_ranks(ranks)])
@@ -211,8 +243,9 @@ def _spread(party: _Party, part: NodeNeeds, rooms: Sequence[Room]) -> list[Found
         row = room.row(each)
         if row is None:
             raise GraphError(
-                f"{_told(party)} is to be spread by place over {', '.join(party.pins)}, which needs {each} on each of "
-                f"them, but {room.told(each)}; name other hosts, or more of them, or ask for less"
+                f"{_told(party)} is to be spread by place over {', '.join(party.pins)}, which needs"
+                f" {each} on each of them, but {room.told(each)}; name other hosts, or more of"
+                " them, or ask for less"
             )
         room.take(each, row)
         found.append((room, row))
@@ -220,13 +253,14 @@ def _spread(party: _Party, part: NodeNeeds, rooms: Sequence[Room]) -> list[Found
 
 
 def spread_rooms(rooms: Sequence[Room], part: NodeNeeds) -> list[Room]:
-    """The hosts that the ranks of a trainer are spread over; none where one host has room for all, or too few have."""
+    """The hosts that the ranks of a trainer are spread over; none where one host has room for all,
+    or too few have."""
     whole = unit_of([part.of_ranks(part.ranks)])
     if any(room.row(whole) is not None and not room.lacks_memory(whole) for room in rooms):
         return []
     counts = divisions(
         part.ranks, len(rooms), tensor_parallel=part.tensor_parallel, dp_replicate=part.dp_replicate
-    )  # fmt: skip
+    )
     return spread(rooms, part.ranks, lambda ranks: unit_of([part.of_ranks(ranks)]), counts)
 
 
@@ -235,14 +269,18 @@ def _too_large(party: _Party, found: int, rooms: Sequence[Room], *, may_spread: 
     found_some = f", of {party.count} that are asked for {found} found one" if found else ""
     spread = ", or an equal part of that on each of several" if may_spread else ""
     return (
-        f"{_told(party)} needs {party.unit} on one host{spread}{found_some}, but {shortage(rooms, party.unit)}; "
-        f"ask for less, add hosts, or say with place= who goes where"
+        f"{_told(party)} needs {party.unit} on one host{spread}{found_some}, but"
+        f" {shortage(rooms, party.unit)}; ask for less, add hosts, or say with place= who goes"
+        " where"
     )
 
 
 def _told(party: _Party) -> str:
     if len(party.nodes) > 1:
-        return f"the group of {', '.join(map(repr, party.nodes[:-1]))} and '{party.nodes[-1]}', which take turns,"
+        return (
+            f"the group of {', '.join(map(repr, party.nodes[:-1]))} and '{party.nodes[-1]}', which"
+            " take turns,"
+        )
     return f"each replica of '{party.nodes[0]}'" if party.count > 1 else f"'{party.nodes[0]}'"
 
 
@@ -263,7 +301,9 @@ def _threads(
                 there[node] = there.get(node, (0, ranks))[0] + 1, ranks
     synchronous = all(feedback.max_staleness == 0 for feedback in graph.feedbacks)
     return {
-        room.host.name: threads_of(turns, counts[room.host.name], room.host.cpus, synchronous=synchronous)
+        room.host.name: threads_of(
+            turns, counts[room.host.name], room.host.cpus, synchronous=synchronous
+        )
         for room in rooms
     }
 
@@ -281,13 +321,24 @@ def _placement(
     is_spread = len(places) > part.replicas
     each = [1 if operator.light else threads[room.host.name] for room, _ in places]
     gpus = tuple(gpu for _, row in places for gpu in row)
-    by_rank = [place for place in places for _ in range(part.ranks // len(places))] if is_spread else places
+    by_rank = (
+        [place for place in places for _ in range(part.ranks // len(places))]
+        if is_spread
+        else places
+    )
     return Placement(
-        node=node, worker=worker, replicas=part.replicas, ranks=part.ranks, gpus=gpus,
+        node=node,
+        worker=worker,
+        replicas=part.replicas,
+        ranks=part.ranks,
+        gpus=gpus,
         hosts=tuple(room.host.name for room, _ in places[: part.replicas]) if named else (),
         rank_hosts=tuple(room.host.name for room, _ in by_rank) if is_spread else (),
         first_gpus=tuple(room.first_gpu for room, _ in by_rank) if named and gpus else (),
-        dp_replicate=operator.traits.dp_replicate, tensor_parallel=operator.traits.tensor_parallel,
-        threads=min(each), threads_there=tuple(each) if min(each) < max(each) and not is_spread else (), need=part.need,
+        dp_replicate=operator.traits.dp_replicate,
+        tensor_parallel=operator.traits.tensor_parallel,
+        threads=min(each),
+        threads_there=tuple(each) if min(each) < max(each) and not is_spread else (),
+        need=part.need,
         port=operator.traits.port,
-    )  # fmt: skip
+    )

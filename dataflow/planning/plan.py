@@ -81,47 +81,62 @@ class Plan:
     listen: str = ""
     """Address of this machine at which the run listens; empty: only sockets within it."""
     message_bytes: int = MESSAGE_BYTES
-    """Most bytes of one message on a data edge: batches are cut, a single group above it goes in parts."""
+    """Most bytes of one message on a data edge: batches are cut, a single group above it goes in
+    parts."""
 
-    def executor(self, trainer: str, reader: str, replica: int, *, apart: bool | None = None) -> str:
-        """How weights get from a trainer to a replica; a newcomer's are those of the last replica that the plan knows.
+    def executor(
+        self, trainer: str, reader: str, replica: int, *, apart: bool | None = None
+    ) -> str:
+        """How weights get from a trainer to a replica; a newcomer's are those of the last replica
+        that the plan knows.
 
-        apart: whether they are on two hosts now, where one of them may have moved; None: they are where they were
-        planned.
+        apart: whether they are on two hosts now, where one of them may have moved; None: they are
+        where they were planned.
         """
         known = min(replica, self.placements[reader].replicas - 1)
         if apart is None or self.weights is not None:
             return self._executors[trainer, reader, known]
-        return executor_between(self.placements[trainer], self.placements[reader], known, apart=apart)
+        return executor_between(
+            self.placements[trainer], self.placements[reader], known, apart=apart
+        )
 
     @cached_property
     def _executors(self) -> dict[tuple[str, str, int], str]:
         """By trainer, reader and replica."""
-        return {(path.trainer, path.reader, path.replica): path.executor for path in self.weight_paths}
+        return {
+            (path.trainer, path.reader, path.replica): path.executor for path in self.weight_paths
+        }
 
     def link(self, trainer: str, executor: str) -> float | None:
-        """Bytes per second of the slow links by which an executor carries a trainer's weights; None: of fast ones.
+        """Bytes per second of the slow links by which an executor carries a trainer's weights;
+        None: of fast ones.
 
         Over hosts all links between two are such, whoever is on which of them now."""
         if self.devices.hosts and executor in COLLECTIVE:
             return slow(self.devices.link_bytes_per_s)
         rates = [
-            path.link_bytes_per_s for path in self.weight_paths
-            if (path.trainer, path.executor) == (trainer, executor) and path.link_bytes_per_s is not None
-        ]  # fmt: skip
+            path.link_bytes_per_s
+            for path in self.weight_paths
+            if (path.trainer, path.executor) == (trainer, executor)
+            and path.link_bytes_per_s is not None
+        ]
         return min(rates, default=None)
 
     def readers_beside(self, trainer: str, refresh: Refresh | None, host: str) -> tuple[str, ...]:
-        """The readers of a host that share one way of a trainer's weights over the network, the one that takes them in
-        first; none where each has its own."""
+        """The readers of a host that share one way of a trainer's weights over the network, the one
+        that takes them in first; none where each has its own."""
         return readers_beside(self.weight_paths, trainer, refresh, host)
 
     def zero_copy(self, trainer: str, executor: str) -> bool:
-        """Whether an executor sends a trainer's versions from its weights themselves, which wait for readers then."""
+        """Whether an executor sends a trainer's versions from its weights themselves, which wait
+        for readers then."""
         link = self.link(trainer, executor)
         return is_zero_copy(
-            self.placements[trainer], executor, link_bytes_per_s=link, copies=trainer in self.copying
-        )  # fmt: skip
+            self.placements[trainer],
+            executor,
+            link_bytes_per_s=link,
+            copies=trainer in self.copying,
+        )
 
     def executors(self) -> dict[tuple[str, str], str]:
         """By (trainer, reader): how weights get from one to the other."""
@@ -139,7 +154,8 @@ class Plan:
         return workers
 
     def turns_of(self, node: str) -> Group:
-        """The nodes that it takes turns with, itself among them; none where its devices are its own."""
+        """The nodes that it takes turns with, itself among them; none where its devices are its
+        own."""
         return next((group for group in self.turns if node in group), ())
 
     def processes(self) -> list[tuple[str, int, list[str]]]:
@@ -170,17 +186,33 @@ class Plan:
             hosts = placement.all_hosts
             where = f"host{'s' if len(hosts) > 1 else ''} {named(hosts)}" if hosts else ""
             groups.setdefault((label, where), []).append(node)
-        return [DeviceFrame(label=label, nodes=tuple(nodes), where=where) for (label, where), nodes in groups.items()]
+        return [
+            DeviceFrame(label=label, nodes=tuple(nodes), where=where)
+            for (label, where), nodes in groups.items()
+        ]
 
     def explain(self) -> str:
         """The plan as a table."""
-        head = ("node", "worker", "replicas", "ranks", "devices", "memory") + ("hosts",) * bool(self.devices.hosts)
+        head = ("node", "worker", "replicas", "ranks", "devices", "memory") + ("hosts",) * bool(
+            self.devices.hosts
+        )
         rows = [
-            (p.node, p.worker, str(p.replicas), str(p.ranks), p.devices, amount(p.memory_bytes), named(p.all_hosts))
+            (
+                p.node,
+                p.worker,
+                str(p.replicas),
+                str(p.ranks),
+                p.devices,
+                amount(p.memory_bytes),
+                named(p.all_hosts),
+            )
             for p in self.placements.values()
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=False)] for row in [head, *rows]]
+        cells = [
+            [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+            for row in [head, *rows]
+        ]
         lines = ["  ".join(row).rstrip() for row in cells]
         lines.insert(1, "  ".join("-" * width for width in widths))
         lines += host_lines(self.devices, self.placements.values(), self.neighbours)
@@ -189,22 +221,33 @@ class Plan:
                 f"rows of '{source}' run at most {bound.max_staleness} versions ahead: "
                 f"{capacity(bound.prompts_per_step, bound.max_staleness)} prompts in flight"
             )
-        lines += [f"the ranks of '{each.node}' are {each.mesh}" for each in self.placements.values() if each.mesh]
+        lines += [
+            f"the ranks of '{each.node}' are {each.mesh}"
+            for each in self.placements.values()
+            if each.mesh
+        ]
         lines += [told for each in self.placements.values() if (told := spread_line(each))]
-        lines.append(f"a message on a data edge has at most {amount(self.message_bytes)}; a larger group goes in parts")
-        lines += [f"each process of '{each.node}' needs at least {each.need}" for each in self.placements.values()
-                  if each.need is not None]  # fmt: skip
+        lines.append(
+            f"a message on a data edge has at most {amount(self.message_bytes)}; a larger group"
+            " goes in parts"
+        )
+        lines += [
+            f"each process of '{each.node}' needs at least {each.need}"
+            for each in self.placements.values()
+            if each.need is not None
+        ]
         lines += [*explain(self.weight_paths), *mirror_lines(self.weight_paths)]
         lines += [*explain_turns(self.turns, self.placements)]
         if self.devices.hosts:
             lines.append(
-                "edges and control go over tcp between hosts, encrypted, for holders of this run's keys alone; weights "
-                "between hosts go by gloo and nccl, not encrypted"
+                "edges and control go over tcp between hosts, encrypted, for holders of this run's"
+                " keys alone; weights between hosts go by gloo and nccl, not encrypted"
             )
         elif self.listen:
             lines.append(
-                f"edges and control listen at {self.listen}, encrypted, for holders of this run's keys alone; commands "
-                f"and weights stay on this machine (gloo and nccl on loopback, not encrypted)"
+                f"edges and control listen at {self.listen}, encrypted, for holders of this run's"
+                " keys alone; commands and weights stay on this machine (gloo and nccl on"
+                " loopback, not encrypted)"
             )
         for step, wishes in sorted(self.scale.items()):
             for node, count in wishes.items():
@@ -232,18 +275,18 @@ def plan(
 ) -> Plan:
     """Map the graph onto devices.
 
-    gpus: accelerators by node, or the name of the node whose devices it shares (main memory, where that node has no
-    accelerator): they take turns. "shared": all nodes that compute share all devices.
-    replicas: copies of a node that runs on CPU (accelerators count replicas by themselves).
-    ranks: processes that share out the model of a trainer that runs on CPU (accelerators count them by themselves).
-    scale: copies of a node from a step of the trainers on. weights: the executor of the weight plane; None: chosen
-    for each reader. message_bytes: most bytes of one message on a data edge; a larger group goes in parts.
-    place: by node, the host of its replicas, or several that they take in turn, or that the ranks of a trainer are
-    spread over; others are placed as `placing` says.
-    one_process: all operators run in one.
-    Raises GraphError for unknown nodes and hosts, for more devices than there are, for ranks that cannot share a model
-    out or find no host that has room for all of them, for an executor that cannot serve, and for groups that an edge
-    could never hold.
+    gpus: accelerators by node, or the name of the node whose devices it shares (main memory, where
+    that node has no accelerator): they take turns. "shared": all nodes that compute share all
+    devices. replicas: copies of a node that runs on CPU (accelerators count replicas by
+    themselves). ranks: processes that share out the model of a trainer that runs on CPU
+    (accelerators count them by themselves). scale: copies of a node from a step of the trainers on.
+    weights: the executor of the weight plane; None: chosen for each reader. message_bytes: most
+    bytes of one message on a data edge; a larger group goes in parts. place: by node, the host of
+    its replicas, or several that they take in turn, or that the ranks of a trainer are spread over;
+    others are placed as `placing` says. one_process: all operators run in one.
+    Raises GraphError for unknown nodes and hosts, for more devices than there are, for ranks that
+    cannot share a model out or find no host that has room for all of them, for an executor that
+    cannot serve, and for groups that an edge could never hold.
 
     >>> from dataflow import Devices, Graph, Model, plan
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -263,14 +306,26 @@ def plan(
     check(graph)
     if one_process and devices.hosts:
         raise GraphError(
-            f"a run in one process has one machine, but is to be planned over {len(devices.hosts)} hosts; run it in "
-            f"processes, or leave hosts out"
+            f"a run in one process has one machine, but is to be planned over {len(devices.hosts)}"
+            " hosts; run it in processes, or leave hosts out"
         )
     if fault := message_fault(message_bytes):
         raise GraphError(fault)
     gpus = read_wishes(graph, gpus, devices.gpus)
-    replicas, ranks, sizes, scale, place = replicas or {}, ranks or {}, sizes or {}, scale or {}, place or {}
-    for name in [*gpus, *replicas, *ranks, *place, *(name for wishes in scale.values() for name in wishes)]:
+    replicas, ranks, sizes, scale, place = (
+        replicas or {},
+        ranks or {},
+        sizes or {},
+        scale or {},
+        place or {},
+    )
+    for name in [
+        *gpus,
+        *replicas,
+        *ranks,
+        *place,
+        *(name for wishes in scale.values() for name in wishes),
+    ]:
         if name not in graph.operators:
             raise GraphError(
                 f"devices are given to '{name}', but the graph has {list(graph.operators)}"
@@ -284,18 +339,35 @@ def plan(
     asleep = _asleep(graph, placements, turns, sizes)
     check_fit([*_needs(placements, turns), *asleep], devices.room)
     made = Plan(
-        placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
-        scale=scale, weights=weights, weight_paths=mirrored(weight_paths(
-            graph, placements, sizes, forced=weights, one_process=one_process,
-            devices=devices, turns=turns,
-        )),
+        placements=placements,
+        bounds=bounds_of(graph, steps),
+        on_demand=_on_demand(graph),
+        devices=devices,
+        scale=scale,
+        weights=weights,
+        weight_paths=mirrored(
+            weight_paths(
+                graph,
+                placements,
+                sizes,
+                forced=weights,
+                one_process=one_process,
+                devices=devices,
+                turns=turns,
+            )
+        ),
         copying=tuple(
-            name for name in {feedback.weights.trainer.name: None for feedback in graph.feedbacks}
+            name
+            for name in {feedback.weights.trainer.name: None for feedback in graph.feedbacks}
             if copies_of(graph, name, turns, None)
         ),
-        message_bytes=message_bytes, turns=turns, neighbours=neighbours,
-    )  # fmt: skip
-    for fault in too_large_groups(graph, {name: placement.replicas for name, placement in placements.items()}):
+        message_bytes=message_bytes,
+        turns=turns,
+        neighbours=neighbours,
+    )
+    for fault in too_large_groups(
+        graph, {name: placement.replicas for name, placement in placements.items()}
+    ):
         raise GraphError(fault)
     _check_scale(graph, made, one_process)
     return made
@@ -314,7 +386,9 @@ def _parts(
     parts: dict[str, NodeNeeds] = {}
     for name, operator in graph.operators.items():
         if not operator.computes and name in gpus:
-            raise GraphError(f"'{name}' is given {gpus[name]} GPUs, but it uses no device; leave it out")
+            raise GraphError(
+                f"'{name}' is given {gpus[name]} GPUs, but it uses no device; leave it out"
+            )
     shares = {
         name: ranks_of(operator, gpus.get(name, 0), ranks.get(name), one_process)
         for name, operator in graph.operators.items()
@@ -325,56 +399,84 @@ def _parts(
         count = gpus[name] // each if name in gpus else replicas.get(name, 1)
         check_replicas(operator, count)
         need = need_of(
-            graph, operator, sizes.get(model.source) if model else None, each, on_gpu=name in gpus,
-            in_turn=any(name in group for group in turns), trainer_ranks=shares.get(trainers.get(name, ""), 1),
-        )  # fmt: skip
+            graph,
+            operator,
+            sizes.get(model.source) if model else None,
+            each,
+            on_gpu=name in gpus,
+            in_turn=any(name in group for group in turns),
+            trainer_ranks=shares.get(trainers.get(name, ""), 1),
+        )
         parts[name] = NodeNeeds(
-            replicas=count, ranks=each, gpus=gpus.get(name, 0), need=need, may_spread=isinstance(operator, Spreads),
-            tensor_parallel=operator.traits.tensor_parallel, dp_replicate=operator.traits.dp_replicate,
-        )  # fmt: skip
+            replicas=count,
+            ranks=each,
+            gpus=gpus.get(name, 0),
+            need=need,
+            may_spread=isinstance(operator, Spreads),
+            tensor_parallel=operator.traits.tensor_parallel,
+            dp_replicate=operator.traits.dp_replicate,
+        )
     return {name: parts[name] for name in dict.fromkeys([*gpus, *parts])}
 
 
-def _needs(placements: Mapping[str, Placement], turns: Sequence[Group]) -> list[tuple[str, Spot, Need]]:
+def _needs(
+    placements: Mapping[str, Placement], turns: Sequence[Group]
+) -> list[tuple[str, Spot, Need]]:
     """Of every rank that may be awake where memory is scarcest."""
-    return awake_at_once(turns, [
-        (
-            f"{each.worker}-{replica}" + (f".{rank}" if each.ranks > 1 else ""), each.node,
-            (each.host(replica, rank), each.device(replica, rank)), each.need,
-        )
-        for each in placements.values() if each.need is not None
-        for replica in range(each.replicas) for rank in range(each.ranks)
-    ])  # fmt: skip
+    return awake_at_once(
+        turns,
+        [
+            (
+                f"{each.worker}-{replica}" + (f".{rank}" if each.ranks > 1 else ""),
+                each.node,
+                (each.host(replica, rank), each.device(replica, rank)),
+                each.need,
+            )
+            for each in placements.values()
+            if each.need is not None
+            for replica in range(each.replicas)
+            for rank in range(each.ranks)
+        ],
+    )
 
 
 def _asleep(
-    graph: Structure, placements: Mapping[str, Placement], turns: Sequence[Group], sizes: Mapping[str, ModelSize]
+    graph: Structure,
+    placements: Mapping[str, Placement],
+    turns: Sequence[Group],
+    sizes: Mapping[str, ModelSize],
 ) -> list[tuple[str, Spot, Need]]:
-    """Of nodes that take turns on accelerators: what is put away into main memory, on the host of each."""
+    """Of nodes that take turns on accelerators: what is put away into main memory, on the host of
+    each."""
     found = []
     for name in (name for group in turns for name in group if placements[name].gpus):
         operator, placement = graph.operators[name], placements[name]
         size = sizes.get(operator.uses.source) if operator.uses else None
         if nbytes := asleep_bytes(graph, operator, size, placement.ranks):
-            found.append((name, (placement.host(0), "cpu"), Need({"while others have their turn": nbytes})))
+            found.append(
+                (name, (placement.host(0), "cpu"), Need({"while others have their turn": nbytes}))
+            )
     return found
 
 
 def _check_scale(graph: Structure, made: Plan, one_process: bool) -> None:
     for step, wishes in made.scale.items():
         if step < 0:
-            raise GraphError(f"scale names step {step}; steps count from 0, before the first; name one of them")
+            raise GraphError(
+                f"scale names step {step}; steps count from 0, before the first; name one of them"
+            )
         for name, count in wishes.items():
             check_scaled(graph.operators[name], count, made.placements[name].replicas)
     if one_process and made.scale:
         raise GraphError(
             f"a run in one process has one replica of everything, but scale is {dict(made.scale)}; "
-            f"leave it out, or run in processes"
+            "leave it out, or run in processes"
         )
 
 
 def bounds_of(graph: Structure, steps: int | None = None) -> dict[str, Bound]:
-    """By source that leads to a trainer with feedback to its generator: how far generation may run ahead."""
+    """By source that leads to a trainer with feedback to its generator: how far generation may run
+    ahead."""
     bounds: dict[str, Bound] = {}
     for feedback in graph.feedbacks:
         trainer = feedback.weights.trainer
@@ -384,12 +486,16 @@ def bounds_of(graph: Structure, steps: int | None = None) -> dict[str, Bound]:
             if source in drawn_by(graph, feedback.reader.name):
                 known = [bounds[source].max_staleness] if source in bounds else []
                 tightest = min([feedback.max_staleness, *known])
-                bounds[source] = Bound(max_staleness=tightest, prompts_per_step=trainer.step_prompts, steps=steps)
+                bounds[source] = Bound(
+                    max_staleness=tightest, prompts_per_step=trainer.step_prompts, steps=steps
+                )
     return bounds
 
 
 def _on_demand(graph: Structure) -> tuple[str, ...]:
     return tuple(
-        name for name, operator in graph.operators.items()
-        if isinstance(operator, Source) and any(sink.traits.every_steps for sink in sinks_of(graph, name))
-    )  # fmt: skip
+        name
+        for name, operator in graph.operators.items()
+        if isinstance(operator, Source)
+        and any(sink.traits.every_steps for sink in sinks_of(graph, name))
+    )

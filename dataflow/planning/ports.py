@@ -16,7 +16,7 @@ def check_ports(placements: Mapping[str, Placement]) -> None:
             if other != name:
                 place = f"host '{each.host(replica)}'" if each.host(replica) else "this machine"
                 raise GraphError(
-                    f"{other} and {name} would both listen on port {each.port} of {place}, where only one can; give "
-                    f"port=0 (any that is free), or each operator a port of its own, and replicas with one port hosts "
-                    f"of their own with place="
+                    f"{other} and {name} would both listen on port {each.port} of {place}, where"
+                    " only one can; give port=0 (any that is free), or each operator a port of its"
+                    " own, and replicas with one port hosts of their own with place="
                 )

@@ -11,37 +11,38 @@ def ranks_of(operator: Operator, gpus: int, wish: int | None, one_process: bool)
     if not operator.trains:
         if wish is not None:
             raise GraphError(
-                f"'{name}' is given {wish} ranks, but it trains nothing; ranks= is for trainers; give it replicas=, or "
-                f"its own tensor_parallel"
+                f"'{name}' is given {wish} ranks, but it trains nothing; ranks= is for trainers;"
+                " give it replicas=, or its own tensor_parallel"
             )
         if gpus % each:
             raise GraphError(
-                f"'{name}' is given {gpus} GPUs, but each of its replicas takes {each} (tensor_parallel); "
-                f"give it a multiple of {each}, or another tensor_parallel"
+                f"'{name}' is given {gpus} GPUs, but each of its replicas takes {each}"
+                f" (tensor_parallel); give it a multiple of {each}, or another tensor_parallel"
             )
         if one_process and each > 1 and not isinstance(operator, Generate):
             raise GraphError(
-                f"'{name}' has tensor_parallel={each}, but a run in one process has one of everything; use "
-                f"tensor_parallel=1, or run in processes"
+                f"'{name}' has tensor_parallel={each}, but a run in one process has one of"
+                " everything; use tensor_parallel=1, or run in processes"
             )
         return each
     if wish is not None and (wish < 1 or (gpus and wish != gpus)):
         raise GraphError(
-            f"'{name}' is given {wish} ranks{f' and {gpus} GPUs' if gpus else ''}; give it 1 rank or more, and on GPUs "
-            f"leave ranks= out: each GPU is one"
+            f"'{name}' is given {wish} ranks{f' and {gpus} GPUs' if gpus else ''}; give it 1 rank"
+            " or more, and on GPUs leave ranks= out: each GPU is one"
         )
     ranks = gpus or (each if wish is None else wish)
     if ranks % each:
         knobs = {"dp_replicate": traits.dp_replicate, "tensor_parallel": traits.tensor_parallel}
         has = {knob: size for knob, size in knobs.items() if size > 1}
         raise GraphError(
-            f"'{name}' runs on {ranks} ranks, but has {' and '.join(f'{knob}={size}' for knob, size in has.items())}, "
-            f"which does not divide them; give it a multiple of {each} ranks, or another {' or '.join(has)}"
+            f"'{name}' runs on {ranks} ranks, but has"
+            f" {' and '.join(f'{knob}={size}' for knob, size in has.items())}, which does not"
+            f" divide them; give it a multiple of {each} ranks, or another {' or '.join(has)}"
         )
     if one_process and ranks > 1:
         raise GraphError(
-            f"'{name}' is to run on {ranks} ranks, but a run in one process has one of everything; use "
-            f"tensor_parallel=1, dp_replicate=1 and 1 rank, or run in processes"
+            f"'{name}' is to run on {ranks} ranks, but a run in one process has one of everything;"
+            " use tensor_parallel=1, dp_replicate=1 and 1 rank, or run in processes"
         )
     return ranks
 
@@ -50,17 +51,19 @@ def check_replicas(operator: Operator, count: int) -> None:
     """Refuse a number of replicas that an operator cannot have."""
     if count < 1 or (count > 1 and (operator.trains or operator.light)):
         raise GraphError(
-            f"'{operator.name}' cannot run as {count} replicas; give 1 or more, to generators and forward operators "
-            f"only"
+            f"'{operator.name}' cannot run as {count} replicas; give 1 or more, to generators and"
+            " forward operators only"
         )
 
 
 def check_scaled(operator: Operator, count: int, has: int) -> None:
-    """Refuse a number of replicas that an operator cannot have from some step of a run on. has: those that it has."""
+    """Refuse a number of replicas that an operator cannot have from some step of a run on. has:
+    those that it has."""
     check_replicas(operator, count)
     if count != has and isinstance(operator, Generate) and operator.asks is not None:
         raise GraphError(
-            f"'{operator.name}' is an episode of {has} replicas, and cannot have {count} from some step on, as its "
-            f"generator knows from the start whom it answers; give {count} replicas at the start of a run, or more in "
-            f"its pool: @episode(processes=...), agent(concurrency=...)"
+            f"'{operator.name}' is an episode of {has} replicas, and cannot have {count} from some"
+            f" step on, as its generator knows from the start whom it answers; give {count}"
+            " replicas at the start of a run, or more in its pool: @episode(processes=...),"
+            " agent(concurrency=...)"
         )

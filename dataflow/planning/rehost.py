@@ -1,10 +1,11 @@
-"""Where a worker goes whose host is lost, or that joins while a run goes on: a pure function of who sits where.
+"""Where a worker goes whose host is lost, or that joins while a run goes on: a pure function of who
+sits where.
 
-It is the rule of the plan (`placing`), one worker at a time: ranks together, in a row of accelerators of one host that
-lives; processes on the CPU where there are fewest per core; light workers beside their neighbours. Who takes turns goes
-where one of its group is already, which has a place for all of them. Only the ranks of a trainer that the plan has
-spread may be on several hosts again: who reads its weights has them over the network, as they go from several.
-"""
+It is the rule of the plan (`placing`), one worker at a time: ranks together, in a row of
+accelerators of one host that lives; processes on the CPU where there are fewest per core; light
+workers beside their neighbours. Who takes turns goes where one of its group is already, which has a
+place for all of them. Only the ranks of a trainer that the plan has spread may be on several hosts
+again: who reads its weights has them over the network, as they go from several."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -42,12 +43,18 @@ class Sits(Protocol):
 
 
 def rehost(
-    plan: Plan, devices: Devices, alive: Collection[str], seated: Iterable[Sits], worker: str, replica: int
+    plan: Plan,
+    devices: Devices,
+    alive: Collection[str],
+    seated: Iterable[Sits],
+    worker: str,
+    replica: int,
 ) -> tuple[str, tuple[int, ...]] | str:
-    """The host and the accelerators (numbered over all hosts) of one replica; else what it needs and what there is.
+    """The host and the accelerators (numbered over all hosts) of one replica; else what it needs
+    and what there is.
 
-    devices: those of the plan, and hosts that joined since behind them. alive: names of hosts that may be used.
-    seated: all other workers that have a place, those on lost hosts too.
+    devices: those of the plan, and hosts that joined since behind them. alive: names of hosts that
+    may be used. seated: all other workers that have a place, those on lost hosts too.
 
     >>> from dataflow import Devices, Graph, plan
     >>> from dataflow.planning.hosts import Host
@@ -63,7 +70,10 @@ def rehost(
     if not rooms:
         return _nowhere(worker, replica)
     if worker in plan.neighbours:
-        hosts = {each: [other.host for other in seated if other.worker == each] for each in plan.neighbours[worker]}
+        hosts = {
+            each: [other.host for other in seated if other.worker == each]
+            for each in plan.neighbours[worker]
+        }
         return host_beside(hosts.values(), rooms), ()
     group = plan.turns_of(worker)
     port = plan.placements[worker].port
@@ -72,13 +82,16 @@ def rehost(
         rooms = [room for room in rooms if room.host.name not in held]
         if not rooms:
             return (
-                f"'{worker}-{replica}' listens on port {port}, which another worker has on each host that is left; add "
-                f"a host, or begin again with port=0"
+                f"'{worker}-{replica}' listens on port {port}, which another worker has on each"
+                " host that is left; add a host, or begin again with port=0"
             )
     mates = [each for each in seated if each.worker in group]
     if mates:
         return _beside_mates(plan, rooms, mates, worker, replica)
-    unit = unit_of([_part(plan.placements[node]) for node in group] or [_part(plan.placements[worker], replicas=1)])
+    unit = unit_of(
+        [_part(plan.placements[node]) for node in group]
+        or [_part(plan.placements[worker], replicas=1)]
+    )
     found = settle(_roomy(rooms, unit), unit)
     if not found:
         return _refusal(worker, replica, unit, rooms)
@@ -89,8 +102,9 @@ def rehost(
 def rehost_ranks(
     plan: Plan, devices: Devices, alive: Collection[str], seated: Iterable[Sits], worker: str
 ) -> tuple[tuple[str, ...], tuple[int, ...]] | str:
-    """The host and the accelerator of each rank of a trainer that the plan has spread; else what it needs and what
-    there is. All are on one host where one has room for them now. The rest is as for `rehost`."""
+    """The host and the accelerator of each rank of a trainer that the plan has spread; else what it
+    needs and what there is. All are on one host where one has room for them now. The rest is as for
+    `rehost`."""
     rooms = _rooms(plan, devices, alive, [each for each in seated if each.host in alive])
     if not rooms:
         return _nowhere(worker, 0)
@@ -112,14 +126,19 @@ def rehost_ranks(
 def most_replicas(
     plan: Plan, devices: Devices, alive: Collection[str], seated: Iterable[Sits], worker: str
 ) -> int | None:
-    """How many replicas of a worker accelerators have room for beside the others; None: it runs on the CPU."""
+    """How many replicas of a worker accelerators have room for beside the others; None: it runs on
+    the CPU."""
     placement = plan.placements[worker]
     if not placement.gpus:
         return None
     in_turn = plan.turns_of(worker)
     others = [each for each in seated if each.worker != worker and each.worker not in in_turn]
     homes = {each.host for each in seated if each.worker in in_turn}
-    rooms = [room for room in _rooms(plan, devices, alive, others) if not homes or room.host.name in homes]
+    rooms = [
+        room
+        for room in _rooms(plan, devices, alive, others)
+        if not homes or room.host.name in homes
+    ]
     unit = unit_of([_part(placement, replicas=1)])
     return len(settle(_roomy(rooms, unit), unit, devices.gpus))
 
@@ -129,9 +148,13 @@ def _part(placement: Placement, replicas: int | None = None) -> NodeNeeds:
     count = placement.replicas if replicas is None else replicas
     gpus = count * placement.ranks if placement.gpus else 0
     return NodeNeeds(
-        replicas=count, ranks=placement.ranks, gpus=gpus, need=placement.need,
-        tensor_parallel=placement.tensor_parallel, dp_replicate=placement.dp_replicate,
-    )  # fmt: skip
+        replicas=count,
+        ranks=placement.ranks,
+        gpus=gpus,
+        need=placement.need,
+        tensor_parallel=placement.tensor_parallel,
+        dp_replicate=placement.dp_replicate,
+    )
 
 
 def _roomy(rooms: Iterable[Room], unit: Unit) -> list[Room]:
@@ -139,7 +162,9 @@ def _roomy(rooms: Iterable[Room], unit: Unit) -> list[Room]:
     return [room for room in rooms if not room.host.name or not room.lacks_memory(unit)]
 
 
-def _rooms(plan: Plan, devices: Devices, alive: Collection[str], seated: Sequence[Sits]) -> list[Room]:
+def _rooms(
+    plan: Plan, devices: Devices, alive: Collection[str], seated: Sequence[Sits]
+) -> list[Room]:
     """Hosts that live, with what those have who sit there."""
     rooms = {room.host.name: room for room in rooms_of(devices) if room.host.name in alive}
     counts: dict[str, dict[str, int]] = {}
@@ -164,12 +189,14 @@ def _memory(placements: Mapping[str, Placement], processes: Mapping[str, int]) -
     """Of main memory, as far as it is known."""
     return {
         worker: (placements[worker].memory_bytes or 0) * count
-        for worker, count in processes.items() if not placements[worker].gpus
-    }  # fmt: skip
+        for worker, count in processes.items()
+        if not placements[worker].gpus
+    }
 
 
 def _block(plan: Plan, seated: Sits) -> Iterable[int]:
-    """The accelerators that are not for others while one sits there: its own, or those of its whole group."""
+    """The accelerators that are not for others while one sits there: its own, or those of its whole
+    group."""
     group = plan.turns_of(seated.worker)
     if not group or not seated.gpus or seated.replica >= plan.placements[seated.worker].replicas:
         return seated.gpus
@@ -203,7 +230,11 @@ def _beside_mates(
     room.taken -= {gpu for each in mates for gpu in _block(plan, each)}
     room.taken |= {gpu for each in mates if each.worker == worker for gpu in each.gpus}
     row = room.row(Unit(gpus=placement.ranks))
-    return _refusal(worker, replica, Unit(gpus=placement.ranks), [room]) if row is None else (host, row)
+    return (
+        _refusal(worker, replica, Unit(gpus=placement.ranks), [room])
+        if row is None
+        else (host, row)
+    )
 
 
 def _nowhere(worker: str, replica: int) -> str:
@@ -211,4 +242,7 @@ def _nowhere(worker: str, replica: int) -> str:
 
 
 def _refusal(worker: str, replica: int, unit: Unit, rooms: Sequence[Room]) -> str:
-    return f"'{worker}-{replica}' needs {unit} on one host, but {shortage(rooms, unit)}; add a host, or make room"
+    return (
+        f"'{worker}-{replica}' needs {unit} on one host, but {shortage(rooms, unit)}; add a host,"
+        " or make room"
+    )

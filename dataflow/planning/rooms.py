@@ -1,8 +1,9 @@
-"""What each host has left, and where a unit of processes that must sit together fits: pure functions.
+"""What each host has left, and where a unit of processes that must sit together fits: pure
+functions.
 
-Units on accelerators fill host after host: an accelerator has one owner, so a full host is no overloaded one, and
-neighbours exchange by memory. Units on the CPU go where there are fewest processes per core, as they share the cores.
-"""
+Units on accelerators fill host after host: an accelerator has one owner, so a full host is no
+overloaded one, and neighbours exchange by memory. Units on the CPU go where there are fewest
+processes per core, as they share the cores."""
 
 import heapq
 from collections.abc import Collection, Iterable, Sequence
@@ -17,7 +18,8 @@ _SHOWN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """What sits on one host together: the ranks of a replica, or all replicas of the nodes that share devices."""
+    """What sits on one host together: the ranks of a replica, or all replicas of the nodes that
+    share devices."""
 
     gpus: int = 0
     """Accelerators, in a row; 0: it runs on the CPU."""
@@ -33,7 +35,10 @@ class Unit:
     def __str__(self) -> str:
         if self.gpus:
             memory = f" of {amount(self.gpu_memory_bytes)}" if self.gpu_memory_bytes else ""
-            return f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}{memory}{' in a row' if self.gpus > 1 else ''}"
+            return (
+                f"{self.gpus}"
+                f" GPU{'s' if self.gpus > 1 else ''}{memory}{' in a row' if self.gpus > 1 else ''}"
+            )
         memory = f" and {amount(self.memory_bytes)} of memory" if self.memory_bytes else ""
         return f"{self.cores} core{'s' if self.cores > 1 else ''}{memory}"
 
@@ -63,11 +68,18 @@ class Room:
     def lacks_memory(self, unit: Unit) -> bool:
         """Whether a unit is known not to fit into memory."""
         if unit.gpus:
-            return bool(self.host.gpu_memory_bytes) and unit.gpu_memory_bytes > self.host.gpu_memory_bytes
-        return bool(self.host.memory_bytes) and self.memory_bytes + unit.memory_bytes > self.host.memory_bytes
+            return (
+                bool(self.host.gpu_memory_bytes)
+                and unit.gpu_memory_bytes > self.host.gpu_memory_bytes
+            )
+        return (
+            bool(self.host.memory_bytes)
+            and self.memory_bytes + unit.memory_bytes > self.host.memory_bytes
+        )
 
     def row(self, unit: Unit) -> tuple[int, ...] | None:
-        """The accelerators that a unit would have here; None: there are not enough, or not enough cores."""
+        """The accelerators that a unit would have here; None: there are not enough, or not enough
+        cores."""
         if unit.gpus:
             return spare(self.numbers, self.taken, unit.gpus)
         return () if unit.cores <= self.host.cpus or not self.host.name else None
@@ -81,14 +93,24 @@ class Room:
     def told(self, unit: Unit) -> str:
         """What it has of what a unit wants, for people."""
         if unit.gpus:
-            memory = f" of {amount(self.host.gpu_memory_bytes)}" if self.host.gpu_memory_bytes else ""
-            return f"'{self.host.name}' has {self.host.gpus - len(self.taken)} of {self.host.gpus} GPUs{memory} free"
-        free = f", {amount(self.host.memory_bytes - self.memory_bytes)} free" if self.host.memory_bytes else ""
+            memory = (
+                f" of {amount(self.host.gpu_memory_bytes)}" if self.host.gpu_memory_bytes else ""
+            )
+            return (
+                f"'{self.host.name}' has {self.host.gpus - len(self.taken)} of {self.host.gpus}"
+                f" GPUs{memory} free"
+            )
+        free = (
+            f", {amount(self.host.memory_bytes - self.memory_bytes)} free"
+            if self.host.memory_bytes
+            else ""
+        )
         return f"'{self.host.name}' has {self.host.cpus} cores{free}"
 
 
 def spare(numbers: range, taken: Collection[int], count: int) -> tuple[int, ...] | None:
-    """The first accelerators in a row that nobody has, as many as are asked for; None: there are none."""
+    """The first accelerators in a row that nobody has, as many as are asked for; None: there are
+    none."""
     found = 0
     for number in numbers:
         found = 0 if number in taken else found + 1
@@ -104,8 +126,8 @@ def rooms_of(devices: Devices) -> list[Room]:
 
 
 def settle(rooms: Sequence[Room], unit: Unit, count: int = 1) -> list[tuple[Room, tuple[int, ...]]]:
-    """Seat as many units as fit, `count` at most: rooms and accelerators of each. Known memory is kept to where it
-    can be, elsewhere only where nothing else is left."""
+    """Seat as many units as fit, `count` at most: rooms and accelerators of each. Known memory is
+    kept to where it can be, elsewhere only where nothing else is left."""
     if not unit.gpus:
         return _spread(rooms, unit, count)
     seated: list[tuple[Room, tuple[int, ...]]] = []

@@ -1,4 +1,5 @@
-"""Other values for knobs of a declared graph: which may change, and what becomes of its operators; pure."""
+"""Other values for knobs of a declared graph: which may change, and what becomes of its operators;
+pure."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +12,8 @@ from dataflow.structure import Structure, generators_of
 
 
 def settable_of(graph: Structure, name: str) -> dict[str, Settable]:
-    """Knobs of an operator that may change while a run goes on, the bound of the feedback to it among them."""
+    """Knobs of an operator that may change while a run goes on, the bound of the feedback to it
+    among them."""
     operator = graph.operators[name]
     found = dict(operator.settable())
     for feedback in graph.feedbacks:
@@ -20,7 +22,9 @@ def settable_of(graph: Structure, name: str) -> dict[str, Settable]:
     return found
 
 
-def with_values(graph: Structure, wishes: Mapping[str, Any]) -> tuple[dict[str, Operator], dict[str, Any]]:
+def with_values(
+    graph: Structure, wishes: Mapping[str, Any]
+) -> tuple[dict[str, Operator], dict[str, Any]]:
     """Operators that take the place of others, by name, and other max_staleness, by reader.
 
     wishes: values by NODE.KNOB. Errors: GraphError."""
@@ -36,24 +40,34 @@ def with_values(graph: Structure, wishes: Mapping[str, Any]) -> tuple[dict[str, 
         if new.traits.temperature not in (None, old.traits.temperature):
             for each in graph.operators.values():
                 if graph.operators[name] in generators_of(graph, each.name):
-                    others[each.name] = others.get(each.name, each).at_temperature(new.traits.temperature)
+                    others[each.name] = others.get(each.name, each).at_temperature(
+                        new.traits.temperature
+                    )
     return others, bounds
 
 
 def placed(
-    graph: Structure, place: str, knobs_of: Callable[[Structure, str], Mapping[str, Settable]] = settable_of
+    graph: Structure,
+    place: str,
+    knobs_of: Callable[[Structure, str], Mapping[str, Settable]] = settable_of,
 ) -> tuple[str, str]:
-    """The node and the knob of NODE.KNOB. knobs_of: those of a node that may change. GraphError where there is none."""
+    """The node and the knob of NODE.KNOB. knobs_of: those of a node that may change. GraphError
+    where there is none."""
     name, _, knob = place.partition(".")
     if name not in graph.operators:
         raise GraphError(
-            f"'{place}' names no node of the graph, which has {list(graph.operators)}{nearest(name, graph.operators)}; "
-            f"write NODE.KNOB, as in trainer.lr"
+            f"'{place}' names no node of the graph, which has"
+            f" {list(graph.operators)}{nearest(name, graph.operators)}; write NODE.KNOB, as in"
+            " trainer.lr"
         )
     known = knobs_of(graph, name)
     if knob in known:
         return name, knob
-    may = ", ".join(f"{name}.{each} = {known[each].value!r}" for each in known) or f"nothing of '{name}'"
+    may = (
+        ", ".join(f"{name}.{each} = {known[each].value!r}" for each in known)
+        or f"nothing of '{name}'"
+    )
     raise GraphError(
-        f"'{place}' is no knob that may change while a run goes on{nearest(knob, known)}; these may: {may}"
+        f"'{place}' is no knob that may change while a run goes on{nearest(knob, known)}; these"
+        f" may: {may}"
     )

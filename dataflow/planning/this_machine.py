@@ -15,16 +15,21 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 def this_machine() -> Devices:
     """Cores, memory and accelerators at hand, without importing torch."""
-    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(
+        list(Path("/dev").glob("nvidia[0-9]*"))
+    )
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Devices(
-        cpus=cpus, gpus=gpus, memory_bytes=psutil.virtual_memory().total, gpu_memory_bytes=gpu_memory() if gpus else 0
+        cpus=cpus,
+        gpus=gpus,
+        memory_bytes=psutil.virtual_memory().total,
+        gpu_memory_bytes=gpu_memory() if gpus else 0,
     )
 
 
 def quick_dtype() -> Literal["float32", "bfloat16"]:
-    """The type of weights that this machine multiplies fastest: "bfloat16" on GPUs, and on processors that have
-    instructions for it (AVX-512 BF16); else "float32"."""
+    """The type of weights that this machine multiplies fastest: "bfloat16" on GPUs, and on
+    processors that have instructions for it (AVX-512 BF16); else "float32"."""
     if this_machine().gpus:
         return "bfloat16"
     try:

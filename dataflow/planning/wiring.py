@@ -1,4 +1,5 @@
-"""The data edges of a planned graph as values: who sends which rows to whom, how much may be under way."""
+"""The data edges of a planned graph as values: who sends which rows to whom, how much may be under
+way."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -34,7 +35,8 @@ _PARTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """One edge of one source: rows of a stream, or the turns of an episode, whose name is their source."""
+    """One edge of one source: rows of a stream, or the turns of an episode, whose name is their
+    source."""
 
     producer: str
     consumer: str
@@ -45,11 +47,14 @@ class Edge:
     batch_rows: int = 1024
     """Most rows that travel together, where a single group has no more."""
     plane: Literal["data", "turns"] = "data"
-    """What travels here: rows that go on, or requests for turns and their answers, which end where they arrive."""
+    """What travels here: rows that go on, or requests for turns and their answers, which end where
+    they arrive."""
     most_rows: int | None = None
-    """Rows that one sender may have under way with all receivers together; None: as many as these give it credit."""
+    """Rows that one sender may have under way with all receivers together; None: as many as these
+    give it credit."""
     slack_rows: int = 0
-    """By so many rows the credit of receivers may differ, and batches go to them in turn all the same."""
+    """By so many rows the credit of receivers may differ, and batches go to them in turn all the
+    same."""
 
     @property
     def name(self) -> str:
@@ -67,73 +72,96 @@ def edge_name(producer: str, consumer: str, source: str) -> str:
 
 
 def edges(graph: Structure) -> list[Edge]:
-    """All edges but those of weights: of data, in the order in which they were declared, then of turns."""
+    """All edges but those of weights: of data, in the order in which they were declared, then of
+    turns."""
     bounds = bounds_of(graph)
     data = [
         _prompts(graph, stream, call.operator, bounds.get(stream.source))
         if isinstance(call.operator, Generate)
         else _rows(graph, stream, call.operator, bounds.get(stream.source))
-        for call in graph.calls for stream in call.inputs
-    ]  # fmt: skip
-    return [*data, *(edge for episode in episodes_of(graph) for edge in _turns(graph, episode, data))]
+        for call in graph.calls
+        for stream in call.inputs
+    ]
+    return [
+        *data,
+        *(edge for episode in episodes_of(graph) for edge in _turns(graph, episode, data)),
+    ]
 
 
 def _turns(graph: Structure, episode: Generate, data: list[Edge]) -> list[Edge]:
-    """Requests to the generator and its answers. A turn is acknowledged when its answer has arrived, and a rollout asks
-    for one at a time: of all rollouts that may be without an outcome each finds room, so that none that the trainer
-    waits for stands behind those that may not start yet.
-    """
+    """Requests to the generator and its answers. A turn is acknowledged when its answer has
+    arrived, and a rollout asks for one at a time: of all rollouts that may be without an outcome
+    each finds room, so that none that the trainer waits for stands behind those that may not start
+    yet."""
     assert episode.asks is not None, "an episode asks a generator"
     arriving = [edge for edge in data if edge.consumer == episode.name]
     rows = sum(edge.capacity_rows * (group_size(graph, edge.source) or 1) for edge in arriving)
 
     def edge(producer: str, consumer: str, columns: Columns) -> Edge:
         return Edge(
-            producer=producer, consumer=consumer, source=episode.name, columns=columns, plane="turns",
+            producer=producer,
+            consumer=consumer,
+            source=episode.name,
+            columns=columns,
+            plane="turns",
             capacity_rows=max(_CAPACITY_ROWS, 2 * rows),
-        )  # fmt: skip
+        )
 
-    return [edge(episode.name, episode.asks.name, TURN_REQUEST), edge(episode.asks.name, episode.name, TURN_ANSWER)]
+    return [
+        edge(episode.name, episode.asks.name, TURN_REQUEST),
+        edge(episode.asks.name, episode.name, TURN_ANSWER),
+    ]
 
 
-def _prompts(graph: Structure, stream: Stream[Any], generator: Operator, bound: Bound | None) -> Edge:
+def _prompts(
+    graph: Structure, stream: Stream[Any], generator: Operator, bound: Bound | None
+) -> Edge:
     """Prompts are few and cheap to hold back.
 
-    A prompt is acknowledged when its rollouts have an outcome. No more of them are under way than may be without one,
-    however many replicas there are: the first groups of one that leaves or dies then find room with any other, which
-    cannot finish the later ones that it has before those. Where nobody is trained all have an outcome soon. A few
-    neighbours travel together; of those that have an outcome the source hears at once, but they keep their credit until
-    all do, so a replica has credit for as many times more. Replicas take turns, whichever of them has just given back
-    credit, so that all work on a step.
-    """
+    A prompt is acknowledged when its rollouts have an outcome. No more of them are under way than
+    may be without one, however many replicas there are: the first groups of one that leaves or dies
+    then find room with any other, which cannot finish the later ones that it has before those.
+    Where nobody is trained all have an outcome soon. A few neighbours travel together; of those
+    that have an outcome the source hears at once, but they keep their credit until all do, so a
+    replica has credit for as many times more. Replicas take turns, whichever of them has just given
+    back credit, so that all work on a step."""
     trained = _longest_step(graph, stream.source)
     step = bound.prompts_per_step if bound is not None else trained or _PROMPTS
     together = max(1, min(_TOGETHER, step // _PARTS))
     most = _without_outcome(graph, stream.source, bound) + together * bool(trained)
     return Edge(
-        producer=stream.node, consumer=generator.name, source=stream.source, columns=stream.columns,
-        capacity_rows=together * most if trained else most, batch_rows=together, most_rows=most if trained else None,
+        producer=stream.node,
+        consumer=generator.name,
+        source=stream.source,
+        columns=stream.columns,
+        capacity_rows=together * most if trained else most,
+        batch_rows=together,
+        most_rows=most if trained else None,
         slack_rows=step // 2,
-    )  # fmt: skip
+    )
 
 
 def _rows(graph: Structure, stream: Stream[Any], consumer: Operator, bound: Bound | None) -> Edge:
-    """A group is acknowledged when it has an outcome, and an operator that waits for a critic's weights holds groups
-    until they come: an edge must hold all that may be without one, and a step more. Of groups that travel together each
-    may keep the credit of all. With less the run would deadlock.
-    """
+    """A group is acknowledged when it has an outcome, and an operator that waits for a critic's
+    weights holds groups until they come: an edge must hold all that may be without one, and a step
+    more. Of groups that travel together each may keep the credit of all. With less the run would
+    deadlock."""
     size = group_size(graph, stream.source) or 1
     most = _without_outcome(graph, stream.source, bound) + _longest_step(graph, stream.source)
     return Edge(
-        producer=stream.node, consumer=consumer.name, source=stream.source, columns=stream.columns,
-        capacity_rows=_TOGETHER * max(_CAPACITY_ROWS, most * size), batch_rows=_TOGETHER * size,
-    )  # fmt: skip
+        producer=stream.node,
+        consumer=consumer.name,
+        source=stream.source,
+        columns=stream.columns,
+        capacity_rows=_TOGETHER * max(_CAPACITY_ROWS, most * size),
+        batch_rows=_TOGETHER * size,
+    )
 
 
 def _without_outcome(graph: Structure, source: str, bound: Bound | None) -> int:
-    """Groups of a source that may be without an outcome: all that may be in flight, and a step's worth to go on with;
-    but never less than the trainer with the longest step needs to make one, with as many dropped and not recorded yet.
-    """
+    """Groups of a source that may be without an outcome: all that may be in flight, and a step's
+    worth to go on with; but never less than the trainer with the longest step needs to make one,
+    with as many dropped and not recorded yet."""
     ahead = _PROMPTS
     if bound is not None:
         ahead = capacity(bound.prompts_per_step, bound.max_staleness) + bound.prompts_per_step
@@ -142,7 +170,10 @@ def _without_outcome(graph: Structure, source: str, bound: Bound | None) -> int:
 
 def _longest_step(graph: Structure, source: str) -> int:
     """Prompts in the longest step that any trainer makes of a source; 0: none does."""
-    return max((sink.step_prompts for sink in sinks_of(graph, source) if isinstance(sink, Learn)), default=0)
+    return max(
+        (sink.step_prompts for sink in sinks_of(graph, source) if isinstance(sink, Learn)),
+        default=0,
+    )
 
 
 def context_facts(graph: Structure, plan: Plan, node: str, replica: int = 0) -> dict[str, object]:
@@ -155,23 +186,34 @@ def context_facts(graph: Structure, plan: Plan, node: str, replica: int = 0) -> 
             columns.setdefault(edge.source, edge.columns)
             origins[edge.source] = (*origins.get(edge.source, ()), edge.producer)
     trainers = [
-        feedback.weights.trainer.name for feedback in graph.feedbacks
+        feedback.weights.trainer.name
+        for feedback in graph.feedbacks
         if feedback.reader.name == node and feedback.refresh is None
-    ]  # fmt: skip
+    ]
     return {
-        "node": node, "columns": columns, "origins": origins, "scores": _scores(graph, columns),
+        "node": node,
+        "columns": columns,
+        "origins": origins,
+        "scores": _scores(graph, columns),
         "forwards": _forwards(graph, columns),
-        "bounds": bounds_at(graph, plan, operator), "feedback": _feedback(graph, node),
+        "bounds": bounds_at(graph, plan, operator),
+        "feedback": _feedback(graph, node),
         "episodes": tuple(episode.name for episode in episodes_of(graph, node)),
         "takers": tuple(
-            call.operator for call in graph.calls
-            if call.output.source == node and isinstance(call.operator, Generate) and call.operator.asks is None
+            call.operator
+            for call in graph.calls
+            if call.output.source == node
+            and isinstance(call.operator, Generate)
+            and call.operator.asks is None
         ),
-        "own_folder": own_folder(graph, node), "prompt_steps": _prompt_steps(graph, operator),
-        "on_demand": operator.name in plan.on_demand, "threads": plan.placements[node].threads_of(replica),
-        "replicas": plan.placements[node].replicas, "ranks": plan.placements[node].ranks,
+        "own_folder": own_folder(graph, node),
+        "prompt_steps": _prompt_steps(graph, operator),
+        "on_demand": operator.name in plan.on_demand,
+        "threads": plan.placements[node].threads_of(replica),
+        "replicas": plan.placements[node].replicas,
+        "ranks": plan.placements[node].ranks,
         "quantized": quantized_format(graph, trainers[0]) if trainers else None,
-    }  # fmt: skip
+    }
 
 
 def _scores(graph: Structure, columns: Mapping[str, Columns]) -> dict[str, str]:
@@ -200,15 +242,22 @@ def _prompt_steps(graph: Structure, operator: Operator) -> int | None:
 def bounds_at(graph: Structure, plan: Plan, operator: Operator) -> dict[str, Bound]:
     """The bounds that hold at an operator, by source.
 
-    A trainer sweeps only where the tokens are of its own versions: a critic has no bound. Where a source has several
-    trainers, its source issues enough for the one that takes most, and the generator starts whatever was issued.
-    """
+    A trainer sweeps only where the tokens are of its own versions: a critic has no bound. Where a
+    source has several trainers, its source issues enough for the one that takes most, and the
+    generator starts whatever was issued."""
     if isinstance(operator, Learn):
-        fed = {source for source, feedback in feeding(graph).items() if feedback.weights.trainer is operator}
+        fed = {
+            source
+            for source, feedback in feeding(graph).items()
+            if feedback.weights.trainer is operator
+        }
         return {source: bound for source, bound in plan.bounds.items() if source in fed}
     bounds = dict(plan.bounds)
-    takes = [sink.step_prompts for sink in sinks_of(graph, operator.name) if isinstance(sink, Learn)]
-    if takes and operator.name not in bounds:  # nobody waits for weights: only the source has to know when to stop
+    takes = [
+        sink.step_prompts for sink in sinks_of(graph, operator.name) if isinstance(sink, Learn)
+    ]
+    # nobody waits for weights: only the source has to know when to stop
+    if takes and operator.name not in bounds:
         bounds[operator.name] = Bound(max_staleness=0, prompts_per_step=max(takes))
     for source, bound in plan.bounds.items():
         takes = [sink.step_prompts for sink in sinks_of(graph, source) if isinstance(sink, Learn)]
@@ -225,20 +274,26 @@ def _feedback(graph: Structure, node: str) -> Bound | None:
         if feedback.reader.name == node:
             prompts = feedback.weights.trainer.step_prompts
             every = feedback.refresh.every if feedback.refresh else None
-            return Bound(max_staleness=feedback.max_staleness, prompts_per_step=prompts, every=every)
+            return Bound(
+                max_staleness=feedback.max_staleness, prompts_per_step=prompts, every=every
+            )
     return None
 
 
 def quantized_format(graph: Structure, trainer: str) -> str | None:
-    """The quantized format that all readers of a trainer want; None, full tensors, where one wants another or none."""
+    """The quantized format that all readers of a trainer want; None, full tensors, where one wants
+    another or none."""
     wanted = {reader.quantized for reader in readers_of(graph, trainer)}
     return wanted.pop() if len(wanted) == 1 else None
 
 
 def marks(graph: Structure, node: str, source: str) -> str | None:
-    """The ledger state that rows leaving `node` have reached; None where the next node will say so itself."""
+    """The ledger state that rows leaving `node` have reached; None where the next node will say so
+    itself."""
     state = graph.operators[node].state
-    readers = [edge.consumer for edge in edges(graph) if edge.producer == node and edge.source == source]
+    readers = [
+        edge.consumer for edge in edges(graph) if edge.producer == node and edge.source == source
+    ]
     if state == "issued" or any(graph.operators[reader].state == state for reader in readers):
         return None
     return state

@@ -1,1 +1,2 @@
-"""By which rules rows go through a graph: pure, without tensors and sockets; a run and its simulation share them."""
+"""By which rules rows go through a graph: pure, without tensors and sockets; a run and its
+simulation share them."""

@@ -7,8 +7,8 @@ ROWS_AT_ONCE = 32
 def issue_until(following: int, *, last: int | None, needed: int | None, dropped: int) -> int:
     """The number before which groups may be issued now, from `following` on.
 
-    last: groups that there are; needed: that the steps of the run consume, None where nobody says; dropped: groups
-    that the trainer gave up, each of which takes another in its place.
+    last: groups that there are; needed: that the steps of the run consume, None where nobody says;
+    dropped: groups that the trainer gave up, each of which takes another in its place.
 
     >>> issue_until(60, last=None, needed=64, dropped=2)
     66

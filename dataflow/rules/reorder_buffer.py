@@ -1,4 +1,5 @@
-"""The trainer's reorder buffer: groups arrive in any order and leave in order of issue, without a gap."""
+"""The trainer's reorder buffer: groups arrive in any order and leave in order of issue, without a
+gap."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ class InOrder(Generic[T]):
     """
 
     def __init__(self, first: int = 0, holes: Iterable[int] = ()) -> None:
-        """first: the first group to give out. holes: groups after it that will never come, because they were dropped
-        or trained before a restart."""
+        """first: the first group to give out. holes: groups after it that will never come, because
+        they were dropped or trained before a restart."""
         self.following = first
         """The group that is to leave next."""
         self._holes = {hole for hole in holes if hole >= first}
@@ -85,7 +86,8 @@ class ReorderBuffer(InOrder[QueuedGroup]):
         """Rows it holds."""
 
     def add(self, batch: Batch) -> int:
-        """Take the groups of a batch in, releasing those that were here before; the number of new rows."""
+        """Take the groups of a batch in, releasing those that were here before; the number of new
+        rows."""
         new = 0
         for group_id, first, count in group_slices(batch.records):
             records = batch.records.slice(first, count)

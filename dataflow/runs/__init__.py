@@ -1,1 +1,2 @@
-"""Looking at runs from their folders, finished or under way: listed, as tables, exported, reported, compared."""
+"""Looking at runs from their folders, finished or under way: listed, as tables, exported, reported,
+compared."""

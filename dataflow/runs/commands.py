@@ -31,7 +31,8 @@ def list_runs(
     *,
     json: Flag = False,
 ) -> int:
-    """List the runs of a folder, newest first: state, steps, accuracy or reward, age. Looks only, at live ones too.
+    """List the runs of a folder, newest first: state, steps, accuracy or reward, age. Looks only,
+    at live ones too.
 
     Args:
         folder: where the runs are, or a run.
@@ -45,7 +46,11 @@ def list_runs(
     if found.runs:
         heads = ("run", "state", "steps", "accuracy", "reward", "begun", "last step")
         rows = [_row(run) for run in found.runs]
-        print("\n".join(in_columns(heads, rows, right=("steps", "accuracy", "reward", "begun", "last step"))))
+        print(
+            "\n".join(
+                in_columns(heads, rows, right=("steps", "accuracy", "reward", "begun", "last step"))
+            )
+        )
     else:
         print(f"no run in {folder}")
     for run in found.runs:
@@ -70,7 +75,8 @@ def export_run(
     pairs: Flag = False,
     by: str = REWARD,
 ) -> int:
-    """Write the rollouts of a run as a data set, whole or not at all; a live run up to the step that it has come to.
+    """Write the rollouts of a run as a data set, whole or not at all; a live run up to the step
+    that it has come to.
 
     Args:
         run: the run folder.
@@ -83,14 +89,20 @@ def export_run(
     place = out or Path(f"{folder.path.name}-{'pairs' if pairs else 'rollouts'}")
     found = export(folder, to, place, pairs=pairs, by=by)
     what = "{:,} pairs" if pairs else "{:,} rows {}"
-    print(f"wrote {place}: {', '.join(what.format(count, split) for split, count in found.rows.items())}")
+    print(
+        f"wrote {place}:"
+        f" {', '.join(what.format(count, split) for split, count in found.rows.items())}"
+    )
     for note in found.notes:
         print(f"note: {clean(note)}")
     return 0
 
 
-def report_run(run: LatestRun = Path("runs/latest"), *, out: Path | None = None, by: str = REWARD) -> int:
-    """Write a run as one HTML file to send: curves, graph, rollouts, faults, ledger, environment. It loads nothing.
+def report_run(
+    run: LatestRun = Path("runs/latest"), *, out: Path | None = None, by: str = REWARD
+) -> int:
+    """Write a run as one HTML file to send: curves, graph, rollouts, faults, ledger, environment.
+    It loads nothing.
 
     Args:
         run: the run folder.
@@ -104,8 +116,11 @@ def report_run(run: LatestRun = Path("runs/latest"), *, out: Path | None = None,
     return 0
 
 
-def compare_runs(first: Folder, second: Folder, *, draw: Path | None = None, json: Flag = False) -> int:
-    """Say what differs between two runs in graph, knobs, program and environment, and put their figures side by side.
+def compare_runs(
+    first: Folder, second: Folder, *, draw: Path | None = None, json: Flag = False
+) -> int:
+    """Say what differs between two runs in graph, knobs, program and environment, and put their
+    figures side by side.
 
     Args:
         first: a run folder.
@@ -117,7 +132,10 @@ def compare_runs(first: Folder, second: Folder, *, draw: Path | None = None, jso
     sides = sides_of(*folders)
     if draw is not None:
         if draw.suffix.lower() != ".svg":
-            raise GraphError(f"the picture of two runs is an .svg, but got '{draw.name}'; name it {draw.stem}.svg")
+            raise GraphError(
+                f"the picture of two runs is an .svg, but got '{draw.name}'; name it"
+                f" {draw.stem}.svg"
+            )
         draw_curves(*sides, draw)
     if json:
         print(to_json(plain(*sides), indent=1))

@@ -61,9 +61,13 @@ def _side(folder: RunFolder, name: str, lines: Lines, window: int) -> Side:
     graph, config = described(folder)
     changes = [f"{change.verb} {change}" for change in read_live_changes(folder)]
     return Side(
-        name=name, graph=graph, config=config, changes=changes,
-        figures=figures_of(folder, lines, window), lines=[*lines.steps, *lines.evaluations],
-    )  # fmt: skip
+        name=name,
+        graph=graph,
+        config=config,
+        changes=changes,
+        figures=figures_of(folder, lines, window),
+        lines=[*lines.steps, *lines.evaluations],
+    )
 
 
 def names_of(first: RunFolder, second: RunFolder) -> tuple[str, str]:
@@ -73,7 +77,8 @@ def names_of(first: RunFolder, second: RunFolder) -> tuple[str, str]:
 
 
 def graph_differences(first: Side, second: Side) -> list[str]:
-    """What is not the same in the graphs and in the knobs of their operators: the first was, the second is."""
+    """What is not the same in the graphs and in the knobs of their operators: the first was, the
+    second is."""
     if not {"name", "nodes", "edges"} <= first.graph.keys() & second.graph.keys():
         lacks = first.name if "nodes" not in first.graph else second.name
         return [f"the graph of {lacks} is not known: its folder has none"]
@@ -86,11 +91,16 @@ def setting_differences(first: Side, second: Side) -> list[Differs]:
     both &= {str(node.get("name")) for node in second.graph.get("nodes", ())}
     known = all(isinstance(side.config.get(ENVIRONMENT), dict) for side in (first, second))
     a, b = _settings(first, both, known), _settings(second, both, known)
-    return [Differs(name, a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
+    return [
+        Differs(name, a.get(name), b.get(name))
+        for name in dict.fromkeys([*a, *b])
+        if a.get(name) != b.get(name)
+    ]
 
 
 def _settings(side: Side, nodes: Collection[str], known: bool) -> dict[str, str]:
-    """By name. nodes: that both have: of others the graphs tell. known: whether both say what they ran on."""
+    """By name. nodes: that both have: of others the graphs tell. known: whether both say what they
+    ran on."""
     config = side.config
     launch = config.get(LAUNCH) or {}
     found = {"command": command_of(config)}
@@ -112,18 +122,28 @@ def _settings(side: Side, nodes: Collection[str], known: bool) -> dict[str, str]
 
 
 _ROWS: Sequence[tuple[str, Callable[[Figures], Any]]] = (
-    ("steps", lambda of: of.steps), ("seconds of training", lambda of: of.seconds),
-    ("seconds of a step, median", lambda of: of.step_s), ("rollouts trained", lambda of: of.rollouts),
-    ("rollouts per second", lambda of: of.rollouts_per_s), ("tokens trained per second", lambda of: of.tokens_per_s),
-    ("accuracy", lambda of: of.accuracy), ("reward", lambda of: of.reward), ("loss", lambda of: of.loss),
-    ("staleness, mean", lambda of: of.staleness_mean), ("staleness, most", lambda of: of.staleness_max),
-    ("efficiency", lambda of: of.efficiency), ("bounded by", lambda of: of.bounded_by),
-    ("groups dropped", lambda of: of.dropped), ("faults", lambda of: of.faults), ("restarts", lambda of: of.restarts),
-)  # fmt: skip
+    ("steps", lambda of: of.steps),
+    ("seconds of training", lambda of: of.seconds),
+    ("seconds of a step, median", lambda of: of.step_s),
+    ("rollouts trained", lambda of: of.rollouts),
+    ("rollouts per second", lambda of: of.rollouts_per_s),
+    ("tokens trained per second", lambda of: of.tokens_per_s),
+    ("accuracy", lambda of: of.accuracy),
+    ("reward", lambda of: of.reward),
+    ("loss", lambda of: of.loss),
+    ("staleness, mean", lambda of: of.staleness_mean),
+    ("staleness, most", lambda of: of.staleness_max),
+    ("efficiency", lambda of: of.efficiency),
+    ("bounded by", lambda of: of.bounded_by),
+    ("groups dropped", lambda of: of.dropped),
+    ("faults", lambda of: of.faults),
+    ("restarts", lambda of: of.restarts),
+)
 
 
 def figure_rows(first: Figures, second: Figures) -> list[tuple[str, str, str, str]]:
-    """Name, the first's, the second's, and by how much the second differs; without what neither has."""
+    """Name, the first's, the second's, and by how much the second differs; without what neither
+    has."""
     rows = []
     for name, of in _ROWS:
         a, b = of(first), of(second)
@@ -131,7 +151,9 @@ def figure_rows(first: Figures, second: Figures) -> list[tuple[str, str, str, st
             steps = max(each.steps for each in (a, b) if isinstance(each, Course))
             over = f" {steps} steps" if steps > 1 else ""
             for part in ("first", "last", "best"):
-                rows.append(_row(f"{name}, {part}{over}", getattr(a, part, None), getattr(b, part, None)))
+                rows.append(
+                    _row(f"{name}, {part}{over}", getattr(a, part, None), getattr(b, part, None))
+                )
         else:
             rows.append(_row(name, a, b))
     return [row for row in rows if row[1:3] != ("-", "-")]
@@ -140,7 +162,9 @@ def figure_rows(first: Figures, second: Figures) -> list[tuple[str, str, str, st
 def _row(name: str, a: Any, b: Any) -> tuple[str, str, str, str]:
     change = ""
     if isinstance(a, int | float) and isinstance(b, int | float) and a != b:
-        change = f"{b - a:+.3g}" + (f" ({b / a - 1:+.0%})" if a > 0 and b >= 0 and abs(b / a - 1) < 99 else "")
+        change = f"{b - a:+.3g}" + (
+            f" ({b / a - 1:+.0%})" if a > 0 and b >= 0 and abs(b / a - 1) < 99 else ""
+        )
     return name, _told(a), _told(b), change
 
 
@@ -153,7 +177,8 @@ def _told(value: Any) -> str:
 
 
 def told(first: Side, second: Side, *, signs: str, width: int) -> list[str]:
-    """All of it as lines for a terminal. signs: of a curve, from low to high. width: cells of one."""
+    """All of it as lines for a terminal. signs: of a curve, from low to high. width: cells of
+    one."""
     a, b = first.name, second.name
     lines = [f"A  {clean(a)}", f"B  {clean(b)}", ""]
     graph = graph_differences(first, second)
@@ -164,43 +189,57 @@ def told(first: Side, second: Side, *, signs: str, width: int) -> list[str]:
     figures = figure_rows(first.figures, second.figures)
     heads = ("figures", "A", "B", "B - A")
     lines += ["", *in_columns(heads, figures, right=("A", "B", "B - A"))]
-    curves = [line for chart in FIGURES[:4] for line in _curves(chart.name, chart.title, first, second, signs, width)]
+    curves = [
+        line
+        for chart in FIGURES[:4]
+        for line in _curves(chart.name, chart.title, first, second, signs, width)
+    ]
     return [*lines, *(["", "curves, step by step from left to right", *curves] if curves else [])]
 
 
 def _settings_told(settings: Sequence[Differs]) -> list[str]:
     """Short ones in columns, each long one below its name."""
-    short = [each for each in settings if max(len(each.first or ""), len(each.second or "")) <= SHORT]
+    short = [
+        each for each in settings if max(len(each.first or ""), len(each.second or "")) <= SHORT
+    ]
     rows = [(each.name, each.first or "-", each.second or "-") for each in short]
     lines = [f"  {line}" for line in in_columns(("", "A", "B"), rows)] if rows else []
     for each in settings:
         if each not in short:
             values = (
-                (letter, clean(value or "-")[:LONGEST]) for letter, value in (("A", each.first), ("B", each.second))
+                (letter, clean(value or "-")[:LONGEST])
+                for letter, value in (("A", each.first), ("B", each.second))
             )
-            lines += [f"  {clean(each.name)}", *(f"    {letter}  {value}" for letter, value in values)]
+            lines += [
+                f"  {clean(each.name)}",
+                *(f"    {letter}  {value}" for letter, value in values),
+            ]
     return lines
 
 
 def _curves(name: str, title: str, first: Side, second: Side, signs: str, width: int) -> list[str]:
-    """The two curves of a figure below each other, with one scale: from the least to the most of both."""
+    """The two curves of a figure below each other, with one scale: from the least to the most of
+    both."""
     both = [[value for _, value in series(side.lines, name)] for side in (first, second)]
     if not all(both):
         return []
     low, high = min(map(min, both)), max(map(max, both))
     lines = [f"  {title}, {_told(low)} to {_told(high)}"]
     for letter, values in zip("AB", both, strict=True):
-        lines.append(f"  {letter} {sparkline(values, width, signs, (low, high))} {_told(values[-1])}")
+        lines.append(
+            f"  {letter} {sparkline(values, width, signs, (low, high))} {_told(values[-1])}"
+        )
     return lines
 
 
 def plain(first: Side, second: Side) -> dict[str, Any]:
     """For JSON."""
     return {
-        "runs": [first.name, second.name], "graph": graph_differences(first, second),
+        "runs": [first.name, second.name],
+        "graph": graph_differences(first, second),
         "settings": [asdict(each) for each in setting_differences(first, second)],
         "figures": [asdict(first.figures), asdict(second.figures)],
-    }  # fmt: skip
+    }
 
 
 def draw(first: Side, second: Side, out: Path) -> None:

@@ -1,4 +1,5 @@
-"""A few rollouts of a run to look at: the best, the worst, and some by chance, from files spread over its steps."""
+"""A few rollouts of a run to look at: the best, the worst, and some by chance, from files spread
+over its steps."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,8 @@ class _Ranked:
 
 
 def examples_of(parts: Sequence[Part], by: str = "reward", each: int = EACH) -> Examples:
-    """From at most `MOST_FILES` files of steps. by: the figure of a rollout. Errors: RunFolderError."""
+    """From at most `MOST_FILES` files of steps. by: the figure of a rollout. Errors:
+    RunFolderError."""
     steps = [part for part in parts if part.outcome == TRAINED]
     stride = max(1, -(-len(steps) // MOST_FILES))
     chosen = steps[::-1][::stride][::-1]
@@ -86,8 +88,13 @@ def examples_of(parts: Sequence[Part], by: str = "reward", each: int = EACH) -> 
     return Examples(
         best=[found.row for found in sorted(best, reverse=True)],
         worst=[found.row for found in sorted(worst, reverse=True)],
-        random=sample, failed=failed, by=by if has else "", looked=seen, files=len(chosen), of_files=len(steps),
-    )  # fmt: skip
+        random=sample,
+        failed=failed,
+        by=by if has else "",
+        looked=seen,
+        files=len(chosen),
+        of_files=len(steps),
+    )
 
 
 def scores_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,4 +115,8 @@ def _keep(found: list[_Ranked], one: _Ranked, most: int) -> None:
 
 
 def _is_small(field: pa.Field) -> bool:
-    return field.name not in _LARGE and not pa.types.is_list(field.type) and not pa.types.is_nested(field.type)
+    return (
+        field.name not in _LARGE
+        and not pa.types.is_list(field.type)
+        and not pa.types.is_nested(field.type)
+    )

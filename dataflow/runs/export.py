@@ -1,4 +1,5 @@
-"""`dataflow export`: a run's rollouts, or pairs of them, as a data set of Parquet files, with a bounded memory."""
+"""`dataflow export`: a run's rollouts, or pairs of them, as a data set of Parquet files, with a
+bounded memory."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +13,13 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.runs.card import CardColumn, card
 from dataflow.runs.pairs import REWARD, SCHEMA, Pairing, columns_of
 from dataflow.runs.shards import THEN, ExportShards, new_folder, refuse_existing
-from dataflow.runs.tables import conform, rollout_batches, rollout_schema, untrained_batches, with_added
+from dataflow.runs.tables import (
+    conform,
+    rollout_batches,
+    rollout_schema,
+    untrained_batches,
+    with_added,
+)
 from dataflow.runs.which import EVALUATED, TRAINED, Part, parts_of
 from dataflow.system.files import disk
 
@@ -32,14 +39,19 @@ class Exported:
     """What is not in it, and why."""
 
 
-def export(folder: RunFolder, to: str, out: Path, *, pairs: bool = False, by: str = REWARD) -> Exported:
+def export(
+    folder: RunFolder, to: str, out: Path, *, pairs: bool = False, by: str = REWARD
+) -> Exported:
     """Write a data set at `out`: all of it, or nothing.
 
-    to: "parquet": files alone; "hf": with a card, so that `datasets.load_dataset(out)` reads it. pairs: of each trained
-    group the best and the worst by `by`. Errors: RunError where there is nothing to write, or something stands there;
-    RunFolderError for a full disk or a damaged file."""
+    to: "parquet": files alone; "hf": with a card, so that `datasets.load_dataset(out)` reads it.
+    pairs: of each trained group the best and the worst by `by`. Errors: RunError where there is
+    nothing to write, or something stands there; RunFolderError for a full disk or a damaged
+    file."""
     if to not in (PARQUET, HF):
-        raise RunError(f"a run is exported to {PARQUET} or {HF}, but got {to!r}; give one of the two")
+        raise RunError(
+            f"a run is exported to {PARQUET} or {HF}, but got {to!r}; give one of the two"
+        )
     refuse_existing(out)
     found = parts_of(folder)
     trained = [part for part in found.files if part.outcome == TRAINED]
@@ -58,19 +70,25 @@ def export(folder: RunFolder, to: str, out: Path, *, pairs: bool = False, by: st
             rows = _written(
                 data,
                 {
-                    TRAINED: rollout_batches(trained, schema), EVALUATED: rollout_batches(evaluated, schema),
+                    TRAINED: rollout_batches(trained, schema),
+                    EVALUATED: rollout_batches(evaluated, schema),
                     UNTRAINED: (conform(batch, schema, {}) for batch in untrained_batches(folder)),
                 },
                 dict.fromkeys((TRAINED, EVALUATED, UNTRAINED), schema),
-            )  # fmt: skip
+            )
         if not any(rows.values()):
             raise RunError(
-                f"'{folder.path.name}' has nothing to export: {'no group gave a pair' if pairs else 'no rollouts'}"
-                f"{'; ' + '; '.join(notes) if notes else ''}; look at it with dataflow list and dataflow verify"
+                f"'{folder.path.name}' has nothing to export:"
+                f" {'no group gave a pair' if pairs else 'no rollouts'}{'; ' + '; '.join(notes) if notes else ''};"
+                " look at it with dataflow list and dataflow verify"
             )
         if to == HF:
             text = card(
-                folder, rows, [CardColumn(each.name, str(each.type)) for each in schema], pairs=pairs, notes=notes
+                folder,
+                rows,
+                [CardColumn(each.name, str(each.type)) for each in schema],
+                pairs=pairs,
+                notes=notes,
             )
             with disk("writing", made, THEN):
                 (made / "README.md").write_text(text, encoding="utf-8")
@@ -85,7 +103,8 @@ def _pairs(trained: list[Part], pairing: Pairing, by: str) -> Iterator[pa.Record
 
 
 def _schema_with(schema: pa.Schema, folder: RunFolder) -> pa.Schema:
-    """The columns of trained and evaluated rollouts, and those of untrained ones where no others are there."""
+    """The columns of trained and evaluated rollouts, and those of untrained ones where no others
+    are there."""
     if len(schema) > len(with_added([])):
         return schema
     first = next(untrained_batches(folder), None)

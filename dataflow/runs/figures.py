@@ -41,7 +41,8 @@ class Figures:
     """Trained, the median of the steps without the first tenth."""
     accuracy: Course | None
     reward: Course | None
-    """Means over the first and the last steps, as many as `window_of` says; the best running one."""
+    """Means over the first and the last steps, as many as `window_of` says; the best running
+    one."""
     loss: Course | None
     """The same; the best is the least."""
     staleness_mean: float | None
@@ -60,9 +61,14 @@ def figures_of(folder: RunFolder, lines: Lines, window: int | None = None) -> Fi
     """Those of the run in a folder. lines: as `read_lines` has them. window: as for `figures`."""
     times = folder.read_json("times.json", TIMES)
     return figures(
-        lines.steps, lines.evaluations, times, described(folder)[1], faults=len(fault_lines(folder)),
-        restarts=restarts(folder.path), window=window,
-    )  # fmt: skip
+        lines.steps,
+        lines.evaluations,
+        times,
+        described(folder)[1],
+        faults=len(fault_lines(folder)),
+        restarts=restarts(folder.path),
+        window=window,
+    )
 
 
 def figures(
@@ -77,7 +83,8 @@ def figures(
 ) -> Figures:
     """From lines of metrics.jsonl, times.json and config.json.
 
-    window: steps of a mean at begin and end, the same for runs that are compared; None: `window_of` these steps."""
+    window: steps of a mean at begin and end, the same for runs that are compared; None: `window_of`
+    these steps."""
     window = window_of(len(steps)) if window is None else window
     full = steps[len(steps) // 10 :]
     # From one step to the next: a run that was resumed, or made steps again, has gaps.
@@ -85,11 +92,16 @@ def figures(
     pauses = [after - before for before, after in pairwise(ends) if after > before]
     seconds = times.get("seconds") or None
     rollouts = sum(int(value) for _, value in series(steps, "rollouts"))
-    bound = bounded(seconds, times.get("busy_seconds") or {}, times.get("beside_seconds") or {}, config)
+    bound = bounded(
+        seconds, times.get("busy_seconds") or {}, times.get("beside_seconds") or {}, config
+    )
     accuracy = [value for _, value in series(evaluations, "eval_accuracy")]
     stale = [value for _, value in series(steps, "staleness_mean")]
     return Figures(
-        steps=len(steps), seconds=seconds, step_s=statistics.median(pauses) if pauses else None, rollouts=rollouts,
+        steps=len(steps),
+        seconds=seconds,
+        step_s=statistics.median(pauses) if pauses else None,
+        rollouts=rollouts,
         rollouts_per_s=rollouts / seconds if seconds and rollouts else None,
         tokens_per_s=_median([value for _, value in series(full, "trained_tokens_per_s")]),
         accuracy=Course(accuracy[0], accuracy[-1], max(accuracy)) if accuracy else None,
@@ -97,16 +109,22 @@ def figures(
         loss=_course([value for _, value in series(steps, "loss")], min, window),
         staleness_mean=statistics.fmean(stale) if stale else None,
         staleness_max=max((value for _, value in series(steps, "staleness_max")), default=None),
-        efficiency=bound.share if bound else None, bounded_by=bound.node if bound else "",
-        dropped=sum(_count(line.get("dropped")) for line in steps), faults=faults, restarts=restarts,
-    )  # fmt: skip
+        efficiency=bound.share if bound else None,
+        bounded_by=bound.node if bound else "",
+        dropped=sum(_count(line.get("dropped")) for line in steps),
+        faults=faults,
+        restarts=restarts,
+    )
 
 
 def _course(values: Sequence[float], best: Any, window: int) -> Course | None:
     if not values:
         return None
     window = min(window, len(values))
-    means = [statistics.fmean(values[at : at + window]) for at in range(0, len(values) - window + 1, window)]
+    means = [
+        statistics.fmean(values[at : at + window])
+        for at in range(0, len(values) - window + 1, window)
+    ]
     last = statistics.fmean(values[-window:])
     return Course(statistics.fmean(values[:window]), last, best([*means, last]), window)
 
@@ -116,4 +134,8 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _count(dropped: Any) -> int:
-    return sum(value for value in dropped.values() if isinstance(value, int)) if isinstance(dropped, dict) else 0
+    return (
+        sum(value for value in dropped.values() if isinstance(value, int))
+        if isinstance(dropped, dict)
+        else 0
+    )

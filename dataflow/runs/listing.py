@@ -1,4 +1,5 @@
-"""`dataflow list`: the runs of a folder, newest first, from the ends of their files; what else lies there is named."""
+"""`dataflow list`: the runs of a folder, newest first, from the ends of their files; what else lies
+there is named."""
 
 import contextlib
 import json
@@ -48,7 +49,11 @@ class ListedRun:
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON."""
-        told = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("state", "notes")}
+        told = {
+            name: getattr(self, name)
+            for name in self.__dataclass_fields__
+            if name not in ("state", "notes")
+        }
         notes = [*([self.state.note] if self.state.note else []), *self.notes]
         return told | {"state": self.state.word, "notes": notes}
 
@@ -64,11 +69,13 @@ class Runs:
 
 
 def runs_in(root: Path) -> Runs:
-    """The runs in a folder, or the run that the folder itself is. Errors: RunFolderError where there is none."""
+    """The runs in a folder, or the run that the folder itself is. Errors: RunFolderError where
+    there is none."""
     if not root.is_dir():
         raise RunFolderError(
-            f"no folder of runs at '{root}': {'that is a file' if root.exists() else 'nothing is there'}; give the "
-            f"folder that --runs named, which is 'runs' where it was left out"
+            f"no folder of runs at '{root}':"
+            f" {'that is a file' if root.exists() else 'nothing is there'}; give the folder that"
+            " --runs named, which is 'runs' where it was left out"
         )
     if _is_run(root):
         return Runs((listed(root),))
@@ -85,7 +92,10 @@ def runs_in(root: Path) -> Runs:
                 others.append((name, "no run"))
         except OSError as error:
             others.append((name, f"cannot be read: {error.strerror or error}"))
-    return Runs(tuple(sorted(found, key=lambda run: (run.begun or 0.0, run.name), reverse=True)), tuple(others))
+    return Runs(
+        tuple(sorted(found, key=lambda run: (run.begun or 0.0, run.name), reverse=True)),
+        tuple(others),
+    )
 
 
 def listed(path: Path) -> ListedRun:
@@ -95,16 +105,31 @@ def listed(path: Path) -> ListedRun:
     folder = RunFolder.open(path, Extras(said.append))
     graph, config = folder.read_json("graph.json"), folder.read_json("config.json")
     if not graph and not config and not said:
-        said.append("neither graph.json nor config.json is there: an earlier version made it, or it never began")
+        said.append(
+            "neither graph.json nor config.json is there: an earlier version made it, or it never"
+            " began"
+        )
     leaders = config.get("leading")
-    leader = leaders[0] if isinstance(leaders, list) and leaders and isinstance(leaders[0], str) else None
+    leader = (
+        leaders[0]
+        if isinstance(leaders, list) and leaders and isinstance(leaders[0], str)
+        else None
+    )
     last = last_lines(folder.metrics, leader, said)
     return ListedRun(
-        name=path.resolve().name, folder=str(path), graph=_text(graph.get("name")), state=state_of(folder),
-        steps=int(known(last.step.get("step")) or 0), wanted=_whole(config.get("steps")),
-        accuracy=known(last.evaluation.get("eval_accuracy")), reward=known(last.step.get("reward_mean")),
-        loss=known(last.step.get("loss")), begun=begun_at(folder, config), written=last.at, notes=tuple(said),
-    )  # fmt: skip
+        name=path.resolve().name,
+        folder=str(path),
+        graph=_text(graph.get("name")),
+        state=state_of(folder),
+        steps=int(known(last.step.get("step")) or 0),
+        wanted=_whole(config.get("steps")),
+        accuracy=known(last.evaluation.get("eval_accuracy")),
+        reward=known(last.step.get("reward_mean")),
+        loss=known(last.step.get("loss")),
+        begun=begun_at(folder, config),
+        written=last.at,
+        notes=tuple(said),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +143,8 @@ class Last:
 
 
 def last_lines(path: Path, leader: str | None, said: list[str]) -> Last:
-    """The last line of a step, and of an evaluation, without reading all of a long file. leader: whose steps count;
-    None: anybody's. said: gets what could not be read."""
+    """The last line of a step, and of an evaluation, without reading all of a long file. leader:
+    whose steps count; None: anybody's. said: gets what could not be read."""
     step: Mapping[str, Any] = {}
     evaluation: Mapping[str, Any] = {}
     for most in TAILS:
@@ -156,7 +181,10 @@ def _backwards(text: bytes) -> Iterator[dict[str, Any]]:
 
 def _is_folder_of_its_own(path: Path) -> bool:
     """Whether it is a folder, and no link to another one beside it, such as `latest`."""
-    if path.is_symlink() and (path.parent / path.readlink()).parent.resolve() == path.parent.resolve():
+    if (
+        path.is_symlink()
+        and (path.parent / path.readlink()).parent.resolve() == path.parent.resolve()
+    ):
         return False
     return stat.S_ISDIR(path.stat().st_mode)
 

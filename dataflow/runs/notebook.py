@@ -12,9 +12,10 @@ from dataflow.runs.texts import escaped
 SHOWN = 4
 """Charts."""
 _STYLE = (
-    ".dataflow-run .tiles{display:flex;flex-wrap:wrap;gap:6px 28px;margin:6px 0 14px}.dataflow-run dt{opacity:.65}"
-    ".dataflow-run dd{margin:0;font-weight:600}.dataflow-run small{display:block;font-weight:400;opacity:.65}"
-    ".dataflow-run .charts{display:flex;flex-wrap:wrap;gap:10px}.dataflow-run .wide{overflow-x:auto}"
+    ".dataflow-run .tiles{display:flex;flex-wrap:wrap;gap:6px 28px;margin:6px 0 14px}.dataflow-run"
+    " dt{opacity:.65}.dataflow-run dd{margin:0;font-weight:600}.dataflow-run"
+    " small{display:block;font-weight:400;opacity:.65}.dataflow-run"
+    " .charts{display:flex;flex-wrap:wrap;gap:10px}.dataflow-run .wide{overflow-x:auto}"
 )
 
 
@@ -24,7 +25,8 @@ def html_of(folder: RunFolder) -> str:
     lines = read_lines(folder)
     drawn = charts_of({"": [*lines.steps, *lines.evaluations]})[:SHOWN]
     return (
-        f'<div class="dataflow-run"><style>{_STYLE}</style><p><b>{escaped(folder.path.name)}</b></p>'
+        "<div"
+        f' class="dataflow-run"><style>{_STYLE}</style><p><b>{escaped(folder.path.name)}</b></p>'
         f"{parts.tiles(figures_of(folder, lines), state_of(folder).word)}{parts.charts(drawn)}"
         f"{parts.graph(graph_svg(graph, config))}</div>"
     )

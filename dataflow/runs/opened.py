@@ -17,7 +17,8 @@ from dataflow.runs.which import parts_of
 class Run:
     """A run, seen from its folder, which is read anew by each call and never written.
 
-    Tables are pyarrow's: `.to_pandas()` where pandas is installed, `polars.from_arrow(...)` where Polars is.
+    Tables are pyarrow's: `.to_pandas()` where pandas is installed, `polars.from_arrow(...)` where
+    Polars is.
 
     >>> from dataflow import Graph, Run, inline, run
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -60,12 +61,15 @@ class Run:
         """Command line, flags, plan and environment."""
         return described(self.folder)[1]
 
-    def rollouts(self, columns: Collection[str] | None = None, trainer: str | None = None) -> pa.Table:
-        """All that was trained and evaluated, one row each: its columns, and outcome, node, source, step, staleness
-        with both parts of it; `new_logprobs` of trained ones, whose importance ratios are exp(new_logprobs - logprobs).
+    def rollouts(
+        self, columns: Collection[str] | None = None, trainer: str | None = None
+    ) -> pa.Table:
+        """All that was trained and evaluated, one row each: its columns, and outcome, node, source,
+        step, staleness with both parts of it; `new_logprobs` of trained ones, whose importance
+        ratios are exp(new_logprobs - logprobs).
 
-        columns: only these, which saves memory; None: all. trainer: whose steps; None: of all that lead.
-        Errors: RunFolderError for a damaged file."""
+        columns: only these, which saves memory; None: all. trainer: whose steps; None: of all that
+        lead. Errors: RunFolderError for a damaged file."""
         parts = parts_of(self.folder, trainer=trainer).files
         schema = tables.rollout_schema(parts, columns)
         return pa.Table.from_batches(tables.rollout_batches(parts, schema, columns), schema)
@@ -77,13 +81,17 @@ class Run:
         return tables.rollout_batches(parts_of(self.folder, trainer=trainer).files, columns=columns)
 
     def untrained(self) -> pa.Table:
-        """Finished rollouts that are still kept of groups in flight, and of dropped ones, with the reason."""
+        """Finished rollouts that are still kept of groups in flight, and of dropped ones, with the
+        reason."""
         found = list(tables.untrained_batches(self.folder))
-        schema = pa.unify_schemas([batch.schema for batch in found]) if found else tables.with_added([])
+        schema = (
+            pa.unify_schemas([batch.schema for batch in found]) if found else tables.with_added([])
+        )
         return pa.Table.from_batches([tables.conform(batch, schema, {}) for batch in found], schema)
 
     def steps(self, trainer: str | None = None) -> pa.Table:
-        """A row for each step: what metrics.jsonl says. trainer: whose; None: of the one that leads."""
+        """A row for each step: what metrics.jsonl says. trainer: whose; None: of the one that
+        leads."""
         return tables.table_of(tables.read_lines(self.folder, trainer).steps)
 
     def evaluations(self) -> pa.Table:
@@ -91,8 +99,9 @@ class Run:
         return tables.table_of(tables.read_lines(self.folder).evaluations)
 
     def edges(self) -> pa.Table:
-        """A row for each data edge: what has crossed it so far, counted where it begins (`sent_...`) and where it ends
-        (`received_...`), and what its sender was told is done with (`acknowledged_...`): batches, rows, bytes."""
+        """A row for each data edge: what has crossed it so far, counted where it begins
+        (`sent_...`) and where it ends (`received_...`), and what its sender was told is done with
+        (`acknowledged_...`): batches, rows, bytes."""
         return tables.edge_table(self.folder)
 
     def faults(self) -> pa.Table:

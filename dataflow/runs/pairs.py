@@ -1,4 +1,5 @@
-"""Preference pairs: of each group the best rollout and the worst, by a figure; and how many groups had none."""
+"""Preference pairs: of each group the best rollout and the worst, by a figure; and how many groups
+had none."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,12 +13,21 @@ from dataflow.records import COMPLETION, ERROR, GROUP_ID, POSITION, PROMPT, PROM
 from dataflow.runs.tables import SOURCE, STEP
 
 REWARD = "reward"
-SCHEMA = pa.schema([
-    (PROMPT, pa.string()), ("chosen", pa.string()), ("rejected", pa.string()),
-    ("chosen_reward", pa.float64()), ("rejected_reward", pa.float64()),
-    ("chosen_rollout_id", pa.int64()), ("rejected_rollout_id", pa.int64()),
-    (PROMPT_ID, pa.string()), (GROUP_ID, pa.int64()), (SOURCE, pa.string()), (STEP, pa.int64()),
-])  # fmt: skip
+SCHEMA = pa.schema(
+    [
+        (PROMPT, pa.string()),
+        ("chosen", pa.string()),
+        ("rejected", pa.string()),
+        ("chosen_reward", pa.float64()),
+        ("rejected_reward", pa.float64()),
+        ("chosen_rollout_id", pa.int64()),
+        ("rejected_rollout_id", pa.int64()),
+        (PROMPT_ID, pa.string()),
+        (GROUP_ID, pa.int64()),
+        (SOURCE, pa.string()),
+        (STEP, pa.int64()),
+    ]
+)
 _NEEDED = (PROMPT, PROMPT_ID, COMPLETION, GROUP_ID, ROLLOUT_ID, POSITION, ERROR)
 
 
@@ -36,27 +46,39 @@ class Left:
 
     def __str__(self) -> str:
         """For people."""
-        why = {"without signal (all rewards alike)": self.alike, "with fewer than two scored rollouts": self.lonely,
-               "whose best and worst say the same": self.same_text}  # fmt: skip
+        why = {
+            "without signal (all rewards alike)": self.alike,
+            "with fewer than two scored rollouts": self.lonely,
+            "whose best and worst say the same": self.same_text,
+        }
         return ", ".join(f"{count:,} groups {name}" for name, count in why.items() if count)
 
 
 def columns_of(schema: pa.Schema, by: str) -> list[str]:
     """What is read for pairs. Errors: RunError where the rows have no such figure."""
     figures = [
-        each.name for each in schema if pa.types.is_floating(each.type) or pa.types.is_integer(each.type)
+        each.name
+        for each in schema
+        if pa.types.is_floating(each.type)
+        or pa.types.is_integer(each.type)
         or pa.types.is_boolean(each.type)
-    ]  # fmt: skip
+    ]
     if by not in figures:
         raise RunError(
-            f"pairs are made by a figure of each rollout, but '{by}' is none; give --by one of {sorted(figures)}"
+            f"pairs are made by a figure of each rollout, but '{by}' is none; give --by one of"
+            f" {sorted(figures)}"
         )
     return [*_NEEDED, by]
 
 
 def chosen_and_rejected(rows: Iterable[Mapping[str, Any]], by: str) -> tuple[Any, Any] | str:
-    """The best of a group, the first of several, and the worst; or why there is no pair: the name in `Left`."""
-    scored = [row for row in rows if row.get(ERROR) is None and row[by] is not None and math.isfinite(row[by])]
+    """The best of a group, the first of several, and the worst; or why there is no pair: the name
+    in `Left`."""
+    scored = [
+        row
+        for row in rows
+        if row.get(ERROR) is None and row[by] is not None and math.isfinite(row[by])
+    ]
     if len(scored) < 2:
         return "lonely"
     best, worst = max(scored, key=lambda row: row[by]), min(scored, key=lambda row: row[by])
@@ -103,12 +125,18 @@ class Pairing:
             return []
         self.left.pairs += 1
         best, worst = found
-        return [{
-            PROMPT: best[PROMPT], "chosen": best[COMPLETION], "rejected": worst[COMPLETION],
-            "chosen_reward": float(best[self.by]), "rejected_reward": float(worst[self.by]),
-            "chosen_rollout_id": best[ROLLOUT_ID], "rejected_rollout_id": worst[ROLLOUT_ID],
-            **{name: best.get(name) for name in (PROMPT_ID, GROUP_ID, SOURCE, STEP)},
-        }]  # fmt: skip
+        return [
+            {
+                PROMPT: best[PROMPT],
+                "chosen": best[COMPLETION],
+                "rejected": worst[COMPLETION],
+                "chosen_reward": float(best[self.by]),
+                "rejected_reward": float(worst[self.by]),
+                "chosen_rollout_id": best[ROLLOUT_ID],
+                "rejected_rollout_id": worst[ROLLOUT_ID],
+                **{name: best.get(name) for name in (PROMPT_ID, GROUP_ID, SOURCE, STEP)},
+            }
+        ]
 
 
 def _group(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,4 +1,5 @@
-"""Pieces of HTML about a run, for its report and for notebooks; whatever comes from outside goes through `escaped`."""
+"""Pieces of HTML about a run, for its report and for notebooks; whatever comes from outside goes
+through `escaped`."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +20,18 @@ LARGE = 1600
 def tiles(figures: Figures, state: str) -> str:
     """The figures that matter first."""
     found = [("state", state, "")]
-    found.append(("steps", count(figures.steps), f"in {duration(figures.seconds)}" if figures.seconds else ""))
-    for name, course in (("accuracy", figures.accuracy), ("reward", figures.reward), ("loss", figures.loss)):
+    found.append(
+        (
+            "steps",
+            count(figures.steps),
+            f"in {duration(figures.seconds)}" if figures.seconds else "",
+        )
+    )
+    for name, course in (
+        ("accuracy", figures.accuracy),
+        ("reward", figures.reward),
+        ("loss", figures.loss),
+    ):
         if course is not None:
             found.append((name, _course(course), f"best {score(course.best)}"))
     if figures.rollouts:
@@ -29,10 +40,21 @@ def tiles(figures: Figures, state: str) -> str:
     if figures.step_s is not None:
         found.append(("seconds of a step", f"{figures.step_s:.3g}", "median"))
     if figures.staleness_mean is not None:
-        found.append(("staleness", f"{figures.staleness_mean:.2f}", f"versions, mean; {figures.staleness_max:g} at most"
-                      if figures.staleness_max is not None else "versions, mean"))  # fmt: skip
+        found.append(
+            (
+                "staleness",
+                f"{figures.staleness_mean:.2f}",
+                (
+                    f"versions, mean; {figures.staleness_max:g} at most"
+                    if figures.staleness_max is not None
+                    else "versions, mean"
+                ),
+            )
+        )
     if figures.efficiency is not None:
-        found.append(("efficiency", f"{figures.efficiency:.0%}", f"bounded by {figures.bounded_by}"))
+        found.append(
+            ("efficiency", f"{figures.efficiency:.0%}", f"bounded by {figures.bounded_by}")
+        )
     if figures.faults:
         found.append(("faults", count(figures.faults), f"{figures.restarts} came back"))
     return f'<dl class="tiles">{"".join(_tile(*each) for each in found)}</dl>'
@@ -46,7 +68,11 @@ def _tile(name: str, value: str, note: str) -> str:
 def charts(drawn: Iterable[Chart]) -> str:
     """Small pictures beside each other."""
     found = "".join(f"<div>{chart_svg(chart)}</div>" for chart in drawn)
-    return f'<div class="charts">{found}</div>' if found else '<p class="muted">No step was finished.</p>'
+    return (
+        f'<div class="charts">{found}</div>'
+        if found
+        else '<p class="muted">No step was finished.</p>'
+    )
 
 
 def graph(svg: str) -> str:
@@ -60,13 +86,18 @@ def rollouts(examples: Examples) -> str:
     """Those that were found, kind by kind."""
     if not examples.looked:
         return '<p class="muted">The folder has no rollouts of steps.</p>'
-    told = f"{examples.looked:,} rollouts of {examples.files} of {examples.of_files} steps were looked at."
+    told = (
+        f"{examples.looked:,} rollouts of {examples.files} of {examples.of_files} steps were"
+        " looked at."
+    )
     body = [f'<p class="muted">{told}</p>']
     by = f", by <code>{escaped(examples.by)}</code>" if examples.by else ""
     for title, rows in (
-        (f"Best{by}", examples.best), (f"Worst{by}", examples.worst), ("By chance", examples.random),
+        (f"Best{by}", examples.best),
+        (f"Worst{by}", examples.worst),
+        ("By chance", examples.random),
         ("With an error", examples.failed),
-    ):  # fmt: skip
+    ):
         if rows:
             body += [f"<h3>{title}</h3>", *map(rollout, rows)]
     return "".join(body)
@@ -78,20 +109,33 @@ def rollout(row: Mapping[str, Any]) -> str:
     if row.get("staleness") is not None:
         where += f", {row['staleness']} versions behind"
     told = [*scores_of(row).items(), ("ended by", row.get("finish_reason"))]
-    figures = "".join(f"<li>{escaped(name, 60)} <b>{escaped(_value(value), 200)}</b></li>" for name, value in told)
-    error = f'<p class="label bad">error</p><pre>{escaped(row["error"])}</pre>' if row.get("error") else ""
+    figures = "".join(
+        f"<li>{escaped(name, 60)} <b>{escaped(_value(value), 200)}</b></li>" for name, value in told
+    )
+    error = (
+        f'<p class="label bad">error</p><pre>{escaped(row["error"])}</pre>'
+        if row.get("error")
+        else ""
+    )
     return (
         f'<article><h4>{escaped(where)}</h4><ul class="scores">{figures}</ul>'
-        f'<div class="texts"><div><p class="label">prompt</p><pre>{escaped(row.get("prompt"))}</pre></div>'
-        f'<div><p class="label">completion</p><pre>{escaped(row.get("completion"))}</pre></div></div>{error}</article>'
+        '<div class="texts"><div><p'
+        f' class="label">prompt</p><pre>{escaped(row.get("prompt"))}</pre></div>'
+        "<div><p"
+        f' class="label">completion</p><pre>{escaped(row.get("completion"))}</pre></div></div>{error}</article>'
     )
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Text in rows under headings."""
     top = "".join(f"<th>{escaped(head)}</th>" for head in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{escaped(cell, ONE_LINE)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escaped(cell, ONE_LINE)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return (
+        "<div"
+        f' class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def pairs(rows: Iterable[tuple[str, object]]) -> str:
@@ -100,7 +144,7 @@ def pairs(rows: Iterable[tuple[str, object]]) -> str:
         f"<tr><th>{escaped(name)}</th><td>{escaped(value, 2000)}</td></tr>"
         for name, value in rows
         if value not in ("", None)
-    )  # fmt: skip
+    )
     return f'<div class="scroll"><table><tbody>{body}</tbody></table></div>'
 
 

@@ -1,4 +1,5 @@
-"""`dataflow report`: a run as one HTML file to send, with nothing that it would load from anywhere."""
+"""`dataflow report`: a run as one HTML file to send, with nothing that it would load from
+anywhere."""
 
 import shlex
 import time
@@ -31,7 +32,8 @@ MOST_FAULTS = 200
 
 
 def write_report(folder: RunFolder, out: Path, *, by: str = "reward") -> None:
-    """Put the report of a run at `out`, whole or not at all. by: the figure that tells the best rollout.
+    """Put the report of a run at `out`, whole or not at all. by: the figure that tells the best
+    rollout.
 
     Errors: RunError where something else than a report stands there; RunFolderError."""
     if out.exists() and MARK not in _head(out):
@@ -47,7 +49,11 @@ def report(folder: RunFolder, *, by: str = "reward") -> str:
     lines = read_lines(folder)
     drawn = charts_of({"": [*lines.steps, *lines.evaluations]}, _marks(changes))
     begun = begun_at(folder, config)
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(begun)) if begun is not None else "at an unknown time"
+    when = (
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(begun))
+        if begun is not None
+        else "at an unknown time"
+    )
     found = parts_of(folder)
     sections = [
         ("curves", "Curves", parts.charts(drawn)),
@@ -61,15 +67,23 @@ def report(folder: RunFolder, *, by: str = "reward") -> str:
     note = f'<p class="muted">{escaped(state.note)}</p>' if state.note else ""
     head = (
         f"<h1>{escaped(folder.path.name)}</h1>"
-        f'<p class="muted">graph <code>{escaped(graph.get("name", "?"), 200)}</code>, begun {when}</p>{note}'
+        f'<p class="muted">graph <code>{escaped(graph.get("name", "?"), 200)}</code>, begun'
+        f" {when}</p>{note}"
         f"{parts.tiles(figures_of(folder, lines), state.word)}<nav>{links}</nav>"
     )
-    body = head + "".join(f'<section id="{name}"><h2>{title}</h2>{text}</section>' for name, title, text in sections)
+    body = head + "".join(
+        f'<section id="{name}"><h2>{title}</h2>{text}</section>' for name, title, text in sections
+    )
     return Template(_file("report.html")).substitute(
-        title=escaped(folder.path.name, 200), style=_file("report.css"), body=body,
-        footer=f"Written {time.strftime('%Y-%m-%d %H:%M')} by dataflow report; this file loads nothing and runs "
-        f"nothing. Signs that act, as control characters and marks of direction, are shown as what they are.",
-    )  # fmt: skip
+        title=escaped(folder.path.name, 200),
+        style=_file("report.css"),
+        body=body,
+        footer=(
+            f"Written {time.strftime('%Y-%m-%d %H:%M')} by dataflow report; this file loads nothing"
+            " and runs nothing. Signs that act, as control characters and marks of direction, are"
+            " shown as what they are."
+        ),
+    )
 
 
 def _faults(folder: RunFolder, changes: tuple[LiveChange, ...]) -> str:
@@ -92,7 +106,11 @@ def _faults(folder: RunFolder, changes: tuple[LiveChange, ...]) -> str:
 
 
 def _ledger(folder: RunFolder, notes: tuple[str, ...]) -> str:
-    sinks = [str(node["name"]) for node in described(folder)[0].get("nodes", ()) if node.get("kind") == "sink"]
+    sinks = [
+        str(node["name"])
+        for node in described(folder)[0].get("nodes", ())
+        if node.get("kind") == "sink"
+    ]
     try:
         with Ledger.open(folder.ledger, readonly=True) as ledger:
             rows = [(name, ledger.verdict(name)) for name in sinks]
@@ -101,14 +119,19 @@ def _ledger(folder: RunFolder, notes: tuple[str, ...]) -> str:
     told = "".join(f'<p class="muted">{escaped(note, 1000)}</p>' for note in notes)
     return (
         f"{parts.table(('sink', 'groups'), rows)}{told}"
-        f'<p class="muted">Counted from the ledger alone; <code>dataflow verify</code> compares it with the files.</p>'
+        f'<p class="muted">Counted from the ledger alone; <code>dataflow verify</code> compares it'
+        f" with the files.</p>"
     )
 
 
 def _environment(config: Mapping[str, Any]) -> str:
     rows = list(environment_rows(config))
     plan = "\n".join(map(str, config.get("plan") or ()))
-    more = f"<details><summary>the plan</summary><pre>{escaped(plan, 20_000)}</pre></details>" if plan else ""
+    more = (
+        f"<details><summary>the plan</summary><pre>{escaped(plan, 20_000)}</pre></details>"
+        if plan
+        else ""
+    )
     return f"{parts.pairs(rows)}{more}"
 
 
@@ -119,7 +142,10 @@ def environment_rows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in ("seed", "steps", "keep_steps", "checkpoint_to"):
         if config.get(name) is not None:
             yield name, str(config[name])
-    yield "max_staleness", to_json(config.get("max_staleness")) if config.get("max_staleness") else ""
+    yield (
+        "max_staleness",
+        to_json(config.get("max_staleness")) if config.get("max_staleness") else "",
+    )
     yield "hosts", to_json(config["hosts"]) if config.get("hosts") else ""
     found = config.get(ENVIRONMENT)
     if not isinstance(found, dict):
@@ -135,7 +161,8 @@ def environment_rows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def command_of(config: Mapping[str, Any]) -> str:
-    """The command line, without the paths of this machine where the program has a name; empty: not known."""
+    """The command line, without the paths of this machine where the program has a name; empty: not
+    known."""
     launch = config.get(LAUNCH) or {}
     if module := launch.get("module"):
         return f"python -m {module} {shlex.join(map(str, launch.get('arguments', ())))}".strip()

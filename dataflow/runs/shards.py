@@ -1,4 +1,5 @@
-"""A data set on the disk: Parquet files that are written a batch at a time, in a folder that is there whole or not."""
+"""A data set on the disk: Parquet files that are written a batch at a time, in a folder that is
+there whole or not."""
 
 import contextlib
 import os
@@ -25,8 +26,8 @@ SHARD_BYTES = 512 << 20
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to fill, which is at `out` when the block ends well, and nowhere when it does not.
 
-    A process that is killed leaves what it had under a hidden name beside it. Errors: RunError where something stands
-    there; RunFolderError."""
+    A process that is killed leaves what it had under a hidden name beside it. Errors: RunError
+    where something stands there; RunFolderError."""
     refuse_existing(out)
     made = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
@@ -47,7 +48,9 @@ def new_folder(out: Path) -> Iterator[Path]:
 def refuse_existing(out: Path) -> None:
     """Errors: RunError where something stands at `out`."""
     if out.exists() or out.is_symlink():
-        raise RunError(f"'{out}' is there already, and nothing is written over; name another place with --out")
+        raise RunError(
+            f"'{out}' is there already, and nothing is written over; name another place with --out"
+        )
 
 
 class ExportShards:
@@ -59,8 +62,15 @@ class ExportShards:
     unblocked by: -
     """
 
-    def __init__(self, folder: Path, split: str, schema: pa.Schema, *, shard_bytes: int = SHARD_BYTES) -> None:
-        self._folder, self._split, self._schema, self._shard_bytes = folder, split, schema, shard_bytes
+    def __init__(
+        self, folder: Path, split: str, schema: pa.Schema, *, shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        self._folder, self._split, self._schema, self._shard_bytes = (
+            folder,
+            split,
+            schema,
+            shard_bytes,
+        )
         self._held: list[pa.RecordBatch] = []
         self._held_bytes, self._files = 0, 0
         self._file: BinaryIO | None = None
@@ -108,7 +118,8 @@ class ExportShards:
         self._writer = self._file = None
         with disk("writing", self._folder, THEN), contextlib.ExitStack() as stack:
             if file is not None:
-                stack.callback(file.close)  # which writes what it holds: the disk may refuse that too
+                # which writes what it holds: the disk may refuse that too
+                stack.callback(file.close)
             if writer is not None:
                 writer.close()
 

@@ -1,4 +1,5 @@
-"""How a run stands, told from its folder: nothing there is locked, opened for writing, or waited for."""
+"""How a run stands, told from its folder: nothing there is locked, opened for writing, or waited
+for."""
 
 import contextlib
 import os
@@ -17,7 +18,8 @@ from dataflow.system import processes
 
 LOCKS = Path("/proc/locks")
 HELD_S = 30.0
-"""A counter of a run over hosts that was raised so long ago is nobody's: it is raised once a second."""
+"""A counter of a run over hosts that was raised so long ago is nobody's: it is raised once a
+second."""
 RUNNING, FINISHED, STOPPED, DIED, UNKNOWN = "running", "finished", "stopped", "died", "unknown"
 
 
@@ -38,7 +40,8 @@ class Signs:
     outcome: str = ""
     """As times.json has it; empty: there is none."""
     leads: bool = False
-    """Whether a process of this machine has the scheduler's lock, or one of some machine raises the run's counter."""
+    """Whether a process of this machine has the scheduler's lock, or one of some machine raises the
+    run's counter."""
     works: bool = False
     """Whether some process of it lives here, as a worker does whose scheduler has died."""
     elsewhere: bool = False
@@ -52,9 +55,13 @@ def decide(signs: Signs) -> State:
     if signs.outcome in (FINISHED, STOPPED):
         return State(word=signs.outcome)
     if signs.works:
-        return State(word=DIED, note="its workers wait for a scheduler: dataflow resume takes them over")
+        return State(
+            word=DIED, note="its workers wait for a scheduler: dataflow resume takes them over"
+        )
     if signs.elsewhere:
-        return State(word=UNKNOWN, note="another machine led it, whose processes are not seen from here")
+        return State(
+            word=UNKNOWN, note="another machine led it, whose processes are not seen from here"
+        )
     return State(word=DIED)
 
 
@@ -64,11 +71,13 @@ def state_of(folder: RunFolder) -> State:
 
 
 def signs_of(folder: RunFolder, now: float | None = None) -> Signs:
-    """What a folder, and this machine, tell of a run. now: seconds since 1970; the clock's when None."""
+    """What a folder, and this machine, tell of a run. now: seconds since 1970; the clock's when
+    None."""
     outcome = str(folder.read_json("times.json", TIMES).get("outcome", ""))
     if (raised := _raised(folder.path / HOLDERS)) is not None:
         return Signs(outcome=outcome, leads=(time.time() if now is None else now) - raised < HELD_S)
-    # The lock file is not opened: whoever holds a lock of this process on it would lose it when it is closed again.
+    # The lock file is not opened: whoever holds a lock of this process on it would lose it when it
+    # is closed again.
     kinds = lock_kinds(folder.path / LOCK)
     control, here = folder.read_json(CONTROL, {"pid": int, "machine": str}), processes.machine()
     if control.get("machine", here) != here:
@@ -79,7 +88,8 @@ def signs_of(folder: RunFolder, now: float | None = None) -> Signs:
 
 
 def lock_kinds(path: Path, locks: Iterable[str] | None = None) -> set[str]:
-    """Which kinds of lock processes of this machine have on a file: POSIX, FLOCK. locks: lines of /proc/locks."""
+    """Which kinds of lock processes of this machine have on a file: POSIX, FLOCK. locks: lines of
+    /proc/locks."""
     try:
         number = str(path.stat().st_ino)
     except OSError:
@@ -92,15 +102,24 @@ def lock_kinds(path: Path, locks: Iterable[str] | None = None) -> set[str]:
     for line in locks:
         parts = line.split()
         # By the number alone: what stat calls the device is another one in some file systems.
-        if len(parts) >= 6 and "->" not in parts and parts[3] == "WRITE" and parts[5].rpartition(":")[2] == number:
+        if (
+            len(parts) >= 6
+            and "->" not in parts
+            and parts[3] == "WRITE"
+            and parts[5].rpartition(":")[2] == number
+        ):
             found.add(parts[1])
     return found
 
 
 def _raised(holders: Path) -> float | None:
-    """When the counter of a run over hosts was last raised; None where nobody holds it, or it never had one."""
+    """When the counter of a run over hosts was last raised; None where nobody holds it, or it never
+    had one."""
     with contextlib.suppress(OSError, ValueError):
-        newest = max((each for each in os.scandir(holders) if each.name.isdecimal()), key=lambda each: int(each.name))
+        newest = max(
+            (each for each in os.scandir(holders) if each.name.isdecimal()),
+            key=lambda each: int(each.name),
+        )
         if Path(newest.path).read_bytes() != b"released":
             return newest.stat().st_mtime
     return None
@@ -111,7 +130,8 @@ def _lives(pid: int) -> bool:
 
 
 def begun_at(folder: RunFolder, config: Mapping[str, Any]) -> float | None:
-    """When it began, in seconds since 1970: as it says itself, or the age of what is written first."""
+    """When it began, in seconds since 1970: as it says itself, or the age of what is written
+    first."""
     at = config.get("begun")
     if isinstance(at, int | float):
         return float(at)

@@ -1,4 +1,5 @@
-"""What a run's files say as Arrow: rollouts batch by batch, steps, evaluations and faults; and series of figures."""
+"""What a run's files say as Arrow: rollouts batch by batch, steps, evaluations and faults; and
+series of figures."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,8 @@ ADDED: Mapping[str, pa.DataType] = {
     NODE: pa.string(),  # the trainer or evaluation
     SOURCE: pa.string(),
     STEP: pa.int64(),  # that trained it, or after which it was evaluated
-    STALENESS: pa.int64(),  # versions that its oldest token was behind, where it was trained; of these were made
+    # versions that its oldest token was behind, where it was trained; of these were made
+    STALENESS: pa.int64(),
     GENERATING: pa.int64(),  # while it was generated
     WAITING: pa.int64(),  # while it waited to be trained
 }
@@ -38,7 +40,8 @@ Point = tuple[float, float]
 
 
 def rollout_schema(parts: Iterable[Part], columns: Collection[str] | None = None) -> pa.Schema:
-    """The columns of all these files together. Errors: RunFolderError where two have one of different types."""
+    """The columns of all these files together. Errors: RunFolderError where two have one of
+    different types."""
     found: pa.Schema = pa.schema([])
     for part in parts:
         try:
@@ -55,17 +58,23 @@ def rollout_schema(parts: Iterable[Part], columns: Collection[str] | None = None
             found = pa.unify_schemas([found, schema], promote_options="permissive")
         except pa.ArrowException as error:
             raise RunFolderError(
-                f"'{part.path.name}' has other types than the files before it: {error}; export the steps before "
-                f"and after it apart"
+                f"'{part.path.name}' has other types than the files before it: {error}; export the"
+                " steps before and after it apart"
             ) from error
-    return with_added([field for field in found if columns is None or field.name in columns], columns)
+    return with_added(
+        [field for field in found if columns is None or field.name in columns], columns
+    )
 
 
 def with_added(fields: Iterable[pa.Field], columns: Collection[str] | None = None) -> pa.Schema:
     """The columns that are added here, then these."""
     own = [field for field in fields if field.name not in (*ADDED, OF_SOURCE)]
-    added = [pa.field(name, kind) for name, kind in ADDED.items() if columns is None or name in columns]
-    if all(field.name != DROP_REASON for field in own) and (columns is None or DROP_REASON in columns):
+    added = [
+        pa.field(name, kind) for name, kind in ADDED.items() if columns is None or name in columns
+    ]
+    if all(field.name != DROP_REASON for field in own) and (
+        columns is None or DROP_REASON in columns
+    ):
         own.append(pa.field(DROP_REASON, pa.string()))
     return pa.schema([*added, *own])
 
@@ -73,9 +82,11 @@ def with_added(fields: Iterable[pa.Field], columns: Collection[str] | None = Non
 def rollout_batches(
     parts: Sequence[Part], schema: pa.Schema | None = None, columns: Collection[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """The rollouts of these files, in order, a batch at a time; a file that the run has removed since is passed over.
+    """The rollouts of these files, in order, a batch at a time; a file that the run has removed
+    since is passed over.
 
-    schema: as `rollout_schema` has it. columns: only these. Errors: RunFolderError for a damaged file."""
+    schema: as `rollout_schema` has it. columns: only these. Errors: RunFolderError for a damaged
+    file."""
     schema = schema or rollout_schema(parts, columns)
     wanted = None if columns is None else {*columns, VERSIONS, OF_SOURCE}
     for part in parts:
@@ -99,12 +110,17 @@ def _facts(part: Part, batch: pa.RecordBatch) -> dict[str, Any]:
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema, facts: Mapping[str, Any]) -> pa.RecordBatch:
-    """The rows with the columns of a schema: their own, these facts, and null for what they lack."""
+    """The rows with the columns of a schema: their own, these facts, and null for what they
+    lack."""
     arrays = []
     for field in schema:
         if field.name in facts:
             value = facts[field.name]
-            arrays.append(value if isinstance(value, pa.Array) else _repeated(value, batch.num_rows, field.type))
+            arrays.append(
+                value
+                if isinstance(value, pa.Array)
+                else _repeated(value, batch.num_rows, field.type)
+            )
         elif field.name in batch.schema.names:
             arrays.append(batch.column(field.name).cast(field.type))
         else:
@@ -117,8 +133,9 @@ def _repeated(value: Any, count: int, kind: pa.DataType) -> pa.Array:
 
 
 def untrained_batches(folder: RunFolder) -> Iterator[pa.RecordBatch]:
-    """Rollouts that generators have finished and that are still kept beside them: of groups that were dropped, with the
-    reason, and of those in flight. The columns that scorers add are not there yet."""
+    """Rollouts that generators have finished and that are still kept beside them: of groups that
+    were dropped, with the reason, and of those in flight. The columns that scorers add are not
+    there yet."""
     seen: dict[str, set[int]] = {}
     for path in sorted((folder.path / "finished").glob("*/*.arrows")):
         source = path.name.partition(".")[2].removesuffix(".arrows")
@@ -146,7 +163,8 @@ class Lines:
 
 
 def read_lines(folder: RunFolder, trainer: str | None = None) -> Lines:
-    """Those of a run. trainer: whose steps; None: of the one that leads. Errors: RunError for one that it has not."""
+    """Those of a run. trainer: whose steps; None: of the one that leads. Errors: RunError for one
+    that it has not."""
     graph, config = described(folder)
     if trainer is None:
         trainer = next(iter(leaders_of(graph, config)), None)
@@ -154,9 +172,12 @@ def read_lines(folder: RunFolder, trainer: str | None = None) -> Lines:
         check_trainer(trainer, trainers_of(graph, config))
     lines = folder.read_metrics()
     steps = [
-        line for line in lines
-        if "step" in line and EVAL not in line and (trainer is None or line.get("node", trainer) == trainer)
-    ]  # fmt: skip
+        line
+        for line in lines
+        if "step" in line
+        and EVAL not in line
+        and (trainer is None or line.get("node", trainer) == trainer)
+    ]
     return Lines(steps, [line for line in lines if EVAL in line])
 
 
@@ -171,11 +192,14 @@ def series(lines: Iterable[Mapping[str, Any]], name: str) -> list[Point]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+    )
 
 
 def table_of(lines: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Lines of JSON as a table, a column for each name: numbers, booleans and text as they are, all else as JSON."""
+    """Lines of JSON as a table, a column for each name: numbers, booleans and text as they are, all
+    else as JSON."""
     names = list(dict.fromkeys(name for line in lines for name in line))
     return pa.table({name: _column([line.get(name) for line in lines]) for name in names})
 
@@ -184,18 +208,30 @@ def _column(values: Sequence[Any]) -> pa.Array:
     known = [value for value in values if value is not None]
     if all(isinstance(value, bool) for value in known):
         return pa.array(values, pa.bool_())
-    if all(isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63 for value in known):
+    if all(
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+        for value in known
+    ):
         return pa.array(values, pa.int64())
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
-    texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    texts = [
+        value if value is None or isinstance(value, str) else json.dumps(value) for value in values
+    ]
     return pa.array(texts, pa.string())
 
 
 def edge_table(folder: RunFolder) -> pa.Table:
     """What has crossed each data edge, from times.json."""
     rows = [
-        {"edge": edge, **{f"{end}_{unit}": count for end in ENDS for unit, count in zip(UNITS, ends[end], strict=True)}}
+        {
+            "edge": edge,
+            **{
+                f"{end}_{unit}": count
+                for end in ENDS
+                for unit, count in zip(UNITS, ends[end], strict=True)
+            },
+        }
         for edge, ends in known_edges(folder.read_json("times.json", TIMES).get("edges")).items()
     ]
     fields = [pa.field(f"{end}_{unit}", pa.int64()) for end in ENDS for unit in UNITS]

@@ -1,4 +1,5 @@
-"""Text of models, prompts and errors for a page: shown as it is, with nothing in it that a reader could not see."""
+"""Text of models, prompts and errors for a page: shown as it is, with nothing in it that a reader
+could not see."""
 
 import unicodedata
 
@@ -10,8 +11,8 @@ _PICTURES, _DELETE = 0x2400, 0x2421
 
 
 def visible(text: object, longest: int = LONGEST) -> str:
-    """Text without signs that act: control characters and escapes become their pictures, marks that turn or hide what
-    stands beside them their numbers; cut where it is long.
+    """Text without signs that act: control characters and escapes become their pictures, marks that
+    turn or hide what stands beside them their numbers; cut where it is long.
 
     >>> visible("a\\x1b[31mb\\u202ec")
     'a␛[31mb‹U+202E›c'

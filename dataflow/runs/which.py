@@ -60,7 +60,11 @@ def trainers_of(graph: Mapping[str, Any], config: Mapping[str, Any]) -> list[str
     """All of them."""
     if isinstance(found := config.get("max_staleness"), dict) and found:
         return [str(name) for name in found]
-    return list(dict.fromkeys(edge["from"] for edge in graph.get("edges", ()) if edge.get("plane") == "weights"))
+    return list(
+        dict.fromkeys(
+            edge["from"] for edge in graph.get("edges", ()) if edge.get("plane") == "weights"
+        )
+    )
 
 
 def evaluations_of(graph: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
@@ -73,12 +77,15 @@ def evaluations_of(graph: Mapping[str, Any], config: Mapping[str, Any]) -> list[
 def check_trainer(name: str, trainers: Collection[str]) -> None:
     """Errors: RunError where the run has no trainer of that name."""
     if name not in trainers:
-        raise RunError(f"the run has no trainer '{name}'; name one of {list(trainers)}{nearest(name, trainers)}")
+        raise RunError(
+            f"the run has no trainer '{name}'; name one of"
+            f" {list(trainers)}{nearest(name, trainers)}"
+        )
 
 
 def parts_of(folder: RunFolder, *, trainer: str | None = None) -> CountedFiles:
-    """The files of rollouts that count. trainer: whose; None: those of all that lead. Errors: RunError for one that
-    the run has not."""
+    """The files of rollouts that count. trainer: whose; None: those of all that lead. Errors:
+    RunError for one that the run has not."""
     graph, config = described(folder)
     trainers, evaluations = trainers_of(graph, config), evaluations_of(graph, config)
     if trainer is not None:
@@ -90,20 +97,24 @@ def parts_of(folder: RunFolder, *, trainer: str | None = None) -> CountedFiles:
     for node in wanted:
         own = node if len(trainers) > 1 else None
         if node in known.gone:
-            notes.append(f"rollouts of '{node}' up to step {known.gone[node]} were not kept (--keep-steps)")
+            notes.append(
+                f"rollouts of '{node}' up to step {known.gone[node]} were not kept (--keep-steps)"
+            )
         mine = _files(folder, own, "step", TRAINED, node, known)
         files += mine
         if (away := (known.last.get(node) or 0) - known.gone.get(node, 0) - len(mine)) > 0:
             why = "other hosts have them, or they were removed"
             notes.append(f"rollouts of {away:,} steps of '{node}' are not in this folder: {why}")
     for node in evaluations or [""]:
-        files += _files(folder, node if len(evaluations) > 1 else None, "eval", EVALUATED, node, known)
+        files += _files(
+            folder, node if len(evaluations) > 1 else None, "eval", EVALUATED, node, known
+        )
     return CountedFiles(files=tuple(files), notes=tuple(notes))
 
 
 def counted_files(folder: RunFolder, kind: str, own: str = "") -> list[tuple[int, Path]]:
-    """Steps and paths of the files that count, ascending. kind: step | eval. own: the trainer or the evaluation,
-    where several keep their own."""
+    """Steps and paths of the files that count, ascending. kind: step | eval. own: the trainer or
+    the evaluation, where several keep their own."""
     graph, config = described(folder)
     if kind == "eval":
         outcome, nodes = EVALUATED, [own] if own else evaluations_of(graph, config)
@@ -112,17 +123,22 @@ def counted_files(folder: RunFolder, kind: str, own: str = "") -> list[tuple[int
         outcome, nodes = TRAINED, [own] if own else trainers_of(graph, config)
         known = _ask(folder, nodes, [])
     node = nodes[0] if len(nodes) == 1 else ""
-    return [(part.step, part.path) for part in _files(folder, own or None, kind, outcome, node, known)]
+    return [
+        (part.step, part.path) for part in _files(folder, own or None, kind, outcome, node, known)
+    ]
 
 
-def _files(folder: RunFolder, own: str | None, kind: str, outcome: str, node: str, known: _Known) -> list[Part]:
+def _files(
+    folder: RunFolder, own: str | None, kind: str, outcome: str, node: str, known: _Known
+) -> list[Part]:
     """Those of one trainer, or of evaluations, up to the last that the ledger has taken in."""
     last, sources = known.last.get(node), known.sources.get(node, [])
     source = sources[0] if len(sources) == 1 else None
     return [
         Part(path=path, outcome=outcome, node=node, source=source, step=step)
-        for step, path in folder.rollouts_of(own).files(kind) if last is None or step <= last
-    ]  # fmt: skip
+        for step, path in folder.rollouts_of(own).files(kind)
+        if last is None or step <= last
+    ]
 
 
 def _ask(folder: RunFolder, trainers: list[str], evaluations: list[str]) -> _Known:
@@ -143,8 +159,11 @@ def _ask(folder: RunFolder, trainers: list[str], evaluations: list[str]) -> _Kno
     return known
 
 
-def fates_of(folder: RunFolder, source: str, groups: list[int]) -> dict[int, tuple[str, str | None, int | None]]:
-    """By group that no step has trained and no round has read: what became of it, why, and at which step."""
+def fates_of(
+    folder: RunFolder, source: str, groups: list[int]
+) -> dict[int, tuple[str, str | None, int | None]]:
+    """By group that no step has trained and no round has read: what became of it, why, and at which
+    step."""
     found: dict[int, tuple[str, str | None, int | None]] = {}
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         for group in groups:

@@ -1,8 +1,9 @@
-"""Where workers listen, and who is told when one that was started again does so elsewhere: a policy over the table.
+"""Where workers listen, and who is told when one that was started again does so elsewhere: a policy
+over the table.
 
-`Wire` tells each attempt where all whom it sends to, and whose weights it reads, listened last. Whoever was wired
-before they moved hears `Moved`; who is away meanwhile hears it with its own `Wire`.
-"""
+`Wire` tells each attempt where all whom it sends to, and whose weights it reads, listened last.
+Whoever was wired before they moved hears `Moved`; who is away meanwhile hears it with its own
+`Wire`."""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -14,17 +15,24 @@ from dataflow.worker.messages import Hello, Moved, WeightLine
 
 def listens(table: Table, record: WorkerRecord, hello: Hello) -> list[Command]:
     """Note where an attempt listens; whoever knew its worker elsewhere is told."""
-    moved = {edge for edge, address in hello.addresses.items() if record.addresses.get(edge, address) != address}
+    moved = {
+        edge
+        for edge, address in hello.addresses.items()
+        if record.addresses.get(edge, address) != address
+    }
     for edge in moved:
         ever = {*record.left.get(edge, ()), record.addresses[edge]}
         record.left[edge] = sorted(ever - {hello.addresses[edge]})
-    lines = {name: line for name, line in hello.lines.items() if record.lines.get(name, line) != line}
+    lines = {
+        name: line for name, line in hello.lines.items() if record.lines.get(name, line) != line
+    }
     record.addresses, record.lines, record.received_at = hello.addresses, hello.lines, record.host
     return _tell(table, record, moved, lines)
 
 
 def told_again(table: Table, record: WorkerRecord) -> list[Command]:
-    """What an earlier scheduler has found of a worker that moved, and perhaps not said: twice does no harm."""
+    """What an earlier scheduler has found of a worker that moved, and perhaps not said: twice does
+    no harm."""
     lines = {name: line for name, line in record.lines.items() if line.host}
     return _tell(table, record, set(record.left), lines)
 
@@ -42,24 +50,38 @@ def read_by(table: Table, reader: WorkerRecord) -> dict[str, WeightLine]:
 def lines_of(table: Table, nodes: Iterable[str]) -> set[str]:
     """What the weight lines of some nodes are called."""
     graph = table.graph
-    return {line_of(graph, node, refresh) for node in nodes for refresh in (None, *refreshes_of(graph, node))}
+    return {
+        line_of(graph, node, refresh)
+        for node in nodes
+        for refresh in (None, *refreshes_of(graph, node))
+    }
 
 
 def _tell(
     table: Table, record: WorkerRecord, moved: Collection[str], lines: Mapping[str, WeightLine]
-) -> list[Command]:  # fmt: skip
+) -> list[Command]:
     producers = {edge: producer for edge, producer, _ in table.edges}
     commands: list[Command] = []
     for other in table if moved or lines else ():
         if other.membership is Membership.LEFT or other is record:
             continue
-        own = [edge for edge in sorted(moved) if other.name in record.senders and producers[edge] == other.worker]
+        own = [
+            edge
+            for edge in sorted(moved)
+            if other.name in record.senders and producers[edge] == other.worker
+        ]
         read = {name: line for name, line in lines.items() if name in _lines_read(table, other)}
         if own or read:
-            commands.append(Send(other.name, Moved(
-                receivers={edge: record.addresses[edge] for edge in own},
-                before={edge: record.left[edge] for edge in own}, lines=read,
-            )))  # fmt: skip
+            commands.append(
+                Send(
+                    other.name,
+                    Moved(
+                        receivers={edge: record.addresses[edge] for edge in own},
+                        before={edge: record.left[edge] for edge in own},
+                        lines=read,
+                    ),
+                )
+            )
     return commands
 
 

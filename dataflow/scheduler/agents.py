@@ -1,4 +1,5 @@
-"""The agents of a run in the hands of its scheduler: what `ForkserverClient` is to one machine, for several hosts."""
+"""The agents of a run in the hands of its scheduler: what `ForkserverClient` is to one machine, for
+several hosts."""
 
 import signal
 import time
@@ -8,7 +9,16 @@ from typing import Any
 
 from dataflow.agent.digest import other_program, other_versions, versions
 from dataflow.agent.forkserver_client import Event
-from dataflow.agent.forkserver_messages import Alive, End, Handed, Notice, Pause, SendSignal, Spawn, Stay
+from dataflow.agent.forkserver_messages import (
+    Alive,
+    End,
+    Handed,
+    Notice,
+    Pause,
+    SendSignal,
+    Spawn,
+    Stay,
+)
 from dataflow.agent.messages import (
     Begin,
     Built,
@@ -29,7 +39,15 @@ from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DeadlineError, RunError
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents_socket import AgentsSocket
-from dataflow.scheduler.host_agent import HostAgent, host_of, natural, same_name, too_few, too_late, with_addresses
+from dataflow.scheduler.host_agent import (
+    HostAgent,
+    host_of,
+    natural,
+    same_name,
+    too_few,
+    too_late,
+    with_addresses,
+)
 from dataflow.scheduler.host_messages import HostMessages
 from dataflow.system.security import RunKeys
 
@@ -47,17 +65,24 @@ class Agents:
     """The hosts of a run, over one socket.
 
     consumes: spawn, kill and pause requests, each for a host; what agents say
-    produces: events of the workers, each from the host that it was last started on; of hosts: joined, alive, lost
-    waits for: in `assemble`, `build`, `take_over`, `pause` and `close` for agents, up to a deadline; else for nothing
-    unblocked by: their messages; the end of one of them, which ends the first three
-    """
+    produces: events of the workers, each from the host that it was last started on; of hosts:
+    joined, alive, lost waits for: in `assemble`, `build`, `take_over`, `pause` and `close` for
+    agents, up to a deadline; else for nothing unblocked by: their messages; the end of one of them,
+    which ends the first three"""
 
     def __init__(
-        self, listen: str, keys: RunKeys, folder: Path, number: int = 0, *, hang_s: float,
+        self,
+        listen: str,
+        keys: RunKeys,
+        folder: Path,
+        number: int = 0,
+        *,
+        hang_s: float,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        """listen: an address of this machine that the hosts reach. folder: of the run. number: how many schedulers
-        there were before. hang_s: as `Limits` has it. Errors: RunError where it cannot listen there."""
+    ) -> None:
+        """listen: an address of this machine that the hosts reach. folder: of the run. number: how
+        many schedulers there were before. hang_s: as `Limits` has it. Errors: RunError where it
+        cannot listen there."""
         self.keys, self.number, self._clock = keys, number, clock
         self.watch: Callable[[], list[str]] = list
         """Sentences about agents that have ended."""
@@ -91,7 +116,11 @@ class Agents:
     @property
     def hosts(self) -> list[Host]:
         """Those that are there, by name."""
-        return [self._hosts[name].host for name in sorted(self._hosts, key=natural) if not self._hosts[name].has_left]
+        return [
+            self._hosts[name].host
+            for name in sorted(self._hosts, key=natural)
+            if not self._hosts[name].has_left
+        ]
 
     def place(self, host: str) -> dict[str, Any]:
         """What is particular in the settings of a worker there."""
@@ -100,7 +129,11 @@ class Agents:
     @property
     def disks(self) -> dict[str, str]:
         """By host that is there and has a folder of its own, where it gives its files."""
-        return {name: each.join.files for name, each in self._hosts.items() if each.join.files and not each.has_left}
+        return {
+            name: each.join.files
+            for name, each in self._hosts.items()
+            if each.join.files and not each.has_left
+        }
 
     @property
     def digests(self) -> set[str]:
@@ -110,20 +143,25 @@ class Agents:
     # Before the run
 
     def announce(self, hosts: Collection[Host] = ()) -> None:
-        """Say in the run folder where agents find this scheduler, and that it leads the run. Errors: RunFolderError."""
+        """Say in the run folder where agents find this scheduler, and that it leads the run.
+        Errors: RunFolderError."""
         plain = tuple(host.to_plain() for host in hosts)
-        Rendezvous(address=self.address, number=self.number, hosts=plain).write(self._folder, self.keys)
+        Rendezvous(address=self.address, number=self.number, hosts=plain).write(
+            self._folder, self.keys
+        )
 
     def assemble(self, count: int, within_s: float) -> None:
-        """Wait for so many hosts. Errors: RunError for one that cannot take part; DeadlineError with who came."""
+        """Wait for so many hosts. Errors: RunError for one that cannot take part; DeadlineError
+        with who came."""
         self._await(
-            lambda: len(self.hosts) >= count, within_s,
+            lambda: len(self.hosts) >= count,
+            within_s,
             lambda: too_few(self.hosts, count, self.address, within_s, self._folder),
-        )  # fmt: skip
+        )
 
     def build(self, begin: Begin, ours: Built, within_s: float) -> None:
-        """Have every host build the program's graph, and see that it is the same as here. Errors: RunError for one that
-        cannot, or has another; DeadlineError with who is late."""
+        """Have every host build the program's graph, and see that it is the same as here. Errors:
+        RunError for one that cannot, or has another; DeadlineError with who is late."""
         self._begin, self._built = begin, ours
         for agent in self._hosts.values():
             self._send(agent, with_addresses(begin, self._hosts))
@@ -131,12 +169,17 @@ class Agents:
         def missing() -> list[str]:
             return [name for name, agent in self._hosts.items() if agent.built is None]
 
-        self._await(lambda: not missing(), within_s, lambda: too_late(missing(), within_s, self._folder))
+        self._await(
+            lambda: not missing(), within_s, lambda: too_late(missing(), within_s, self._folder)
+        )
         self._events.clear()  # the plan knows these hosts
 
-    def take_over(self, begin: Begin, ours: Built | None, hosts: Collection[str], within_s: float) -> bool:
-        """Have the agents of the scheduler before come to this one, and wait for those on these hosts; whether any
-        came. What they have is told as they come. begin, ours: for hosts that join later; None: none may."""
+    def take_over(
+        self, begin: Begin, ours: Built | None, hosts: Collection[str], within_s: float
+    ) -> bool:
+        """Have the agents of the scheduler before come to this one, and wait for those on these
+        hosts; whether any came. What they have is told as they come. begin, ours: for hosts that
+        join later; None: none may."""
         self._begin, self._built = begin, ours
         deadline = self._clock() + within_s
         while self._clock() < deadline:
@@ -149,15 +192,20 @@ class Agents:
 
     # As a forkserver has it
 
-    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
+    def spawn(
+        self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False
+    ) -> None:
         """As `ForkserverClient.spawn`, on the host that the settings name."""
         self._spawns[name] = message = Spawn(name, settings, heavy, keeps)
         self._start(self._hosts[settings["host"]], message)
 
     def kill(self, name: str, number: int = signal.SIGKILL, *, forget: bool = False) -> None:
-        """Send a signal to a worker. forget: it is nobody's wish any more, should its host not have heard that."""
+        """Send a signal to a worker. forget: it is nobody's wish any more, should its host not have
+        heard that."""
         for host, agent in self._hosts.items():
-            if name in agent.handed or (name in self._spawns and host_of(self._spawns[name]) == host):
+            if name in agent.handed or (
+                name in self._spawns and host_of(self._spawns[name]) == host
+            ):
                 self._send(agent, SendSignal(name, int(number)))
         if forget:
             self._spawns.pop(name, None)
@@ -169,7 +217,8 @@ class Agents:
                 self._send(self._hosts[host], tell)
 
     def pause(self, is_paused: bool) -> None:
-        """Let all workers stand still, or go on; returns when they do, as this process may be stopped next."""
+        """Let all workers stand still, or go on; returns when they do, as this process may be
+        stopped next."""
         self._to_all(Pause(is_paused))
         deadline = self._clock() + _PAUSE_S
         present = [agent for agent in self._hosts.values() if agent.may_answer]
@@ -177,7 +226,8 @@ class Agents:
             self._wait(0.05)
 
     def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
-        """From now on workers outlive a scheduler that dies: so long their agents wait for another, then to end."""
+        """From now on workers outlive a scheduler that dies: so long their agents wait for another,
+        then to end."""
         self._stay = Stay(wait_s, end_s, silent_s)
         self._to_all(self._stay)
 
@@ -187,7 +237,9 @@ class Agents:
         if now - self._lived < _LIVES_S:
             return
         self._lived = now
-        if self.messages.slows(max(len(self._spawns), sum(len(agent.handed) for agent in self._hosts.values()))):
+        if self.messages.slows(
+            max(len(self._spawns), sum(len(agent.handed) for agent in self._hosts.values()))
+        ):
             self._to_all(Pace(self.messages.beat_s))
         for name, agent in self._hosts.items():
             if agent.has_left:
@@ -200,7 +252,8 @@ class Agents:
                     self._left(name, agent, "has lost the connection of its agent")
 
     def events(self) -> list[Event]:
-        """What has happened since the last call. Errors: Replaced, as soon as another scheduler leads the run."""
+        """What has happened since the last call. Errors: Replaced, as soon as another scheduler
+        leads the run."""
         self._receive()
         if self._clock() - self._looked >= _LOOK_S:
             self._looked = self._clock()
@@ -217,9 +270,15 @@ class Agents:
         self._clear(agent)
 
     def seek(self, host: str) -> None:
-        """Should there be an agent of a host that was given up, have it say which workers it has."""
+        """Should there be an agent of a host that was given up, have it say which workers it
+        has."""
         agent, now = self._hosts.get(host), self._clock()
-        if agent is not None and not agent.has_left and not agent.is_clearing and now - agent.asked_at > _LOOK_S:
+        if (
+            agent is not None
+            and not agent.has_left
+            and not agent.is_clearing
+            and now - agent.asked_at > _LOOK_S
+        ):
             self._forget(host)
             self._go_on(agent)
 
@@ -230,7 +289,8 @@ class Agents:
             self._socket.close()
 
     def close(self, timeout_s: float = _END_S) -> None:
-        """End all agents and their workers, unless they are another's; returns within the time-out."""
+        """End all agents and their workers, unless they are another's; returns within the
+        time-out."""
         if self._is_over:
             return
         self._to_all(End())
@@ -350,7 +410,9 @@ class Agents:
             self._joined(agent.join.name, agent)
 
     def _joined(self, name: str, agent: HostAgent) -> None:
-        self._events.append({"event": "joined", "name": name, "host": agent.host, "processes": dict(agent.handed)})
+        self._events.append(
+            {"event": "joined", "name": name, "host": agent.host, "processes": dict(agent.handed)}
+        )
 
     def _left(self, name: str, agent: HostAgent, cause: str) -> None:
         """It is not there any more, or nobody reaches it."""
@@ -364,7 +426,9 @@ class Agents:
     def _forget(self, host: str) -> None:
         """What was asked of a host is nobody's wish any more."""
         self._socket.forget(self._hosts[host].identity)
-        self._spawns = {worker: each for worker, each in self._spawns.items() if host_of(each) != host}
+        self._spawns = {
+            worker: each for worker, each in self._spawns.items() if host_of(each) != host
+        }
 
     # Messages
 

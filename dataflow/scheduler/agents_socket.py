@@ -25,19 +25,26 @@ class AgentsSocket:
     """
 
     def __init__(
-        self, listen: str, keys: RunKeys, number: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        listen: str,
+        keys: RunKeys,
+        number: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """listen: an address of this machine, with a port or without. number: how many schedulers there were before.
-        Errors: RunError where it cannot listen there."""
+        """listen: an address of this machine, with a port or without. number: how many schedulers
+        there were before. Errors: RunError where it cannot listen there."""
         self._clock, self._first_session = clock, first_session(number)
         self._peers: dict[bytes, Numbered] = {}
         self._guard = Guard(keys.receivers)
         self.socket: zmq.Socket[bytes] = self._guard.context.socket(zmq.ROUTER)
         for option, value in (
-            (zmq.LINGER, 0), (zmq.MAXMSGSIZE, MESSAGE_BYTES), (zmq.ROUTER_MANDATORY, 1),
-            (zmq.ROUTER_HANDOVER, 1), (zmq.SNDHWM, 0),
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, MESSAGE_BYTES),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.ROUTER_HANDOVER, 1),
+            (zmq.SNDHWM, 0),
             (zmq.IPV6, int(listen.count(":") > 1)),
-        ):  # fmt: skip
+        ):
             self.socket.set(option, value)
         self._guard.protect(self.socket)
         try:
@@ -45,18 +52,20 @@ class AgentsSocket:
         except zmq.ZMQError as error:
             self.close()
             raise RunError(
-                f"the scheduler cannot listen for agents at {listen}: {error.strerror}; give an address of this "
-                f"machine (and no port, or one that nobody has)"
+                f"the scheduler cannot listen for agents at {listen}: {error.strerror}; give an"
+                " address of this machine (and no port, or one that nobody has)"
             ) from None
         bound = self.socket.last_endpoint
         assert isinstance(bound, bytes), "what ZeroMQ says of a bound socket"
         self.address = bound.decode()
 
     def send(self, identity: bytes, message: ToAgent) -> bool:
-        """Whether there is a connection that it could go over; where there is none, it waits for the next."""
+        """Whether there is a connection that it could go over; where there is none, it waits for
+        the next."""
         peer = self._peer(identity)
         return self._send(
-            identity, peer.frames(TO_AGENT.encode(message), self._clock(), is_kept=not is_repeated(message))
+            identity,
+            peer.frames(TO_AGENT.encode(message), self._clock(), is_kept=not is_repeated(message)),
         )
 
     def forget(self, identity: bytes) -> None:
@@ -68,8 +77,8 @@ class AgentsSocket:
         self._peers.pop(identity, None)
 
     def received(self, refused: Callable[[str, str], object]) -> list[tuple[bytes, FromAgent]]:
-        """What has come, and no more at once than can be done soon. refused: told who sent what is no message, and why
-        it is none."""
+        """What has come, and no more at once than can be done soon. refused: told who sent what is
+        no message, and why it is none."""
         found: list[tuple[bytes, FromAgent]] = []
         while len(found) < _AT_ONCE and self.socket.poll(0):
             identity, *frames = self.socket.recv_multipart()

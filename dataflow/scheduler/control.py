@@ -1,4 +1,5 @@
-"""The scheduler at run time: what happens goes to the reducer of its table, and what that decides is done.
+"""The scheduler at run time: what happens goes to the reducer of its table, and what that decides
+is done.
 
 No rollout and no weight passes through it.
 """
@@ -61,27 +62,39 @@ class Scheduler:
     """One run.
 
     consumes: messages of the workers; what the forkserver tells of their processes; requests
-    produces: messages to workers, processes, signals; replies; lines of faults.jsonl; the snapshot of its table
-    waits for: the workers, each wait with a deadline
-    unblocked by: their messages; a worker that dies, fails, hangs or is stuck is started again, as `recovery` says. It
-        ends the run with its cause when that is hopeless, when it says why it cannot start, and a trainer at the end
+    produces: messages to workers, processes, signals; replies; lines of faults.jsonl; the snapshot
+    of its table waits for: the workers, each wait with a deadline
+    unblocked by: their messages; a worker that dies, fails, hangs or is stuck is started again, as
+    `recovery` says. It
+        ends the run with its cause when that is hopeless, when it says why it cannot start, and a
+        trainer at the end
     """
 
     def __init__(
-        self, graph: Graph, plan: Plan, settings: Settings, *, limits: Limits | None = None,
-        clock: Callable[[], float] = time.monotonic, server: ControlServer | None = None,
-        left: Mapping[str, Any] | None = None, standby: Callable[[], int] | None = None,
-    ) -> None:  # fmt: skip
-        """Without a server, fork the forkserver: call this before there are threads. limits: those of the settings when
-        None. left: the snapshot of the scheduler before, whose workers the server has. standby: as `ControlServer`
-        has it."""
+        self,
+        graph: Graph,
+        plan: Plan,
+        settings: Settings,
+        *,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        server: ControlServer | None = None,
+        left: Mapping[str, Any] | None = None,
+        standby: Callable[[], int] | None = None,
+    ) -> None:
+        """Without a server, fork the forkserver: call this before there are threads. limits: those
+        of the settings when None. left: the snapshot of the scheduler before, whose workers the
+        server has. standby: as `ControlServer` has it."""
         limits = limits or settings.limits
         self._clock = clock
-        self.table = Table(graph=graph, plan=plan, limits=limits, folder=settings.folder, watched_at=clock())
+        self.table = Table(
+            graph=graph, plan=plan, limits=limits, folder=settings.folder, watched_at=clock()
+        )
         self.notices: list[str] = []
         """What the user may want to read, oldest first; whoever shows it takes it out."""
         self.crossed: CrossedByFile = {}
-        """What has crossed the edges, as workers of this machine counted it to their ends; known once it is closed."""
+        """What has crossed the edges, as workers of this machine counted it to their ends; known
+        once it is closed."""
         self._faults = Faults(settings.folder, clock, self.notices)
         self._request_log = RequestLog(settings.folder, self.notices.append)
         self._wish, self._stop_s = False, limits.stop_s
@@ -92,9 +105,14 @@ class Scheduler:
             keys = made.to_plain() if made else {}
             work = ForkWorkload.of(graph, plan)
             server = ControlServer(
-                work.main, work.environment, work.preload, settings.listen, made, standby,
+                work.main,
+                work.environment,
+                work.preload,
+                settings.listen,
+                made,
+                standby,
                 f"{settings.folder}/logs" if settings.folder else "",
-            )  # fmt: skip
+            )
         elif server.keys is not None:
             keys = server.keys.to_plain()
         self._left = left
@@ -103,20 +121,28 @@ class Scheduler:
             self.table.take_up(left["table"])
         self._settings = dataclasses.replace(settings, keys=keys, limits=limits)
         self._server, self.check = server, server.check
-        self.snapshot = SnapshotFile(server.left, {"table": self.table.to_plain}, server.number, self._clock)
+        self.snapshot = SnapshotFile(
+            server.left, {"table": self.table.to_plain}, server.number, self._clock
+        )
         server.ahead, server.told = self._leave_snapshot, self.notices.append
         self.stall_watch = StallWatch(self.table, self._send, settings, clock)
         self._swap_requests = SwapRequests(
-            self.table, server, lambda record: self._of(record, record.host),
-            swap_in=lambda swap: self._apply(events.SwapIn(swap)), reply=self._reply, clock=clock,
-        )  # fmt: skip
-
+            self.table,
+            server,
+            lambda record: self._of(record, record.host),
+            swap_in=lambda swap: self._apply(events.SwapIn(swap)),
+            reply=self._reply,
+            clock=clock,
+        )
         self._knob_requests = KnobRequests(
             self.table, lambda changes: self._apply(events.SetIn(changes)), self._reply, clock
-        )  # fmt: skip
+        )
         self._checkpoint_requests = CheckpointRequests(
-            self.table, lambda number: self._apply(events.WishCheckpoint(number)), self._reply, clock
-        )  # fmt: skip
+            self.table,
+            lambda number: self._apply(events.WishCheckpoint(number)),
+            self._reply,
+            clock,
+        )
 
     @property
     def address(self) -> str:
@@ -129,7 +155,8 @@ class Scheduler:
         return self._server.folder
 
     def start(self, progress: Callable[[Collection[str]], None] = lambda late: None) -> None:
-        """Start all workers, light ones first, until all are ready; or go on with those of the scheduler before.
+        """Start all workers, light ones first, until all are ready; or go on with those of the
+        scheduler before.
 
         progress: told who is not ready. Errors: RunError."""
         if self._left is not None:
@@ -141,22 +168,28 @@ class Scheduler:
             progress([record.name for record in self.table if record.life is not Life.READY])
 
     def scale(self, wishes: Mapping[str, int]) -> dict[str, dict[str, int]]:
-        """Let processes of nodes join, or leave when they have done what they have, until each node has so many; what
-        they have now.
+        """Let processes of nodes join, or leave when they have done what they have, until each node
+        has so many; what they have now.
 
         Raises GraphError when a node cannot have them, RunError when the run is ending.
         """
         if self.table.is_ending:
-            raise RunError(f"the run is ending, and {dict(wishes)} would come too late; start another run")
+            raise RunError(
+                f"the run is ending, and {dict(wishes)} would come too late; start another run"
+            )
         scaling.check(self.table, wishes)
         self._apply(events.Wish(wishes))
         return {node: scaling.replicas(self.table, node) for node in wishes}
 
     @property
     def heartbeats(self) -> dict[str, Mapping[str, Any]]:
-        """The last that every worker said of itself, those that left included; `member` tells how it is in the run."""
+        """The last that every worker said of itself, those that left included; `member` tells how
+        it is in the run."""
         return {
-            record.name: {**record.told, "member": "restarting" if record.is_away else str(record.membership)}
+            record.name: {
+                **record.told,
+                "member": "restarting" if record.is_away else str(record.membership),
+            }
             for record in self.table
         }
 
@@ -188,7 +221,11 @@ class Scheduler:
         """Answer a request; one that would change the run is put on record."""
         if not isinstance(request, TellFacts):
             self._request_log.write(
-                request.by, in_short(request), self.table.run.step, outcome(reply), refused=isinstance(reply, Refused)
+                request.by,
+                in_short(request),
+                self.table.run.step,
+                outcome(reply),
+                refused=isinstance(reply, Refused),
             )
         self._server.reply(client, reply)
 
@@ -204,13 +241,13 @@ class Scheduler:
                 self._server.seek(host.facts.name)
 
     def wish_drain(self, stop_s: float = math.inf) -> None:
-        """Ask to finish the step under way, write a checkpoint and end; may be called from a signal handler. stop_s:
-        for workers to wind down after that, if it is less than `Limits.stop_s`."""
+        """Ask to finish the step under way, write a checkpoint and end; may be called from a signal
+        handler. stop_s: for workers to wind down after that, if it is less than `Limits.stop_s`."""
         self._wish, self._stop_s = True, min(self._stop_s, stop_s)
 
     def close(self) -> None:
-        """Stop the workers, by force after the limit; leave no process and no socket behind. Errors: Replaced: they are
-        another scheduler's, and nothing of the run was touched."""
+        """Stop the workers, by force after the limit; leave no process and no socket behind.
+        Errors: Replaced: they are another scheduler's, and nothing of the run was touched."""
         try:
             self.check()
             self._apply(events.Shutdown())
@@ -266,7 +303,9 @@ class Scheduler:
                 self._apply(events.HostLost(event["name"], event["cause"]))
             case "joined":
                 processes = {
-                    each.name: events.KeptProcess(each.settings["attempt"], each.pid, each.alive, each.status)
+                    each.name: events.KeptProcess(
+                        each.settings["attempt"], each.pid, each.alive, each.status
+                    )
                     for each in event["processes"].values()
                 }
                 self._apply(events.HostJoined(event["host"], processes))
@@ -276,7 +315,9 @@ class Scheduler:
     def _keep_before_leave(self, host: str) -> None:
         """A host was asked to end: what is trained by then is not lost with it."""
         if self.table.begun and not self.table.is_ending:
-            self.notices.append(f"host '{host}' was asked to end, and leaves; trainers write a checkpoint before")
+            self.notices.append(
+                f"host '{host}' was asked to end, and leaves; trainers write a checkpoint before"
+            )
             self._apply(events.WishCheckpoint(self.table.run.checkpoint + 1))
 
     def _note_process(self, event: Mapping[str, Any]) -> None:
@@ -284,9 +325,18 @@ class Scheduler:
         if event["event"] == "exited":
             self._swap_requests.ended(event["name"])
         failed = event["event"] == "exited" and event["status"] > 0
-        if failed and record is not None and record.is_live and record.life not in (Life.DYING, Life.ENDING):
+        if (
+            failed
+            and record is not None
+            and record.is_live
+            and record.life not in (Life.DYING, Life.ENDING)
+        ):
             self._receive(self._server.drain(_DRAIN_S))
-        self._apply(events.ProcessEvent(event["name"], event["event"], event["status"], event.get("host", "")))
+        self._apply(
+            events.ProcessEvent(
+                event["name"], event["event"], event["status"], event.get("host", "")
+            )
+        )
 
     def _apply(self, event: events.Event) -> None:
         for command in reduce(self.table, event, self._clock()):
@@ -314,7 +364,13 @@ class Scheduler:
             case events.NotifyUser():
                 self.notices.append(command.text)
             case events.FaultNoticed():
-                self._faults.noticed(command.worker, command.cause, command.attempt, command.heard_at, command.rollouts)
+                self._faults.noticed(
+                    command.worker,
+                    command.cause,
+                    command.attempt,
+                    command.heard_at,
+                    command.rollouts,
+                )
             case events.FaultRecovered():
                 self._faults.recovered(command.worker, command.notice)
             case events.Refuse():
@@ -329,11 +385,15 @@ class Scheduler:
         """Ask the forkserver for a process."""
         record, graph = self.table.workers[command.name], self.table.graph
         settings = dataclasses.replace(
-            self._of(record, record.host), device=seating.device(self.table, record), senders=command.senders or {},
+            self._of(record, record.host),
+            device=seating.device(self.table, record),
+            senders=command.senders or {},
             at=record.at if record.received_at == record.host else {},
-        )  # fmt: skip
+        )
         trains = any(graph.operators[node].trains for node in record.nodes)
-        self._server.spawn(record.name, settings.to_plain(), not graph.is_light(record.nodes), trains)
+        self._server.spawn(
+            record.name, settings.to_plain(), not graph.is_light(record.nodes), trains
+        )
 
     def _start_ranks(self, command: events.StartRanks) -> None:
         """Ask the forkservers of its other hosts for a process of a worker's ranks."""
@@ -341,17 +401,25 @@ class Scheduler:
         for host in dict.fromkeys(record.rank_hosts):
             if host != record.host:
                 settings = dataclasses.replace(self._of(record, host), ranks_at=command.at)
-                self._server.spawn(_of_ranks(record.name, record.attempt, host), settings.to_plain(), True)
+                self._server.spawn(
+                    _of_ranks(record.name, record.attempt, host), settings.to_plain(), True
+                )
 
     def _of(self, record: WorkerRecord, host: str) -> Settings:
         """The settings of a worker, or of its ranks on another host."""
         given: Mapping[str, Any] = self._server.place(host)
         return dataclasses.replace(
-            self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt, host=host,
-            rank_hosts=record.rank_hosts, swaps=swapping.own(self.table, record),
+            self._settings,
+            worker=record.worker,
+            replica=record.replica,
+            attempt=record.attempt,
+            host=host,
+            rank_hosts=record.rank_hosts,
+            swaps=swapping.own(self.table, record),
             changes=tuple(self.table.changes),
-            rank_devices=seating.rank_devices(self.table, record) if record.rank_hosts else (), **given,
-        )  # fmt: skip
+            rank_devices=seating.rank_devices(self.table, record) if record.rank_hosts else (),
+            **given,
+        )
 
     def _leave_snapshot(self) -> None:
         """For the next scheduler, before what was decided is sent."""

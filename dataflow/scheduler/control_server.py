@@ -1,4 +1,5 @@
-"""What the scheduler has in its hands: the socket to its workers, the forkserver, the folder of the run's sockets."""
+"""What the scheduler has in its hands: the socket to its workers, the forkserver, the folder of the
+run's sockets."""
 
 import dataclasses
 import logging
@@ -42,7 +43,8 @@ _LIVES_S = 0.25
 """Between two signs of life for the forkserver."""
 _REMEMBERED = 100
 _LEFT = "left"
-"""In the run folder, where the run has hosts: what a scheduler leaves for another one, be it on another host."""
+"""In the run folder, where the run has hosts: what a scheduler leaves for another one, be it on
+another host."""
 _TAKEOVER = "takeover"
 """In the folder: where the next scheduler asks for the workers."""
 
@@ -51,7 +53,8 @@ class ControlServer:
     """Messages and processes; decides nothing.
 
     consumes: messages of workers, requests; events of the forkserver
-    produces: all of them as values; messages to workers, processes, signals: what was decided leaves with the next
+    produces: all of them as values; messages to workers, processes, signals: what was decided
+    leaves with the next
         `wait`
     waits for: either, so long as it is told to
     unblocked by: either
@@ -64,23 +67,46 @@ class ControlServer:
     """Of the workers that were taken over, as `TakenOverForkserver` says."""
 
     def __init__(
-        self, main: Main, environment: Mapping[str, str], preload: Callable[[], None], listen: str = "",
-        keys: RunKeys | None = None, standby: Callable[[], int] | None = None, logs: str = "",
-    ) -> None:  # fmt: skip
-        """Fork the forkserver, which runs `main` in every worker; call this before the process has threads.
+        self,
+        main: Main,
+        environment: Mapping[str, str],
+        preload: Callable[[], None],
+        listen: str = "",
+        keys: RunKeys | None = None,
+        standby: Callable[[], int] | None = None,
+        logs: str = "",
+    ) -> None:
+        """Fork the forkserver, which runs `main` in every worker; call this before the process has
+        threads.
 
-        listen: where workers speak to the scheduler, with `keys`; empty: in the folder, as requests always are.
-        standby: runs a scheduler in the place of this process when it has died. logs: folder for the forkserver's.
-        """
+        listen: where workers speak to the scheduler, with `keys`; empty: in the folder, as requests
+        always are. standby: runs a scheduler in the place of this process when it has died. logs:
+        folder for the forkserver's."""
         folder = socket_folder.make()
         forkserver = ForkserverClient(
-            main, environment, preload, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True),
-            takeover=str(folder / _TAKEOVER), standby=standby, log=str(Path(logs) / "forkserver.log") if logs else "",
-        )  # fmt: skip
+            main,
+            environment,
+            preload,
+            clean_up=lambda: shutil.rmtree(folder, ignore_errors=True),
+            takeover=str(folder / _TAKEOVER),
+            standby=standby,
+            log=str(Path(logs) / "forkserver.log") if logs else "",
+        )
         control = endpoint(listen) if listen else f"ipc://{folder}/control"
-        self._open(folder, forkserver, Whereabouts(control=control, commands=f"ipc://{folder}/commands"), keys)
+        self._open(
+            folder,
+            forkserver,
+            Whereabouts(control=control, commands=f"ipc://{folder}/commands"),
+            keys,
+        )
 
-    def _open(self, folder: Path, forkserver: ForkserverClient | Agents, at: Whereabouts, keys: RunKeys | None) -> None:
+    def _open(
+        self,
+        folder: Path,
+        forkserver: ForkserverClient | Agents,
+        at: Whereabouts,
+        keys: RunKeys | None,
+    ) -> None:
         self.folder, self._forkserver = folder, forkserver
         self.left = folder
         """Where the scheduler leaves what the next scheduler has to know."""
@@ -96,7 +122,8 @@ class ControlServer:
         """Of the run, where it listens at an address."""
         self._guard = None if keys is None else Guard(keys.receivers)
         self._router, self._requests = self._router_at(at.control), self._router_at(at.commands)
-        self._router.set(zmq.ROUTER_HANDOVER, 1)  # an attempt takes the name over from the one before it
+        # an attempt takes the name over from the one before it
+        self._router.set(zmq.ROUTER_HANDOVER, 1)
         self._refused: set[str] = set()
         self.requests = self._listen(self._requests, at.commands)
         """Where requests are taken."""
@@ -109,7 +136,9 @@ class ControlServer:
         self._poller.register(self._requests, zmq.POLLIN)
         self._poller.register(self._forkserver.pollable, zmq.POLLIN)
 
-    def wait(self, wait_s: float) -> tuple[list[Received], list[tuple[Client, Request]], list[Event]]:
+    def wait(
+        self, wait_s: float
+    ) -> tuple[list[Received], list[tuple[Client, Request]], list[Event]]:
         """What workers and clients have sent, and what the forkserver tells, within `wait_s`.
 
         Errors: Replaced, before anything is sent or taken in."""
@@ -132,14 +161,16 @@ class ControlServer:
         return messages, requests, events
 
     def check(self) -> None:
-        """Whether this is still the scheduler's: it may have been stopped at any time, and for long. Errors:
-        Replaced."""
+        """Whether this is still the scheduler's: it may have been stopped at any time, and for
+        long. Errors: Replaced."""
         self._events += self._forkserver.events()
 
     def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Received]:
         """What workers send until nobody sends anything for `pause_s`, or for `wait_s`."""
         deadline = time.monotonic() + wait_s
-        while (left := deadline - time.monotonic()) > 0 and self._router.poll(math.ceil(1000 * min(pause_s, left))):
+        while (left := deadline - time.monotonic()) > 0 and self._router.poll(
+            math.ceil(1000 * min(pause_s, left))
+        ):
             yield from self._heard()
 
     def send(self, to: str, message: ToWorker, host: str = "") -> None:
@@ -166,7 +197,8 @@ class ControlServer:
 
     @property
     def sockets(self) -> list[Path]:
-        """The folders in which workers have their sockets, and count; those of other machines are not here."""
+        """The folders in which workers have their sockets, and count; those of other machines are
+        not here."""
         return [self.folder]
 
     def clear(self, host: str) -> None:
@@ -177,7 +209,9 @@ class ControlServer:
         """Have a host that was given up say what it has, should it be there."""
         raise AssertionError("this machine is no host that could be lost")
 
-    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
+    def spawn(
+        self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False
+    ) -> None:
         """Ask for a process; as `ForkserverClient.spawn`."""
         self._outgoing.append(lambda: self._forkserver.spawn(name, settings, heavy, keeps))
 
@@ -229,7 +263,8 @@ class ControlServer:
         except zmq.ZMQError as error:
             self.close()
             raise RunError(
-                f"the scheduler cannot listen at {address}: {error.strerror}; give an address of this machine"
+                f"the scheduler cannot listen at {address}: {error.strerror}; give an address of"
+                " this machine"
             ) from None
         endpoint = router.last_endpoint
         assert isinstance(endpoint, bytes), "what ZeroMQ says of a bound socket"
@@ -273,26 +308,35 @@ class ControlServer:
 
 
 class HostsControlServer(ControlServer):
-    """Where the workers are on several hosts, with an agent on each; perhaps those of a scheduler that has ended."""
+    """Where the workers are on several hosts, with an agent on each; perhaps those of a scheduler
+    that has ended."""
 
     def __init__(
-        self, agents: Agents, folder: Path, ledger: str = "", holds: Callable[[], None] = lambda: None
+        self,
+        agents: Agents,
+        folder: Path,
+        ledger: str = "",
+        holds: Callable[[], None] = lambda: None,
     ) -> None:
-        """Speak to the workers of these agents. folder: of the run, which all hosts see. ledger: where its service is
-        asked. holds: raises Replaced once somebody else holds the run."""
+        """Speak to the workers of these agents. folder: of the run, which all hosts see. ledger:
+        where its service is asked. holds: raises Replaced once somebody else holds the run."""
         self._agents, self.number, self._holds = agents, agents.number, holds
         self._sockets: set[Path] = set()
         agents.told = lambda text: self.told(text)
         left, anywhere = folder / _LEFT, endpoint(agents.host)
         left.mkdir(exist_ok=True)
-        self._open(left, agents, Whereabouts(control="", commands=anywhere, ledger=ledger), agents.keys)
+        self._open(
+            left, agents, Whereabouts(control="", commands=anywhere, ledger=ledger), agents.keys
+        )
 
     def check(self) -> None:
         """As `ControlServer.check`."""
         self._holds()
         super().check()
 
-    def take_over(self, begin: Begin, ours: Built | None, hosts: Collection[str], within_s: float) -> bool:
+    def take_over(
+        self, begin: Begin, ours: Built | None, hosts: Collection[str], within_s: float
+    ) -> bool:
         """As `Agents.take_over`."""
         came = self._agents.take_over(begin, ours, hosts, within_s)
         self.alone_s = self._agents.alone_s
@@ -306,7 +350,8 @@ class HostsControlServer(ControlServer):
     @property
     def sockets(self) -> list[Path]:
         """As `ControlServer.sockets`; of hosts that were lost, too."""
-        for host in self._agents.hosts:  # a scheduler that has taken over may have placed nobody there
+        # a scheduler that has taken over may have placed nobody there
+        for host in self._agents.hosts:
             self.place(host.name)
         return sorted(self._sockets)
 
@@ -326,7 +371,11 @@ class HostsControlServer(ControlServer):
         """As `ControlServer.place`."""
         place = self._agents.place(host)
         self._sockets.add(Path(place["sockets"]))
-        return {"control": relay.address(place["sockets"]), "ledger": self.whereabouts.ledger, **place}
+        return {
+            "control": relay.address(place["sockets"]),
+            "ledger": self.whereabouts.ledger,
+            **place,
+        }
 
     def send(self, to: str, message: ToWorker, host: str = "") -> None:
         """As `ControlServer.send`; heartbeats are answered by the agents."""
@@ -352,19 +401,25 @@ class TakenOverControlServer(ControlServer):
     """That of a scheduler that has ended, or was replaced, with its workers."""
 
     def __init__(self, folder: Path) -> None:
-        """Take the workers over that have their sockets in `folder`. Errors: RunError when there are none any more."""
+        """Take the workers over that have their sockets in `folder`. Errors: RunError when there
+        are none any more."""
         forkserver = TakenOverForkserver(str(folder / _TAKEOVER))
         self.handed, self.alone_s = forkserver.handed, forkserver.alone_s
         self.number, self.lives = forkserver.number, forkserver.lives
         settings = self.handed[0]["settings"] if self.handed else {}
-        self._open(folder, forkserver, self._place(folder), RunKeys.from_plain(settings.get("keys", {})))
+        self._open(
+            folder, forkserver, self._place(folder), RunKeys.from_plain(settings.get("keys", {}))
+        )
 
     def _place(self, folder: Path) -> Whereabouts:
-        """That of the scheduler before, where everybody looks first; another one while it is there itself."""
+        """That of the scheduler before, where everybody looks first; another one while it is there
+        itself."""
         before = Whereabouts.read(folder)
         if before is not None and not self.lives:
             return before
-        control, commands = (f"ipc://{folder}/{name}-{self.number}" for name in ("control", "commands"))
+        control, commands = (
+            f"ipc://{folder}/{name}-{self.number}" for name in ("control", "commands")
+        )
         if before is not None and before.control.startswith("tcp:"):
             control = f"{before.control.rpartition(':')[0]}:*"
         return Whereabouts(control=control, commands=commands)

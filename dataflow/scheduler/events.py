@@ -1,4 +1,5 @@
-"""What happens to the table of workers, and what is to be done about it: values on both sides of the reducer."""
+"""What happens to the table of workers, and what is to be done about it: values on both sides of
+the reducer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,16 +31,16 @@ class KeptProcess:
 
 @dataclass(frozen=True)
 class TakeOver:
-    """The table is that of a scheduler that has ended, and these are its workers, by name; those that sit on a host are
-    told when that has joined."""
+    """The table is that of a scheduler that has ended, and these are its workers, by name; those
+    that sit on a host are told when that has joined."""
 
     processes: Mapping[str, KeptProcess]
 
 
 @dataclass(frozen=True)
 class HostJoined:
-    """The agent of a host is there, and keeps these processes of workers, by name. One that was started anew, and lost
-    those that it had, is told as lost before."""
+    """The agent of a host is there, and keeps these processes of workers, by name. One that was
+    started anew, and lost those that it had, is told as lost before."""
 
     host: Host
     processes: Mapping[str, KeptProcess] = field(default_factory=dict)
@@ -131,10 +132,22 @@ class Tick:
 
 
 Event: TypeAlias = (
-    RunBegins | TakeOver | HostJoined | HostHeard | HostLost | Received | ProcessEvent | ForkserverGone | Wish | SwapIn
-    | SetIn | WishCheckpoint | Drain | Shutdown | Tick
-)  # fmt: skip
-
+    RunBegins
+    | TakeOver
+    | HostJoined
+    | HostHeard
+    | HostLost
+    | Received
+    | ProcessEvent
+    | ForkserverGone
+    | Wish
+    | SwapIn
+    | SetIn
+    | WishCheckpoint
+    | Drain
+    | Shutdown
+    | Tick
+)
 # Commands
 
 
@@ -149,7 +162,8 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class StartRanks:
-    """Start the processes of a worker's ranks on other hosts than its own, for the attempt that its record has."""
+    """Start the processes of a worker's ranks on other hosts than its own, for the attempt that its
+    record has."""
 
     name: str
     at: str
@@ -182,7 +196,8 @@ class Signal:
 
 @dataclass(frozen=True)
 class Clear:
-    """End all processes of workers that a host has; when they have ended its agent says anew that it is there."""
+    """End all processes of workers that a host has; when they have ended its agent says anew that
+    it is there."""
 
     host: str
 
@@ -235,6 +250,16 @@ class EndRun:
 
 
 Command: TypeAlias = (
-    StartWorker | StartRanks | EndRanks | Send | Signal | Clear | Outlive | NotifyUser | FaultNoticed
-    | FaultRecovered | Refuse | EndRun
-)  # fmt: skip
+    StartWorker
+    | StartRanks
+    | EndRanks
+    | Send
+    | Signal
+    | Clear
+    | Outlive
+    | NotifyUser
+    | FaultNoticed
+    | FaultRecovered
+    | Refuse
+    | EndRun
+)

@@ -1,4 +1,5 @@
-"""Executes a planned run, in processes or in one, and leaves its times, its curve and its trace in the folder."""
+"""Executes a planned run, in processes or in one, and leaves its times, its curve and its trace in
+the folder."""
 
 import contextlib
 import math
@@ -27,7 +28,11 @@ from dataflow.graph import Graph
 from dataflow.history.resume import Begun
 from dataflow.planning.plan import Plan
 from dataflow.scheduler.control import Scheduler
-from dataflow.scheduler.control_server import ControlServer, HostsControlServer, TakenOverControlServer
+from dataflow.scheduler.control_server import (
+    ControlServer,
+    HostsControlServer,
+    TakenOverControlServer,
+)
 from dataflow.scheduler.inline import InlineRun
 from dataflow.scheduler.progress import ProgressWatch
 from dataflow.scheduler.state_machine import RunStateMachine
@@ -54,7 +59,8 @@ def activity_every(seconds: float) -> float:
 
 _KILLED_SOON_S = 2.0
 TIMES_S = 5.0
-"""Between two times that the seconds so far are written: so many a run that is killed does not know of."""
+"""Between two times that the seconds so far are written: so many a run that is killed does not know
+of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +89,17 @@ class Taken:
 
     @property
     def away_s(self) -> float:
-        """By how much this machine's clock is ahead of the run's. The scheduler of a run over hosts was on another
-        machine: the run's clock goes on where it stood, after the time that agents have waited by theirs."""
+        """By how much this machine's clock is ahead of the run's. The scheduler of a run over hosts
+        was on another machine: the run's clock goes on where it stood, after the time that agents
+        have waited by theirs."""
         if isinstance(self.server, HostsControlServer):
             return time.monotonic() - float(self.left["at"]) - self.server.alone_s
         return float(self.left.get("away_s", 0.0))
 
 
 def take(folder: RunFolder, may_go_on: bool = True) -> Taken | None:
-    """The workers of a run whose scheduler has died; None where there are none, or none that could be gone on with:
-    those are ended. may_go_on: whether the run is to go on as it was."""
+    """The workers of a run whose scheduler has died; None where there are none, or none that could
+    be gone on with: those are ended. may_go_on: whether the run is to go on as it was."""
     place = socket_folder.of(folder)
     if place is None:
         return None
@@ -108,8 +115,8 @@ def take(folder: RunFolder, may_go_on: bool = True) -> Taken | None:
 
 
 class Times:
-    """times.json, of all parts of the run together; written on the way too, as a run that is killed says nothing.
-    Beside it activity.jsonl: what each node had done by then, now and then."""
+    """times.json, of all parts of the run together; written on the way too, as a run that is killed
+    says nothing. Beside it activity.jsonl: what each node had done by then, now and then."""
 
     def __init__(self, folder: RunFolder, begun: Begun) -> None:
         self._folder, self._begun = folder, begun
@@ -124,16 +131,19 @@ class Times:
             self._noted = time.monotonic()
             self._folder.note_activity(watch.seconds, watch.activity, watch.crossed)
 
-    def write(self, outcome: str, watch: ProgressWatch | None = None, *, flush: bool = True) -> None:
-        """Seconds, by node seconds at work, and by data edge what has crossed it, of this part, if it has begun, and of
-        those before it."""
+    def write(
+        self, outcome: str, watch: ProgressWatch | None = None, *, flush: bool = True
+    ) -> None:
+        """Seconds, by node seconds at work, and by data edge what has crossed it, of this part, if
+        it has begun, and of those before it."""
         before = self._begun
         found = {
-            "outcome": outcome, "seconds": before.seconds + (watch.seconds if watch else 0.0),
+            "outcome": outcome,
+            "seconds": before.seconds + (watch.seconds if watch else 0.0),
             "busy_seconds": _added(before.busy_seconds, watch.busy_seconds if watch else {}),
             "beside_seconds": _added(before.beside_seconds, watch.beside_seconds if watch else {}),
             "edges": total([{"before": before.edges}, {"now": watch.crossed if watch else {}}]),
-        }  # fmt: skip
+        }
         self._folder.write_json("times.json", found, flush=flush)
 
 
@@ -154,7 +164,8 @@ class RunSpec:
     taken: Taken | None = None
     """The workers that do it already."""
     server: ControlServer | None = None
-    """That speaks to the agents of the run's hosts, which are ready; None: all workers are on this machine."""
+    """That speaks to the agents of the run's hosts, which are ready; None: all workers are on this
+    machine."""
     track: Sequence[ChosenTracker] = ()
     """Who is told of it elsewhere."""
     standby: Callable[[], int] | None = None
@@ -173,11 +184,14 @@ def execute(run: RunSpec) -> TrainingResult:
         with _told_if_it_fails(times, watch):
             outcome = (
                 _inline(run, watch, times, notices, following)
-                if run.in_one_process else _processes(run, watch, times, clock, notices, following)
-            )  # fmt: skip
+                if run.in_one_process
+                else _processes(run, watch, times, clock, notices, following)
+            )
         times.write("stopped" if outcome.stopped else "finished", watch)
         marks = [(change.step, change.mark) for change in read_live_changes(folder)]
-        folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), run.graph.name, marks))
+        folder.extras.write(
+            folder.path / "curve.svg", reward_curve_svg(watch.curve(), run.graph.name, marks)
+        )
         merge(folder)
     finally:
         following.close()
@@ -188,7 +202,8 @@ def execute(run: RunSpec) -> TrainingResult:
 
 @contextlib.contextmanager
 def _told_if_it_fails(times: Times, watch: ProgressWatch) -> Iterator[None]:
-    """Write how far it was when it fails; where another scheduler has the run, that is its to tell."""
+    """Write how far it was when it fails; where another scheduler has the run, that is its to
+    tell."""
     try:
         yield
     except Replaced:
@@ -200,12 +215,19 @@ def _told_if_it_fails(times: Times, watch: ProgressWatch) -> Iterator[None]:
 
 
 def _processes(
-    run: RunSpec, watch: ProgressWatch, times: Times, clock: RunClock, notices: list[str], following: TrackersOfRun
+    run: RunSpec,
+    watch: ProgressWatch,
+    times: Times,
+    clock: RunClock,
+    notices: list[str],
+    following: TrackersOfRun,
 ) -> TrainingResult:
     scheduler = _scheduler(run, watch, clock)
     scheduler.snapshot.parts |= {
-        "begun": lambda: asdict(run.begun), "watch": watch.to_plain, "away_s": lambda: clock.away_s,
-    }  # fmt: skip
+        "begun": lambda: asdict(run.begun),
+        "watch": watch.to_plain,
+        "away_s": lambda: clock.away_s,
+    }
     folder = RunFolder.open(run.settings.folder, Extras(notices.append))
 
     def look() -> None:
@@ -219,9 +241,11 @@ def _processes(
     seldom, stopping = Seldom(), StopSignals(scheduler.wish_drain)
     with showing(sys.stdout, quiet=run.quiet) as view:
         with (
-            stopping.heard(view.message), _closing(scheduler, watch, folder), _stacks_wished(scheduler),
+            stopping.heard(view.message),
+            _closing(scheduler, watch, folder),
+            _stacks_wished(scheduler),
             _suspends(scheduler, clock),
-        ):  # fmt: skip
+        ):
             asked_at = {"address": scheduler.address, "pid": os.getpid(), "machine": machine()}
             socket_folder.mark(scheduler.folder, folder)
             folder.write_json(socket_folder.CONTROL, asked_at)
@@ -235,7 +259,8 @@ def _processes(
                 view.message("bringing what the hosts have made into the run folder")
                 if stays := _bring_home(run, folder, disks):
                     view.message(stays)
-        # By now nobody waits for a sign of this process, whom a standby would replace while it waits for trackers.
+        # By now nobody waits for a sign of this process, whom a standby would replace while it
+        # waits for trackers.
         following.end(_how_ended(scheduler.table.run), view.message, stopping.within_s)
     return _outcome(watch, scheduler.table.run)
 
@@ -257,10 +282,16 @@ def _bring_home(run: RunSpec, folder: RunFolder, disks: Mapping[str, str]) -> st
     assert server is not None and server.keys is not None, "a run over hosts has keys"
     try:
         with LedgerClient(
-            folder.ledger, server.whereabouts.ledger, worker="scheduler", holder=run.settings.holder, keys=server.keys,
+            folder.ledger,
+            server.whereabouts.ledger,
+            worker="scheduler",
+            holder=run.settings.holder,
+            keys=server.keys,
             disks=disks,
-        ) as ledger:  # fmt: skip
-            last = {own_folder(run.graph, name): ledger.last_step(name) for name in trainers(run.graph)}
+        ) as ledger:
+            last = {
+                own_folder(run.graph, name): ledger.last_step(name) for name in trainers(run.graph)
+            }
             return Bringing(folder, ledger, disks, server.keys).bring(last)
     except RunError as error:
         return f"what the hosts have made stays there: {error}"
@@ -270,9 +301,16 @@ def _scheduler(run: RunSpec, watch: ProgressWatch, clock: RunClock) -> Scheduler
     if run.taken is not None:
         watch.take_up(run.taken.left["watch"])
         return Scheduler(
-            run.graph, run.plan, run.settings, clock=clock, server=run.taken.server, left=run.taken.left
-        )  # fmt: skip
-    made = Scheduler(run.graph, run.plan, run.settings, clock=clock, server=run.server, standby=run.standby)
+            run.graph,
+            run.plan,
+            run.settings,
+            clock=clock,
+            server=run.taken.server,
+            left=run.taken.left,
+        )
+    made = Scheduler(
+        run.graph, run.plan, run.settings, clock=clock, server=run.server, standby=run.standby
+    )
     if run.begun.steps:
         made.table.run.go_on(run.begun.steps, run.begun.rounds)
     return made
@@ -310,9 +348,12 @@ def _inline(
 
 def _outcome(watch: ProgressWatch, state: RunStateMachine) -> TrainingResult:
     return TrainingResult(
-        seconds=watch.seconds, steps=state.step, stopped=state.draining, busy_seconds=watch.busy_seconds,
+        seconds=watch.seconds,
+        steps=state.step,
+        stopped=state.draining,
+        busy_seconds=watch.busy_seconds,
         beside_seconds=watch.beside_seconds,
-    )  # fmt: skip
+    )
 
 
 def _how_ended(state: RunStateMachine) -> str:
@@ -320,10 +361,11 @@ def _how_ended(state: RunStateMachine) -> str:
 
 
 class StopSignals:
-    """A run that Ctrl-C, SIGTERM or SIGHUP stops: the first lets it end in order, the next one raises.
+    """A run that Ctrl-C, SIGTERM or SIGHUP stops: the first lets it end in order, the next one
+    raises.
 
-    Whoever sends SIGTERM or SIGHUP kills what is still there a few seconds later: then nobody waits long for workers
-    that have to wind down, or for trackers.
+    Whoever sends SIGTERM or SIGHUP kills what is still there a few seconds later: then nobody waits
+    long for workers that have to wind down, or for trackers.
     """
 
     def __init__(self, drain: Callable[[float], object]) -> None:
@@ -361,18 +403,21 @@ def _stacks_wished(scheduler: Scheduler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _suspends(scheduler: Scheduler, clock: RunClock) -> Iterator[None]:
-    """Ctrl-Z (SIGTSTP) stops this process, as ever, and the workers with it; SIGCONT lets all go on where they were."""
+    """Ctrl-Z (SIGTSTP) stops this process, as ever, and the workers with it; SIGCONT lets all go on
+    where they were."""
 
     def stop() -> None:
         scheduler.pause(True)
-        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread: nothing below runs before it goes on
+        # this thread: nothing below runs before it goes on
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         scheduler.pause(False)
 
     def suspend(number: int, frame: object) -> None:
         clock.stand_still(stop)
 
     is_free = (
-        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
     )
     if not is_free:
         yield

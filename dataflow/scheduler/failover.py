@@ -1,7 +1,8 @@
-"""A scheduler takes the place of one that has died, or was replaced: a policy over the table that this one has left.
+"""A scheduler takes the place of one that has died, or was replaced: a policy over the table that
+this one has left.
 
-Whoever was at work stays so, and hears again what it may have missed. Whoever was not, because it was starting, or had
-died, or died meanwhile, has fallen, and is started again like any other.
+Whoever was at work stays so, and hears again what it may have missed. Whoever was not, because it
+was starting, or had died, or died meanwhile, has fallen, and is started again like any other.
 """
 
 import signal
@@ -15,8 +16,9 @@ from dataflow.worker.messages import Start
 
 
 def take_over(table: Table, processes: Mapping[str, KeptProcess], now: float) -> list[Command]:
-    """The workers are this scheduler's from now on. processes: as the forkserver kept them, by worker; those on hosts
-    are met when the agent of each has joined (`meet`), or was not heard for too long."""
+    """The workers are this scheduler's from now on. processes: as the forkserver kept them, by
+    worker; those on hosts are met when the agent of each has joined (`meet`), or was not heard for
+    too long."""
     again = scaling.repeat(table)
     table.joins_until, table.drains_until = now + table.limits.start_s, now + table.limits.drain_s
     for host in table.hosts.values():
@@ -48,14 +50,22 @@ def _take(
         commands += _adopt(table, record, processes.get(record.name), now)
     commands += again
     for record in [record for record in records if record.life is Life.READY]:
-        missed = [message for node in record.nodes for message in table.run.commands_for(node, again=False)]
+        missed = [
+            message
+            for node in record.nodes
+            for message in table.run.commands_for(node, again=False)
+        ]
         commands += knob_policy.tell(table, record)
-        commands += [Send(record.name, Start()), *(Send(record.name, message) for message in missed)]
+        commands += [
+            Send(record.name, Start()),
+            *(Send(record.name, message) for message in missed),
+        ]
     return commands
 
 
 def _expect(record: WorkerRecord, now: float) -> None:
-    """Nobody knows yet what has become of it; what is sent reaches nobody before he has found this scheduler."""
+    """Nobody knows yet what has become of it; what is sent reaches nobody before he has found this
+    scheduler."""
     record.forked_at = record.heard_at = now
     record.is_reachable = False
 
@@ -70,7 +80,9 @@ def _meet(record: WorkerRecord, process: KeptProcess | None, now: float) -> None
         record.attempt = process.attempt if process.alive else max(record.attempt, process.attempt)
 
 
-def _adopt(table: Table, record: WorkerRecord, process: KeptProcess | None, now: float) -> list[Command]:
+def _adopt(
+    table: Table, record: WorkerRecord, process: KeptProcess | None, now: float
+) -> list[Command]:
     if record.has_process:
         if record.life in (Life.READY, Life.ENDING):
             record.wired = True
@@ -89,4 +101,9 @@ def _adopt(table: Table, record: WorkerRecord, process: KeptProcess | None, now:
     if record.restart_at is not None:
         is_fault = recovery.has_failed(record)
         return [FaultNoticed(record.name, record.cause, record.attempt, now)] if is_fault else []
-    return lifecycle.fell(table, record, "was never started" if process is None else lifecycle.how(process.status), now)
+    return lifecycle.fell(
+        table,
+        record,
+        "was never started" if process is None else lifecycle.how(process.status),
+        now,
+    )

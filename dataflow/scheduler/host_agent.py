@@ -13,15 +13,18 @@ from dataflow.planning.hosts import Host
 _LIVE_S = 3.0
 """An agent that was heard within so long is there: it gives signs of life more often."""
 _CLOSED_S = 1.5
-"""A host whose connection is closed for so long is lost: its agent has ended, or would have come back."""
+"""A host whose connection is closed for so long is lost: its agent has ended, or would have come
+back."""
 _SPEAKS_S = 2.0
-"""Within which an agent is heard that is not cut off: less than it takes to give a connection up."""
+"""Within which an agent is heard that is not cut off: less than it takes to give a connection
+up."""
 
 
 @dataclass
 class Questions:
-    """What an agent was asked: which workers it has. It hears and answers in order, but perhaps late; what it says of
-    a moment before its newest process was asked for, or before its host was lost, is out of date."""
+    """What an agent was asked: which workers it has. It hears and answers in order, but perhaps
+    late; what it says of a moment before its newest process was asked for, or before its host was
+    lost, is out of date."""
 
     _latest: int = 0
     """The number of the last one."""
@@ -76,9 +79,14 @@ class HostAgent:
         """As a plan has it."""
         join = self.join
         return Host(
-            name=join.name, cpus=join.cpus, gpus=join.gpus, memory_bytes=join.memory_bytes,
-            gpu_memory_bytes=join.gpu_memory_bytes, kind=join.kind, own_folder=bool(join.files),
-        )  # fmt: skip
+            name=join.name,
+            cpus=join.cpus,
+            gpus=join.gpus,
+            memory_bytes=join.memory_bytes,
+            gpu_memory_bytes=join.gpu_memory_bytes,
+            kind=join.kind,
+            own_folder=bool(join.files),
+        )
 
     @property
     def may_answer(self) -> bool:
@@ -108,25 +116,36 @@ class HostAgent:
         return self.may_answer and now - self.heard_at < _LIVE_S
 
     def has_gone(self, now: float) -> bool:
-        """Whether it has ended, as its connection is closed. One that was silent before has given that connection up
-        itself, because the network was cut, and makes another."""
+        """Whether it has ended, as its connection is closed. One that was silent before has given
+        that connection up itself, because the network was cut, and makes another."""
         closed = self.closed_since
-        return closed is not None and now - closed > _CLOSED_S and closed - self.heard_at < _SPEAKS_S
+        return (
+            closed is not None and now - closed > _CLOSED_S and closed - self.heard_at < _SPEAKS_S
+        )
 
     @property
     def place(self) -> dict[str, str]:
         """What is particular in the settings of a worker there."""
         join = self.join
         return {
-            "sockets": join.sockets, "listen": join.address, "folder": join.folder,
+            "sockets": join.sockets,
+            "listen": join.address,
+            "folder": join.folder,
             "disk": join.name if join.files else HOME,
-        }  # fmt: skip
+        }
 
 
 def with_addresses(begin: Begin, hosts: Mapping[str, HostAgent], now: float = 0.0) -> Begin:
-    """What a host is to build, and whom it has to reach. now: where some may have died since they came."""
-    there = {name: each for name, each in hosts.items() if (each.lives(now) if now else not each.has_left)}
-    return replace(begin, reach_addresses={name: each.join.reach_address for name, each in there.items()})
+    """What a host is to build, and whom it has to reach. now: where some may have died since they
+    came."""
+    there = {
+        name: each
+        for name, each in hosts.items()
+        if (each.lives(now) if now else not each.has_left)
+    }
+    return replace(
+        begin, reach_addresses={name: each.join.reach_address for name, each in there.items()}
+    )
 
 
 def host_of(spawn: Spawn) -> str:
@@ -142,24 +161,26 @@ def natural(name: str) -> list[tuple[int, int | str]]:
 def same_name(one: Join, other: Join) -> str:
     """Of two agents of one name, both there."""
     return (
-        f"two hosts of the run are called '{one.name}', at {one.address} and {other.address}; give each a name of its "
-        f"own (DATAFLOW_AGENT_HOST)"
+        f"two hosts of the run are called '{one.name}', at {one.address} and {other.address}; give"
+        " each a name of its own (DATAFLOW_AGENT_HOST)"
     )
 
 
-def too_few(hosts: Collection[Host], count: int, address: str, within_s: float, folder: Path) -> str:
+def too_few(
+    hosts: Collection[Host], count: int, address: str, within_s: float, folder: Path
+) -> str:
     """Of a run whose hosts are not all there."""
     came = ", ".join(host.name for host in hosts) or "none"
     return (
-        f"the run waited {within_s:.0f} s for {count} hosts at {address}, and these came: {came}; see "
-        f"that the others reach that address, and the logs of their agents in {folder}/logs, or raise "
-        f"Limits.start_s"
+        f"the run waited {within_s:.0f} s for {count} hosts at {address}, and these came: {came};"
+        f" see that the others reach that address, and the logs of their agents in {folder}/logs,"
+        " or raise Limits.start_s"
     )
 
 
 def too_late(missing: Collection[str], within_s: float, folder: Path) -> str:
     """Of hosts that have not built the graph."""
     return (
-        f"the scheduler waited {within_s:.0f} s for hosts {missing} to build the graph; see the logs of "
-        f"their agents in {folder}/logs, or raise Limits.start_s"
+        f"the scheduler waited {within_s:.0f} s for hosts {missing} to build the graph; see the"
+        f" logs of their agents in {folder}/logs, or raise Limits.start_s"
     )

@@ -1,4 +1,5 @@
-"""What passes between a scheduler and the workers on its hosts, on its way through their agents: one message each."""
+"""What passes between a scheduler and the workers on its hosts, on its way through their agents:
+one message each."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,5 @@
-"""Runs a whole graph in this process, operators taking turns in a fixed order: for debuggers, tests and notebooks."""
+"""Runs a whole graph in this process, operators taking turns in a fixed order: for debuggers, tests
+and notebooks."""
 
 import contextlib
 import time
@@ -26,17 +27,23 @@ class InlineRun:
 
     consumes, produces: the commands of the run state machine, within the process
     waits for: scorer processes, so that their timing cannot change the order
-    unblocked by: their answers; after `Limits.stall_s` without any movement the run ends with an error
-    """
+    unblocked by: their answers; after `Limits.stall_s` without any movement the run ends with an
+    error"""
 
     def __init__(self, graph: Graph, plan: Plan, settings: Settings) -> None:
         self.state, self._limits, self._wish = RunStateMachine(graph, plan), settings.limits, False
-        self._ports = Ports(roomiest(graph, settings.changes), plan, list(graph.operators), settings)
+        self._ports = Ports(
+            roomiest(graph, settings.changes), plan, list(graph.operators), settings
+        )
         self.host = NodeLoops(
-            graph, plan, graph.operators, settings,
-            writer_of=self._ports.writer_of, reader_of=self._ports.reader_of,
+            graph,
+            plan,
+            graph.operators,
+            settings,
+            writer_of=self._ports.writer_of,
+            reader_of=self._ports.reader_of,
             device=lambda node: plan.placements[node].device(0),
-        )  # fmt: skip
+        )
 
     def start(self) -> None:
         """Build all operators."""
@@ -80,8 +87,13 @@ class InlineRun:
 
     def snapshot(self) -> dict[str, Any]:
         """The same facts that a worker's heartbeat carries."""
-        return {"name": "inline-0", "state": "running", "nodes": self.host.report(), "edges": self._ports.depths(),
-                "crossed": self.crossed}  # fmt: skip
+        return {
+            "name": "inline-0",
+            "state": "running",
+            "nodes": self.host.report(),
+            "edges": self._ports.depths(),
+            "crossed": self.crossed,
+        }
 
     @property
     def crossed(self) -> CrossedByFile:
@@ -94,7 +106,8 @@ class InlineRun:
             self.host.close()
 
     def _settle(self, node: str) -> bool:
-        """Let a light operator finish what it has been given, so that its timing leaves no trace."""
+        """Let a light operator finish what it has been given, so that its timing leaves no
+        trace."""
         loop, runtime, moved = self.host.loops[node], self.host.runtimes[node], False
         if self.host.graph.operators[node].kind == "source":
             return moved
@@ -115,8 +128,8 @@ class InlineRun:
     def _stall(self) -> str:
         state = {name: runtime.status() for name, runtime in self.host.runtimes.items()}
         return (
-            f"nothing has moved for {self._limits.stall_s:.0f} s in an inline run; the operators say {state}; "
-            f"one of them waits for rows that never come"
+            f"nothing has moved for {self._limits.stall_s:.0f} s in an inline run; the operators"
+            f" say {state}; one of them waits for rows that never come"
         )
 
 

@@ -1,4 +1,5 @@
-"""What becomes of one worker's process, and who is told: the transitions of `Life` that several policies share."""
+"""What becomes of one worker's process, and who is told: the transitions of `Life` that several
+policies share."""
 
 import dataclasses
 import signal
@@ -6,20 +7,31 @@ import signal
 from dataflow.errors import RunError, WorkerDied
 from dataflow.folder.faults import STOPPED
 from dataflow.scheduler import recovery, scaling
-from dataflow.scheduler.events import Command, EndRanks, EndRun, FaultNoticed, FaultRecovered, Send, Signal
+from dataflow.scheduler.events import (
+    Command,
+    EndRanks,
+    EndRun,
+    FaultNoticed,
+    FaultRecovered,
+    Send,
+    Signal,
+)
 from dataflow.scheduler.swaps import policy as swapping
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker.messages import ALONE, Bye
 
 
-def exited(table: Table, record: WorkerRecord, cause: str, now: float, *, with_host: bool = False) -> list[Command]:
-    """A worker's process has ended, as it was told or not, and its ranks on other hosts are to end with it;
-    `with_host`: as a host of it was lost."""
+def exited(
+    table: Table, record: WorkerRecord, cause: str, now: float, *, with_host: bool = False
+) -> list[Command]:
+    """A worker's process has ended, as it was told or not, and its ranks on other hosts are to end
+    with it; `with_host`: as a host of it was lost."""
     record.has_process = False
     ranks: list[Command] = [EndRanks(record.name, record.attempt)] if record.is_spread else []
     if record.may_end and not table.is_closing:
         record.life = Life.GONE
-        record.earlier, record.heartbeat = record.told, None  # which the next scheduler could not ask for
+        # which the next scheduler could not ask for
+        record.earlier, record.heartbeat = record.told, None
         return [*ranks, *scaling.exited(table, record)]
     if record.life is Life.ENDING or table.is_closing:
         record.life = Life.GONE
@@ -28,10 +40,15 @@ def exited(table: Table, record: WorkerRecord, cause: str, now: float, *, with_h
     return ranks
 
 
-def fell(table: Table, record: WorkerRecord, cause: str, now: float, *, with_host: bool = False) -> list[Command]:
-    """A worker has ended that should not have: it is started again later, if there is hope; one that fell with its host
-    has not failed itself, and one that was ended for a swap has not failed at all."""
-    noticed: list[Command] = [FaultNoticed(record.name, cause, record.attempt, record.heard_at, record.begun)]
+def fell(
+    table: Table, record: WorkerRecord, cause: str, now: float, *, with_host: bool = False
+) -> list[Command]:
+    """A worker has ended that should not have: it is started again later, if there is hope; one
+    that fell with its host has not failed itself, and one that was ended for a swap has not failed
+    at all."""
+    noticed: list[Command] = [
+        FaultNoticed(record.name, cause, record.attempt, record.heard_at, record.begun)
+    ]
     if is_planned := not recovery.has_failed(record):
         noticed, cause = [], record.cause
     record.fall(cause)
@@ -49,13 +66,21 @@ def fell(table: Table, record: WorkerRecord, cause: str, now: float, *, with_hos
 
 
 def give_up(table: Table, record: WorkerRecord) -> list[Command]:
-    """A worker is down while the run is ending: without a trainer that is not done it cannot end as it should, nor one
-    that never began."""
+    """A worker is down while the run is ending: without a trainer that is not done it cannot end as
+    it should, nor one that never began."""
     record.life, record.restart_at = Life.GONE, None
     if not table.begun:
         return [EndRun(WorkerDied(table.obituary(record)))]
-    if any(table.graph.operators[node].trains and not table.run.is_done(node) for node in record.nodes):
-        return [EndRun(WorkerDied(f"{table.obituary(record)}; the run was ending, and its last checkpoint is good"))]
+    if any(
+        table.graph.operators[node].trains and not table.run.is_done(node) for node in record.nodes
+    ):
+        return [
+            EndRun(
+                WorkerDied(
+                    f"{table.obituary(record)}; the run was ending, and its last checkpoint is good"
+                )
+            )
+        ]
     return []
 
 
@@ -68,7 +93,9 @@ def kill(table: Table, record: WorkerRecord, cause: str, now: float) -> list[Com
 def go_on(table: Table, record: WorkerRecord, now: float) -> list[Command]:
     """Let one that has just become ready begin: a newcomer, or one that was started again."""
     commands: list[Command] = [
-        Send(record.name, message) for node in record.nodes for message in table.run.commands_for(node)
+        Send(record.name, message)
+        for node in record.nodes
+        for message in table.run.commands_for(node)
     ]
     commands += scaling.ready(table, record)
     recovery.recovered(record, now)
@@ -76,12 +103,17 @@ def go_on(table: Table, record: WorkerRecord, now: float) -> list[Command]:
 
 
 def wake(table: Table, record: WorkerRecord, now: float) -> list[Command]:
-    """Nobody knows whether whoever stopped a worker will ever come back, and the run waits for it meanwhile."""
+    """Nobody knows whether whoever stopped a worker will ever come back, and the run waits for it
+    meanwhile."""
     since = record.stopped_since
     if since is None or now - since <= table.limits.stopped_s:
         return []
     record.stopped_since = None
-    noticed = [FaultNoticed(record.name, STOPPED, record.attempt, since)] if record.life is Life.READY else []
+    noticed = (
+        [FaultNoticed(record.name, STOPPED, record.attempt, since)]
+        if record.life is Life.READY
+        else []
+    )
     return [*noticed, Signal(record.name, signal.SIGCONT)]
 
 
@@ -104,4 +136,7 @@ def count(record: WorkerRecord, message: Bye) -> None:
     if record.heartbeat is not None:
         record.heartbeat = dataclasses.replace(record.heartbeat, crossed=message.crossed)
     else:
-        record.earlier = {**record.earlier, "crossed": {**record.earlier.get("crossed", {}), **message.crossed}}
+        record.earlier = {
+            **record.earlier,
+            "crossed": {**record.earlier.get("crossed", {}), **message.crossed},
+        }

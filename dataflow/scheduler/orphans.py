@@ -1,4 +1,5 @@
-"""What runs leave in memory that were killed with all their processes: found by their folders, and removed."""
+"""What runs leave in memory that were killed with all their processes: found by their folders, and
+removed."""
 
 import contextlib
 import shutil
@@ -15,7 +16,8 @@ from dataflow.worker.kept_counts import KeptFiles, known_edges, total
 
 
 def clear(folder: RunFolder) -> bool:
-    """Remove the sockets and the shared memory of a run if no process of it is left; whether there were any.
+    """Remove the sockets and the shared memory of a run if no process of it is left; whether there
+    were any.
 
     A run that lives is never touched, nor one whose workers wait for another scheduler.
     """
@@ -34,8 +36,8 @@ def clear_all(runs: Path) -> list[str]:
 
 
 def remove(folder: RunFolder) -> bool:
-    """As `clear`, for one who knows that nobody is in the folder; what workers have counted there goes to times.json,
-    which the scheduler wrote some seconds before."""
+    """As `clear`, for one who knows that nobody is in the folder; what workers have counted there
+    goes to times.json, which the scheduler wrote some seconds before."""
     place = socket_folder.of(folder)
     if place is None or any(listens(path) for path in place.iterdir()):
         return False

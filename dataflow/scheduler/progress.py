@@ -1,4 +1,5 @@
-"""Turns what the workers report into what the display shows, and keeps the accounts of the training phase."""
+"""Turns what the workers report into what the display shows, and keeps the accounts of the training
+phase."""
 
 import collections
 import itertools
@@ -24,7 +25,8 @@ from dataflow.worker.kept_counts import CrossedByFile, total
 from dataflow.worker.state_clock import BESIDE, STATES
 
 _WINDOW_S, _LONGEST_S, _APART_S = 5.0, 60.0, 0.5
-"""Of what is told per second: at least, and where nothing has come in that time. Between two moments that are kept."""
+"""Of what is told per second: at least, and where nothing has come in that time. Between two
+moments that are kept."""
 _LOOKED_AT = 8
 """Logs of workers that start."""
 _BUSY = "busy"
@@ -58,7 +60,13 @@ class ProgressWatch:
         begun: Mapping[str, int] | None = None,
     ) -> None:
         """begun: by trainer, steps that parts of the run before this one have made."""
-        self._graph, self._plan, self._folder, self._steps, self._clock = graph, plan, folder, steps, clock
+        self._graph, self._plan, self._folder, self._steps, self._clock = (
+            graph,
+            plan,
+            folder,
+            steps,
+            clock,
+        )
         self._began, self._look = clock(), live_command(folder)
         self._training: tuple[float, _Spent] | None = None
         self._trained: tuple[float, _Spent] | None = None
@@ -67,7 +75,8 @@ class ProgressWatch:
         self._spent: _Spent = {_BUSY: {}, BESIDE: {}}
         self._depths: dict[str, tuple[int, int]] = {}
         self.crossed: dict[str, dict[str, list[int]]] = {}
-        """By edge what was sent, received and acknowledged since its workers' first attempts: batches, rows, bytes."""
+        """By edge what was sent, received and acknowledged since its workers' first attempts:
+        batches, rows, bytes."""
         self._past: collections.deque[tuple[float, dict[str, dict[str, Any]]]] = collections.deque()
         self._leading = leading(graph)
         self._leader = next(iter(self._leading), None)
@@ -107,29 +116,44 @@ class ProgressWatch:
     def _during_training(self, state: str) -> dict[str, float]:
         if self._training is None:
             return {}
-        begin, end = self._training[1][state], (self._trained[1] if self._trained else self._spent)[state]
+        begin, end = (
+            self._training[1][state],
+            (self._trained[1] if self._trained else self._spent)[state],
+        )
         return {node: spent - begin.get(node, 0.0) for node, spent in end.items()}
 
     @property
     def activity(self) -> dict[str, dict[str, Any]]:
-        """By node, since its processes began and summed over them: seconds, rows, and what it counts of its work."""
+        """By node, since its processes began and summed over them: seconds, rows, and what it
+        counts of its work."""
         return {
             name: {
-                "replicas": _present(node), "rows_in": node["rows_in"], "rows_out": node["rows_out"],
+                "replicas": _present(node),
+                "rows_in": node["rows_in"],
+                "rows_out": node["rows_out"],
                 **{key: round(value, 4) for key, value in node["seconds"].items()},
                 "measured": round(node["measured_s"], 4),
-                **{key: count for key, count in node["status"].items() if key in _COUNTED or key.startswith(_DECODED)},
+                **{
+                    key: count
+                    for key, count in node["status"].items()
+                    if key in _COUNTED or key.startswith(_DECODED)
+                },
             }
             for name, node in self._nodes.items()
-        }  # fmt: skip
+        }
 
     def to_plain(self) -> dict[str, Any]:
-        """What the next scheduler cannot find out, times on the machine's clock; `take_up` gives it back."""
+        """What the next scheduler cannot find out, times on the machine's clock; `take_up` gives it
+        back."""
         return {"began": self._began, "training": self._training, "trained": self._trained}
 
     def take_up(self, plain: Mapping[str, Any]) -> None:
         """Be where the watch was that wrote this."""
-        self._began, self._training, self._trained = plain["began"], plain["training"], plain["trained"]
+        self._began, self._training, self._trained = (
+            plain["began"],
+            plain["training"],
+            plain["trained"],
+        )
 
     def note(self, run: RunStateMachine, heartbeats: Mapping[str, Mapping[str, Any]]) -> None:
         """Take in the newest heartbeats."""
@@ -153,27 +177,40 @@ class ProgressWatch:
             self._past.popleft()
         self._tail()
 
-    def count(self, heartbeats: Mapping[str, Mapping[str, Any]], files: CrossedByFile | None = None) -> None:
-        """Take in what has crossed the edges, of heartbeats, and of the files that workers have left at the end."""
-        self.crossed = total([*(heartbeat.get("crossed", {}) for heartbeat in heartbeats.values()), files or {}])
+    def count(
+        self, heartbeats: Mapping[str, Mapping[str, Any]], files: CrossedByFile | None = None
+    ) -> None:
+        """Take in what has crossed the edges, of heartbeats, and of the files that workers have
+        left at the end."""
+        self.crossed = total(
+            [*(heartbeat.get("crossed", {}) for heartbeat in heartbeats.values()), files or {}]
+        )
 
     def starting(self, late: Collection[str]) -> Snapshot:
         """Before the workers are ready: whose are still on their way."""
         waiting = {worker.rpartition("-")[0] for worker in late}
-        names = [name for name in self._graph.operators if self._plan.placements[name].worker in waiting]
+        names = [
+            name for name in self._graph.operators if self._plan.placements[name].worker in waiting
+        ]
         nodes = tuple(
-            NodeSnapshot(name=name, state="starting" if name in names else "ready") for name in self._graph.operators
+            NodeSnapshot(name=name, state="starting" if name in names else "ready")
+            for name in self._graph.operators
         )
         return Snapshot(
-            graph=self._graph.name, step=self._begun, steps=self._steps,
+            graph=self._graph.name,
+            step=self._begun,
+            steps=self._steps,
             doing=f"starting {', '.join(names)}{self._held_by(late)}" if names else "",
-            elapsed_s=self._clock() - self._began, nodes=nodes,
-        )  # fmt: skip
+            elapsed_s=self._clock() - self._began,
+            nodes=nodes,
+        )
 
     def _held_by(self, late: Collection[str]) -> str:
         """What takes one of them so long, if its log says that at its end."""
         first = itertools.islice(late, _LOOKED_AT)
-        last = [tail(self._folder.logs / f"{name}.log").rstrip().rpartition("\n")[2] for name in first]
+        last = [
+            tail(self._folder.logs / f"{name}.log").rstrip().rpartition("\n")[2] for name in first
+        ]
         told = [line.removeprefix(STARTING) for line in last if line.startswith(STARTING)]
         return f" ({told[0]})" if told else ""
 
@@ -187,20 +224,40 @@ class ProgressWatch:
             left = (self._steps - step) * self.seconds / (step - self._begun)
         bounds = [bound.max_staleness for bound in self._plan.bounds.values()]
         return Snapshot(
-            graph=self._graph.name, step=step, steps=self._steps, doing=self._doing, version=self._version(),
-            staleness_mean=last.get("staleness_mean"), staleness_max=last.get("staleness_max"),
-            staleness_bound=max(bounds, default=None), reward=last.get("reward_mean"),
-            accuracy=scores[1] if scores else None, accuracy_before=scores[0] if scores else None,
-            tokens_per_s=self._rate(lambda nodes: sum(n["status"].get("tokens", 0) for n in nodes.values())),
-            rollouts_per_s=self._rate(lambda nodes: sum(nodes[n]["rows_in"] for n in self._leading if n in nodes)),
-            rollouts_active=self._active(), elapsed_s=elapsed, left_s=left, groups=self._groups(),
+            graph=self._graph.name,
+            step=step,
+            steps=self._steps,
+            doing=self._doing,
+            version=self._version(),
+            staleness_mean=last.get("staleness_mean"),
+            staleness_max=last.get("staleness_max"),
+            staleness_bound=max(bounds, default=None),
+            reward=last.get("reward_mean"),
+            accuracy=scores[1] if scores else None,
+            accuracy_before=scores[0] if scores else None,
+            tokens_per_s=self._rate(
+                lambda nodes: sum(n["status"].get("tokens", 0) for n in nodes.values())
+            ),
+            rollouts_per_s=self._rate(
+                lambda nodes: sum(nodes[n]["rows_in"] for n in self._leading if n in nodes)
+            ),
+            rollouts_active=self._active(),
+            elapsed_s=elapsed,
+            left_s=left,
+            groups=self._groups(),
             look=self._look,
-            nodes=tuple(self._node(name) for name in self._graph.operators), edges=self._edges(),
-        )  # fmt: skip
+            nodes=tuple(self._node(name) for name in self._graph.operators),
+            edges=self._edges(),
+        )
 
     def curve(self) -> list[dict[str, Any]]:
-        """What the learning curve shows of metrics.jsonl: of the trainer that leads, and of evaluations."""
-        found = (kept for _, line in self._folder.stream_metrics(0) for kept in lines_of([line], self._leader))
+        """What the learning curve shows of metrics.jsonl: of the trainer that leads, and of
+        evaluations."""
+        found = (
+            kept
+            for _, line in self._folder.stream_metrics(0)
+            for kept in lines_of([line], self._leader)
+        )
         return [{name: line[name] for name in CURVE_NAMES if name in line} for line in found]
 
     def _merge(self, heartbeats: Mapping[str, Mapping[str, Any]]) -> None:
@@ -210,10 +267,20 @@ class ProgressWatch:
             member = heartbeat.get("member", "live")
             for name, report in heartbeat.get("nodes", {}).items():
                 known = nodes.setdefault(
-                    name, {"status": {}, "seconds": dict.fromkeys((*STATES, BESIDE), 0.0), "rows_in": 0, "rows_out": 0,
-                           "measured_s": 0.0, "blocked": False, "starved": False, "ended": True, "turns": set(),
-                           "members": collections.Counter()}
-                )  # fmt: skip
+                    name,
+                    {
+                        "status": {},
+                        "seconds": dict.fromkeys((*STATES, BESIDE), 0.0),
+                        "rows_in": 0,
+                        "rows_out": 0,
+                        "measured_s": 0.0,
+                        "blocked": False,
+                        "starved": False,
+                        "ended": True,
+                        "turns": set(),
+                        "members": collections.Counter(),
+                    },
+                )
                 known["members"][member] += 1
                 known["rows_in"] += report["rows_in"]
                 known["rows_out"] += report["rows_out"]
@@ -228,7 +295,9 @@ class ProgressWatch:
                     both = key in known["status"] and isinstance(value, int | float)
                     if key == "version":
                         if member == "live":
-                            known["status"][key] = min(value, known["status"][key]) if both else value
+                            known["status"][key] = (
+                                min(value, known["status"][key]) if both else value
+                            )
                     else:
                         known["status"][key] = known["status"][key] + value if both else value
             for edge, (depth, capacity) in heartbeat.get("edges", {}).items():
@@ -255,10 +324,15 @@ class ProgressWatch:
     def _groups(self) -> dict[str, int]:
         """Groups of the training sources, as the nodes tell of them: in this part of the run."""
         issued = sum(
-            n["rows_out"] for name, n in self._nodes.items()
+            n["rows_out"]
+            for name, n in self._nodes.items()
             if self._graph.operators[name].kind == "source" and name not in self._plan.on_demand
-        )  # fmt: skip
-        return {"issued": issued, "trained": self._outcomes["trained"], "dropped": self._outcomes["dropped"]}
+        )
+        return {
+            "issued": issued,
+            "trained": self._outcomes["trained"],
+            "dropped": self._outcomes["dropped"],
+        }
 
     def _add_up(self) -> None:
         """Seconds at work so far, on the mean over the replicas that there were at each time."""
@@ -273,7 +347,10 @@ class ProgressWatch:
 
     def _version(self) -> int | None:
         """The oldest that the trainers which lead, and their generators, have."""
-        names = {*self._leading, *(feedback.reader.name for feedback in feeding(self._graph).values())}
+        names = {
+            *self._leading,
+            *(feedback.reader.name for feedback in feeding(self._graph).values()),
+        }
         statuses = [node["status"] for name, node in self._nodes.items() if name in names]
         versions = [status["version"] for status in statuses if "version" in status]
         return int(min(versions)) if versions else None
@@ -291,16 +368,20 @@ class ProgressWatch:
     def _window(self) -> int:
         """The moment that is `_WINDOW_S` ago, or the first."""
         now = self._past[-1][0]
-        return max((at for at, (then, _) in enumerate(self._past) if now - then >= _WINDOW_S), default=0)
+        return max(
+            (at for at, (then, _) in enumerate(self._past) if now - then >= _WINDOW_S), default=0
+        )
 
     def _active(self) -> int | None:
-        """Rollouts that are being generated: of episodes, not the turns that they ask a generator for."""
+        """Rollouts that are being generated: of episodes, not the turns that they ask a generator
+        for."""
         generates = [each for each in self._graph.operators.values() if isinstance(each, Generate)]
         asked = {each.asks.name for each in generates if each.asks is not None}
         found = [
-            self._nodes[each.name]["status"].get("active") for each in generates
+            self._nodes[each.name]["status"].get("active")
+            for each in generates
             if each.name in self._nodes and each.name not in asked
-        ]  # fmt: skip
+        ]
         known = [int(count) for count in found if count is not None]
         return sum(known) if known else None
 
@@ -314,17 +395,24 @@ class ProgressWatch:
         status = node["status"]
         made = "rows_in" if self._graph.operators[name].kind == "sink" else "rows_out"
         return NodeSnapshot(
-            name=name, state=_state(node, spent), rate=self._rate(lambda nodes: nodes.get(name, node)[made]),
+            name=name,
+            state=_state(node, spent),
+            rate=self._rate(lambda nodes: nodes.get(name, node)[made]),
             queue=_whole(status.get("queue", status.get("waiting"))),
             **{state: spent[state] / whole if whole else None for state in STATES},
-            note=_note(status, node["members"], self._waited_for(name)), replicas=_present(node),
-        )  # fmt: skip
+            note=_note(status, node["members"], self._waited_for(name)),
+            replicas=_present(node),
+        )
 
     def _waited_for(self, name: str) -> str:
         """Of a node that waits for its turn: who has it."""
         if _turn(self._nodes[name]) != "waits":
             return ""
-        others = [each for each in self._plan.turns_of(name) if "awake" in self._nodes.get(each, {}).get("turns", ())]
+        others = [
+            each
+            for each in self._plan.turns_of(name)
+            if "awake" in self._nodes.get(each, {}).get("turns", ())
+        ]
         return f"for {others[0]}" if others else "for its turn"
 
     def _edges(self) -> tuple[EdgeSnapshot, ...]:
@@ -332,11 +420,15 @@ class ProgressWatch:
         sources = len({edge.source for edge in found}) > 1
         return tuple(
             EdgeSnapshot(
-                producer=edge.producer, consumer=edge.consumer, source=edge.source if sources else "",
-                depth=self._depths[edge.name][0], capacity=self._depths[edge.name][1],
+                producer=edge.producer,
+                consumer=edge.consumer,
+                source=edge.source if sources else "",
+                depth=self._depths[edge.name][0],
+                capacity=self._depths[edge.name][1],
             )
-            for edge in found if edge.name in self._depths
-        )  # fmt: skip
+            for edge in found
+            if edge.name in self._depths
+        )
 
 
 def _present(node: Mapping[str, Any]) -> int:
@@ -359,13 +451,18 @@ def _state(node: Mapping[str, Any], spent: Mapping[str, float]) -> str:
 
 
 def _turn(node: Mapping[str, Any]) -> str:
-    """Of a node's replicas, which are awake together: awake, waits, asleep; empty where its devices are its own."""
+    """Of a node's replicas, which are awake together: awake, waits, asleep; empty where its devices
+    are its own."""
     return next((word for word in ("awake", "waits", "asleep") if word in node["turns"]), "")
 
 
 def _note(status: Mapping[str, Any], members: Mapping[str, int], waited_for: str = "") -> str:
     parts = [waited_for] if waited_for else []
-    parts += [f"{members[state]} {state}" for state in ("joining", "leaving", "restarting") if members.get(state)]
+    parts += [
+        f"{members[state]} {state}"
+        for state in ("joining", "leaving", "restarting")
+        if members.get(state)
+    ]
     if "active" in status:
         parts.append(f"{status['active']} rollouts")
     if "version" in status:

@@ -1,11 +1,14 @@
-"""The scheduler's decisions: what happens changes the table of workers, and says what is to be done.
+"""The scheduler's decisions: what happens changes the table of workers, and says what is to be
+done.
 
-`reduce(table, event, now)` is all that changes a table; it reads no clock and touches nothing outside. Events are
-messages of workers, what the forkserver tells of processes, wishes, and time that passes; commands are processes to
-start, messages and signals to send, and what people are to know (`events`). A scheduler that takes over begins with
-the table that the one before left (`folder.snapshot`), and an event of its own.
+`reduce(table, event, now)` is all that changes a table; it reads no clock and touches nothing
+outside. Events are messages of workers, what the forkserver tells of processes, wishes, and time
+that passes; commands are processes to start, messages and signals to send, and what people are to
+know (`events`). A scheduler that takes over begins with the table that the one before left
+(`folder.snapshot`), and an event of its own.
 
-The life of a worker, attempt by attempt; `Membership`, its place in the graph, stays over all of them (`scaling`):
+The life of a worker, attempt by attempt; `Membership`, its place in the graph, stays over all of
+them (`scaling`):
 
     FORKED ---- Hello ---> STARTING ---- Ready ---> READY ---- Bye, as it was told ---> ENDING
        |                      |                       |                                    |
@@ -18,11 +21,13 @@ The life of a worker, attempt by attempt; `Membership`, its place in the graph, 
             FORKED <--- DOWN: waits for `restart_at`, or is given up as the run ends ---> GONE
 
     exited, and its membership is STOPPING ---> GONE, and LEFT
-    a scheduler takes over:  READY, ENDING and alive: stay;  not at work and alive: DYING;  ended: DOWN, GONE
-    its host is lost:        DOWN, or GONE where it had ended; what that host still says does not count (`host_policy`)
+    a scheduler takes over:  READY, ENDING and alive: stay;  not at work and alive: DYING;  ended:
+    DOWN, GONE
+    its host is lost:        DOWN, or GONE where it had ended; what that host still says does not
+                             count (`host_policy`)
 
-Before all were READY once, a worker that says why it cannot start ends the run; one that is killed meanwhile is started
-again. What is sent to a worker that is not wired yet is left out, as
+Before all were READY once, a worker that says why it cannot start ends the run; one that is killed
+meanwhile is started again. What is sent to a worker that is not wired yet is left out, as
 `Wire` will tell it; what is sent to one that has not found this scheduler waits until it speaks.
 """
 
@@ -30,7 +35,15 @@ from dataflow.errors import DeadlineError, GraphError, RunError, WorkerDied
 from dataflow.folder.faults import STOPPED
 from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
 from dataflow.planning.wiring import edges
-from dataflow.scheduler import addresses, events, failover, host_policy, lifecycle, recovery, scaling
+from dataflow.scheduler import (
+    addresses,
+    events,
+    failover,
+    host_policy,
+    lifecycle,
+    recovery,
+    scaling,
+)
 from dataflow.scheduler.swaps import knob_policy
 from dataflow.scheduler.swaps import policy as swapping
 from dataflow.scheduler.table import Life, Table, WorkerRecord
@@ -89,7 +102,9 @@ def _noted(table: Table, commands: list[events.Command], now: float) -> list[eve
         elif isinstance(command, events.Send):
             record = table.workers[command.to]
             record.wired |= isinstance(command.message, messages.Wire)
-            if not record.wired and not isinstance(command.message, (*messages.DECIDE_NOTHING, messages.Stop)):
+            if not record.wired and not isinstance(
+                command.message, (*messages.DECIDE_NOTHING, messages.Stop)
+            ):
                 continue
             if not record.is_reachable:
                 record.deferred.append(command.message)
@@ -145,7 +160,9 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
             commands += scaling.hello(table, record) if table.begun else _wire_all(table)
         case messages.Ready():
             record.life = Life.READY
-            commands += [events.NotifyUser(note) for note in message.notes if note not in table.notes]
+            commands += [
+                events.NotifyUser(note) for note in message.notes if note not in table.notes
+            ]
             table.notes.update(message.notes)
             commands += knob_policy.tell(table, record)
             if table.begun:
@@ -160,7 +177,9 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
             commands += _heartbeat(table, record, message)
         case messages.Stacks():
             record.stacks = (now, message.threads)
-        case messages.Failed() if (taken_back := swapping.failed(table, record, message, now)) is not None:
+        case messages.Failed() if (
+            taken_back := swapping.failed(table, record, message, now)
+        ) is not None:
             commands += taken_back
         case messages.Failed():
             record.die(f"failed: {message.message}", now, lasting=message.lasting)
@@ -177,25 +196,36 @@ def _is_of(table: Table, record: WorkerRecord, message: messages.FromWorker) -> 
         return set(message.nodes) <= set(record.nodes)
     if isinstance(message, messages.Hello):
         nodes = record.nodes
-        ends = [edge.name for edge in edges(table.graph) if edge.consumer in nodes and edge.producer not in nodes]
-        return set(ends) == set(message.addresses) and set(message.lines) <= addresses.lines_of(table, nodes)
+        ends = [
+            edge.name
+            for edge in edges(table.graph)
+            if edge.consumer in nodes and edge.producer not in nodes
+        ]
+        return set(ends) == set(message.addresses) and set(message.lines) <= addresses.lines_of(
+            table, nodes
+        )
     return True
 
 
 def _wire_all(table: Table) -> list[events.Command]:
-    """Tell all where to send, as soon as each has said where it receives; then whoever is started again before the run
-    begins."""
+    """Tell all where to send, as soon as each has said where it receives; then whoever is started
+    again before the run begins."""
     inlets: dict[str, list[str]] = {}
     for edge, _, consumer in table.edges:
         inlets.setdefault(consumer, []).append(edge)
-    if any(edge not in record.addresses for record in table for edge in inlets.get(record.worker, ())):
+    if any(
+        edge not in record.addresses for record in table for edge in inlets.get(record.worker, ())
+    ):
         return []
     unwired = [record for record in table if record.pid and not record.wired]
     found: dict[str, list[str]] = {}
     for record in table:
         for edge, address in record.addresses.items():
             found.setdefault(edge, []).append(address)
-    begin = {worker: [name for name, producer, _ in table.edges if producer == worker] for worker in table.plan.workers}
+    begin = {
+        worker: [name for name, producer, _ in table.edges if producer == worker]
+        for worker in table.plan.workers
+    }
     lines = {worker: addresses.read_by(table, own[0]) for worker, own in table.by_worker().items()}
     commands: list[events.Command] = []
     for record in unwired:
@@ -203,11 +233,15 @@ def _wire_all(table: Table) -> list[events.Command]:
             commands += scaling.hello(table, record)
             continue
         own = {edge: found[edge] for edge in begin[record.worker] if edge in found}
-        commands.append(events.Send(record.name, messages.Wire(addresses=own, lines=lines[record.worker])))
+        commands.append(
+            events.Send(record.name, messages.Wire(addresses=own, lines=lines[record.worker]))
+        )
     return commands
 
 
-def _heartbeat(table: Table, record: WorkerRecord, message: messages.Heartbeat) -> list[events.Command]:
+def _heartbeat(
+    table: Table, record: WorkerRecord, message: messages.Heartbeat
+) -> list[events.Command]:
     record.heartbeat = message
     commands: list[events.Command] = [events.Send(record.name, messages.Heard())]
     if message.drained:
@@ -224,9 +258,11 @@ def _heartbeat(table: Table, record: WorkerRecord, message: messages.Heartbeat) 
 def _to_nodes(table: Table, said: list[messages.NodeCommand]) -> list[events.Command]:
     """To all workers of a node that are at work; others hear what counts when they are."""
     return [
-        events.Send(record.name, message) for message in said for record in table
+        events.Send(record.name, message)
+        for message in said
+        for record in table
         if message.node in record.nodes and record.life is Life.READY
-    ]  # fmt: skip
+    ]
 
 
 # Processes
@@ -242,10 +278,14 @@ def _process(table: Table, event: events.ProcessEvent, now: float) -> list[event
     elif event.what == "stopped":
         record.stopped_since = now
     elif event.what == "continued" and stopped_since is None and record.life is Life.READY:
-        return [events.FaultRecovered(record.name, f"worker {record.name} {STOPPED}, and was let go on")]
+        return [
+            events.FaultRecovered(record.name, f"worker {record.name} {STOPPED}, and was let go on")
+        ]
     elif event.what == "exited":
         torn = not all(host.is_alive for host in table.hosts_of(record))
-        return lifecycle.exited(table, record, record.cause or lifecycle.how(event.status), now, with_host=torn)
+        return lifecycle.exited(
+            table, record, record.cause or lifecycle.how(event.status), now, with_host=torn
+        )
     return []
 
 
@@ -254,7 +294,11 @@ def _forkserver_gone(table: Table) -> list[events.Command]:
         record.has_process = False
     if table.is_closing:
         return []
-    return [events.EndRun(WorkerDied(f"the forkserver ended unexpectedly; see logs in {table.folder}/logs"))]
+    return [
+        events.EndRun(
+            WorkerDied(f"the forkserver ended unexpectedly; see logs in {table.folder}/logs")
+        )
+    ]
 
 
 # Wishes and time
@@ -271,7 +315,10 @@ def _tick(table: Table, now: float) -> list[events.Command]:
     commands = _watch(table, now)
     recovery.progressed(table, table.run.progress, now)
     due = recovery.restart(table, now)
-    commands += [events.StartWorker(name=record.name, senders=scaling.senders(table, record)) for record in due]
+    commands += [
+        events.StartWorker(name=record.name, senders=scaling.senders(table, record))
+        for record in due
+    ]
     while table.schedule and table.schedule[0][0] <= table.run.step and not table.is_ending:
         wishes = table.schedule.pop(0)[1]
         try:  # what has no room beside what else was wished is only told
@@ -279,7 +326,8 @@ def _tick(table: Table, now: float) -> list[events.Command]:
             commands += scaling.wish(table, wishes)
         except GraphError as error:
             commands.append(events.NotifyUser(str(error)))
-    if table.wishes and not table.is_ending:  # what was in their way may end without an event: a host is met, say
+    # what was in their way may end without an event: a host is met, say
+    if table.wishes and not table.is_ending:
         commands += scaling.advance(table)
     return commands
 
@@ -287,7 +335,8 @@ def _tick(table: Table, now: float) -> list[events.Command]:
 def _watch(table: Table, now: float) -> list[events.Command]:
     """Whoever stands still or hangs, and what takes too long."""
     before, table.watched_at = table.watched_at, now
-    was_stopped = now - before > table.limits.hang_s  # the scheduler itself, and perhaps the workers with it
+    # the scheduler itself, and perhaps the workers with it
+    was_stopped = now - before > table.limits.hang_s
     commands = host_policy.watch(table, now, was_stopped=was_stopped)
     for record in table:
         if was_stopped:
@@ -304,5 +353,7 @@ def _watch(table: Table, now: float) -> list[events.Command]:
         error = drains_too_long(table.limits, table.folder)
     newcomer = table.joining
     if newcomer is not None and now > table.joins_until:
-        error = joins_too_long(table.limits, table.folder, newcomer.name, scaling.missing(table, newcomer))
+        error = joins_too_long(
+            table.limits, table.folder, newcomer.name, scaling.missing(table, newcomer)
+        )
     return commands if error is None else [*commands, events.EndRun(error)]

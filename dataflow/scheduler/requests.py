@@ -32,7 +32,8 @@ _LOOK_MS = 1000
 Replicas = Mapping[str, Mapping[str, int]]
 """By node: how many replicas are joining, live, leaving."""
 Facts = dict[str, Any]
-"""What a scheduler knows of its run, in plain values: `dataflow.doctor.gather` makes facts of it."""
+"""What a scheduler knows of its run, in plain values: `dataflow.doctor.gather` makes facts of
+it."""
 
 
 @dataclass(frozen=True)
@@ -147,16 +148,18 @@ Request: TypeAlias = TellFacts | Wish
 Reply: TypeAlias = Scaled | FactsTold | Stopping | Swapped | KnobsSet | CheckpointKept | Refused
 REQUESTS: Codec[Request] = Codec(
     "dataflow.requests", 4, Scale, TellFacts, StopRun, SwapNode, SetKnobs, KeepCheckpoint
-)  # fmt: skip
+)
 REPLIES: Codec[Reply] = Codec(
     "dataflow.replies", 2, Scaled, FactsTold, Stopping, Swapped, KnobsSet, CheckpointKept, Refused
-)  # fmt: skip
+)
 
 
 def answer(
-    request: Immediate, scale: Callable[[Mapping[str, int]], Replicas], facts: Callable[[bool], Facts],
+    request: Immediate,
+    scale: Callable[[Mapping[str, int]], Replicas],
+    facts: Callable[[bool], Facts],
     stop: Callable[[], None],
-) -> Reply:  # fmt: skip
+) -> Reply:
     """What the scheduler says to somebody who is no worker."""
     match request:
         case TellFacts():
@@ -175,7 +178,10 @@ def in_short(request: Wish) -> str:
     """What somebody wishes, for people."""
     match request:
         case Scale():
-            return ", ".join(f"{node} = {count} replica{'s' * (count != 1)}" for node, count in request.wishes.items())
+            return ", ".join(
+                f"{node} = {count} replica{'s' * (count != 1)}"
+                for node, count in request.wishes.items()
+            )
         case StopRun():
             return "stop after the step under way"
         case SwapNode():
@@ -203,62 +209,86 @@ def outcome(reply: Reply) -> str:
 
 def told_replicas(replicas: Replicas) -> list[str]:
     """A line for each node."""
-    counts = {node: [f"{n} {how}" for how, n in each.items() if n] for node, each in replicas.items()}
+    counts = {
+        node: [f"{n} {how}" for how, n in each.items() if n] for node, each in replicas.items()
+    }
     return [f"{node}: {', '.join(each)}" for node, each in counts.items()]
 
 
 def ask_to_scale(
     folder: RunFolder, wishes: Mapping[str, int], timeout_s: float = ANSWER_S, by: str | None = None
 ) -> Replicas:
-    """Ask the run in a folder for so many replicas of some nodes; what it has, once it has taken the wish in.
+    """Ask the run in a folder for so many replicas of some nodes; what it has, once it has taken
+    the wish in.
 
-    by: who asks; None: `user_here()`. Raises RunError when the run is over or refuses, DeadlineError when it does not
-    answer in time.
+    by: who asks; None: `user_here()`. Raises RunError when the run is over or refuses,
+    DeadlineError when it does not answer in time.
     """
-    return _exchange(folder, Scale(wishes, user_here() if by is None else by), Scaled, timeout_s).replicas
+    return _exchange(
+        folder, Scale(wishes, user_here() if by is None else by), Scaled, timeout_s
+    ).replicas
 
 
 def ask_to_stop(folder: RunFolder, timeout_s: float = ANSWER_S, by: str | None = None) -> None:
-    """Ask the run in a folder to finish the step under way, write a checkpoint and end; returns when it will.
+    """Ask the run in a folder to finish the step under way, write a checkpoint and end; returns
+    when it will.
 
-    by: as for `ask_to_scale`. Raises RunError when the run is over, DeadlineError when it does not answer in time.
-    """
+    by: as for `ask_to_scale`. Raises RunError when the run is over, DeadlineError when it does not
+    answer in time."""
     _exchange(folder, StopRun(user_here() if by is None else by), Stopping, timeout_s)
 
 
 def ask_to_swap(
-    folder: RunFolder, node: str, reference: str, timeout_s: float = SWAPPED_S, by: str | None = None
+    folder: RunFolder,
+    node: str,
+    reference: str,
+    timeout_s: float = SWAPPED_S,
+    by: str | None = None,
 ) -> str:
-    """Ask the run in a folder to let another operator take the place of a scorer or filter; what came of it.
+    """Ask the run in a folder to let another operator take the place of a scorer or filter; what
+    came of it.
 
-    by: as for `ask_to_scale`. Raises RunError when the run is over or refuses, DeadlineError when it does not answer in
-    time.
+    by: as for `ask_to_scale`. Raises RunError when the run is over or refuses, DeadlineError when
+    it does not answer in time.
     """
-    return _exchange(folder, SwapNode(node, reference, user_here() if by is None else by), Swapped, timeout_s).text
+    return _exchange(
+        folder, SwapNode(node, reference, user_here() if by is None else by), Swapped, timeout_s
+    ).text
 
 
 def ask_to_set(
-    folder: RunFolder, wishes: Mapping[str, Any], timeout_s: float = SWAPPED_S, by: str | None = None
+    folder: RunFolder,
+    wishes: Mapping[str, Any],
+    timeout_s: float = SWAPPED_S,
+    by: str | None = None,
 ) -> str:
     """Ask the run in a folder to let knobs have other values, by NODE.KNOB; what came of it.
 
-    by: as for `ask_to_scale`. Raises RunError when the run is over or refuses, DeadlineError when it does not answer in
-    time.
+    by: as for `ask_to_scale`. Raises RunError when the run is over or refuses, DeadlineError when
+    it does not answer in time.
     """
-    return _exchange(folder, SetKnobs(wishes, user_here() if by is None else by), KnobsSet, timeout_s).text
+    return _exchange(
+        folder, SetKnobs(wishes, user_here() if by is None else by), KnobsSet, timeout_s
+    ).text
 
 
-def ask_for_checkpoint(folder: RunFolder, timeout_s: float = CHECKPOINT_S, by: str | None = None) -> str:
-    """Ask the run in a folder for a checkpoint after the step under way; what came of it, once it is written.
+def ask_for_checkpoint(
+    folder: RunFolder, timeout_s: float = CHECKPOINT_S, by: str | None = None
+) -> str:
+    """Ask the run in a folder for a checkpoint after the step under way; what came of it, once it
+    is written.
 
-    by: as for `ask_to_scale`. Raises RunError when the run is over or refuses, DeadlineError when it does not answer in
-    time.
+    by: as for `ask_to_scale`. Raises RunError when the run is over or refuses, DeadlineError when
+    it does not answer in time.
     """
-    return _exchange(folder, KeepCheckpoint(user_here() if by is None else by), CheckpointKept, timeout_s).text
+    return _exchange(
+        folder, KeepCheckpoint(user_here() if by is None else by), CheckpointKept, timeout_s
+    ).text
 
 
 def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
-    """Ask the run in a folder what it knows of itself; it asks its workers for their stacks, which come later.
+    """Ask the run in a folder what it knows of itself; it asks its workers for their stacks, which
+    come later.
 
     Raises RunError when the run is over, DeadlineError when it does not answer in time.
     """
@@ -267,16 +297,19 @@ def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
 
 
 def ask_for_state(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
-    """As `ask_for_facts`, without the stacks: no worker is asked for anything, so it may be asked often."""
+    """As `ask_for_facts`, without the stacks: no worker is asked for anything, so it may be asked
+    often."""
     found: Facts = _exchange(folder, TellFacts(stacks=False), FactsTold, timeout_s).facts
     return found
 
 
 def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: float) -> R:
-    """Make one request and wait for its reply, unless nobody is there to give one. Raises as `ask_to_scale`."""
+    """Make one request and wait for its reply, unless nobody is there to give one. Raises as
+    `ask_to_scale`."""
     address, keys, whom = _address(folder), _keys(folder), folder.read_json(CONTROL)
     deadline = time.monotonic() + timeout_s
-    dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)  # of the process: each has threads of its own
+    # of the process: each has threads of its own
+    dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     dealer.set(zmq.IDENTITY, f"client-{secrets.token_hex(8)}".encode())
     dealer.set(zmq.LINGER, 0)
     if keys is not None:
@@ -287,18 +320,19 @@ def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: f
         while not dealer.poll(min(_LOOK_MS, int(timeout_s * 1000))):
             if not _is_there(_address(folder)):
                 raise RunError(
-                    f"the scheduler of '{folder.path.name}' has died; dataflow resume takes over the workers that it "
-                    f"left; without that they finish their step, write a checkpoint and end within a minute or two"
+                    f"the scheduler of '{folder.path.name}' has died; dataflow resume takes over"
+                    " the workers that it left; without that they finish their step, write a"
+                    " checkpoint and end within a minute or two"
                 )
             if folder.read_json(CONTROL) != whom:
                 raise RunError(
-                    f"the scheduler of '{folder.path.name}' was replaced while it was asked, so it may have done it "
-                    f"or not; look with dataflow doctor, and ask again"
+                    f"the scheduler of '{folder.path.name}' was replaced while it was asked, so it"
+                    " may have done it or not; look with dataflow doctor, and ask again"
                 )
             if time.monotonic() >= deadline:
                 raise DeadlineError(
-                    f"'{folder.path.name}' has not answered within {timeout_s:.0f} s; it may have just ended, or its "
-                    f"scheduler is stopped; look at its display, and ask again"
+                    f"'{folder.path.name}' has not answered within {timeout_s:.0f} s; it may have"
+                    " just ended, or its scheduler is stopped; look at its display, and ask again"
                 )
         reply = REPLIES.decode(dealer.recv())
     except MessageError as error:
@@ -312,7 +346,8 @@ def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: f
 
 
 def listens(path: Path) -> bool:
-    """Whether some process has the socket with this name open. It does not notice: the question is of another kind."""
+    """Whether some process has the socket with this name open. It does not notice: the question is
+    of another kind."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks:
         try:
             if stat.S_ISSOCK(path.lstat().st_mode):
@@ -323,7 +358,8 @@ def listens(path: Path) -> bool:
 
 
 def _is_there(address: str) -> bool:
-    """Whether some process may be asked there; of one on another host that does not answer, nobody knows."""
+    """Whether some process may be asked there; of one on another host that does not answer, nobody
+    knows."""
     if address.startswith("ipc:"):
         return listens(Path(address.removeprefix("ipc://")))
     host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -335,14 +371,16 @@ def _is_there(address: str) -> bool:
 
 
 def _keys(folder: RunFolder) -> RunKeys | None:
-    """Of a run over hosts; None: its commands are taken at a socket that only this user's processes can open."""
+    """Of a run over hosts; None: its commands are taken at a socket that only this user's processes
+    can open."""
     if not _address(folder).startswith("tcp:"):
         return None
     keys = Rendezvous.keys(folder.path)
     if keys is None:
         raise RunError(
-            f"'{folder.path.name}' runs over hosts and takes commands of those who have its keys alone, but "
-            f"{KEYS_FILE} in its folder is missing or not yours to read; ask as the user who has started it"
+            f"'{folder.path.name}' runs over hosts and takes commands of those who have its keys"
+            f" alone, but {KEYS_FILE} in its folder is missing or not yours to read; ask as the"
+            " user who has started it"
         )
     return keys
 
@@ -353,6 +391,6 @@ def _address(folder: RunFolder) -> str:
     if not is_there and not address.startswith("tcp://"):
         raise RunError(
             f"'{folder.path.name}' takes no commands: it is over, or it runs in one process; "
-            f"name the folder of a run that is under way, such as runs/latest"
+            "name the folder of a run that is under way, such as runs/latest"
         )
     return address

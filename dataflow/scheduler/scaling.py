@@ -1,15 +1,18 @@
-"""Who joins and who leaves while a run goes on, whom to tell, in which order: a policy over the table.
+"""Who joins and who leaves while a run goes on, whom to tell, in which order: a policy over the
+table.
 
-A join: a process is forked and says hello with its addresses; everybody downstream confirms that it expects one sender
-more; the newcomer is wired; once it is ready it is started, and everybody upstream is told to send to it too.
-A leave: everybody upstream lets go of the youngest replica, whose input so ends. It finishes what it has, ends its
-outlets, and is stopped when all it sent is acknowledged and upstream knows the same of what it got.
+A join: a process is forked and says hello with its addresses; everybody downstream confirms that it
+expects one sender more; the newcomer is wired; once it is ready it is started, and everybody
+upstream is told to send to it too. A leave: everybody upstream lets go of the youngest replica,
+whose input so ends. It finishes what it has, ends its outlets, and is stopped when all it sent is
+acknowledged and upstream knows the same of what it got.
 
-One join at a time, and no leave begins during one: so a newcomer's neighbours are the same from its fork to its start.
+One join at a time, and no leave begins during one: so a newcomer's neighbours are the same from its
+fork to its start.
 
-A worker that died is started again in the membership it had. Its senders send again what it did not acknowledge, a
-leaver leaves once it has that; and while somebody is away, no join and no leave begins.
-"""
+A worker that died is started again in the membership it had. Its senders send again what it did not
+acknowledge, a leaver leaves once it has that; and while somebody is away, no join and no leave
+begins."""
 
 from collections.abc import Mapping
 
@@ -18,7 +21,15 @@ from dataflow.planning.ranks import check_scaled
 from dataflow.scheduler import addresses, seating
 from dataflow.scheduler.events import Command, NotifyUser, Send, StartWorker
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
-from dataflow.worker.messages import AddReceivers, Expect, RetireReceivers, SenderEnded, Start, Stop, Wire
+from dataflow.worker.messages import (
+    AddReceivers,
+    Expect,
+    RetireReceivers,
+    SenderEnded,
+    Start,
+    Stop,
+    Wire,
+)
 
 
 def replicas(table: Table, node: str) -> dict[str, int]:
@@ -26,26 +37,29 @@ def replicas(table: Table, node: str) -> dict[str, int]:
     worker = table.plan.placements[node].worker
     found = [record.membership for record in table if record.worker == worker]
     return {
-        "joining": found.count(Membership.JOINING), "live": found.count(Membership.LIVE),
+        "joining": found.count(Membership.JOINING),
+        "live": found.count(Membership.LIVE),
         "leaving": found.count(Membership.LEAVING) + found.count(Membership.STOPPING),
-    }  # fmt: skip
+    }
 
 
 def check(table: Table, wishes: Mapping[str, int]) -> None:
-    """Raise GraphError for an unknown node, and for a number of replicas that a node cannot have."""
+    """Raise GraphError for an unknown node, and for a number of replicas that a node cannot
+    have."""
     operators = table.graph.operators
     for node, count in wishes.items():
         if node not in operators:
             raise GraphError(
-                f"replicas are asked for '{node}', but the graph has {list(operators)}{nearest(node, operators)}; "
-                f"name one of these"
+                f"replicas are asked for '{node}', but the graph has"
+                f" {list(operators)}{nearest(node, operators)}; name one of these"
             )
         check_scaled(operators[node], count, table.plan.placements[node].replicas)
         most = seating.most(table, node)
         if most is not None and count > most:
             raise GraphError(
-                f"'{node}' is to have {count} replicas of {table.plan.placements[node].share} each, but "
-                f"{table.plan.devices.gpus} GPUs have room for {most} beside the others; ask for {most} at most"
+                f"'{node}' is to have {count} replicas of {table.plan.placements[node].share} each,"
+                f" but {table.plan.devices.gpus} GPUs have room for {most} beside the others; ask"
+                f" for {most} at most"
             )
 
 
@@ -70,11 +84,15 @@ def fell(table: Table, record: WorkerRecord) -> list[Command]:
     """A worker died that was not told to stop, and is going to be started again."""
     record.drained = record.wired = record.may_miss_ends = False
     workers = table.workers
-    record.senders = {sender for sender in record.senders if workers[sender].membership is not Membership.LEFT}
+    record.senders = {
+        sender for sender in record.senders if workers[sender].membership is not Membership.LEFT
+    }
     for other in table:
         if other.membership is Membership.JOINING and other is not record:
             # The next attempt is started with the right number of senders.
-            other.unconfirmed = {ticket: who for ticket, who in other.unconfirmed.items() if who != record.name}
+            other.unconfirmed = {
+                ticket: who for ticket, who in other.unconfirmed.items() if who != record.name
+            }
     return _wire(table)
 
 
@@ -82,8 +100,9 @@ def senders(table: Table, record: WorkerRecord) -> dict[str, int]:
     """By edge that ends at a worker which died: how many senders its next attempt is to expect."""
     return {
         edge: sum(table.workers[sender].worker == producer for sender in record.senders)
-        for edge, producer, consumer in table.edges if consumer == record.worker
-    }  # fmt: skip
+        for edge, producer, consumer in table.edges
+        if consumer == record.worker
+    }
 
 
 def hello(table: Table, record: WorkerRecord) -> list[Command]:
@@ -107,7 +126,11 @@ def ready(table: Table, record: WorkerRecord) -> list[Command]:
     if record.membership is Membership.JOINING:
         record.membership = Membership.LIVE
         commands += [_add(table, sender, record) for sender in sorted(record.senders)]
-        commands.append(NotifyUser(f"'{record.name}' has joined with {table.plan.placements[record.worker].share}"))
+        commands.append(
+            NotifyUser(
+                f"'{record.name}' has joined with {table.plan.placements[record.worker].share}"
+            )
+        )
     return commands + advance(table)
 
 
@@ -121,8 +144,14 @@ def exited(table: Table, record: WorkerRecord) -> list[Command]:
     """A worker that was told to stop has ended, however it did."""
     record.membership = Membership.LEFT
     for other in table:
-        other.unconfirmed = {ticket: who for ticket, who in other.unconfirmed.items() if who != record.name}
-    return [NotifyUser(f"'{record.name}' has left; all it had was sent on"), *_stop(table), *advance(table)]
+        other.unconfirmed = {
+            ticket: who for ticket, who in other.unconfirmed.items() if who != record.name
+        }
+    return [
+        NotifyUser(f"'{record.name}' has left; all it had was sent on"),
+        *_stop(table),
+        *advance(table),
+    ]
 
 
 def advance(table: Table) -> list[Command]:
@@ -131,7 +160,9 @@ def advance(table: Table) -> list[Command]:
     for node, count in list(table.wishes.items()):
         if not table.begun or table.joining is not None or anybody_away(table):
             break
-        live = [each for each in table if each.worker == node and each.membership is Membership.LIVE]
+        live = [
+            each for each in table if each.worker == node and each.membership is Membership.LIVE
+        ]
         for record in sorted(live, key=lambda each: each.replica)[count:]:
             commands += _leave(table, record)
         place = seating.room_for(table, node)
@@ -173,23 +204,37 @@ def _join(table: Table, node: str, host: str, gpus: tuple[int, ...]) -> list[Com
     replica = 1 + max(record.replica for record in table if record.worker == node)
     live = [record for record in table if record.membership is Membership.LIVE]
     newcomer = WorkerRecord(
-        name=f"{node}-{replica}", worker=node, replica=replica, nodes=tuple(table.plan.workers[node]), host=host,
-        gpus=gpus, membership=Membership.JOINING,
-    )  # fmt: skip
+        name=f"{node}-{replica}",
+        worker=node,
+        replica=replica,
+        nodes=tuple(table.plan.workers[node]),
+        host=host,
+        gpus=gpus,
+        membership=Membership.JOINING,
+    )
     newcomer.senders = {each.name for each in live if each.worker in table.upstream(newcomer)}
     table.add(newcomer)
     commands: list[Command] = [StartWorker(name=newcomer.name, senders=senders(table, newcomer))]
     for receiver in live:
-        if any((producer, consumer) == (node, receiver.worker) for _, producer, consumer in table.edges):
+        if any(
+            (producer, consumer) == (node, receiver.worker) for _, producer, consumer in table.edges
+        ):
             receiver.senders.add(newcomer.name)
-            commands.append(_expect(table, newcomer, receiver, _ticket(table, newcomer, receiver.name)))
+            commands.append(
+                _expect(table, newcomer, receiver, _ticket(table, newcomer, receiver.name))
+            )
     return commands
 
 
 def _wire(table: Table) -> list[Command]:
     """Wire the newcomer, once, when it has said hello and is expected."""
     newcomer = table.joining
-    if newcomer is None or newcomer.wired or newcomer.unconfirmed or newcomer.life is not Life.STARTING:
+    if (
+        newcomer is None
+        or newcomer.wired
+        or newcomer.unconfirmed
+        or newcomer.life is not Life.STARTING
+    ):
         return []
     newcomer.wired = True
     found: dict[str, list[str]] = {}
@@ -201,7 +246,8 @@ def _wire(table: Table) -> list[Command]:
 
 
 def _wire_again(table: Table, record: WorkerRecord) -> list[Command]:
-    """Where one that died sends to; of a leaver only one that it had not let go, which it does at once."""
+    """Where one that died sends to; of a leaver only one that it had not let go, which it does at
+    once."""
     record.wired = record.may_miss_ends = True
     found: dict[str, list[str]] = {}
     commands: list[Command] = []
@@ -218,20 +264,27 @@ def _wire_again(table: Table, record: WorkerRecord) -> list[Command]:
     for sender in sorted(record.senders):
         if table.workers[sender].may_end:  # it may come once more, or not: so it counts by its name
             commands.append(_ended(table, record, sender))
-    return [Send(record.name, Wire(addresses=found, lines=addresses.read_by(table, record))), *commands]
+    return [
+        Send(record.name, Wire(addresses=found, lines=addresses.read_by(table, record))),
+        *commands,
+    ]
 
 
 def _ends_told(table: Table, leaver: WorkerRecord) -> list[Command]:
     """The senders that have let a leaver go, which it may not know."""
-    return [_ended(table, leaver, sender) for sender in sorted(leaver.senders - set(leaver.unconfirmed.values()))]
+    return [
+        _ended(table, leaver, sender)
+        for sender in sorted(leaver.senders - set(leaver.unconfirmed.values()))
+    ]
 
 
 def _leave(table: Table, record: WorkerRecord) -> list[Command]:
     record.membership = Membership.LEAVING
     return [
         _retire(table, sender, record, _ticket(table, record, sender))
-        for sender in sorted(record.senders) if table.workers[sender].membership is not Membership.LEFT
-    ]  # fmt: skip
+        for sender in sorted(record.senders)
+        if table.workers[sender].membership is not Membership.LEFT
+    ]
 
 
 def _stop(table: Table) -> list[Command]:
@@ -241,9 +294,12 @@ def _stop(table: Table) -> list[Command]:
         if record.membership is Membership.LEAVING and record.drained and not record.unconfirmed:
             record.membership = Membership.STOPPING
             commands += [
-                _ended(table, other, record.name) for other in table
-                if record.name in other.senders and other.may_miss_ends and other.membership is not Membership.LEFT
-            ]  # fmt: skip
+                _ended(table, other, record.name)
+                for other in table
+                if record.name in other.senders
+                and other.may_miss_ends
+                and other.membership is not Membership.LEFT
+            ]
             commands.append(Send(record.name, Stop()))
     return commands
 
@@ -268,9 +324,13 @@ def _expect(table: Table, newcomer: WorkerRecord, receiver: WorkerRecord, ticket
 
 
 def _ended(table: Table, receiver: WorkerRecord, sender: str) -> Send:
-    """Tell a receiver that a sender has told it the end, be it the attempt before: it need not wait for that."""
+    """Tell a receiver that a sender has told it the end, be it the attempt before: it need not wait
+    for that."""
     own = table.workers[sender]
-    return Send(receiver.name, SenderEnded(senders=dict.fromkeys(_between(table, own, receiver), own.replica)))
+    return Send(
+        receiver.name,
+        SenderEnded(senders=dict.fromkeys(_between(table, own, receiver), own.replica)),
+    )
 
 
 def _inlets(table: Table, receiver: WorkerRecord, sender: WorkerRecord) -> dict[str, str]:

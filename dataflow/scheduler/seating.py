@@ -1,4 +1,5 @@
-"""Where a worker's next attempt runs, or a newcomer: a host that lives and has room, and which of its accelerators.
+"""Where a worker's next attempt runs, or a newcomer: a host that lives and has room, and which of
+its accelerators.
 
 A run that names no hosts has one, this machine, whose name is empty.
 """
@@ -16,8 +17,8 @@ Place: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 def seat(table: Table, records: Iterable[WorkerRecord]) -> list[WorkerRecord]:
-    """Those of some workers that have a place for their next attempt: where the plan has them, or where they were,
-    while that host lives, else where they are put now. The others have to wait."""
+    """Those of some workers that have a place for their next attempt: where the plan has them, or
+    where they were, while that host lives, else where they are put now. The others have to wait."""
     seated: list[WorkerRecord] = []
     full: set[str] = set()
     for record in records:
@@ -39,11 +40,14 @@ def homeless(table: Table, now: float) -> list[WorkerRecord]:
     if not table.hosts or table.is_ending:
         return []
     waiting = [
-        record for record in table
+        record
+        for record in table
         if record.is_due(now) and not all(host.is_alive for host in table.hosts_of(record))
-    ]  # fmt: skip
+    ]
     one_each = {record.worker: record for record in waiting}
-    full = {worker for worker, record in one_each.items() if not _move(table, record, only_look=True)}
+    full = {
+        worker for worker, record in one_each.items() if not _move(table, record, only_look=True)
+    }
     return [record for record in waiting if record.worker in full]
 
 
@@ -53,7 +57,9 @@ def room_for(table: Table, worker: str, replica: int | None = None) -> Place | N
     replica: of one that has no place; None: a newcomer."""
     if replica is None:
         replica = 1 + max(record.replica for record in table if record.worker == worker)
-    others = [record for record in _seated(table) if (record.worker, record.replica) != (worker, replica)]
+    others = [
+        record for record in _seated(table) if (record.worker, record.replica) != (worker, replica)
+    ]
     open_ = _sees_home(table) if _keeps(table, table.plan.workers[worker]) else _open(table)
     found = rehost(table.plan, _devices(table), open_, others, worker, replica)
     return None if isinstance(found, str) else found
@@ -85,15 +91,19 @@ def _home(table: Table, record: WorkerRecord) -> tuple[str, tuple[int, ...], tup
 
 
 def may_go_home(table: Table, record: WorkerRecord, hosts: set[str]) -> bool:
-    """Whether a worker is elsewhere than the plan has it, and may be there again: those hosts are among these, and what
-    it needs there is free, but for those that it takes turns with, which go as well."""
+    """Whether a worker is elsewhere than the plan has it, and may be there again: those hosts are
+    among these, and what it needs there is free, but for those that it takes turns with, which go
+    as well."""
     if not table.hosts or is_bound(table, record):
         return False
     planned = table.plan.placements[record.nodes[0]]
     if record.replica >= planned.replicas:
         return False
     host, gpus, rank_hosts = home = _home(table, record)
-    if home == (record.host, record.gpus, record.rank_hosts) or not {host, *rank_hosts} <= hosts & _open(table):
+    if home == (record.host, record.gpus, record.rank_hosts) or not {
+        host,
+        *rank_hosts,
+    } <= hosts & _open(table):
         return False
     group = table.plan.turns_of(record.worker)
     others = [each for each in _seated(table) if each is not record and each.worker not in group]
@@ -103,20 +113,29 @@ def may_go_home(table: Table, record: WorkerRecord, hosts: set[str]) -> bool:
 
 
 def _mates_stay(table: Table, record: WorkerRecord) -> bool:
-    """Whether some of those that it takes turns with are elsewhere than planned, and go on there."""
-    mates = [each for each in table if each.worker in table.plan.turns_of(record.worker) and each is not record]
-    return any(each.life not in (Life.DOWN, Life.DYING) and each.host != _home(table, each)[0] for each in mates)
+    """Whether some of those that it takes turns with are elsewhere than planned, and go on
+    there."""
+    mates = [
+        each
+        for each in table
+        if each.worker in table.plan.turns_of(record.worker) and each is not record
+    ]
+    return any(
+        each.life not in (Life.DOWN, Life.DYING) and each.host != _home(table, each)[0]
+        for each in mates
+    )
 
 
 def is_bound(table: Table, record: WorkerRecord) -> bool:
-    """Whether what a worker keeps is on its host alone, whose folder no other sees: it goes on nowhere else."""
+    """Whether what a worker keeps is on its host alone, whose folder no other sees: it goes on
+    nowhere else."""
     host = table.hosts.get(record.host)
     return host is not None and host.facts.own_folder and _keeps(table, record.nodes)
 
 
 def _keeps(table: Table, nodes: Iterable[str]) -> bool:
-    """Whether it keeps what nobody could make again: checkpoints, or what has come of an evaluation. Who takes turns
-    with one that does is where that is."""
+    """Whether it keeps what nobody could make again: checkpoints, or what has come of an
+    evaluation. Who takes turns with one that does is where that is."""
     both = {mate for node in nodes for mate in (node, *table.plan.turns_of(node))}
     return any(table.graph.operators[node].kind == "sink" for node in both)
 
@@ -124,7 +143,9 @@ def _keeps(table: Table, nodes: Iterable[str]) -> bool:
 def most(table: Table, worker: str) -> int | None:
     """Replicas that the accelerators of all hosts have room for; None: it runs on the CPU."""
     devices = _devices(table)
-    return most_replicas(table.plan, devices, {host.name for host in devices.machines}, _seated(table), worker)
+    return most_replicas(
+        table.plan, devices, {host.name for host in devices.machines}, _seated(table), worker
+    )
 
 
 def device(table: Table, record: WorkerRecord) -> str:
@@ -144,15 +165,23 @@ def _name(devices: Devices, gpu: int) -> str:
 
 def wanted(table: Table, records: Sequence[WorkerRecord]) -> str:
     """Who needs what, and what there is, for people."""
-    names = ", ".join(f"'{record.name}' ({table.plan.placements[record.worker].share})" for record in records)
+    names = ", ".join(
+        f"'{record.name}' ({table.plan.placements[record.worker].share})" for record in records
+    )
     open_, taken = _open(table), {gpu for record in _seated(table) for gpu in record.gpus}
     hosts = ", ".join(
-        f"'{room.host.name}' has {room.host.gpus - len(taken.intersection(room.numbers))} of {room.host.gpus} GPUs free"
-        if room.host.name in open_ else f"'{room.host.name}' {table.hosts[room.host.name].cause}"
+        (
+            f"'{room.host.name}' has {room.host.gpus - len(taken.intersection(room.numbers))} of"
+            f" {room.host.gpus} GPUs free"
+            if room.host.name in open_
+            else f"'{room.host.name}' {table.hosts[room.host.name].cause}"
+        )
         for room in rooms_of(_devices(table))
-    )  # fmt: skip
+    )
     if bound := [record for record in records if is_bound(table, record)]:
-        where = "; ".join(f"'{record.name}' keeps on host '{record.host}' what no other sees" for record in bound)
+        where = "; ".join(
+            f"'{record.name}' keeps on host '{record.host}' what no other sees" for record in bound
+        )
         return f"{where}, and nothing else can go on with that: {hosts}"
     return f"no host has room for {names}: {hosts}"
 
@@ -171,12 +200,20 @@ def _devices(table: Table) -> Devices:
 
 def _open(table: Table) -> set[str]:
     """Names of the hosts on which workers may be started."""
-    return {host.name for host in table.hosts.values() if host.is_alive and host.is_met} if table.hosts else {""}
+    return (
+        {host.name for host in table.hosts.values() if host.is_alive and host.is_met}
+        if table.hosts
+        else {""}
+    )
 
 
 def _sees_home(table: Table) -> set[str]:
     """Those of them that see the scheduler's folder."""
-    return {name for name in _open(table) if name not in table.hosts or not table.hosts[name].facts.own_folder}
+    return {
+        name
+        for name in _open(table)
+        if name not in table.hosts or not table.hosts[name].facts.own_folder
+    }
 
 
 def _seated(table: Table) -> list[WorkerRecord]:

@@ -1,4 +1,5 @@
-"""The doctor within the scheduler: notes what moves, writes a report when asked, and ends a run that has stalled."""
+"""The doctor within the scheduler: notes what moves, writes a report when asked, and ends a run
+that has stalled."""
 
 import os
 import time
@@ -30,15 +31,18 @@ class StallWatch:
     """Looks at a run a few times a second.
 
     consumes: the run's phase, the workers' heartbeats and stacks; wishes for a report
-    produces: sentences for the user; requests for stacks; reports in the run folder; DeadlineError for a stalled run
-    waits for: the workers' stacks, before a report is written
+    produces: sentences for the user; requests for stacks; reports in the run folder; DeadlineError
+    for a stalled run waits for: the workers' stacks, before a report is written
     unblocked by: the clock
     """
 
     def __init__(
-        self, table: Table, send: Callable[[str, AskStacks], None], settings: Settings,
+        self,
+        table: Table,
+        send: Callable[[str, AskStacks], None],
+        settings: Settings,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """table: as it is at any time. send: sends a message to a worker. settings: of the run."""
         self._table, self._send, self._settings, self._clock = table, send, settings, clock
         self._history = History()
@@ -53,20 +57,24 @@ class StallWatch:
         self._wish = True
 
     def answer(self, stacks: bool = True) -> dict[str, Any]:
-        """What is known now, in plain values, for somebody who asks. stacks: ask the workers for theirs."""
+        """What is known now, in plain values, for somebody who asks. stacks: ask the workers for
+        theirs."""
         if stacks:
             self._ask_for_stacks()
         return self._said()
 
     def look(self) -> list[str]:
-        """Sentences for the user. Raises DeadlineError, its report written, when the run has stalled."""
+        """Sentences for the user. Raises DeadlineError, its report written, when the run has
+        stalled."""
         now = self._clock()
         every_s = max(LOOK_S, len(self._table.workers) / _NOTED_A_SECOND)
         if not self._settings.folder or now - self._looked < every_s:
             return []
         self._looked = now
         self._note(now)
-        decision = decide(self._still, stall_s=self._table.limits.stall_s, slice_s=self._table.limits.slice_s)
+        decision = decide(
+            self._still, stall_s=self._table.limits.stall_s, slice_s=self._table.limits.slice_s
+        )
         if self._due is None and (self._wish or decision == "stalled"):
             self._due = now + _STACKS_S
             self._ask_for_stacks()
@@ -79,11 +87,15 @@ class StallWatch:
     def _said(self) -> dict[str, Any]:
         now = self._clock()
         return {
-            "pid": os.getpid(), "phase": self._table.run.phase, "draining": self._table.run.draining,
-            "step": self._table.run.step, "steps": self._settings.steps, "still_s": self._still.still_s,
+            "pid": os.getpid(),
+            "phase": self._table.run.phase,
+            "draining": self._table.run.draining,
+            "step": self._table.run.step,
+            "steps": self._settings.steps,
+            "still_s": self._still.still_s,
             "workers": {record.name: _plain(record, now) for record in self._table},
             "history": self._history.plain(now),
-        }  # fmt: skip
+        }
 
     def _ask_for_stacks(self) -> None:
         for record in self._table:
@@ -95,7 +107,8 @@ class StallWatch:
         self._history.note(workers, now)
         worked, self._busy = busy(workers) > self._busy, busy(workers)
         at_work = worked or any(
-            w["state"] in AWAY or (w["heartbeat"].get("at") and w["silent_s"] < SILENT_S) for w in workers.values()
+            w["state"] in AWAY or (w["heartbeat"].get("at") and w["silent_s"] < SILENT_S)
+            for w in workers.values()
         )
         watched = self._table.run.phase not in ("starting", "over") and not self._table.run.draining
         still = self._still.look(marks(workers), at_work, now)
@@ -106,8 +119,12 @@ class StallWatch:
         warn, self._warned = slow and not self._warned, slow
         if not warn:
             return []
-        facts = gather(RunFolder.open(self._settings.folder), self._said(), during_s=0.0, wake=False)
-        return [f"nothing has moved for {seconds(self._still.still_s)}: {verdict(facts, moves_s=0.0)}"]
+        facts = gather(
+            RunFolder.open(self._settings.folder), self._said(), during_s=0.0, wake=False
+        )
+        return [
+            f"nothing has moved for {seconds(self._still.still_s)}: {verdict(facts, moves_s=0.0)}"
+        ]
 
     def _write(self, *, stalled: bool) -> str:
         folder = RunFolder.open(self._settings.folder)
@@ -119,10 +136,14 @@ class StallWatch:
         refused: list[str] = []
         Extras(refused.append).write(path, content)
         if stalled:
-            where = refused[0] if refused else f"{path} says who waits for whom and where each worker is"
+            where = (
+                refused[0]
+                if refused
+                else f"{path} says who waits for whom and where each worker is"
+            )
             raise DeadlineError(
-                f"nothing has moved for {seconds(self._still.still_s)}: {root} The run ends; {where}; if it is to have "
-                f"more time, raise Limits.stall_s or Limits.slice_s"
+                f"nothing has moved for {seconds(self._still.still_s)}: {root} The run ends;"
+                f" {where}; if it is to have more time, raise Limits.stall_s or Limits.slice_s"
             )
         return f"{root} {refused[0]}" if refused else f"wrote {path}: {root}"
 
@@ -131,8 +152,15 @@ def _plain(record: WorkerRecord, now: float) -> dict[str, Any]:
     """What is known of a worker, for the doctor."""
     told_at, threads = record.stacks or (now, [])
     return {
-        "nodes": list(record.nodes), "pid": record.pid, "host": record.host, "machine": record.machine,
-        "state": record.state, "cause": record.cause,
-        "restarts": record.attempt, "silent_s": now - record.heard_at, "heartbeat": dict(record.told),
-        "threads": threads, "threads_s": now - told_at,
-    }  # fmt: skip
+        "nodes": list(record.nodes),
+        "pid": record.pid,
+        "host": record.host,
+        "machine": record.machine,
+        "state": record.state,
+        "cause": record.cause,
+        "restarts": record.attempt,
+        "silent_s": now - record.heard_at,
+        "heartbeat": dict(record.told),
+        "threads": threads,
+        "threads_s": now - told_at,
+    }

@@ -1,4 +1,5 @@
-"""What the scheduler says to whom, and when: decisions as a state machine without sockets or clocks."""
+"""What the scheduler says to whom, and when: decisions as a state machine without sockets or
+clocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,10 +31,11 @@ class _Evaluation:
 
 @dataclass
 class RunStateMachine:
-    """Evaluates before the first step, every so many steps and after the last, and knows when the run is over.
+    """Evaluates before the first step, every so many steps and after the last, and knows when the
+    run is over.
 
-    consumes: what nodes report of themselves (`hear`), end of streams (`ended`), the user's wish to stop (`drain`)
-    produces: commands for nodes
+    consumes: what nodes report of themselves (`hear`), end of streams (`ended`), the user's wish to
+    stop (`drain`) produces: commands for nodes
     waits for: the first evaluation before training starts; the trainers; the last evaluation
     unblocked by: the reports
     """
@@ -70,7 +72,8 @@ class RunStateMachine:
 
     @property
     def progress(self) -> int:
-        """How far the run has come: grows with each step and with each round of evaluation, and never shrinks."""
+        """How far the run has come: grows with each step and with each round of evaluation, and
+        never shrinks."""
         rounds = (evaluation.finished for evaluation in self._evaluations.values())
         return self.step + sum(finished + 1 for finished in rounds if finished is not None)
 
@@ -81,7 +84,11 @@ class RunStateMachine:
 
     def without_checkpoint(self, number: int) -> list[str]:
         """Trainers that have not written the checkpoint with this number."""
-        return [name for name, status in self._trainers.items() if int(status.get("asked_checkpoint", 0)) < number]
+        return [
+            name
+            for name, status in self._trainers.items()
+            if int(status.get("asked_checkpoint", 0)) < number
+        ]
 
     def checkpoints(self) -> dict[str, int]:
         """By trainer, the step of the last checkpoint that somebody has asked for."""
@@ -90,7 +97,11 @@ class RunStateMachine:
     def wish_checkpoint(self, number: int) -> list[NodeCommand]:
         """Somebody wants a checkpoint of each trainer after the step under way."""
         self.checkpoint = max(self.checkpoint, number)
-        return [command for name in self.without_checkpoint(number) for command in self._checkpoint(name)]
+        return [
+            command
+            for name in self.without_checkpoint(number)
+            for command in self._checkpoint(name)
+        ]
 
     def _checkpoint(self, trainer: str) -> list[NodeCommand]:
         return [NodeCommand(trainer, {"checkpoint": self.checkpoint})]
@@ -102,17 +113,27 @@ class RunStateMachine:
     def to_plain(self) -> dict[str, Any]:
         """All that it knows, for the next scheduler; `take_up` gives it back."""
         return {
-            "phase": self.phase, "draining": self.draining, "dropped": dict(self._dropped),
+            "phase": self.phase,
+            "draining": self.draining,
+            "dropped": dict(self._dropped),
             "checkpoint": self.checkpoint,
-            "trainers": {name: {key: status.get(key, 0) for key in _KEPT} for name, status in
-                         self._trainers.items()},
-            "evaluations": {name: [each.asked, each.finished] for name, each in self._evaluations.items()},
+            "trainers": {
+                name: {key: status.get(key, 0) for key in _KEPT}
+                for name, status in self._trainers.items()
+            },
+            "evaluations": {
+                name: [each.asked, each.finished] for name, each in self._evaluations.items()
+            },
             "open_sinks": sorted(self._open_sinks),
-        }  # fmt: skip
+        }
 
     def take_up(self, plain: Mapping[str, Any]) -> None:
         """Be where the scheduler was that wrote this."""
-        self.phase, self.draining, self._dropped = plain["phase"], plain["draining"], dict(plain["dropped"])
+        self.phase, self.draining, self._dropped = (
+            plain["phase"],
+            plain["draining"],
+            dict(plain["dropped"]),
+        )
         self.checkpoint = plain["checkpoint"]
         self._trainers = dict(plain["trainers"])
         for name, (asked, finished) in plain["evaluations"].items():
@@ -120,28 +141,38 @@ class RunStateMachine:
         self._open_sinks = set(plain["open_sinks"])
 
     def go_on(self, steps: Mapping[str, int], rounds: Mapping[str, int]) -> None:
-        """Before `start`: a run goes on whose trainers have made these steps, and evaluations these last rounds."""
+        """Before `start`: a run goes on whose trainers have made these steps, and evaluations these
+        last rounds."""
         for trainer, step in steps.items():
             self._trainers[trainer] = {"step": step}
         for name, step in rounds.items():
             self._evaluations[name].asked = self._evaluations[name].finished = step
 
     def start(self) -> list[NodeCommand]:
-        """The first commands, once all workers are ready; evaluations that have had a round have no first one."""
+        """The first commands, once all workers are ready; evaluations that have had a round have no
+        first one."""
         if self.over:
             return []
         self.phase = "first_evaluation"
-        commands = [NodeCommand(source, {"pause": bool(self._evaluations)}) for source in self._training_sources()]
+        commands = [
+            NodeCommand(source, {"pause": bool(self._evaluations)})
+            for source in self._training_sources()
+        ]
         # A trainer that goes on may have said this before its source could hear it.
-        commands += [NodeCommand(source, {"dropped": dropped}) for source, dropped in self._dropped.items()]
+        commands += [
+            NodeCommand(source, {"dropped": dropped}) for source, dropped in self._dropped.items()
+        ]
         for evaluation in self._evaluations.values():
             if evaluation.asked is None:
                 evaluation.asked = self.step
-                commands += [NodeCommand(source, {"evaluate": self.step}) for source in evaluation.sources]
+                commands += [
+                    NodeCommand(source, {"evaluate": self.step}) for source in evaluation.sources
+                ]
         return commands + self._advance()
 
     def hear(self, node: str, status: Mapping[str, Any]) -> list[NodeCommand]:
-        """Take in what a node says of itself; one that was started again may be behind where it was."""
+        """Take in what a node says of itself; one that was started again may be behind where it
+        was."""
         commands: list[NodeCommand] = []
         if node in self._trainers:
             known = self._trainers[node]
@@ -154,7 +185,9 @@ class RunStateMachine:
                     commands.append(NodeCommand(source, {"dropped": dropped}))
         elif node in self._evaluations and "round" in status:
             evaluation = self._evaluations[node]
-            evaluation.finished = max(int(status["round"]), -1 if evaluation.finished is None else evaluation.finished)
+            evaluation.finished = max(
+                int(status["round"]), -1 if evaluation.finished is None else evaluation.finished
+            )
         return commands + self._advance()
 
     def ended(self, node: str) -> list[NodeCommand]:
@@ -163,9 +196,11 @@ class RunStateMachine:
         return self._advance()
 
     def commands_for(self, node: str, *, again: bool = True) -> list[NodeCommand]:
-        """What a node that was started again has to hear before it begins: as if it had heard all commands so far.
+        """What a node that was started again has to hear before it begins: as if it had heard all
+        commands so far.
 
-        again: it does not know what it had done in an open round. False: it goes on, and may have missed a command."""
+        again: it does not know what it had done in an open round. False: it goes on, and may have
+        missed a command."""
         if self.phase == "starting":
             return []
         commands: list[NodeCommand] = []
@@ -191,19 +226,28 @@ class RunStateMachine:
         return [NodeCommand(name, {"drain": True}) for name in self._who_drains()] + self._advance()
 
     def _who_drains(self) -> list[str]:
-        """Sources and trainers, and those that a trainer takes turns with: it needs one more for its checkpoint."""
-        in_turn = [node for group in self.plan.turns for node in group if node not in self._trainers]
+        """Sources and trainers, and those that a trainer takes turns with: it needs one more for
+        its checkpoint."""
+        in_turn = [
+            node for group in self.plan.turns for node in group if node not in self._trainers
+        ]
         return [*self._training_sources(), *self._trainers, *in_turn]
 
     def _training_sources(self) -> list[str]:
-        return [n for n, op in self.graph.operators.items() if op.kind == "source" and n not in self.plan.on_demand]
+        return [
+            n
+            for n, op in self.graph.operators.items()
+            if op.kind == "source" and n not in self.plan.on_demand
+        ]
 
     def _ask(self, step: int) -> list[NodeCommand]:
         commands = []
         for evaluation in self._evaluations.values():
             if not evaluation.open and evaluation.asked != step:
                 evaluation.asked = step
-                commands += [NodeCommand(source, {"evaluate": step}) for source in evaluation.sources]
+                commands += [
+                    NodeCommand(source, {"evaluate": step}) for source in evaluation.sources
+                ]
         return commands
 
     def _advance(self) -> list[NodeCommand]:
@@ -212,7 +256,9 @@ class RunStateMachine:
         if self.phase == "first_evaluation" and (self.draining or not self._waiting()):
             self.phase = "training"
             commands += [
-                NodeCommand(source, {"pause": False}) for source in self._training_sources() if self._evaluations
+                NodeCommand(source, {"pause": False})
+                for source in self._training_sources()
+                if self._evaluations
             ]
         if self.phase == "training":
             if self._finished_training():
@@ -243,5 +289,7 @@ class RunStateMachine:
             due = self.step - self.step % evaluation.every_steps
             if not evaluation.open and due > (evaluation.asked or 0):
                 evaluation.asked = due
-                commands += [NodeCommand(source, {"evaluate": due}) for source in evaluation.sources]
+                commands += [
+                    NodeCommand(source, {"evaluate": due}) for source in evaluation.sources
+                ]
         return commands

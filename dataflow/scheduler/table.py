@@ -1,4 +1,5 @@
-"""What the scheduler knows: one record of each worker, over all of its attempts, and what concerns all of them."""
+"""What the scheduler knows: one record of each worker, over all of its attempts, and what concerns
+all of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -45,7 +46,8 @@ class Membership(StrEnum):
 
 @dataclass(kw_only=True)
 class WorkerRecord:
-    """One worker: the attempt under way, what those before it did, and its place among the others."""
+    """One worker: the attempt under way, what those before it did, and its place among the
+    others."""
 
     name: str
     worker: str
@@ -53,9 +55,11 @@ class WorkerRecord:
     replica: int
     nodes: tuple[str, ...]
     host: str = ""
-    """Where the attempt under way runs, or the next one; empty: this machine, where there is no other."""
+    """Where the attempt under way runs, or the next one; empty: this machine, where there is no
+    other."""
     rank_hosts: tuple[str, ...] = ()
-    """Of a trainer that is spread over several hosts: that of each of its ranks; `host` is the first one's."""
+    """Of a trainer that is spread over several hosts: that of each of its ranks; `host` is the
+    first one's."""
     gpus: tuple[int, ...] = ()
     life: Life = Life.FORKED
     membership: Membership = Membership.LIVE
@@ -84,7 +88,8 @@ class WorkerRecord:
     earlier: Told = field(default_factory=dict)
     """What the attempts before this one told, together."""
     is_reachable: bool = True
-    """Whether it has found the socket of this scheduler: until then what is sent there reaches nobody."""
+    """Whether it has found the socket of this scheduler: until then what is sent there reaches
+    nobody."""
     deferred: list[ToWorker] = field(default_factory=list)
     """What it is sent as soon as it has."""
 
@@ -112,8 +117,9 @@ class WorkerRecord:
     wired: bool = False
     """Whether it was told where to send, so that it may hear what changes."""
     may_miss_ends: bool = False
-    """Whether it may not have heard every sender's end: the attempt that runs is not the first, or its leave was begun
-    by an earlier scheduler, and a sender that never heard of it has none to tell."""
+    """Whether it may not have heard every sender's end: the attempt that runs is not the first, or
+    its leave was begun by an earlier scheduler, and a sender that never heard of it has none to
+    tell."""
     drained: bool = False
 
     @property
@@ -165,7 +171,11 @@ class WorkerRecord:
     @property
     def at(self) -> dict[str, str]:
         """As `Settings.at` has it: by edge, and by line and executor."""
-        lines = {f"{name}.{by}": address for name, line in self.lines.items() for by, address in line.at.items()}
+        lines = {
+            f"{name}.{by}": address
+            for name, line in self.lines.items()
+            for by, address in line.at.items()
+        }
         return {**self.addresses, **lines}
 
     def fork(self, now: float) -> None:
@@ -189,23 +199,39 @@ class WorkerRecord:
         plain = {name: getattr(self, name) for name in _REMEMBERED}
         plain |= {name: list(plain[name]) for name in _TUPLES}
         plain["lines"] = {name: asdict(line) for name, line in self.lines.items()}
-        return plain | {"senders": sorted(self.senders), "unconfirmed": list(self.unconfirmed.items())}
+        return plain | {
+            "senders": sorted(self.senders),
+            "unconfirmed": list(self.unconfirmed.items()),
+        }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "WorkerRecord":
         """What `to_plain` gave."""
-        return cls(**{
-            **plain, **{name: tuple(plain[name]) for name in _TUPLES}, "senders": set(plain["senders"]),
-            "life": Life(plain["life"]), "membership": Membership(plain["membership"]),
-            "unconfirmed": dict(plain["unconfirmed"]),
-            "lines": {name: WeightLine(**line) for name, line in plain["lines"].items()},
-        })  # fmt: skip
+        return cls(
+            **{
+                **plain,
+                **{name: tuple(plain[name]) for name in _TUPLES},
+                "senders": set(plain["senders"]),
+                "life": Life(plain["life"]),
+                "membership": Membership(plain["membership"]),
+                "unconfirmed": dict(plain["unconfirmed"]),
+                "lines": {name: WeightLine(**line) for name, line in plain["lines"].items()},
+            }
+        )
 
 
 _OF_THIS_SCHEDULER = {
-    "has_process", "pid", "forked_at", "heard_at", "dying_since", "stopped_since", "heartbeat", "stacks",
-    "is_reachable", "deferred",
-}  # fmt: skip
+    "has_process",
+    "pid",
+    "forked_at",
+    "heard_at",
+    "dying_since",
+    "stopped_since",
+    "heartbeat",
+    "stacks",
+    "is_reachable",
+    "deferred",
+}
 _TUPLES = ("nodes", "gpus", "rank_hosts")
 _REMEMBERED = [each.name for each in fields(WorkerRecord) if each.name not in _OF_THIS_SCHEDULER]
 
@@ -226,7 +252,8 @@ class HostRecord:
     losses: list[float] = field(default_factory=list)
     """When it was lost, those times that may count, oldest first."""
     is_met: bool = True
-    """Whether this scheduler knows what processes it has; one that takes over hears it from the agent."""
+    """Whether this scheduler knows what processes it has; one that takes over hears it from the
+    agent."""
 
     @property
     def name(self) -> str:
@@ -235,7 +262,12 @@ class HostRecord:
 
     def to_plain(self) -> dict[str, Any]:
         """What the next scheduler takes up, for JSON."""
-        return {"facts": self.facts.to_plain(), "is_alive": self.is_alive, "cause": self.cause, "losses": self.losses}
+        return {
+            "facts": self.facts.to_plain(),
+            "is_alive": self.is_alive,
+            "cause": self.cause,
+            "losses": self.losses,
+        }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "HostRecord":
@@ -308,21 +340,34 @@ class Table:
         worker = {node: placement.worker for node, placement in self.plan.placements.items()}
         self.edges = [
             (edge.name, worker[edge.producer], worker[edge.consumer])
-            for edge in edges(self.graph) if worker[edge.producer] != worker[edge.consumer]
-        ]  # fmt: skip
+            for edge in edges(self.graph)
+            if worker[edge.producer] != worker[edge.consumer]
+        ]
         self.hosts = {host.name: HostRecord(facts=host) for host in self.plan.devices.hosts}
         self.workers = {}
         for name, replica, nodes in self.plan.processes():
             placement = self.plan.placements[nodes[0]]
-            self.add(WorkerRecord(
-                name=f"{name}-{replica}", worker=name, replica=replica, nodes=tuple(nodes),
-                host=placement.host(replica), rank_hosts=placement.rank_hosts, gpus=placement.gpus_of(replica),
-            ))  # fmt: skip
+            self.add(
+                WorkerRecord(
+                    name=f"{name}-{replica}",
+                    worker=name,
+                    replica=replica,
+                    nodes=tuple(nodes),
+                    host=placement.host(replica),
+                    rank_hosts=placement.rank_hosts,
+                    gpus=placement.gpus_of(replica),
+                )
+            )
         replicas = self.by_worker()
         senders = {
-            consumer: {each.name for _, producer, to in self.edges if to == consumer for each in replicas[producer]}
+            consumer: {
+                each.name
+                for _, producer, to in self.edges
+                if to == consumer
+                for each in replicas[producer]
+            }
             for consumer in replicas
-        }  # fmt: skip
+        }
         for record in self:
             record.senders = set(senders[record.worker])
 
@@ -342,7 +387,9 @@ class Table:
 
     def hosts_of(self, record: WorkerRecord) -> list[HostRecord]:
         """Where a worker and its ranks run; none: on this machine, where there is no other."""
-        return [self.hosts[name] for name in dict.fromkeys((record.host, *record.rank_hosts)) if name]
+        return [
+            self.hosts[name] for name in dict.fromkeys((record.host, *record.rank_hosts)) if name
+        ]
 
     def is_met(self, record: WorkerRecord) -> bool:
         """Whether this scheduler knows what became of a worker's process."""
@@ -363,23 +410,32 @@ class Table:
         return self.run.draining or self.run.over
 
     def all_ended(self, node: str) -> bool:
-        """Whether every replica of a node says that its inputs have ended and it has nothing more to do."""
+        """Whether every replica of a node says that its inputs have ended and it has nothing more
+        to do."""
         reports = [
             record.heartbeat.nodes.get(node) if record.heartbeat else None
-            for record in self if node in record.nodes
-        ]  # fmt: skip
+            for record in self
+            if node in record.nodes
+        ]
         return all(report is not None and report.ended for report in reports)
 
     def to_plain(self) -> dict[str, Any]:
         """What the next scheduler takes up, for JSON; only of a run that has begun."""
         return {
-            "run": self.run.to_plain(), "workers": [record.to_plain() for record in self], "wishes": self.wishes,
-            "schedule": self.schedule, "last_ticket": self.last_ticket, "made": self.made,
-            "failures": [[each.worker, each.attempt, each.cause, each.at] for each in self.failures],
+            "run": self.run.to_plain(),
+            "workers": [record.to_plain() for record in self],
+            "wishes": self.wishes,
+            "schedule": self.schedule,
+            "last_ticket": self.last_ticket,
+            "made": self.made,
+            "failures": [
+                [each.worker, each.attempt, each.cause, each.at] for each in self.failures
+            ],
             "progressed_at": self.progressed_at if self.made else None,
-            "hosts": [host.to_plain() for host in self.hosts.values()], "swaps": self.swaps.to_plain(),
+            "hosts": [host.to_plain() for host in self.hosts.values()],
+            "swaps": self.swaps.to_plain(),
             "changes": [asdict(each) for each in self.changes],
-        }  # fmt: skip
+        }
 
     def take_up(self, plain: Mapping[str, Any]) -> None:
         """Be what the scheduler before knew, which wrote this."""
@@ -391,12 +447,14 @@ class Table:
         self.hosts = {each["facts"]["name"]: HostRecord.from_plain(each) for each in plain["hosts"]}
         self.made, self.swaps = plain["made"], Swaps.from_plain(plain["swaps"])
         self.changes = [KnobChange(**each) for each in plain["changes"]]
-        self.progressed_at = float("-inf") if plain["progressed_at"] is None else plain["progressed_at"]
+        self.progressed_at = (
+            float("-inf") if plain["progressed_at"] is None else plain["progressed_at"]
+        )
         self.begun = True
 
     def obituary(self, record: WorkerRecord) -> str:
         """What became of a worker that was needed, for people."""
         return (
-            f"worker '{record.name}' ({', '.join(record.nodes)}) {record.cause} while the run needed it; "
-            f"see {self.folder}/logs/{record.name}.log"
+            f"worker '{record.name}' ({', '.join(record.nodes)}) {record.cause} while the run"
+            f" needed it; see {self.folder}/logs/{record.name}.log"
         )

@@ -1,4 +1,5 @@
-"""A pool's process at work: it makes the calls that it is sent, one by one, by threads or by tasks, and answers."""
+"""A pool's process at work: it makes the calls that it is sent, one by one, by threads or by tasks,
+and answers."""
 
 import asyncio
 import contextlib
@@ -9,22 +10,32 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from dataflow.scoring.calls import Answers, Call, CallAsks, CallHears, Calls, PoolCloses, PoolSettings
+from dataflow.scoring.calls import (
+    Answers,
+    Call,
+    CallAsks,
+    CallHears,
+    Calls,
+    PoolCloses,
+    PoolSettings,
+)
 from dataflow.scoring.resting import RestingLimit
 from dataflow.system.channel import Channel
 from dataflow.system.messages import MessageError
 
-Source = memoryview  # words shared with the owner: chunk (-1: none), call, start in ns, whether its code is what runs
+# words shared with the owner: chunk (-1: none), call, start in ns, whether its code is what runs
+Source = memoryview
 
 GATHER_NS = 5_000_000
 SLOW_NS = 200_000
 
 
 def make_calls(channel: Channel[Any], sources: list[Source], settings: PoolSettings) -> None:
-    """Make calls until the owner is gone (EOFError or OSError), or has said that it closes the pool.
+    """Make calls until the owner is gone (EOFError or OSError), or has said that it closes the
+    pool.
 
-    consumes: calls (`Calls`), what calls that asked hear (`CallHears`), the end of the pool (`PoolCloses`)
-    produces: answers (`Answers`), each call once; what calls ask (`CallAsks`)
+    consumes: calls (`Calls`), what calls that asked hear (`CallHears`), the end of the pool
+    (`PoolCloses`) produces: answers (`Answers`), each call once; what calls ask (`CallAsks`)
     waits for: the next message, and the calls themselves, whose limit the owner keeps
     unblocked by: a message, or the end of the owner
     """
@@ -186,14 +197,21 @@ class _Asking:
     """What one call has of its owner: `calls.Ask`."""
 
     def __init__(
-        self, post: Callable[[CallAsks, bytes], None], waiting: dict[tuple[int, int, int], asyncio.Future[bytes]],
-        limit: asyncio.Timeout, source: Source, call: tuple[int, int], timeout_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        post: Callable[[CallAsks, bytes], None],
+        waiting: dict[tuple[int, int, int], asyncio.Future[bytes]],
+        limit: asyncio.Timeout,
+        source: Source,
+        call: tuple[int, int],
+        timeout_s: float,
+    ) -> None:
         self._post, self._waiting, self._call, self._asked = post, waiting, call, 0
         self._limit = RestingLimit(
-            limit, timeout_s, rests=lambda: source.__setitem__(0, -1),
+            limit,
+            timeout_s,
+            rests=lambda: source.__setitem__(0, -1),
             works=lambda: _enter(source, *call, time.monotonic_ns()),
-        )  # fmt: skip
+        )
         self.rest = self._limit.rest
 
     async def __call__(self, body: bytes) -> bytes:
@@ -220,7 +238,8 @@ class _Asking:
 
 
 class _Stepped:
-    """A coroutine that shows the owner while its own code is what the process is at: who blocks it, or ends it."""
+    """A coroutine that shows the owner while its own code is what the process is at: who blocks it,
+    or ends it."""
 
     def __init__(self, coroutine: Any, source: Source) -> None:
         self._coroutine, self._source = coroutine, source

@@ -30,7 +30,8 @@ class Caller(Protocol):
         """The share of its own processes that have calls, from 0 to 1."""
 
     def waits(self) -> Sequence[int]:
-        """A descriptor that is readable when `poll` has something to do, where it waits for anybody."""
+        """A descriptor that is readable when `poll` has something to do, where it waits for
+        anybody."""
 
     def submit(self, calls: int, encode: Encode) -> int:
         """Take a job; its number."""

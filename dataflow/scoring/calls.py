@@ -1,5 +1,5 @@
-"""What a pool and its processes say to each other. What calls are made with, and what they gave, are the bodies of
-messages, which the pool does not look into."""
+"""What a pool and its processes say to each other. What calls are made with, and what they gave,
+are the bodies of messages, which the pool does not look into."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +17,8 @@ class Ask(Protocol):
     """What a call has of the owner of its pool."""
 
     async def __call__(self, body: bytes) -> bytes:
-        """Ask it something, and wait for what it says; the clock of the call stands still meanwhile."""
+        """Ask it something, and wait for what it says; the clock of the call stands still
+        meanwhile."""
 
     def rest(self) -> AbstractContextManager[None]:
         """The clock stands still while the call waits for others: for a session that these hold."""
@@ -62,10 +63,13 @@ class CallHears:
 
 @dataclass(frozen=True)
 class PoolCloses:
-    """Nobody waits for calls any more: those that are under way are cancelled, and give back what they hold."""
+    """Nobody waits for calls any more: those that are under way are cancelled, and give back what
+    they hold."""
 
 
-CALLS: Codec[Any] = Codec("scorers-calls", 4, Calls, Answers, CallAsks, CallHears, PoolCloses, max_bytes=1 << 32)
+CALLS: Codec[Any] = Codec(
+    "scorers-calls", 4, Calls, Answers, CallAsks, CallHears, PoolCloses, max_bytes=1 << 32
+)
 
 
 @dataclass(frozen=True, kw_only=True)

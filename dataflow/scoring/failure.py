@@ -1,4 +1,5 @@
-"""Why a rollout failed, as the column `error` has it: whose call it was, the cause, and what was found."""
+"""Why a rollout failed, as the column `error` has it: whose call it was, the cause, and what was
+found."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ UNUSABLE: Final = "unusable"
 TOO_LONG: Final = "too_long"
 """A prompt has no room in the context: it can never be trained."""
 WORLD: Final = "world"
-"""Something outside failed that the policy has no part in: a judge, a network; tried again before it counts."""
+"""Something outside failed that the policy has no part in: a judge, a network; tried again before
+it counts."""
 OTHER: Final = "other"
 """Of an error that names no cause."""
 CAUSES: Final = (RAISED, HUNG, DIED, UNUSABLE, TOO_LONG, WORLD)
@@ -53,12 +55,16 @@ class RolloutFailure:
 
 
 def status_of(causes: Mapping[str, int]) -> dict[str, int]:
-    """What a node's status says of failures that were counted by cause: `failed`, and `failed_hung` and so on.
+    """What a node's status says of failures that were counted by cause: `failed`, and `failed_hung`
+    and so on.
 
     >>> status_of({"hung": 2, "raised": 1})
     {'failed': 3, 'failed_hung': 2, 'failed_raised': 1}
     """
-    return {"failed": sum(causes.values()), **{f"{BY_CAUSE}{cause}": count for cause, count in causes.items()}}
+    return {
+        "failed": sum(causes.values()),
+        **{f"{BY_CAUSE}{cause}": count for cause, count in causes.items()},
+    }
 
 
 def failures_told(status: Mapping[str, float | int | str]) -> str:
@@ -69,14 +75,21 @@ def failures_told(status: Mapping[str, float | int | str]) -> str:
     """
     if not (failed := status.get("failed")):
         return ""
-    causes = {name.removeprefix(BY_CAUSE): count for name, count in status.items() if name.startswith(BY_CAUSE)}
-    some = ", ".join(f"{count} {cause}" for cause, count in sorted(causes.items(), key=lambda each: -int(each[1])))
+    causes = {
+        name.removeprefix(BY_CAUSE): count
+        for name, count in status.items()
+        if name.startswith(BY_CAUSE)
+    }
+    some = ", ".join(
+        f"{count} {cause}"
+        for cause, count in sorted(causes.items(), key=lambda each: -int(each[1]))
+    )
     return f"{failed} failed ({some})" if some else f"{failed} failed"
 
 
 def counted(errors: Iterable[str | None]) -> dict[str, int]:
-    """How many of these texts there are by node and cause, as `judge: hung`, the most frequent first; None counts
-    nothing.
+    """How many of these texts there are by node and cause, as `judge: hung`, the most frequent
+    first; None counts nothing.
 
     >>> counted(["judge: hung: no answer within 30 s", None, "judge: hung: no answer within 30 s", "too long"])
     {'judge: hung': 2, 'other': 1}

@@ -1,4 +1,5 @@
-"""The runtime of a filter: scores groups with True or False, and writes its name where it was False."""
+"""The runtime of a filter: scores groups with True or False, and writes its name where it was
+False."""
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,8 +19,8 @@ def build(keep: ScorerKnobs[..., bool], context: Context) -> "Filtering":
 class Filtering(Scoring):
     """Passes every group on, with `drop_reason` set on those that its function dropped.
 
-    consumes, produces, waits for, unblocked by: as Scoring. Rows are not made smaller: a dropped group's next stop is
-    the trainer, and it must fit the same schema there.
+    consumes, produces, waits for, unblocked by: as Scoring. Rows are not made smaller: a dropped
+    group's next stop is the trainer, and it must fit the same schema there.
     """
 
     def _written(self, records: pa.RecordBatch, scores: pa.Array) -> pa.RecordBatch:

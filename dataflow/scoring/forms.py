@@ -1,4 +1,5 @@
-"""Adapters for functions that were written for other systems, by the name that stands in front of a reference."""
+"""Adapters for functions that were written for other systems, by the name that stands in front of a
+reference."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +7,8 @@ from typing import Any
 from dataflow.errors import GraphError, nearest
 
 FORMS: dict[str, Callable[[Any], Any]] = {}
-"""By name: from such a function to a scorer. `operators.rewards` puts its own here when it is imported."""
+"""By name: from such a function to a scorer. `operators.rewards` puts its own here when it is
+imported."""
 
 
 def split_form(reference: str) -> tuple[str, str]:
@@ -20,12 +22,13 @@ def split_form(reference: str) -> tuple[str, str]:
 
 
 def adapt(form: str, found: Any) -> Any:
-    """What was found as a scorer; as it is where no form is named. GraphError for a form that nobody has put here."""
+    """What was found as a scorer; as it is where no form is named. GraphError for a form that
+    nobody has put here."""
     if not form:
         return found
     if form not in FORMS:
         raise GraphError(
-            f"no form of rewards is called '{form}', only {list(FORMS)}{nearest(form, FORMS)}; name one of these, and "
-            f"import operators.rewards in the run's program"
+            f"no form of rewards is called '{form}', only {list(FORMS)}{nearest(form, FORMS)}; name"
+            " one of these, and import operators.rewards in the run's program"
         )
     return FORMS[form](found)

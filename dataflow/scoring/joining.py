@@ -17,7 +17,8 @@ _ROOM = 4096
 
 @dataclass(frozen=True, eq=False)
 class Join(Operator):
-    """Brings branches of one stream together again: rows of equal rollout_id become one row with all columns."""
+    """Brings branches of one stream together again: rows of equal rollout_id become one row with
+    all columns."""
 
     light: ClassVar[bool] = True
 
@@ -30,15 +31,17 @@ class JoinRuntime(Runtime):
     """Holds the groups of each branch until all branches have delivered them.
 
     consumes: whole groups from every branch
-    produces: whole groups with the columns of all branches; the first error of a row wins, and the first drop
-    waits for: the slowest branch
+    produces: whole groups with the columns of all branches; the first error of a row wins, and the
+    first drop waits for: the slowest branch
     unblocked by: its rows
     """
 
     def __init__(self, context: Context) -> None:
         self._origins = context.origins
         self._columns = context.columns
-        self._parts: dict[tuple[str, int], dict[str, tuple[pa.RecordBatch, Batch]]] = collections.defaultdict(dict)
+        self._parts: dict[tuple[str, int], dict[str, tuple[pa.RecordBatch, Batch]]] = (
+            collections.defaultdict(dict)
+        )
 
     def room(self) -> int:
         """Bounded by the branches' own credit: a full branch must not keep the other one out."""
@@ -55,9 +58,13 @@ class JoinRuntime(Runtime):
     def work(self) -> list[Batch] | None:
         """All groups that every branch has delivered."""
         made = []
-        for source, group in [key for key, parts in self._parts.items() if len(parts) == len(self._origins[key[0]])]:
+        for source, group in [
+            key for key, parts in self._parts.items() if len(parts) == len(self._origins[key[0]])
+        ]:
             parts = self._parts.pop((source, group))
-            made.append(Batch(source, self._merge(source, [parts[o][0] for o in self._origins[source]])))
+            made.append(
+                Batch(source, self._merge(source, [parts[o][0] for o in self._origins[source]]))
+            )
             for _, batch in parts.values():
                 batch.release(group)
         return made or None
@@ -74,9 +81,10 @@ class JoinRuntime(Runtime):
                 order = pc.index_in(ids, value_set=part.column(ROLLOUT_ID))
                 if order.null_count or part.num_rows != parts[0].num_rows:
                     raise RecordError(
-                        f"branches of '{source}' disagree on which rollouts a group has: "
-                        f"{ids.to_pylist()[:4]}... and {part.column(ROLLOUT_ID).to_pylist()[:4]}...; "
-                        f"an operator on one branch adds or removes rows"
+                        f"branches of '{source}' disagree on which rollouts a group has:"
+                        f" {ids.to_pylist()[:4]}... and"
+                        f" {part.column(ROLLOUT_ID).to_pylist()[:4]}...; an operator on one branch"
+                        " adds or removes rows"
                     )
                 part = part.take(order)
             for name in part.schema.names:

@@ -1,4 +1,5 @@
-"""What a scorer declares, and its runtime reads: the function, the knobs that it was given, the limits of its calls."""
+"""What a scorer declares, and its runtime reads: the function, the knobs that it was given, the
+limits of its calls."""
 
 import dataclasses
 import inspect
@@ -36,14 +37,16 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
     function: Callable[P, T_co] = field(repr=False)
     """What the user wrote."""
     per: Per = "row"
-    """Called once per rollout, or once with all good rows of a group, or of all groups that arrived together."""
+    """Called once per rollout, or once with all good rows of a group, or of all groups that arrived
+    together."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Wall-clock seconds for one call, its retries included."""
     retries: int = DEFAULT_RETRIES
-    """Times that a call is made again which raised WorldFailed, ConnectionError, TimeoutError or one of `world`; not
-    inside the worker (isolate=False), which must not wait."""
+    """Times that a call is made again which raised WorldFailed, ConnectionError, TimeoutError or
+    one of `world`; not inside the worker (isolate=False), which must not wait."""
     world: tuple[type[BaseException], ...] = ()
-    """What else the function raises where something outside failed, such as httpx.TransportError."""
+    """What else the function raises where something outside failed, such as
+    httpx.TransportError."""
     rest: bool = False
     """Whether it also gets, by keyword, the rows' other columns, those of the engine left out."""
     memory_mb: int | None = DEFAULT_MEMORY_MB
@@ -53,8 +56,8 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
     processes: int = 1
     """Processes in its pool."""
     isolate: bool = True
-    """Whether it runs in killable processes; False: inside the worker, with no limits, where a call that only waits
-    for longer than `Limits.asleep_s` counts as a worker that is stuck."""
+    """Whether it runs in killable processes; False: inside the worker, with no limits, where a call
+    that only waits for longer than `Limits.asleep_s` counts as a worker that is stuck."""
     given: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Knobs set where it was applied."""
     signature: Signature = field(init=False, repr=False)
@@ -91,7 +94,9 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
     @property
     def traits(self) -> Traits:
         """A function that is called with a group compares its rollouts."""
-        return Traits(compares_siblings=self.per == "group", calls_at_once=self.concurrency * self.processes)
+        return Traits(
+            compares_siblings=self.per == "group", calls_at_once=self.concurrency * self.processes
+        )
 
     @property
     def about(self) -> str:
@@ -101,9 +106,16 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
     def identity(self) -> Hashable:
         """The function, the name, the knobs and the limits."""
         limits = (
-            self.per, self.timeout_s, self.memory_mb, self.concurrency, self.processes, self.isolate, self.retries,
-            self.world, self.rest,
-        )  # fmt: skip
+            self.per,
+            self.timeout_s,
+            self.memory_mb,
+            self.concurrency,
+            self.processes,
+            self.isolate,
+            self.retries,
+            self.world,
+            self.rest,
+        )
         knobs = tuple(sorted((knob, _frozen(value)) for knob, value in self.given.items()))
         return (self.function, self.name, knobs, limits)
 
@@ -116,7 +128,8 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
         return {**columns, ERROR: pa.string(), **self.writes}
 
     def knobs(self) -> dict[str, Any]:
-        """The function's knobs set at the application, and limits that differ from their defaults."""
+        """The function's knobs set at the application, and limits that differ from their
+        defaults."""
         shown = dict(self.given)
         for item in dataclasses.fields(self):
             if item.repr and item.name not in ("name", "function"):
@@ -143,34 +156,54 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
     def _check_limits(self) -> None:
         head = f"scorer '{self.name}' ({self.where})"
         if self.per not in ("row", "group", "batch"):
-            raise GraphError(f"{head} has per={self.per!r}, which is not known; use 'row', 'group' or 'batch'")
+            raise GraphError(
+                f"{head} has per={self.per!r}, which is not known; use 'row', 'group' or 'batch'"
+            )
         if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
-            raise GraphError(f"{head} has retries={self.retries!r}, which must be a whole number; use 0 or more")
+            raise GraphError(
+                f"{head} has retries={self.retries!r}, which must be a whole number; use 0 or more"
+            )
         if not isinstance(self.world, tuple) or not all(_is_exception(each) for each in self.world):
             raise GraphError(
-                f"{head} has world={self.world!r}; give a tuple of what it raises, such as (httpx.TransportError,)"
+                f"{head} has world={self.world!r}; give a tuple of what it raises, such as"
+                " (httpx.TransportError,)"
             )
         for knob in ("concurrency", "processes"):
             found = getattr(self, knob)
             if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-                raise GraphError(f"{head} has {knob}={found!r}, which must be a whole number; use 1 or more")
+                raise GraphError(
+                    f"{head} has {knob}={found!r}, which must be a whole number; use 1 or more"
+                )
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
-            raise GraphError(f"{head} has timeout_s={self.timeout_s!r}; give seconds above 0, such as 30.0")
-        if self.memory_mb is not None and (not isinstance(self.memory_mb, int) or self.memory_mb < 1):
-            raise GraphError(f"{head} has memory_mb={self.memory_mb!r}; give megabytes, or None for no limit")
+            raise GraphError(
+                f"{head} has timeout_s={self.timeout_s!r}; give seconds above 0, such as 30.0"
+            )
+        if self.memory_mb is not None and (
+            not isinstance(self.memory_mb, int) or self.memory_mb < 1
+        ):
+            raise GraphError(
+                f"{head} has memory_mb={self.memory_mb!r}; give megabytes, or None for no limit"
+            )
         if self.isolate:
             return
         if self.signature.is_async:
             raise GraphError(
-                f"{head} is an async function with isolate=False, and the worker has no event loop; leave isolate=True"
+                f"{head} is an async function with isolate=False, and the worker has no event loop;"
+                " leave isolate=True"
             )
-        if self.timeout_s != DEFAULT_TIMEOUT_S or self.memory_mb != DEFAULT_MEMORY_MB or self.concurrency > 1:
+        if (
+            self.timeout_s != DEFAULT_TIMEOUT_S
+            or self.memory_mb != DEFAULT_MEMORY_MB
+            or self.concurrency > 1
+        ):
             raise GraphError(
-                f"{head} has limits but isolate=False, and nothing can stop a call inside the worker; "
-                f"leave isolate=True, or drop timeout_s, memory_mb and concurrency"
+                f"{head} has limits but isolate=False, and nothing can stop a call inside the"
+                " worker; leave isolate=True, or drop timeout_s, memory_mb and concurrency"
             )
         if self.processes > 1:
-            raise GraphError(f"{head} has processes={self.processes} but isolate=False; leave isolate=True")
+            raise GraphError(
+                f"{head} has processes={self.processes} but isolate=False; leave isolate=True"
+            )
 
 
 def _is_exception(found: Any) -> bool:
@@ -178,7 +211,8 @@ def _is_exception(found: Any) -> bool:
 
 
 def _frozen(value: Any) -> Hashable:
-    """A hashable stand-in for a knob's value: equal for equal plain data, by object for anything else."""
+    """A hashable stand-in for a knob's value: equal for equal plain data, by object for anything
+    else."""
     if isinstance(value, list | tuple):
         return (type(value).__name__, tuple(_frozen(item) for item in value))
     if isinstance(value, dict):

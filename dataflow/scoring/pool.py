@@ -1,4 +1,5 @@
-"""A pool of killable processes: each call submitted is answered once, by its value or by what went wrong."""
+"""A pool of killable processes: each call submitted is answered once, by its value or by what went
+wrong."""
 
 import contextlib
 import mmap
@@ -12,7 +13,16 @@ from dataclasses import dataclass, field
 from dataflow.errors import WorkerDied
 from dataflow.scoring.calls import CALLS, PoolSettings
 from dataflow.scoring.failure import DIED
-from dataflow.scoring.process import AnswerFrame, Asked, CallChunk, CallRange, Encode, PoolProcess, memory_kb, pieces_of
+from dataflow.scoring.process import (
+    AnswerFrame,
+    Asked,
+    CallChunk,
+    CallRange,
+    Encode,
+    PoolProcess,
+    memory_kb,
+    pieces_of,
+)
 from dataflow.scoring.server import (
     PROGRESS_FIELDS,
     EndProcess,
@@ -45,8 +55,8 @@ class Answer:
     failures: Mapping[int, str]
     """What went wrong, by call."""
     body: bytes
-    """What those gave that did not fail, in their order, as `PoolSettings.pack` made it; not to be looked into where
-    all failed."""
+    """What those gave that did not fail, in their order, as `PoolSettings.pack` made it; not to be
+    looked into where all failed."""
 
 
 @dataclass
@@ -67,7 +77,8 @@ class Pool:
     """
 
     def __init__(self, settings: PoolSettings) -> None:
-        """Fork the server and its processes; raises OSError when the machine has no room for them."""
+        """Fork the server and its processes; raises OSError when the machine has no room for
+        them."""
         self.restarts = 0
         self._settings = settings
         words = settings.processes * settings.concurrency * PROGRESS_FIELDS
@@ -85,7 +96,8 @@ class Pool:
         ) * settings.concurrency  # else one may wait behind such as wait for it
         window = self._window if settings.processes > 1 else 1 << 30
         self._processes = [
-            PoolProcess(number, self._progress, settings.concurrency, window) for number in range(settings.processes)
+            PoolProcess(number, self._progress, settings.concurrency, window)
+            for number in range(settings.processes)
         ]
         self._start_server()
 
@@ -96,7 +108,8 @@ class Pool:
 
     @property
     def at_work(self) -> float:
-        """The share of the calls that its processes could make at a time which they have, from 0 to 1."""
+        """The share of the calls that its processes could make at a time which they have, from 0 to
+        1."""
         if not self._jobs:
             return 0.0
         most = self._settings.concurrency
@@ -117,7 +130,8 @@ class Pool:
         return (self.fileno(),)
 
     def submit(self, calls: int, encode: Encode) -> int:
-        """Take a job of so many calls; `encode(start, stop)` is the payload of some of them. Its number."""
+        """Take a job of so many calls; `encode(start, stop)` is the payload of some of them. Its
+        number."""
         job = self._next_job
         self._next_job += 1
         if calls:
@@ -127,7 +141,8 @@ class Pool:
         return job
 
     def poll(self) -> list[Answer]:
-        """Carry on, and return the answers that have come; WorkerDied when no process can be kept alive."""
+        """Carry on, and return the answers that have come; WorkerDied when no process can be kept
+        alive."""
         with contextlib.suppress(OSError):  # that the server is gone shows when reading
             self._control.flush()
         for key, events in self._selector.select(0):
@@ -151,8 +166,8 @@ class Pool:
         return asked
 
     def tell(self, question: Asked, body: bytes) -> None:
-        """Answer a question. The process that asked may have ended meanwhile: then the call is made again, and asks
-        anew."""
+        """Answer a question. The process that asked may have ended meanwhile: then the call is made
+        again, and asks anew."""
         for process in self._processes:
             process.tell(question.job, question.call, question.number, body)
             if process.channel is not None:
@@ -225,8 +240,8 @@ class Pool:
         self._blameless = self._blameless + 1 if is_blameless else 0
         if self._blameless > _DEATHS:
             raise WorkerDied(
-                f"the server of a scorer's processes ended {self._blameless} times while no call was made; "
-                f"look in the system's log for what ends it (memory?), then run again"
+                f"the server of a scorer's processes ended {self._blameless} times while no call"
+                " was made; look in the system's log for what ends it (memory?), then run again"
             )
         for process in self._processes:
             self._close_channel(process)
@@ -251,7 +266,8 @@ class Pool:
             self._listen(process)
 
     def _taker(self, piece: CallRange) -> PoolProcess | None:
-        """The process with the most room for it; none while a call is alone in the pool, or waits to be."""
+        """The process with the most room for it; none while a call is alone in the pool, or waits
+        to be."""
         best, most = None, 0
         for process in self._processes:
             if process.has_alone or (piece.is_alone and process.chunks):
@@ -287,8 +303,8 @@ class Pool:
             self._end(process, Lost)
 
     def _pace(self, process: PoolProcess, took_s: float) -> None:
-        """Several processes share the calls in pieces that grow while they come back quickly; where calls ask, each has
-        as many as it makes at once."""
+        """Several processes share the calls in pieces that grow while they come back quickly; where
+        calls ask, each has as many as it makes at once."""
         if self._settings.asks:
             return
         if self._settings.processes > 1 and took_s < _QUICK_S:
@@ -315,9 +331,12 @@ class Pool:
             return
         timeout_s = self._settings.timeout_s
         if self._settings.is_async:
-            timeout_s += min(1.0, timeout_s)  # the loop itself keeps the limit, unless it is blocked
+            # the loop itself keeps the limit, unless it is blocked
+            timeout_s += min(1.0, timeout_s)
         before_ns = int((now - timeout_s) * 1e9)
-        looks = self._settings.memory_mb is not None and now - self._memory_looked_s > _MEMORY_LOOK_S
+        looks = (
+            self._settings.memory_mb is not None and now - self._memory_looked_s > _MEMORY_LOOK_S
+        )
         if looks:
             self._memory_looked_s = now
         for process in self._processes:
@@ -341,18 +360,20 @@ class Pool:
     def _bury(self, processes: list[PoolProcess], status: int | None) -> None:
         """Fail the calls that processes ended for, and have the rest made again.
 
-        A call is to blame when it alone was being made, or its code was what the process was at; several are made again
-        one at a time, to find out.
-        A first SIGKILL is excused: it may have come from outside, or the memory may be that of earlier calls. Calls
-        that ask would wait for their owner one at a time: they are made again beside each other, and are to blame once
-        they have seen _DEATHS processes end.
+        A call is to blame when it alone was being made, or its code was what the process was at;
+        several are made again one at a time, to find out.
+        A first SIGKILL is excused: it may have come from outside, or the memory may be that of
+        earlier calls. Calls that ask would wait for their owner one at a time: they are made again
+        beside each other, and are to blame once they have seen _DEATHS processes end.
         """
         chunks = [chunk for process in processes for chunk in process.chunks.values()]
         for process in processes:
             for chunk, call in process.late:
                 self._fail(chunk, call, self._settings.late)
         at_work = [process for process in processes if not process.late and status is not None]
-        accused = [each for process in at_work for each in process.running(is_at=True) or process.running()]
+        accused = [
+            each for process in at_work for each in process.running(is_at=True) or process.running()
+        ]
         left = [(chunk, call) for chunk in chunks for call in chunk.open]
         if not accused and len(left) == 1 and not any(process.late for process in processes):
             accused = left

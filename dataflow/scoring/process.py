@@ -1,4 +1,5 @@
-"""The owner's view of one process of a pool: its channel, the calls it has, and the call it is making."""
+"""The owner's view of one process of a pool: its channel, the calls it has, and the call it is
+making."""
 
 import contextlib
 import time
@@ -100,7 +101,9 @@ class PoolProcess:
     def send(self, number: int, piece: CallRange, encode: Encode) -> None:
         """Give it calls; `encode` says with what they are made."""
         calls = set(range(piece.start, piece.stop))
-        self.chunks[number] = CallChunk(piece.job, piece.start, calls, piece.is_alone, time.monotonic())
+        self.chunks[number] = CallChunk(
+            piece.job, piece.start, calls, piece.is_alone, time.monotonic()
+        )
         self.idle_since = None
         if self.channel is not None:
             with contextlib.suppress(OSError):  # that it is gone shows when reading
@@ -153,7 +156,12 @@ class PoolProcess:
         self.idle_since = None
         for call in calls:
             self.asking.pop((chunk.job, call), None)
-        return AnswerFrame(chunk, calls, {call + chunk.start: text for call, text in answers.failures.items()}, body)
+        return AnswerFrame(
+            chunk,
+            calls,
+            {call + chunk.start: text for call, text in answers.failures.items()},
+            body,
+        )
 
     def _asked(self, question: CallAsks) -> Asked:
         assert self.channel is not None
@@ -165,13 +173,21 @@ class PoolProcess:
         self.idle_since = None
         return Asked(chunk.job, call, question.number, body)
 
-    def running(self, before_ns: int | None = None, *, is_at: bool = False) -> list[tuple[CallChunk, int]]:
-        """Calls that are being made; only those begun before a time of the monotonic clock, if given; is_at: only the
-        one whose own code is what the process is at, where calls ask."""
+    def running(
+        self, before_ns: int | None = None, *, is_at: bool = False
+    ) -> list[tuple[CallChunk, int]]:
+        """Calls that are being made; only those begun before a time of the monotonic clock, if
+        given; is_at: only the one whose own code is what the process is at, where calls ask."""
         progress, running = self._progress, []
         for source in self._sources:
-            number, call, since_ns, is_busy, *_ = seen = progress[source : source + PROGRESS_FIELDS].tolist()
-            if number < 0 or (before_ns is not None and since_ns >= before_ns) or (is_at and not is_busy):
+            number, call, since_ns, is_busy, *_ = seen = progress[
+                source : source + PROGRESS_FIELDS
+            ].tolist()
+            if (
+                number < 0
+                or (before_ns is not None and since_ns >= before_ns)
+                or (is_at and not is_busy)
+            ):
                 continue
             chunk = self.chunks.get(number)
             is_steady = seen == progress[source : source + PROGRESS_FIELDS].tolist()
@@ -198,7 +214,11 @@ def pieces_of(chunks: Iterable[CallChunk]) -> list[CallRange]:
     for chunk in chunks:
         for call in sorted(chunk.open):
             last = pieces[-1] if pieces else None
-            if last and not chunk.is_alone and (last.job, last.stop, last.is_alone) == (chunk.job, call, False):
+            if (
+                last
+                and not chunk.is_alone
+                and (last.job, last.stop, last.is_alone) == (chunk.job, call, False)
+            ):
                 pieces[-1] = CallRange(chunk.job, last.start, call + 1)
             else:
                 pieces.append(CallRange(chunk.job, call, call + 1, chunk.is_alone))
@@ -206,7 +226,8 @@ def pieces_of(chunks: Iterable[CallChunk]) -> list[CallRange]:
 
 
 def memory_kb(pid: int) -> int:
-    """Kilobytes of memory that a process holds, mapped files left out; 0 where that cannot be told."""
+    """Kilobytes of memory that a process holds, mapped files left out; 0 where that cannot be
+    told."""
     with contextlib.suppress(OSError, ValueError), Path(f"/proc/{pid}/status").open() as status:
         held = (line.split()[1] for line in status if line.startswith(("RssAnon:", "RssShmem:")))
         return sum(int(kb) for kb in held)

@@ -1,4 +1,5 @@
-"""The limit of a call that asks: it stands still while the call rests, and is no more once the call has ended."""
+"""The limit of a call that asks: it stands still while the call rests, and is no more once the call
+has ended."""
 
 import asyncio
 import contextlib
@@ -9,9 +10,13 @@ class RestingLimit:
     """Of one call. A task that the call has left behind rests and works without a trace."""
 
     def __init__(
-        self, limit: asyncio.Timeout, timeout_s: float, *, rests: Callable[[], None] = lambda: None,
+        self,
+        limit: asyncio.Timeout,
+        timeout_s: float,
+        *,
+        rests: Callable[[], None] = lambda: None,
         works: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """rests, works: called when the call begins to rest, and when it goes on."""
         self._limit, self._timeout_s, self._rests, self._works = limit, timeout_s, rests, works
         self._resting = 0

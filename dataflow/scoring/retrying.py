@@ -18,8 +18,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 def pause_s(attempt: int, error: BaseException, share: float) -> float:
     """Seconds before a call is made again: as long as the error asks, else twice as long each time.
 
-    attempt: calls made before this one failed. share: from 0 to 1, so that callers that failed together do not return
-    together.
+    attempt: calls made before this one failed. share: from 0 to 1, so that callers that failed
+    together do not return together.
 
     >>> [pause_s(attempt, TimeoutError(), share=1.0) for attempt in range(8)]
     [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
@@ -34,9 +34,14 @@ def pause_s(attempt: int, error: BaseException, share: float) -> float:
 
 
 def retried(
-    call: Call, retries: int, world: tuple[type[BaseException], ...], *, sleep: Callable[[float], None] = time.sleep
+    call: Call,
+    retries: int,
+    world: tuple[type[BaseException], ...],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Call:
-    """The same call, made again so often where it raises one of `world`; the limit of a call holds for all of them."""
+    """The same call, made again so often where it raises one of `world`; the limit of a call holds
+    for all of them."""
 
     def made(index: int) -> Any:
         for attempt in itertools.count():

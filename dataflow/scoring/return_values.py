@@ -47,8 +47,11 @@ def applying(check: Check, may_not_apply: bool) -> Check:
     return (lambda value: None if value is None else check(value)) if may_not_apply else check
 
 
-def describe(error: BaseException, code: CodeType, world: tuple[type[BaseException], ...] = WORLD_ERRORS) -> str:
-    """An exception as its cause and one line with the place in the function's file where it came from."""
+def describe(
+    error: BaseException, code: CodeType, world: tuple[type[BaseException], ...] = WORLD_ERRORS
+) -> str:
+    """An exception as its cause and one line with the place in the function's file where it came
+    from."""
     if isinstance(error, Unscored):
         return f"{UNUSABLE}: {error}"
     try:
@@ -63,7 +66,9 @@ def describe(error: BaseException, code: CodeType, world: tuple[type[BaseExcepti
 
 
 def _place(error: BaseException, code: CodeType) -> str:
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    frames = [
+        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
     own = [frame for frame in frames if frame[0] == code.co_filename]
     file, line = own[-1] if own else (code.co_filename, code.co_firstlineno)
     return f"{os.path.basename(file)}:{line}"  # noqa: PTH119
@@ -74,7 +79,8 @@ def _checked_float(value: Any) -> float:
         value = _scalar(value)
         if not isinstance(value, int | float):
             raise Unscored(
-                f"returned {shown(value)}, which is no number; return a float, or None where it does not apply"
+                f"returned {shown(value)}, which is no number; return a float, or None where it"
+                " does not apply"
             )
         try:
             value = float(value)
@@ -97,9 +103,13 @@ def _checked_noted(value: Any) -> dict[str, Any]:
 def _checked_int(value: Any) -> int:
     value = _scalar(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise Unscored(f"returned {shown(value)}, which is no int; return an int, or annotate it otherwise")
+        raise Unscored(
+            f"returned {shown(value)}, which is no int; return an int, or annotate it otherwise"
+        )
     if value not in _INT64:
-        raise Unscored(f"returned {shown(value)}, which does not fit 64 bits; return a smaller number")
+        raise Unscored(
+            f"returned {shown(value)}, which does not fit 64 bits; return a smaller number"
+        )
     return value
 
 
@@ -121,11 +131,18 @@ def _checked_numbers(value: Any) -> bytes:
         with np.errstate(over="ignore"):
             numbers = np.asarray(value, np.float32)
     except (TypeError, ValueError, OverflowError):
-        raise Unscored(f"returned {shown(value)}, which is no array of numbers; return one") from None
+        raise Unscored(
+            f"returned {shown(value)}, which is no array of numbers; return one"
+        ) from None
     if numbers.ndim != 1:
-        raise Unscored(f"returned an array of shape {numbers.shape}; return one number for each token")
+        raise Unscored(
+            f"returned an array of shape {numbers.shape}; return one number for each token"
+        )
     if not np.isfinite(numbers).all():
-        raise Unscored("returned an array with NaN or infinity; return finite numbers, or None where it does not apply")
+        raise Unscored(
+            "returned an array with NaN or infinity; return finite numbers, or None where it does"
+            " not apply"
+        )
     return numbers.tobytes()
 
 

@@ -1,4 +1,5 @@
-"""The runtime of a scorer: rows in, the same rows with one more column out, their failures recorded."""
+"""The runtime of a scorer: rows in, the same rows with one more column out, their failures
+recorded."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -10,7 +11,15 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.errors import RecordError
-from dataflow.records import DROP_REASON, ERROR, GROUP_ID, PROMPT_COLUMNS, ROLLOUT_COLUMNS, AnyArray, note_column
+from dataflow.records import (
+    DROP_REASON,
+    ERROR,
+    GROUP_ID,
+    PROMPT_COLUMNS,
+    ROLLOUT_COLUMNS,
+    AnyArray,
+    note_column,
+)
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.callers import Caller, caller_of
 from dataflow.scoring.failure import DIED, HUNG, RAISED, RolloutFailure, status_of
@@ -37,7 +46,8 @@ class _Held:
     group_of_row: AnyArray
     """Number of the row's group within the batch, int [rows]."""
     calls_left: AnyArray
-    """Unanswered calls of each group, int [groups]; one for several groups counts for each of them."""
+    """Unanswered calls of each group, int [groups]; one for several groups counts for each of
+    them."""
     since: float
     """When something was last sent of it, in seconds."""
     scores: list[pa.Array] = field(default_factory=list)
@@ -70,11 +80,13 @@ class _Job:
 
 
 class Scoring(Runtime):
-    """Scores rows that have no error, were not dropped and have what it reads, and passes every row on.
+    """Scores rows that have no error, were not dropped and have what it reads, and passes every row
+    on.
 
-    A call for several groups that raises, hangs or ends its process is made again group by group, and the log says so;
-    what a function gives to a part of a group is not what it gives to the group. A call that gives no usable answer
-    (a wrong number of values), or whose world failed, is not made again.
+    A call for several groups that raises, hangs or ends its process is made again group by group,
+    and the log says so; what a function gives to a part of a group is not what it gives to the
+    group. A call that gives no usable answer (a wrong number of values), or whose world failed, is
+    not made again.
 
     consumes: batches, up to about 2,000 rows at a time
     produces: their groups, each once and whole, in the order in which they are ready
@@ -113,11 +125,14 @@ class Scoring(Runtime):
         missing = [name for name in reads if name not in records.schema.names]
         if missing:
             raise RecordError(
-                f"'{self._scorer.name}' reads column '{missing[0]}', its rows have {records.schema.names}; "
-                f"add it to Prompts(columns=...) or apply the operator that writes it first"
+                f"'{self._scorer.name}' reads column '{missing[0]}', its rows have"
+                f" {records.schema.names}; add it to Prompts(columns=...) or apply the operator"
+                " that writes it first"
             )
         group_of_row = _groups(records)
-        good = np.flatnonzero(_is_good(records) & _has_values(records, reads, self._scorer.signature.takes_none))
+        good = np.flatnonzero(
+            _is_good(records) & _has_values(records, reads, self._scorer.signature.takes_none)
+        )
         groups = int(group_of_row[-1]) + 1 if len(group_of_row) else 0
         rows_left = np.bincount(group_of_row[good], minlength=groups)
         if self._scorer.per == "row":
@@ -159,7 +174,8 @@ class Scoring(Runtime):
         return self._caller.at_work
 
     def status(self) -> dict[str, float | int | str]:
-        """Rows waiting, passed on, failed and such as it does not apply to; how often a process was replaced."""
+        """Rows waiting, passed on, failed and such as it does not apply to; how often a process was
+        replaced."""
         return {
             "queue": self._rows,
             "scored": self._scored,
@@ -187,7 +203,9 @@ class Scoring(Runtime):
         held = job.held
         made = [call for call in answer.calls if call not in answer.failures]
         if made:
-            rows = job.rows[made if self._scorer.per == "row" else gather(job.starts, np.array(made))[0]]
+            rows = job.rows[
+                made if self._scorer.per == "row" else gather(job.starts, np.array(made))[0]
+            ]
             scores, failures = unpack(self._scorer, answer.body)
             assert len(scores) == len(rows), "one for each"
             held.scores.append(scores)
@@ -200,7 +218,11 @@ class Scoring(Runtime):
         for call, text in answer.failures.items():
             rows = job.rows_of(call)
             groups = np.unique(held.group_of_row[rows])
-            if self._scorer.per == "batch" and len(groups) > 1 and text.partition(": ")[0] in (RAISED, HUNG, DIED):
+            if (
+                self._scorer.per == "batch"
+                and len(groups) > 1
+                and text.partition(": ")[0] in (RAISED, HUNG, DIED)
+            ):
                 again.append(rows)
                 held.calls_left[groups] += 1
             else:
@@ -209,16 +231,20 @@ class Scoring(Runtime):
             for call in answer.calls:
                 held.calls_left[np.unique(held.group_of_row[job.rows_of(call)])] -= 1
         else:
-            np.subtract.at(held.calls_left, held.group_of_row[job.rows[job.starts[answer.calls]]], 1)
+            np.subtract.at(
+                held.calls_left, held.group_of_row[job.rows[job.starts[answer.calls]]], 1
+            )
         job.left -= len(answer.calls)
         if not job.left:
             del self._jobs[answer.job]
         for rows in again:
             firsts = np.flatnonzero(np.diff(held.group_of_row[rows], prepend=-1))
             self._log.warning(
-                "a call for several groups failed; it is made again for each group", groups=len(firsts), rows=len(rows),
+                "a call for several groups failed; it is made again for each group",
+                groups=len(firsts),
+                rows=len(rows),
                 first=next(iter(answer.failures.values())),
-            )  # fmt: skip
+            )
             self._submit(held, rows, np.append(firsts, len(rows)))
         if not held.calls_left.any():
             self._held.remove(held)
@@ -230,7 +256,8 @@ class Scoring(Runtime):
         self._causes[RolloutFailure.read(f"{self._scorer.name}: {text}").cause] += len(rows)
 
     def _leave(self, held: _Held, is_last: bool) -> list[Batch]:
-        """The groups of a batch that are ready and have not left; the last of them acknowledge it."""
+        """The groups of a batch that are ready and have not left; the last of them acknowledge
+        it."""
         leaves = (held.calls_left == 0) & ~held.is_sent
         if not is_last and not leaves.any():
             return []
@@ -258,7 +285,8 @@ class Scoring(Runtime):
         return self._written(records, _in_order(held, self._scorer.output))
 
     def _written(self, records: pa.RecordBatch, scores: pa.Array) -> pa.RecordBatch:
-        """The rows with what the function said of each; null where it does not apply, was not asked, or failed."""
+        """The rows with what the function said of each; null where it does not apply, was not
+        asked, or failed."""
         if scores.type != NOTED:
             return records.append_column(self._scorer.name, scores)
         values, notes = scores.flatten()
@@ -280,7 +308,8 @@ def _in_order(held: _Held, output: pa.DataType) -> pa.Array:
 
 
 def _groups(records: pa.RecordBatch) -> AnyArray:
-    """Number of each row's group within the batch, int [rows]; each row its own without group_id."""
+    """Number of each row's group within the batch, int [rows]; each row its own without
+    group_id."""
     at = records.schema.get_field_index(GROUP_ID)
     if at < 0 or not records.num_rows:
         return np.arange(records.num_rows)
@@ -288,11 +317,17 @@ def _groups(records: pa.RecordBatch) -> AnyArray:
     return np.concatenate([[0], np.cumsum(ids[1:] != ids[:-1])])
 
 
-def _has_values(records: pa.RecordBatch, reads: Sequence[str], takes_none: Collection[str]) -> AnyArray:
+def _has_values(
+    records: pa.RecordBatch, reads: Sequence[str], takes_none: Collection[str]
+) -> AnyArray:
     """Which rows have a value in each column that must have one, bool [rows]."""
     has = np.ones(records.num_rows, bool)
     for name in reads:
-        if name not in takes_none and name not in (ERROR, DROP_REASON) and records.column(name).null_count:
+        if (
+            name not in takes_none
+            and name not in (ERROR, DROP_REASON)
+            and records.column(name).null_count
+        ):
             has &= records.column(name).is_valid().to_numpy(zero_copy_only=False)
     return has
 

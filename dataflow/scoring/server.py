@@ -66,7 +66,9 @@ class ProcessEnded:
     """None: it had closed its channel, and lived on until now."""
 
 
-SERVER: Codec[Any] = Codec("scorers-server", 1, ForkProcess, EndProcess, Lost, Spawned, ProcessEnded)
+SERVER: Codec[Any] = Codec(
+    "scorers-server", 1, ForkProcess, EndProcess, Lost, Spawned, ProcessEnded
+)
 
 
 def start_server(progress: memoryview, settings: PoolSettings) -> tuple[Channel[Any], Forked]:
@@ -87,10 +89,10 @@ def start_server(progress: memoryview, settings: PoolSettings) -> tuple[Channel[
 def _serve(control: Channel[Any], owner: int, progress: memoryview, settings: PoolSettings) -> int:
     """Fork and end processes as told; the exit status.
 
-    consumes: orders to spawn a process (with its socket), to end one, or to say how a lost one ended
-    produces: a reply to each, with its pid or its exit status
-    waits for: an order, looking every second whether the owner still lives, and whether somebody stopped a process
-    unblocked by: an order, or the end of the owner
+    consumes: orders to spawn a process (with its socket), to end one, or to say how a lost one
+    ended produces: a reply to each, with its pid or its exit status
+    waits for: an order, looking every second whether the owner still lives, and whether somebody
+    stopped a process unblocked by: an order, or the end of the owner
     """
     processes: dict[int, Forked] = {}
     try:
@@ -156,7 +158,8 @@ def _go_quiet() -> None:
 
 
 def _limit_memory(memory_mb: int | None) -> None:
-    """A wall some way behind the limit that the owner keeps: allocators reserve more than they use."""
+    """A wall some way behind the limit that the owner keeps: allocators reserve more than they
+    use."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_mb is None or sys.platform != "linux":
         return

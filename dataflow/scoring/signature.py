@@ -1,4 +1,5 @@
-"""Reads a scorer's function: which parameters are columns, which are knobs, and what type it returns."""
+"""Reads a scorer's function: which parameters are columns, which are knobs, and what type it
+returns."""
 
 import inspect
 import types
@@ -40,8 +41,8 @@ class Signature:
     reads: Mapping[str, Any]
     """Its columns, with what one row of each must fit."""
     takes_none: frozenset[str]
-    """Columns of which it takes null too, as they are annotated `X | None`; rows in which any other is null are not
-    its business."""
+    """Columns of which it takes null too, as they are annotated `X | None`; rows in which any other
+    is null are not its business."""
     defaults: Mapping[str, Any]
     """Its knobs."""
     output: pa.DataType
@@ -70,11 +71,13 @@ def code_of(function: Any) -> CodeType | None:
     return None
 
 
-def read_signature(function: Callable[..., Any], *, has_lists: bool, takes_rest: bool = False) -> Signature:
+def read_signature(
+    function: Callable[..., Any], *, has_lists: bool, takes_rest: bool = False
+) -> Signature:
     """Its signature; GraphError where it cannot be a scorer.
 
-    has_lists: whether it is called with several rows at once. takes_rest: whether it may have a parameter `**columns`.
-    """
+    has_lists: whether it is called with several rows at once. takes_rest: whether it may have a
+    parameter `**columns`."""
     head = _function_head(function)
     hints = _hints(function, head)
     columns: dict[str, Any] = {}
@@ -89,21 +92,23 @@ def read_signature(function: Callable[..., Any], *, has_lists: bool, takes_rest:
             defaults[parameter.name] = parameter.default
     if not columns:
         raise GraphError(
-            f"{head} reads no column: its parameters are {list(defaults)}, and defaults make them knobs; "
-            f"add a parameter without one, such as 'completion'"
+            f"{head} reads no column: its parameters are {list(defaults)}, and defaults make them"
+            " knobs; add a parameter without one, such as 'completion'"
         )
     returned = _plain(hints.get("return", Any))
     output, is_broadcast = _group_output(returned) if has_lists else (_row_output(returned), False)
     if output is None:
         raise GraphError(
             f"{head} returns {hints.get('return')!r}, which is no column type; "
-            f"annotate it -> float, int, bool, str, Array or list[float]"
+            "annotate it -> float, int, bool, str, Array or list[float]"
         )
     return Signature(
         name=function.__name__,
         annotations={name: _plain(kind) for name, kind in columns.items()},
         reads={name: _row_of(kind) if has_lists else kind for name, kind in columns.items()},
-        takes_none=frozenset(name for name, kind in columns.items() if _admits_none(kind, has_lists)),
+        takes_none=frozenset(
+            name for name, kind in columns.items() if _admits_none(kind, has_lists)
+        ),
         defaults=defaults,
         output=output,
         is_broadcast=is_broadcast,
@@ -115,29 +120,37 @@ def _function_head(function: Any) -> str:
     if not (inspect.isfunction(function) or inspect.ismethod(function)):
         raise GraphError(
             f"@scorer needs a function, but got {function!r}; write `def name(columns): ...`, "
-            f"and give its knobs where it is applied"
+            "and give its knobs where it is applied"
         )
     head = f"scorer '{function.__name__}' ({where_defined(function)})"
     if function.__name__ == "<lambda>":
         raise GraphError(
-            f"@scorer got a lambda ({where_defined(function)}), which has no name to call a column by; "
-            f"write it with def"
+            f"@scorer got a lambda ({where_defined(function)}), which has no name to call a column"
+            " by; write it with def"
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise GraphError(f"{head} is a generator, but a scorer gives one answer per call; return it, do not yield")
+        raise GraphError(
+            f"{head} is a generator, but a scorer gives one answer per call; return it, do not"
+            " yield"
+        )
     return head
 
 
 def _check_parameter(parameter: inspect.Parameter, head: str) -> None:
     shown = str(parameter).split(":")[0].split("=")[0].strip()
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        raise GraphError(f"{head} has the parameter '{shown}', which names no column; name each column that it reads")
+        raise GraphError(
+            f"{head} has the parameter '{shown}', which names no column; name each column that it"
+            " reads"
+        )
     if parameter.kind is parameter.POSITIONAL_ONLY:
-        raise GraphError(f"{head} takes '{shown}' by position only, but columns come by name; drop the '/'")
+        raise GraphError(
+            f"{head} takes '{shown}' by position only, but columns come by name; drop the '/'"
+        )
     if isinstance(parameter.default, _MUTABLE):
         raise GraphError(
-            f"{head} has the knob '{shown}' with a {type(parameter.default).__name__} as its default, "
-            f"which calls would share and change; use a tuple or None"
+            f"{head} has the knob '{shown}' with a {type(parameter.default).__name__} as its"
+            " default, which calls would share and change; use a tuple or None"
         )
 
 
@@ -147,7 +160,7 @@ def _hints(function: Callable[..., Any], head: str) -> dict[str, Any]:
     except Exception as error:
         raise GraphError(
             f"{head} has an annotation that cannot be read ({type(error).__name__}: {error}); "
-            f"import the name where the module really runs, or leave the annotation out"
+            "import the name where the module really runs, or leave the annotation out"
         ) from error
 
 

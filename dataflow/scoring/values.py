@@ -1,4 +1,5 @@
-"""Rows into calls of a scorer's function, and what it returns into a column; both as bytes between two processes."""
+"""Rows into calls of a scorer's function, and what it returns into a column; both as bytes between
+two processes."""
 
 import struct
 from collections.abc import Mapping, Sequence, Set
@@ -19,8 +20,13 @@ _COUNT = struct.Struct("<I")
 
 
 def encode(rows: pa.RecordBatch, starts: AnyArray, per: str, start: int, stop: int) -> bytes:
-    """Calls start to stop: the number of rows of each (none when called per row), then Arrow IPC."""
-    sizes = np.empty(0, np.int32) if per == "row" else np.diff(starts[start : stop + 1]).astype(np.int32)
+    """Calls start to stop: the number of rows of each (none when called per row), then Arrow
+    IPC."""
+    sizes = (
+        np.empty(0, np.int32)
+        if per == "row"
+        else np.diff(starts[start : stop + 1]).astype(np.int32)
+    )
     first, last = int(starts[start]), int(starts[stop])
     sink = pa.BufferOutputStream()
     sink.write(_COUNT.pack(len(sizes)) + sizes.tobytes())
@@ -46,7 +52,8 @@ def prepare(scorer: ScorerKnobs[..., Any], payload: bytes) -> Call:
 
 
 def pack(scorer: ScorerKnobs[..., Any], values: list[Any]) -> bytes:
-    """What several calls gave, row by row: the column, and of calls with several rows what was wrong with some."""
+    """What several calls gave, row by row: the column, and of calls with several rows what was
+    wrong with some."""
     if scorer.per == "row":
         columns = [score_column(values, scorer.output)]
     else:
@@ -61,7 +68,9 @@ def unpack(scorer: ScorerKnobs[..., Any], body: bytes) -> tuple[pa.Array, dict[i
     rows = pa.ipc.read_record_batch(pa.py_buffer(body), _packed(scorer))
     if scorer.per == "row" or rows.column(1).null_count == rows.num_rows:
         return rows.column(0), {}
-    return rows.column(0), {row: text for row, text in enumerate(rows.column(1).to_pylist()) if text is not None}
+    return rows.column(0), {
+        row: text for row, text in enumerate(rows.column(1).to_pylist()) if text is not None
+    }
 
 
 def _packed(scorer: ScorerKnobs[..., Any]) -> pa.Schema:
@@ -72,7 +81,9 @@ def _packed(scorer: ScorerKnobs[..., Any]) -> pa.Schema:
 def _row_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch) -> Call:
     function, given, check = scorer.function, dict(scorer.given), _check(scorer)
     names = rows.schema.names
-    columns = [row_arguments(rows.column(name), scorer.signature.annotations.get(name)) for name in names]
+    columns = [
+        row_arguments(rows.column(name), scorer.signature.annotations.get(name)) for name in names
+    ]
 
     def arguments(index: int) -> dict[str, Any]:
         return {name: column[index] for name, column in zip(names, columns, strict=True)}
@@ -97,7 +108,10 @@ def _rows_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch, starts: AnyA
     def arguments(index: int) -> dict[str, Any]:
         size = int(starts[index + 1] - starts[index])
         taken = rows.slice(int(starts[index]), size)
-        return {name: rows_argument(taken.column(name), annotations.get(name)) for name in rows.schema.names}
+        return {
+            name: rows_argument(taken.column(name), annotations.get(name))
+            for name in rows.schema.names
+        }
 
     def values(index: int, returned: Any) -> Any:
         size = int(starts[index + 1] - starts[index])
@@ -113,7 +127,8 @@ def _rows_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch, starts: AnyA
 
 
 def row_arguments(column: pa.Array, annotation: Any) -> list[Any]:
-    """One plain value for each row: lists of numbers as numpy arrays, unless annotated as list[...]."""
+    """One plain value for each row: lists of numbers as numpy arrays, unless annotated as
+    list[...]."""
     if _is_ragged(column) and not _wants_list(annotation):
         flat = _numbers(column.values).copy()
         offsets, present = column.offsets.to_numpy(), _present(column)
@@ -132,7 +147,9 @@ def rows_argument(column: pa.Array, annotation: Any) -> Any:
     return row_arguments(column, item)
 
 
-def rows_values(returned: Any, rows: int, check: Check, is_broadcast: bool) -> tuple[list[Any], dict[int, str]]:
+def rows_values(
+    returned: Any, rows: int, check: Check, is_broadcast: bool
+) -> tuple[list[Any], dict[int, str]]:
     """The answer for several rows as one value for each, with what was wrong by row."""
     if is_broadcast or returned is None:
         return [check(returned)] * rows, {}
@@ -149,10 +166,15 @@ def rows_values(returned: Any, rows: int, check: Check, is_broadcast: bool) -> t
 
 
 def listed(returned: Any, rows: int) -> Sequence[Any]:
-    """What was returned for several rows, one value for each in their order; Unscored for anything else."""
+    """What was returned for several rows, one value for each in their order; Unscored for anything
+    else."""
     is_flat = isinstance(returned, np.ndarray) and returned.ndim == 1
     values = returned.tolist() if is_flat else returned
-    if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping | Set) or _is_single(values):
+    if (
+        not hasattr(values, "__len__")
+        or isinstance(values, str | bytes | Mapping | Set)
+        or _is_single(values)
+    ):
         raise Unscored(f"returned {shown(returned)} for {rows} rows; return one value for each")
     if len(values) != rows:
         raise Unscored(f"returned {len(values)} values for {rows} rows; return one for each")
@@ -168,7 +190,10 @@ def score_column(values: Sequence[Any], output: pa.DataType) -> pa.Array:
     np.cumsum([0 if value is None else len(value) // 4 for value in values], out=offsets[1:])
     flat = np.frombuffer(b"".join(value for value in values if value is not None), np.float32)
     return pa.ListArray.from_arrays(
-        pa.array(offsets), pa.array(flat), type=output, mask=pa.array(missing) if missing.any() else None
+        pa.array(offsets),
+        pa.array(flat),
+        type=output,
+        mask=pa.array(missing) if missing.any() else None,
     )
 
 
@@ -198,7 +223,9 @@ def _present(column: pa.Array) -> Sequence[bool]:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+    return bool(
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    )
 
 
 def _is_ragged(column: pa.Array) -> bool:

@@ -1,4 +1,5 @@
-"""Locks on single bytes of a file, kept by the kernel: one that dies lets go, one that is stopped does not."""
+"""Locks on single bytes of a file, kept by the kernel: one that dies lets go, one that is stopped
+does not."""
 
 import fcntl
 import os
@@ -10,16 +11,18 @@ _LAYOUT = "hhqqi4x"
 
 
 class ByteLocks:
-    """One open file with locks of its own: others that open it are others, also within a process. Never waits.
+    """One open file with locks of its own: others that open it are others, also within a process.
+    Never waits.
 
-    Who inherits the file has the locks too: they are let go of by `drop`, or with the last process that has it open.
-    """
+    Who inherits the file has the locks too: they are let go of by `drop`, or with the last process
+    that has it open."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def take(self, byte: int, *, alone: bool) -> bool:
-        """Lock a byte, beside others that do not want it `alone`; False while others hold it otherwise."""
+        """Lock a byte, beside others that do not want it `alone`; False while others hold it
+        otherwise."""
         try:
             self._ask(fcntl.F_OFD_SETLK, fcntl.F_WRLCK if alone else fcntl.F_RDLCK, byte)
         except (BlockingIOError, PermissionError):
@@ -43,5 +46,7 @@ class ByteLocks:
         os.close(self._file)
 
     def _ask(self, command: int, kind: int, byte: int) -> int:
-        answer = fcntl.fcntl(self._file, command, struct.pack(_LAYOUT, kind, os.SEEK_SET, byte, 1, 0))
+        answer = fcntl.fcntl(
+            self._file, command, struct.pack(_LAYOUT, kind, os.SEEK_SET, byte, 1, 0)
+        )
         return int(struct.unpack(_LAYOUT, answer)[0])

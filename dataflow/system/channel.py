@@ -1,7 +1,8 @@
-"""Framed messages over a socket pair that only two processes hold: length, then what the codec made of the message.
+"""Framed messages over a socket pair that only two processes hold: length, then what the codec made
+of the message.
 
-A message may have a body, bytes that no codec looks into; it stands before its message, with a length marked so.
-"""
+A message may have a body, bytes that no codec looks into; it stands before its message, with a
+length marked so."""
 
 import array
 import contextlib
@@ -34,12 +35,13 @@ class Channel(Generic[M]):
 
     consumes: messages that the peer sends
     produces: messages to it, in order; open files with them
-    waits for: the peer in `send` and `receive`, up to a deadline; `post` and `arrived` return at once
-    unblocked by: what the peer reads or sends, or its end
+    waits for: the peer in `send` and `receive`, up to a deadline; `post` and `arrived` return at
+    once unblocked by: what the peer reads or sends, or its end
     """
 
     def __init__(self, end: socket.socket, codec: Codec[M], send_s: float = 0.0) -> None:
-        """Take over a connected stream socket; `send_s` bounds the wait for a peer that does not read."""
+        """Take over a connected stream socket; `send_s` bounds the wait for a peer that does not
+        read."""
         end.settimeout(None)  # one of its own would make calls wait that return at once
         self._end, self._codec, self._send_s = end, codec, send_s
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
@@ -62,7 +64,8 @@ class Channel(Generic[M]):
         return self._end.fileno()
 
     def send(self, message: M, body: bytes | None = None) -> None:
-        """Hand over a message. Raises OSError (TimeoutError, BrokenPipeError) when the peer does not take it."""
+        """Hand over a message. Raises OSError (TimeoutError, BrokenPipeError) when the peer does
+        not take it."""
         self.post(message, body=body)
         if not self._out:
             return
@@ -74,8 +77,8 @@ class Channel(Generic[M]):
                 raise TimeoutError("the other side does not read")
 
     def post(self, message: M, files: Sequence[int] = (), body: bytes | None = None) -> None:
-        """Have a message sent, with open files and a body, as soon as the peer takes it: what it takes now, and later
-        by `flush`.
+        """Have a message sent, with open files and a body, as soon as the peer takes it: what it
+        takes now, and later by `flush`.
 
         Raises OSError when the peer is gone, MessageError where the body is too large."""
         data = self._codec.encode(message)
@@ -96,7 +99,11 @@ class Channel(Generic[M]):
         with contextlib.suppress(BlockingIOError):
             while self._out:
                 left, files = self._out[0]
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+                rights = (
+                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+                    if files
+                    else []
+                )
                 sent = self._end.sendmsg([left], rights, socket.MSG_DONTWAIT)
                 _close_all(files)
                 if sent < len(left):
@@ -105,8 +112,8 @@ class Channel(Generic[M]):
                     self._out.popleft()
 
     def receive(self, wait_s: float) -> M:
-        """The next message. Raises EOFError when the peer has closed its end, TimeoutError after `wait_s` seconds (what
-        has come so far is kept), MessageError for what is no message."""
+        """The next message. Raises EOFError when the peer has closed its end, TimeoutError after
+        `wait_s` seconds (what has come so far is kept), MessageError for what is no message."""
         wait = Countdown(wait_s)
         while not self._frames:
             if self._is_over:
@@ -118,8 +125,8 @@ class Channel(Generic[M]):
         return self._codec.decode(self._frames.popleft())
 
     def arrived(self) -> list[M]:
-        """The messages that are there now. Raises EOFError when there is none, and the peer has closed its end;
-        MessageError for what is no message."""
+        """The messages that are there now. Raises EOFError when there is none, and the peer has
+        closed its end; MessageError for what is no message."""
         while not self._is_over and self._take_in():
             pass
         if self._is_over and not self._frames:
@@ -136,8 +143,13 @@ class Channel(Generic[M]):
         return found
 
     def readable(self, wait_s: float | None) -> bool:
-        """Whether a message, or a part of one, or the peer's end comes within `wait_s` seconds; None: waits for it."""
-        return bool(self._frames) or self._is_over or bool(select.select([self._end], [], [], wait_s)[0])
+        """Whether a message, or a part of one, or the peer's end comes within `wait_s` seconds;
+        None: waits for it."""
+        return (
+            bool(self._frames)
+            or self._is_over
+            or bool(select.select([self._end], [], [], wait_s)[0])
+        )
 
     @property
     def is_abandoned(self) -> bool:
@@ -157,8 +169,8 @@ class Channel(Generic[M]):
     def _check_size(self, length: int) -> None:
         if length > self._codec.max_bytes:
             raise MessageError(
-                f"a message on a channel is too large; found {length} bytes, the bound is {self._codec.max_bytes}; "
-                f"send less at once"
+                f"a message on a channel is too large; found {length} bytes, the bound is"
+                f" {self._codec.max_bytes}; send less at once"
             )
 
     def _take_in(self) -> bool:
@@ -181,7 +193,9 @@ class Channel(Generic[M]):
             stop = at + LENGTH.size + length
             if len(self._inbox) < stop:
                 break
-            (self.bodies if marked & BODY else self._frames).append(bytes(self._inbox[at + LENGTH.size : stop]))
+            (self.bodies if marked & BODY else self._frames).append(
+                bytes(self._inbox[at + LENGTH.size : stop])
+            )
             at = stop
         del self._inbox[:at]
         return len(data) == _READ_BYTES or bool(rights)  # a read ends behind open files

@@ -1,4 +1,5 @@
-"""A child process: how one is started, dies with its parent, is waited for and ended, with all that it started."""
+"""A child process: how one is started, dies with its parent, is waited for and ended, with all that
+it started."""
 
 import contextlib
 import ctypes
@@ -30,7 +31,8 @@ class Child(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status; minus a signal's number; None while `wait` and `poll` have not seen its end."""
+        """Its exit status; minus a signal's number; None while `wait` and `poll` have not seen its
+        end."""
 
     def poll(self) -> int | None:
         """The exit status, if it has ended."""
@@ -76,7 +78,8 @@ class Forked:
         return status
 
     def signal(self, number: int, *, group: bool = False) -> None:
-        """Send a signal, unless its end has been seen; to its group, or to it alone where it has none yet."""
+        """Send a signal, unless its end has been seen; to its group, or to it alone where it has
+        none yet."""
         if self.returncode is None and not (group and _signal(os.killpg, self.pid, number)):
             _signal(os.kill, self.pid, number)
 
@@ -91,13 +94,18 @@ class Forked:
 
 
 def fork(
-    body: Callable[[], int], *, leads: bool = False, keep: Sequence[int] | None = None, ends_with_parent: int = 0
+    body: Callable[[], int],
+    *,
+    leads: bool = False,
+    keep: Sequence[int] | None = None,
+    ends_with_parent: int = 0,
 ) -> Forked:
-    """A fork that runs `body`, whose result is its exit status; it never returns into the caller's code.
+    """A fork that runs `body`, whose result is its exit status; it never returns into the caller's
+    code.
 
-    leads: in a process group of its own. keep: it has none of the caller's open files but these, and streams of its
-    own; None: it has all. ends_with_parent: the signal that the kernel sends it when its parent ends; 0: none.
-    """
+    leads: in a process group of its own. keep: it has none of the caller's open files but these,
+    and streams of its own; None: it has all. ends_with_parent: the signal that the kernel sends it
+    when its parent ends; 0: none."""
     parent = os.getpid()
 
     def run() -> int:
@@ -130,34 +138,45 @@ def program(
     prefix: Sequence[str] = (),
     **given: Any,
 ) -> "subprocess.Popen[Any]":
-    """python -m MODULE ARGUMENTS [FD of `end`]: a fresh process that finds this project, and has the open files `keep`;
-    prefix: a command that is to run it. `given` is for Popen."""
+    """python -m MODULE ARGUMENTS [FD of `end`]: a fresh process that finds this project, and has
+    the open files `keep`; prefix: a command that is to run it. `given` is for Popen."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     return started(
-        [*prefix, sys.executable, "-P", "-m", module, *arguments], end=end, keep=keep,
-        environment={**os.environ, **(environment or {}), "PYTHONPATH": paths}, **given,
-    )  # fmt: skip
+        [*prefix, sys.executable, "-P", "-m", module, *arguments],
+        end=end,
+        keep=keep,
+        environment={**os.environ, **(environment or {}), "PYTHONPATH": paths},
+        **given,
+    )
 
 
 def started(
-    command: Sequence[str], *, environment: Mapping[str, str], end: socket.socket | None = None,
-    keep: Sequence[int] = (), **given: Any,
-) -> "subprocess.Popen[Any]":  # fmt: skip
-    """COMMAND [FD of `end`]: a process with this environment and no other, and the open files `keep`. `given` is for
-    Popen."""
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    end: socket.socket | None = None,
+    keep: Sequence[int] = (),
+    **given: Any,
+) -> "subprocess.Popen[Any]":
+    """COMMAND [FD of `end`]: a process with this environment and no other, and the open files
+    `keep`. `given` is for Popen."""
     files = [] if end is None else [end.fileno()]
-    return subprocess.Popen([*command, *map(str, files)], pass_fds=[*files, *keep], env=dict(environment), **given)
+    return subprocess.Popen(
+        [*command, *map(str, files)], pass_fds=[*files, *keep], env=dict(environment), **given
+    )
 
 
 def let_go_on(child: Child) -> None:
-    """Let a child go on that was stopped since the last look: nobody knows whether whoever stopped it comes back."""
+    """Let a child go on that was stopped since the last look: nobody knows whether whoever stopped
+    it comes back."""
     if _change(child.pid) == "stopped":
         _signal(os.kill, child.pid, signal.SIGCONT)
 
 
 def below_keeper(command: Sequence[str]) -> list[str]:
-    """The command that runs COMMAND below a keeper, which ends it with all that it has started: when this process ends,
-    at `keeper.END`, and, in a session of its own, at SIGTERM. Streams and exit status are those of COMMAND."""
+    """The command that runs COMMAND below a keeper, which ends it with all that it has started:
+    when this process ends, at `keeper.END`, and, in a session of its own, at SIGTERM. Streams and
+    exit status are those of COMMAND."""
     return [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), *command]
 
 
@@ -170,7 +189,8 @@ def ended_within(child: Child, seconds: float) -> bool:
 
 
 def end(child: Child, within_s: float) -> int:
-    """Wait for a child that was asked to end, and kill it when the time is over; its exit status."""
+    """Wait for a child that was asked to end, and kill it when the time is over; its exit
+    status."""
     if not ended_within(child, within_s):
         child.kill()
     return child.wait()
@@ -190,7 +210,9 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 def refuse_used_cuda(what: str, do: str) -> None:
     """Raise RunError where this process has used CUDA, which no fork of it can use again."""
     if forking.has_used_cuda():
-        raise RunError(f"{what} cannot be forked from a process that has used CUDA; found it initialised; {do}")
+        raise RunError(
+            f"{what} cannot be forked from a process that has used CUDA; found it initialised; {do}"
+        )
 
 
 def run_forever(body: Callable[[], int]) -> NoReturn:
@@ -224,8 +246,9 @@ def _signal(send: Callable[[int, int], None], whom: int, number: int) -> bool:
 
 
 def let_go_of_files(keep: Sequence[int]) -> None:
-    """In a fork, close what the parent has open, but for these. The numbers stay taken: an inherited object that still
-    writes to one (a log handler) would else write into the next socket that gets it."""
+    """In a fork, close what the parent has open, but for these. The numbers stay taken: an
+    inherited object that still writes to one (a log handler) would else write into the next socket
+    that gets it."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in [int(each.name) for each in Path("/dev/fd").iterdir()]:
         if number not in (*keep, nothing):

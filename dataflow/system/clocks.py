@@ -1,11 +1,13 @@
-"""Clocks that stand still while a run is stopped (Ctrl-Z), so that nobody loses patience with anybody meanwhile."""
+"""Clocks that stand still while a run is stopped (Ctrl-Z), so that nobody loses patience with
+anybody meanwhile."""
 
 import threading
 import time
 from collections.abc import Callable
 
 ABSENT_S = 1.0
-"""From one look to the next: a process that took longer was stopped, or had no core, and could not have heard."""
+"""From one look to the next: a process that took longer was stopped, or had no core, and could not
+have heard."""
 
 
 class RunClock:
@@ -29,9 +31,9 @@ class RunClock:
 class AwakeClock:
     """Seconds of the machine's clock in which this process could run.
 
-    Nobody is told that he was stopped (SIGSTOP): it shows when a clock that some thread looks at several times a second
-    has gone on by more than `ABSENT_S` between two looks. That time is taken out, whoever looks first.
-    """
+    Nobody is told that he was stopped (SIGSTOP): it shows when a clock that some thread looks at
+    several times a second has gone on by more than `ABSENT_S` between two looks. That time is taken
+    out, whoever looks first."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: the machine's."""
@@ -75,7 +77,8 @@ class Countdown:
 
 
 class Seldom:
-    """Does something as often as it is asked to, but for what takes long: that has a small share of the time."""
+    """Does something as often as it is asked to, but for what takes long: that has a small share of
+    the time."""
 
     def __init__(self, share: float = 0.05) -> None:
         self._share, self._next = share, 0.0

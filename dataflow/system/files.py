@@ -1,4 +1,5 @@
-"""Files that are whole or not there: atomic writes, strict JSON, and errors that say what the disk said."""
+"""Files that are whole or not there: atomic writes, strict JSON, and errors that say what the disk
+said."""
 
 import contextlib
 import dataclasses
@@ -29,18 +30,23 @@ _TAIL_BYTES = 1 << 18
 
 
 class RunFolderError(RunError):
-    """The run folder cannot be written or read as it should; the message names the file and the way out."""
+    """The run folder cannot be written or read as it should; the message names the file and the way
+    out."""
 
 
 @contextlib.contextmanager
-def disk(doing: str, path: Path, then: str = "then resume: what was written before is whole") -> Iterator[None]:
-    """Turn what the operating system says about `path` into a RunFolderError. then: what to do once a full disk has
-    room again."""
+def disk(
+    doing: str, path: Path, then: str = "then resume: what was written before is whole"
+) -> Iterator[None]:
+    """Turn what the operating system says about `path` into a RunFolderError. then: what to do once
+    a full disk has room again."""
     try:
         yield
     except OSError as error:
         said = error.strerror or str(error)
-        raise RunFolderError(f"{doing} '{path}' failed: {said}; {_advice(error, path, then)}") from error
+        raise RunFolderError(
+            f"{doing} '{path}' failed: {said}; {_advice(error, path, then)}"
+        ) from error
 
 
 def write_atomically(
@@ -48,9 +54,9 @@ def write_atomically(
 ) -> None:
     """Let `write` fill a new file and put it at `path` in one step.
 
-    Whatever happens to this process, `path` holds either all of the new content or what it held before; with
-    `flush` (milliseconds: it waits for the disk) also when the power is cut. Errors: RunFolderError.
-    """
+    Whatever happens to this process, `path` holds either all of the new content or what it held
+    before; with `flush` (milliseconds: it waits for the disk) also when the power is cut. Errors:
+    RunFolderError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk(what, path):
         try:
@@ -70,7 +76,8 @@ def write_atomically(
 
 @contextlib.contextmanager
 def only_told(said: list[str]) -> Iterator[None]:
-    """For what is no reason to end a run when the disk refuses it: the error is told, and that is all."""
+    """For what is no reason to end a run when the disk refuses it: the error is told, and that is
+    all."""
     try:
         yield
     except RunFolderError as error:
@@ -87,7 +94,8 @@ def flush_to_disk(path: Path) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line in one write, after ending a line that a crash tore. Errors: RunFolderError."""
+    """Append one line in one write, after ending a line that a crash tore. Errors:
+    RunFolderError."""
     with disk("appending to", path):
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -102,7 +110,8 @@ def append_line(path: Path, line: str) -> None:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Strict JSON of numbers, text, lists, dicts, dataclasses, paths, arrays; NaN and infinities are null."""
+    """Strict JSON of numbers, text, lists, dicts, dataclasses, paths, arrays; NaN and infinities
+    are null."""
     return json.dumps(plain(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
@@ -121,7 +130,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if hasattr(value, "tolist"):
         return plain(value.tolist())
     raise TypeError(

@@ -1,12 +1,13 @@
-"""Forks into which nothing of the parent reaches over: no thread that a child does not have is waited for there.
+"""Forks into which nothing of the parent reaches over: no thread that a child does not have is
+waited for there.
 
-A fork copies the memory of a process and one of its threads. Two things in that memory hang a child for good, whatever
-the child itself does:
+A fork copies the memory of a process and one of its threads. Two things in that memory hang a child
+for good, whatever the child itself does:
 
-- garbage that owns threads (a process group of torch, say): the collector finds it in the child sooner or later, and
-  its destructor joins threads that are not there;
-- the pool of GNU OpenMP, once the parent has computed with it: the child's first computation on several threads waits
-  for its members.
+- garbage that owns threads (a process group of torch, say): the collector finds it in the child
+  sooner or later, and its destructor joins threads that are not there;
+- the pool of GNU OpenMP, once the parent has computed with it: the child's first computation on
+  several threads waits for its members.
 """
 
 import contextlib
@@ -23,10 +24,11 @@ _PAUSE_SOFT = 1
 
 
 def fork() -> int:
-    """As `os.fork`; what the child inherits is never collected there, and it may compute on several threads.
+    """As `os.fork`; what the child inherits is never collected there, and it may compute on several
+    threads.
 
-    The caller's pool of OpenMP threads is ended; its next computation makes another, which takes microseconds. Streams
-    are flushed, so that nothing is written twice.
+    The caller's pool of OpenMP threads is ended; its next computation makes another, which takes
+    microseconds. Streams are flushed, so that nothing is written twice.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -36,7 +38,8 @@ def fork() -> int:
     gc.disable()  # nothing may be collected between the fork and the freeze
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not have
+            # of threads, which the child does not have
+            warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
             gc.freeze()
@@ -53,10 +56,16 @@ def has_used_cuda() -> bool:
 
 
 def _end_openmp_threads() -> None:
-    """Those of this thread's pool; of other libraries (LLVM's, Intel's) none need it: they see to forks themselves."""
+    """Those of this thread's pool; of other libraries (LLVM's, Intel's) none need it: they see to
+    forks themselves."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return
-    for path in {line.split(maxsplit=5)[5].strip() for line in maps.read_text().splitlines() if _GNU_OPENMP in line}:
-        with contextlib.suppress(OSError, AttributeError):  # replaced on disk since it was loaded; older than GCC 9
+    for path in {
+        line.split(maxsplit=5)[5].strip()
+        for line in maps.read_text().splitlines()
+        if _GNU_OPENMP in line
+    }:
+        # replaced on disk since it was loaded; older than GCC 9
+        with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(path).omp_pause_resource_all(_PAUSE_SOFT)

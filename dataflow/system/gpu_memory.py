@@ -1,5 +1,5 @@
-"""How much memory this machine's accelerators have, and their names, asked of NVIDIA's management library: no CUDA
-context, no torch."""
+"""How much memory this machine's accelerators have, and their names, asked of NVIDIA's management
+library: no CUDA context, no torch."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,11 @@ _LONGEST = 96
 
 
 class _Memory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
 
 
 def gpu_memory(library: Any = None) -> int:
@@ -49,9 +53,15 @@ def _asked(library: Any, ask: Callable[[Any, ctypes.c_void_p], T | None]) -> lis
 
 def _total(asked: Any, handle: ctypes.c_void_p) -> int | None:
     memory = _Memory()
-    return None if asked.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) else int(memory.total)
+    return (
+        None if asked.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) else int(memory.total)
+    )
 
 
 def _name(asked: Any, handle: ctypes.c_void_p) -> str | None:
     name = ctypes.create_string_buffer(_LONGEST)
-    return None if asked.nvmlDeviceGetName(handle, name, _LONGEST) else name.value.decode(errors="replace")
+    return (
+        None
+        if asked.nvmlDeviceGetName(handle, name, _LONGEST)
+        else name.value.decode(errors="replace")
+    )

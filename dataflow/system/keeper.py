@@ -1,14 +1,14 @@
-"""Stands between a process and a program that it has started: when that process is gone, so are the program and all
-that it has started.
+"""Stands between a process and a program that it has started: when that process is gone, so are the
+program and all that it has started.
 
 consumes: the end of its parent, the end of its child, END; in a session of its own SIGTERM, too
 produces: SIGKILL for every process below it, at any of these; then it ends as its child did
 waits for: the next of these
 unblocked by: the kernel's signals; at the latest it looks once in LOOK_S
 
-Started by path, as `keeper.py PARENT COMMAND...`, with nothing but Python's library. A program that hangs, in a GPU's
-kernel or with signals ignored, cannot look after itself; what it has started becomes this process's child when it dies.
-"""
+Started by path, as `keeper.py PARENT COMMAND...`, with nothing but Python's library. A program that
+hangs, in a GPU's kernel or with signals ignored, cannot look after itself; what it has started
+becomes this process's child when it dies."""
 
 import ctypes
 import os
@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 
 LOOK_S = 1.0
-"""Between two looks at the parent, at most: the signal of its end may come when only a thread of it has ended."""
+"""Between two looks at the parent, at most: the signal of its end may come when only a thread of it
+has ended."""
 PARENT_ENDED, END = signal.SIGUSR1, signal.SIGUSR2
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -26,11 +27,13 @@ def keep(parent: int, command: list[str]) -> int:
     """Run a command until it ends, or has to; its exit code, negative for a signal."""
     news: set[int] = {PARENT_ENDED, END, signal.SIGCHLD}
     ends: set[int] = {END}
-    if os.getsid(0) == os.getpid():  # in a session of its own nothing reaches it that is meant for others
+    # in a session of its own nothing reaches it that is meant for others
+    if os.getsid(0) == os.getpid():
         news.add(signal.SIGTERM)
         ends.add(signal.SIGTERM)
     else:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what they mean is for its parent to decide
+        # what they mean is for its parent to decide
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, news)
     _ask(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,5 +1,5 @@
-"""Files that a run can do without, that is all but ledger, rollouts and checkpoints: what the disk refuses is told,
-once for each file, and what is missing, torn or broken counts as not there.
+"""Files that a run can do without, that is all but ledger, rollouts and checkpoints: what the disk
+refuses is told, once for each file, and what is missing, torn or broken counts as not there.
 """
 
 import contextlib
@@ -27,12 +27,15 @@ class Extras:
 
     tell: Tell = warn
     _refused: set[Path] = field(default_factory=set)
-    """Those of which it was told that the disk refuses them; each may be told again once it was taken."""
+    """Those of which it was told that the disk refuses them; each may be told again once it was
+    taken."""
 
     def write(self, path: Path, content: str | bytes, *, flush: bool = False) -> bool:
         """Put the content at `path`, whole or not at all; whether the disk took it."""
         encoded = content.encode() if isinstance(content, str) else content
-        return self.attempt(path, lambda: write_atomically(path, lambda file: file.write(encoded), flush=flush))
+        return self.attempt(
+            path, lambda: write_atomically(path, lambda file: file.write(encoded), flush=flush)
+        )
 
     def append(self, path: Path, line: str) -> bool:
         """Append one line; whether the disk took it."""
@@ -71,8 +74,11 @@ def read_text(path: Path, tell: Tell = warn) -> str:
         return ""
 
 
-def read_map(path: Path, kinds: Mapping[str, Kind] | None = None, tell: Tell = warn) -> dict[str, Any]:
-    """The JSON map in a file; an empty one where it is missing or is none. kinds: of values; others are left out."""
+def read_map(
+    path: Path, kinds: Mapping[str, Kind] | None = None, tell: Tell = warn
+) -> dict[str, Any]:
+    """The JSON map in a file; an empty one where it is missing or is none. kinds: of values; others
+    are left out."""
     text = read_text(path, tell)
     try:
         found = json.loads(text) if text else {}
@@ -82,14 +88,21 @@ def read_map(path: Path, kinds: Mapping[str, Kind] | None = None, tell: Tell = w
     if not isinstance(found, dict):
         tell(f"'{path}' holds no JSON map but a {type(found).__name__}; it counts as missing")
         return {}
-    wrong = [name for name, kind in (kinds or {}).items() if name in found and not isinstance(found[name], kind)]
+    wrong = [
+        name
+        for name, kind in (kinds or {}).items()
+        if name in found and not isinstance(found[name], kind)
+    ]
     if wrong:
-        tell(f"'{path}' has values of other types than were written: {wrong}; they count as missing")
+        tell(
+            f"'{path}' has values of other types than were written: {wrong}; they count as missing"
+        )
     return {name: value for name, value in found.items() if name not in wrong}
 
 
 def read_lines(path: Path, tell: Tell = warn) -> tuple[list[dict[str, Any]], int]:
-    """The JSON maps in a file of one a line, and how many lines are torn or none; none where it is missing."""
+    """The JSON maps in a file of one a line, and how many lines are torn or none; none where it is
+    missing."""
     lines: list[dict[str, Any]] = []
     torn = 0
     for text in read_text(path, tell).split("\n"):
@@ -105,7 +118,8 @@ def read_lines(path: Path, tell: Tell = warn) -> tuple[list[dict[str, Any]], int
 
 
 def stream_lines(path: Path, start: int, tell: Tell = warn) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON maps in a file of one a line, from a byte on: each with the byte where the next begins; no torn one.
+    """The JSON maps in a file of one a line, from a byte on: each with the byte where the next
+    begins; no torn one.
 
     It ends before a line that is longer than any that a run writes."""
     try:

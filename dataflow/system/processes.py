@@ -16,9 +16,15 @@ import psutil
 from dataflow.system.files import tail
 
 _LETTERS = {
-    psutil.STATUS_RUNNING: "R", psutil.STATUS_SLEEPING: "S", psutil.STATUS_IDLE: "S", psutil.STATUS_DISK_SLEEP: "D",
-    psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_ZOMBIE: "Z", psutil.STATUS_DEAD: "Z",
-}  # fmt: skip
+    psutil.STATUS_RUNNING: "R",
+    psutil.STATUS_SLEEPING: "S",
+    psutil.STATUS_IDLE: "S",
+    psutil.STATUS_DISK_SLEEP: "D",
+    psutil.STATUS_STOPPED: "T",
+    psutil.STATUS_TRACING_STOP: "t",
+    psutil.STATUS_ZOMBIE: "Z",
+    psutil.STATUS_DEAD: "Z",
+}
 _DUMP_S = 1.0
 _STAT = Path("/proc/self/stat")
 _BOOT, _NUMBERS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
@@ -30,21 +36,24 @@ class Process:
 
     pid: int
     state: str = ""
-    """R running, S sleeping, D in a system call, T stopped, Z ended and not waited for; empty: there is none."""
+    """R running, S sleeping, D in a system call, T stopped, Z ended and not waited for; empty:
+    there is none."""
     rss_bytes: int = 0
     cpu: float | None = None
     """Cores used during the look; None: not known."""
 
 
 def machine() -> str:
-    """Where numbers of processes mean the same: the system that was booted, and the namespace of processes in it."""
+    """Where numbers of processes mean the same: the system that was booted, and the namespace of
+    processes in it."""
     with contextlib.suppress(OSError):
         return f"{_BOOT.read_text().strip()} {_NUMBERS.readlink()}"
     return ""
 
 
 def user_here() -> str:
-    """This process's user, as user@host; the user's number where it has no name, as in many containers."""
+    """This process's user, as user@host; the user's number where it has no name, as in many
+    containers."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -82,7 +91,8 @@ def below_each(pids: Iterable[int]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for pid in pids:
         found[pid], seen = list(children[pid]), {pid}
-        for child in found[pid]:  # which grows; a number given out anew meanwhile may stand above itself
+        # which grows; a number given out anew meanwhile may stand above itself
+        for child in found[pid]:
             if child not in seen:
                 seen.add(child)
                 found[pid] += children[child]
@@ -95,13 +105,16 @@ def using(folder: Path) -> list[tuple[int, str]]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and any(Path(f.path).is_relative_to(folder) for f in process.open_files()):
+            if process.pid != os.getpid() and any(
+                Path(f.path).is_relative_to(folder) for f in process.open_files()
+            ):
                 found.append((process.pid, " ".join(process.cmdline())))
     return found
 
 
 def dump(pid: int, log: Path) -> str:
-    """What a worker writes into its log when it is asked for its stacks by a signal, which needs no Python to run.
+    """What a worker writes into its log when it is asked for its stacks by a signal, which needs no
+    Python to run.
 
     Empty where it writes nothing: it is stopped, or has not come so far as to listen.
     """

@@ -1,4 +1,5 @@
-"""Where the ranks of a trainer are that is spread over several hosts, and what those behind rank 0 are started with."""
+"""Where the ranks of a trainer are that is spread over several hosts, and what those behind rank 0
+are started with."""
 
 import socket
 from collections.abc import Callable, Mapping
@@ -17,7 +18,8 @@ class StartsFar(Protocol):
         """Have every other host make what `Spreads.follower` gives for this, in plain values."""
 
     def start(self, end: socket.socket, rank: int) -> "Child":
-        """Start a rank on its host, which talks over this end of a socket pair as one that was forked here would."""
+        """Start a rank on its host, which talks over this end of a socket pair as one that was
+        forked here would."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,8 @@ class RankPlaces:
     address: str
     """At which the others find this rank's host; gloo and NCCL listen there."""
     meets_at: str
-    """Where rank 0 listens: there all meet, before they exchange anything; empty: all are on one host now."""
+    """Where rank 0 listens: there all meet, before they exchange anything; empty: all are on one
+    host now."""
     keys: "RunKeys | None" = field(repr=False)
     """Of the run."""
     starts: StartsFar | None = None
@@ -47,5 +50,6 @@ class Spreads(Protocol):
     """An operator whose ranks may be on several hosts."""
 
     def follower(self, context: Any, told: Mapping[str, Any]) -> Callable[[int, int], int]:
-        """On a host behind rank 0's: what a fork runs that is a rank, given the number of its end of a socket pair and
-        its rank, as forks of rank 0 do; its exit status. told: by rank 0, as `StartsFar.prepare` was."""
+        """On a host behind rank 0's: what a fork runs that is a rank, given the number of its end
+        of a socket pair and its rank, as forks of rank 0 do; its exit status. told: by rank 0, as
+        `StartsFar.prepare` was."""

@@ -1,4 +1,5 @@
-"""Where every thread of this process is, as plain values; for a thread that answers while the others are stuck."""
+"""Where every thread of this process is, as plain values; for a thread that answers while the
+others are stuck."""
 
 import sys
 import sysconfig
@@ -8,7 +9,12 @@ from typing import Any
 
 MOST_FRAMES = 60
 """Of one thread, the innermost ones."""
-_NOT_OWN = ("site-packages", "dist-packages", "<frozen", *filter(None, [sysconfig.get_path("stdlib")]))
+_NOT_OWN = (
+    "site-packages",
+    "dist-packages",
+    "<frozen",
+    *filter(None, [sysconfig.get_path("stdlib")]),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +35,8 @@ class Thread:
 
 
 def take() -> list[dict[str, Any]]:
-    """[{"name", "frames": [[file, line, function], ...]}]; the innermost frame last, the calling thread left out."""
+    """[{"name", "frames": [[file, line, function], ...]}]; the innermost frame last, the calling
+    thread left out."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
     for ident, frame in sys._current_frames().items():
@@ -49,7 +56,10 @@ def read(plain: list[dict[str, Any]]) -> tuple[Thread, ...]:
     return tuple(
         Thread(
             name=str(thread["name"]),
-            frames=tuple(StackFrame(file=file, line=int(line), function=name) for file, line, name in thread["frames"]),
+            frames=tuple(
+                StackFrame(file=file, line=int(line), function=name)
+                for file, line, name in thread["frames"]
+            ),
         )
         for thread in plain
     )

@@ -1,4 +1,5 @@
-"""Text and JSON that come from outside a run: what UTF-8 and JSON hold, as all files and messages here do."""
+"""Text and JSON that come from outside a run: what UTF-8 and JSON hold, as all files and messages
+here do."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ MOST_DEEP = 128
 
 
 def sound(value: T) -> T:
-    """A text, or the texts in a value of JSON's types, with U+FFFD for each half of a character that stands alone: such
-    a half is what Python makes of a byte that it cannot decode, and no tokenizer takes it.
+    """A text, or the texts in a value of JSON's types, with U+FFFD for each half of a character
+    that stands alone: such a half is what Python makes of a byte that it cannot decode, and no
+    tokenizer takes it.
 
     >>> sound("caf\\udce9"), sound({"a": ["\\ud83d\\ude00", 1.5]}) == {"a": ["\\N{GRINNING FACE}", 1.5]}
     ('caf\ufffd', True)
@@ -42,8 +44,8 @@ def is_sound(value: Any) -> bool:
 
 
 def strict_json(value: Any) -> str:
-    """A value as JSON that every reader takes. Raises ValueError for half of a character, NaN and infinities, and for
-    what nests too deep; TypeError for what is no value of JSON's.
+    """A value as JSON that every reader takes. Raises ValueError for half of a character, NaN and
+    infinities, and for what nests too deep; TypeError for what is no value of JSON's.
 
     >>> strict_json({"a": "é"})
     '{"a": "é"}'
@@ -54,7 +56,9 @@ def strict_json(value: Any) -> str:
         too_deep = text.count("[") + text.count("{") > MOST_DEEP and not _fits(value, MOST_DEEP)
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
-        raise ValueError(f"it has {half} alone, half of a character that needs two; leave it out") from error
+        raise ValueError(
+            f"it has {half} alone, half of a character that needs two; leave it out"
+        ) from error
     except RecursionError:
         too_deep = True
     if too_deep:
@@ -64,5 +68,11 @@ def strict_json(value: Any) -> str:
 
 def _fits(value: Any, depth: int) -> bool:
     """Whether no more values than these are within each other."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    inner = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return depth >= 0 and all(_fits(each, depth - 1) for each in inner)

@@ -1,1 +1,2 @@
-"""What is known of a rollout's tokens, in arrays: from the engine, over wire and disk, to the trainer."""
+"""What is known of a rollout's tokens, in arrays: from the engine, over wire and disk, to the
+trainer."""

@@ -1,4 +1,5 @@
-"""Columns with a list for each row as flat arrays, and the groups of a batch: where each of them begins and ends."""
+"""Columns with a list for each row as flat arrays, and the groups of a batch: where each of them
+begins and ends."""
 
 import itertools
 
@@ -27,7 +28,8 @@ def flat(column: pa.ListArray) -> AnyArray:
 
 
 def per_token(rows: pa.Table, name: str, offsets: AnyArray) -> AnyArray:
-    """A column of numbers per token, flat. RecordError unless its lists are as long as the rows' tokens."""
+    """A column of numbers per token, flat. RecordError unless its lists are as long as the rows'
+    tokens."""
     column = one_chunk(rows, name)
     check_lengths(list_lengths(column), name, rows, offsets)
     return flat(column)
@@ -40,33 +42,43 @@ def check_lengths(lengths: AnyArray, name: str, rows: pa.Table, offsets: AnyArra
         row = int(wrong[0])
         rollout = rows.column(ROLLOUT_ID)[row].as_py()
         raise RecordError(
-            f"column '{name}' of rollout {rollout} has {lengths[row]} numbers but the rollout has "
-            f"{np.diff(offsets)[row]} tokens, prompt included; give each token one, 0 where mask is false"
+            f"column '{name}' of rollout {rollout} has {lengths[row]} numbers but the rollout has"
+            f" {np.diff(offsets)[row]} tokens, prompt included; give each token one, 0 where mask"
+            " is false"
         )
 
 
 def gather(offsets: AnyArray, rows: AnyArray) -> tuple[AnyArray, AnyArray]:
-    """The flat positions of some rows, and their offsets: x[positions] are those rows end to end."""
+    """The flat positions of some rows, and their offsets: x[positions] are those rows end to
+    end."""
     lengths = np.diff(offsets)[rows]
     ends = np.r_[0, np.cumsum(lengths)]
     return np.arange(ends[-1]) + np.repeat(offsets[:-1][rows] - ends[:-1], lengths), ends
 
 
 def group_slices(records: pa.RecordBatch) -> list[tuple[int, int, int]]:
-    """(group_id, first row, rows) of the groups of a batch, in order; the rows of a group lie side by side."""
+    """(group_id, first row, rows) of the groups of a batch, in order; the rows of a group lie side
+    by side."""
     ids = records.column(GROUP_ID).to_numpy()
     bounds = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]
-    return [(int(ids[start]), start, end - start) for start, end in itertools.pairwise(bounds) if end > start]
+    return [
+        (int(ids[start]), start, end - start)
+        for start, end in itertools.pairwise(bounds)
+        if end > start
+    ]
 
 
 def whole_groups(records: pa.RecordBatch, most_rows: int, most_bytes: int) -> list[pa.RecordBatch]:
-    """Slices of at most so many rows and bytes, cut between groups; a group that is larger by itself stays whole."""
+    """Slices of at most so many rows and bytes, cut between groups; a group that is larger by
+    itself stays whole."""
     if records.num_rows <= most_rows and records.nbytes <= most_bytes:
         return [records]
     parts, start, last = [], 0, 0
     for _, first, count in group_slices(records):
         end = first + count
-        if last > start and (end - start > most_rows or records.slice(start, end - start).nbytes > most_bytes):
+        if last > start and (
+            end - start > most_rows or records.slice(start, end - start).nbytes > most_bytes
+        ):
             parts.append(records.slice(start, last - start))
             start = last
         last = end

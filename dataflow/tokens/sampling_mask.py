@@ -1,4 +1,5 @@
-"""What truncation left where tokens were drawn: a rollout's sampling mask, which few runs record."""
+"""What truncation left where tokens were drawn: a rollout's sampling mask, which few runs
+record."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from dataflow.tokens.ragged import check_lengths, flat, gather, one_chunk
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingMask:
-    """Which ids truncation (top_k, top_p, min_p) left where some tokens were drawn, token after token.
+    """Which ids truncation (top_k, top_p, min_p) left where some tokens were drawn, token after
+    token.
 
-    It belongs to a token of a rollout, not to a text: equal texts may differ in it, because they were drawn from other
-    versions of the weights or with other knobs. A token without ids was drawn from the whole vocabulary, or not drawn.
-    """
+    It belongs to a token of a rollout, not to a text: equal texts may differ in it, because they
+    were drawn from other versions of the weights or with other knobs. A token without ids was drawn
+    from the whole vocabulary, or not drawn."""
 
     ids: AnyArray
     """int32 [K], those of one token after the other."""
@@ -33,21 +35,29 @@ class SamplingMask:
         """From the ids of each token, behind so many from which nothing was left out."""
         return SamplingMask(
             np.concatenate([np.zeros(0, np.int32), *lists]),
-            np.concatenate([np.zeros(before + 1, np.int64), np.cumsum([len(ids) for ids in lists], dtype=np.int64)]),
+            np.concatenate(
+                [
+                    np.zeros(before + 1, np.int64),
+                    np.cumsum([len(ids) for ids in lists], dtype=np.int64),
+                ]
+            ),
         )
 
     @staticmethod
     def of_lists(column: pa.ListArray) -> SamplingMask:
         """From a list of ids for each token; null, like an empty one: all were left."""
-        offsets = np.concatenate([[0], np.cumsum(pc.list_value_length(column).fill_null(0).to_numpy())])
+        offsets = np.concatenate(
+            [[0], np.cumsum(pc.list_value_length(column).fill_null(0).to_numpy())]
+        )
         return SamplingMask(flat(column), offsets.astype(np.int64))
 
     @staticmethod
     def of_rows(rows: pa.Table, ids: AnyArray, offsets: AnyArray) -> SamplingMask | None:
-        """That of all rows end to end, from their column; None where no token was drawn from less than the vocabulary.
+        """That of all rows end to end, from their column; None where no token was drawn from less
+        than the vocabulary.
 
-        ids, offsets: as in `RolloutTokens.of_rows`. Raises RecordError where it leaves out the token drawn.
-        """
+        ids, offsets: as in `RolloutTokens.of_rows`. Raises RecordError where it leaves out the
+        token drawn."""
         column, wanted = one_chunk(rows, SAMPLING_MASK), np.diff(offsets)
         has = column.is_valid().to_numpy(zero_copy_only=False)
         lengths = np.where(has, pc.list_value_length(column).fill_null(0), wanted)
@@ -57,15 +67,20 @@ class SamplingMask:
         if not len(left):
             return None
         counts = np.zeros(len(ids), np.int64)
-        counts[np.repeat(has, wanted)] = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
-        found = np.bincount(np.repeat(np.arange(len(ids)), counts)[left == np.repeat(ids, counts)], minlength=len(ids))
+        counts[np.repeat(has, wanted)] = (
+            pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
+        )
+        found = np.bincount(
+            np.repeat(np.arange(len(ids)), counts)[left == np.repeat(ids, counts)],
+            minlength=len(ids),
+        )
         wrong = np.flatnonzero((counts > 0) & (found == 0))
         if len(wrong):
             row = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
             raise RecordError(
-                f"column '{SAMPLING_MASK}' of rollout {rows.column(ROLLOUT_ID)[row].as_py()} leaves out token "
-                f"{ids[wrong[0]]} at {wrong[0] - offsets[row]}, which was drawn there; give the ids that truncation "
-                f"left, the drawn one among them, or null"
+                f"column '{SAMPLING_MASK}' of rollout {rows.column(ROLLOUT_ID)[row].as_py()} leaves"
+                f" out token {ids[wrong[0]]} at {wrong[0] - offsets[row]}, which was drawn there;"
+                " give the ids that truncation left, the drawn one among them, or null"
             )
         return SamplingMask(left, np.r_[0, np.cumsum(counts)])
 
@@ -79,7 +94,8 @@ class SamplingMask:
         """Several, end to end."""
         counts = np.concatenate([np.diff(part.offsets) for part in parts])
         return SamplingMask(
-            np.concatenate([part.ids for part in parts]), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         )
 
     def lists(self) -> list[AnyArray]:
@@ -103,6 +119,8 @@ class SamplingMask:
         offsets: int32 [rollouts + 1], where each rollout begins.
         """
         inner = pa.ListArray.from_arrays(
-            self.offsets.astype(np.int32), pa.array(self.ids, pa.int32()), mask=pa.array(np.diff(self.offsets) == 0)
+            self.offsets.astype(np.int32),
+            pa.array(self.ids, pa.int32()),
+            mask=pa.array(np.diff(self.offsets) == 0),
         )
         return pa.ListArray.from_arrays(offsets, inner)

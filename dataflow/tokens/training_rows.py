@@ -1,4 +1,5 @@
-"""The training rows of one rollout: sequences that the policy has seen as they stand, and what it said in them."""
+"""The training rows of one rollout: sequences that the policy has seen as they stand, and what it
+said in them."""
 
 from __future__ import annotations
 
@@ -20,14 +21,16 @@ class TrainingRow:
 
     tokens: RolloutTokens
     turns: AnyArray
-    """Which turn of the policy's sampled the token, counted from 0 over the whole rollout; else NO_TURN: int32."""
+    """Which turn of the policy's sampled the token, counted from 0 over the whole rollout; else
+    NO_TURN: int32."""
 
     @staticmethod
     def of(parts: Sequence[tuple[RolloutTokens, int]]) -> TrainingRow:
         """Made of parts in their order, each with its turn."""
         turns = [np.full(len(tokens), turn, np.int32) for tokens, turn in parts]
         return TrainingRow(
-            RolloutTokens.joined([tokens for tokens, _ in parts]), np.concatenate([np.zeros(0, np.int32), *turns])
+            RolloutTokens.joined([tokens for tokens, _ in parts]),
+            np.concatenate([np.zeros(0, np.int32), *turns]),
         )
 
 
@@ -43,10 +46,11 @@ class SampledCall:
 def training_rows(calls: Iterable[SampledCall]) -> list[TrainingRow]:
     """The rows of one rollout, whatever its caller did to the conversation between two calls.
 
-    A call whose prompt begins with a row as it stands, prompt and all that was sampled in it, goes on with that row
-    (the longest such); any other begins one: the past was cut, summed up or stripped, another agent speaks, or the call
-    goes another way from where an earlier one began. So each sampled token is chosen in one row, and what of it stands
-    in a later row is context there. Turns are numbered as the calls are; calls without tokens leave none.
+    A call whose prompt begins with a row as it stands, prompt and all that was sampled in it, goes
+    on with that row (the longest such); any other begins one: the past was cut, summed up or
+    stripped, another agent speaks, or the call goes another way from where an earlier one began. So
+    each sampled token is chosen in one row, and what of it stands in a later row is context there.
+    Turns are numbered as the calls are; calls without tokens leave none.
 
     >>> import numpy as np
     >>> def call(prompt, *ids):
@@ -63,7 +67,11 @@ def training_rows(calls: Iterable[SampledCall]) -> list[TrainingRow]:
         found, parts = -1, list[tuple[RolloutTokens, int]]()
         for at, (ids, _) in enumerate(rows):
             is_longer = found < 0 or len(ids) > len(rows[found][0])
-            if is_longer and len(ids) <= len(call.prompt) and np.array_equal(call.prompt[: len(ids)], ids):
+            if (
+                is_longer
+                and len(ids) <= len(call.prompt)
+                and np.array_equal(call.prompt[: len(ids)], ids)
+            ):
                 found = at
         if found >= 0:
             known, parts = rows[found]
@@ -89,8 +97,8 @@ def end_to_end(rows: Sequence[TrainingRow]) -> tuple[RolloutTokens, AnyArray, An
 def cuts(rows_S: AnyArray, offsets: AnyArray) -> AnyArray:
     """Where a training row begins that is not the rollout's first; bool [tokens].
 
-    rows_S: the column `training_row` of some rollouts, end to end. offsets: [rollouts + 1], where each begins.
-    """
+    rows_S: the column `training_row` of some rollouts, end to end. offsets: [rollouts + 1], where
+    each begins."""
     found = np.zeros(len(rows_S), bool)
     found[1:] = rows_S[1:] != rows_S[:-1]
     found[offsets[:-1][np.diff(offsets) > 0]] = False
@@ -98,7 +106,8 @@ def cuts(rows_S: AnyArray, offsets: AnyArray) -> AnyArray:
 
 
 def unfolded(offsets: AnyArray, cuts_S: AnyArray) -> tuple[AnyArray, AnyArray]:
-    """Where each training row of some rollouts begins, [rows + 1], and which of the rollouts it is of, [rows].
+    """Where each training row of some rollouts begins, [rows + 1], and which of the rollouts it is
+    of, [rows].
 
     offsets: [rollouts + 1]. cuts_S: as `cuts` gives them. A rollout without tokens has one row.
 

@@ -1,4 +1,5 @@
-"""Figures elsewhere: a run's metrics, rollouts and graph, told by processes that only read its folder."""
+"""Figures elsewhere: a run's metrics, rollouts and graph, told by processes that only read its
+folder."""
 
 from dataflow.trackers.libraries.mlflow import MlflowTracker
 from dataflow.trackers.libraries.opentelemetry import OpenTelemetryTracker
@@ -9,6 +10,15 @@ from dataflow.trackers.libraries.wandb import WandbTracker
 from dataflow.trackers.tracker import RolloutTable, StepFigures, StepGroups, TrackedRun, Tracker
 
 __all__ = [
-    "MlflowTracker", "OpenTelemetryTracker", "PrometheusTracker", "RolloutTable", "StepFigures", "StepGroups",
-    "TensorboardTracker", "TrackedRun", "Tracker", "TrackioTracker", "WandbTracker",
-]  # fmt: skip
+    "MlflowTracker",
+    "OpenTelemetryTracker",
+    "PrometheusTracker",
+    "RolloutTable",
+    "StepFigures",
+    "StepGroups",
+    "TensorboardTracker",
+    "TrackedRun",
+    "Tracker",
+    "TrackioTracker",
+    "WandbTracker",
+]

@@ -1,4 +1,5 @@
-"""The keeper of a run's trackers as a process: python -m dataflow.trackers FD, started by `following`."""
+"""The keeper of a run's trackers as a process: python -m dataflow.trackers FD, started by
+`following`."""
 
 import contextlib
 import os
@@ -24,7 +25,9 @@ def main() -> None:
     """The process ends with the run, or soon after nobody leads it by whom it was started."""
     step_back()
     leave_to_leader()
-    run: Channel[Any] = Channel(socket.socket(fileno=int(sys.argv[1])), messages.KEEPER_CODEC, SEND_S)
+    run: Channel[Any] = Channel(
+        socket.socket(fileno=int(sys.argv[1])), messages.KEEPER_CODEC, SEND_S
+    )
     told = run.receive(SEND_S)
     assert isinstance(told, messages.KeepTrackers), "it is said first"
 
@@ -36,7 +39,11 @@ def main() -> None:
 
     limits, folder = Limits.from_plain(told.limits), RunFolder.open(told.folder)
     keeper = TrackerKeeper(
-        folder, [ChosenTracker.from_plain(each) for each in told.trackers], say, limits=limits, path=told.path
+        folder,
+        [ChosenTracker.from_plain(each) for each in told.trackers],
+        say,
+        limits=limits,
+        path=told.path,
     )
     parent = RunProcess(folder, told.parent)
     try:

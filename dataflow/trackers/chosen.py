@@ -1,4 +1,5 @@
-"""Which trackers a run has: by name, by reference, or as they are; checked before the run begins, and sent as JSON."""
+"""Which trackers a run has: by name, by reference, or as they are; checked before the run begins,
+and sent as JSON."""
 
 import dataclasses
 import importlib
@@ -28,7 +29,8 @@ LIBRARIES: Mapping[str, str] = {
 }
 """By what --track calls them."""
 _LOADS: ContextVar[bool] = ContextVar("_LOADS")
-"""Whether a module is being imported for the sake of a tracker: what would run a graph then is refused."""
+"""Whether a module is being imported for the sake of a tracker: what would run a graph then is
+refused."""
 
 Wished: TypeAlias = "str | Tracker | type[Tracker]"
 
@@ -47,7 +49,8 @@ class ChosenTracker:
 
     @classmethod
     def of(cls, wished: Wished) -> "ChosenTracker":
-        """What a user named. Errors: GraphError where there is no such tracker, or it cannot be used here."""
+        """What a user named. Errors: GraphError where there is no such tracker, or it cannot be
+        used here."""
         found = _named(wished) if isinstance(wished, str) else _object(wished)
         tracker = wished if isinstance(wished, Tracker) else found.make()
         if (why := tracker.missing()) is not None:
@@ -75,20 +78,23 @@ class ChosenTracker:
             ) from error
         if not isinstance(tracker, Tracker):
             raise GraphError(
-                f"'{self.module}:{self.attribute}' is no tracker, but a {type(tracker).__name__}; derive a class from "
-                f"dataflow.trackers.Tracker"
+                f"'{self.module}:{self.attribute}' is no tracker, but a {type(tracker).__name__};"
+                " derive a class from dataflow.trackers.Tracker"
             )
         return tracker
 
 
 def choose(wished: Iterable[Wished]) -> tuple[ChosenTracker, ...]:
-    """All that a user named, for a run or for `dataflow track`. Errors: GraphError, also where two are the same."""
+    """All that a user named, for a run or for `dataflow track`. Errors: GraphError, also where two
+    are the same."""
     _refuse_import()
     found: dict[str, ChosenTracker] = {}
     for each in wished:
         chosen = ChosenTracker.of(each)
         if chosen.name in found:
-            raise GraphError(f"a run has each tracker once, but '{chosen.name}' was given twice; leave one out")
+            raise GraphError(
+                f"a run has each tracker once, but '{chosen.name}' was given twice; leave one out"
+            )
         found[chosen.name] = chosen
     return tuple(found.values())
 
@@ -97,8 +103,8 @@ def _refuse_import() -> None:
     """Errors: GraphError where a graph is run since a tracker's module is imported."""
     if _LOADS.get(False):
         raise GraphError(
-            "a tracker's process imports this program, and found that it runs a graph; put that below "
-            "if __name__ == '__main__', or the tracker into a file of its own"
+            "a tracker's process imports this program, and found that it runs a graph; put that"
+            " below if __name__ == '__main__', or the tracker into a file of its own"
         )
 
 
@@ -107,8 +113,9 @@ def _named(text: str) -> ChosenTracker:
     if not colon:
         if text not in LIBRARIES:
             raise GraphError(
-                f"there is no tracker '{text}'; name one of {', '.join(LIBRARIES)}{nearest(text, LIBRARIES)}, or your "
-                f"own as my_module:MyTracker or path/to/file.py:MyTracker"
+                f"there is no tracker '{text}'; name one of"
+                f" {', '.join(LIBRARIES)}{nearest(text, LIBRARIES)}, or your own as"
+                " my_module:MyTracker or path/to/file.py:MyTracker"
             )
         name, _, attribute = LIBRARIES[text].partition(":")
         return ChosenTracker(name=text, module=name, attribute=attribute)
@@ -121,42 +128,53 @@ def _object(wished: "Tracker | type[Tracker]") -> ChosenTracker:
     kind = wished if isinstance(wished, type) else type(wished)
     if not (isinstance(kind, type) and issubclass(kind, Tracker)):
         raise GraphError(
-            f"a tracker is named, or derived from dataflow.trackers.Tracker, but got a {type(wished).__name__}; "
-            f"give 'wandb', say, or a class of your own"
+            "a tracker is named, or derived from dataflow.trackers.Tracker, but got a"
+            f" {type(wished).__name__}; give 'wandb', say, or a class of your own"
         )
     given = {} if isinstance(wished, type) else _fields(wished)
     if "<locals>" in kind.__qualname__:
         raise GraphError(
-            f"tracker {kind.__name__} is defined within a function, where its process does not find it; "
-            f"define it at the top of its file"
+            f"tracker {kind.__name__} is defined within a function, where its process does not find"
+            " it; define it at the top of its file"
         )
-    name = next((n for n, at in LIBRARIES.items() if at == f"{kind.__module__}:{kind.__qualname__}"), kind.__name__)
-    return ChosenTracker(name=_file_name(name), module=_place(kind), attribute=kind.__qualname__, given=given)
+    name = next(
+        (n for n, at in LIBRARIES.items() if at == f"{kind.__module__}:{kind.__qualname__}"),
+        kind.__name__,
+    )
+    return ChosenTracker(
+        name=_file_name(name), module=_place(kind), attribute=kind.__qualname__, given=given
+    )
 
 
 def _fields(tracker: Tracker) -> dict[str, Any]:
     if not dataclasses.is_dataclass(tracker):
         if vars(tracker):
             raise GraphError(
-                f"tracker {type(tracker).__name__} has values of its own ({', '.join(vars(tracker))}), which its "
-                f"process would not have; make it a dataclass, and open things in `start`"
+                f"tracker {type(tracker).__name__} has values of its own"
+                f" ({', '.join(vars(tracker))}), which its process would not have; make it a"
+                " dataclass, and open things in `start`"
             )
         return {}
     wanted = [field for field in dataclasses.fields(tracker) if field.init]
     found = {field.name: getattr(tracker, field.name) for field in wanted}
-    found = {f.name: found[f.name] for f in wanted if f.default is dataclasses.MISSING or found[f.name] != f.default}
+    found = {
+        f.name: found[f.name]
+        for f in wanted
+        if f.default is dataclasses.MISSING or found[f.name] != f.default
+    }
     try:
         to_json(found)
     except (TypeError, ValueError) as error:
         raise GraphError(
-            f"the fields of tracker {type(tracker).__name__} go to its process as JSON, but {error}; use texts, "
-            f"numbers, lists and maps"
+            f"the fields of tracker {type(tracker).__name__} go to its process as JSON, but"
+            f" {error}; use texts, numbers, lists and maps"
         ) from error
     return found
 
 
 def _place(kind: type) -> str:
-    """Where its process finds it: the module's name, or of a program that was started as a file that file."""
+    """Where its process finds it: the module's name, or of a program that was started as a file
+    that file."""
     if kind.__module__ != "__main__":
         return kind.__module__
     main = sys.modules["__main__"]
@@ -165,8 +183,8 @@ def _place(kind: type) -> str:
         return str(spec.name)
     if not getattr(main, "__file__", None):
         raise GraphError(
-            f"tracker {kind.__name__} is defined in a notebook or prompt, where its process does not find it; "
-            f"write it into a file and import it"
+            f"tracker {kind.__name__} is defined in a notebook or prompt, where its process does"
+            " not find it; write it into a file and import it"
         )
     return str(Path(main.__file__ or "").absolute())
 
@@ -177,15 +195,17 @@ def _attribute(module: str, attribute: str) -> Any:
         found: Any = _module(module)
     except Exception as error:
         raise GraphError(
-            f"tracker '{module}:{attribute}' cannot be imported: {type(error).__name__}: {error}; mend it, or name "
-            f"another"
+            f"tracker '{module}:{attribute}' cannot be imported: {type(error).__name__}: {error};"
+            " mend it, or name another"
         ) from error
     finally:
         _LOADS.reset(loads)
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if found is None:
-        raise GraphError(f"'{module}' has no tracker '{attribute}'; define it there, or name another")
+        raise GraphError(
+            f"'{module}' has no tracker '{attribute}'; define it there, or name another"
+        )
     return found
 
 
@@ -208,5 +228,6 @@ def _file_name(name: str) -> str:
 
 
 def recorded_names(chosen: Sequence[ChosenTracker]) -> list[str] | None:
-    """For config.json: the libraries among them, which a run that is resumed by a script has again."""
+    """For config.json: the libraries among them, which a run that is resumed by a script has
+    again."""
     return [each.name for each in chosen if each.name in LIBRARIES] or None

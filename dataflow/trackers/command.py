@@ -1,4 +1,5 @@
-"""`dataflow track RUN --to wandb`: tells trackers of a run that is over, or of one under way until it is."""
+"""`dataflow track RUN --to wandb`: tells trackers of a run that is over, or of one under way until
+it is."""
 
 import contextlib
 import sys
@@ -21,24 +22,32 @@ TURN_S = 0.5
 
 
 def track_run(
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = Path("runs/latest"),
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = Path(
+        "runs/latest"
+    ),
     *,
     to: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
     metrics_port: int | None = None,
 ) -> int:
-    """Tell wandb, tensorboard, trackio, mlflow or a tracker of your own what a run's folder says: all of a run that is
-    over, from where it was told before; of one under way until it ends, or Ctrl-C.
+    """Tell wandb, tensorboard, trackio, mlflow or a tracker of your own what a run's folder says:
+    all of a run that is over, from where it was told before; of one under way until it ends, or
+    Ctrl-C.
 
     Args:
         run: the run folder.
         to: which tracker, as --track has it; may be given several times.
-        metrics_port: serve the run's figures to Prometheus at this port of this machine, as long as it goes on.
+        metrics_port: serve the run's figures to Prometheus at this port of this machine, as long as
+            it goes on.
     """
     folder = RunFolder.open(run)
-    wished: list[Wished] = [*to, *([PrometheusTracker(port=metrics_port)] if metrics_port is not None else [])]
+    wished: list[Wished] = [
+        *to,
+        *([PrometheusTracker(port=metrics_port)] if metrics_port is not None else []),
+    ]
     if not wished:
         raise GraphError(
-            f"a run is told to somebody, but no tracker was named; give --to {' or --to '.join(LIBRARIES)}"
+            "a run is told to somebody, but no tracker was named; give --to"
+            f" {' or --to '.join(LIBRARIES)}"
         )
     failed: list[str] = []
 

@@ -1,4 +1,5 @@
-"""A run's side of its trackers: starts their keeper, passes on what it says, and tells it that the run is over."""
+"""A run's side of its trackers: starts their keeper, passes on what it says, and tells it that the
+run is over."""
 
 import contextlib
 import math
@@ -39,7 +40,9 @@ class TrackersOfRun:
     def __init__(self, folder: RunFolder, chosen: Sequence[ChosenTracker], limits: Limits) -> None:
         self._limits = limits
         self._names = ", ".join(each.name for each in chosen)
-        self._again = f"dataflow track {folder.path} --to {' --to '.join(each.reference for each in chosen)}"
+        self._again = (
+            f"dataflow track {folder.path} --to {' --to '.join(each.reference for each in chosen)}"
+        )
         self._keeper: subprocess.Popen[Any] | None = None
         self._channel: Channel[Any] | None = None
         self._said: list[str] = []
@@ -53,8 +56,8 @@ class TrackersOfRun:
         return said
 
     def end(self, outcome: str, say: Callable[[str], object], within_s: float = math.inf) -> None:
-        """The run is over, and trackers take in what is left: wait for that, up to `Limits.track_s` or `within_s`, or
-        Ctrl-C."""
+        """The run is over, and trackers take in what is left: wait for that, up to `Limits.track_s`
+        or `within_s`, or Ctrl-C."""
         if self._keeper is None or self._channel is None:
             return
         with contextlib.suppress(OSError):
@@ -69,7 +72,10 @@ class TrackersOfRun:
                     say(text)
                 if not is_told and time.monotonic() - began > 1.0:
                     is_told = True
-                    say(f"waiting for {self._names} to take in what is left, {within_s:.0f} s at most")
+                    say(
+                        f"waiting for {self._names} to take in what is left, {within_s:.0f} s at"
+                        " most"
+                    )
                 if self._channel is None:
                     break
         except KeyboardInterrupt:
@@ -95,15 +101,24 @@ class TrackersOfRun:
         try:
             with (folder.logs / LOG).open("ab") as log:
                 self._keeper = program(
-                    "dataflow.trackers", end=theirs, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log,
+                    "dataflow.trackers",
+                    end=theirs,
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
                     stderr=log,
-                )  # fmt: skip
+                )
             with contextlib.suppress(OSError):
                 step_back(self._keeper.pid)
-            self._channel.send(messages.KeepTrackers(
-                folder=str(folder.path), trackers=[asdict(each) for each in chosen], limits=asdict(self._limits),
-                path=[each or str(Path.cwd()) for each in sys.path], parent=os.getpid(),
-            ))  # fmt: skip
+            self._channel.send(
+                messages.KeepTrackers(
+                    folder=str(folder.path),
+                    trackers=[asdict(each) for each in chosen],
+                    limits=asdict(self._limits),
+                    path=[each or str(Path.cwd()) for each in sys.path],
+                    parent=os.getpid(),
+                )
+            )
         except OSError as error:
             self._said.append(f"{self._names} cannot be started: {error}; the run goes on without")
             self.close()
@@ -115,9 +130,14 @@ class TrackersOfRun:
             return
         try:
             if self._channel.readable(0.0):
-                self._said += [m.text for m in self._channel.arrived() if isinstance(m, messages.KeeperSays)]
+                self._said += [
+                    m.text for m in self._channel.arrived() if isinstance(m, messages.KeeperSays)
+                ]
         except (EOFError, OSError, MessageError):
             self._channel.close()
             self._channel = None
             if self._keeper is not None and self._keeper.poll() not in (None, 0):
-                self._said.append(f"the process that keeps {self._names} has ended; the run goes on without, see {LOG}")
+                self._said.append(
+                    f"the process that keeps {self._names} has ended; the run goes on without, see"
+                    f" {LOG}"
+                )

@@ -23,8 +23,12 @@ class GroupWatch:
     """
 
     def __init__(
-        self, folder: RunFolder, trainers: list[str], last: Mapping[str, int], clock: Callable[[], float] = time.time
-    ) -> None:  # fmt: skip
+        self,
+        folder: RunFolder,
+        trainers: list[str],
+        last: Mapping[str, int],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """last: by trainer the step that was told last."""
         self._folder, self._clock = folder, clock
         self.last = {node: last.get(node, 0) for node in trainers}
@@ -50,13 +54,20 @@ class GroupWatch:
         self._from[source] = min((group.group_id for group in waiting), default=end)
 
     def _steps(self, ledger: Ledger, node: str) -> Iterator[StepGroups]:
-        known = self.last[node] = min(self.last[node], ledger.last_step(node))  # less: it went back to a checkpoint
+        # less: it went back to a checkpoint
+        known = self.last[node] = min(self.last[node], ledger.last_step(node))
         times = dict(ledger.step_times(node, max(0, known - 1)))
         for step in ledger.steps(node, known, known + _STEPS):
             seen = self._seen.get(step.source, {})
             groups = {group: seen.pop(group, {}) for group in (*step.trained, *step.dropped)}
             self.last[node] = step.step
             yield StepGroups(
-                node=node, step=step.step, source=step.source, began=times.get(step.step - 1),
-                at=times.get(step.step, self._clock()), seen=groups, dropped=step.dropped, metrics=step.metrics,
-            )  # fmt: skip
+                node=node,
+                step=step.step,
+                source=step.source,
+                began=times.get(step.step - 1),
+                at=times.get(step.step, self._clock()),
+                seen=groups,
+                dropped=step.dropped,
+                metrics=step.metrics,
+            )

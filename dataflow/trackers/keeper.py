@@ -1,7 +1,8 @@
-"""Keeps the trackers of a run: a process for each, which is watched, ended when it hangs, and tried again.
+"""Keeps the trackers of a run: a process for each, which is watched, ended when it hangs, and tried
+again.
 
-None of them is a process of the run, and none has a file of it open for writing but in the run folder.
-"""
+None of them is a process of the run, and none has a file of it open for writing but in the run
+folder."""
 
 import contextlib
 import os
@@ -31,7 +32,8 @@ LEAVE_S = 3.0
 AGAIN_S = 10.0
 """Before the first try after one that failed; then twice as long each time."""
 SPARE_BYTES = 1 << 30
-"""Where less is free, trackers do not run, as they write what they like, and a run needs its disk for rollouts."""
+"""Where less is free, trackers do not run, as they write what they like, and a run needs its disk
+for rollouts."""
 LOG_BYTES = 1 << 20
 """Of what a tracker prints, in one attempt; the rest is read and lost."""
 _READ_BYTES = 1 << 16
@@ -75,14 +77,25 @@ class TrackerKeeper:
     """
 
     def __init__(
-        self, folder: RunFolder, chosen: Sequence[ChosenTracker], say: Callable[[str], object], *,
-        limits: Limits | None = None, path: Sequence[str] = (), clock: Callable[[], float] | None = None,
+        self,
+        folder: RunFolder,
+        chosen: Sequence[ChosenTracker],
+        say: Callable[[str], object],
+        *,
+        limits: Limits | None = None,
+        path: Sequence[str] = (),
+        clock: Callable[[], float] | None = None,
         free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
         again_s: float = AGAIN_S,
-    ) -> None:  # fmt: skip
-        """say: to people. path: where modules are found. clock: None: one that stands still while this process has no
-        core, as trackers have none then."""
-        self._folder, self._say, self._limits, self._path = folder, say, limits or Limits(), list(path)
+    ) -> None:
+        """say: to people. path: where modules are found. clock: None: one that stands still while
+        this process has no core, as trackers have none then."""
+        self._folder, self._say, self._limits, self._path = (
+            folder,
+            say,
+            limits or Limits(),
+            list(path),
+        )
         self._clock, self._free_bytes, self._again_s = clock or AwakeClock(), free_bytes, again_s
         self._kept = [KeptTracker(each) for each in chosen]
         self._outcome: str | None = None
@@ -107,7 +120,12 @@ class TrackerKeeper:
         now = self._clock()
         self._look_at_room(now)
         for each in self._kept:
-            if not each.is_done and each.process is None and self._has_room and self._may_start(each, now):
+            if (
+                not each.is_done
+                and each.process is None
+                and self._has_room
+                and self._may_start(each, now)
+            ):
                 self._start(each, now)
         ends = {each.channel.fileno(): each for each in self._kept if each.channel is not None}
         prints = {each.prints: each for each in self._kept if each.prints >= 0}
@@ -137,8 +155,10 @@ class TrackerKeeper:
         out, inner = os.pipe()
         each.process = fork(
             partial(_child, self._folder.path, each.chosen, theirs, inner, self._path),
-            leads=True, keep=(theirs.fileno(), inner), ends_with_parent=9,
-        )  # fmt: skip
+            leads=True,
+            keep=(theirs.fileno(), inner),
+            ends_with_parent=9,
+        )
         theirs.close()
         os.close(inner)
         os.set_blocking(out, False)
@@ -210,14 +230,18 @@ class TrackerKeeper:
             each.is_told = True
             log = f"{self._folder.path.name}/logs/tracker-{each.chosen.name}.log"
             self._say(
-                f"tracker {each.chosen.name} {why}; the run goes on, and it is tried again from where it was; see {log}"
+                f"tracker {each.chosen.name} {why}; the run goes on, and it is tried again from"
+                f" where it was; see {log}"
             )
 
     def _give_up(self, each: KeptTracker, why: str) -> None:
         each.is_done = True
         again = f"dataflow track {self._folder.path} --to {each.chosen.reference}"
         said = "has failed" if each.is_told else why
-        self._say(f"tracker {each.chosen.name} {said}; it lacks the end of the run: {again} tells it the rest")
+        self._say(
+            f"tracker {each.chosen.name} {said}; it lacks the end of the run: {again} tells it the"
+            " rest"
+        )
 
     def _look_at_ends(self) -> None:
         if self._outcome is None:
@@ -226,11 +250,15 @@ class TrackerKeeper:
         if is_late:
             self._leave(self._kept)
         for each in self._kept:
-            if each.is_done or not (is_late or (each.process is None and (each.last_try or not self._has_room))):
+            if each.is_done or not (
+                is_late or (each.process is None and (each.last_try or not self._has_room))
+            ):
                 continue
             self._stop(each)
             why = "has failed" if each.last_try else "stood still for want of room"
-            self._give_up(each, f"was not done {self._within_s:.0f} s after the run" if is_late else why)
+            self._give_up(
+                each, f"was not done {self._within_s:.0f} s after the run" if is_late else why
+            )
 
     def _look_at_room(self, now: float) -> None:
         if now - self._looked_at_room < 0.5:
@@ -240,12 +268,16 @@ class TrackerKeeper:
             free = self._free_bytes(self._folder.path)
         except OSError:
             return
-        had, self._has_room = self._has_room, free >= (SPARE_BYTES if self._has_room else 2 * SPARE_BYTES)
+        had, self._has_room = (
+            self._has_room,
+            free >= (SPARE_BYTES if self._has_room else 2 * SPARE_BYTES),
+        )
         if had and not self._has_room:
             self._leave(self._kept)
             self._say(
-                f"trackers stand still: the disk of {self._folder.path} has {free / SPARE_BYTES:.1f} GiB free, and the "
-                f"run needs it; they go on where they were once there are 2 GiB"
+                f"trackers stand still: the disk of {self._folder.path} has"
+                f" {free / SPARE_BYTES:.1f} GiB free, and the run needs it; they go on where they"
+                " were once there are 2 GiB"
             )
         elif not had and self._has_room:
             self._say("trackers go on: the disk has room again")
@@ -260,7 +292,10 @@ class TrackerKeeper:
                 each.prints = -1
                 return
             if each.printed < LOG_BYTES:
-                _append(self._folder.logs / f"tracker-{each.chosen.name}.log", data[: LOG_BYTES - each.printed])
+                _append(
+                    self._folder.logs / f"tracker-{each.chosen.name}.log",
+                    data[: LOG_BYTES - each.printed],
+                )
             else:
                 time.sleep(FLOOD_S)
             each.printed += len(data)
@@ -292,7 +327,9 @@ class TrackerKeeper:
             each.prints = -1
 
 
-def _child(folder: Path, chosen: ChosenTracker, end: socket.socket, prints: int, path: Sequence[str]) -> int:
+def _child(
+    folder: Path, chosen: ChosenTracker, end: socket.socket, prints: int, path: Sequence[str]
+) -> int:
     os.dup2(prints, 1)
     os.dup2(prints, 2)
     return track(folder, chosen, lambda: Channel(end, messages.TRACKER_CODEC, SEND_S), path)

@@ -60,7 +60,8 @@ class RunIsOver:
 
 @dataclass(frozen=True)
 class LeaveRun:
-    """End, so that another goes on from there later: the run's disk is full, or nobody waits any more."""
+    """End, so that another goes on from there later: the run's disk is full, or nobody waits any
+    more."""
 
 
 # From the run to the keeper
@@ -90,6 +91,14 @@ class KeeperSays:
 
 
 TRACKER_CODEC: Codec[Any] = Codec(
-    "tracker", 1, TrackerAt, TrackerSees, TrackerToldOf, TrackerFailed, TrackerDone, RunIsOver, LeaveRun
-)  # fmt: skip
+    "tracker",
+    1,
+    TrackerAt,
+    TrackerSees,
+    TrackerToldOf,
+    TrackerFailed,
+    TrackerDone,
+    RunIsOver,
+    LeaveRun,
+)
 KEEPER_CODEC: Codec[Any] = Codec("keeper", 1, KeepTrackers, RunIsOver, KeeperSays)

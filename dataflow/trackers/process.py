@@ -1,4 +1,5 @@
-"""One tracker's process: reads the run folder, tells the tracker, keeps how far it has come, and ends with the run."""
+"""One tracker's process: reads the run folder, tells the tracker, keeps how far it has come, and
+ends with the run."""
 
 import contextlib
 import copy
@@ -41,8 +42,8 @@ class _Leaves(Exception):
 class TrackerProcess:
     """The loop of one tracker.
 
-    consumes: metrics.jsonl, rollouts, the ledger, activity.jsonl; the word that the run is over, or to leave it
-    produces: calls of the tracker; how far it has come, in the run folder
+    consumes: metrics.jsonl, rollouts, the ledger, activity.jsonl; the word that the run is over, or
+    to leave it produces: calls of the tracker; how far it has come, in the run folder
     waits for: the tracker, without a bound: its keeper has one; lines, and the end of the run
     unblocked by: the run, its keeper
     """
@@ -81,9 +82,13 @@ class TrackerProcess:
         graph, config = described(self._folder)
         kept = self._place.kept
         run = TrackedRun(
-            name=self._folder.path.name, folder=self._folder.path, graph=graph, config=config,
-            goes_on=kept is not None, kept=dict(kept or {}),
-        )  # fmt: skip
+            name=self._folder.path.name,
+            folder=self._folder.path,
+            graph=graph,
+            config=config,
+            goes_on=kept is not None,
+            kept=dict(kept or {}),
+        )
         told = tracker.start(run)
         self._keep(run)
         self._settling = Settling(tracker.settles_s, time.monotonic)
@@ -94,9 +99,14 @@ class TrackerProcess:
     def _follow(self, tracker: Tracker, run: TrackedRun) -> None:
         tail = RunTail(self._folder, self._place.read)
         last = self._place.steps or {}
-        watch = GroupWatch(self._folder, trainers_of(run.graph, run.config), last) if tracker.takes_groups else None
+        watch = (
+            GroupWatch(self._folder, trainers_of(run.graph, run.config), last)
+            if tracker.takes_groups
+            else None
+        )
         while True:
-            is_over = self._outcome is not None  # before the look, so that nothing comes after the last one
+            # before the look, so that nothing comes after the last one
+            is_over = self._outcome is not None
             told = self._look(tracker, run, tail, watch)
             if self._leaves:
                 self._close(tracker)
@@ -106,7 +116,9 @@ class TrackerProcess:
             if not told:
                 self._wait()
 
-    def _look(self, tracker: Tracker, run: TrackedRun, tail: RunTail, watch: GroupWatch | None) -> int:
+    def _look(
+        self, tracker: Tracker, run: TrackedRun, tail: RunTail, watch: GroupWatch | None
+    ) -> int:
         """What is there now, a batch at most; how many lines."""
         told = 0
         for place, figures in tail:
@@ -152,7 +164,8 @@ class TrackerProcess:
                 tracker.rollouts(table)
 
     def _close(self, tracker: Tracker) -> None:
-        """Before an end in the midst of the run: what was taken in, and can be brought out, is not told again."""
+        """Before an end in the midst of the run: what was taken in, and can be brought out, is not
+        told again."""
         call = self._call
         with contextlib.suppress(Exception):
             self._at("flush")
@@ -188,12 +201,17 @@ class TrackerProcess:
         """Wait until no other process tells this tracker of this run."""
         try:
             (self._folder.path / FOLDER).mkdir(exist_ok=True)
-            lock = os.open(self._folder.path / FOLDER / f"{self._chosen.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(
+                self._folder.path / FOLDER / f"{self._chosen.name}.lock",
+                os.O_RDWR | os.O_CREAT,
+                0o600,
+            )
         except OSError:  # a disk without room, or a folder of another user
             return
         while True:
             try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # that no process below has, whatever it inherits
+                # that no process below has, whatever it inherits
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 self._at(self._call)
                 self._hear(POLL_S)
@@ -229,7 +247,9 @@ class TrackerProcess:
         return 0 if isinstance(message, messages.TrackerDone) else 1
 
 
-def track(folder: Path, chosen: ChosenTracker, channel: Callable[[], Channel[Any]], path: Sequence[str]) -> int:
+def track(
+    folder: Path, chosen: ChosenTracker, channel: Callable[[], Channel[Any]], path: Sequence[str]
+) -> int:
     """The body of a tracker's process. path: where modules are found."""
     warnings.simplefilter("default")  # what a library says of its future is no failure
     sys.path[:] = [*path, *(each for each in sys.path if each not in path)]

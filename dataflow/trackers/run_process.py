@@ -17,10 +17,11 @@ class RunProcess:
 
     @property
     def is_there(self) -> bool:
-        """Whether it lives, and none has taken its place: a standby does that too where it is only stopped, and has
-        the same trackers kept by another process, which waits for these to end."""
+        """Whether it lives, and none has taken its place: a standby does that too where it is only
+        stopped, and has the same trackers kept by another process, which waits for these to end."""
         if self._parent() != self._pid:
             return False
         leads = self._folder.read_json(CONTROL, {"pid": int}).get("pid")
-        self._has_led = self._has_led or leads == self._pid  # until then the one before it may stand there
+        # until then the one before it may stand there
+        self._has_led = self._has_led or leads == self._pid
         return not self._has_led or leads in (None, self._pid)

@@ -22,16 +22,25 @@ def table_of(folder: RunFolder, node: str, step: int) -> RolloutTable | None:
     if not path.is_file():
         return None
     try:
-        found = examples_of([Part(path=path, outcome=TRAINED, node=node, source=None, step=step)], each=EACH)
+        found = examples_of(
+            [Part(path=path, outcome=TRAINED, node=node, source=None, step=step)], each=EACH
+        )
     except (RunFolderError, FileNotFoundError):
         return None
-    kinds = {"best": found.best, "worst": found.worst, "by chance": found.random, "with an error": found.failed}
+    kinds = {
+        "best": found.best,
+        "worst": found.worst,
+        "by chance": found.random,
+        "with an error": found.failed,
+    }
     rows = [(why, row) for why, chosen in kinds.items() for row in chosen]
     scores = list(dict.fromkeys(name for _, row in rows for name in scores_of(row)))
     return RolloutTable(
-        node=node, step=step, columns=[*_FRONT, *scores, *_BACK],
+        node=node,
+        step=step,
+        columns=[*_FRONT, *scores, *_BACK],
         rows=[[step, why, *(_cell(row, name) for name in (*scores, *_BACK))] for why, row in rows],
-    )  # fmt: skip
+    )
 
 
 def _cell(row: Mapping[str, Any], name: str) -> Any:

@@ -10,7 +10,8 @@ from dataflow.trackers.tail import TrackerPlace
 
 
 class Settling:
-    """Places in the order in which they were reached; one is certain once `settles_s` have gone by since.
+    """Places in the order in which they were reached; one is certain once `settles_s` have gone by
+    since.
 
     >>> now = 0.0
     >>> settling = Settling(2.0, lambda: now)
@@ -32,7 +33,9 @@ class Settling:
         if self._settles_s == math.inf:
             return
         steps = None if place.steps is None else dict(place.steps)
-        self._waiting.append((self._clock(), replace(place, kept=copy.deepcopy(place.kept), steps=steps)))
+        self._waiting.append(
+            (self._clock(), replace(place, kept=copy.deepcopy(place.kept), steps=steps))
+        )
 
     def certain(self) -> TrackerPlace | None:
         """The last place that has become so since this was asked before; None: there is none."""

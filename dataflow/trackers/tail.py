@@ -1,4 +1,5 @@
-"""What a run folder says that a tracker was not told yet: read as it comes, from where the tracker had come to."""
+"""What a run folder says that a tracker was not told yet: read as it comes, from where the tracker
+had come to."""
 
 import contextlib
 import json
@@ -17,7 +18,8 @@ from dataflow.trackers.tracker import StepFigures
 FOLDER = "trackers"
 """In the run folder: a file for each tracker, of how far it has come."""
 _SAME = ("loss", "reward_mean", "grad_norm", "eval_accuracy", "eval_n")
-"""A step that has these as it had them is the same; seconds and rates differ whenever it is made again."""
+"""A step that has these as it had them is the same; seconds and rates differ whenever it is made
+again."""
 _MAP = (dict, type(None))
 _LEFT_OUT = "weights_sent."
 """Bytes and seconds of each pair of ranks, which may be thousands."""
@@ -30,7 +32,8 @@ class TrackerPlace:
     read: int = 0
     """Bytes of metrics.jsonl that it was told."""
     figures: int = 0
-    """The byte up to which it was told all but the rollouts of the last line, where these were refused; else 0."""
+    """The byte up to which it was told all but the rollouts of the last line, where these were
+    refused; else 0."""
     kept: dict[str, Any] | None = None
     """As `TrackedRun.kept`; None: it was never started."""
     steps: dict[str, int] | None = None
@@ -39,14 +42,19 @@ class TrackerPlace:
     @classmethod
     def read_from(cls, folder: RunFolder, name: str) -> "TrackerPlace":
         """As the file has it; at the beginning where there is none."""
-        found = folder.read_json(f"{FOLDER}/{name}.json", {"read": int, "figures": int, "kept": _MAP, "steps": _MAP})
+        found = folder.read_json(
+            f"{FOLDER}/{name}.json", {"read": int, "figures": int, "kept": _MAP, "steps": _MAP}
+        )
         return cls(
-            read=max(0, found.get("read", 0)), figures=found.get("figures", 0), kept=found.get("kept"),
+            read=max(0, found.get("read", 0)),
+            figures=found.get("figures", 0),
+            kept=found.get("kept"),
             steps=found.get("steps"),
-        )  # fmt: skip
+        )
 
     def write_to(self, folder: RunFolder, name: str) -> None:
-        """Keep it. A disk that refuses that is told once; then a later tracker tells some lines again."""
+        """Keep it. A disk that refuses that is told once; then a later tracker tells some lines
+        again."""
         with contextlib.suppress(OSError):
             (folder.path / FOLDER).mkdir(exist_ok=True)
         folder.write_json(f"{FOLDER}/{name}.json", asdict(self))
@@ -76,7 +84,9 @@ class RunTail:
     unblocked by: -
     """
 
-    def __init__(self, folder: RunFolder, start: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, folder: RunFolder, start: int, clock: Callable[[], float] = time.time
+    ) -> None:
         """start: bytes that were told. clock: seconds since 1970."""
         self._folder, self._read, self._clock = folder, 0, clock
         self._repeats = Repeats()
@@ -99,7 +109,8 @@ class RunTail:
             step = _step(line)
             found = None
             if step is not None and (kind := self._repeats.look(line, step)) != "same":
-                if not has_asked or (step not in self._times and not is_vain):  # it came while others were told
+                # it came while others were told
+                if not has_asked or (step not in self._times and not is_vain):
                     self._ask_times(step - 1)
                     has_asked, is_vain = True, step not in self._times
                 found = self._figures(line, step, kind == "otherwise")
@@ -118,22 +129,32 @@ class RunTail:
             if math.isfinite(value) and not name.startswith(_LEFT_OUT)
         }
         return StepFigures(
-            node=node, step=step, numbers=found, at=self._times.get(step, self._clock()),
-            is_evaluation=is_evaluation, is_again=is_again,
-        )  # fmt: skip
+            node=node,
+            step=step,
+            numbers=found,
+            at=self._times.get(step, self._clock()),
+            is_evaluation=is_evaluation,
+            is_again=is_again,
+        )
 
     @property
     def _known(self) -> tuple[list[str], int]:
         """Trainers, and how many evaluations."""
         if self._nodes is None:
-            graph, config = self._folder.read_json("graph.json"), self._folder.read_json("config.json")
+            graph, config = (
+                self._folder.read_json("graph.json"),
+                self._folder.read_json("config.json"),
+            )
             self._nodes = trainers_of(graph, config), len(evaluations_of(graph, config))
         return self._nodes
 
     def _ask_times(self, after: int) -> None:
         """When steps were recorded, as the ledger has it; what it does not say was now."""
         trainers = self._known[0]
-        with contextlib.suppress(LedgerError, IndexError), Ledger.open(self._folder.ledger, readonly=True) as ledger:
+        with (
+            contextlib.suppress(LedgerError, IndexError),
+            Ledger.open(self._folder.ledger, readonly=True) as ledger,
+        ):
             self._times = dict(ledger.step_times(trainers[0], max(0, after)))
 
 

@@ -1,4 +1,5 @@
-"""What a tracker is: takes in a run's figures, rollouts and graph, as its folder has them, and tells them elsewhere."""
+"""What a tracker is: takes in a run's figures, rollouts and graph, as its folder has them, and
+tells them elsewhere."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,8 @@ class TrackedRun:
     goes_on: bool
     """Whether the same tracker was told of this run before: it is to go on there."""
     kept: dict[str, Any] = field(default_factory=dict)
-    """What the tracker wants to find again when it goes on, as JSON has it: an id, say. To be changed in place."""
+    """What the tracker wants to find again when it goes on, as JSON has it: an id, say. To be
+    changed in place."""
 
     @property
     def knobs(self) -> dict[str, str | int | float | bool]:
@@ -32,17 +34,30 @@ class TrackedRun:
         found: dict[str, str | int | float | bool] = {"graph": str(self.graph.get("name"))}
         for node in self.graph.get("nodes", ()):
             found[f"{node.get('name')}.operator"] = str(node.get("operator"))
-            found |= {f"{node.get('name')}.{knob}": str(value) for knob, value in (node.get("knobs") or {}).items()}
-        found |= {name: self.config[name] for name in ("seed", "steps") if self.config.get(name) is not None}
+            found |= {
+                f"{node.get('name')}.{knob}": str(value)
+                for knob, value in (node.get("knobs") or {}).items()
+            }
+        found |= {
+            name: self.config[name]
+            for name in ("seed", "steps")
+            if self.config.get(name) is not None
+        }
         environment = self.config.get("environment") or {}
-        found |= {f"version.{name}": str(value) for name, value in (environment.get("packages") or {}).items()}
+        found |= {
+            f"version.{name}": str(value)
+            for name, value in (environment.get("packages") or {}).items()
+        }
         return found
 
     @property
     def edges(self) -> list[str]:
         """`generator -> reward`, and `trainer => generator` for weights, each once."""
         arrows = {"data": "->", "weights": "=>"}
-        found = [f"{e['from']} {arrows.get(e.get('plane'), '->')} {e['to']}" for e in self.graph.get("edges", ())]
+        found = [
+            f"{e['from']} {arrows.get(e.get('plane'), '->')} {e['to']}"
+            for e in self.graph.get("edges", ())
+        ]
         return list(dict.fromkeys(found))
 
 
@@ -54,14 +69,14 @@ class StepFigures:
     """The trainer or evaluation that says so."""
     step: int
     numbers: Mapping[str, float]
-    """All finite ones, those within maps by a path, as `dropped.stale`; with `trainer/` in front where several trainers
-    or evaluations say something."""
+    """All finite ones, those within maps by a path, as `dropped.stale`; with `trainer/` in front
+    where several trainers or evaluations say something."""
     at: float
     """When the step was recorded, in seconds since 1970."""
     is_evaluation: bool = False
     is_again: bool = False
-    """Whether the step was told before, and has come out otherwise now, after a return to a checkpoint. What came out
-    the same is not told again."""
+    """Whether the step was told before, and has come out otherwise now, after a return to a
+    checkpoint. What came out the same is not told again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +87,8 @@ class RolloutTable:
     step: int
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
-    """Texts, numbers and None; of texts what could act in a terminal or page is shown by its number."""
+    """Texts, numbers and None; of texts what could act in a terminal or page is shown by its
+    number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +99,13 @@ class StepGroups:
     step: int
     source: str
     began: float | None
-    """When the step before was recorded, in seconds since 1970; None: this is the first that is known."""
+    """When the step before was recorded, in seconds since 1970; None: this is the first that is
+    known."""
     at: float
     """When this one was."""
     seen: Mapping[int, Mapping[str, float]]
-    """By group: issued | generating | generated | scored -> seconds since 1970, as far as somebody looked in time."""
+    """By group: issued | generating | generated | scored -> seconds since 1970, as far as somebody
+    looked in time."""
     dropped: Mapping[int, str]
     """By group, why."""
     metrics: Mapping[str, Any]
@@ -95,10 +113,11 @@ class StepGroups:
 
 
 class Tracker:
-    """Derive from it, and write `log`; the rest may stay. A dataclass has its fields from the graph's program.
+    """Derive from it, and write `log`; the rest may stay. A dataclass has its fields from the
+    graph's program.
 
-    Its methods are called one after another in a process of its own, which reads the run folder: what they raise, and
-    how long they take, is no matter of the run.
+    Its methods are called one after another in a process of its own, which reads the run folder:
+    what they raise, and how long they take, is no matter of the run.
 
     >>> from dataflow.trackers import StepFigures, Tracker
     >>> class Shout(Tracker):
@@ -119,16 +138,24 @@ class Tracker:
     rollouts_every: ClassVar[int] = 10
     """Steps from one table of rollouts to the next; 0: none."""
     settles_s: ClassVar[float] = 0.0
-    """Seconds after which what was taken in, and brought out by `flush`, cannot be lost any more; what a process took
-    in less before it was killed is told again. inf: only `close` and `finish` make it certain."""
+    """Seconds after which what was taken in, and brought out by `flush`, cannot be lost any more;
+    what a process took in less before it was killed is told again. inf: only `close` and `finish`
+    make it certain."""
 
     def missing(self) -> str | None:
         """Why it cannot be used here, in three parts; asked before the run begins. None: it can."""
         lacking = [name for name in self.packages if not _is_installed(name)]
         if not lacking:
             return None
-        how = f"pip install 'dataflow-rl[{self.extra}]'" if self.extra else f"pip install {' '.join(lacking)}"
-        return f"tracker {type(self).__name__} needs {', '.join(lacking)}, which is not installed; {how}"
+        how = (
+            f"pip install 'dataflow-rl[{self.extra}]'"
+            if self.extra
+            else f"pip install {' '.join(lacking)}"
+        )
+        return (
+            f"tracker {type(self).__name__} needs {', '.join(lacking)}, which is not installed;"
+            f" {how}"
+        )
 
     def start(self, run: TrackedRun) -> str:
         """Begin, or go on; where to look, for people. Empty: nothing is said."""
@@ -136,7 +163,10 @@ class Tracker:
 
     def log(self, figures: StepFigures) -> None:
         """Take in one line."""
-        raise TypeError(f"tracker {type(self).__name__} cannot be told figures: it has no method `log`; write one")
+        raise TypeError(
+            f"tracker {type(self).__name__} cannot be told figures: it has no method `log`;"
+            " write one"
+        )
 
     def rollouts(self, table: RolloutTable) -> None:
         """Take in rollouts of a step, after its line."""
@@ -148,14 +178,15 @@ class Tracker:
         """Take in what each node has done since the run began."""
 
     def crossed(self, edges: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
-        """Take in what has crossed each data edge since the run began, after `activity`: batches, rows and bytes as
-        `sent`, `received` and `acknowledged`."""
+        """Take in what has crossed each data edge since the run began, after `activity`: batches,
+        rows and bytes as `sent`, `received` and `acknowledged`."""
 
     def flush(self) -> None:
         """Bring out what was taken in; called when there is nothing more for now."""
 
     def close(self) -> None:
-        """The process ends before the run does, and another goes on later: bring out what is held back, for certain."""
+        """The process ends before the run does, and another goes on later: bring out what is held
+        back, for certain."""
 
     def finish(self, outcome: str) -> None:
         """The run is over: finished | stopped | failed | died."""

@@ -1,8 +1,10 @@
-"""Which groups a node answers for: from their arrival until all that they led to is acknowledged by the next node.
+"""Which groups a node answers for: from their arrival until all that they led to is acknowledged by
+the next node.
 
-So acknowledgements run from end to end: a prompt's comes back to its source only when its rollouts were trained,
-dropped or evaluated. What has no outcome yet stands unacknowledged with every node that it has passed, and comes again
-to a node that restarts. What comes twice is known by its group, and done once.
+So acknowledgements run from end to end: a prompt's comes back to its source only when its rollouts
+were trained, dropped or evaluated. What has no outcome yet stands unacknowledged with every node
+that it has passed, and comes again to a node that restarts. What comes twice is known by its group,
+and done once.
 
 Pure: calls in, calls of what acknowledges rows out; no socket, no clock.
 """
@@ -16,24 +18,25 @@ Group = tuple[str, int]
 
 @dataclass(slots=True)
 class HeldGroup:
-    """One group at one node: it is let go of when neither the runtime nor a next node has anything of it."""
+    """One group at one node: it is let go of when neither the runtime nor a next node has anything
+    of it."""
 
     inside: set[str] = field(default_factory=set)
     """Sending nodes whose rows of it the runtime is not done with."""
     under_way: int = 0
     """Acknowledgements that next nodes owe."""
     acks: dict[tuple[str, str], Callable[[], None]] = field(default_factory=dict)
-    """By sending node and sender, which is one of its replicas: acknowledges its rows of the delivery that stands for
-    it."""
+    """By sending node and sender, which is one of its replicas: acknowledges its rows of the
+    delivery that stands for it."""
 
 
 @dataclass
 class Acknowledgements:
     """The groups that one node holds, or has passed on and not yet heard of again.
 
-    One that comes again is not new. Of each sender the latest delivery stands for it from then on, and the one before
-    is acknowledged: the sender that sent that is gone. Those of several senders all stand: any of them may be the only
-    one that is asked for the group again.
+    One that comes again is not new. Of each sender the latest delivery stands for it from then on,
+    and the one before is acknowledged: the sender that sent that is gone. Those of several senders
+    all stand: any of them may be the only one that is asked for the group again.
     """
 
     released: Callable[[Group], None] = lambda group: None
@@ -55,7 +58,9 @@ class Acknowledgements:
         """Who has sent rows of a group that is held."""
         return [sender for _, sender in self._held[source, group].acks]
 
-    def arrive(self, source: str, origin: str, acks: Mapping[int, Callable[[], None]], sender: str = "") -> list[int]:
+    def arrive(
+        self, source: str, origin: str, acks: Mapping[int, Callable[[], None]], sender: str = ""
+    ) -> list[int]:
         """Take a delivery's groups in; those that are new, which the runtime is to do.
 
         acks: by group, what acknowledges its rows; called once, when nobody needs them any more.

@@ -1,4 +1,5 @@
-"""Inlets of what a runtime asked for itself: its own as soon as it has come, and acknowledged there."""
+"""Inlets of what a runtime asked for itself: its own as soon as it has come, and acknowledged
+there."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -23,8 +24,8 @@ class AnswerInlet(Protocol):
 class AnswerInlets:
     """Those of one node, each with its source and the node that answers.
 
-    consumes: answers, also while what the node sends waits for credit: who answers may wait for that of its answers
-    produces: batches to the runtime, acknowledgements
+    consumes: answers, also while what the node sends waits for credit: who answers may wait for
+    that of its answers produces: batches to the runtime, acknowledgements
     waits for: nothing
     unblocked by: -
     """
@@ -34,7 +35,8 @@ class AnswerInlets:
         self.ends = [inlet for _, _, inlet in inlets]
 
     def hear(self, runtime: Runtime | None) -> bool:
-        """Give what has come to the runtime; None: it has ended, and wants no more. True when there was something."""
+        """Give what has come to the runtime; None: it has ended, and wants no more. True when there
+        was something."""
         moved = False
         for source, origin, inlet in self._inlets:
             while (delivery := inlet.receive()) is not None:

@@ -1,4 +1,5 @@
-"""A graph with the knobs that were changed while its run went on, and what each of its nodes has to know of them."""
+"""A graph with the knobs that were changed while its run went on, and what each of its nodes has to
+know of them."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,8 @@ def changed(graph: Graph, changes: Iterable[KnobChange]) -> Graph:
 
 
 def roomiest(graph: Graph, changes: Iterable[KnobChange]) -> Graph:
-    """The graph with the largest bound on staleness that each reader has had: edges hold all that was let start."""
+    """The graph with the largest bound on staleness that each reader has had: edges hold all that
+    was let start."""
     wishes: dict[str, int] = {}
     for feedback in graph.feedbacks:
         name = feedback.reader.name
@@ -30,8 +32,8 @@ def roomiest(graph: Graph, changes: Iterable[KnobChange]) -> Graph:
 
 
 def counts_itself(change: KnobChange) -> bool:
-    """Whether a trainer says from which of its steps on it holds: of its own knobs, and of the bound that it sweeps
-    by."""
+    """Whether a trainer says from which of its steps on it holds: of its own knobs, and of the
+    bound that it sweeps by."""
     return change.trainer == change.node or change.knob == MAX_STALENESS
 
 
@@ -62,17 +64,22 @@ class ChangedGraph:
     def knobs(self, now: Graph, node: str) -> KnobsInForce:
         """What holds at a node. now: what `now` gave.
 
-        A trainer gets its declaration as it was: of each change the ledger says from which step on it counts."""
+        A trainer gets its declaration as it was: of each change the ledger says from which step on
+        it counts."""
         trains = self.declared.operators[node].trains
         graph = self.declared if trains else now
         bounds = {
             source: dataclasses.replace(bound, max_staleness=each.max_staleness)
-            for source, each in bounds_of(graph).items() if (bound := self.plan.bounds.get(source)) is not None
-        }  # fmt: skip
+            for source, each in bounds_of(graph).items()
+            if (bound := self.plan.bounds.get(source)) is not None
+        }
         plan = dataclasses.replace(self.plan, bounds=bounds)
         mine = [
-            each for each in self.in_place
+            each
+            for each in self.in_place
             if each.node == node or (trains and each.trainer == node and counts_itself(each))
-        ]  # fmt: skip
+        ]
         operator = graph.operators[node]
-        return KnobsInForce(operator=operator, bounds=bounds_at(graph, plan, operator), changes=tuple(mine))
+        return KnobsInForce(
+            operator=operator, bounds=bounds_at(graph, plan, operator), changes=tuple(mine)
+        )

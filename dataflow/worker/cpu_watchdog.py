@@ -1,4 +1,5 @@
-"""How long a worker has computed nothing in one slice of work: that tells one that hangs from one that is long.
+"""How long a worker has computed nothing in one slice of work: that tells one that hangs from one
+that is long.
 
 Its heartbeat cannot: a thread of its own sends it, so that a step may take minutes.
 """
@@ -13,12 +14,13 @@ from dataflow.system import processes
 LOOK_S = 2.0
 """Between two looks at the processor time, and before the first."""
 _IDLE_SHARE = 0.001
-"""Of a core: a lock that never comes takes none, and one call over a network in each look takes more."""
+"""Of a core: a lock that never comes takes none, and one call over a network in each look takes
+more."""
 
 
 def processor_time() -> float:
-    """Seconds that the main thread has computed, and all processes that this one has started; where the system does
-    not tell of a thread (macOS), the time of day: nobody looks idle there."""
+    """Seconds that the main thread has computed, and all processes that this one has started; where
+    the system does not tell of a thread (macOS), the time of day: nobody looks idle there."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic()
     thread = threading.main_thread().ident
@@ -43,13 +45,16 @@ class CpuWatchdog:
         self._looked = self._before = 0.0
 
     def look(self, slice_s: float, now: float) -> float:
-        """Seconds without work, up to `now`, of the slice that has lasted `slice_s`; 0.0 while it is short."""
+        """Seconds without work, up to `now`, of the slice that has lasted `slice_s`; 0.0 while it
+        is short."""
         if slice_s < LOOK_S:
             self._since = None
             return 0.0
         if self._since is None or now - self._looked >= LOOK_S:
             used_s = self._used_s()
-            if self._since is None or abs(used_s - self._before) > _IDLE_SHARE * (now - self._looked):
+            if self._since is None or abs(used_s - self._before) > _IDLE_SHARE * (
+                now - self._looked
+            ):
                 self._since = now
             self._before, self._looked = used_s, now
         return now - self._since

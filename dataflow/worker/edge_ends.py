@@ -6,7 +6,8 @@ from typing import Any, Protocol, TypeAlias
 import pyarrow as pa
 
 Acked: TypeAlias = Callable[[Iterable[int]], None]
-"""Called with rows of a batch, by their number in it, once they are acknowledged: with each row once."""
+"""Called with rows of a batch, by their number in it, once they are acknowledged: with each row
+once."""
 
 
 class Inlet(Protocol):

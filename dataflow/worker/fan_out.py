@@ -7,7 +7,8 @@ from dataflow.weight_ends import SentVersion, WeightsOut
 
 
 class FanOut:
-    """Offers every version over each of its ends, which are polled and closed by their owner as well.
+    """Offers every version over each of its ends, which are polled and closed by their owner as
+    well.
 
     consumes: tensors of the trainer
     produces: the same version on every end
@@ -32,8 +33,8 @@ class FanOut:
         return all(offered)
 
     def settle(self, timeout_s: float) -> bool:
-        """The tensors are about to change: wait until no end reads them. False where an end has given transfers up,
-        as the time was up; they may change all the same."""
+        """The tensors are about to change: wait until no end reads them. False where an end has
+        given transfers up, as the time was up; they may change all the same."""
         settled = [end.settle(timeout_s) for end in self._ends]
         return all(settled)
 

@@ -1,4 +1,5 @@
-"""Builds the operators of one process and wires them: shared by a worker and by the inline runner."""
+"""Builds the operators of one process and wires them: shared by a worker and by the inline
+runner."""
 
 import collections
 import contextlib
@@ -81,15 +82,20 @@ class Settings:
     rank_devices: Sequence[str] = ()
     """Of these ranks, torch's name of the device of each, on its host."""
     ranks_at: str = ""
-    """For a process in which such ranks begin that are not on the host of the first: where that one listens."""
+    """For a process in which such ranks begin that are not on the host of the first: where that one
+    listens."""
     senders: Mapping[str, int] = field(default_factory=dict)
-    """By edge that ends here, how many senders to expect; where it says nothing, as many as the plan has."""
+    """By edge that ends here, how many senders to expect; where it says nothing, as many as the
+    plan has."""
     listen: str = ""
-    """Address of this machine at which edges and the scheduler listen; empty: ipc sockets in `sockets`."""
+    """Address of this machine at which edges and the scheduler listen; empty: ipc sockets in
+    `sockets`."""
     keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """Those of the run, where it listens at an address (as `RunKeys.to_plain`); they are written nowhere."""
+    """Those of the run, where it listens at an address (as `RunKeys.to_plain`); they are written
+    nowhere."""
     at: Mapping[str, str] = field(default_factory=dict)
-    """By edge that ends here, and by weight line and executor (`trainer.gloo`), where the attempt before listened."""
+    """By edge that ends here, and by weight line and executor (`trainer.gloo`), where the attempt
+    before listened."""
     limits: Limits = field(default_factory=Limits)
     """How long it waits for others."""
     swaps: Sequence[Swap] = ()
@@ -106,7 +112,9 @@ class Settings:
         values["swaps"] = tuple(Swap(**each) for each in plain["swaps"])
         values["changes"] = tuple(KnobChange(**each) for each in plain["changes"])
         tries = None if plain["tries"] is None else Swap(**plain["tries"])
-        return cls(**{**plain, **values, "tries": tries, "limits": Limits.from_plain(plain["limits"])})
+        return cls(
+            **{**plain, **values, "tries": tries, "limits": Limits.from_plain(plain["limits"])}
+        )
 
     def to_plain(self) -> dict[str, Any]:
         """For msgpack."""
@@ -139,9 +147,9 @@ class NodeLoops:
         places: RankPlaces | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """writer_of(trainer, refresh) and reader_of(trainer, reader) open the weight plane's ends for given tensors.
-        places: of the ranks, where these are spread. clock: of the operators, which stands still while the process is
-        stopped."""
+        """writer_of(trainer, refresh) and reader_of(trainer, reader) open the weight plane's ends
+        for given tensors. places: of the ranks, where these are spread. clock: of the operators,
+        which stands still while the process is stopped."""
         self.plan, self.settings = plan, settings
         self.nodes = [name for name in graph.operators if name in set(nodes)]
         self.folder = RunFolder.open(settings.folder) if settings.folder else None
@@ -149,8 +157,11 @@ class NodeLoops:
         if self.folder is not None and self.ledger is not None:
             self.folder = dataclasses.replace(self.folder, placing=self.ledger.placing)
         self._changed = ChangedGraph(
-            declared=graph, plan=plan, changes=knob_changes.known(self.ledger, settings.changes), swaps=settings.swaps,
-        )  # fmt: skip
+            declared=graph,
+            plan=plan,
+            changes=knob_changes.known(self.ledger, settings.changes),
+            swaps=settings.swaps,
+        )
         self.graph = self._changed.now()
         """With the knobs in force."""
         self._counts = 0
@@ -163,7 +174,12 @@ class NodeLoops:
         self._private: tempfile.TemporaryDirectory[str] | None = None
         """For the locks of a run in one process, which has no folder of sockets."""
         self._trace = Trace(f"{settings.worker}-{settings.replica}")
-        self._writer_of, self._reader_of, self._device, self._clock = writer_of, reader_of, device, clock
+        self._writer_of, self._reader_of, self._device, self._clock = (
+            writer_of,
+            reader_of,
+            device,
+            clock,
+        )
         self._places = places
 
     def incoming(self) -> list[Edge]:
@@ -180,7 +196,11 @@ class NodeLoops:
             self._enter(name)
             if (turns := self._turns(name)) is not None:
                 self._taking_turns[name] = turns
-            in_turn = contextlib.nullcontext() if turns is None else turns.building(self.settings.limits.start_s)
+            in_turn = (
+                contextlib.nullcontext()
+                if turns is None
+                else turns.building(self.settings.limits.start_s)
+            )
             with boundary(name, "starting"), in_turn:
                 operator = self._changed.knobs(self.graph, name).operator
                 self.runtimes[name] = operator.build(self._context(name))
@@ -196,33 +216,49 @@ class NodeLoops:
             for edge in self.outgoing():
                 if edge.producer == name:
                     sources[edge.source].append(outlets[edge.name])
-                    most_rows[edge.source] = min(edge.batch_rows, most_rows.get(edge.source, edge.batch_rows))
+                    most_rows[edge.source] = min(
+                        edge.batch_rows, most_rows.get(edge.source, edge.batch_rows)
+                    )
             came = [edge for edge in self.incoming() if edge.consumer == name]
             asks = {edge.name for edge in came if edge.plane == "turns" and edge.source == name}
             ends = [(e.source, e.producer, inlets[e.name]) for e in came if e.name not in asks]
             answers = [(e.source, e.producer, inlets[e.name]) for e in came if e.name in asks]
             self.loops[name] = NodeLoop(
-                name, self.runtimes[name], ends, dict(sources), most_rows=most_rows,
-                most_bytes=self.plan.message_bytes, marks=self._marks(name, sources),
-                finished=self._finished(name, sources), settled=self._settled(name, {source for source, _, _ in ends}),
-                answers=answers, span=self._trace.add, turns=self._taking_turns.get(name),
-            )  # fmt: skip
+                name,
+                self.runtimes[name],
+                ends,
+                dict(sources),
+                most_rows=most_rows,
+                most_bytes=self.plan.message_bytes,
+                marks=self._marks(name, sources),
+                finished=self._finished(name, sources),
+                settled=self._settled(name, {source for source, _, _ in ends}),
+                answers=answers,
+                span=self._trace.add,
+                turns=self._taking_turns.get(name),
+            )
 
     def record_swaps(self) -> None:
-        """Put down which operators took the place of others here, before any of them does anything."""
-        if self.ledger is not None and any(isinstance(self.graph.operators[node], Scorer) for node in self.nodes):
+        """Put down which operators took the place of others here, before any of them does
+        anything."""
+        if self.ledger is not None and any(
+            isinstance(self.graph.operators[node], Scorer) for node in self.nodes
+        ):
             record(self.ledger, self.nodes, self.settings.swaps)
 
     def record_changes(self) -> None:
-        """Put down from which step on changed knobs count here, before anything is done with them."""
+        """Put down from which step on changed knobs count here, before anything is done with
+        them."""
         fresh = [
             dataclasses.replace(each, step=each.asked + 1)
-            for each in self._changed.in_place if not each.step and each.node in self.nodes and not counts_itself(each)
-        ]  # fmt: skip
+            for each in self._changed.in_place
+            if not each.step and each.node in self.nodes and not counts_itself(each)
+        ]
         knob_changes.record(self.ledger, fresh)
 
     def change(self, changes: Sequence[KnobChange]) -> bool:
-        """Knobs were changed: let each node go by them from its next boundary on. False: all are known."""
+        """Knobs were changed: let each node go by them from its next boundary on. False: all are
+        known."""
         if max((each.number for each in changes), default=0) <= self._changed.last:
             return False
         known = {each.number: each for each in self._changed.changes}
@@ -269,7 +305,11 @@ class NodeLoops:
     def report(self) -> dict[str, Any]:
         """What each node says of itself and how it spent its time: plain values for the beat."""
         return {
-            node: {"status": self.runtimes[node].status(), **loop.report(), "pending": self.runtimes[node].pending()}
+            node: {
+                "status": self.runtimes[node].status(),
+                **loop.report(),
+                "pending": self.runtimes[node].pending(),
+            }
             for node, loop in self.loops.items()
         }
 
@@ -304,19 +344,34 @@ class NodeLoops:
 
     def _finished(self, name: str, sources: Iterable[str]) -> dict[str, Finished]:
         """Where a generator keeps what it has finished of the sources that are trained."""
-        if self.folder is None or self.ledger is None or not isinstance(self.graph.operators[name], Generate):
+        if (
+            self.folder is None
+            or self.ledger is None
+            or not isinstance(self.graph.operators[name], Generate)
+        ):
             return {}
         return {
             source: Finished(
-                self.folder.finished(name), source, replica=self.settings.replica, attempt=self.settings.attempt,
+                self.folder.finished(name),
+                source,
+                replica=self.settings.replica,
+                attempt=self.settings.attempt,
                 waited_for=partial(in_flight, self.ledger, source, self.folder),
             )
-            for source in sources if any(sink.trains for sink in sinks_of(self.graph, source))
-        }  # fmt: skip
+            for source in sources
+            if any(sink.trains for sink in sinks_of(self.graph, source))
+        }
 
-    def _settled(self, name: str, sources: Iterable[str]) -> Callable[[str, list[int]], Collection[int]] | None:
-        """For a node that was started again: what comes to it once more may have been trained meanwhile."""
-        if self.ledger is None or not self.settings.attempt or self.graph.operators[name].kind == "sink":
+    def _settled(
+        self, name: str, sources: Iterable[str]
+    ) -> Callable[[str, list[int]], Collection[int]] | None:
+        """For a node that was started again: what comes to it once more may have been trained
+        meanwhile."""
+        if (
+            self.ledger is None
+            or not self.settings.attempt
+            or self.graph.operators[name].kind == "sink"
+        ):
             return None
         return settled_since(self.ledger, sources)
 
@@ -348,7 +403,9 @@ class NodeLoops:
             log=node_log(name),
             span=partial(self._trace.within, name),
             writer=self._writer_of(name, None) if readers_of(self.graph, name) else None,
-            refreshers={each: self._writer_of(name, each) for each in refreshes_of(self.graph, name)},
+            refreshers={
+                each: self._writer_of(name, each) for each in refreshes_of(self.graph, name)
+            },
             reader=self._reader_of(reads[0].weights.trainer.name, name) if reads else None,
             places=self._places,
         )
@@ -358,19 +415,30 @@ class NodeLoops:
         if self.ledger is None:
             return {}
         states = {source: marks(self.graph, name, source) for source in sources}
-        return {source: partial(self.ledger.advance, source, state=state) for source, state in states.items() if state}
+        return {
+            source: partial(self.ledger.advance, source, state=state)
+            for source, state in states.items()
+            if state
+        }
 
 
 def open_ledger(folder: RunFolder, settings: Settings) -> BaseLedger:
-    """The ledger of a run: its file, or the service that has it open. Errors: LedgerError; Replaced, where this worker
-    was started again meanwhile; DeadlineError."""
+    """The ledger of a run: its file, or the service that has it open. Errors: LedgerError;
+    Replaced, where this worker was started again meanwhile; DeadlineError."""
     if not settings.ledger:
         return Ledger.open(folder.ledger)
     return LedgerClient(
-        folder.ledger, settings.ledger, worker=f"{settings.worker}-{settings.replica}", holder=settings.holder,
-        attempt=settings.attempt, keys=RunKeys.from_plain(settings.keys), patience_s=settings.limits.adopt_s,
-        seek=partial(_seek_ledger, settings.sockets), disk=settings.disk, disks=settings.disks,
-    )  # fmt: skip
+        folder.ledger,
+        settings.ledger,
+        worker=f"{settings.worker}-{settings.replica}",
+        holder=settings.holder,
+        attempt=settings.attempt,
+        keys=RunKeys.from_plain(settings.keys),
+        patience_s=settings.limits.adopt_s,
+        seek=partial(_seek_ledger, settings.sockets),
+        disk=settings.disk,
+        disks=settings.disks,
+    )
 
 
 def _seek_ledger(sockets: str) -> str:
@@ -380,20 +448,28 @@ def _seek_ledger(sockets: str) -> str:
 
 
 def in_flight(ledger: BaseLedger, source: str, folder: RunFolder) -> list[int]:
-    """The groups of a source that some sink waits for. In a folder that is this host's own nobody else has forgotten
-    what weights drew that a trainer has gone back behind: that is done here, before it is looked for."""
+    """The groups of a source that some sink waits for. In a folder that is this host's own nobody
+    else has forgotten what weights drew that a trainer has gone back behind: that is done here,
+    before it is looked for."""
     if folder.placing.disk != HOME and (least := ledger.do(LeastReturn())) is not None:
         take_out_abandoned(folder.path / "finished", source, least)
     return [group.group_id for group in ledger.in_flight(source)]
 
 
-def settled_since(ledger: BaseLedger, sources: Iterable[str]) -> Callable[[str, list[int]], list[int]]:
-    """Which of some groups of a source have an outcome with every sink; of those alone that were issued before now."""
+def settled_since(
+    ledger: BaseLedger, sources: Iterable[str]
+) -> Callable[[str, list[int]], list[int]]:
+    """Which of some groups of a source have an outcome with every sink; of those alone that were
+    issued before now."""
     issued = {source: ledger.next_group_id(source) for source in sources}
 
     def settled(source: str, groups: list[int]) -> list[int]:
         before = [group for group in groups if group < issued[source]]
-        waiting = {group.group_id for group in ledger.in_flight(source, among=before)} if before else set()
+        waiting = (
+            {group.group_id for group in ledger.in_flight(source, among=before)}
+            if before
+            else set()
+        )
         return [group for group in before if group not in waiting]
 
     return settled

@@ -24,33 +24,38 @@ UNITS = Crossed._fields
 CrossedEdges: TypeAlias = Mapping[str, Mapping[str, Crossed]]
 """By edge, then by what was counted at an end of it."""
 CrossedByFile: TypeAlias = Mapping[str, CrossedEdges]
-"""By the file that it is counted in: a worker that was started again on its host goes on in the same one, so what was
-said of a file last counts, and sums over files are those of the run."""
+"""By the file that it is counted in: a worker that was started again on its host goes on in the
+same one, so what was said of a file last counts, and sums over files are those of the run."""
 
 EdgeSums: TypeAlias = Mapping[str, Mapping[str, Sequence[int]]]
 """The same, over files: of each end the numbers of a `Crossed`."""
 
 _FILES = "counts"
 _HEAD = struct.Struct("=16sQ")
-"""Of a file: its name, and bytes of the counts behind it, one end of an edge after the other; then the edges: JSON."""
+"""Of a file: its name, and bytes of the counts behind it, one end of an edge after the other; then
+the edges: JSON."""
 
 
 def path_of(sockets: str, worker: str, replica: int) -> Path | None:
-    """Where a worker counts. sockets: the folder of its host's sockets; empty: there is none, and no file."""
+    """Where a worker counts. sockets: the folder of its host's sockets; empty: there is none, and
+    no file."""
     return Path(sockets) / f"{_FILES}.{worker}.{replica}" if sockets else None
 
 
 class KeptCounts:
-    """The counts of one worker's edges. Whoever is started again in its place on the same host goes on from there: also
-    what was counted between the last heartbeat and the end is in."""
+    """The counts of one worker's edges. Whoever is started again in its place on the same host goes
+    on from there: also what was counted between the last heartbeat and the end is in."""
 
     def __init__(self, path: Path | None, edges: Sequence[str]) -> None:
-        """path: of the file; None: the counts end with this process. edges: that begin or end here."""
+        """path: of the file; None: the counts end with this process. edges: that begin or end
+        here."""
         told, nbytes = json.dumps(list(edges)).encode(), len(edges) * len(ENDS) * COUNTS_BYTES
         head = _HEAD.pack(secrets.token_bytes(16), nbytes)
         memory = memoryview(bytearray(head + bytes(nbytes) + told))
         if path is not None:
-            memory = _shared(path.with_name(f"{path.name}.{xxhash.xxh3_64_hexdigest(told)}"), memory)
+            memory = _shared(
+                path.with_name(f"{path.name}.{xxhash.xxh3_64_hexdigest(told)}"), memory
+            )
         self.name, self.edges = _laid_out(memory, edges)
         """What tells the file from every other; the counts of each edge."""
 
@@ -60,8 +65,8 @@ class KeptCounts:
 
 
 class KeptFiles:
-    """The files of all workers that have counted in some folders, open: they are read when the workers have ended, and
-    the folders may be gone."""
+    """The files of all workers that have counted in some folders, open: they are read when the
+    workers have ended, and the folders may be gone."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._files = contextlib.ExitStack()
@@ -74,7 +79,10 @@ class KeptFiles:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._files.close()
 
@@ -93,8 +101,8 @@ class KeptFiles:
 
 
 def total(said: Iterable[Mapping[str, EdgeSums]]) -> dict[str, dict[str, list[int]]]:
-    """Over all files: by edge what was sent, received and acknowledged: batches, rows, bytes. Of a file that several
-    tell of the last one counts.
+    """Over all files: by edge what was sent, received and acknowledged: batches, rows, bytes. Of a
+    file that several tell of the last one counts.
 
     >>> total([{"a": {"x>y:x": {"sent": (1, 8, 900)}}}, {"b": {"x>y:x": {"received": (1, 8, 900)}}}])
     {'x>y:x': {'sent': [1, 8, 900], 'received': [1, 8, 900], 'acknowledged': [0, 0, 0]}}
@@ -123,23 +131,32 @@ def _is_counted(value: Any) -> bool:
 
 
 def _laid_out(memory: memoryview, edges: Sequence[str]) -> tuple[str, dict[str, EndCounts]]:
-    """The name and the counts of a file, in its memory. Raises ValueError where these edges are not its own."""
+    """The name and the counts of a file, in its memory. Raises ValueError where these edges are not
+    its own."""
     name, nbytes = _HEAD.unpack_from(memory)
     if _HEAD.size + nbytes > len(memory):
         raise ValueError(f"{len(memory)} bytes do not hold {nbytes} bytes of counts")
-    cells = [memory[at : at + COUNTS_BYTES] for at in range(_HEAD.size, _HEAD.size + nbytes, COUNTS_BYTES)]
+    cells = [
+        memory[at : at + COUNTS_BYTES]
+        for at in range(_HEAD.size, _HEAD.size + nbytes, COUNTS_BYTES)
+    ]
     places = [(edge, end) for edge in edges for end in ENDS]
     counts = {place: EdgeCounts(each) for place, each in zip(places, cells, strict=True)}
-    return name.hex(), {edge: EndCounts(**{end: counts[edge, end] for end in ENDS}) for edge in edges}
+    return name.hex(), {
+        edge: EndCounts(**{end: counts[edge, end] for end in ENDS}) for edge in edges
+    }
 
 
 def _told(counts: Mapping[str, EndCounts]) -> CrossedEdges:
     """Without what is nothing yet."""
-    found = {edge: {end: getattr(ends, end).read() for end in ENDS} for edge, ends in counts.items()}
+    found = {
+        edge: {end: getattr(ends, end).read() for end in ENDS} for edge, ends in counts.items()
+    }
     return {
         edge: {end: crossed for end, crossed in ends.items() if any(crossed)}
-        for edge, ends in found.items() if any(map(any, ends.values()))
-    }  # fmt: skip
+        for edge, ends in found.items()
+        if any(map(any, ends.values()))
+    }
 
 
 def _shared(path: Path, blank: memoryview) -> memoryview:

@@ -1,4 +1,5 @@
-"""A worker's line to the scheduler: a thread that sends heartbeats, passes messages on, and misses the scheduler."""
+"""A worker's line to the scheduler: a thread that sends heartbeats, passes messages on, and misses
+the scheduler."""
 
 import collections
 import contextlib
@@ -21,7 +22,7 @@ from dataflow.worker.messages import (
     Heartbeat,
     Stacks,
     ToWorker,
-)  # fmt: skip
+)
 
 HEARTBEAT_S = 0.2
 SEEK_S = 2.0
@@ -34,10 +35,10 @@ class SchedulerLink:
     """Owns the control socket so that the worker's loop never waits for it.
 
     consumes: messages of the scheduler
-    produces: heartbeats, and what the worker sends; the stacks of all threads, also while the others are stuck
-    waits for: the scheduler; after `patience_s` without a message, `orphaned` is called, and `found` with the next
-    unblocked by: its answers to the heartbeats; those of another one, which `seek` finds
-    """
+    produces: heartbeats, and what the worker sends; the stacks of all threads, also while the
+    others are stuck waits for: the scheduler; after `patience_s` without a message, `orphaned` is
+    called, and `found` with the next unblocked by: its answers to the heartbeats; those of another
+    one, which `seek` finds"""
 
     def __init__(
         self,
@@ -53,9 +54,9 @@ class SchedulerLink:
         found: Callable[[], None] = lambda: None,
         seek: Callable[[], str] = lambda: "",
     ) -> None:
-        """address: the scheduler's; name, attempt: this worker's; orphaned, found: called in the thread, once each
-        time; keys: the run's; clock: of this process, which stands still while it is stopped; seek: where the
-        scheduler is now, empty where nobody knows."""
+        """address: the scheduler's; name, attempt: this worker's; orphaned, found: called in the
+        thread, once each time; keys: the run's; clock: of this process, which stands still while it
+        is stopped; seek: where the scheduler is now, empty where nobody knows."""
         self._clock = clock or AwakeClock()
         self._keys = keys
         self._own, self._zmq = context is None, context or zmq.Context()
@@ -71,7 +72,8 @@ class SchedulerLink:
         self._thread = threading.Thread(target=self._serve, name="link", daemon=True)
 
     def start(self, heartbeat: Callable[[], Heartbeat] | None = None) -> None:
-        """Begin, if it has not; `heartbeat` is called in the thread and must only read; None: it tells of nothing."""
+        """Begin, if it has not; `heartbeat` is called in the thread and must only read; None: it
+        tells of nothing."""
         self._heartbeat = heartbeat or self._heartbeat
         if self._thread.ident is None:
             self._thread.start()
@@ -101,7 +103,8 @@ class SchedulerLink:
             self._thread.join(timeout_s)
         self._wake_in.close(0)
         if self._own and not self._thread.is_alive():
-            self._zmq.term()  # returns when the last messages have left, or after their socket's linger
+            # returns when the last messages have left, or after their socket's linger
+            self._zmq.term()
 
     def _serve(self) -> None:
         wake = self._zmq.socket(zmq.PAIR)

@@ -34,9 +34,9 @@ class NodeLoop:
     """Drives one runtime without ever waiting.
 
     consumes: deliveries of its inlets, while the runtime has room
-    produces: batches on the outlets of their source; acknowledgements once what they led to was acknowledged
-    waits for: credit on its outlets (blocked), rows or its turn (waiting), weights (starved)
-    unblocked by: grants and arrivals, noticed at the next `turn`
+    produces: batches on the outlets of their source; acknowledgements once what they led to was
+    acknowledged waits for: credit on its outlets (blocked), rows or its turn (waiting), weights
+    (starved) unblocked by: grants and arrivals, noticed at the next `turn`
     """
 
     def __init__(
@@ -56,12 +56,13 @@ class NodeLoop:
         turns: Turns | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """inlets: (source, sending node, inlet); outlets, by source; most_rows, by source, most_bytes: of a batch sent;
-        marks: by source, what writes down in the ledger how far groups are that leave; finished: by source, where what
-        leaves is kept until it has an outcome, and found instead of being made again; settled: which of some groups
-        have an outcome already, though their sender has not heard of it; answers: inlets of what the runtime asked
-        for itself, which is its own as soon as it has come; span: is told of every slice of work, and of
-        every stretch between two, by the state of the node; turns: on devices that it shares.
+        """inlets: (source, sending node, inlet); outlets, by source; most_rows, by source,
+        most_bytes: of a batch sent; marks: by source, what writes down in the ledger how far groups
+        are that leave; finished: by source, where what leaves is kept until it has an outcome, and
+        found instead of being made again; settled: which of some groups have an outcome already,
+        though their sender has not heard of it; answers: inlets of what the runtime asked for
+        itself, which is its own as soon as it has come; span: is told of every slice of work, and
+        of every stretch between two, by the state of the node; turns: on devices that it shares.
         """
         self.node, self.runtime = node, runtime
         self.paused = False
@@ -96,13 +97,20 @@ class NodeLoop:
     def report(self) -> dict[str, Any]:
         """How it stands, and how its time was spent, as a node's report has it."""
         return {
-            **self.spent(), "rows_in": self.rows_in, "rows_out": self.rows_out, "ended": self.ended,
-            "blocked": self.blocked, "starved": self._time.state == "starved", "paused": self.paused,
-            "turn": "" if self.turns is None else self.turns.state, "oldest": self.acknowledgements.oldest(),
-        }  # fmt: skip
+            **self.spent(),
+            "rows_in": self.rows_in,
+            "rows_out": self.rows_out,
+            "ended": self.ended,
+            "blocked": self.blocked,
+            "starved": self._time.state == "starved",
+            "paused": self.paused,
+            "turn": "" if self.turns is None else self.turns.state,
+            "oldest": self.acknowledgements.oldest(),
+        }
 
     def spent(self) -> dict[str, Any]:
-        """How its time was spent, and the time since it was made, as a report has them; asked in any thread."""
+        """How its time was spent, and the time since it was made, as a report has them; asked in
+        any thread."""
         now = self._clock()
         return {"seconds": self._time.read(now), "measured_s": now - self._began}
 
@@ -118,7 +126,8 @@ class NodeLoop:
         return moved
 
     def _state(self) -> State:
-        """That of the node until its next turn. One that could go on at once waits for its turn at the worker."""
+        """That of the node until its next turn. One that could go on at once waits for its turn at
+        the worker."""
         if self._outbox:
             return "blocked"
         return "starved" if self.runtime.starved() else "waiting"
@@ -150,7 +159,8 @@ class NodeLoop:
             finished.close()
 
     def _take_turns(self) -> bool:
-        """Give the devices up, or take them, where others share them and it is time; what that takes is work."""
+        """Give the devices up, or take them, where others share them and it is time; what that
+        takes is work."""
         if self.turns is None:
             return False
         with boundary(self.node, "taking its turn"):
@@ -170,7 +180,8 @@ class NodeLoop:
         return moved
 
     def _take(self, source: str, origin: str, delivery: Any) -> None:
-        """Push what is new of a delivery; what was finished before leaves at once, what has an outcome is let go."""
+        """Push what is new of a delivery; what was finished before leaves at once, what has an
+        outcome is let go."""
         new = self._arrive(source, origin, delivery)
         settled = set() if self._settled is None else set(self._settled(source, new))
         found = self._found(source, [group for group in new if group not in settled])
@@ -182,11 +193,16 @@ class NodeLoop:
             rows = delivery.batch
             mine = pc.is_in(rows.column(GROUP_ID), pa.array(sorted(left), pa.int64()))
             rows = rows if pc.all(mine).as_py() else rows.filter(mine)
-            self.runtime.push(Batch(source, rows, origin, partial(self._release, source, origin, left)))
+            self.runtime.push(
+                Batch(source, rows, origin, partial(self._release, source, origin, left))
+            )
 
     def _arrive(self, source: str, origin: str, delivery: Any) -> list[int]:
         """Answer for the groups of a delivery from now on; those that are new."""
-        acks = {group: partial(delivery.ack_rows, *rows) for group, *rows in group_slices(delivery.batch)}
+        acks = {
+            group: partial(delivery.ack_rows, *rows)
+            for group, *rows in group_slices(delivery.batch)
+        }
         if not acks:
             delivery.ack()
         return self.acknowledgements.arrive(source, origin, acks, delivery.sender)
@@ -212,8 +228,12 @@ class NodeLoop:
             self._marks[source](groups)
         outlets = self._outlets.get(source, ())
         self.acknowledgements.sent(source, groups, len(outlets))
-        for part in whole_groups(records, self._most_rows.get(source, _MOST_ROWS), self._most_bytes):
-            acked = partial(self._acked, source, {first: group for group, first, _ in group_slices(part)})
+        for part in whole_groups(
+            records, self._most_rows.get(source, _MOST_ROWS), self._most_bytes
+        ):
+            acked = partial(
+                self._acked, source, {first: group for group, first, _ in group_slices(part)}
+            )
             self._outbox += [(outlet, part, acked) for outlet in outlets]
 
     def _found(self, source: str, groups: list[int]) -> dict[int, pa.RecordBatch]:
@@ -251,8 +271,8 @@ class NodeLoop:
         self._answer()
 
     def _answer(self) -> None:
-        """Let senders hear in this turn of what was let go in it: how many turns there are is a matter of timing, which
-        leaves no trace in a run in one process."""
+        """Let senders hear in this turn of what was let go in it: how many turns there are is a
+        matter of timing, which leaves no trace in a run in one process."""
         for _, _, inlet in self._inlets:
             inlet.flush()
 
@@ -266,10 +286,17 @@ class NodeLoop:
         return moved
 
     def _end(self) -> bool:
-        """Pass the end of the stream on once nothing more can come, of a single source before that of the others."""
-        over = all(inlet.finished for _, _, inlet in self._inlets) if self._inlets else self._source_done()
+        """Pass the end of the stream on once nothing more can come, of a single source before that
+        of the others."""
+        over = (
+            all(inlet.finished for _, _, inlet in self._inlets)
+            if self._inlets
+            else self._source_done()
+        )
         if not over:
-            return self._end_sources({source for source, _, _ in self._inlets if self._source_over(source)})
+            return self._end_sources(
+                {source for source, _, _ in self._inlets if self._source_over(source)}
+            )
         if self.runtime.pending():
             return False
         if not self._told_end:
@@ -281,12 +308,15 @@ class NodeLoop:
         return True
 
     def _source_over(self, source: str) -> bool:
-        """Whether all rows of a source have come and all that they led to has left, found rows as well as made ones."""
+        """Whether all rows of a source have come and all that they led to has left, found rows as
+        well as made ones."""
         all_came = all(inlet.finished for of, _, inlet in self._inlets if of == source)
         return all_came and not self._outbox and not self.acknowledgements.inside(source)
 
     def _end_sources(self, sources: Collection[str]) -> bool:
-        ending = [source for source in sources if source in self._outlets and source not in self._over]
+        ending = [
+            source for source in sources if source in self._outlets and source not in self._over
+        ]
         for source in ending:
             self._over.add(source)
             for outlet in self._outlets[source]:

@@ -1,4 +1,5 @@
-"""The messages between the scheduler and its workers, a class each, and the one place that encodes and checks them."""
+"""The messages between the scheduler and its workers, a class each, and the one place that encodes
+and checks them."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,20 @@ ALONE = os.EX_TEMPFAIL
 """Exit status of a worker that had no scheduler any more."""
 
 WHOLE_NUMBERS = (
-    "step", "done", "dropped", "round", "version", "tokens", "scored", "failed", "does_not_apply", "restarts", "queue",
-    "waiting", "active",
-)  # fmt: skip
+    "step",
+    "done",
+    "dropped",
+    "round",
+    "version",
+    "tokens",
+    "scored",
+    "failed",
+    "does_not_apply",
+    "restarts",
+    "queue",
+    "waiting",
+    "active",
+)
 """What the scheduler counts with in a node's status."""
 
 
@@ -69,8 +81,8 @@ class Confirmed:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """What one node says of itself, and how it spent its time. Errors: ValueError for a status nobody could count
-    with."""
+    """What one node says of itself, and how it spent its time. Errors: ValueError for a status
+    nobody could count with."""
 
     status: Mapping[str, bool | int | float | str]
     seconds: Mapping[str, float]
@@ -91,11 +103,15 @@ class NodeReport:
 
     def __post_init__(self) -> None:
         if any(type(self.status.get(name, 0)) not in (int, bool) for name in WHOLE_NUMBERS):
-            raise ValueError(f"a status counts in whole numbers, but this one is {self.status!r:.200}")
+            raise ValueError(
+                f"a status counts in whole numbers, but this one is {self.status!r:.200}"
+            )
         if type(self.status.get("eval_accuracy", 0.0)) not in (int, bool, float):
             raise ValueError(f"an accuracy is a number, but this status is {self.status!r:.200}")
         if not self.seconds.keys() >= set(STATES):
-            raise ValueError(f"seconds are {', '.join(STATES)}, but these are {sorted(self.seconds)}")
+            raise ValueError(
+                f"seconds are {', '.join(STATES)}, but these are {sorted(self.seconds)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +129,8 @@ class Heartbeat:
     alone: bool = False
     """Whether it ends because nobody spoke to it."""
     changed: int = 0
-    """Number of the last change of knobs that counts here; of those after it a trainer waits for its next step."""
+    """Number of the last change of knobs that counts here; of those after it a trainer waits for
+    its next step."""
     state: str = "running"
     turned_s: float = 0.0
     """How long the slice of work under way has lasted."""
@@ -219,7 +236,8 @@ class Expect:
 
 @dataclass(frozen=True, kw_only=True)
 class SenderEnded:
-    """By edge that ends there, a replica of its sender that has told the end, be it the attempt before."""
+    """By edge that ends there, a replica of its sender that has told the end, be it the attempt
+    before."""
 
     senders: Mapping[str, int]
 
@@ -233,7 +251,8 @@ class AddReceivers:
 
 @dataclass(frozen=True, kw_only=True)
 class RetireReceivers:
-    """By edge that begins there, which receiver gets no more; to be confirmed once it has acknowledged all."""
+    """By edge that begins there, which receiver gets no more; to be confirmed once it has
+    acknowledged all."""
 
     receivers: Mapping[str, str]
     ticket: int
@@ -258,9 +277,19 @@ class AskStacks:
 
 FromWorker: TypeAlias = Hello | Ready | Confirmed | Heartbeat | Stacks | Failed | Tried | Bye
 ToWorker: TypeAlias = (
-    Wire | Start | Stop | NodeCommand | Moved | Expect | SenderEnded | AddReceivers | RetireReceivers | ChangeKnobs
-    | Heard | AskStacks
-)  # fmt: skip
+    Wire
+    | Start
+    | Stop
+    | NodeCommand
+    | Moved
+    | Expect
+    | SenderEnded
+    | AddReceivers
+    | RetireReceivers
+    | ChangeKnobs
+    | Heard
+    | AskStacks
+)
 DECIDE_NOTHING = (Heard, AskStacks)
 """Messages from which nothing follows that the next scheduler would have to know."""
 
@@ -268,6 +297,18 @@ TO_SCHEDULER: Codec[FromWorker] = Codec(
     "dataflow.from-worker", 1, Hello, Ready, Confirmed, Heartbeat, Stacks, Failed, Tried, Bye
 )
 TO_WORKER: Codec[ToWorker] = Codec(
-    "dataflow.to-worker", 1, Wire, Moved, Start, Stop, NodeCommand, Expect, SenderEnded, AddReceivers, RetireReceivers,
-    ChangeKnobs, Heard, AskStacks,
-)  # fmt: skip
+    "dataflow.to-worker",
+    1,
+    Wire,
+    Moved,
+    Start,
+    Stop,
+    NodeCommand,
+    Expect,
+    SenderEnded,
+    AddReceivers,
+    RetireReceivers,
+    ChangeKnobs,
+    Heard,
+    AskStacks,
+)

@@ -1,4 +1,5 @@
-"""The transports of one process: data edges over ZeroMQ or within it, and the ends of the weight planes."""
+"""The transports of one process: data edges over ZeroMQ or within it, and the ends of the weight
+planes."""
 
 import contextlib
 import functools
@@ -48,16 +49,21 @@ if TYPE_CHECKING:
     from transport.weights.layout.layout import Layout
 
 _SENDERS = 64
-"""Replicas that may send to a trainer without a scorer between them: what it has not trained stays on the edge."""
+"""Replicas that may send to a trainer without a scorer between them: what it has not trained stays
+on the edge."""
 
 
 class Ports:
     """Opens what the plan says, closes all of it."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, nodes: list[str], settings: Settings,
+        self,
+        graph: Graph,
+        plan: Plan,
+        nodes: list[str],
+        settings: Settings,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """clock: of this process, which stands still while it is stopped."""
         self._graph, self._plan, self._settings, self._clock = graph, plan, settings, clock
         self._nodes = set(nodes)
@@ -78,25 +84,39 @@ class Ports:
         self._to_send = SocketNetwork(keys=keys.senders if keys else None)
 
     def open_inlets(self, host: NodeLoops) -> dict[str, str]:
-        """Bind the edges that end here; addresses of those that come from other processes, by edge."""
+        """Bind the edges that end here; addresses of those that come from other processes, by
+        edge."""
         addresses = {}
         if self._settings.sockets:
             keep_freed_memory()
         for edge in host.incoming():
             if edge.producer in self._nodes:
                 inlet = LocalInlet(
-                    edge=edge.name, schema=schema(edge.columns), sender=f"{edge.producer}-{self._settings.replica}",
-                    capacity_rows=self._capacity(edge), capacity_bytes=CAPACITY_BYTES,
+                    edge=edge.name,
+                    schema=schema(edge.columns),
+                    sender=f"{edge.producer}-{self._settings.replica}",
+                    capacity_rows=self._capacity(edge),
+                    capacity_bytes=CAPACITY_BYTES,
                     counts=self._counts.edges[edge.name],
-                )  # fmt: skip
+                )
                 self._local[edge.name] = inlet, LocalOutlet(inlet, most_rows=edge.most_rows)
                 continue
-            receiver = self._receivers[edge.name] = self._listening(edge, functools.partial(
-                Receiver, edge=edge.name, schema=schema(edge.columns), capacity_rows=self._capacity(edge),
-                capacity_bytes=CAPACITY_BYTES, max_message_bytes=self._plan.message_bytes, network=self._to_receive,
-                senders=self._settings.senders.get(edge.name, self._plan.placements[edge.producer].replicas),
-                counts=self._counts.edges[edge.name],
-            ))  # fmt: skip
+            receiver = self._receivers[edge.name] = self._listening(
+                edge,
+                functools.partial(
+                    Receiver,
+                    edge=edge.name,
+                    schema=schema(edge.columns),
+                    capacity_rows=self._capacity(edge),
+                    capacity_bytes=CAPACITY_BYTES,
+                    max_message_bytes=self._plan.message_bytes,
+                    network=self._to_receive,
+                    senders=self._settings.senders.get(
+                        edge.name, self._plan.placements[edge.producer].replicas
+                    ),
+                    counts=self._counts.edges[edge.name],
+                ),
+            )
             addresses[edge.name] = reachable(receiver.address)
         return addresses
 
@@ -118,17 +138,25 @@ class Ports:
         """By edge that begins here."""
         return {**self._senders, **{edge: outlet for edge, (_, outlet) in self._local.items()}}
 
-    def open_outlets(self, host: NodeLoops, addresses: Mapping[str, list[str]]) -> Mapping[str, Any]:
+    def open_outlets(
+        self, host: NodeLoops, addresses: Mapping[str, list[str]]
+    ) -> Mapping[str, Any]:
         """Connect the edges that begin here."""
         for edge in host.outgoing():
             if edge.consumer not in self._nodes:
                 sending = functools.partial(
-                    Sender, edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}",
-                    epoch=self._settings.attempt, schema=schema(edge.columns), network=self._to_send,
-                    most_rows=edge.most_rows, slack_rows=edge.slack_rows,
-                    peer_timeout_s=self._settings.limits.return_s, clock=self._clock,
+                    Sender,
+                    edge=edge.name,
+                    sender_id=f"{edge.producer}-{self._settings.replica}",
+                    epoch=self._settings.attempt,
+                    schema=schema(edge.columns),
+                    network=self._to_send,
+                    most_rows=edge.most_rows,
+                    slack_rows=edge.slack_rows,
+                    peer_timeout_s=self._settings.limits.return_s,
+                    clock=self._clock,
                     counts=self._counts.edges[edge.name],
-                )  # fmt: skip
+                )
                 self._senders[edge.name] = self._sending(edge, addresses[edge.name], sending, host)
         return self.outlets
 
@@ -142,10 +170,11 @@ class Ports:
         self._lines.read_from(lines)
 
     def move(self, receivers: Mapping[str, str], before: Mapping[str, Sequence[str]]) -> None:
-        """By edge that begins here, a receiver was started again, and listens elsewhere now than ever before.
+        """By edge that begins here, a receiver was started again, and listens elsewhere now than
+        ever before.
 
-        A scheduler that has taken over may have told of the new place alone, as of one that joins: then the old place
-        is forgotten, and what it has not acknowledged goes to the others."""
+        A scheduler that has taken over may have told of the new place alone, as of one that joins:
+        then the old place is forgotten, and what it has not acknowledged goes to the others."""
         for edge, address in receivers.items():
             outlet = self._senders[edge]
             for known in set(before[edge]) & set(outlet.receivers):
@@ -160,7 +189,8 @@ class Ports:
             self._receivers[edge].expect(count)
 
     def over(self, senders: Mapping[str, int]) -> None:
-        """By edge that ends here, a replica whose stream the attempt before this one had to its end."""
+        """By edge that ends here, a replica whose stream the attempt before this one had to its
+        end."""
         for edge in self._edges:
             if edge.name in senders:
                 self._receivers[edge.name].over(f"{edge.producer}-{senders[edge.name]}")
@@ -181,28 +211,41 @@ class Ports:
 
     def gone(self, receivers: Mapping[str, str]) -> bool:
         """Whether such receivers have acknowledged all, and know the end."""
-        return not any(address in self._senders[edge].receivers for edge, address in receivers.items())
+        return not any(
+            address in self._senders[edge].receivers for edge, address in receivers.items()
+        )
 
     @property
     def drained(self) -> bool:
-        """Whether all that was sent is acknowledged and, once finished, every receiver knows the end."""
+        """Whether all that was sent is acknowledged and, once finished, every receiver knows the
+        end."""
         return all(outlet.drained for outlet in self.outlets.values())
 
     def writer_of(self, trainer: str, refresh: Refresh | None = None) -> OpensWriter:
-        """Opens the trainer's end of one of its weight planes; of several ranks, that of the first."""
+        """Opens the trainer's end of one of its weight planes; of several ranks, that of the
+        first."""
         ranks = self._plan.placements[trainer].ranks
         places = self._lines.sites_of(trainer, refresh)
         if ranks > 1:
             encoding = self._encoding(trainer, refresh).to_plain()
             sites = [{**place, "encoding": encoding} for place in places]
 
-            def open_shards(tensors: Mapping[str, Any], largest: Callable[[Any], object] | None) -> WeightsOut:
+            def open_shards(
+                tensors: Mapping[str, Any], largest: Callable[[Any], object] | None
+            ) -> WeightsOut:
                 limits, attempt = self._settings.limits, self._settings.attempt
                 assert largest is not None, "ranks agree on numbers"
                 end = offer_beside(
-                    sites, 0, ranks, self._settings.device, tensors, largest=largest, limits=limits, attempt=attempt,
+                    sites,
+                    0,
+                    ranks,
+                    self._settings.device,
+                    tensors,
+                    largest=largest,
+                    limits=limits,
+                    attempt=attempt,
                     listeners=self._lines.listeners,
-                )  # fmt: skip
+                )
                 self._weights.append(end)
                 return end
 
@@ -222,13 +265,17 @@ class Ports:
         """Opens a reader's end; of several ranks, that of the first."""
         site = self._lines.site_of(trainer, reader)
 
-        def open_reader(tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]) -> WeightsIn:
+        def open_reader(
+            tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]
+        ) -> WeightsIn:
             end: WeightsIn
             if "from" in site:
                 encoding = self._encoding(trainer, refresh_of(self._graph, reader))
                 limits, attempt = self._settings.limits, self._settings.attempt
                 device = self._settings.device
-                end = mirrored_reader(site, device, tensors, slices, encoding, limits=limits, attempt=attempt)
+                end = mirrored_reader(
+                    site, device, tensors, slices, encoding, limits=limits, attempt=attempt
+                )
             else:
                 end = self._reader(site, tensors, slices)
             self._weights.append(end)
@@ -243,7 +290,10 @@ class Ports:
 
     def sockets(self) -> list[Any]:
         """What may become readable."""
-        ends: list[Receiver | Sender | AnswerSender] = [*self._receivers.values(), *self._senders.values()]
+        ends: list[Receiver | Sender | AnswerSender] = [
+            *self._receivers.values(),
+            *self._senders.values(),
+        ]
         weights = [end.socket for end in self._weights if end.socket is not None]
         return [socket for end in ends for socket in end.sockets] + weights
 
@@ -252,8 +302,9 @@ class Ports:
         inlets = self.inlets
         return {
             edge.name: (inlets[edge.name].depth[0], edge.most_rows or edge.capacity_rows)
-            for edge in self._edges if edge.name in inlets
-        }  # fmt: skip
+            for edge in self._edges
+            if edge.name in inlets
+        }
 
     @property
     def crossed(self) -> CrossedByFile:
@@ -280,13 +331,16 @@ class Ports:
 
         def askers(batch: pa.RecordBatch) -> list[set[int]]:
             known = host.loops[edge.producer].acknowledgements
-            names = (known.askers(edge.source, number) for number in batch.column(GROUP_ID).to_pylist())
+            names = (
+                known.askers(edge.source, number) for number in batch.column(GROUP_ID).to_pylist()
+            )
             return [{int(name.rpartition("-")[2]) for name in each} for each in names]
 
         return AnswerSender([sending(receivers=[address]) for address in addresses], askers)
 
     def _capacity(self, edge: Edge) -> int:
-        """Of a receiver, which its senders share: so that each of many replicas may send all that is in flight."""
+        """Of a receiver, which its senders share: so that each of many replicas may send all that
+        is in flight."""
         if edge.plane == "turns":
             return edge.capacity_rows * self._plan.placements[edge.producer].replicas
         producer = self._graph.operators[edge.producer]
@@ -294,13 +348,17 @@ class Ports:
         return edge.capacity_rows * (1 if alone else _SENDERS)
 
     def _listening(self, edge: Edge, receiving: Callable[..., Receiver]) -> Receiver:
-        """Where the edge ends: there again after a restart, if possible. Short, for the path of an ipc socket may have
-        107 bytes."""
+        """Where the edge ends: there again after a restart, if possible. Short, for the path of an
+        ipc socket may have 107 bytes."""
         if self._settings.listen:
             before = self._settings.at.get(edge.name, "")
-            return again_at(self._settings.listen, before, lambda address: receiving(address=address))
+            return again_at(
+                self._settings.listen, before, lambda address: receiving(address=address)
+            )
         number = [e.name for e in self._edges].index(edge.name)
-        return receiving(address=f"ipc://{self._settings.sockets}/edge-{number}.{self._settings.replica}")
+        return receiving(
+            address=f"ipc://{self._settings.sockets}/edge-{number}.{self._settings.replica}"
+        )
 
     def _writer(self, site: Mapping[str, Any], layout: Any) -> Any:
         from transport.weights import WeightWriter
@@ -309,19 +367,38 @@ class Ports:
             return WeightWriter(layout, self._site(site))
         whole, settings = _whole(layout), self._settings
         return shards_writer(
-            site, whole, 0, 1, settings.device, limits=settings.limits, attempt=settings.attempt,
+            site,
+            whole,
+            0,
+            1,
+            settings.device,
+            limits=settings.limits,
+            attempt=settings.attempt,
             listeners=self._lines.listeners,
-        )  # fmt: skip
+        )
 
-    def _reader(self, site: Mapping[str, Any], tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]) -> Any:
-        device, limits, attempt = self._settings.device, self._settings.limits, self._settings.attempt
+    def _reader(
+        self,
+        site: Mapping[str, Any],
+        tensors: Mapping[str, Any],
+        slices: Sequence[Mapping[str, Any]],
+    ) -> Any:
+        device, limits, attempt = (
+            self._settings.device,
+            self._settings.limits,
+            self._settings.attempt,
+        )
         if site["protocol"] == ROUNDS:
             return shards_reader(site, 0, device, tensors, slices, limits=limits, attempt=attempt)
         from transport.weights import WeightReader
 
         end = WeightReader(
-            self._site(site), site["name"], adopt=adoption(device), on_damage="keep", attempt=attempt
-        )  # fmt: skip
+            self._site(site),
+            site["name"],
+            adopt=adoption(device),
+            on_damage="keep",
+            attempt=attempt,
+        )
         end.attach(tensors, slices[0])
         return end
 
@@ -348,7 +425,9 @@ def _whole(flat: "FlatLayout") -> "Layout":
     """One rank that holds every tensor whole."""
     from transport.weights.layout.layout import Layout
 
-    return Layout.whole({spec.name: (spec.shape, spec.dtype) for spec in flat.tensors}, aliases=flat.aliases)
+    return Layout.whole(
+        {spec.name: (spec.shape, spec.dtype) for spec in flat.tensors}, aliases=flat.aliases
+    )
 
 
 @dataclass(frozen=True)
@@ -359,7 +438,9 @@ class _WriterOpener:
     sites: Sequence[Mapping[str, Any]] = field(repr=False)
     """Keys of the run may stand there, as in a reader's."""
 
-    def __call__(self, tensors: Mapping[str, Any], largest: Callable[[Any], object] | None = None) -> WeightsOut:
+    def __call__(
+        self, tensors: Mapping[str, Any], largest: Callable[[Any], object] | None = None
+    ) -> WeightsOut:
         return self.opened(tensors, largest)
 
 
@@ -370,5 +451,7 @@ class _Opener:
     opened: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], WeightsIn]
     site: Mapping[str, Any] | None = field(repr=False)
 
-    def __call__(self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)) -> WeightsIn:
+    def __call__(
+        self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)
+    ) -> WeightsIn:
         return self.opened(tensors, slices)

@@ -1,7 +1,8 @@
-"""The process on another host than rank 0's in which the ranks there begin: it forks them, and passes on what they say.
+"""The process on another host than rank 0's in which the ranks there begin: it forks them, and
+passes on what they say.
 
-The life of a rank belongs to its worker: this process ends when the connection to rank 0 does, and its forks with it.
-"""
+The life of a rank belongs to its worker: this process ends when the connection to rank 0 does, and
+its forks with it."""
 
 import contextlib
 import faulthandler
@@ -65,22 +66,32 @@ def main(graph: Graph, plan: Plan, settings: Settings) -> int:
 
 
 def places_of(settings: Settings, **given: Any) -> RankPlaces | None:
-    """Where the ranks of this process's worker are; None: all are where the first one is, as ever."""
+    """Where the ranks of this process's worker are; None: all are where the first one is, as
+    ever."""
     if not settings.rank_hosts:
         return None
     return RankPlaces(
-        hosts=tuple(settings.rank_hosts), devices=tuple(settings.rank_devices), address=settings.listen,
-        keys=RunKeys.from_plain(settings.keys), **{"meets_at": settings.ranks_at, **given},
-    )  # fmt: skip
+        hosts=tuple(settings.rank_hosts),
+        devices=tuple(settings.rank_devices),
+        address=settings.listen,
+        keys=RunKeys.from_plain(settings.keys),
+        **{"meets_at": settings.ranks_at, **given},
+    )
 
 
 def context_of(graph: Graph, plan: Plan, settings: Settings, node: str) -> Context:
     """What a rank here may use of the world: rank 0 has the ledger and all edges."""
     facts: dict[str, Any] = context_facts(graph, plan, node, settings.replica)
     return Context(
-        **facts, rank=settings.replica, attempt=settings.attempt, seed=settings.seed, steps=settings.steps,
-        limits=settings.limits, log=node_log(node), places=places_of(settings),
-    )  # fmt: skip
+        **facts,
+        rank=settings.replica,
+        attempt=settings.attempt,
+        seed=settings.seed,
+        steps=settings.steps,
+        limits=settings.limits,
+        log=node_log(node),
+        places=places_of(settings),
+    )
 
 
 class RankHost:
@@ -92,7 +103,9 @@ class RankHost:
     unblocked by: what comes there; the end of the connection to rank 0, after which it ends
     """
 
-    def __init__(self, settings: Settings, made: Callable[[Mapping[str, Any]], Callable[[int, int], int]]) -> None:
+    def __init__(
+        self, settings: Settings, made: Callable[[Mapping[str, Any]], Callable[[int, int], int]]
+    ) -> None:
         """made: what ranks run, from what rank 0 tells."""
         keys = RunKeys.from_plain(settings.keys)
         assert keys is not None, "a run over hosts has keys"
@@ -100,8 +113,11 @@ class RankHost:
         self._context: zmq.Context[Any] = zmq.Context()
         self._line: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
         for option, value in (
-            (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 1000), (zmq.IPV6, "[" in settings.ranks_at)
-        ):  # fmt: skip
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
+            (zmq.LINGER, 1000),
+            (zmq.IPV6, "[" in settings.ranks_at),
+        ):
             self._line.setsockopt(option, int(value))
         present(self._line, keys.senders)
         self._monitor: zmq.Socket[Any] = self._line.get_monitor_socket()
@@ -116,10 +132,14 @@ class RankHost:
         self._say(messages.Here(self._settings.host, self._settings.attempt))
         while not self._is_over:
             self._turn()
-            if not self._was_connected and time.monotonic() - self._began > self._settings.limits.start_s:
+            if (
+                not self._was_connected
+                and time.monotonic() - self._began > self._settings.limits.start_s
+            ):
                 print(
-                    f"rank 0 of '{self._settings.worker}' did not answer at {self._settings.ranks_at} within "
-                    f"{self._settings.limits.start_s:.0f} s; see that this host reaches that address",
+                    f"rank 0 of '{self._settings.worker}' did not answer at"
+                    f" {self._settings.ranks_at} within {self._settings.limits.start_s:.0f} s; see"
+                    " that this host reaches that address",
                     file=sys.stderr,
                 )
                 return 1
@@ -150,7 +170,10 @@ class RankHost:
             event = int(recv_monitor_message(self._monitor)["event"])
             self._was_connected |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if event == zmq.EVENT_DISCONNECTED and self._was_connected and not self._is_over:
-                print("rank 0 has ended, or its connection did: all ranks here end with it", file=sys.stderr)
+                print(
+                    "rank 0 has ended, or its connection did: all ranks here end with it",
+                    file=sys.stderr,
+                )
                 self._is_over = True
 
     def _apply(self, message: messages.FromRankZero) -> None:

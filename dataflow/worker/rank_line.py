@@ -1,7 +1,8 @@
-"""Rank 0's line to the hosts of its other ranks: what it says to a rank there goes as to one here, over tcp with keys.
+"""Rank 0's line to the hosts of its other ranks: what it says to a rank there goes as to one here,
+over tcp with keys.
 
-Nobody is timed: a host that ends, or its process there, closes the connection, and one that falls silent is noticed by
-the scheduler, which ends this worker.
+Nobody is timed: a host that ends, or its process there, closes the connection, and one that falls
+silent is noticed by the scheduler, which ends this worker.
 """
 
 import contextlib
@@ -37,7 +38,9 @@ _BACKLOG = 256
 class FarRank:
     """A rank on another host, as a `Child`."""
 
-    def __init__(self, rank: int, host: str, end: socket.socket, kill: Callable[[int], None]) -> None:
+    def __init__(
+        self, rank: int, host: str, end: socket.socket, kill: Callable[[int], None]
+    ) -> None:
         """end: of the socket pair, not blocking; this one's from now on."""
         self.rank, self.host, self.pid = rank, host, 0
         self.returncode: int | None = None
@@ -52,8 +55,8 @@ class FarRank:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds; None: what has been killed is
-        taken to have ended after some, whether its host can say so or not."""
+        """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds; None: what has
+        been killed is taken to have ended after some, whether its host can say so or not."""
         if not self._over.wait(_KILLED_S if timeout is None else timeout):
             if timeout is not None:
                 raise subprocess.TimeoutExpired(f"rank {self.rank}", timeout)
@@ -76,22 +79,26 @@ class FarRank:
 class RankLine:
     """In the worker that is rank 0: a thread that serves until `close`.
 
-    consumes: what rank 0 says to ranks on other hosts, over socket pairs; what these say; values that ranks put
-    produces: the same, to the other side; to each rank the values that it asks for; the ends of ranks
-    waits for: its sockets
+    consumes: what rank 0 says to ranks on other hosts, over socket pairs; what these say; values
+    that ranks put produces: the same, to the other side; to each rank the values that it asks for;
+    the ends of ranks waits for: its sockets
     unblocked by: what comes there, or `start`, `prepare`, `close`
     """
 
     def __init__(self, host: str, keys: RunKeys, hosts: Sequence[str], attempt: int = 0) -> None:
-        """Listen at this host's address. hosts: of each rank. attempt: of the worker; ranks of another one are not let
-        in. RunError where it cannot."""
+        """Listen at this host's address. hosts: of each rank. attempt: of the worker; ranks of
+        another one are not let in. RunError where it cannot."""
         self._attempt = attempt
         self._hosts = tuple(hosts)
         self._guard = Guard(keys.receivers)
         self._router: zmq.Socket[Any] = self._guard.context.socket(zmq.ROUTER)
         for option, value in (
-            (zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 1000), (zmq.IPV6, ":" in host),
-        ):  # fmt: skip
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
+            (zmq.LINGER, 1000),
+            (zmq.IPV6, ":" in host),
+        ):
             self._router.setsockopt(option, int(value))
         self._guard.protect(self._router)
         try:
@@ -100,8 +107,8 @@ class RankLine:
             self._router.close()
             self._guard.close()
             raise RunError(
-                f"the first rank cannot listen for those on other hosts at {endpoint(host)}: {error.strerror}; see "
-                f"that this host has that address"
+                f"the first rank cannot listen for those on other hosts at {endpoint(host)}:"
+                f" {error.strerror}; see that this host has that address"
             ) from None
         found = self._router.last_endpoint
         assert isinstance(found, bytes), "what ZeroMQ says of a bound socket"
@@ -131,7 +138,12 @@ class RankLine:
         """As `StartsFar.start`."""
         own = end.dup()
         own.setblocking(False)
-        far = FarRank(rank, self._hosts[rank], own, lambda rank: self._have(functools.partial(self._kill, rank)))
+        far = FarRank(
+            rank,
+            self._hosts[rank],
+            own,
+            lambda rank: self._have(functools.partial(self._kill, rank)),
+        )
 
         def begin() -> None:
             self._ranks[rank] = far
@@ -208,13 +220,21 @@ class RankLine:
                 host = next(name for name, identity in self._there.items() if identity == who)
                 print(f"ranks cannot be started on host '{host}': {message.error}", file=sys.stderr)
                 self._lose_host(host, 1)
-            case messages.Started() | messages.Ended() | messages.Bytes() if message.rank in self._ranks:
+            case messages.Started() | messages.Ended() | messages.Bytes() if (
+                message.rank in self._ranks
+            ):
                 self._of_rank(self._ranks[message.rank], message)
 
     def _is_awaited(self, message: messages.Here) -> bool:
-        return message.attempt == self._attempt and message.host in self._hosts and message.host not in self._there
+        return (
+            message.attempt == self._attempt
+            and message.host in self._hosts
+            and message.host not in self._there
+        )
 
-    def _of_rank(self, far: FarRank, message: messages.Started | messages.Ended | messages.Bytes) -> None:
+    def _of_rank(
+        self, far: FarRank, message: messages.Started | messages.Ended | messages.Bytes
+    ) -> None:
         match message:
             case messages.Started():
                 far.pid = message.pid
@@ -233,7 +253,9 @@ class RankLine:
             self._lose(far, far.status)
             return
         for data in pipe.take():
-            self._say(far.host, messages.Bytes(far.rank, data) if data else messages.Hangup(far.rank))
+            self._say(
+                far.host, messages.Bytes(far.rank, data) if data else messages.Hangup(far.rank)
+            )
 
     def _say(self, host: str, message: messages.FromRankZero) -> None:
         """To the process on a host; before that has come, later."""

@@ -1,4 +1,5 @@
-"""What rank 0 of a trainer and the hosts of its other ranks say to each other, and what ranks put where they meet."""
+"""What rank 0 of a trainer and the hosts of its other ranks say to each other, and what ranks put
+where they meet."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ FromRankZero: TypeAlias = Prepare | Start | Hangup | Kill | Alive | Over | Bytes
 
 TO_RANK_ZERO: Codec[ToRankZero] = Codec(
     "dataflow.to-rank-zero", 1, Here, Started, Ended, Failed, Bytes, Set, Get, Delete
-)  # fmt: skip
+)
 FROM_RANK_ZERO: Codec[FromRankZero] = Codec(
     "dataflow.from-rank-zero", 1, Prepare, Start, Hangup, Kill, Alive, Over, Bytes, StoredValues
-)  # fmt: skip
+)

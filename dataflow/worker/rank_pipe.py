@@ -1,4 +1,5 @@
-"""This process's end of a socket pair whose other end a rank here, or rank 0, has: bytes for it, bytes from it."""
+"""This process's end of a socket pair whose other end a rank here, or rank 0, has: bytes for it,
+bytes from it."""
 
 import contextlib
 import socket

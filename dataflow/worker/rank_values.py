@@ -1,4 +1,5 @@
-"""What ranks put where they meet, and ask for: values by key, and who waits for which; without sockets."""
+"""What ranks put where they meet, and ask for: values by key, and who waits for which; without
+sockets."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ class RankValues:
     _values: dict[str, bytes] = field(default_factory=dict)
     _waiting: list[tuple[Hashable, Get]] = field(default_factory=list)
 
-    def take(self, who: Hashable, message: Set | Get | Delete) -> list[tuple[Hashable, StoredValues]]:
+    def take(
+        self, who: Hashable, message: Set | Get | Delete
+    ) -> list[tuple[Hashable, StoredValues]]:
         """A rank puts, asks for or deletes values."""
         match message:
             case Set(adds=None):
@@ -34,7 +37,9 @@ class RankValues:
                 return [(who, StoredValues(message.ticket, {message.key: found})), *self._served()]
             case Delete():
                 gone = self._values.pop(message.key, None)
-                return [(who, StoredValues(message.ticket, {} if gone is None else {message.key: gone}))]
+                return [
+                    (who, StoredValues(message.ticket, {} if gone is None else {message.key: gone}))
+                ]
             case Get():
                 self._waiting.append((who, message))
                 return self._served()

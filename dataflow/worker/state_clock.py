@@ -1,19 +1,23 @@
-"""What a node's time goes into: a clock that is always in one of four states, and counts each of them for itself."""
+"""What a node's time goes into: a clock that is always in one of four states, and counts each of
+them for itself."""
 
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 State: TypeAlias = Literal["busy", "blocked", "waiting", "starved"]
-"""busy: at work. blocked: what it has made finds no room further on. waiting: for rows, or for its turn at a worker or
-at devices that others share. starved: it has rows, and may begin none of them before newer weights have come."""
+"""busy: at work. blocked: what it has made finds no room further on. waiting: for rows, or for its
+turn at a worker or at devices that others share. starved: it has rows, and may begin none of them
+before newer weights have come."""
 STATES: tuple[str, ...] = get_args(State)
 BESIDE = "beside"
 """The part of busy that an operator's own processes have, while its loop is not at work."""
 LONG_TURN_S = 0.05
-"""A turn of a node's loop that takes longer is work, whatever came of it, and counts as that while it lasts."""
+"""A turn of a node's loop that takes longer is work, whatever came of it, and counts as that while
+it lasts."""
 
 
 class _Mark(NamedTuple):
-    """How things stood at the last transition; replaced as a whole, so that another thread may read it at any time."""
+    """How things stood at the last transition; replaced as a whole, so that another thread may read
+    it at any time."""
 
     since: float
     state: State
@@ -28,7 +32,8 @@ class _Mark(NamedTuple):
 class StateClock:
     """Seconds of a node by state, read in any thread.
 
-    They add up to the time since it was made: a state lasts until the next one, and none is what the others leave.
+    They add up to the time since it was made: a state lasts until the next one, and none is what
+    the others leave.
 
     >>> clock = StateClock(0.0)
     >>> clock.begin(2.0)
@@ -51,10 +56,16 @@ class StateClock:
         self._mark = _Mark(since, state, beside, now, sums)
 
     def end(self, now: float, state: State, *, is_work: bool, beside: float = 0.0) -> None:
-        """A turn ends. is_work: it did something; else it was part of the state before it. state: that until the next
-        turn. beside: the share of the operator's processes that are at work until then; they are busy, not the rest."""
+        """A turn ends. is_work: it did something; else it was part of the state before it. state:
+        that until the next turn. beside: the share of the operator's processes that are at work
+        until then; they are busy, not the rest."""
         mark = self._mark
-        if not is_work and state == mark.state and beside == mark.beside and not _is_long(mark, now):
+        if (
+            not is_work
+            and state == mark.state
+            and beside == mark.beside
+            and not _is_long(mark, now)
+        ):
             self._mark = _Mark(mark.since, state, beside, None, mark.sums)
         else:
             self._mark = _Mark(now, state, beside, None, _counted(mark, now, is_work=is_work))

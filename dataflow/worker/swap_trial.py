@@ -1,7 +1,8 @@
-"""A process that finds out whether an operator can take another one's place: imports it, checks the graph, and ends.
+"""A process that finds out whether an operator can take another one's place: imports it, checks the
+graph, and ends.
 
-Nothing of the run has changed by then: neither a module that does not end, nor one that ends its process, does harm.
-"""
+Nothing of the run has changed by then: neither a module that does not end, nor one that ends its
+process, does harm."""
 
 import signal
 from dataclasses import replace
@@ -28,7 +29,8 @@ TRIAL_S = 15.0
 
 def main(graph: Graph, plan: Plan, settings: Settings, link: SchedulerLink) -> int:
     """Run it, in a process that `worker.main` has set up; the exit status."""
-    signal.setitimer(signal.ITIMER_REAL, 2 * TRIAL_S)  # ends it also where its scheduler does not any more
+    # ends it also where its scheduler does not any more
+    signal.setitimer(signal.ITIMER_REAL, 2 * TRIAL_S)
     link.start()
     told = messages.Tried(attempt=settings.attempt, swap=None, error="")
     try:
@@ -47,7 +49,8 @@ def main(graph: Graph, plan: Plan, settings: Settings, link: SchedulerLink) -> i
 
 
 def tried(graph: Graph, plan: Plan, wanted: Swap) -> Swap:
-    """What is to be swapped in, with its text and knobs; it was built once. Errors: GraphError where it cannot be."""
+    """What is to be swapped in, with its text and knobs; it was built once. Errors: GraphError
+    where it cannot be."""
     found = find(wanted)
     operator = fit(graph, found, load(found)).operators[found.node]
     facts: dict[str, Any] = context_facts(graph, plan, found.node)

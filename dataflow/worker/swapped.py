@@ -1,8 +1,9 @@
-"""Operators that take the place of others in a live run: found by name, checked against the graph, built of their text.
+"""Operators that take the place of others in a live run: found by name, checked against the graph,
+built of their text.
 
-A module is read anew, whatever the process has imported under its name, and of what was read the run keeps the text:
-`load` makes the same operator of it in every process that starts later. What the module imports is as that process has
-it.
+A module is read anew, whatever the process has imported under its name, and of what was read the
+run keeps the text: `load` makes the same operator of it in every process that starts later. What
+the module imports is as that process has it.
 """
 
 import contextlib
@@ -42,19 +43,21 @@ def find(swap: Swap) -> Swap:
     """The same with its module's text, as it stands now. Errors: GraphError where there is none."""
     module, attribute = _place(swap)
     if not all(
-        part.isidentifier() for part in [*attribute.split("."), *([] if _is_file(module) else module.split("."))]
+        part.isidentifier()
+        for part in [*attribute.split("."), *([] if _is_file(module) else module.split("."))]
     ):
         raise GraphError(
-            f"an operator is named by its module and what it is called there, but got '{swap.reference}'; write it as "
-            f"{swap.node}=rewards:strict or {swap.node}=path/to/rewards.py:strict, or {swap.node}=trl:rewards:strict "
-            f"where it was written for another system"
+            "an operator is named by its module and what it is called there, but got"
+            f" '{swap.reference}'; write it as {swap.node}=rewards:strict or"
+            f" {swap.node}=path/to/rewards.py:strict, or {swap.node}=trl:rewards:strict where it"
+            " was written for another system"
         )
     if _is_file(module):
         return _with_text(swap, str(Path(module).absolute()))
     if module == "__main__":
         raise GraphError(
-            f"'{swap.reference}' names the program that is running, which cannot be read anew; name the module as one "
-            f"would import it"
+            f"'{swap.reference}' names the program that is running, which cannot be read anew; name"
+            " the module as one would import it"
         )
     importlib.invalidate_caches()
     _import_package(swap)
@@ -64,12 +67,13 @@ def find(swap: Swap) -> Swap:
         spec = None
     if spec is None:
         raise GraphError(
-            f"'{swap.reference}' names module '{module}', which is not found where the run's program looks, in "
-            f"{_places()}; put its file there"
+            f"'{swap.reference}' names module '{module}', which is not found where the run's"
+            f" program looks, in {_places()}; put its file there"
         )
     if not spec.has_location or not spec.origin or not spec.origin.endswith(".py"):
         raise GraphError(
-            f"'{swap.reference}' names module '{module}', which has no Python file; put the operator into one"
+            f"'{swap.reference}' names module '{module}', which has no Python file; put the"
+            " operator into one"
         )
     return _with_text(swap, spec.origin)
 
@@ -79,12 +83,13 @@ def _with_text(swap: Swap, file: str) -> Swap:
         text = Path(file).read_bytes()
     except OSError as error:
         raise GraphError(
-            f"'{file}' cannot be read where the run is: {error.strerror}; put it there, and make it readable"
+            f"'{file}' cannot be read where the run is: {error.strerror}; put it there, and make it"
+            " readable"
         ) from error
     if len(text) > MOST_BYTES:
         raise GraphError(
-            f"'{file}' has {len(text):,} bytes, and a run keeps a module of {MOST_BYTES:,} at most; put the operator "
-            f"into a smaller one"
+            f"'{file}' has {len(text):,} bytes, and a run keeps a module of {MOST_BYTES:,} at most;"
+            " put the operator into a smaller one"
         )
     try:
         source = text.decode()
@@ -94,7 +99,8 @@ def _with_text(swap: Swap, file: str) -> Swap:
 
 
 def load(swap: Swap) -> Any:
-    """What a reference names in its module's text. Errors: GraphError where that fails, or names nothing."""
+    """What a reference names in its module's text. Errors: GraphError where that fails, or names
+    nothing."""
     module, attribute = _place(swap)
     named = Path(module).name
     if _is_file(module):
@@ -113,39 +119,45 @@ def load(swap: Swap) -> Any:
         if not hasattr(found, part):
             known = [name for name, value in vars(found).items() if isinstance(value, Operator)]
             raise GraphError(
-                f"'{named}' ({swap.file}) has no '{attribute}'{nearest(attribute, known)}; its operators are {known}"
+                f"'{named}' ({swap.file}) has no '{attribute}'{nearest(attribute, known)}; its"
+                f" operators are {known}"
             )
         found = getattr(found, part)
     return adapt(split_form(swap.reference)[0], found)
 
 
 def fit(graph: Graph, swap: Swap, operator: Any) -> Graph:
-    """The graph with one scorer or filter replaced, where the rest of a live run can stay as it is. Errors: GraphError.
+    """The graph with one scorer or filter replaced, where the rest of a live run can stay as it is.
+    Errors: GraphError.
 
     The new one is renamed to the node; its knobs are those that it has itself."""
     old = graph.operators[swap.node]
     if not isinstance(operator, Scorer):
         hint = "decorate it with @scorer or @keep" if callable(operator) else "name one"
         raise GraphError(
-            f"'{swap.reference}' is a {type(operator).__name__}, and no operator that a live run could take in; {hint}"
+            f"'{swap.reference}' is a {type(operator).__name__}, and no operator that a live run"
+            f" could take in; {hint}"
         )
     if isinstance(operator, Keep) != isinstance(old, Keep):
         is_now, was = ("filter" if isinstance(each, Keep) else "scorer" for each in (operator, old))
-        raise GraphError(f"'{swap.node}' is a {was} and '{swap.reference}' is a {is_now}; swap like for like")
+        raise GraphError(
+            f"'{swap.node}' is a {was} and '{swap.reference}' is a {is_now}; swap like for like"
+        )
     made = graph.swap(swap.node, operator)
     if fault := _other_columns(swap, old, made.operators[swap.node]):
         raise GraphError(fault)
     before, now = ({edge.name: edge for edge in edges(each)} for each in (graph, made))
     if changed := [name for name in before if before[name] != now.get(name)]:
         raise GraphError(
-            f"with '{swap.reference}' in the place of '{swap.node}' other rows would travel over {changed}, and the "
-            f"workers there go on as they are; start another run"
+            f"with '{swap.reference}' in the place of '{swap.node}' other rows would travel over"
+            f" {changed}, and the workers there go on as they are; start another run"
         )
     return made
 
 
 def knobs_of(operator: Operator) -> dict[str, Any]:
-    """Its knobs that may change, as a run keeps them; without those of a kind that JSON has no values of."""
+    """Its knobs that may change, as a run keeps them; without those of a kind that JSON has no
+    values of."""
     found = {}
     for knob, each in operator.settable().items():
         with contextlib.suppress(ValueError):
@@ -159,8 +171,8 @@ def _other_columns(swap: Swap, old: Operator, new: Operator) -> str:
     if was == is_now:
         return ""
     return (
-        f"'{swap.node}' writes {was} and '{swap.reference}' would write {is_now}, but the nodes behind it were built "
-        f"for the former; annotate what its function returns so"
+        f"'{swap.node}' writes {was} and '{swap.reference}' would write {is_now}, but the nodes"
+        " behind it were built for the former; annotate what its function returns so"
     )
 
 
@@ -193,13 +205,17 @@ def _places() -> list[str]:
     """Where this process finds modules, but for those of Python and of packages."""
     packages = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     found = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
-    return [place for place in dict.fromkeys(found) if not any(place.startswith(each) for each in packages)]
+    return [
+        place
+        for place in dict.fromkeys(found)
+        if not any(place.startswith(each) for each in packages)
+    ]
 
 
 def _not_imported(swap: Swap, error: BaseException) -> GraphError:
     return GraphError(
-        f"'{swap.reference}' cannot be imported: {type(error).__name__}: {error} (at {where(error)}); mend it, and "
-        f"swap again"
+        f"'{swap.reference}' cannot be imported: {type(error).__name__}: {error} (at"
+        f" {where(error)}); mend it, and swap again"
     )
 
 

@@ -1,9 +1,10 @@
-"""Whose turn it is on devices that several nodes share: at most one of them is awake, which has the devices' memory.
+"""Whose turn it is on devices that several nodes share: at most one of them is awake, which has the
+devices' memory.
 
-The turn stands in locks that the kernel keeps, on a file of the run: no message can be lost, a worker that dies lets
-go of it once its memory is gone, and one that is stopped keeps it, as it keeps its memory. All ranks of a worker have
-the lock of their turn open, so that it goes with the last of them.
-"""
+The turn stands in locks that the kernel keeps, on a file of the run: no message can be lost, a
+worker that dies lets go of it once its memory is gone, and one that is stopped keeps it, as it
+keeps its memory. All ranks of a worker have the lock of their turn open, so that it goes with the
+last of them."""
 
 import contextlib
 import time
@@ -52,7 +53,8 @@ class Turns:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """For each process to inherit that has memory in its turn: that is over when they have ended, or by `turn`."""
+        """For each process to inherit that has memory in its turn: that is over when they have
+        ended, or by `turn`."""
         return (self._turn.fileno(),)
 
     @property
@@ -66,7 +68,8 @@ class Turns:
         return self.waiting or self.awake
 
     def turn(self, runtime: Sleeper, *, held_up: bool = False) -> bool:
-        """Take the turn or give it up, as is due; whether it did. held_up: it cannot go on, whatever work it has."""
+        """Take the turn or give it up, as is due; whether it did. held_up: it cannot go on,
+        whatever work it has."""
         wants = runtime.wants_devices() and not held_up
         match decide(awake=self.awake, wants=wants, wanted=self._wanted()):
             case "give":
@@ -80,15 +83,19 @@ class Turns:
         return False
 
     @contextlib.contextmanager
-    def building(self, wait_s: float, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-        """Hold the turn while the runtime is made. DeadlineError where another node has it for so long."""
+    def building(
+        self, wait_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> Iterator[None]:
+        """Hold the turn while the runtime is made. DeadlineError where another node has it for so
+        long."""
         deadline = clock() + wait_s
         while not self._take():
             if clock() > deadline:
                 raise DeadlineError(
-                    f"'{self._node}' waited {wait_s:.0f} s for its turn on devices that it shares with "
-                    f"{[self._nodes[number] for number in self._others]}, to be built; one of them had it all the "
-                    f"time: look at its log, or raise Limits.start_s above what one of its turns takes"
+                    f"'{self._node}' waited {wait_s:.0f} s for its turn on devices that it shares"
+                    f" with {[self._nodes[number] for number in self._others]}, to be built; one of"
+                    " them had it all the time: look at its log, or raise Limits.start_s above"
+                    " what one of its turns takes"
                 )
             time.sleep(_LOOK_S)
         yield
@@ -109,10 +116,13 @@ class Turns:
         self._turn.drop(self._own)
 
     def _wanted(self) -> bool:
-        return self.awake and any(self._locks.is_taken(self._asks + number) for number in self._others)
+        return self.awake and any(
+            self._locks.is_taken(self._asks + number) for number in self._others
+        )
 
     def _take(self) -> bool:
-        """Under a lock that one process at a time holds: look that nobody else is awake, and be it."""
+        """Under a lock that one process at a time holds: look that nobody else is awake, and be
+        it."""
         if not self.waiting:
             self._wait(True)
         if not self._locks.take(self._entry, alone=True):

@@ -1,8 +1,9 @@
-"""The weight lines of one process, of its trainers and of those that it reads: as sites, for each rank.
+"""The weight lines of one process, of its trainers and of those that it reads: as sites, for each
+rank.
 
-Within a host ends meet in its private folder, between hosts at a tcp address with the keys of the run. There a trainer
-listens whether it has readers on other hosts or not: who is started again may come to be on one.
-"""
+Within a host ends meet in its private folder, between hosts at a tcp address with the keys of the
+run. There a trainer listens whether it has readers on other hosts or not: who is started again may
+come to be on one."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class _Followed:
 
 
 class WeightLines:
-    """Knows the addresses, and listens at those between hosts from the first on; `ports` opens the ends."""
+    """Knows the addresses, and listens at those between hosts from the first on; `ports` opens the
+    ends."""
 
     def __init__(self, graph: Graph, plan: Plan, nodes: Iterable[str], settings: Settings) -> None:
         self._graph, self._plan, self._nodes, self._settings = graph, plan, list(nodes), settings
@@ -50,9 +52,10 @@ class WeightLines:
         """Those of its trainers, by name; it listens there."""
         return {
             line_of(self._graph, node, refresh): self._line(node, refresh)
-            for node in self._nodes for refresh in (None, *refreshes_of(self._graph, node))
+            for node in self._nodes
+            for refresh in (None, *refreshes_of(self._graph, node))
             if readers_of(self._graph, node, refresh)
-        }  # fmt: skip
+        }
 
     def read_from(self, lines: Mapping[str, WeightLine]) -> None:
         """Where weight lines are that its operators read, from now on.
@@ -64,18 +67,21 @@ class WeightLines:
                 continue
             if (executor := read.way()) != read.executor and read.executor not in COLLECTIVE:
                 raise RunError(
-                    f"the weights of '{read.name}' were read by {read.executor}, and now their trainer is on "
-                    f"'{lines[read.name].host}'; this worker ends, and is started again to read them by {executor}"
+                    f"the weights of '{read.name}' were read by {read.executor}, and now their"
+                    f" trainer is on '{lines[read.name].host}'; this worker ends, and is started"
+                    f" again to read them by {executor}"
                 )
             _note(file, lines[read.name].at[read.executor])
 
     def sites_of(self, trainer: str, refresh: Refresh | None) -> list[dict[str, Any]]:
-        """Where a trainer of this process offers its weights, in plain values: a site for each executor."""
+        """Where a trainer of this process offers its weights, in plain values: a site for each
+        executor."""
         line = self.own[line_of(self._graph, trainer, refresh)]
         return [self._site(trainer, executor, address) for executor, address in line.at.items()]
 
     def site_of(self, trainer: str, reader: str) -> dict[str, Any]:
-        """Where the replica of a reader in this process finds a trainer's weights, in plain values."""
+        """Where the replica of a reader in this process finds a trainer's weights, in plain
+        values."""
         name = line_of(self._graph, trainer, refresh_of(self._graph, reader))
         who = f"{reader}-{self._settings.replica}"
         if not self._has_hosts:
@@ -85,14 +91,21 @@ class WeightLines:
         file = Path(self._settings.sockets) / f"{who}.{name}.{executor}"
         self._followed[file] = _Followed(name, executor, lambda: self._way(name, trainer, reader))
         _note(file, self._read[name].at[executor])
-        site = self._site(trainer, executor, self._read[name].at[executor], who) | {"where": str(file)}
-        there = self._plan.readers_beside(trainer, refresh_of(self._graph, reader), self._settings.host)
+        site = self._site(trainer, executor, self._read[name].at[executor], who) | {
+            "where": str(file)
+        }
+        there = self._plan.readers_beside(
+            trainer, refresh_of(self._graph, reader), self._settings.host
+        )
         if not there or executor != "gloo":
             return site
         order = there.index(who) if who in there else len(there) + self._settings.replica
         number = list(self._graph.operators).index(reader)
         return self._mirrored(
-            site, f"{number}.{self._settings.replica}", order, f"ipc://{self._settings.sockets}/m.{name}"
+            site,
+            f"{number}.{self._settings.replica}",
+            order,
+            f"ipc://{self._settings.sockets}/m.{name}",
         )
 
     def close(self) -> None:
@@ -103,16 +116,20 @@ class WeightLines:
     def _line(self, trainer: str, refresh: Refresh | None) -> WeightLine:
         """Of a trainer on this host."""
         name = line_of(self._graph, trainer, refresh)
-        at = {executor: self._address(name, executor) for executor in self._executors(trainer, refresh)}
+        at = {
+            executor: self._address(name, executor)
+            for executor in self._executors(trainer, refresh)
+        }
         return WeightLine(host=self._settings.host, at=at)
 
     def _address(self, name: str, executor: str) -> str:
         if not self._has_hosts or executor not in COLLECTIVE:
             return self._beside(name, executor)
         found = again_at(
-            self._settings.listen, self._settings.at.get(f"{name}.{executor}", ""),
+            self._settings.listen,
+            self._settings.at.get(f"{name}.{executor}", ""),
             lambda address: listen(address, self._settings.keys, self._settings.attempt),
-        )  # fmt: skip
+        )
         self.listeners[found.address] = found
         return str(found.address)
 
@@ -124,43 +141,68 @@ class WeightLines:
         """name: a reader's."""
         shards = executor in COLLECTIVE or self._plan.placements[trainer].ranks > 1
         site = {
-            "protocol": ROUNDS if shards else SEGMENTS, "executor": executor, "folder": self._settings.sockets,
-            "address": address, "name": name, "link_bytes_per_s": self._plan.link(trainer, executor),
+            "protocol": ROUNDS if shards else SEGMENTS,
+            "executor": executor,
+            "folder": self._settings.sockets,
+            "address": address,
+            "name": name,
+            "link_bytes_per_s": self._plan.link(trainer, executor),
             "zero_copy": self._plan.zero_copy(trainer, executor),
-        }  # fmt: skip
+        }
         is_link = self._has_hosts and executor in COLLECTIVE
-        return site | ({"host": self._settings.listen, "keys": dict(self._settings.keys)} if is_link else {})
+        return site | (
+            {"host": self._settings.listen, "keys": dict(self._settings.keys)} if is_link else {}
+        )
 
     def _mirrored(self, site: dict[str, Any], own: str, order: int, line: str) -> dict[str, Any]:
         """Of a reader with neighbours, one of which takes versions from that site for all of them.
 
         own: tells it from them, in few letters, for the path of a socket is short."""
         return {
-            "protocol": SEGMENTS, "executor": "shared_memory", "folder": self._settings.sockets, "address": line,
-            "family": line, "own": f"{line}.{own}", "order": order, "name": site["name"], "from": site,
-        }  # fmt: skip
+            "protocol": SEGMENTS,
+            "executor": "shared_memory",
+            "folder": self._settings.sockets,
+            "address": line,
+            "family": line,
+            "own": f"{line}.{own}",
+            "order": order,
+            "name": site["name"],
+            "from": site,
+        }
 
     def _executors(self, trainer: str, refresh: Refresh | None) -> list[str]:
         """Those that some reader of this line needs, or may come to need."""
         readers = [reader.name for reader in readers_of(self._graph, trainer, refresh)]
-        pairs = [(name, replica) for name in readers for replica in range(self._plan.placements[name].replicas)]
+        pairs = [
+            (name, replica)
+            for name in readers
+            for replica in range(self._plan.placements[name].replicas)
+        ]
         found = [self._executor(trainer, *pair) for pair in pairs]
         found += [self._executor(trainer, *pair, apart=True) for pair in pairs if self._has_hosts]
         return list(dict.fromkeys(found))
 
-    def _executor(self, trainer: str, reader: str, replica: int, *, apart: bool | None = None) -> str:
-        return self._plan.executor(trainer, reader, replica, apart=apart) if self._settings.sockets else "local"
+    def _executor(
+        self, trainer: str, reader: str, replica: int, *, apart: bool | None = None
+    ) -> str:
+        return (
+            self._plan.executor(trainer, reader, replica, apart=apart)
+            if self._settings.sockets
+            else "local"
+        )
 
     def _way(self, name: str, trainer: str, reader: str) -> str:
         """By which weights get here from where their trainer is now. Errors: RunError."""
         line = self._read[name]
-        chosen = self._executor(trainer, reader, self._settings.replica, apart=line.host != self._settings.host)
+        chosen = self._executor(
+            trainer, reader, self._settings.replica, apart=line.host != self._settings.host
+        )
         for executor in (chosen, *EXECUTORS):
             if executor in line.at and (executor in COLLECTIVE or line.host == self._settings.host):
                 return executor
         raise RunError(
-            f"the weights of '{name}' cannot be read on '{self._settings.host}': their trainer, on '{line.host}', "
-            f"offers them by {sorted(line.at)}; plan the run over its hosts again"
+            f"the weights of '{name}' cannot be read on '{self._settings.host}': their trainer, on"
+            f" '{line.host}', offers them by {sorted(line.at)}; plan the run over its hosts again"
         )
 
 

@@ -1,4 +1,5 @@
-"""Opens the ends of the weight planes: of any rank, at a site that the ports of its worker name in plain values."""
+"""Opens the ends of the weight planes: of any rank, at a site that the ports of its worker name in
+plain values."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,24 +23,32 @@ if TYPE_CHECKING:
 ON_GPU = ("nccl", "cuda_ipc")
 """Executors that take versions from a GPU's memory into a GPU's."""
 ROUNDS, SEGMENTS = "rounds", "segments"
-"""Protocols: each rank of the trainer sends to each rank of a reader, or one offers its own memory to all of them."""
+"""Protocols: each rank of the trainer sends to each rank of a reader, or one offers its own memory
+to all of them."""
 
 
 def listen(address: str, keys: Mapping[str, bytes], attempt: int) -> "CoordinatorSocket":
-    """Where a trainer is heard by readers on other hosts, who have the keys of the run. attempt: the scheduler's, at
-    this worker. Errors: TransportError."""
+    """Where a trainer is heard by readers on other hosts, who have the keys of the run. attempt:
+    the scheduler's, at this worker. Errors: TransportError."""
     from transport.weights.sharded.control import CoordinatorSocket
 
     return CoordinatorSocket(address, RunKeys.from_plain(keys), attempt)
 
 
 def open_beside(
-    site: Mapping[str, Any], rank: int, device: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]],
-    *, limits: Limits, attempt: int,
-) -> WeightsBeside:  # fmt: skip
+    site: Mapping[str, Any],
+    rank: int,
+    device: str,
+    tensors: Mapping[str, Any],
+    slices: Sequence[Mapping[str, Any]],
+    *,
+    limits: Limits,
+    attempt: int,
+) -> WeightsBeside:
     """The end of another rank of a reader, on `device`, where `OpensWeights.site` says.
 
-    slices: of each rank, as for `OpensWeights`. attempt: the scheduler's, at the worker of the first rank."""
+    slices: of each rank, as for `OpensWeights`. attempt: the scheduler's, at the worker of the
+    first rank."""
     if site["protocol"] == ROUNDS:
         return shards_reader(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
     from transport.weights.rank_reader import RankReader
@@ -50,53 +59,96 @@ def open_beside(
 
 
 def shards_reader(
-    site: Mapping[str, Any], rank: int, device: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]],
-    *, limits: Limits, attempt: int,
-) -> "ShardedReader":  # fmt: skip
+    site: Mapping[str, Any],
+    rank: int,
+    device: str,
+    tensors: Mapping[str, Any],
+    slices: Sequence[Mapping[str, Any]],
+    *,
+    limits: Limits,
+    attempt: int,
+) -> "ShardedReader":
     """The end of any rank of a reader to which each rank of the trainer sends what it needs."""
     from transport.weights import FlatLayout
     from transport.weights.deltas.ends import DeltaReader
     from transport.weights.layout.rank_slices import layout_of_slices
 
     end = DeltaReader(
-        layout_of_slices(FlatLayout.of(tensors), slices), rank, site["address"], site["name"], ranks=len(slices),
-        adopt=adoption(device), device=_memory(site, device), deadlines=_deadlines(limits), attempt=attempt,
-        clock=AwakeClock(), host=_host(site), seek=functools.partial(_noted, site.get("where", "")),
-    )  # fmt: skip
+        layout_of_slices(FlatLayout.of(tensors), slices),
+        rank,
+        site["address"],
+        site["name"],
+        ranks=len(slices),
+        adopt=adoption(device),
+        device=_memory(site, device),
+        deadlines=_deadlines(limits),
+        attempt=attempt,
+        clock=AwakeClock(),
+        host=_host(site),
+        seek=functools.partial(_noted, site.get("where", "")),
+    )
     end.attach(tensors)
     return end
 
 
 def mirrored_reader(
-    site: Mapping[str, Any], device: str, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]],
-    encoding: "Encoding", *, limits: Limits, attempt: int,
-) -> "WeightReader":  # fmt: skip
-    """The end of a reader's first rank where one of its host's takes versions for all (`dataflow/planning/mirrors`).
+    site: Mapping[str, Any],
+    device: str,
+    tensors: Mapping[str, Any],
+    slices: Sequence[Mapping[str, Any]],
+    encoding: "Encoding",
+    *,
+    limits: Limits,
+    attempt: int,
+) -> "WeightReader":
+    """The end of a reader's first rank where one of its host's takes versions for all
+    (`dataflow/planning/mirrors`).
 
     encoding: what travels in place of the tensors."""
     from transport.weights.mirror.reader import MirroredReader, MirrorPlace, travelling
     from transport.weights.mirror.receiver import MirrorReceiver
 
     source, clock = site["from"], AwakeClock()
-    place = MirrorPlace(line=site["address"], own=site["own"], folder=site["folder"], order=site["order"])
+    place = MirrorPlace(
+        line=site["address"], own=site["own"], folder=site["folder"], order=site["order"]
+    )
     receive = functools.partial(
-        MirrorReceiver, address=source["address"], name=source["name"], deadlines=_deadlines(limits), attempt=attempt,
-        clock=clock, host=_host(source), seek=functools.partial(_noted, source.get("where", "")),
-    )  # fmt: skip
+        MirrorReceiver,
+        address=source["address"],
+        name=source["name"],
+        deadlines=_deadlines(limits),
+        attempt=attempt,
+        clock=clock,
+        host=_host(source),
+        seek=functools.partial(_noted, source.get("where", "")),
+    )
     end = MirroredReader(
-        place, site["name"], travelling(encoding, tensors, slices), receive, adopt=adoption(device), on_damage="keep",
-        attempt=attempt, clock=clock,
-    )  # fmt: skip
+        place,
+        site["name"],
+        travelling(encoding, tensors, slices),
+        receive,
+        adopt=adoption(device),
+        on_damage="keep",
+        attempt=attempt,
+        clock=clock,
+    )
     end.attach(tensors, slices[0])
     return end
 
 
 def shards_writer(
-    site: Mapping[str, Any], layout: "Layout", rank: int, ranks: int, device: str, *, limits: Limits, attempt: int,
+    site: Mapping[str, Any],
+    layout: "Layout",
+    rank: int,
+    ranks: int,
+    device: str,
+    *,
+    limits: Limits,
+    attempt: int,
     listeners: dict[str, "CoordinatorSocket"] | None = None,
-) -> "ShardedWriter":  # fmt: skip
-    """The end of one rank of a trainer: it sends the shard that it has by `layout`, over a slow link what changed, from
-    copies of the tensors or, where they are sent without one, from these.
+) -> "ShardedWriter":
+    """The end of one rank of a trainer: it sends the shard that it has by `layout`, over a slow
+    link what changed, from copies of the tensors or, where they are sent without one, from these.
 
     listeners: by address, of rank 0; one that is taken is taken out."""
     from transport.weights import ShardedWriter
@@ -107,33 +159,61 @@ def shards_writer(
     if link is not None:
         writer = functools.partial(DeltaWriter, link_bytes_per_s=link)
     return writer(
-        layout, rank, site["address"], ranks=ranks, backend=site["executor"], device=_memory(site, device),
-        hold="until_settle" if site["zero_copy"] else "snapshot", deadlines=_deadlines(limits), attempt=attempt,
-        clock=AwakeClock(), host=_host(site), listener=(listeners or {}).pop(site["address"], None),
-    )  # fmt: skip
+        layout,
+        rank,
+        site["address"],
+        ranks=ranks,
+        backend=site["executor"],
+        device=_memory(site, device),
+        hold="until_settle" if site["zero_copy"] else "snapshot",
+        deadlines=_deadlines(limits),
+        attempt=attempt,
+        clock=AwakeClock(),
+        host=_host(site),
+        listener=(listeners or {}).pop(site["address"], None),
+    )
 
 
 def offer_beside(
-    sites: Sequence[Mapping[str, Any]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any],
-    *, largest: Callable[[Any], object], limits: Limits, attempt: int,
+    sites: Sequence[Mapping[str, Any]],
+    rank: int,
+    ranks: int,
+    device: str,
+    tensors: Mapping[str, Any],
+    *,
+    largest: Callable[[Any], object],
+    limits: Limits,
+    attempt: int,
     listeners: dict[str, "CoordinatorSocket"] | None = None,
-) -> "ShardsOut":  # fmt: skip
+) -> "ShardsOut":
     """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
 
-    tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them. largest: as for
-    `OpensWriter`. attempt: the scheduler's, at the worker of the first rank."""
+    tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them.
+    largest: as for `OpensWriter`. attempt: the scheduler's, at the worker of the first rank."""
     from transport.weights.encoding import Encoding
     from transport.weights.layout.from_torch import layout_of
     from transport.weights.shard_encoder import ShardEncoder
 
     encoding = Encoding.from_plain(sites[0]["encoding"])
-    encoder = ShardEncoder(encoding, layout_of(tensors, range(ranks)), rank, _local(tensors), largest)
-    return ShardsOut([
-        shards_writer(
-            site, encoder.layout, rank, ranks, device, limits=limits, attempt=attempt, listeners=listeners
-        )
-        for site in sites
-    ], encoder)  # fmt: skip
+    encoder = ShardEncoder(
+        encoding, layout_of(tensors, range(ranks)), rank, _local(tensors), largest
+    )
+    return ShardsOut(
+        [
+            shards_writer(
+                site,
+                encoder.layout,
+                rank,
+                ranks,
+                device,
+                limits=limits,
+                attempt=attempt,
+                listeners=listeners,
+            )
+            for site in sites
+        ],
+        encoder,
+    )
 
 
 def _local(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,21 +222,24 @@ def _local(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def abort_gloo(group: Any, rank: int, size: int) -> None:
-    """End all that is under way in a process group of gloo's, here and at the other ranks, from any thread."""
+    """End all that is under way in a process group of gloo's, here and at the other ranks, from any
+    thread."""
     from transport.weights.sharded.process_group import abort_gloo
 
     abort_gloo(group, rank, size)
 
 
 def interface_of(host: str) -> str:
-    """The network interface of this host that has an address; the loopback's for an empty one. Errors: WeightError."""
+    """The network interface of this host that has an address; the loopback's for an empty one.
+    Errors: WeightError."""
     from transport.weights.executors.interface import interface_of
 
     return interface_of(host)
 
 
 class ShardsOut(FanOut):
-    """One rank's end: what it holds of each DTensor that it is given goes out encoded, over each of its sites."""
+    """One rank's end: what it holds of each DTensor that it is given goes out encoded, over each of
+    its sites."""
 
     def __init__(self, ends: Sequence[Any], encoder: "ShardEncoder") -> None:
         super().__init__(ends)
@@ -208,7 +291,8 @@ def _deadlines(limits: Limits) -> "Deadlines":
 
 
 def segments_at(place: Mapping[str, Any], device: str) -> Any:
-    """Where a trainer of one rank and the readers of its machine meet, of which `device` is one's."""
+    """Where a trainer of one rank and the readers of its machine meet, of which `device` is
+    one's."""
     if place["executor"] == "cuda_ipc":
         from transport.weights.executors.cuda_ipc import CudaIpc
 
@@ -224,7 +308,8 @@ def adoption(device: str) -> Literal["view", "copy"]:
 
 
 def preload() -> None:
-    """Import what writers and readers of weights need, in the process that workers are forked from."""
+    """Import what writers and readers of weights need, in the process that workers are forked
+    from."""
     import transport.weights.deltas.ends
     import transport.weights.encoding
     import transport.weights.executors.interface

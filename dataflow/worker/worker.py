@@ -1,4 +1,5 @@
-"""One worker process: hosts the operators that the plan puts together, and turns their loops until told to stop."""
+"""One worker process: hosts the operators that the plan puts together, and turns their loops until
+told to stop."""
 
 import contextlib
 import dataclasses
@@ -50,7 +51,9 @@ _LEAST_PATIENCE_S = 5.0
 def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     """Run one worker; the exit status."""
     settings = Settings.from_plain(plain)
-    name = f"{settings.worker}-{settings.replica}" + (f"@{settings.host}" if settings.ranks_at else "")
+    name = f"{settings.worker}-{settings.replica}" + (
+        f"@{settings.host}" if settings.ranks_at else ""
+    )
     leave_to_leader()
     log_to(Path(settings.folder) / "logs" / f"{name}.log")
     if settings.attempt:
@@ -61,10 +64,16 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         return rank_host.main(graph, plan, settings)
     left_alone, clock = threading.Event(), AwakeClock()
     link = SchedulerLink(
-        settings.control, name, settings.attempt, orphaned=left_alone.set, found=left_alone.clear,
-        seek=partial(_seek, settings), patience_s=max(_LEAST_PATIENCE_S, settings.limits.adopt_s),
-        keys=RunKeys.from_plain(settings.keys), clock=clock,
-    )  # fmt: skip
+        settings.control,
+        name,
+        settings.attempt,
+        orphaned=left_alone.set,
+        found=left_alone.clear,
+        seek=partial(_seek, settings),
+        patience_s=max(_LEAST_PATIENCE_S, settings.limits.adopt_s),
+        keys=RunKeys.from_plain(settings.keys),
+        clock=clock,
+    )
     if settings.tries is not None:
         return swap_trial.main(graph, plan, settings, link)
     try:
@@ -74,10 +83,15 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     except BaseException as error:
         traceback.print_exc()
         link.start()
-        link.send(messages.Failed(
-            attempt=settings.attempt, error=type(error).__name__, message=str(error), traceback=traceback.format_exc(),
-            lasting=isinstance(error, DataflowError) and error.is_lasting,
-        ))  # fmt: skip
+        link.send(
+            messages.Failed(
+                attempt=settings.attempt,
+                error=type(error).__name__,
+                message=str(error),
+                traceback=traceback.format_exc(),
+                lasting=isinstance(error, DataflowError) and error.is_lasting,
+            )
+        )
         link.close()
         return 1
     if worker.ended_alone:
@@ -97,9 +111,14 @@ class Worker:
     """
 
     def __init__(
-        self, graph: Graph, plan: Plan, settings: Settings, link: SchedulerLink,
-        left_alone: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        graph: Graph,
+        plan: Plan,
+        settings: Settings,
+        link: SchedulerLink,
+        left_alone: threading.Event | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """left_alone: set while no scheduler is there. clock: as the link's."""
         self._settings, self._link, self._clock = settings, link, clock
         self._left_alone = left_alone or threading.Event()
@@ -109,13 +128,22 @@ class Worker:
         self._ports = Ports(roomiest(graph, settings.changes), plan, self._nodes, settings, clock)
         self._ranks = _rank_line(settings)
         self._host = NodeLoops(
-            graph, plan, self._nodes, settings,
-            writer_of=self._ports.writer_of, reader_of=self._ports.reader_of,
-            device=lambda node: settings.device if plan.placements[node].gpus else "cpu", clock=clock,
-            places=rank_host.places_of(settings, starts=self._ranks, meets_at=getattr(self._ranks, "address", "")),
-        )  # fmt: skip
+            graph,
+            plan,
+            self._nodes,
+            settings,
+            writer_of=self._ports.writer_of,
+            reader_of=self._ports.reader_of,
+            device=lambda node: settings.device if plan.placements[node].gpus else "cpu",
+            clock=clock,
+            places=rank_host.places_of(
+                settings, starts=self._ranks, meets_at=getattr(self._ranks, "address", "")
+            ),
+        )
         self._process = psutil.Process()
-        self._threads = max(plan.placements[node].threads_of(settings.replica) for node in self._nodes)
+        self._threads = max(
+            plan.placements[node].threads_of(settings.replica) for node in self._nodes
+        )
         self._running = True
         self._name = f"{settings.worker}-{settings.replica}"
         self._attempt = settings.attempt
@@ -140,9 +168,13 @@ class Worker:
         log = structlog.get_logger(worker=self._name)
         inlets = self._ports.open_inlets(self._host)
         hello = messages.Hello(
-            attempt=self._attempt, pid=os.getpid(), addresses=inlets, lines=self._ports.lines, machine=machine(),
+            attempt=self._attempt,
+            pid=os.getpid(),
+            addresses=inlets,
+            lines=self._ports.lines,
+            machine=machine(),
             ranks_at=self._ranks.address if self._ranks else "",
-        )  # fmt: skip
+        )
         self._link.send(hello)
         wire = self._wait_for(messages.Wire)
         self._ports.read_from(wire.lines)
@@ -188,17 +220,27 @@ class Worker:
         turned_s = now - self._turned if self._state == "running" else 0.0
         nodes = {
             node: dataclasses.replace(
-                told, status={**told.status, **self._host.runtimes[node].under_way()}, **self._host.loops[node].spent()
+                told,
+                status={**told.status, **self._host.runtimes[node].under_way()},
+                **self._host.loops[node].spent(),
             )
             for node, told in self._report.items()
         }
         return messages.Heartbeat(
-            attempt=self._attempt, state=self._state, nodes=nodes, edges=self._depths, crossed=self._crossed,
+            attempt=self._attempt,
+            state=self._state,
+            nodes=nodes,
+            edges=self._depths,
+            crossed=self._crossed,
             turned_s=turned_s,
-            asleep_s=self._watchdog.look(turned_s, now), at=self._host.at,
-            at_s=time.monotonic() - self._host.at_since, drained=self._drained, alone=self.ended_alone,
-            changed=self._changed, rss_bytes=self._process.memory_info().rss,
-        )  # fmt: skip
+            asleep_s=self._watchdog.look(turned_s, now),
+            at=self._host.at,
+            at_s=time.monotonic() - self._host.at_since,
+            drained=self._drained,
+            alone=self.ended_alone,
+            changed=self._changed,
+            rss_bytes=self._process.memory_info().rss,
+        )
 
     def _refresh(self, force: bool = False) -> None:
         """Renew what the heartbeat carries, a few times a second."""
@@ -206,10 +248,14 @@ class Worker:
         if force or now - self._refreshed > 0.1:
             self._refreshed = now
             self._host.keep_trace()
-            self._report = {node: messages.NodeReport(**report) for node, report in self._host.report().items()}
+            self._report = {
+                node: messages.NodeReport(**report) for node, report in self._host.report().items()
+            }
             self._depths, self._crossed = self._ports.depths(), self.crossed
             self._changed = self._host.changed
-            self._drained = all(loop.ended for loop in self._host.loops.values()) and self._ports.drained
+            self._drained = (
+                all(loop.ended for loop in self._host.loops.values()) and self._ports.drained
+            )
 
     def _hear(self) -> None:
         received, self._early = [*self._early, *self._link.messages()], []
@@ -244,7 +290,10 @@ class Worker:
             return message.receivers[edge] if address in message.before.get(edge, ()) else address
 
         self._retiring = [
-            dataclasses.replace(each, receivers={edge: now(edge, address) for edge, address in each.receivers.items()})
+            dataclasses.replace(
+                each,
+                receivers={edge: now(edge, address) for edge, address in each.receivers.items()},
+            )
             for each in self._retiring
         ]
 
@@ -255,14 +304,18 @@ class Worker:
             self._confirm(message.ticket)
 
     def _end_alone(self) -> None:
-        """No scheduler has come back: let trainers finish the step under way and write a checkpoint, then end.
+        """No scheduler has come back: let trainers finish the step under way and write a
+        checkpoint, then end.
 
-        Where there is no trainer, the forkserver says when all others have ended, and any message that all goes on. A
-        trainer that has begun to end is started again by whoever is the scheduler then."""
+        Where there is no trainer, the forkserver says when all others have ended, and any message
+        that all goes on. A trainer that has begun to end is started again by whoever is the
+        scheduler then."""
         operators = self._host.graph.operators
         trainers = [self._host.runtimes[node] for node in self._nodes if operators[node].trains]
         if self._ends_at is None:
-            structlog.get_logger(worker=self._name).warning("no scheduler is there any more: coming to an end")
+            structlog.get_logger(worker=self._name).warning(
+                "no scheduler is there any more: coming to an end"
+            )
             self._ends_at = self._clock() + self._settings.limits.drain_s
             for node in self._who_drains():
                 self._host.tell(node, {"drain": True})
@@ -280,7 +333,11 @@ class Worker:
     def _who_drains(self) -> list[str]:
         """Trainers, and those that take turns with one, which it needs for its checkpoint."""
         plan = self._host.plan
-        return [node for node in self._nodes if self._host.graph.operators[node].trains or plan.turns_of(node)]
+        return [
+            node
+            for node in self._nodes
+            if self._host.graph.operators[node].trains or plan.turns_of(node)
+        ]
 
     def _confirm(self, ticket: int) -> None:
         self._link.send(messages.Confirmed(attempt=self._attempt, ticket=ticket))
@@ -299,8 +356,9 @@ class Worker:
                     self._early.remove(message)
                     return message
         raise DeadlineError(
-            f"worker '{self._settings.worker}' waited {deadline_s:.0f} s for the scheduler's '{kind.__name__}' and did "
-            f"not get it; another worker may not have started: see the other logs of this run, or raise Limits.start_s"
+            f"worker '{self._settings.worker}' waited {deadline_s:.0f} s for the scheduler's"
+            f" '{kind.__name__}' and did not get it; another worker may not have started: see the"
+            " other logs of this run, or raise Limits.start_s"
         )
 
     def _rest(self) -> None:
@@ -341,12 +399,18 @@ def preload(graph: Graph) -> None:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Environment for workers that share cores: thread pools of a fixed size that do not spin while they wait."""
+    """Environment for workers that share cores: thread pools of a fixed size that do not spin while
+    they wait."""
     return {
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other check would spoil CUDA for what is forked afterwards
-        "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    } | native.compilers_caches()  # fmt: skip
+        # the other check would spoil CUDA for what is forked afterwards
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    } | native.compilers_caches()
 
 
 def _set_threads(threads: int) -> None:

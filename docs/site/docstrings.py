@@ -1,4 +1,5 @@
-"""Docstrings as the site's pages show them: examples as code, knobs with their defaults; for griffe."""
+"""Docstrings as the site's pages show them: examples as code, knobs with their defaults; for
+griffe."""
 
 import re
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = as_page(obj.docstring.value)
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
-        """Show defaults of knobs, and which may change in a live run, once `dataclasses` has made the signatures."""
+        """Show defaults of knobs, and which may change in a live run, once `dataclasses` has made
+        the signatures."""
         for owner in _classes(pkg):
             for attr in owner.attributes.values():
                 at = _arguments(attr.value, "settable").get("at")
@@ -53,15 +55,22 @@ def _default(value: Any) -> Any:
 
 
 def _arguments(value: Any, function: str) -> dict[str, Any]:
-    """Of a call of that function, by name; empty for what is none. A class may have a method of its name, too."""
-    if not isinstance(value, griffe.ExprCall) or value.canonical_path.rpartition(".")[2] != function:
+    """Of a call of that function, by name; empty for what is none. A class may have a method of its
+    name, too."""
+    if (
+        not isinstance(value, griffe.ExprCall)
+        or value.canonical_path.rpartition(".")[2] != function
+    ):
         return {}
-    named = {each.name: each.value for each in value.arguments if isinstance(each, griffe.ExprKeyword)}
+    named = {
+        each.name: each.value for each in value.arguments if isinstance(each, griffe.ExprKeyword)
+    }
     plain = [each for each in value.arguments if not isinstance(each, griffe.ExprKeyword)]
     return {**named, **({"default": plain[0]} if plain else {})}
 
 
 def as_page(text: str) -> str:
-    """A docstring with its examples as fenced code, and without the line that says where its knobs stand."""
+    """A docstring with its examples as fenced code, and without the line that says where its knobs
+    stand."""
     text = KNOBS.sub("\n\n", text)
     return EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", text)

@@ -1,4 +1,5 @@
-"""Plays a game with a model behind Anthropic's API: find a number by guesses that are answered by higher or lower."""
+"""Plays a game with a model behind Anthropic's API: find a number by guesses that are answered by
+higher or lower."""
 
 import json
 import sys
@@ -19,7 +20,10 @@ def play(client: Anthropic, prompt: str, secret: int, turns: int) -> float:
         if number == secret:
             return 1.0
         heard = "?" if number < 0 else "+" if secret > number else "-"
-        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": heard}]
+        messages += [
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": heard},
+        ]
     return 0.0
 
 

@@ -1,4 +1,5 @@
-"""Plays a game with a model behind OpenAI's API: find a number by guesses that are answered by higher or lower."""
+"""Plays a game with a model behind OpenAI's API: find a number by guesses that are answered by
+higher or lower."""
 
 import json
 import sys

@@ -14,7 +14,8 @@ _TOKEN = re.compile(rf"\$?{_DIGITS}%?|[-+*/()]", re.ASCII)
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of a number standing alone, or None: `0.20`, `.2`, `-5`, `$1,000`, `50%` (a half)."""
+    """The exact value of a number standing alone, or None: `0.20`, `.2`, `-5`, `$1,000`, `50%` (a
+    half)."""
     found = _NUMBER.fullmatch(text.strip()) if len(text) <= LONGEST_TEXT else None
     if found is None:
         return None
@@ -24,7 +25,8 @@ def number(text: str) -> Fraction | None:
 
 
 def value(text: str) -> Fraction | None:
-    """The exact value of an expression of numbers, `+ - * /` and parentheses, or None where it has none."""
+    """The exact value of an expression of numbers, `+ - * /` and parentheses, or None where it has
+    none."""
     squeezed = re.sub(r"\s+", "", text)
     tokens = _TOKEN.findall(squeezed)
     if len(squeezed) > LONGEST_TEXT or "".join(tokens) != squeezed:
@@ -56,7 +58,8 @@ def _product(tokens: list[str]) -> Fraction:
 
 
 def _factor(tokens: list[str]) -> Fraction:
-    """One signed number or parenthesis; `tokens` hold the rest of the expression, the next one last."""
+    """One signed number or parenthesis; `tokens` hold the rest of the expression, the next one
+    last."""
     if not tokens:
         raise SyntaxError("an expression ended too early")
     token = tokens.pop()
@@ -76,8 +79,8 @@ def _factor(tokens: list[str]) -> Fraction:
 def same_number(completion: str, answer: str) -> bool:
     """Whether a completion is the number of the answer, however the two are written.
 
-    A fraction such as `3/4` counts only where the answer is written as one: a completion may not leave the
-    division that was asked for to whoever reads it.
+    A fraction such as `3/4` counts only where the answer is written as one: a completion may not
+    leave the division that was asked for to whoever reads it.
     """
     wanted = number(answer)
     if wanted is not None:

@@ -1,4 +1,5 @@
-"""The guessing game: a number below 16, as one digit, in four turns, answered by `+` (it is higher), `-` or `=`."""
+"""The guessing game: a number below 16, as one digit, in four turns, answered by `+` (it is
+higher), `-` or `=`."""
 
 from __future__ import annotations
 
@@ -19,15 +20,19 @@ TURNS = 4
 MAX_TOKENS = 2
 """Of a turn: a digit and the end token."""
 
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + EOS + "{% endif %}{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}"
+    + EOS
+    + "{% endif %}{% endfor %}"
+)
 """A game's messages, laid out as the games of the warm start are."""
 
 
 def rows(
     count: int, *, seed: int, held_out: bool = False, numbers: int = len(DIGITS)
 ) -> Iterator[dict[str, str | int]]:
-    """Yield `count` games {"prompt", "secret"}. The prompt is a tag of three letters that says nothing of the secret,
-    which is below `numbers`; no held-out tag is ever trained on."""
+    """Yield `count` games {"prompt", "secret"}. The prompt is a tag of three letters that says
+    nothing of the secret, which is below `numbers`; no held-out tag is ever trained on."""
     draw = random.Random(f"guess-{seed}-{held_out}")
     made = 0
     while made < count:
@@ -37,9 +42,14 @@ def rows(
             made += 1
 
 
-def games(count: int, numbers: int, turns: int, *, seed: int, held_out: bool = False) -> list[dict[str, str | int]]:
+def games(
+    count: int, numbers: int, turns: int, *, seed: int, held_out: bool = False
+) -> list[dict[str, str | int]]:
     """Games with what a program that plays them has to know: {"prompt", "secret", "turns"}."""
-    return [{**row, "turns": turns} for row in rows(count, seed=seed, held_out=held_out, numbers=numbers)]
+    return [
+        {**row, "turns": turns}
+        for row in rows(count, seed=seed, held_out=held_out, numbers=numbers)
+    ]
 
 
 def lay_out_chats(folder: Path) -> None:
@@ -49,7 +59,8 @@ def lay_out_chats(folder: Path) -> None:
 
 
 def judge(said: str, secret: int) -> str:
-    """What the world says to a guess: `=`, `+` where the secret is higher, `-` where it is lower; `?` to no number."""
+    """What the world says to a guess: `=`, `+` where the secret is higher, `-` where it is lower;
+    `?` to no number."""
     number = DIGITS.find(said) if len(said) == 1 else -1
     return "?" if number < 0 else "=" if number == secret else "+" if secret > number else "-"
 
@@ -57,15 +68,17 @@ def judge(said: str, secret: int) -> str:
 def examples(
     count: int, *, seed: int, care: float = 0.7, numbers: int = len(DIGITS), turns: int = TURNS
 ) -> Iterator[tuple[str, str]]:
-    """Yield turns of games by a careless player, for a warm start: the conversation so far, and the next guess. Only a
-    share `care` of the guesses is surely one that what was heard leaves open."""
+    """Yield turns of games by a careless player, for a warm start: the conversation so far, and the
+    next guess. Only a share `care` of the guesses is surely one that what was heard leaves open."""
     draw = random.Random(f"guess-examples-{seed}")
     made = 0
     while True:
         for game in rows(1000, seed=draw.randrange(1 << 30), numbers=numbers):
             talk, low, high = str(game["prompt"]), 0, numbers - 1
             for _ in range(turns):
-                number = draw.randint(low, high) if draw.random() < care else draw.randrange(numbers)
+                number = (
+                    draw.randint(low, high) if draw.random() < care else draw.randrange(numbers)
+                )
                 yield talk, DIGITS[number]
                 made += 1
                 heard = judge(DIGITS[number], int(game["secret"]))

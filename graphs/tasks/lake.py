@@ -31,16 +31,26 @@ def around(board: Board, at: tuple[int, int]) -> str:
     """
     found = [(at[0] + down, at[1] + right) for down, right in MOVES.values()]
     inside = range(len(board))
-    return "".join(board[row][column] if row in inside and column in inside else EDGE for row, column in found)
+    return "".join(
+        board[row][column] if row in inside and column in inside else EDGE for row, column in found
+    )
 
 
 def heard(text: str, *, blank: bool = False) -> str:
-    """What the game says, in four letters: what lies around the player; nothing where it shows no player any more.
+    """What the game says, in four letters: what lies around the player; nothing where it shows no
+    player any more.
 
     blank: nothing of it."""
-    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")][-SIZE:]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")][
+        -SIZE:
+    ]
     board = [[cell.strip() or FREE for cell in row] for row in rows]
-    places = [(row, column) for row, cells in enumerate(board) for column, cell in enumerate(cells) if cell == "P"]
+    places = [
+        (row, column)
+        for row, cells in enumerate(board)
+        for column, cell in enumerate(cells)
+        if cell == "P"
+    ]
     if not places:
         return ""
     return BLANK * len(MOVES) if blank else around(board, places[-1])
@@ -66,7 +76,8 @@ def board_of(draw: random.Random) -> Board:
 
 
 def walk(draw: random.Random, care: float) -> Iterator[tuple[str, str]]:
-    """What lies around a walker, and where they go: with care forward, else back, where there is ice; or anywhere."""
+    """What lies around a walker, and where they go: with care forward, else back, where there is
+    ice; or anywhere."""
     board, at = board_of(draw), (0, 0)
     for _ in range(TURNS):
         seen = around(board, at)
@@ -83,8 +94,8 @@ def walk(draw: random.Random, care: float) -> Iterator[tuple[str, str]]:
 
 
 def examples(count: int, *, seed: int, care: float = 0.5) -> Iterator[tuple[str, str]]:
-    """Yield moves of careless walkers, for a warm start: the conversation so far, and the next move. Of one in four
-    nothing is heard that lies around it."""
+    """Yield moves of careless walkers, for a warm start: the conversation so far, and the next
+    move. Of one in four nothing is heard that lies around it."""
     draw = random.Random(f"lake-examples-{seed}")
     made = 0
     while True:

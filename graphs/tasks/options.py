@@ -1,4 +1,5 @@
-"""The flags of trainers and generators that every graph over text files has: knobs of the operators, by their names."""
+"""The flags of trainers and generators that every graph over text files has: knobs of the
+operators, by their names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -15,7 +16,8 @@ class TrainingFlags:
     heading: ClassVar[str] = "training"
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after the warm-up; linear and cosine fall to --min-lr over --steps or --epochs."""
+    """What the learning rate does after the warm-up; linear and cosine fall to --min-lr over
+    --steps or --epochs."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from 0."""
     min_lr: float = 0.0
@@ -64,7 +66,8 @@ class GenerationFlags:
     engine: Literal["native", "vllm"] = "native"
     """Who makes the forward passes: this project's engine, or vLLM, which is installed apart."""
     generator_weights: Literal["model", "int8", "int8_dynamic", "fp8"] = "model"
-    """How its linear layers compute: as the model; int8 (half of bfloat16's memory), int8_dynamic (inputs too); fp8."""
+    """How its linear layers compute: as the model; int8 (half of bfloat16's memory), int8_dynamic
+    (inputs too); fp8."""
     slots: int = 256
     """Rollouts that are decoded together, at most."""
 
@@ -77,7 +80,8 @@ class GenerationFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFlags:
-    """Low-rank adapters that are trained in place of the policy's weights, as `dataflow.LoRA` has them."""
+    """Low-rank adapters that are trained in place of the policy's weights, as `dataflow.LoRA` has
+    them."""
 
     heading: ClassVar[str] = "LoRA: adapters in place of all weights"
 
@@ -88,7 +92,8 @@ class AdapterFlags:
     lora_alpha: float | None = None
     """Over the rank: what they are multiplied by; 32 when left out."""
     lora_targets: tuple[str, ...] | None = None
-    """Last names of the linear layers that have one, as q_proj v_proj; all but the output layer when left out."""
+    """Last names of the linear layers that have one, as q_proj v_proj; all but the output layer
+    when left out."""
 
     @property
     def adapters(self) -> LoRA | None:
@@ -98,8 +103,11 @@ class AdapterFlags:
         return LoRA(**known) if known or self.lora else None
 
 
-def penalized(loss: Callable[..., Any], *, kl: float = 0.0, corrected: bool = False, entropy: float = 0.0) -> Any:
-    """The loss plus `kl` for each nat from the reference, minus `entropy` for each of the policy's entropy; 0: without.
+def penalized(
+    loss: Callable[..., Any], *, kl: float = 0.0, corrected: bool = False, entropy: float = 0.0
+) -> Any:
+    """The loss plus `kl` for each nat from the reference, minus `entropy` for each of the policy's
+    entropy; 0: without.
 
     corrected: as `with_kl` has it.
     """
@@ -108,13 +116,17 @@ def penalized(loss: Callable[..., Any], *, kl: float = 0.0, corrected: bool = Fa
 
 
 def refuse_idle(task: Any, names: tuple[str, ...], why: str) -> None:
-    """Refuse flags of a task that would do nothing in its graph, where they are not as they are by themselves.
+    """Refuse flags of a task that would do nothing in its graph, where they are not as they are by
+    themselves.
 
     Errors: GraphError, which names the first.
     """
     for field in fields(task):
         if field.name in names and (value := getattr(task, field.name)) != field.default:
-            raise GraphError(f"--{field.name.replace('_', '-')} {value} would have no effect: {why}; leave it out")
+            raise GraphError(
+                f"--{field.name.replace('_', '-')} {value} would have no effect: {why}; leave"
+                " it out"
+            )
 
 
 def _without(flag: str, value: object, other: str) -> GraphError:

@@ -1,4 +1,5 @@
-"""Products of numbers of three digits, which a small policy cannot work out, and a tool that can: `[mul(123,456)]`."""
+"""Products of numbers of three digits, which a small policy cannot work out, and a tool that can:
+`[mul(123,456)]`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ MAX_TOKENS = 16
 
 
 def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, str]]:
-    """Yield `count` products {"prompt": "123*456=", "answer": "56088"}. No held-out prompt is ever trained on."""
+    """Yield `count` products {"prompt": "123*456=", "answer": "56088"}. No held-out prompt is ever
+    trained on."""
     draw = random.Random(f"products-{seed}-{held_out}")
     made = 0
     while made < count:
@@ -53,8 +55,9 @@ def reward(said: str, answer: str) -> float:
 
 
 def examples(count: int, *, seed: int, care: float = 0.6) -> Iterator[tuple[str, str]]:
-    """Yield turns of a careless player, for a warm start: the conversation so far, and what it says next. A share
-    `care` of calls and answers is right; the others have a wrong digit, a broken form, or are no call at all."""
+    """Yield turns of a careless player, for a warm start: the conversation so far, and what it says
+    next. A share `care` of calls and answers is right; the others have a wrong digit, a broken
+    form, or are no call at all."""
     draw = random.Random(f"products-examples-{seed}")
     made = 0
     while True:
@@ -62,7 +65,10 @@ def examples(count: int, *, seed: int, care: float = 0.6) -> Iterator[tuple[str,
             prompt, answer = row["prompt"], row["answer"]
             call = f"[mul({prompt[:-1].replace('*', ',')})]"
             yield prompt, call if draw.random() < care else _spoiled_call(call, draw)
-            yield prompt + call + EOS + answer, answer if draw.random() < care else _spoiled(answer, draw)
+            yield (
+                prompt + call + EOS + answer,
+                answer if draw.random() < care else _spoiled(answer, draw),
+            )
             made += 2
             if made >= count:
                 return
@@ -82,4 +88,6 @@ def _spoiled_call(call: str, draw: random.Random) -> str:
 def _spoiled(answer: str, draw: random.Random) -> str:
     """A number with a digit changed, or without its last."""
     at = draw.randrange(len(answer))
-    return answer[:-1] if draw.random() < 0.5 else answer[:at] + draw.choice(DIGITS) + answer[at + 1 :]
+    return (
+        answer[:-1] if draw.random() < 0.5 else answer[:at] + draw.choice(DIGITS) + answer[at + 1 :]
+    )

@@ -1,4 +1,5 @@
-"""Questions about arithmetic in plain English, for models that have a chat template: `What is 37 + 14?` to `51`."""
+"""Questions about arithmetic in plain English, for models that have a chat template: `What is 37 +
+14?` to `51`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ ASK = "Answer with the number only."
 """Ends every question that is made here, so that answers are short."""
 
 GSM8K = "hf:openai/gsm8k"
-"""Word problems of grade school, with worked solutions as answers (MIT licence, arXiv 2110.14168)."""
+"""Word problems of grade school, with worked solutions as answers (MIT licence, arXiv
+2110.14168)."""
 
 TRAINED, EVALUATED = 20_000, 256
 """Questions of a task that are drawn, some of them more than once."""
@@ -27,9 +29,11 @@ def rows(task: str, count: int, *, seed: int, held_out: bool = False) -> Iterato
     """Yield `count` rows {"prompt", "answer"} of a task, drawn from the seed.
 
     Args:
-        task: "sums" (sums and differences of two numbers, none below 0), "products" (of two numbers), or "chains"
-            (sums and differences of up to four numbers, from the package reasoning-gym).
-        held_out: the questions of evaluation, a fixed eighth of all, which are never among the others.
+        task: "sums" (sums and differences of two numbers, none below 0), "products" (of two
+            numbers), or "chains" (sums and differences of up to four numbers, from the package
+            reasoning-gym).
+        held_out: the questions of evaluation, a fixed eighth of all, which are never among the
+            others.
     """
     draw = random.Random(f"questions-{task}-{seed}-{held_out}")
     made = 0
@@ -41,10 +45,13 @@ def rows(task: str, count: int, *, seed: int, held_out: bool = False) -> Iterato
 
 
 def prompts(task: str, *, gsm8k: str = GSM8K, held_out: bool = False, **knobs: Any) -> Prompts:
-    """The questions of a task as chat prompts with their answers; those of "gsm8k" from a data set's id or folder."""
+    """The questions of a task as chat prompts with their answers; those of "gsm8k" from a data
+    set's id or folder."""
     if task == "gsm8k":
         split = "test" if held_out else "train"
-        return Prompts(gsm8k, split=split, prompt_column="question", columns=("answer",), chat=True, **knobs)
+        return Prompts(
+            gsm8k, split=split, prompt_column="question", columns=("answer",), chat=True, **knobs
+        )
     made = rows(task, EVALUATED if held_out else TRAINED, seed=0, held_out=held_out)
     return Prompts(list(made), columns=("answer",), chat=True, **knobs)
 

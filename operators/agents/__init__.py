@@ -1,1 +1,2 @@
-"""Agents that nobody rewrites: programs whose calls of a model are answered by the generator of a run."""
+"""Agents that nobody rewrites: programs whose calls of a model are answered by the generator of a
+run."""

@@ -1,4 +1,5 @@
-"""The worker's end of the process that starts programs: orders out, ends in; that process is replaced when it dies."""
+"""The worker's end of the process that starts programs: orders out, ends in; that process is
+replaced when it dies."""
 
 from __future__ import annotations
 
@@ -56,11 +57,16 @@ class HostLine:
     """The module that it imports, or died of."""
 
     def __init__(
-        self, python: str, modules: Sequence[str], folder: str = "", *, start_s: float = math.inf,
+        self,
+        python: str,
+        modules: Sequence[str],
+        folder: str = "",
+        *,
+        start_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        """Start it. python: its interpreter. modules: imported there, for programs that are forks of it. folder: from
-        which, too. start_s: for that."""
+    ) -> None:
+        """Start it. python: its interpreter. modules: imported there, for programs that are forks
+        of it. folder: from which, too. start_s: for that."""
         self._command = [python, *([] if modules else ["-I"]), str(HOST), folder, *modules]
         self._start_s, self._clock = start_s, clock
         self._marker = secrets.token_hex(16)
@@ -85,9 +91,11 @@ class HostLine:
         self._send({"end": number})
 
     def ended(self) -> list[EndedProgram] | None:
-        """Programs that have ended, each with all that it had started; None: the process is gone, `restart` it.
+        """Programs that have ended, each with all that it had started; None: the process is gone,
+        `restart` it.
 
-        Raises Unusable where a module cannot be imported, DeadlineError where that takes too long."""
+        Raises Unusable where a module cannot be imported, DeadlineError where that takes too
+        long."""
         let_go_on(self._process)
         self._flush()
         is_over = False
@@ -105,13 +113,15 @@ class HostLine:
             return None
         if not self.is_ready and self._clock() > self._begun + self._start_s:
             raise DeadlineError(
-                f"the process that starts programs is not ready after {self._start_s:g} s; found it importing "
-                f"{self.importing or 'nothing yet'}; give imports= modules that take less, or raise Limits.start_s"
+                f"the process that starts programs is not ready after {self._start_s:g} s; found it"
+                f" importing {self.importing or 'nothing yet'}; give imports= modules that take"
+                " less, or raise Limits.start_s"
             )
         return [EndedProgram(number=each.pop("ended"), **each) for each in found]
 
     def restart(self) -> None:
-        """Another process in place of one that is gone, when nothing is left that it had started."""
+        """Another process in place of one that is gone, when nothing is left that it had
+        started."""
         self._end(0.0)
         self._begin()
 
@@ -123,8 +133,9 @@ class HostLine:
         """Take in how far it has come before it starts programs; whether that is what it said."""
         if "failed" in said:
             raise Unusable(
-                f"what programs share cannot be imported; found imports={said['failed']!r} to end with {said['error']} "
-                f"in {self._command[0]}; install it there, or correct imports="
+                f"what programs share cannot be imported; found imports={said['failed']!r} to end"
+                f" with {said['error']} in {self._command[0]}; install it there, or correct"
+                " imports="
             )
         self.importing = None if "ready" in said else said.get("importing", self.importing)
         self.is_ready |= "ready" in said
@@ -140,9 +151,12 @@ class HostLine:
         self._socket.setblocking(False)
         with theirs:
             self._process = started(
-                self._command, environment={**os.environ, MARKER: self._marker}, end=theirs,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                self._command,
+                environment={**os.environ, MARKER: self._marker},
+                end=theirs,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     def _end(self, within_s: float) -> None:
         self._socket.close()
@@ -157,6 +171,7 @@ class HostLine:
         self._flush()
 
     def _flush(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # that the process is gone shows when reading
+        # that the process is gone shows when reading
+        with contextlib.suppress(BlockingIOError, ConnectionError):
             while self._out:
                 del self._out[: self._socket.send(self._out)]

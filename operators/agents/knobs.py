@@ -32,7 +32,8 @@ class AgentKnobs(EpisodeKnobs):
     """What `operators.agent` declares; its runtime reads it, too."""
 
     command: str
-    """The program and its arguments, as in a shell, which none reads; {column} stands for the value of a column."""
+    """The program and its arguments, as in a shell, which none reads; {column} stands for the value
+    of a column."""
     columns: tuple[str, ...] = ()
     """Columns of the prompt that the program is given beside `prompt`."""
     returns: Any = None
@@ -44,7 +45,8 @@ class AgentKnobs(EpisodeKnobs):
     output_kb: int = 1024
     """Most that a program may say, on stdout and stderr together."""
     imports: tuple[str, ...] = ()
-    """Modules of a Python program that one process imports once; each start of the program is a fork of it."""
+    """Modules of a Python program that one process imports once; each start of the program is a
+    fork of it."""
     env: Mapping[str, str] = field(default_factory=dict)
     """More of its environment."""
     model_name: str = "policy"
@@ -57,13 +59,16 @@ class AgentKnobs(EpisodeKnobs):
             object.__setattr__(self, "name", _name_of(self.command))
         if self.returns is not None and self.returns not in NOTHING:
             raise GraphError(
-                f"agent '{self.name}' returns {self.returns!r}, which no column of an episode holds; give "
-                f"returns=float, int, bool or str, or leave it out and let a @scorer read the rollout"
+                f"agent '{self.name}' returns {self.returns!r}, which no column of an episode"
+                " holds; give returns=float, int, bool or str, or leave it out and let a @scorer"
+                " read the rollout"
             )
         signature = EpisodeSignature(
-            annotations={"prompt": str, **dict.fromkeys(self.columns, Any)}, defaults={},
-            output=None if self.returns is None else arrow_type(self.returns), nothing=NOTHING.get(self.returns),
-        )  # fmt: skip
+            annotations={"prompt": str, **dict.fromkeys(self.columns, Any)},
+            defaults={},
+            output=None if self.returns is None else arrow_type(self.returns),
+            nothing=NOTHING.get(self.returns),
+        )
         object.__setattr__(self, "signature", signature)
         super().__post_init__()
 
@@ -80,16 +85,20 @@ class AgentKnobs(EpisodeKnobs):
     @property
     def about(self) -> str:
         """What runs."""
-        return f"Runs `{self.command}` for each rollout; its calls of a model are turns of the policy."
+        return (
+            f"Runs `{self.command}` for each rollout; its calls of a model are turns of the policy."
+        )
 
     @property
     def python(self) -> str:
-        """The interpreter of the process that starts programs: the program's own, where it shares imports."""
+        """The interpreter of the process that starts programs: the program's own, where it shares
+        imports."""
         return self._argv()[0] if self.imports else sys.executable
 
     @property
     def script_folder(self) -> str:
-        """Where modules of its own are, which it may share as any: the folder of its script; empty without imports."""
+        """Where modules of its own are, which it may share as any: the folder of its script; empty
+        without imports."""
         argv = self._argv()
         if not self.imports or len(argv) < 2 or "{" in argv[1]:
             return ""
@@ -97,19 +106,31 @@ class AgentKnobs(EpisodeKnobs):
 
     def words(self, row: Mapping[str, Any]) -> list[str]:
         """The program and its arguments for one prompt."""
-        return [_PLACE.sub(lambda found: str(row.get(found[1], found[0])), word) for word in self._argv()]
+        return [
+            _PLACE.sub(lambda found: str(row.get(found[1], found[0])), word)
+            for word in self._argv()
+        ]
 
     def identity(self) -> Hashable:
         """Its command, its generator and all knobs."""
         knobs = tuple(
-            repr(getattr(self, item.name)) if item.name in ("env", "returns") else getattr(self, item.name)
-            for item in dataclasses.fields(self) if item.init
-        )  # fmt: skip
+            (
+                repr(getattr(self, item.name))
+                if item.name in ("env", "returns")
+                else getattr(self, item.name)
+            )
+            for item in dataclasses.fields(self)
+            if item.init
+        )
         return ("agent", *knobs)
 
     def knobs(self) -> dict[str, Any]:
         """Those that differ from their defaults."""
-        shown = {name: value for name, value in super().knobs().items() if name not in ("generator", "env", "returns")}
+        shown = {
+            name: value
+            for name, value in super().knobs().items()
+            if name not in ("generator", "env", "returns")
+        }
         returns = {} if self.returns is None else {"returns": self.returns.__name__}
         return {**shown, **returns, **({"env": sorted(self.env)} if self.env else {})}
 
@@ -122,36 +143,61 @@ class AgentKnobs(EpisodeKnobs):
         head, found = f"agent '{self.name}' ({self.where})", super().faults()
         argv = self._argv()
         if not argv:
-            found.append(f'{head} has no program; found command={self.command!r}; give one, as "python my_agent.py"')
-        unknown = [name for word in argv for name in _PLACE.findall(word) if name not in self.reads()]
+            found.append(
+                f'{head} has no program; found command={self.command!r}; give one, as "python'
+                ' my_agent.py"'
+            )
+        unknown = [
+            name for word in argv for name in _PLACE.findall(word) if name not in self.reads()
+        ]
         if unknown:
-            found.append(f"{head} names {unknown} in its command, but is given {list(self.reads())}; add columns=(...)")
-        if self.imports and (len(argv) < 2 or (argv[1].startswith("-") and (argv[1] != "-m" or len(argv) < 3))):
-            found.append(f"{head} has imports={self.imports}, but is no Python program; write `python SCRIPT ...`")
+            found.append(
+                f"{head} names {unknown} in its command, but is given {list(self.reads())}; add"
+                " columns=(...)"
+            )
+        if self.imports and (
+            len(argv) < 2 or (argv[1].startswith("-") and (argv[1] != "-m" or len(argv) < 3))
+        ):
+            found.append(
+                f"{head} has imports={self.imports}, but is no Python program; write `python SCRIPT"
+                " ...`"
+            )
         if isinstance(self.port, bool) or not 0 <= self.port < 1 << 16:
-            found.append(f"{head} has port={self.port!r}; give 0 for any that is free, or up to 65535")
+            found.append(
+                f"{head} has port={self.port!r}; give 0 for any that is free, or up to 65535"
+            )
         return found
 
     def missing(self) -> str | None:
         """Packages that serve, and the program."""
-        absent = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+        absent = [
+            name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None
+        ]
         if absent:
             return (
-                f"agent '{self.name}' serves the calls of its program with packages that are not installed; {absent} "
+                f"agent '{self.name}' serves the calls of its program with packages that are not"
+                f" installed; {absent} "
                 f'were not found; pip install "dataflow-rl[serve]"'
             )
         argv = self._argv()
         if shutil.which(argv[0]) is None:
-            return f"agent '{self.name}' cannot start {argv[0]!r}; found no such program; install it, or give its path"
+            return (
+                f"agent '{self.name}' cannot start {argv[0]!r}; found no such program; install it,"
+                " or give its path"
+            )
         for name in self.imports if argv[0] == sys.executable else ():
             if not _is_there(name.partition(".")[0], self.script_folder):
                 return (
-                    f"agent '{self.name}' cannot import {name!r}; found no such module in {argv[0]}, nor beside its "
-                    f"program; install it, or correct imports={list(self.imports)}"
+                    f"agent '{self.name}' cannot import {name!r}; found no such module in"
+                    f" {argv[0]}, nor beside its program; install it, or correct"
+                    f" imports={list(self.imports)}"
                 )
         script = argv[1] if len(argv) > 1 and argv[1].endswith(".py") else None
         if script is not None and "{" not in script and not Path(script).is_file():
-            return f"agent '{self.name}' runs {script!r}; found no such file in {Path.cwd()}; give its path"
+            return (
+                f"agent '{self.name}' runs {script!r}; found no such file in {Path.cwd()}; give its"
+                " path"
+            )
         return super().missing()
 
     def _argv(self) -> Sequence[str]:
@@ -164,7 +210,9 @@ def _is_there(module: str, folder: str) -> bool:
     try:
         if module in sys.modules or importlib.util.find_spec(module) is not None:
             return True
-        return bool(folder) and importlib.machinery.PathFinder.find_spec(module, [folder]) is not None
+        return (
+            bool(folder) and importlib.machinery.PathFinder.find_spec(module, [folder]) is not None
+        )
     except (ImportError, ValueError):
         return False
 

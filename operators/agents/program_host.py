@@ -1,13 +1,14 @@
-"""Starts programs, bounds them, and ends them with all that they started; a process of its own that imports nothing.
+"""Starts programs, bounds them, and ends them with all that they started; a process of its own that
+imports nothing.
 
-python program_host.py FOLDER [MODULE ...] FD: FD is a socket on which the owner says, a line of JSON each,
-{"start": number, "argv": [...], "env": {...}, "without": [names], "marker": text of its environment that no other has,
-"input": text, "memory_mb": n or null, "output_bytes": n} and {"end": number}, and hears {"ended": number, "status": n,
-"last": last line of its output, "errors": the end of what it said on stderr, "is_too_much": whether it said more than
-it may}. MODULE: imported here, from FOLDER too where that is not empty; Python programs are forks of this process then,
-which have them. Before anything starts the owner hears {"importing": MODULE} of each, and {"ready": true}; or
-{"failed": MODULE, "error": why}, and this process ends. When the owner ends, so does all.
-"""
+python program_host.py FOLDER [MODULE ...] FD: FD is a socket on which the owner says, a line of
+JSON each, {"start": number, "argv": [...], "env": {...}, "without": [names], "marker": text of its
+environment that no other has, "input": text, "memory_mb": n or null, "output_bytes": n} and {"end":
+number}, and hears {"ended": number, "status": n, "last": last line of its output, "errors": the end
+of what it said on stderr, "is_too_much": whether it said more than it may}. MODULE: imported here,
+from FOLDER too where that is not empty; Python programs are forks of this process then, which have
+them. Before anything starts the owner hears {"importing": MODULE} of each, and {"ready": true}; or
+{"failed": MODULE, "error": why}, and this process ends. When the owner ends, so does all."""
 
 from __future__ import annotations
 
@@ -79,11 +80,16 @@ class RunningProgram:
 
     def told(self, status: int) -> dict[str, Any]:
         """What the owner hears of its end."""
-        lines = [line for line in self.output.decode("utf-8", "replace").splitlines() if line.strip()]
+        lines = [
+            line for line in self.output.decode("utf-8", "replace").splitlines() if line.strip()
+        ]
         return {
-            "ended": self.number, "status": status, "last": lines[-1].strip() if lines else "",
-            "errors": self.errors.decode("utf-8", "replace"), "is_too_much": self.is_too_much,
-        }  # fmt: skip
+            "ended": self.number,
+            "status": status,
+            "last": lines[-1].strip() if lines else "",
+            "errors": self.errors.decode("utf-8", "replace"),
+            "is_too_much": self.is_too_much,
+        }
 
 
 class ProgramHost:
@@ -164,7 +170,9 @@ class ProgramHost:
                 self._become(order, given.fileno(), theirs_out, theirs_err)
             os.close(theirs_out)
             os.close(theirs_err)
-        program = RunningProgram(order["start"], pid, order["marker"].encode(), order["output_bytes"])
+        program = RunningProgram(
+            order["start"], pid, order["marker"].encode(), order["output_bytes"]
+        )
         self._running[program.number] = program
         for file, is_error in ((out, False), (err, True)):
             os.set_blocking(file, False)
@@ -216,7 +224,8 @@ class ProgramHost:
                 program.signal(signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Whatever has ended; of programs the owner hears when nothing is left that they had started."""
+        """Whatever has ended; of programs the owner hears when nothing is left that they had
+        started."""
         leaders = {program.pid: program for program in self._running.values()}
         while True:
             try:
@@ -240,7 +249,8 @@ class ProgramHost:
                 self._send(json.dumps(program.told(code)).encode() + b"\n")
 
     def _end_strays(self) -> None:
-        """Kill processes that programs left behind: those adopted here that belong to no program that runs."""
+        """Kill processes that programs left behind: those adopted here that belong to no program
+        that runs."""
         sessions = {program.pid for program in self._running.values()}
         markers = [program.marker for program in self._running.values()]
         for _ in range(64):
@@ -248,7 +258,7 @@ class ProgramHost:
                 pid
                 for pid in _children()
                 if pid not in sessions and not _belongs(pid, sessions, markers)
-            ]  # fmt: skip
+            ]
             if not strays:
                 return
             for pid in strays:
@@ -312,7 +322,9 @@ def _limit_memory(memory_mb: int | None, *, forked: bool) -> None:
     used_kb = 0
     if forked:
         with Path("/proc/self/status").open() as status:
-            used_kb = next((int(line.split()[1]) for line in status if line.startswith("VmData:")), 0)
+            used_kb = next(
+                (int(line.split()[1]) for line in status if line.startswith("VmData:")), 0
+            )
     limit = (used_kb << 10) + (memory_mb << 20)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard == resource.RLIM_INFINITY or limit < hard:
@@ -355,7 +367,8 @@ def main() -> None:
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != own]
     library = ctypes.CDLL(None)
     library.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    library.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # one that was stopped could not end what it has started
+    # one that was stopped could not end what it has started
+    library.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder, modules = sys.argv[1], sys.argv[2:-1]
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -1,4 +1,5 @@
-"""Programs as the worlds of episodes: each is started for a rollout, calls the endpoint for turns, and ends."""
+"""Programs as the worlds of episodes: each is started for a rollout, calls the endpoint for turns,
+and ends."""
 
 from __future__ import annotations
 
@@ -31,12 +32,20 @@ from operators.episodes.dialogue import SaidTurn
 from operators.serving.errors import ApiError
 from operators.serving.work import News, Work
 
-NEVER = "its program ended well and never called the endpoint; found no turn; let it call OPENAI_BASE_URL"
-FULL = "what its program sent fills the context, so that the policy has said nothing; let it send less"
+NEVER = (
+    "its program ended well and never called the endpoint; found no turn; let it call"
+    " OPENAI_BASE_URL"
+)
+FULL = (
+    "what its program sent fills the context, so that the policy has said nothing; let it send less"
+)
 WORLD_STATUS = 75
-"""With which a program ends where what failed is outside, and may be tried again (EX_TEMPFAIL of sysexits.h)."""
+"""With which a program ends where what failed is outside, and may be tried again (EX_TEMPFAIL of
+sysexits.h)."""
 _DEATHS = 3
-_OVER = ApiError(400, "the policy has no turn left in this rollout; end the program", code="rollout_over")
+_OVER = ApiError(
+    400, "the policy has no turn left in this rollout; end the program", code="rollout_over"
+)
 
 
 @dataclass(eq=False)
@@ -55,7 +64,10 @@ class ProgramCall:
 
     def is_like(self, work: Work) -> bool:
         """Whether a call asks for the same."""
-        return np.array_equal(self.prompt, work.prompt) and (self.most, self.stop) == (work.most, work.stop or ())
+        return np.array_equal(self.prompt, work.prompt) and (self.most, self.stop) == (
+            work.most,
+            work.stop or (),
+        )
 
 
 @dataclass(eq=False)
@@ -100,11 +112,14 @@ class ProgramSession:
         ]
         if fitting:
             return max(fitting)[1]
-        again = {number for number, begin in recorded.items() if np.array_equal(begin, prompt)} - set(self.known)
+        again = {
+            number for number, begin in recorded.items() if np.array_equal(begin, prompt)
+        } - set(self.known)
         return min(again or set(range(len(self.known) + 1)) - set(self.known))
 
     def rewards(self, conversation: int = 0) -> list[list[float]]:
-        """Of its turns, by conversation: none is worth more than another, until a scorer says so."""
+        """Of its turns, by conversation: none is worth more than another, until a scorer says
+        so."""
         most = max([conversation, *self.turns])
         return [[0.0] * self.turns.get(number, 0) for number in range(most + 1)]
 
@@ -119,16 +134,27 @@ class Programs:
     """
 
     def __init__(
-        self, agent: AgentKnobs, turns: TurnsInRun, root: str, forget: Callable[[str], None],
-        decode: Callable[[AnyArray], str], *, start_s: float = math.inf, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        """Start the process that starts programs. root: of the endpoint. forget: let go of a session. decode: tokens as
-        text. start_s: for that process to be ready."""
+        self,
+        agent: AgentKnobs,
+        turns: TurnsInRun,
+        root: str,
+        forget: Callable[[str], None],
+        decode: Callable[[AnyArray], str],
+        *,
+        start_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the process that starts programs. root: of the endpoint. forget: let go of a
+        session. decode: tokens as text. start_s: for that process to be ready."""
         self.restarts = 0
         self._agent, self._turns, self._root, self._forget = agent, turns, root, forget
         self._decode, self._clock = decode, clock
         self._host = HostLine(agent.python, agent.imports, agent.script_folder, start_s=start_s)
-        self._check = None if agent.signature.output is None else applying(checker(agent.signature.output), True)
+        self._check = (
+            None
+            if agent.signature.output is None
+            else applying(checker(agent.signature.output), True)
+        )
         self._next_job = 0
         self._sessions: dict[int, ProgramSession] = {}
         self._by_key: dict[str, ProgramSession] = {}
@@ -163,13 +189,17 @@ class Programs:
         ended = self._host.ended()
         if ended is None:
             return self._bury()
-        answers = [self._ended(each) for each in ended]  # before limits: one that is over is not late any more
+        # before limits: one that is over is not late any more
+        answers = [self._ended(each) for each in ended]
         now = self._clock()
         for session in self._sessions.values() if is_beginning else ():
-            session.deadline = now + self._agent.timeout_s  # none has begun while what they share was imported
+            # none has begun while what they share was imported
+            session.deadline = now + self._agent.timeout_s
         for session in self._sessions.values():
             if session.open is None and now > session.deadline and session.failure is None:
-                self.stop(session.job, f"{HUNG}: no call and no end within {self._agent.timeout_s:g} s")
+                self.stop(
+                    session.job, f"{HUNG}: no call and no end within {self._agent.timeout_s:g} s"
+                )
         return answers
 
     def asked(self) -> list[Asked]:
@@ -177,7 +207,9 @@ class Programs:
         asked, self._asked = self._asked, []
         return [each for each in asked if self._waits(each) is not None]
 
-    def question(self, asked: Asked, recorded: Mapping[int, AnyArray]) -> tuple[ProgramCall, TurnQuestion]:
+    def question(
+        self, asked: Asked, recorded: Mapping[int, AnyArray]
+    ) -> tuple[ProgramCall, TurnQuestion]:
         """What a program asked. recorded: see `ProgramSession.conversation_of`."""
         session = self._sessions[asked.job]
         call = session.open
@@ -186,9 +218,12 @@ class Programs:
         known = session.known.get(call.conversation)
         mark = xxhash.xxh3_128_hexdigest(call.prompt.tobytes() + json.dumps(call.stop).encode())
         question = TurnQuestion(
-            heard=() if known is None else (self._decode(call.prompt[len(known) :]),), most=call.most,
-            rewards=session.rewards(call.conversation), rewritten=mark, conversation=call.conversation,
-        )  # fmt: skip
+            heard=() if known is None else (self._decode(call.prompt[len(known) :]),),
+            most=call.most,
+            rewards=session.rewards(call.conversation),
+            rewritten=mark,
+            conversation=call.conversation,
+        )
         return call, question
 
     def say(self, asked: Asked, turn: SaidTurn | None) -> None:
@@ -231,7 +266,9 @@ class Programs:
     def _waits(self, asked: Asked) -> ProgramSession | None:
         """Whose question it is; None where its program has ended, or was started anew."""
         session = self._sessions.get(asked.job)
-        is_open = session is not None and session.open is not None and session.open.number == asked.number
+        is_open = (
+            session is not None and session.open is not None and session.open.number == asked.number
+        )
         return session if is_open else None
 
     def _start(self, session: ProgramSession) -> None:
@@ -243,16 +280,24 @@ class Programs:
         self._host.start(
             session.job,
             {
-                "argv": agent.words(row), "env": environment(self._root, key, agent.env), "without": WITHOUT,
-                "marker": key, "input": json.dumps(row, default=str) + "\n", "memory_mb": agent.memory_mb,
+                "argv": agent.words(row),
+                "env": environment(self._root, key, agent.env),
+                "without": WITHOUT,
+                "marker": key,
+                "input": json.dumps(row, default=str) + "\n",
+                "memory_mb": agent.memory_mb,
                 "output_bytes": agent.output_kb << 10,
             },
-        )  # fmt: skip
+        )
 
     def _take(self, arrived: Work | CallerLeft) -> None:
         if isinstance(arrived, CallerLeft):
             session = self._by_key.get(arrived.work.session or "")
-            if session is not None and session.open is not None and session.open.work is arrived.work:
+            if (
+                session is not None
+                and session.open is not None
+                and session.open.work is arrived.work
+            ):
                 session.open.work = None
             elif session is not None and arrived.work in session.next:
                 session.next.remove(arrived.work)
@@ -281,7 +326,10 @@ class Programs:
     def _ended(self, program: EndedProgram) -> Answer:
         session = self._sessions.pop(program.number)
         self._close(session)
-        returned, failure = self._agent.signature.nothing, session.failure or self._failed(session, program)
+        returned, failure = (
+            self._agent.signature.nothing,
+            session.failure or self._failed(session, program),
+        )
         if failure is None and not (session.is_over and program.status):
             try:
                 returned = self._returned(program.last)
@@ -289,7 +337,9 @@ class Programs:
                 failure = f"{UNUSABLE}: the last line of its output {error}"
         if failure is not None:
             return Answer(session.job, [0], {0: failure}, b"")
-        outcome = Outcome(heard=(), rewards=session.rewards(), is_over=session.is_over, returned=returned)
+        outcome = Outcome(
+            heard=(), rewards=session.rewards(), is_over=session.is_over, returned=returned
+        )
         return Answer(session.job, [0], {}, outcome.to_bytes())
 
     def _failed(self, session: ProgramSession, program: EndedProgram) -> str | None:
@@ -334,18 +384,23 @@ class Programs:
                 continue
             del self._sessions[session.job]
             failure = (
-                session.failure or f"{DIED}: the process that starts programs ended {session.deaths} times{importing}"
+                session.failure
+                or f"{DIED}: the process that starts programs ended {session.deaths} times{importing}"
             )
             answers.append(Answer(session.job, [0], {0: failure}, b""))
         if not self._sessions and self.restarts > 100:
             raise WorkerDied(
-                f"the process that starts programs of '{self._agent.name}' cannot be kept alive; it ended "
-                f"{self.restarts} times; look in the system's log for what ends it (memory?), then run again"
+                f"the process that starts programs of '{self._agent.name}' cannot be kept alive; it"
+                f" ended {self.restarts} times; look in the system's log for what ends it"
+                " (memory?), then run again"
             )
         return answers
 
     def _close(self, session: ProgramSession) -> None:
-        for work in [*session.next, *([session.open.work] if session.open and session.open.work else [])]:
+        for work in [
+            *session.next,
+            *([session.open.work] if session.open and session.open.work else []),
+        ]:
             _refuse(work, _OVER)
         session.open, session.next = None, []
         del self._by_key[session.key]
@@ -355,11 +410,18 @@ class Programs:
 def environment(root: str, key: str, more: Mapping[str, str]) -> dict[str, str]:
     """What a program finds in its environment beside that of the run."""
     local = "127.0.0.1,localhost"
-    apart = {name: ",".join(filter(None, (os.environ.get(name), local))) for name in ("NO_PROXY", "no_proxy")}
+    apart = {
+        name: ",".join(filter(None, (os.environ.get(name), local)))
+        for name in ("NO_PROXY", "no_proxy")
+    }
     return {
-        **apart, **more, "OPENAI_BASE_URL": f"{root}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": root,
+        **apart,
+        **more,
+        "OPENAI_BASE_URL": f"{root}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": root,
         "ANTHROPIC_API_KEY": key,
-    }  # fmt: skip
+    }
 
 
 def _tell(work: Work, turn: SaidTurn) -> None:

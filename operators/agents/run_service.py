@@ -1,4 +1,5 @@
-"""The APIs of a server inside a run: its calls are turns of rollouts, and the run says how they are sampled."""
+"""The APIs of a server inside a run: its calls are turns of rollouts, and the run says how they are
+sampled."""
 
 from __future__ import annotations
 
@@ -37,16 +38,31 @@ class RunService(Service):
     """
 
     def __init__(
-        self, turns: TurnsInRun, tokenizer: Any, *, model: str, past: Past, stop: tuple[str, ...],
-        ends: frozenset[int] = frozenset(), options: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        """Serve the model. stop, ends: strings and ids at which the generator ends what it says. options: of the chat
-        template."""
+        self,
+        turns: TurnsInRun,
+        tokenizer: Any,
+        *,
+        model: str,
+        past: Past,
+        stop: tuple[str, ...],
+        ends: frozenset[int] = frozenset(),
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Serve the model. stop, ends: strings and ids at which the generator ends what it says.
+        options: of the chat template."""
         super().__init__(
-            turns, tokenizer, model=model, ends=ends.union(special_tokens(tokenizer).values()),
-            make_sampling=_no_sampling, make_stop=_strings, call_timeout_s=CALL_S, exchanges=KEPT_TURNS, past=past,
-            bounds=Bounds(samples=False), chat_template_kwargs=options,
-        )  # fmt: skip
+            turns,
+            tokenizer,
+            model=model,
+            ends=ends.union(special_tokens(tokenizer).values()),
+            make_sampling=_no_sampling,
+            make_stop=_strings,
+            call_timeout_s=CALL_S,
+            exchanges=KEPT_TURNS,
+            past=past,
+            bounds=Bounds(samples=False),
+            chat_template_kwargs=options,
+        )
         self._stop, self._ends_of_turns = stop, ends
 
     def knows(self, model: str) -> bool:
@@ -54,13 +70,16 @@ class RunService(Service):
         return True
 
     def begin(self, request: Request, session: str | None) -> ServedCall:
-        """As `Service.begin`. Raises ApiError for ids to stop at, but those at which a turn ends anyway."""
+        """As `Service.begin`. Raises ApiError for ids to stop at, but those at which a turn ends
+        anyway."""
         others = sorted(set(request.stop_tokens) - self._ends_of_turns)
         if others:
             raise bad(
-                "stop_token_ids", f"a turn of a run ends at strings, and at {sorted(self._ends_of_turns)} anyway; "
-                f"found ids {others}; send stop=[...]", "unsupported_parameter",
-            )  # fmt: skip
+                "stop_token_ids",
+                f"a turn of a run ends at strings, and at {sorted(self._ends_of_turns)} anyway; "
+                f"found ids {others}; send stop=[...]",
+                "unsupported_parameter",
+            )
         stop = tuple(dict.fromkeys([*request.stop, *self._stop]))
         return super().begin(request.with_(stop=stop, stop_tokens=()), session)
 
@@ -95,7 +114,12 @@ class EndpointThread:
         self._turns, self._service = turns, service
         app = make_app(service, sessions=turns.sessions)
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1, lifespan="on"
+            app,
+            log_config=None,
+            access_log=False,
+            ws="none",
+            timeout_graceful_shutdown=1,
+            lifespan="on",
         )
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()

@@ -1,4 +1,5 @@
-"""What a service in a run draws with: its works go to the run's generator as turns of the rollouts of its sessions."""
+"""What a service in a run draws with: its works go to the run's generator as turns of the rollouts
+of its sessions."""
 
 from __future__ import annotations
 
@@ -65,16 +66,20 @@ class TurnsInRun:
     def check_room(self, prompts: int = 1) -> None:
         """The sessions are its bound."""
         if self._is_closed:
-            raise RunError("the run takes no more calls; its episodes are shut down; end the program")
+            raise RunError(
+                "the run takes no more calls; its episodes are shut down; end the program"
+            )
 
     def submit(self, works: Sequence[Work]) -> None:
         """Take a call. Raises ApiError where it asks for more than one completion."""
         self.check_room()
         if len(works) != 1 or len(works[0].seeds) != 1:
             raise bad(
-                "n", f"a call in a run has one prompt and one completion; found {len(works)} prompts of "
-                f"{len(works[0].seeds)}; ask for one after the other", "unsupported_parameter",
-            )  # fmt: skip
+                "n",
+                f"a call in a run has one prompt and one completion; found {len(works)} prompts of "
+                f"{len(works[0].seeds)}; ask for one after the other",
+                "unsupported_parameter",
+            )
         self._put(works[0])
 
     def cancel(self, work: Work, why: str) -> None:

@@ -28,16 +28,18 @@ _WORD = re.compile(r"\w{2}")
 class ChatFormat(ChatTemplate):
     """What a tokenizer's chat template puts around the turns of a conversation.
 
-    `closing` is what it puts behind a turn of the assistant's that something follows, `opening` what it ends a prompt
-    with; `ending` is the part of `closing` that ends the turn: up to the first of the tokenizer's added tokens in it
-    that is more than blanks, `end`; or where none stands in it its first text in brackets (`</s>`), or all of it where
-    that has a word (`### End`); else nothing.
+    `closing` is what it puts behind a turn of the assistant's that something follows, `opening`
+    what it ends a prompt with; `ending` is the part of `closing` that ends the turn: up to the
+    first of the tokenizer's added tokens in it that is more than blanks, `end`; or where none
+    stands in it its first text in brackets (`</s>`), or all of it where that has a word (`###
+    End`); else nothing.
 
     Raises ChatError for a template with which that cannot be found.
     """
 
     def __init__(self, tokenizer: Any, **options: Any) -> None:
-        """Take a tokenizer with a chat template, and the template's own options (`enable_thinking=False`)."""
+        """Take a tokenizer with a chat template, and the template's own options
+        (`enable_thinking=False`)."""
         super().__init__(tokenizer, **options)
         self.opening = self._opening()
         self.closing = self._closing()
@@ -52,11 +54,12 @@ class ChatFormat(ChatTemplate):
             self.takes_tools = True
 
     def pieces(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[str]:
-        """What the template puts before, between and behind the turns of the assistant, one piece more than turns.
+        """What the template puts before, between and behind the turns of the assistant, one piece
+        more than turns.
 
-        Each piece but the first begins with `closing`. The turns' own texts make no difference to them. Empty where the
-        template leaves a turn out, or ends it otherwise: there is no way to go on from such a past but to begin anew.
-        """
+        Each piece but the first begins with `closing`. The turns' own texts make no difference to
+        them. Empty where the template leaves a turn out, or ends it otherwise: there is no way to
+        go on from such a past but to begin anew."""
         marks = _marks(json.dumps([*messages, *tools], ensure_ascii=False, default=str))
         marked, used = [], []
         for message in messages:
@@ -75,7 +78,8 @@ class ChatFormat(ChatTemplate):
         return [*found, rest]
 
     def encode(self, text: str, *, behind_end: bool = False) -> list[int]:
-        """Tokens of a text alone, no special tokens added. behind_end: as it is encoded behind the end of a turn."""
+        """Tokens of a text alone, no special tokens added. behind_end: as it is encoded behind the
+        end of a turn."""
         if not text:
             return []
         if behind_end and self.end is not None:
@@ -87,10 +91,15 @@ class ChatFormat(ChatTemplate):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, special tokens too."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
     def spoken(self, ids: Sequence[int]) -> str:
-        """Text of a turn without the token that ends it; other special tokens stand in it, as calls begin with some."""
+        """Text of a turn without the token that ends it; other special tokens stand in it, as calls
+        begin with some."""
         return self.decode(ids[:-1] if ids and ids[-1] in self.ends else ids)
 
     def _ids(self, text: str) -> list[int]:
@@ -99,7 +108,9 @@ class ChatFormat(ChatTemplate):
     def _opening(self) -> str:
         closed, opened = self.render([USER], opens=False), self.render([USER])
         if USER["content"] not in opened:
-            raise self._refused(f"a user's message does not stand in what it lays out, {opened[-80:]!r}")
+            raise self._refused(
+                f"a user's message does not stand in what it lays out, {opened[-80:]!r}"
+            )
         return opened[self.whole(opened, common(closed, opened)) :]
 
     def _closing(self) -> str:
@@ -109,17 +120,27 @@ class ChatFormat(ChatTemplate):
         longer = self.render([USER, _turn("Another, 9 x longer."), NEXT_USER], opens=False)
         for text in (last, more):
             if text.count("xqs8") != 1:
-                raise self._refused(f"a turn of the assistant's stands {text.count('xqs8')} times in {text[-80:]!r}")
+                raise self._refused(
+                    f"a turn of the assistant's stands {text.count('xqs8')} times in {text[-80:]!r}"
+                )
         behind = more.partition("xqs8")[2]
-        if behind != longer.partition("Another, 9 x longer.")[2] or NEXT_USER["content"] not in behind:
-            raise self._refused(f"what follows a turn of the assistant's depends on the turn, as {behind[:80]!r} does")
+        if (
+            behind != longer.partition("Another, 9 x longer.")[2]
+            or NEXT_USER["content"] not in behind
+        ):
+            raise self._refused(
+                f"what follows a turn of the assistant's depends on the turn, as {behind[:80]!r}"
+                " does"
+            )
         world = self.render([USER], opens=False)
         if not more.startswith(world[: common(world, self.render([USER]))]):
             raise self._refused(f"it changes {world[-80:]!r} when the conversation goes on")
         ending = last.partition("xqs8")[2]
         closing = behind[: self.whole(behind, common(ending, behind))]
         if not closing:
-            raise self._refused(f"it ends a turn with {ending!r}, and with {behind[:40]!r} when more follows")
+            raise self._refused(
+                f"it ends a turn with {ending!r}, and with {behind[:40]!r} when more follows"
+            )
         return closing
 
     def _end_of_turn(self) -> tuple[int | None, str]:
@@ -145,8 +166,8 @@ class ChatFormat(ChatTemplate):
 
     def _refused(self, found: str) -> ChatError:
         return ChatError(
-            f"the chat template of '{self.name}' has no delimiters that can be told from its turns; "
-            f"found that {found}; give the tokenizer another template"
+            f"the chat template of '{self.name}' has no delimiters that can be told from its turns;"
+            f" found that {found}; give the tokenizer another template"
         )
 
 

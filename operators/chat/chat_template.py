@@ -11,7 +11,8 @@ from typing import Any, Self, TypeAlias
 from dataflow.errors import GraphError
 
 Message: TypeAlias = Mapping[str, Any]
-"""{"role", "content"}, with "tool_calls" (assistant), "tool_call_id" and "name" (tool) as OpenAI has them."""
+"""{"role", "content"}, with "tool_calls" (assistant), "tool_call_id" and "name" (tool) as OpenAI
+has them."""
 
 USER: Message = {"role": "user", "content": "xqa1"}
 NEXT_USER: Message = {"role": "user", "content": "xqb2"}
@@ -38,18 +39,23 @@ _BEFORE = "\n"
 
 
 class ChatError(GraphError):
-    """A chat template, or messages given to it, that no conversation of token ids can be made with."""
+    """A chat template, or messages given to it, that no conversation of token ids can be made
+    with."""
 
 
 class ChatTemplate:
-    """What a tokenizer's chat template makes of messages; raises ChatError for a tokenizer that has none."""
+    """What a tokenizer's chat template makes of messages; raises ChatError for a tokenizer that has
+    none."""
 
     def __init__(self, tokenizer: Any, **options: Any) -> None:
-        """Take a tokenizer with a chat template, and the template's own options (`enable_thinking=False`)."""
+        """Take a tokenizer with a chat template, and the template's own options
+        (`enable_thinking=False`)."""
         self.tokenizer, self.options = tokenizer, options
         self.name = str(getattr(tokenizer, "name_or_path", "") or "this tokenizer")
         if not getattr(tokenizer, "chat_template", None):
-            raise ChatError(f"'{self.name}' has no chat template; found none in its tokenizer; give it one")
+            raise ChatError(
+                f"'{self.name}' has no chat template; found none in its tokenizer; give it one"
+            )
         self.arguments_are_text = False
         self._given: Callable[[str], Any] = functools.lru_cache(_MOST_OPTIONS)(self._with_options)
         for self.arguments_are_text in (False, True):
@@ -67,24 +73,32 @@ class ChatTemplate:
     def _with_options(self, options: str) -> Self:
         return type(self)(self.tokenizer, **{**self.options, **json.loads(options)})
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, opens: bool = True) -> str:
-        """The messages as the template lays them out. opens: up to where the assistant begins. Raises ChatError."""
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), *, opens: bool = True
+    ) -> str:
+        """The messages as the template lays them out. opens: up to where the assistant begins.
+        Raises ChatError."""
         laid_out = self.as_template_takes(messages)
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    laid_out, tools=list(tools) or None, tokenize=False, add_generation_prompt=opens, **self.options
+                    laid_out,
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=opens,
+                    **self.options,
                 )
             )
         except Exception as error:
             roles = [message.get("role") for message in messages]
             raise ChatError(
-                f"the chat template of '{self.name}' refuses the messages: {error}; found roles {roles}; mend them"
+                f"the chat template of '{self.name}' refuses the messages: {error}; found roles"
+                f" {roles}; mend them"
             ) from error
 
     def begun(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[str, str]:
-        """The messages up to what the assistant has begun to say, and that: the text of a last message of its own, else
-        nothing. Raises ChatError."""
+        """The messages up to what the assistant has begun to say, and that: the text of a last
+        message of its own, else nothing. Raises ChatError."""
         self.check_tools(tools)
         content = beginning_of(messages)
         if content is None:
@@ -96,12 +110,13 @@ class ChatTemplate:
         if tools and not self.takes_tools:
             raise ChatError(
                 f"the chat template of '{self.name}' has no place for tools; found {len(tools)}; "
-                f"tell of them in a message, or give it another template"
+                "tell of them in a message, or give it another template"
             )
 
     def headed(self, opened: str, content: str) -> str:
-        """What stands before a turn that begins with this, from a text that opens a turn: a tag for thinking that the
-        template opens is left to the turn, and is not there where the turn begins with something else."""
+        """What stands before a turn that begins with this, from a text that opens a turn: a tag for
+        thinking that the template opens is left to the turn, and is not there where the turn begins
+        with something else."""
         opening, head = self._heads
         if not content or not opened.endswith(opening):
             return opened
@@ -117,27 +132,36 @@ class ChatTemplate:
         return opened[: len(opened) - len(opening)] + made
 
     def as_template_takes(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages as this template wants them: arguments of calls as an object or its JSON, no content as an empty
-        one, a developer's messages as the system's; of several of the system's those at the beginning as one, and
-        later ones as a user's, where the template would refuse them or leave them out."""
+        """Messages as this template wants them: arguments of calls as an object or its JSON, no
+        content as an empty one, a developer's messages as the system's; of several of the system's
+        those at the beginning as one, and later ones as a user's, where the template would refuse
+        them or leave them out."""
         made = [self._taken(message) for message in messages]
         places = [at for at, message in enumerate(made) if message.get("role") == "system"]
         if not places or places == [0]:
             return made
-        first = next((at for at, message in enumerate(made) if message.get("role") != "system"), len(made))
+        first = next(
+            (at for at, message in enumerate(made) if message.get("role") != "system"), len(made)
+        )
         if first > 1 and not self._takes_several:
             text = "\n\n".join(str(message["content"]) for message in made[:first])
             made[:first] = [{**made[0], "content": text}]
             first = 1
         late = [message for message in made[first:] if message.get("role") == "system"]
         if late and not self._takes_late:
-            made[first:] = [{**m, "role": "user"} if m.get("role") == "system" else m for m in made[first:]]
+            made[first:] = [
+                {**m, "role": "user"} if m.get("role") == "system" else m for m in made[first:]
+            ]
         return made
 
     def calling(self, name: str, arguments: Mapping[str, Any], number: str = PROBE_CALL_ID) -> str:
-        """What the template lays out of a turn that calls a tool, from where the turn begins on, and behind it. Raises
-        ChatError."""
-        call = {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+        """What the template lays out of a turn that calls a tool, from where the turn begins on,
+        and behind it. Raises ChatError."""
+        call = {
+            "id": number,
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": number, "name": name, "content": "xqr8"}
         text = self.render([USER, turn, result], [PROBE_TOOL])
@@ -176,7 +200,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def _knows_developers(self) -> bool:
-        """Whether it speaks of a developer, and lays out such a message behind one of the system's."""
+        """Whether it speaks of a developer, and lays out such a message behind one of the
+        system's."""
         messages = [_system(_SYSTEMS[0]), {"role": "developer", "content": _SYSTEMS[1]}]
         return "developer" in str(self.tokenizer.chat_template) and self._shows(messages, [USER])
 
@@ -195,10 +220,12 @@ class ChatTemplate:
         try:
             text = str(
                 self.tokenizer.apply_chat_template(
-                    [dict(message) for message in (*systems, *rest)], tokenize=False, add_generation_prompt=True,
+                    [dict(message) for message in (*systems, *rest)],
+                    tokenize=False,
+                    add_generation_prompt=True,
                     **self.options,
                 )
-            )  # fmt: skip
+            )
         except Exception:  # a template may raise what it likes
             return False
         return all(text.count(word) == 1 for word in _SYSTEMS)
@@ -238,50 +265,63 @@ class ChatTemplate:
 
 
 def beginning_of(messages: Sequence[Message]) -> str | None:
-    """What the assistant has begun to say, where the last message is its own; None where it is not. Raises ChatError
-    where that calls tools."""
+    """What the assistant has begun to say, where the last message is its own; None where it is not.
+    Raises ChatError where that calls tools."""
     if not messages or messages[-1].get("role") != "assistant":
         return None
     if messages[-1].get("tool_calls"):
         raise ChatError(
-            "a prompt cannot end with calls of tools that have no results; found a last message of the assistant's "
-            "with tool_calls; add what the tools answered, or leave the message out"
+            "a prompt cannot end with calls of tools that have no results; found a last message of"
+            " the assistant's with tool_calls; add what the tools answered, or leave the"
+            " message out"
         )
     return str(text_of(messages[-1].get("content")))
 
 
 def text_of(content: Any) -> Any:
-    """Content as templates of texts take it: nothing as an empty text, parts as theirs one behind the other. Raises
-    ChatError for parts that are no text."""
+    """Content as templates of texts take it: nothing as an empty text, parts as theirs one behind
+    the other. Raises ChatError for parts that are no text."""
     if not isinstance(content, list | tuple):
         return "" if content is None else content
     for part in content:
-        if not isinstance(part, str) and not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
-            raise ChatError(f"a message's content may be text alone; found a part {str(part)[:80]}; leave it out")
+        if not isinstance(part, str) and not (
+            isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        ):
+            raise ChatError(
+                f"a message's content may be text alone; found a part {str(part)[:80]}; leave"
+                " it out"
+            )
     return "".join(part if isinstance(part, str) else part["text"] for part in content)
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Ids by text of the tokens that a decoded text leaves out: those that the tokenizer names, and those added as
-    special ones."""
+    """Ids by text of the tokens that a decoded text leaves out: those that the tokenizer names, and
+    those added as special ones."""
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
-    added = ((str(token), number) for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    added = (
+        (str(token), number)
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    )
     return {**dict(added), **dict(named)}
 
 
 def mixed_stop(text: str, special: Mapping[str, int]) -> str | None:
-    """Why nothing can end at a text, in three parts: a special token is only a part of it, and none stands in the text
-    that stops are looked for in; None where all is well. special: as `special_tokens` has them."""
-    inside = None if text in special else next((name for name in special if name and name in text), None)
+    """Why nothing can end at a text, in three parts: a special token is only a part of it, and none
+    stands in the text that stops are looked for in; None where all is well. special: as
+    `special_tokens` has them."""
+    inside = (
+        None if text in special else next((name for name in special if name and name in text), None)
+    )
     return inside and (
-        f"stop string {text!r} can never occur: a completion's text has no special tokens; found {inside!r} in it; "
-        f"give {inside!r} alone, or the text around it"
+        f"stop string {text!r} can never occur: a completion's text has no special tokens; found"
+        f" {inside!r} in it; give {inside!r} alone, or the text around it"
     )
 
 
 def text_ids(tokenizer: Any, texts: Sequence[str], *, begins: bool = False) -> list[list[int]]:
-    """Tokens of texts, without what the tokenizer would put behind them. begins: with what it puts in front of a text,
-    unless that begins so already, as one that a template has laid out does."""
+    """Tokens of texts, without what the tokenizer would put behind them. begins: with what it puts
+    in front of a text, unless that begins so already, as one that a template has laid out does."""
     if not texts:
         return []
     front = _front(tokenizer) if begins else []
@@ -290,9 +330,14 @@ def text_ids(tokenizer: Any, texts: Sequence[str], *, begins: bool = False) -> l
 
 
 def ids_behind(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a text that stands behind another: without the blank that some tokenizers put in front of a text."""
-    ids, before, both = text_ids(tokenizer, [text, _BEFORE, _BEFORE + text]) if text else ([], [], [])
-    spelled = tokenizer.decode(before + ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    """Tokens of a text that stands behind another: without the blank that some tokenizers put in
+    front of a text."""
+    ids, before, both = (
+        text_ids(tokenizer, [text, _BEFORE, _BEFORE + text]) if text else ([], [], [])
+    )
+    spelled = tokenizer.decode(
+        before + ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
     is_alone = spelled == _BEFORE + text or both[: len(before)] != before
     return ids if is_alone else both[len(before) :]
 
@@ -300,7 +345,9 @@ def ids_behind(tokenizer: Any, text: str) -> list[int]:
 def _front(tokenizer: Any) -> list[int]:
     """What a tokenizer puts in front of a text by itself."""
     for probe in "a0.":
-        plain, whole = (list(tokenizer(probe, add_special_tokens=adds)["input_ids"]) for adds in (False, True))
+        plain, whole = (
+            list(tokenizer(probe, add_special_tokens=adds)["input_ids"]) for adds in (False, True)
+        )
         places = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
         if plain and (at := next(places, None)) is not None:
             return whole[:at]

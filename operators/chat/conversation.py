@@ -1,4 +1,5 @@
-"""A conversation as the token ids that the policy sees: its own as they were sampled, the world's put behind them."""
+"""A conversation as the token ids that the policy sees: its own as they were sampled, the world's
+put behind them."""
 
 from __future__ import annotations
 
@@ -17,15 +18,17 @@ from operators.chat.stitching import Said, stitched
 from operators.chat.tool_calls import CallFormat, ReadTurn, format_of
 
 Past: TypeAlias = Literal["sampled", "rendered", "refused"]
-"""What becomes of turns that the template writes otherwise once they are past (without their thinking, trimmed):
-they stay as they were sampled; a new row begins with what the template makes of them; or ChatError is raised."""
+"""What becomes of turns that the template writes otherwise once they are past (without their
+thinking, trimmed): they stay as they were sampled; a new row begins with what the template makes of
+them; or ChatError is raised."""
 
 
 class Conversation:
-    """Messages in, ids of the next prompt out, sampled ids in; one row, or several where the past was rewritten.
+    """Messages in, ids of the next prompt out, sampled ids in; one row, or several where the past
+    was rewritten.
 
-    `hear` what the world says, ask for the `prompt`, `say` what was sampled behind it, and so on; `rows` has it all. A
-    sampled token is in the mask of one row only.
+    `hear` what the world says, ask for the `prompt`, `say` what was sampled behind it, and so on;
+    `rows` has it all. A sampled token is in the mask of one row only.
     """
 
     def __init__(
@@ -43,16 +46,17 @@ class Conversation:
         Args:
             tools: definitions, as OpenAI has them; the template puts them where it does.
             past: what becomes of turns that the template writes otherwise later.
-            calls: how calls of tools are read in what the policy wrote; None: as the template writes them, where
-                there are tools.
-            continues: a last message of the assistant's that the policy has not said is what its next turn begins with,
-                and no turn of its own.
+            calls: how calls of tools are read in what the policy wrote; None: as the template
+                writes them, where there are tools.
+            continues: a last message of the assistant's that the policy has not said is what its
+                next turn begins with, and no turn of its own.
         """
         form.check_tools(tools)
         self.form, self.tools, self.past, self._continues = form, tuple(tools), past, continues
         self.messages: list[Message] = list(messages)
         self.begins = ""
-        """The text that the policy's next turn is made to begin with, which it sees and did not sample."""
+        """The text that the policy's next turn is made to begin with, which it sees and did not
+        sample."""
         self.calls = calls or (format_of(form) if tools else None)
         self._called = 0
         """Calls that were read so far."""
@@ -61,7 +65,8 @@ class Conversation:
         self._part_turns: list[int] = []
         self._text = ""
         self._pieces: list[str] = []
-        """What the world had said before each turn of this row and after the last, without the opening of a turn."""
+        """What the world had said before each turn of this row and after the last, without the
+        opening of a turn."""
         self._said: list[Said] = []
         """Turns of this row or earlier ones whose messages still stand."""
         self._turn = 0
@@ -95,7 +100,8 @@ class Conversation:
             self.messages.extend(messages)
 
     def rewrite(self, messages: Iterable[Message], tools: Sequence[Message] | None = None) -> None:
-        """Another past: cut, summarised, edited. Turns that still stand in it keep their ids, as context.
+        """Another past: cut, summarised, edited. Turns that still stand in it keep their ids, as
+        context.
 
         Where it only goes on from the past as it was, this is `hear`, and no row begins.
         """
@@ -103,7 +109,9 @@ class Conversation:
         begin = self.messages
         if tools is not None and tuple(tools) != self.tools:
             self.tools = tuple(tools)
-        elif messages[: len(begin)] == begin and all(m.get("role") != "assistant" for m in messages[len(begin) :]):
+        elif messages[: len(begin)] == begin and all(
+            m.get("role") != "assistant" for m in messages[len(begin) :]
+        ):
             return self.hear(*messages[len(begin) :])
         self._take_back()
         self.messages = messages
@@ -124,11 +132,20 @@ class Conversation:
         self.begins = text
 
     def prompt(self) -> AnyArray:
-        """Ids of all that the policy sees before its next turn, int32 [tokens]. Raises ChatError."""
+        """Ids of all that the policy sees before its next turn, int32 [tokens]. Raises
+        ChatError."""
         if self._unanswered is None:
             if not self.messages:
-                raise ChatError("an empty conversation has no prompt; found no message; hear() one first")
-            before = list(self._done), list(self._parts), list(self._part_turns), self._text, self._pieces
+                raise ChatError(
+                    "an empty conversation has no prompt; found no message; hear() one first"
+                )
+            before = (
+                list(self._done),
+                list(self._parts),
+                list(self._part_turns),
+                self._text,
+                self._pieces,
+            )
             self._open()
 
             def take_back() -> None:
@@ -144,15 +161,21 @@ class Conversation:
         return ids_behind(self.form.tokenizer, self.begins)
 
     def say(
-        self, drawn: RolloutTokens, *, begun: Sequence[int] = (), text: str | None = None,
+        self,
+        drawn: RolloutTokens,
+        *,
+        begun: Sequence[int] = (),
+        text: str | None = None,
         message: Message | None = None,
-    ) -> ReadTurn:  # fmt: skip
-        """What the policy sampled behind the last prompt; gives it as a message, calls of tools read.
+    ) -> ReadTurn:
+        """What the policy sampled behind the last prompt; gives it as a message, calls of tools
+        read.
 
         Args:
-            begun: ids behind `begins` that the turn was made to begin with, which the policy saw and did not sample.
-            text: of the whole turn, `begins` and all, without what ended it (end token, stop string); None: without an
-                end token.
+            begun: ids behind `begins` that the turn was made to begin with, which the policy saw
+                and did not sample.
+            text: of the whole turn, `begins` and all, without what ended it (end token, stop
+                string); None: without an end token.
             message: the turn as a message; None: as it is read in the text.
         """
         self.prompt()
@@ -181,17 +204,23 @@ class Conversation:
         return self.calls.read(text, self.tools, first=self._called)
 
     def fork(self) -> Conversation:
-        """The same conversation, to go on from here another way; what was said so far is trained in this one alone."""
+        """The same conversation, to go on from here another way; what was said so far is trained in
+        this one alone."""
         self._take_back()
         other = copy.copy(self)
-        other.messages, other._said, other._pieces = list(self.messages), list(self._said), list(self._pieces)
+        other.messages, other._said, other._pieces = (
+            list(self.messages),
+            list(self._said),
+            list(self._pieces),
+        )
         other._done = []
         other._parts = [RolloutTokens.given(part.ids) for part in self._parts]
         other._part_turns = [NO_TURN] * len(self._parts)
         return other
 
     def _take_beginning(self) -> None:
-        """A last message of the assistant's that the policy has not said is what its next turn begins with."""
+        """A last message of the assistant's that the policy has not said is what its next turn
+        begins with."""
         self.begins = ""
         if self._continues and all(said.message != self.messages[-1] for said in self._said):
             content = beginning_of(self.messages)
@@ -227,7 +256,8 @@ class Conversation:
         return 0 < len(known) <= len(pieces) and all(map(str.startswith, pieces, known))
 
     def _behind(self, piece: str) -> str:
-        """What is still to come behind the last turn: `piece` without what the policy itself wrote of it."""
+        """What is still to come behind the last turn: `piece` without what the policy itself wrote
+        of it."""
         said = self._said[-1] if self._said else None
         if said is not None and said.ids[-1:] == (self.form.end,):
             return piece.removeprefix(self.form.ending)
@@ -253,7 +283,8 @@ class Conversation:
         self._pieces = self._closed((), pieces)
 
     def _closed(self, known: Sequence[str], pieces: Sequence[str]) -> list[str]:
-        """Pieces without what opens the next turn, which may be another one when that turn is past."""
+        """Pieces without what opens the next turn, which may be another one when that turn is
+        past."""
         return [*known, *(piece.removesuffix(self.form.opening) for piece in pieces[len(known) :])]
 
     def _put(self, tokens: RolloutTokens, turn: int) -> None:
@@ -272,7 +303,7 @@ class Conversation:
         at = next((i for i, (a, b) in enumerate(zip(rendered, known, strict=False)) if a != b), 0)
         begin = max(0, at - 20)
         return ChatError(
-            f"the chat template of '{self.form.name}' changes what was sampled once it is past; found "
-            f"{rendered[begin : at + 40]!r} where {known[begin : at + 40]!r} was; "
-            f"give past='sampled' or past='rendered'"
+            f"the chat template of '{self.form.name}' changes what was sampled once it is past;"
+            f" found {rendered[begin : at + 40]!r} where {known[begin : at + 40]!r} was; give"
+            " past='sampled' or past='rendered'"
         )

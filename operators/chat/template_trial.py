@@ -1,7 +1,8 @@
-"""Whether conversations can be made with the chat template in a model's folder, told before a run starts anything.
+"""Whether conversations can be made with the chat template in a model's folder, told before a run
+starts anything.
 
-Reading a tokenizer imports torch, which whoever starts a run does without: a process of its own does it.
-"""
+Reading a tokenizer imports torch, which whoever starts a run does without: a process of its own
+does it."""
 
 from __future__ import annotations
 
@@ -18,15 +19,17 @@ TRIAL_S = 50.0
 
 
 def delimiter_fault(model: Model) -> str | None:
-    """Why no conversation of token ids can be made with the template of a model, in three parts; None where one can be,
-    or where that cannot be told from this machine's files."""
+    """Why no conversation of token ids can be made with the template of a model, in three parts;
+    None where one can be, or where that cannot be told from this machine's files."""
     if folder_here(model.source) is None:
         return None
     if (fault := template_fault(model)) is not None:
         return fault
     asked = json.dumps({"source": model.source, "trust_remote_code": model.trust_remote_code})
     nobody = subprocess.DEVNULL
-    trial = child.program(__name__, asked, stdin=nobody, stdout=subprocess.PIPE, stderr=nobody, text=True)
+    trial = child.program(
+        __name__, asked, stdin=nobody, stdout=subprocess.PIPE, stderr=nobody, text=True
+    )
     try:
         said, _ = trial.communicate(timeout=TRIAL_S)
         found: str | None = json.loads(said.splitlines()[-1])

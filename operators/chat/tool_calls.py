@@ -1,4 +1,5 @@
-"""Reads calls of tools in what a policy wrote, in the model's own format; what is broken is no call but text."""
+"""Reads calls of tools in what a policy wrote, in the model's own format; what is broken is no call
+but text."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class ReadTurn:
     """What a policy wrote, read."""
 
     message: Message
-    """{"role": "assistant", "content"}, with "tool_calls" where there are any; `content` is all that is no call."""
+    """{"role": "assistant", "content"}, with "tool_calls" where there are any; `content` is all
+    that is no call."""
     broken: tuple[str, ...] = ()
     """Why what looks like a call is none; it stands in `content` as it was written."""
 
@@ -45,7 +47,9 @@ class CallFormat:
     name: str
     marks: tuple[str, ...]
     """A call begins with one of these."""
-    written: Callable[[str, Mapping[str, Any]], Iterator[WrittenCall | BrokenCall]] = field(repr=False)
+    written: Callable[[str, Mapping[str, Any]], Iterator[WrittenCall | BrokenCall]] = field(
+        repr=False
+    )
     """Finds calls in a text; parameters by tool, for formats that do not write types."""
     is_whole: bool = False
     """Whether a turn is either one call or none, and only its very beginning is a mark."""
@@ -53,7 +57,9 @@ class CallFormat:
     def read(self, text: str, tools: Sequence[Message] = (), *, first: int = 0) -> ReadTurn:
         """A turn of a policy's as a message; calls without an id are numbered from `first`."""
         parameters = {
-            tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools if "function" in tool
+            tool["function"]["name"]: tool["function"].get("parameters") or {}
+            for tool in tools
+            if "function" in tool
         }
         calls: list[dict[str, Any]] = []
         broken, left, at = [], [], 0
@@ -73,13 +79,20 @@ class CallFormat:
         content = "".join([*left, text[at:]])
         if not calls:
             return ReadTurn({"role": "assistant", "content": text}, tuple(broken))
-        return ReadTurn({"role": "assistant", "content": content.rstrip(), "tool_calls": calls}, tuple(broken))
+        return ReadTurn(
+            {"role": "assistant", "content": content.rstrip(), "tool_calls": calls}, tuple(broken)
+        )
 
     def certain(self, text: str) -> int:
-        """How many characters at the beginning of a growing text are certainly no part of a call."""
+        """How many characters at the beginning of a growing text are certainly no part of a
+        call."""
         if self.is_whole:
             start = text.lstrip()
-            return 0 if any(start.startswith(mark) or mark.startswith(start) for mark in self.marks) else len(text)
+            return (
+                0
+                if any(start.startswith(mark) or mark.startswith(start) for mark in self.marks)
+                else len(text)
+            )
         places = [at for at in (text.find(mark) for mark in self.marks) if at >= 0]
         if places:
             return min(places)
@@ -91,7 +104,8 @@ class CallFormat:
 
 
 def format_of(form: ChatFormat) -> CallFormat | None:
-    """The format in which this template writes calls, seen by letting it write one; None: none of FORMATS."""
+    """The format in which this template writes calls, seen by letting it write one; None: none of
+    FORMATS."""
     text = form.calls or ""
     if "<function=xqf3>" in text:
         return FORMATS["xml"]
@@ -108,39 +122,50 @@ _DECODER = json.JSONDecoder()
 
 
 def _value(text: str, at: int = 0) -> tuple[Any, int]:
-    """The JSON value that stands at a place, and where it ends. Raises BrokenCall, as for NaN and half of a character,
-    which no answer can hold."""
+    """The JSON value that stands at a place, and where it ends. Raises BrokenCall, as for NaN and
+    half of a character, which no answer can hold."""
     at += len(text[at:]) - len(text[at:].lstrip())
     try:
         value, end = _DECODER.raw_decode(text, at)
         strict_json(value)
         return value, end
     except (ValueError, RecursionError) as error:
-        raise BrokenCall(f"a call is no JSON: {error}; found {text[at : at + 80]!r}; write it as JSON") from error
+        raise BrokenCall(
+            f"a call is no JSON: {error}; found {text[at : at + 80]!r}; write it as JSON"
+        ) from error
 
 
-def _function(value: Any, keys: Sequence[str] = ("arguments", "parameters")) -> tuple[str, str, str | None]:
+def _function(
+    value: Any, keys: Sequence[str] = ("arguments", "parameters")
+) -> tuple[str, str, str | None]:
     """Name, arguments and id of a call that is an object. Raises BrokenCall."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise BrokenCall(f"a call has no name; found {str(value)[:80]!r}; write an object with name and {keys[0]}")
+        raise BrokenCall(
+            f"a call has no name; found {str(value)[:80]!r}; write an object with name and"
+            f" {keys[0]}"
+        )
     arguments: Any = next((value[key] for key in keys if key in value), {})
     number = value.get("id")
     return value["name"], _object(arguments), number if isinstance(number, str) else None
 
 
 def _object(arguments: Any) -> str:
-    """JSON of the arguments of a call. Raises BrokenCall where they are no object, nor the JSON of one."""
+    """JSON of the arguments of a call. Raises BrokenCall where they are no object, nor the JSON of
+    one."""
     if isinstance(arguments, str):
         arguments, _ = _value(arguments)
     if not isinstance(arguments, dict):
-        raise BrokenCall(f"arguments are no object; found {str(arguments)[:80]!r}; name each argument")
+        raise BrokenCall(
+            f"arguments are no object; found {str(arguments)[:80]!r}; name each argument"
+        )
     return json.dumps(arguments, ensure_ascii=False)
 
 
 def between(
     begin: str, end: str, read: Callable[[str, Mapping[str, Any]], tuple[str, str, str | None]]
 ) -> Callable[[str, Mapping[str, Any]], Iterator[WrittenCall | BrokenCall]]:
-    """Calls that each stand between two marks; the last one's end may be missing where it is whole."""
+    """Calls that each stand between two marks; the last one's end may be missing where it is
+    whole."""
 
     def written(text: str, parameters: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall]:
         at = text.find(begin)
@@ -149,7 +174,9 @@ def between(
             close = text.find(end, inside)
             stop = len(text) if close < 0 else close
             try:
-                yield WrittenCall(at, min(len(text), stop + len(end)), *read(text[inside:stop], parameters))
+                yield WrittenCall(
+                    at, min(len(text), stop + len(end)), *read(text[inside:stop], parameters)
+                )
             except BrokenCall as error:
                 yield error
             at = text.find(begin, stop)
@@ -160,12 +187,15 @@ def between(
 def _hermes(inside: str, _: Mapping[str, Any]) -> tuple[str, str, str | None]:
     value, end = _value(inside)
     if inside[end:].strip():
-        raise BrokenCall(f"a call has more than one value; found {inside[end : end + 80]!r} behind it; write one")
+        raise BrokenCall(
+            f"a call has more than one value; found {inside[end : end + 80]!r} behind it; write one"
+        )
     return _function(value)
 
 
 def _xml(inside: str, parameters: Mapping[str, Any]) -> tuple[str, str, str | None]:
-    """<function=NAME> <parameter=KEY> value ... ; values are text, or JSON where the tool says another type."""
+    """<function=NAME> <parameter=KEY> value ... ; values are text, or JSON where the tool says
+    another type."""
     found = re.fullmatch(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", inside, re.DOTALL)
     if found is None:
         raise BrokenCall(f"a call has no <function=NAME>; found {inside[:80]!r}; write one")
@@ -178,7 +208,10 @@ def _xml(inside: str, parameters: Mapping[str, Any]) -> tuple[str, str, str | No
         arguments[part[1].strip()] = _typed(part[2], known.get(part[1].strip()))
         at = part.end()
     if body[at:].strip():
-        raise BrokenCall(f"a call has more than parameters; found {body[at : at + 80]!r}; close every <parameter=NAME>")
+        raise BrokenCall(
+            f"a call has more than parameters; found {body[at : at + 80]!r}; close every"
+            " <parameter=NAME>"
+        )
     return name, json.dumps(arguments, ensure_ascii=False), None
 
 
@@ -204,7 +237,9 @@ def _deepseek(inside: str, _: Mapping[str, Any]) -> tuple[str, str, str | None]:
 def _deepseek_calls(text: str, parameters: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall]:
     """Calls, the marks around all of them taken with the first and the last."""
     all_begin, all_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    for found in between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek)(text, parameters):
+    for found in between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek)(
+        text, parameters
+    ):
         if isinstance(found, WrittenCall):
             before, behind = text[: found.begin], text[found.end :]
             begin = found.begin - (len(all_begin) if before.endswith(all_begin) else 0)
@@ -238,7 +273,9 @@ def _mistral_named(text: str, _: Mapping[str, Any]) -> Iterator[WrittenCall | Br
         name, _mark, number = head.partition("[CALL_ID]")
         try:
             if not mark or not name.strip():
-                raise BrokenCall(f"a call has no name or no [ARGS]; found {text[at : at + 80]!r}; write both")
+                raise BrokenCall(
+                    f"a call has no name or no [ARGS]; found {text[at : at + 80]!r}; write both"
+                )
             value, end = _value(rest)
             stop = len(text) - len(rest) + end
             yield WrittenCall(at, stop, name.strip(), _object(value), number.strip() or None)
@@ -255,7 +292,9 @@ def _llama(text: str, _: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall
     try:
         value, end = _value(inside)
         if inside[end:].strip():
-            raise BrokenCall(f"a call has text behind it; found {inside[end : end + 80]!r}; write the call alone")
+            raise BrokenCall(
+                f"a call has text behind it; found {inside[end : end + 80]!r}; write the call alone"
+            )
         yield WrittenCall(0, len(text), *_function(value, ("parameters", "arguments")))
     except BrokenCall as error:
         yield error
@@ -269,7 +308,10 @@ FORMATS = {
         CallFormat("llama", ("{", "<|python_tag|>"), _llama, is_whole=True),
         CallFormat("mistral", ("[TOOL_CALLS]",), _mistral),
         CallFormat("mistral-named", ("[TOOL_CALLS]",), _mistral_named),
-        CallFormat("deepseek", ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), _deepseek_calls),
+        CallFormat(
+            "deepseek", ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), _deepseek_calls
+        ),
     )
 }
-"""By name: of Qwen 2.5 and 3, Hermes; Qwen 3 Coder, Qwen 3.5; Llama 3; Mistral until v7; Mistral from v11; DeepSeek."""
+"""By name: of Qwen 2.5 and 3, Hermes; Qwen 3 Coder, Qwen 3.5; Llama 3; Mistral until v7; Mistral
+from v11; DeepSeek."""

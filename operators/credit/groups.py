@@ -6,8 +6,8 @@ from dataflow.records import Array
 from dataflow.scorer import scorer
 
 ROUNDING = 1e-9
-"""Numbers that differ by no more than this share of the largest of them are equal: what computing leaves is no
-signal. The one rule of credit, filters, whitening and figures."""
+"""Numbers that differ by no more than this share of the largest of them are equal: what computing
+leaves is no signal. The one rule of credit, filters, whitening and figures."""
 
 
 def are_equal(values: Array) -> bool:
@@ -27,10 +27,11 @@ def centred(values: Array) -> Array:
 
 @scorer(per="group", isolate=False)
 def advantage(reward: Array) -> Array:
-    """How much better each rollout did than its siblings: reward minus their mean (arXiv 2505.24034).
+    """How much better each rollout did than its siblings: reward minus their mean (arXiv
+    2505.24034).
 
-    No division by the standard deviation, which would weigh groups by how rarely they differ (Dr. GRPO,
-    arXiv 2503.20783). reward: [rollouts of a group without error].
+    No division by the standard deviation, which would weigh groups by how rarely they differ (Dr.
+    GRPO, arXiv 2503.20783). reward: [rollouts of a group without error].
 
     >>> import numpy as np
     >>> advantage(np.array([1.0, 0.0, 0.0, 1.0])).tolist()
@@ -43,8 +44,8 @@ def advantage(reward: Array) -> Array:
 def normalized_advantage(reward: Array, epsilon: float = 1e-4) -> Array:
     """GRPO's: reward minus the mean, divided by the group's standard deviation (arXiv 2402.03300).
 
-    The deviation is that of the sample (n - 1 below the root); a group of equal rewards has advantage 0.
-    reward: [rollouts of a group without error]. epsilon: added to the deviation.
+    The deviation is that of the sample (n - 1 below the root); a group of equal rewards has
+    advantage 0. reward: [rollouts of a group without error]. epsilon: added to the deviation.
 
     >>> import numpy as np
     >>> normalized_advantage(np.array([1.0, 0.0, 0.0, 1.0])).round(2).tolist()
@@ -59,8 +60,9 @@ def normalized_advantage(reward: Array, epsilon: float = 1e-4) -> Array:
 def leave_one_out(reward: Array) -> Array:
     """RLOO's: reward minus the mean of the other rollouts' (arXiv 2402.14740).
 
-    The baseline does not depend on the rollout itself, which makes the estimate unbiased: n / (n - 1) times
-    `advantage`. A rollout alone has advantage 0. reward: [rollouts of a group without error].
+    The baseline does not depend on the rollout itself, which makes the estimate unbiased: n / (n -
+    1) times `advantage`. A rollout alone has advantage 0. reward: [rollouts of a group without
+    error].
 
     >>> import numpy as np
     >>> leave_one_out(np.array([1.0, 0.0, 0.0])).tolist()

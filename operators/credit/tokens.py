@@ -1,4 +1,5 @@
-"""Credit of each token: rewards at tokens, and how much better than expected it went on from each of them."""
+"""Credit of each token: rewards at tokens, and how much better than expected it went on from each
+of them."""
 
 import numpy as np
 
@@ -8,10 +9,11 @@ from dataflow.scorer import scorer
 
 @scorer(isolate=False, name="token_rewards")
 def turn_rewards(reward: float, turn_reward: Array, mask: Array) -> Array:
-    """What an episode gave for each turn, at its last token, and the reward at the last token of all.
+    """What an episode gave for each turn, at its last token, and the reward at the last token of
+    all.
 
-    Before `token_gae` or `reward_to_go`, as `token_rewards` is. turn_reward, mask: per token. A number per token,
-    0 where the mask is false.
+    Before `token_gae` or `reward_to_go`, as `token_rewards` is. turn_reward, mask: per token. A
+    number per token, 0 where the mask is false.
 
     >>> import numpy as np
     >>> turn_rewards(1.0, np.array([0.0, 0.5, 0.0, 0.25]), np.array([0, 1, 0, 1])).tolist()
@@ -23,11 +25,15 @@ def turn_rewards(reward: float, turn_reward: Array, mask: Array) -> Array:
 
 
 @scorer(isolate=False)
-def token_rewards(reward: float, logprobs: Array, ref_logprobs: Array, mask: Array, beta: float = 0.05) -> Array:
-    """KL in the reward: minus beta * (log pi - log ref) at each chosen token, and the reward at the last of them.
+def token_rewards(
+    reward: float, logprobs: Array, ref_logprobs: Array, mask: Array, beta: float = 0.05
+) -> Array:
+    """KL in the reward: minus beta * (log pi - log ref) at each chosen token, and the reward at the
+    last of them.
 
-    As PPO and REINFORCE++ do it (arXiv 1909.08593 eq. 2; arXiv 2501.03262). log pi is the generator's.
-    logprobs, ref_logprobs, mask: per token. Returns a number per token, 0 where the mask is false.
+    As PPO and REINFORCE++ do it (arXiv 1909.08593 eq. 2; arXiv 2501.03262). log pi is the
+    generator's. logprobs, ref_logprobs, mask: per token. Returns a number per token, 0 where the
+    mask is false.
 
     >>> import numpy as np
     >>> mask, logprobs, ref_logprobs = np.array([0, 1, 1]), np.array([0.0, -1.0, -2.0]), np.array([0.0, -2.0, -4.0])
@@ -43,12 +49,13 @@ def token_rewards(reward: float, logprobs: Array, ref_logprobs: Array, mask: Arr
 
 @scorer(isolate=False, name="advantage")
 def gae(reward: float, values: Array, mask: Array, gamma: float = 1.0, lam: float = 0.95) -> Array:
-    """Generalised advantage estimation with the reward at the last chosen token (arXiv 1506.02438 eq. 16).
+    """Generalised advantage estimation with the reward at the last chosen token (arXiv 1506.02438
+    eq. 16).
 
-    A_t = d_t + gamma * lam * A_{t+1},  d_t = r_t + gamma * V_{t+1} - V_t,  over the chosen tokens alone: what the
-    environment wrote between two of them takes no time. The rollout ends after its last one, whatever ended it, with
-    value 0. values: the critic's, of the prefix before each token. Returns a number per token, 0 where the mask
-    is false.
+    A_t = d_t + gamma * lam * A_{t+1},  d_t = r_t + gamma * V_{t+1} - V_t,  over the chosen tokens
+    alone: what the environment wrote between two of them takes no time. The rollout ends after its
+    last one, whatever ended it, with value 0. values: the critic's, of the prefix before each
+    token. Returns a number per token, 0 where the mask is false.
 
     >>> import numpy as np
     >>> gae(1.0, np.array([0.0, 0.5, 0.75]), np.array([0, 1, 1]), lam=1.0).tolist()
@@ -60,7 +67,9 @@ def gae(reward: float, values: Array, mask: Array, gamma: float = 1.0, lam: floa
 
 
 @scorer(isolate=False, name="advantage")
-def token_gae(token_rewards: Array, values: Array, mask: Array, gamma: float = 1.0, lam: float = 0.95) -> Array:
+def token_gae(
+    token_rewards: Array, values: Array, mask: Array, gamma: float = 1.0, lam: float = 0.95
+) -> Array:
     """`gae` with a reward at each token: of `token_rewards`, or any column of that name.
 
     >>> import numpy as np
@@ -72,10 +81,11 @@ def token_gae(token_rewards: Array, values: Array, mask: Array, gamma: float = 1
 
 @scorer(isolate=False, name="advantage")
 def reward_to_go(token_rewards: Array, mask: Array, gamma: float = 1.0) -> Array:
-    """REINFORCE++'s: the sum of the rewards from each token on, discounted by gamma (arXiv 2501.03262).
+    """REINFORCE++'s: the sum of the rewards from each token on, discounted by gamma (arXiv
+    2501.03262).
 
-    It is centred and scaled over the step by Trainer(whiten=True). Returns a number per token, 0 where the mask
-    is false.
+    It is centred and scaled over the step by Trainer(whiten=True). Returns a number per token, 0
+    where the mask is false.
 
     >>> import numpy as np
     >>> reward_to_go(np.array([0.0, -1.0, 2.0]), np.array([0, 1, 1])).tolist()

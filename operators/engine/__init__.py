@@ -1,1 +1,2 @@
-"""The generation engine: slots in a KV-cache, attention over them, sampling, stops, admission, runtime."""
+"""The generation engine: slots in a KV-cache, attention over them, sampling, stops, admission,
+runtime."""

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from operators.engine.sampling_params import RowSampling, Sampling
 
 Likeliest: TypeAlias = "list[tuple[int, float]]"
-"""Ids and log-probabilities under the distribution that was drawn from, the likeliest first; none of probability 0."""
+"""Ids and log-probabilities under the distribution that was drawn from, the likeliest first; none
+of probability 0."""
 
 
 class Alternatives:
@@ -45,13 +46,25 @@ class Alternatives:
         self._asked.pop(ticket, None)
         return self._found.pop(ticket, [])
 
-    def note(self, tickets: AnyArray, logits: Tensor, sampling: Sampling | RowSampling, seen: Tensor | None) -> None:
+    def note(
+        self,
+        tickets: AnyArray,
+        logits: Tensor,
+        sampling: Sampling | RowSampling,
+        seen: Tensor | None,
+    ) -> None:
         """The newest draw of rows [n] with these tickets, from logits [n, V]."""
         at = np.flatnonzero(np.isin(tickets, list(self._asked))) if self._asked else ()
         if not len(at):
             return
         most = max(self._asked[ticket] for ticket in tickets[at].tolist())
-        ids, logprobs = (found.cpu().numpy()[at] for found in likeliest(logits, sampling, most, seen=seen))
-        for ticket, tokens, values in zip(tickets[at].tolist(), ids.tolist(), logprobs.tolist(), strict=True):
+        ids, logprobs = (
+            found.cpu().numpy()[at] for found in likeliest(logits, sampling, most, seen=seen)
+        )
+        for ticket, tokens, values in zip(
+            tickets[at].tolist(), ids.tolist(), logprobs.tolist(), strict=True
+        ):
             pairs = zip(tokens, values, strict=True)
-            self._found[ticket].append([pair for pair in pairs if pair[1] > -np.inf][: self._asked[ticket]])
+            self._found[ticket].append(
+                [pair for pair in pairs if pair[1] > -np.inf][: self._asked[ticket]]
+            )

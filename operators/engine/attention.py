@@ -1,9 +1,10 @@
-"""Attention over pages, registered with transformers: one new token per active row, and whole new prefixes.
+"""Attention over pages, registered with transformers: one new token per active row, and whole new
+prefixes.
 
-The model is called on one flattened sequence of N tokens: first the newest token of each active row, then the tokens
-of new prefixes, one after the other without padding. Axes: n active rows, P pages, W pages of a row, I new prefixes,
-Q new tokens of one, L positions, H query heads, K key/value heads, D width of a head.
-"""
+The model is called on one flattened sequence of N tokens: first the newest token of each active
+row, then the tokens of new prefixes, one after the other without padding. Axes: n active rows, P
+pages, W pages of a row, I new prefixes, Q new tokens of one, L positions, H query heads, K
+key/value heads, D width of a head."""
 
 from __future__ import annotations
 
@@ -39,12 +40,14 @@ class Kernel(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Write key and value [K, n, D] into the pages and attend with query [H, n, D]: [n, H, D]."""
+        """Write key and value [K, n, D] into the pages and attend with query [H, n, D]: [n, H,
+        D]."""
 
 
 @dataclass(eq=False)
 class NewTokens:
-    """The tokens of I new prefixes: where they stand in the sequence, and where their keys and values go."""
+    """The tokens of I new prefixes: where they stand in the sequence, and where their keys and
+    values go."""
 
     padded: torch.Tensor
     """Index of each prefix's tokens among the new ones, [I, Q], clamped at its end."""
@@ -64,7 +67,8 @@ class NewTokens:
 
 @dataclass(eq=False)
 class AttentionLayout:
-    """What one forward pass holds, for attention to know; goes through the model as `slot_layout`."""
+    """What one forward pass holds, for attention to know; goes through the model as
+    `slot_layout`."""
 
     cache: KVCache
     positions: torch.Tensor
@@ -108,16 +112,23 @@ def attend(
     slot_layout: AttentionLayout | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the new keys and values into their pages and attend: query [1, H, N, D] to output [1, N, H, D].
+    """Write the new keys and values into their pages and attend: query [1, H, N, D] to output [1,
+    N, H, D].
 
     Raises:
         ModelError: the model asks for a kind of attention that is not known here.
     """
-    if slot_layout is None or attention_mask is not None or any(rest.get(name) is not None for name in REFUSED):
-        found = [name for name in REFUSED if rest.get(name) is not None] or "a mask of its own, or no slots"
+    if (
+        slot_layout is None
+        or attention_mask is not None
+        or any(rest.get(name) is not None for name in REFUSED)
+    ):
+        found = [
+            name for name in REFUSED if rest.get(name) is not None
+        ] or "a mask of its own, or no slots"
         raise ModelError(
-            f"{type(module).__name__} cannot generate from slots: its attention is called with {found}; "
-            f"use a decoder whose attention is causal, full or with a sliding window"
+            f"{type(module).__name__} cannot generate from slots: its attention is called with"
+            f" {found}; use a decoder whose attention is causal, full or with a sliding window"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     keys, values = slot_layout.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type]
@@ -153,7 +164,8 @@ def decode(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One new token per active row by torch's operators: query [H, n, D], key and value [K, n, D] to [n, H, D]."""
+    """One new token per active row by torch's operators: query [H, n, D], key and value [K, n, D]
+    to [n, H, D]."""
     n, kv_heads = query.shape[1], key.shape[0]
     table = layout.table[:, : -(-layout.longest // PAGE)].long()
     page = table.gather(1, (layout.positions // PAGE)[:, None])[:, 0]
@@ -162,7 +174,9 @@ def decode(
     values[page, :, offset] = value.transpose(0, 1)
     length = table.shape[1] * PAGE
     seen = keys[table].transpose(1, 2).reshape(n, kv_heads, length, -1)
-    scores = torch.matmul(query.transpose(0, 1).reshape(n, kv_heads, -1, query.shape[2]), seen.transpose(2, 3))
+    scores = torch.matmul(
+        query.transpose(0, 1).reshape(n, kv_heads, -1, query.shape[2]), seen.transpose(2, 3)
+    )
     scores = scores.float().view(n, -1, length) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -186,7 +200,12 @@ def prefill(
     q = query[:, new.padded].transpose(0, 1)
     if new.before is None or new.table is None:
         mixed = _causal(
-            q, key[:, new.padded].transpose(0, 1), value[:, new.padded].transpose(0, 1), scale, window, softcap
+            q,
+            key[:, new.padded].transpose(0, 1),
+            value[:, new.padded].transpose(0, 1),
+            scale,
+            window,
+            softcap,
         )
     else:
         k, v = (pages[new.table].transpose(1, 2).flatten(2, 3) for pages in (keys, values))
@@ -200,12 +219,20 @@ def prefill(
 
 
 def _causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
-    """Attention inside each new prompt, [I, H, Q, D]; what lies behind a prompt's end is not used."""
+    """Attention inside each new prompt, [I, H, Q, D]; what lies behind a prompt's end is not
+    used."""
     length = q.shape[2]
     if softcap is None and (window is None or window >= length):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     at = torch.arange(length, device=q.device)
     sees = at <= at[:, None]
     if window is not None:
@@ -214,12 +241,20 @@ def _causal(
 
 
 def _masked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees: torch.Tensor, scale: float, softcap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sees: torch.Tensor,
+    scale: float,
+    softcap: float | None,
 ) -> torch.Tensor:
-    """Attention under a mask of what each query sees, with scores that may be capped: [I, H, Q, D]."""
+    """Attention under a mask of what each query sees, with scores that may be capped: [I, H, Q,
+    D]."""
     if softcap is None:
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=sees, scale=scale, enable_gqa=grouped
+        )
     repeats = q.shape[1] // k.shape[1]
     scores = torch.matmul(q, k.repeat_interleave(repeats, 1).transpose(2, 3)).float() * scale
     scores = torch.tanh(scores / softcap) * softcap

@@ -1,4 +1,5 @@
-"""Builds this project's own engine: model, tokenizer, stops, and the self-test that they fit together."""
+"""Builds this project's own engine: model, tokenizer, stops, and the self-test that they fit
+together."""
 
 from __future__ import annotations
 
@@ -39,9 +40,11 @@ class BuiltEngine:
     ends: frozenset[int]
     """Tokens at which a completion ends, which are not part of its text."""
     reader: Callable[[], WeightsIn] | None = None
-    """Opens its end of the weight plane, where it is more than the engine's `tensors`, attached to the context's."""
+    """Opens its end of the weight plane, where it is more than the engine's `tensors`, attached to
+    the context's."""
     native: Engine | None = None
-    """This process's engine, where this project's own makes the forward passes: of several ranks, this one's alone."""
+    """This process's engine, where this project's own makes the forward passes: of several ranks,
+    this one's alone."""
     ranks: Exchange | None = None
     """What this rank does with the others, where there are some."""
 
@@ -53,10 +56,11 @@ def build_native(
     sliced: Sliced | None = None,
     merged: Merged | None = None,
 ) -> BuiltEngine:
-    """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be used.
+    """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be
+    used.
 
-    `model`: loaded already. `sliced`: where it is one rank's slices, how they are quantised. `merged`: what brings
-    adapters into it.
+    `model`: loaded already. `sliced`: where it is one rank's slices, how they are quantised.
+    `merged`: what brings adapters into it.
     """
     if context.device == "cpu":
         torch.set_num_threads(context.threads)
@@ -65,7 +69,9 @@ def build_native(
         model, intake = load_merged(declaration.model, device=context.device)
     context_tokens = context_tokens_of(declaration, model.config)
     tokenizer = load_tokenizer(declaration.model)
-    adopt: Literal["view", "copy"] = "view" if context.device == "cpu" and sliced is None else "copy"
+    adopt: Literal["view", "copy"] = (
+        "view" if context.device == "cpu" and sliced is None else "copy"
+    )
     if declaration.weights == "bfloat16":
         intake = cast(model, torch.bfloat16, adopt=adopt)
     tested = adapt(model, declaration.model.name, context_tokens)
@@ -73,7 +79,11 @@ def build_native(
         fuse_layers(model)
     if declaration.weights != "model" and declaration.weights != "bfloat16":
         intake = quantise(
-            model, declaration.weights, adopt=adopt, arrives_quantised=context.quantized is not None, sliced=sliced
+            model,
+            declaration.weights,
+            adopt=adopt,
+            arrives_quantised=context.quantized is not None,
+            sliced=sliced,
         )
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
     ends, stop = stops_of(tokenizer, model, declaration.stop, vocabulary, chat=declaration.chat)

@@ -1,4 +1,5 @@
-"""The engine: one forward pass over all active rows and the new prefixes, one draw, the rows that ended.
+"""The engine: one forward pass over all active rows and the new prefixes, one draw, the rows that
+ended.
 
 Axes: n active rows, I new prefixes, V vocabulary, k rows that ended.
 """
@@ -38,7 +39,8 @@ MOST_STOPS = 64
 
 
 class Engine:
-    """Rows in a paged KV-cache, decoded together; it knows tokens, not prompts' columns, groups or sources."""
+    """Rows in a paged KV-cache, decoded together; it knows tokens, not prompts' columns, groups or
+    sources."""
 
     def __init__(
         self,
@@ -68,10 +70,13 @@ class Engine:
             fused: what `self_test.adapt` found to compute the whole model; None to call the model.
             token_bytes: bytes of keys and values that one position takes in all layers.
             cache_bytes: budget of the KV-cache; None: a share of the memory that is free now.
-            on_update: keep the keys and values of unfinished rows when weights change, or recompute them.
+            on_update: keep the keys and values of unfinished rows when weights change, or recompute
+                them.
             record_mask: record which tokens truncation left, for every token drawn.
-            graphs: replay steps in which nothing starts; None: on a GPU. On the CPU only the way there is the same.
-            lag: steps, 0 or 1, after which it is read which rows have ended; None: 1 on a GPU, else 0.
+            graphs: replay steps in which nothing starts; None: on a GPU. On the CPU only the way
+                there is the same.
+            lag: steps, 0 or 1, after which it is read which rows have ended; None: 1 on a GPU, else
+                0.
             tensors: what the weight plane writes into; None: the model's parameters.
             on_adopt: called when new weights are in `tensors`, to bring them into the model.
 
@@ -96,21 +101,30 @@ class Engine:
         self._watch(stop)
         weights = sum(weight.nbytes for weight in model.parameters())
         budget = default_budget(self.device, weights) if cache_bytes is None else cache_bytes
-        most = page_count(slots=slots, context_tokens=context_tokens, token_bytes=token_bytes, budget=budget)
+        most = page_count(
+            slots=slots, context_tokens=context_tokens, token_bytes=token_bytes, budget=budget
+        )
         self.pages = Pages(most)
         self.cache = KVCache(self.pages.count)
         cuda = self.device.type == "cuda"
         graphs = cuda if graphs is None else graphs
         self.rows = Rows(slots, context_tokens, self.device, fixed=graphs)
         self._draw = drawing(self.device)
-        self._late = LateFlags(self.device, slots, 0 if record_mask else int(cuda) if lag is None else lag)
+        self._late = LateFlags(
+            self.device, slots, 0 if record_mask else int(cuda) if lag is None else lag
+        )
         self._early: list[EndedRollout] = []
         self.graphed: GraphedDecode | None = None
         if graphs:
             self.graphed = GraphedDecode(
-                lambda tokens, at, layout: self._call(tokens, at, 0, layout), self._draw, self.rows, self.cache,
-                kernel, slots=slots, device=self.device,
-            )  # fmt: skip
+                lambda tokens, at, layout: self._call(tokens, at, 0, layout),
+                self._draw,
+                self.rows,
+                self.cache,
+                kernel,
+                slots=slots,
+                device=self.device,
+            )
         self.parked = Parked()
         self.alternatives = Alternatives()
         self._born = 0
@@ -127,7 +141,8 @@ class Engine:
 
     @property
     def free(self) -> int:
-        """Rollouts that may start now, as far as slots go; none while earlier ones wait for pages."""
+        """Rollouts that may start now, as far as slots go; none while earlier ones wait for
+        pages."""
         return 0 if self.parked else self.slots - self.rows.n
 
     @property
@@ -136,7 +151,8 @@ class Engine:
         return max(0, self.pages.available - self.rows.n)
 
     def fitting(self, tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
-        """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the pages they take."""
+        """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the
+        pages they take."""
         return fitting(tokens, wanted, pages, idle=idle)
 
     @torch.inference_mode()
@@ -161,26 +177,40 @@ class Engine:
                 tables = [list(table) for prefix in new for table in prefix.tables]
                 self.rows.add(rows, tables, np.repeat(np.arange(len(new)), counts))
             seen = self.rows.seen(self.vocabulary)
-            drawn = self._draw(logits, self.rows.sampled(), *self.rows.draws(), seen=seen, keep=self._record_mask)
+            drawn = self._draw(
+                logits, self.rows.sampled(), *self.rows.draws(), seen=seen, keep=self._record_mask
+            )
             if self._record_mask:
                 self.rows.note_masks(drawn.left)
-            self.alternatives.note(self.rows.ticket[: self.rows.n], logits, self.rows.sampled(), seen)
+            self.alternatives.note(
+                self.rows.ticket[: self.rows.n], logits, self.rows.sampled(), seen
+            )
             tokens, logprobs = drawn.tokens, drawn.logprobs
-        self.drawn, self.looked = self.drawn + self.rows.n, self.looked + int(self.rows.lengths.sum())
+        self.drawn, self.looked = (
+            self.drawn + self.rows.n,
+            self.looked + int(self.rows.lengths.sum()),
+        )
         self.rows.drew(tokens, logprobs, self.version)
         if self.fused is not None:
             self.rows.tell_apart(tokens.numpy())
         self.steps += 1
-        self._late.push(self.rows.ticket[: self.rows.n], self._checked[tokens] | ~logprobs.isfinite())
+        self._late.push(
+            self.rows.ticket[: self.rows.n], self._checked[tokens] | ~logprobs.isfinite()
+        )
         return self._ended()
 
     def _replayable(self) -> bool:
         """Whether the draw of all live rows is a function of tensors that stay where they are."""
         sampled = self.rows.sampled()
-        return isinstance(sampled, Sampling) and sampled.repetition_penalty == 1.0 and not self._record_mask
+        return (
+            isinstance(sampled, Sampling)
+            and sampled.repetition_penalty == 1.0
+            and not self._record_mask
+        )
 
     def _ended(self) -> list[EndedRollout]:
-        """Rows found to have ended: `lag` steps ago, now for their length, or before, when it had to be known."""
+        """Rows found to have ended: `lag` steps ago, now for their length, or before, when it had
+        to be known."""
         found, self._early = self._early, []
         late = self._rows_of(self._late.due())
         found += self._take(late, self._late.lag) if len(late) else []
@@ -193,7 +223,9 @@ class Engine:
         self._early += self._take(rows, 0) if len(rows) else []
 
     def _rows_of(self, tickets: Collection[int] | AnyArray) -> AnyArray:
-        return np.nonzero(np.isin(self.rows.ticket[: self.rows.n], np.array(list(tickets), np.int64)))[0]
+        return np.nonzero(
+            np.isin(self.rows.ticket[: self.rows.n], np.array(list(tickets), np.int64))
+        )[0]
 
     @torch.inference_mode()
     def abort(self, tickets: Collection[int]) -> list[EndedRollout]:
@@ -215,9 +247,14 @@ class Engine:
         return self.rows.taken(rows)[0] if len(rows) else None
 
     @torch.inference_mode()
-    def new_tokens(self, since: Callable[[int], int], least: int) -> list[tuple[int, PartialRollout]]:
-        """By ticket, what live rollouts have drawn beyond their first `since(ticket)` tokens, if `least` or more."""
-        return self.parked.new_tokens(since, least) + self.rows.new_tokens(self._late.lag, since, least)
+    def new_tokens(
+        self, since: Callable[[int], int], least: int
+    ) -> list[tuple[int, PartialRollout]]:
+        """By ticket, what live rollouts have drawn beyond their first `since(ticket)` tokens, if
+        `least` or more."""
+        return self.parked.new_tokens(since, least) + self.rows.new_tokens(
+            self._late.lag, since, least
+        )
 
     @torch.inference_mode()
     def adopted(self, version: int) -> None:
@@ -226,7 +263,8 @@ class Engine:
             self._on_adopt()
         if self.fused is not None:
             self.fused.refresh()
-        if self.version == 0:  # parameters that are views of a version now have let go of what was loaded
+        # parameters that are views of a version now have let go of what was loaded
+        if self.version == 0:
             trim_memory()
         self.version = version
         self.pages.forget()
@@ -234,7 +272,8 @@ class Engine:
             self.park_all()
 
     def park_all(self) -> None:
-        """Take all rows out of their pages; they go on with the next step, with keys and values computed anew."""
+        """Take all rows out of their pages; they go on with the next step, with keys and values
+        computed anew."""
         self._settle()
         self._park(np.arange(self.rows.n))
 
@@ -245,7 +284,8 @@ class Engine:
         self._release(np.arange(self.rows.n))
 
     def _grow(self) -> None:
-        """A page for every row that has filled its last one; the youngest rows are parked where pages run out."""
+        """A page for every row that has filled its last one; the youngest rows are parked where
+        pages run out."""
         while True:
             rows = self.rows
             needy = np.nonzero((rows.lengths - 1) // PAGE >= rows.held)[0]
@@ -275,7 +315,8 @@ class Engine:
         return new, rows
 
     def _begin(self, start: PromptStart, new: list[Prefix], rows: list[Row]) -> None:
-        """A prompt's rollouts join the step; those that have drawn before join the next, as parked ones do."""
+        """A prompt's rollouts join the step; those that have drawn before join the next, as parked
+        ones do."""
         self._watch(start.stop)
         self.alternatives.ask(start.tickets, start.alternatives)
         every = begun(start, self._born, self.sampling, self._stop, masks=self._record_mask)
@@ -288,7 +329,8 @@ class Engine:
             rows += fresh
 
     def _prefix(self, tokens: AnyArray, rows: int) -> Prefix:
-        """Pages for the rows that begin with these tokens: known ones, shared new ones, each row's own."""
+        """Pages for the rows that begin with these tokens: known ones, shared new ones, each row's
+        own."""
         known = self.pages.find(tokens)
         whole = len(tokens) // PAGE
         self.pages.share(known)
@@ -307,7 +349,9 @@ class Engine:
         if self.fused is None:
             logits = self._modular(new)
         elif (distinct := self.rows.distinct()) is None:
-            logits = self.fused(self.rows.last, self.rows.positions, self.cache, self._layout(None), new)
+            logits = self.fused(
+                self.rows.last, self.rows.positions, self.cache, self._layout(None), new
+            )
         else:
             logits = self._of_distinct(self.fused, *distinct, new)
             computed, place = len(distinct[0]), distinct[1]
@@ -316,16 +360,26 @@ class Engine:
         origin = np.repeat(np.arange(len(new)), [len(prefix.tables) for prefix in new])
         return logits[self._put(np.concatenate([place, computed + origin]))]
 
-    def _of_distinct(self, fused: Fused, first: AnyArray, place: AnyArray, new: Sequence[Prefix]) -> torch.Tensor:
-        """Logits of these rows alone, and of every new prefix; rows that are like them get their keys and values.
+    def _of_distinct(
+        self, fused: Fused, first: AnyArray, place: AnyArray, new: Sequence[Prefix]
+    ) -> torch.Tensor:
+        """Logits of these rows alone, and of every new prefix; rows that are like them get their
+        keys and values.
 
-        A row's logits depend on that row alone, bit by bit, so siblings that have drawn the same tokens are computed
-        once: four in five of a policy that is sure of its answers.
+        A row's logits depend on that row alone, bit by bit, so siblings that have drawn the same
+        tokens are computed once: four in five of a policy that is sure of its answers.
         """
         rows, at = self.rows, self._put(first)
         runs, shared = rows.runs_of(first) if self._kernel is not None else (None, None)
         layout = AttentionLayout(
-            self.cache, rows.positions[at], rows.longest, rows.table[at], runs, shared, None, self._kernel
+            self.cache,
+            rows.positions[at],
+            rows.longest,
+            rows.table[at],
+            runs,
+            shared,
+            None,
+            self._kernel,
         )
         logits = fused(rows.last[at], layout.positions, self.cache, layout, new)
         others = np.nonzero(first[place] != np.arange(rows.n))[0]
@@ -333,25 +387,41 @@ class Engine:
         return logits
 
     def _modular(self, new: Sequence[Prefix]) -> torch.Tensor:
-        """Logits of every active row and of every new prefix, [n + I, V], by the model's own forward pass."""
+        """Logits of every active row and of every new prefix, [n + I, V], by the model's own
+        forward pass."""
         rows, n = self.rows, self.rows.n
         fresh = lay_out(new, self._put) if new else None
         layout = self._layout(fresh)
         if fresh is None:
             return self._call(rows.last, rows.positions, 0, layout)
-        tokens, places = torch.cat([rows.last, fresh.tokens]), torch.cat([rows.positions, fresh.positions])
-        return self._call(tokens, places, self._put(np.concatenate([np.arange(n), n + fresh.last])), layout)
+        tokens, places = (
+            torch.cat([rows.last, fresh.tokens]),
+            torch.cat([rows.positions, fresh.positions]),
+        )
+        return self._call(
+            tokens, places, self._put(np.concatenate([np.arange(n), n + fresh.last])), layout
+        )
 
     def _layout(self, fresh: NewRow | None) -> AttentionLayout:
         rows = self.rows
         runs, shared = rows.runs() if self._kernel is not None else (None, None)
         return AttentionLayout(
-            self.cache, rows.positions, rows.longest, rows.table, runs, shared,
-            None if fresh is None else fresh.layout, self._kernel,
-        )  # fmt: skip
+            self.cache,
+            rows.positions,
+            rows.longest,
+            rows.table,
+            runs,
+            shared,
+            None if fresh is None else fresh.layout,
+            self._kernel,
+        )
 
     def _call(
-        self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int, layout: AttentionLayout
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        kept: torch.Tensor | int,
+        layout: AttentionLayout,
     ) -> torch.Tensor:
         """Logits [kept, V] of the flattened row [N]."""
         output: Any = self.model(
@@ -364,13 +434,18 @@ class Engine:
         return output.logits[0]  # type: ignore[no-any-return]
 
     def _take(self, rows: AnyArray, behind: int) -> list[EndedRollout]:
-        """Take the rows that ended out of the batch; those that only might have hit a stop string stay.
+        """Take the rows that ended out of the batch; those that only might have hit a stop string
+        stay.
 
         behind: tokens that these rows have drawn since, which are cut off.
         """
         with self._late.behind() if behind else contextlib.nullcontext():
             rows, finished = self.rows.ended(rows, self._ends, behind)
-        broken = [row for row, found in zip(rows.tolist(), finished, strict=True) if found.reason == BROKEN]
+        broken = [
+            row
+            for row, found in zip(rows.tolist(), finished, strict=True)
+            if found.reason == BROKEN
+        ]
         if broken:
             self._burn(broken)
         self.drawn -= behind * len(rows)
@@ -380,8 +455,14 @@ class Engine:
     def _burn(self, rows: Sequence[int]) -> None:
         """What broken weights wrote into pages that only these rows hold must not be read again."""
         self.pages.forget()
-        pages, times = np.unique(np.concatenate([self.rows.pages[row] for row in rows]), return_counts=True)
-        alone = [page for page, count in zip(pages, times, strict=True) if self.pages.holders(page) == count]
+        pages, times = np.unique(
+            np.concatenate([self.rows.pages[row] for row in rows]), return_counts=True
+        )
+        alone = [
+            page
+            for page, count in zip(pages, times, strict=True)
+            if self.pages.holders(page) == count
+        ]
         self.cache.clear(self._put(np.array(alone, dtype=np.int64)))
 
     def _park(self, rows: AnyArray) -> None:
@@ -402,7 +483,9 @@ class Engine:
             self._watched = {id(each): each for each in live if each is not None}
         self._watched[id(stop)] = stop
         masks = [each.may_stop(self.vocabulary) for each in self._watched.values()]
-        self._checked = torch.stack([torch.from_numpy(self._ends), *masks]).any(dim=0).to(self.device)
+        self._checked = (
+            torch.stack([torch.from_numpy(self._ends), *masks]).any(dim=0).to(self.device)
+        )
 
     def _put(self, values: AnyArray) -> torch.Tensor:
         return put(values, self.device)

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 class DecodingEngine(Protocol):
-    """Rows that are decoded together; one thread calls these methods. `decode.Engine` says more of each."""
+    """Rows that are decoded together; one thread calls these methods. `decode.Engine` says more of
+    each."""
 
     context_tokens: int
     """Most tokens of a row."""
@@ -49,7 +50,8 @@ class DecodingEngine(Protocol):
         """Pages that starting rollouts may take."""
 
     def fitting(self, tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
-        """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the pages they take."""
+        """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the
+        pages they take."""
 
     def step(self, starts: Sequence[PromptStart] = ()) -> list[EndedRollout]:
         """One token for every row; the rows that ended."""
@@ -60,8 +62,11 @@ class DecodingEngine(Protocol):
     def progress(self, ticket: int) -> Row | None:
         """A live rollout as it is now."""
 
-    def new_tokens(self, since: Callable[[int], int], least: int) -> list[tuple[int, PartialRollout]]:
-        """By ticket, what live rollouts have drawn lately, for `PromptStart.partial` of an engine after this one."""
+    def new_tokens(
+        self, since: Callable[[int], int], least: int
+    ) -> list[tuple[int, PartialRollout]]:
+        """By ticket, what live rollouts have drawn lately, for `PromptStart.partial` of an engine
+        after this one."""
 
     def adopted(self, version: int) -> None:
         """New weights of this version are in `tensors`."""

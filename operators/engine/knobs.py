@@ -1,4 +1,5 @@
-"""A generator's knobs, and what can be wrong with them: what its engine and its runtime read of it."""
+"""A generator's knobs, and what can be wrong with them: what its engine and its runtime read of
+it."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class GeneratorKnobs(Generate):
     max_tokens: int = settable(256, at=GROUP)
     """Most tokens of a completion."""
     segment_tokens: int = 32
-    """Decode steps between two returns to the worker's loop; a rollout that has grown by so many tokens is kept in the
-    run folder, and goes on from there after a crash."""
+    """Decode steps between two returns to the worker's loop; a rollout that has grown by so many
+    tokens is kept in the run folder, and goes on from there after a crash."""
     temperature: float = settable(1.0, at=GROUP)
     """Divides the logits; 0: always the likeliest token."""
     top_k: int = settable(0, at=GROUP)
@@ -44,46 +45,50 @@ class GeneratorKnobs(Generate):
     min_p: float = settable(0.0, at=GROUP)
     """Only tokens at least this share as likely as the likeliest; 0: all."""
     repetition_penalty: float = settable(1.0, at=GROUP)
-    """Tokens that occurred in prompt or completion have positive logits divided by this, negative ones multiplied;
-    1: none."""
+    """Tokens that occurred in prompt or completion have positive logits divided by this, negative
+    ones multiplied; 1: none."""
     stop: tuple[str | int, ...] = ()
     """Strings, or ids of tokens, at which a completion ends; they are not part of its text."""
     slots: int = 256
     """Rollouts that are decoded together."""
     cache_bytes: int | None = None
-    """Memory of the KV-cache; None: a share of what is free. Where it runs short, the youngest rollouts are parked
-    and go on later."""
+    """Memory of the KV-cache; None: a share of what is free. Where it runs short, the youngest
+    rollouts are parked and go on later."""
     tensor_parallel: int = 1
-    """Ranks that share out the model: each holds a slice of the weights and its heads' keys and values, on a GPU of its
-    own where there are any. Divides the model's attention and key/value heads; `slots` and `cache_bytes` are each
-    rank's."""
+    """Ranks that share out the model: each holds a slice of the weights and its heads' keys and
+    values, on a GPU of its own where there are any. Divides the model's attention and key/value
+    heads; `slots` and `cache_bytes` are each rank's."""
     in_flight: int | None = None
     """Most prompts between admission and training; None: as many as the staleness bound allows."""
     context_tokens: int | None = None
     """Most tokens of prompt and completion together; None: the model's own limit."""
     on_update: Literal["keep", "recompute"] = "keep"
-    """What becomes of unfinished rollouts when weights change: keep (go on from their keys and values) or recompute
-    (prefill what they have under the new weights, then go on). Neither throws a token away."""
+    """What becomes of unfinished rollouts when weights change: keep (go on from their keys and
+    values) or recompute (prefill what they have under the new weights, then go on). Neither throws
+    a token away."""
     weights: Literal["model", "bfloat16", "int8", "int8_dynamic", "fp8"] = "model"
-    """How layers compute: as the model, bfloat16 (all of it, beside a trainer in float32: twice as fast on a CPU with
-    AVX512-BF16), int8 (weights only: half the memory of bfloat16), int8_dynamic (inputs
-    too: faster on a CPU from about width 512), fp8 (GPUs from compute capability 8.9, bfloat16 models)."""
+    """How layers compute: as the model, bfloat16 (all of it, beside a trainer in float32: twice as
+    fast on a CPU with AVX512-BF16), int8 (weights only: half the memory of bfloat16), int8_dynamic
+    (inputs too: faster on a CPU from about width 512), fp8 (GPUs from compute capability 8.9,
+    bfloat16 models)."""
     compile: bool = False
-    """Compile each layer (torch.compile) where this runs on a GPU: steps take a fifth to a quarter less, the start ten
-    seconds more. On a CPU kernels of this project compute either way. With weights="model", on one rank, and on
-    devices that are its own."""
+    """Compile each layer (torch.compile) where this runs on a GPU: steps take a fifth to a quarter
+    less, the start ten seconds more. On a CPU kernels of this project compute either way. With
+    weights="model", on one rank, and on devices that are its own."""
     engine: Literal["native", "vllm"] = "native"
-    """Who makes the forward passes: this project's own engine, or vLLM in a process and, if need be, an environment of
-    its own (the interpreter that DATAFLOW_VLLM_PYTHON names)."""
+    """Who makes the forward passes: this project's own engine, or vLLM in a process and, if need
+    be, an environment of its own (the interpreter that DATAFLOW_VLLM_PYTHON names)."""
     sampling_mask: bool | None = None
-    """Add the column sampling_mask: for each token, the ids that top_k, top_p and min_p left, for the trainer; None:
-    where one of them is given, and this project's engine samples."""
+    """Add the column sampling_mask: for each token, the ids that top_k, top_p and min_p left, for
+    the trainer; None: where one of them is given, and this project's engine samples."""
     raw_completion: bool = False
-    """Add the column raw_completion: the completion with its special tokens, for rewards that look for them."""
+    """Add the column raw_completion: the completion with its special tokens, for rewards that look
+    for them."""
     chat: bool = False
     """Prompts are chat messages as JSON, laid out by the tokenizer's chat template."""
     chat_template_kwargs: Mapping[str, Any] | None = None
-    """The chat template's own options, as {"enable_thinking": False}; a row's column of this name goes before."""
+    """The chat template's own options, as {"enable_thinking": False}; a row's column of this name
+    goes before."""
 
     @property
     def rollouts_per_prompt(self) -> int:
@@ -94,12 +99,18 @@ class GeneratorKnobs(Generate):
     def traits(self) -> Traits:
         """What graphs are checked for, and what a replica takes."""
         return Traits(
-            tensor_parallel=self.tensor_parallel, temperature=self.temperature, chat=self.chat,
-            in_flight=self.in_flight, max_tokens=self.max_tokens, top_k=self.top_k,
+            tensor_parallel=self.tensor_parallel,
+            temperature=self.temperature,
+            chat=self.chat,
+            in_flight=self.in_flight,
+            max_tokens=self.max_tokens,
+            top_k=self.top_k,
             context_tokens=self.context_tokens or getattr(self.model, "context_tokens", None),
-            slots=self.slots, cache_bytes=self.cache_bytes,
-            sleeps=self.engine == "native" and not self.compile, unrecorded=self._unrecorded,
-        )  # fmt: skip
+            slots=self.slots,
+            cache_bytes=self.cache_bytes,
+            sleeps=self.engine == "native" and not self.compile,
+            unrecorded=self._unrecorded,
+        )
 
     @property
     def records_mask(self) -> bool:
@@ -115,12 +126,22 @@ class GeneratorKnobs(Generate):
     @property
     def _unrecorded(self) -> tuple[str, str] | None:
         if self.repetition_penalty != 1:
-            return f"repetition_penalty={self.repetition_penalty!r}", "leave it out, or take a loss without a ratio"
+            return (
+                f"repetition_penalty={self.repetition_penalty!r}",
+                "leave it out, or take a loss without a ratio",
+            )
         if self.records_mask or not self._truncation:
             return None
         knob = self._truncation[0]
-        way_out = "give it sampling_mask=True from the start" if self.engine == "native" else "leave it out"
-        return f"{knob}={getattr(self, knob)!r} and no sampling_mask", f"{way_out}, or take a loss without a ratio"
+        way_out = (
+            "give it sampling_mask=True from the start"
+            if self.engine == "native"
+            else "leave it out"
+        )
+        return (
+            f"{knob}={getattr(self, knob)!r} and no sampling_mask",
+            f"{way_out}, or take a loss without a ratio",
+        )
 
     def _with(self, knob: str, value: Any) -> Operator:
         """Rows keep the columns that they have while a run goes on."""
@@ -130,10 +151,13 @@ class GeneratorKnobs(Generate):
     @property
     def quantized(self) -> str | None:
         """Quantised layers take their weights as they compute with them."""
-        return None if self.weights in ("model", "bfloat16") else self.weights.removesuffix("_dynamic")
+        return (
+            None if self.weights in ("model", "bfloat16") else self.weights.removesuffix("_dynamic")
+        )
 
     def quantized_tensors(self) -> frozenset[str]:
-        """The weights of the linear layers. Raises ModelError when the model's config cannot be read."""
+        """The weights of the linear layers. Raises ModelError when the model's config cannot be
+        read."""
         from operators.engine.precision.quantized_names import quantized_names
 
         return quantized_names(self.model)
@@ -143,7 +167,8 @@ class GeneratorKnobs(Generate):
         return super().missing() or (template_fault(self.model) if self.chat else None)
 
     def provides(self, columns: Columns) -> Columns:
-        """The prompt's columns, the rollout's, its temperature and, where asked for, the raw text and the mask."""
+        """The prompt's columns, the rollout's, its temperature and, where asked for, the raw text
+        and the mask."""
         is_asked = {RAW_COMPLETION: self.raw_completion, SAMPLING_MASK: self.records_mask}
         optional = {name: kind for name, kind in SAMPLED_COLUMNS.items() if is_asked[name]}
         return {**super().provides(columns), TEMPERATURE: pa.float64(), **optional}
@@ -168,16 +193,24 @@ class GeneratorKnobs(Generate):
         if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
             found.append(
                 f"'{self.name}' needs a temperature of 0 or more, but got {self.temperature!r}; "
-                f"use 1.0 to sample from the policy itself, 0 for the likeliest token"
+                "use 1.0 to sample from the policy itself, 0 for the likeliest token"
             )
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            found.append(f"'{self.name}' needs top_p above 0 and at most 1, but got {self.top_p!r}; use 1.0 for all")
-        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
-            found.append(f"'{self.name}' needs min_p from 0 to 1, but got {self.min_p!r}; use 0.0 for all tokens")
-        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty < float("inf"):
             found.append(
-                f"'{self.name}' needs a repetition_penalty above 0, but got {self.repetition_penalty!r}; "
-                f"use 1.0 for none"
+                f"'{self.name}' needs top_p above 0 and at most 1, but got {self.top_p!r}; use 1.0"
+                " for all"
+            )
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            found.append(
+                f"'{self.name}' needs min_p from 0 to 1, but got {self.min_p!r}; use 0.0 for all"
+                " tokens"
+            )
+        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty < float(
+            "inf"
+        ):
+            found.append(
+                f"'{self.name}' needs a repetition_penalty above 0, but got"
+                f" {self.repetition_penalty!r}; use 1.0 for none"
             )
         if not isinstance(self.stop, tuple) or not all(_is_stop(each) for each in self.stop):
             found.append(
@@ -187,46 +220,63 @@ class GeneratorKnobs(Generate):
         found += options_faults(self.name, self.chat, self.chat_template_kwargs)
         if self.on_update not in ("keep", "recompute"):
             found.append(
-                f'\'{self.name}\' got on_update={self.on_update!r}, which is not known; use "keep" or "recompute"'
+                f"'{self.name}' got on_update={self.on_update!r}, which is not known; use \"keep\""
+                ' or "recompute"'
             )
         if self.engine not in ("native", "vllm"):
-            found.append(f'\'{self.name}\' got engine={self.engine!r}, which is not known; use "native" or "vllm"')
+            found.append(
+                f"'{self.name}' got engine={self.engine!r}, which is not known; use \"native\" or"
+                ' "vllm"'
+            )
         own = {"sampling_mask": False, "weights": "model", "tensor_parallel": 1, "compile": False}
         unlike = [knob for knob, value in own.items() if (getattr(self, knob) or value) != value]
         if self.engine == "vllm" and unlike:
             found.append(
-                f"'{self.name}' runs on vLLM, which does not serve {unlike[0]}, but got {unlike[0]}="
+                f"'{self.name}' runs on vLLM, which does not serve {unlike[0]}, but got"
+                f" {unlike[0]}="
                 f'{getattr(self, unlike[0])!r}; leave it out, or use engine="native"'
             )
         own = {"weights": "model", "tensor_parallel": 1}
         unlike = [knob for knob, value in own.items() if getattr(self, knob) != value]
         if self.compile and unlike and self.engine == "native":
             found.append(
-                f"'{self.name}' compiles layers of whole models that compute as they are, but got {unlike[0]}="
-                f"{getattr(self, unlike[0])!r}; leave it out, or compile"
+                f"'{self.name}' compiles layers of whole models that compute as they are, but got"
+                f" {unlike[0]}={getattr(self, unlike[0])!r}; leave it out, or compile"
             )
-        if isinstance(self.model, Model) and self.engine == "vllm" and holds_adapters(self.model.source):
+        if (
+            isinstance(self.model, Model)
+            and self.engine == "vllm"
+            and holds_adapters(self.model.source)
+        ):
             found.append(
-                f"'{self.name}' runs on vLLM, which is given whole models, but {self.model.source} holds adapters "
-                f'alone; use engine="native", or merge them with peft and give the folder of the whole model'
+                f"'{self.name}' runs on vLLM, which is given whole models, but {self.model.source}"
+                " holds adapters "
+                f'alone; use engine="native", or merge them with peft and give the folder of the'
+                f" whole model"
             )
         own = {"engine": "native", "weights": "model"}
         unlike = [knob for knob, value in own.items() if getattr(self, knob) != value]
         if isinstance(self.model, Model) and self.model.lora is not None and unlike:
             found.append(
-                f"'{self.name}' merges adapters (lora=) into weights of its own, but got {unlike[0]}="
-                f"{getattr(self, unlike[0])!r}; use {unlike[0]}={own[unlike[0]]!r}, or a Model without lora"
+                f"'{self.name}' merges adapters (lora=) into weights of its own, but got"
+                f" {unlike[0]}={getattr(self, unlike[0])!r}; use {unlike[0]}={own[unlike[0]]!r}, or"
+                " a Model without lora"
             )
         if self.weights == "bfloat16" and self.tensor_parallel > 1:
             found.append(
-                f"'{self.name}' casts whole models with weights='bfloat16', but got tensor_parallel="
+                f"'{self.name}' casts whole models with weights='bfloat16', but got"
+                " tensor_parallel="
                 f'{self.tensor_parallel}; use Model(dtype="bfloat16"), or one rank'
             )
         if self.weights not in WEIGHTS:
-            found.append(f"'{self.name}' got weights={self.weights!r}, which is not known; use one of {list(WEIGHTS)}")
+            found.append(
+                f"'{self.name}' got weights={self.weights!r}, which is not known; use one of"
+                f" {list(WEIGHTS)}"
+            )
         if isinstance(self.model, Model) and self.model.head != "lm":
             found.append(
-                f"'{self.name}' generates with model '{self.model.name}', whose head is {self.model.head!r}; "
+                f"'{self.name}' generates with model '{self.model.name}', whose head is"
+                f" {self.model.head!r}; "
                 f'give it a Model with head="lm"'
             )
         return found
@@ -234,9 +284,15 @@ class GeneratorKnobs(Generate):
 
 def options_faults(name: str, chat: bool, options: object) -> list[str]:
     """What is wrong with options of a chat template."""
-    if options is None or (chat and isinstance(options, Mapping) and all(isinstance(key, str) for key in options)):
+    if options is None or (
+        chat and isinstance(options, Mapping) and all(isinstance(key, str) for key in options)
+    ):
         return []
-    do = 'give an object, as {"enable_thinking": False}' if chat else "set chat=True, or leave them out"
+    do = (
+        'give an object, as {"enable_thinking": False}'
+        if chat
+        else "set chat=True, or leave them out"
+    )
     return [f"'{name}' has chat_template_kwargs={options!r}, which no chat template is given; {do}"]
 
 

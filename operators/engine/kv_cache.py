@@ -20,15 +20,19 @@ CPU_SHARE, GPU_SHARE = 0.5, 0.85
 
 
 class KVCache:
-    """Pages of keys and values for every layer; a layer's tensors are made when it is first written."""
+    """Pages of keys and values for every layer; a layer's tensors are made when it is first
+    written."""
 
     def __init__(self, pages: int) -> None:
-        """Make room for `pages` pages, and one more that nobody reads, for rows that only fill up a batch."""
+        """Make room for `pages` pages, and one more that nobody reads, for rows that only fill up a
+        batch."""
         self.pages = pages
         self.scratch = pages
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(
+        self, index: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [P + 1, H, PAGE, D] and values of a layer, made like its new ones [1, H, N, D]."""
         found = self._layers.get(index)
         if found is None:
@@ -47,20 +51,27 @@ class KVCache:
         return sum(side[0].nbytes // PAGE for both in self._layers.values() for side in both)
 
     def clear(self, pages: torch.Tensor) -> None:
-        """Zero some pages: a masked position weighs nothing only as long as it holds a finite number."""
+        """Zero some pages: a masked position weighs nothing only as long as it holds a finite
+        number."""
         for keys, values in self._layers.values():
             keys[pages] = 0
             values[pages] = 0
 
     def copy(
-        self, from_pages: torch.Tensor, from_places: torch.Tensor, to_pages: torch.Tensor, to_places: torch.Tensor
+        self,
+        from_pages: torch.Tensor,
+        from_places: torch.Tensor,
+        to_pages: torch.Tensor,
+        to_places: torch.Tensor,
     ) -> None:
-        """Copy keys and values of single positions, given as pages and places in them, int64 [m] each."""
+        """Copy keys and values of single positions, given as pages and places in them, int64 [m]
+        each."""
         for side in itertools.chain(*self._layers.values()):
             side[to_pages, :, to_places] = side[from_pages, :, from_places]
 
     def drop(self) -> None:
-        """Give the memory back; nobody may read what was in it. It is taken again when it is written."""
+        """Give the memory back; nobody may read what was in it. It is taken again when it is
+        written."""
         self._layers.clear()
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
@@ -72,8 +83,9 @@ class KVCache:
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
         except (RuntimeError, OSError, ValueError) as error:
             raise ModelError(
-                f"the KV-cache does not fit: {self.pages} pages of {PAGE} tokens need {2 * nbytes} bytes in every "
-                f"layer ({error}); lower slots, context_tokens or cache_bytes of the generator"
+                f"the KV-cache does not fit: {self.pages} pages of {PAGE} tokens need {2 * nbytes}"
+                f" bytes in every layer ({error}); lower slots, context_tokens or cache_bytes of"
+                " the generator"
             ) from error
 
 
@@ -87,8 +99,9 @@ def page_count(*, slots: int, context_tokens: int, token_bytes: int, budget: int
     affordable = budget // max(1, PAGE * token_bytes)
     if affordable < each:
         raise ModelError(
-            f"the KV-cache cannot hold one rollout: {context_tokens} tokens take {each * PAGE * token_bytes} bytes "
-            f"({token_bytes} each), but its budget is {budget} bytes; raise cache_bytes, or lower context_tokens"
+            f"the KV-cache cannot hold one rollout: {context_tokens} tokens take"
+            f" {each * PAGE * token_bytes} bytes ({token_bytes} each), but its budget is {budget}"
+            " bytes; raise cache_bytes, or lower context_tokens"
         )
     return min(affordable, slots * each)
 
@@ -96,14 +109,16 @@ def page_count(*, slots: int, context_tokens: int, token_bytes: int, budget: int
 def default_budget(device: torch.device, weights: int) -> int:
     """Bytes the cache may take when nobody says: a share of what is free on the device now.
 
-    weights: bytes of the model, of which a second version arrives on a GPU beside the one that is computed with."""
+    weights: bytes of the model, of which a second version arrives on a GPU beside the one that is
+    computed with."""
     if device.type == "cuda":
         return int(GPU_SHARE * max(0, torch.cuda.mem_get_info(device)[0] - weights))
     return int(CPU_SHARE * psutil.virtual_memory().available)
 
 
 def huge_pages(nbytes: int) -> torch.Tensor:
-    """Zeros uint8 [nbytes] on huge pages where the system gives them; memory is taken when first written."""
+    """Zeros uint8 [nbytes] on huge pages where the system gives them; memory is taken when first
+    written."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,5 @@
-"""Chooses the engine that a generator declares: this project's own, on one rank or several, or vLLM's."""
+"""Chooses the engine that a generator declares: this project's own, on one rank or several, or
+vLLM's."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from operators.engine.knobs import GeneratorKnobs
 
 
 def make_engine(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
-    """Load model and tokenizer onto the device of `context`; with `tensor_parallel` above 1 this process is rank 0.
+    """Load model and tokenizer onto the device of `context`; with `tensor_parallel` above 1 this
+    process is rank 0.
 
     Raises ModelError when they cannot be used.
     """

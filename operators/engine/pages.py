@@ -1,9 +1,10 @@
-"""Which page of the KV-cache is free, shared or kept for reuse: pure accounting; it knows no tensors.
+"""Which page of the KV-cache is free, shared or kept for reuse: pure accounting; it knows no
+tensors.
 
-A page holds PAGE neighbouring positions of one sequence, in every layer. Full pages of a prompt are shared by all rows
-that begin with it; they are never written again. A prefix is found by the hash of its tokens, and all prefixes are
-forgotten when the weights change, since keys and values belong to the weights that made them.
-"""
+A page holds PAGE neighbouring positions of one sequence, in every layer. Full pages of a prompt are
+shared by all rows that begin with it; they are never written again. A prefix is found by the hash
+of its tokens, and all prefixes are forgotten when the weights change, since keys and values belong
+to the weights that made them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from dataflow.records import AnyArray
 PAGE = 16
 """Positions in a page."""
 MOST_NEAR = 64
-"""Pages behind one prefix that are looked at for the beginning that they have in common with new tokens."""
+"""Pages behind one prefix that are looked at for the beginning that they have in common with new
+tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +31,13 @@ class Prefix:
     tokens: AnyArray
     """int64 [L], at least 1."""
     cached: int
-    """How many full pages of them were there before, or are filled by an earlier prefix of this step."""
+    """How many full pages of them were there before, or are filled by an earlier prefix of this
+    step."""
     tables: Sequence[Sequence[int]]
     """Pages of each row; they share all full ones."""
     near: int = -1
-    """A page, there before or filled by an earlier prefix of this step, that begins as the first page to compute does;
-    -1: none."""
+    """A page, there before or filled by an earlier prefix of this step, that begins as the first
+    page to compute does; -1: none."""
     alike: int = 0
     """Tokens that they have in common, whose keys and values are copied."""
 
@@ -55,17 +58,19 @@ def pages_for(tokens: int) -> int:
 
 
 def fitting(tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
-    """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the pages they take.
+    """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the pages
+    they take.
 
-    Each takes a page to write into; the first takes the prompt's full pages too. An idle engine fits one always.
-    """
+    Each takes a page to write into; the first takes the prompt's full pages too. An idle engine
+    fits one always."""
     whole = tokens // PAGE
     count = max(int(idle), min(wanted, pages - whole))
     return (count, whole + count) if count > 0 else (0, 0)
 
 
 class Pages:
-    """Free pages, how many rows hold each of the others, and which prefixes are still to be found in them."""
+    """Free pages, how many rows hold each of the others, and which prefixes are still to be found
+    in them."""
 
     def __init__(self, count: int) -> None:
         """Begin with `count` free pages, handed out from page 0 on."""
@@ -81,7 +86,8 @@ class Pages:
 
     @property
     def available(self) -> int:
-        """Pages that could be taken now: free ones, and those kept only because they might be found again."""
+        """Pages that could be taken now: free ones, and those kept only because they might be found
+        again."""
         return len(self._free) + len(self._idle)
 
     def holders(self, page: int) -> int:
@@ -89,9 +95,12 @@ class Pages:
         return self._holders[page]
 
     def take(self, count: int) -> list[int]:
-        """Pages for one row; the prefixes that were idle longest make room. Raises MemoryError when short."""
+        """Pages for one row; the prefixes that were idle longest make room. Raises MemoryError when
+        short."""
         if count > self.available:
-            raise MemoryError(f"{count} pages of the KV-cache are needed, {self.available} are available")
+            raise MemoryError(
+                f"{count} pages of the KV-cache are needed, {self.available} are available"
+            )
         taken = []
         for _ in range(count):
             if not self._free:
@@ -110,7 +119,8 @@ class Pages:
             self._idle.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One row less holds each of these pages; the last to leave frees it, or leaves it to be found."""
+        """One row less holds each of these pages; the last to leave frees it, or leaves it to be
+        found."""
         for page in reversed(pages):
             self._holders[page] -= 1
             if self._holders[page]:
@@ -121,7 +131,8 @@ class Pages:
                 self._free.append(page)
 
     def find(self, tokens: AnyArray) -> list[int]:
-        """Pages that hold the longest known prefix of these tokens, int64 [n], but at most n - 1 of them."""
+        """Pages that hold the longest known prefix of these tokens, int64 [n], but at most n - 1 of
+        them."""
         found: list[int] = []
         if self._by_key:
             for key in _keys(tokens[: len(tokens) - 1]):
@@ -132,8 +143,9 @@ class Pages:
         return found
 
     def near(self, tokens: AnyArray, known: int) -> tuple[int, int]:
-        """The page held by some row that begins most like these tokens do behind their first `known` pages, and how
-        many tokens are alike, at most all but the last; (-1, 0) without any."""
+        """The page held by some row that begins most like these tokens do behind their first
+        `known` pages, and how many tokens are alike, at most all but the last; (-1, 0) without
+        any."""
         keys = _keys(tokens[: known * PAGE])
         behind = self._behind.get(keys[-1] if keys else b"", {})
         wanted = tokens[known * PAGE : len(tokens) - 1][:PAGE]
@@ -152,7 +164,9 @@ class Pages:
                 self._by_key[key] = page
                 self._key_of[page] = key
                 self._before[page] = before
-                self._behind.setdefault(before, {})[page] = np.array(tokens[i * PAGE : (i + 1) * PAGE])
+                self._behind.setdefault(before, {})[page] = np.array(
+                    tokens[i * PAGE : (i + 1) * PAGE]
+                )
             before = key
 
     def forget(self) -> None:

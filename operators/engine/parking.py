@@ -1,4 +1,5 @@
-"""Rows that go on later: those that gave their pages up to others, and those that an earlier process began."""
+"""Rows that go on later: those that gave their pages up to others, and those that an earlier
+process began."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from operators.models.errors import ModelError
 
 
 class Parked:
-    """Rows outside the batch, the oldest first; each goes on with a prefix that is computed anew."""
+    """Rows outside the batch, the oldest first; each goes on with a prefix that is computed
+    anew."""
 
     def __init__(self) -> None:
         self._rows: list[Row] = []
@@ -31,8 +33,8 @@ class Parked:
         self._rows = sorted([*self._rows, *rows], key=lambda row: row.age)
 
     def due(self, rows: Rows, pages: Pages) -> Iterator[Row]:
-        """Those that go on in this step, as far as slots and pages reach, each let go of here; who takes one takes its
-        pages before the next.
+        """Those that go on in this step, as far as slots and pages reach, each let go of here; who
+        takes one takes its pages before the next.
 
         rows: the batch, which they join all at once.
         """
@@ -50,27 +52,38 @@ class Parked:
         self._rows = [row for row in self._rows if row.ticket not in tickets]
         return gone
 
-    def new_tokens(self, since: Callable[[int], int], least: int) -> list[tuple[int, PartialRollout]]:
+    def new_tokens(
+        self, since: Callable[[int], int], least: int
+    ) -> list[tuple[int, PartialRollout]]:
         """As `Engine.new_tokens`, of these."""
         found = []
         for row in self._rows:
             begin = since(row.ticket)
             if len(row.tokens) - row.start - begin >= least:
-                found.append((row.ticket, PartialRollout(begin=begin, tokens=row.tokens[row.start + begin :])))
+                found.append(
+                    (
+                        row.ticket,
+                        PartialRollout(begin=begin, tokens=row.tokens[row.start + begin :]),
+                    )
+                )
         return found
 
 
 def to_park(rows: Rows, pages: Pages, wanted: int) -> AnyArray:
-    """Rows to be parked so that so many pages come free, int [k]. Raises ModelError where one row alone holds all."""
+    """Rows to be parked so that so many pages come free, int [k]. Raises ModelError where one row
+    alone holds all."""
     owned = [sum(pages.holders(page) == 1 for page in held) for held in rows.pages]
     chosen = youngest(rows.age[: rows.n].tolist(), owned, wanted)
     if not chosen:
-        raise ModelError(f"one row has outgrown the KV-cache of {pages.count} pages; lower its limit")
+        raise ModelError(
+            f"one row has outgrown the KV-cache of {pages.count} pages; lower its limit"
+        )
     return np.array(chosen)
 
 
 def youngest(ages: Sequence[int], owned: Sequence[int], wanted: int) -> list[int]:
-    """Rows to park so that at least `wanted` pages come free: the youngest first, never the oldest of all.
+    """Rows to park so that at least `wanted` pages come free: the youngest first, never the oldest
+    of all.
 
     ages: by row, larger for rows that started later. owned: pages that only this row holds.
     """

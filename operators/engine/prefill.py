@@ -1,4 +1,5 @@
-"""The new tokens of a step, laid out: prefixes that start or go on, each for one row or for the siblings of a group."""
+"""The new tokens of a step, laid out: prefixes that start or go on, each for one row or for the
+siblings of a group."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class NewRow:
 
 
 class Fused(Protocol):
-    """A native implementation of the whole model: from tokens to logits, filling the cache on its way."""
+    """A native implementation of the whole model: from tokens to logits, filling the cache on its
+    way."""
 
     def refresh(self) -> None:
         """Take over the weights that the model has now."""
@@ -59,7 +61,11 @@ def lay_out(prefixes: Sequence[Prefix], put: Callable[[AnyArray], torch.Tensor])
     positions = np.concatenate([np.arange(p.cached * PAGE, len(p.tokens)) for p in prefixes])
     source, page = [], []
     for first, prefix in zip(firsts, prefixes, strict=True):
-        begin, whole, end = prefix.cached * PAGE, len(prefix.tokens) // PAGE * PAGE, len(prefix.tokens)
+        begin, whole, end = (
+            prefix.cached * PAGE,
+            len(prefix.tokens) // PAGE * PAGE,
+            len(prefix.tokens),
+        )
         place = np.arange(begin, whole)
         source.append(first + place - begin)
         page.append(np.asarray(prefix.tables[0], np.int64)[place // PAGE])
@@ -77,7 +83,9 @@ def lay_out(prefixes: Sequence[Prefix], put: Callable[[AnyArray], torch.Tensor])
         offset=put(positions[sources] % PAGE),
     )
     if any(prefix.cached for prefix in prefixes):
-        pages: AnyArray = np.zeros((len(prefixes), max(len(prefix.tables[0]) for prefix in prefixes)), np.int64)
+        pages: AnyArray = np.zeros(
+            (len(prefixes), max(len(prefix.tables[0]) for prefix in prefixes)), np.int64
+        )
         for i, prefix in enumerate(prefixes):
             pages[i, : len(prefix.tables[0])] = prefix.tables[0]
         new.before = put(np.array([prefix.cached * PAGE for prefix in prefixes]))

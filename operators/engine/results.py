@@ -1,4 +1,5 @@
-"""What goes into the engine and what comes out: prompts that start, rows that ended, rows that wait to go on."""
+"""What goes into the engine and what comes out: prompts that start, rows that ended, rows that wait
+to go on."""
 
 from __future__ import annotations
 
@@ -32,12 +33,14 @@ class PromptStart:
     alternatives: int = 0
     """Likeliest tokens to note beside each that is drawn."""
     partial: Sequence[PartialRollout | None] = ()
-    """Of each rollout, what it had drawn before, from its first token; None, or nothing at all, where that is none."""
+    """Of each rollout, what it had drawn before, from its first token; None, or nothing at all,
+    where that is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One rollout outside the batch, with all that is needed to go on with it: parked, or looked at."""
+    """One rollout outside the batch, with all that is needed to go on with it: parked, or looked
+    at."""
 
     ticket: int
     age: int
@@ -53,7 +56,9 @@ class Row:
 
     def ended(self, reason: int, text: str | None = None) -> EndedRollout:
         """As one that ends here."""
-        return EndedRollout(tokens=self.tokens, start=self.start, reason=reason, ticket=self.ticket, text=text)
+        return EndedRollout(
+            tokens=self.tokens, start=self.start, reason=reason, ticket=self.ticket, text=text
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +74,17 @@ class EndedRollout:
     ticket: int = -1
     """The caller's number of it; of one that no engine drew, -1."""
     text: str | None = None
-    """The completion, where it is not simply its tokens: before a stop string, or as it was given."""
+    """The completion, where it is not simply its tokens: before a stop string, or as it was
+    given."""
     error: str | None = None
     """What failed, where it is not the model."""
 
 
-def begun(start: PromptStart, age: int, sampling: Sampling, stop: StopStrings | None, *, masks: bool) -> list[Row]:
-    """The rows of a prompt's rollouts, the first of this age. masks: it is recorded what truncation left.
+def begun(
+    start: PromptStart, age: int, sampling: Sampling, stop: StopStrings | None, *, masks: bool
+) -> list[Row]:
+    """The rows of a prompt's rollouts, the first of this age. masks: it is recorded what truncation
+    left.
 
     sampling, stop: the engine's, where `start` says nothing.
     """
@@ -86,9 +95,14 @@ def begun(start: PromptStart, age: int, sampling: Sampling, stop: StopStrings | 
     partial = start.partial or [None] * len(start.tickets)
     return [
         Row(
-            ticket=start.tickets[i], age=age + i, start=before, limit=start.limit, seed=start.seeds[i],
+            ticket=start.tickets[i],
+            age=age + i,
+            start=before,
+            limit=start.limit,
+            seed=start.seeds[i],
             tokens=prompt if rollout is None else RolloutTokens.joined([prompt, rollout.tokens]),
-            sampling=start.sampling or sampling, stop=start.stop or stop,
+            sampling=start.sampling or sampling,
+            stop=start.stop or stop,
         )
         for i, rollout in enumerate(partial)
-    ]  # fmt: skip
+    ]

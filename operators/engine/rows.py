@@ -1,8 +1,9 @@
-"""The live rows of the batch: what each is at, column by column, and what each has drawn, slot by slot.
+"""The live rows of the batch: what each is at, column by column, and what each has drawn, slot by
+slot.
 
-Columns stand in row order (0 .. n-1), which is kept when rows leave, so that the rows of a group stay neighbours.
-Tables stand by slot, and a row keeps its slot. Axes: S slots, n live rows, T positions, W pages of a row.
-"""
+Columns stand in row order (0 .. n-1), which is kept when rows leave, so that the rows of a group
+stay neighbours. Tables stand by slot, and a row keeps its slot. Axes: S slots, n live rows, T
+positions, W pages of a row."""
 
 from __future__ import annotations
 
@@ -34,25 +35,32 @@ _SLOT, _LENGTH, _START, _LIMIT, _SEED, _LAST = range(6)
 class Rows:
     """State of up to S rows; `n` are live."""
 
-    def __init__(self, slots: int, context_tokens: int, device: torch.device, *, fixed: bool = False) -> None:
-        """No rows yet; tables grow up to `context_tokens` positions, or have that size from the start if `fixed`."""
+    def __init__(
+        self, slots: int, context_tokens: int, device: torch.device, *, fixed: bool = False
+    ) -> None:
+        """No rows yet; tables grow up to `context_tokens` positions, or have that size from the
+        start if `fixed`."""
         self.n = 0
         self.slots = slots
         self.device = device
         self._context_tokens = context_tokens
-        self._tokens_wide = pages_for(context_tokens + 1) * PAGE if fixed else min(context_tokens, FIRST_TOKENS)
+        self._tokens_wide = (
+            pages_for(context_tokens + 1) * PAGE if fixed else min(context_tokens, FIRST_TOKENS)
+        )
         self._columns = torch.zeros(6, slots, dtype=torch.int64, device=device)
         self._host = np.zeros((6, slots), np.int64)
         self.ticket = np.zeros(slots, np.int64)
         self.age = np.zeros(slots, np.int64)
         self.alike = np.zeros(slots, np.int64)
-        """By row, a number that rows have in common whose tokens and cached keys and values are the same."""
+        """By row, a number that rows have in common whose tokens and cached keys and values are the
+        same."""
         self.pages: list[list[int]] = []
         self._held = np.zeros(slots, np.int64)
         self.sampling: list[Sampling] = []
         self.stop: list[StopStrings | None] = []
         self.masks: list[list[AnyArray] | None] = []
-        """By row, what truncation left at each token of its completion; None where that is not recorded."""
+        """By row, what truncation left at each token of its completion; None where that is not
+        recorded."""
         self._free = list(range(slots - 1, -1, -1))
         self._tokens = self._made(torch.int32)
         self._logprobs = self._made(torch.float32)
@@ -130,7 +138,8 @@ class Rows:
         return self._seen[self._columns[_SLOT, : self.n]]
 
     def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where runs of rows with common full pages begin, and the end, int32 [r + 1]; how many pages, int32 [r]."""
+        """Where runs of rows with common full pages begin, and the end, int32 [r + 1]; how many
+        pages, int32 [r]."""
         if self._runs is None:
             self._runs = self.runs_of(np.arange(self.n))
         return self._runs
@@ -148,8 +157,9 @@ class Rows:
         return self._put(bounds.astype(np.int32)), self._put(shared.astype(np.int32))
 
     def distinct(self) -> tuple[AnyArray, AnyArray] | None:
-        """The first row of each kind that is `alike`, int64 [d], ascending, and the place in it of every live row's
-        kind, int64 [n]; None where nearly all rows differ, so that bookkeeping would cost more than it saves."""
+        """The first row of each kind that is `alike`, int64 [d], ascending, and the place in it of
+        every live row's kind, int64 [n]; None where nearly all rows differ, so that bookkeeping
+        would cost more than it saves."""
         kinds, first, kind = np.unique(self.alike[: self.n], return_index=True, return_inverse=True)
         if len(kinds) > MOST_DISTINCT * self.n:
             return None
@@ -170,9 +180,11 @@ class Rows:
         pages = self._table[rows, at // PAGE].astype(np.int64)
         return self._put(pages), self._put(at % PAGE)
 
-    def add(self, rows: Sequence[Row], pages: Sequence[list[int]], alike: AnyArray | None = None) -> None:
-        """Put rows at the end of the batch: their tokens so far, their pages; alike, int64 [rows]: those with equal
-        numbers have the same tokens, keys and values; None: no two have."""
+    def add(
+        self, rows: Sequence[Row], pages: Sequence[list[int]], alike: AnyArray | None = None
+    ) -> None:
+        """Put rows at the end of the batch: their tokens so far, their pages; alike, int64 [rows]:
+        those with equal numbers have the same tokens, keys and values; None: no two have."""
         first, count = self.n, len(rows)
         lengths = np.array([len(row.tokens) for row in rows])
         self._widen(int(lengths.max()) + 1)
@@ -180,15 +192,21 @@ class Rows:
         new = slice(first, first + count)
         self._host[:, new] = np.array(
             [
-                slots, lengths.tolist(), [row.start for row in rows], [row.limit for row in rows],
-                [row.seed for row in rows], [0] * count,
+                slots,
+                lengths.tolist(),
+                [row.start for row in rows],
+                [row.limit for row in rows],
+                [row.seed for row in rows],
+                [0] * count,
             ],
             dtype=np.int64,
-        )  # fmt: skip
+        )
         self._columns[:, new] = self._put(self._host[:, new])
         self.ticket[new] = [row.ticket for row in rows]
         self.age[new] = [row.age for row in rows]
-        self.alike[new] = self.alike[:first].max(initial=-1) + 1 + (np.arange(count) if alike is None else alike)
+        self.alike[new] = (
+            self.alike[:first].max(initial=-1) + 1 + (np.arange(count) if alike is None else alike)
+        )
         longest = int(lengths.max())
         at = self._put(np.array(slots))
         for table, columns, dtype in (
@@ -215,11 +233,20 @@ class Rows:
         self._table_there[new] = self._put(self._table[new])
         self._runs = self._mixed = None
 
-    def front(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the first `count` rows: newest tokens, positions, page table [count, W], seeds, tokens drawn."""
+    def front(
+        self, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the first `count` rows: newest tokens, positions, page table [count, W], seeds, tokens
+        drawn."""
         first = self._columns[:, :count]
         length = first[_LENGTH]
-        return first[_LAST], length - 1, self._table_there[:count], first[_SEED], length - first[_START]
+        return (
+            first[_LAST],
+            length - 1,
+            self._table_there[:count],
+            first[_SEED],
+            length - first[_START],
+        )
 
     def fill(self, count: int, page: int) -> None:
         """Let the rows behind the live ones, up to `count`, stand at position 0 of `page`."""
@@ -240,7 +267,8 @@ class Rows:
         self._table_there[self._put(rows)] = self._put(self._table[rows])
 
     def drew(self, tokens: torch.Tensor, logprobs: torch.Tensor, version: int) -> None:
-        """Every live row is one token longer: tokens int64 [n], their log-probabilities [n], drawn from `version`."""
+        """Every live row is one token longer: tokens int64 [n], their log-probabilities [n], drawn
+        from `version`."""
         self._widen(self.longest + 1)
         live = self._columns[:, : self.n]
         at = live[_SLOT] * self._tokens_wide + live[_LENGTH]
@@ -267,13 +295,20 @@ class Rows:
                 masks.append(mask)
 
     def drawn(self, rows: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
-        """Tokens, log-probabilities and versions of these rows, [k, longest of them], from the device."""
+        """Tokens, log-probabilities and versions of these rows, [k, longest of them], from the
+        device."""
         longest = int(self.lengths[rows].max(initial=0))
         at = self._put(self._host[_SLOT, rows])
-        return tuple(table[at, :longest].cpu().numpy() for table in (self._tokens, self._logprobs, self._versions))  # type: ignore[return-value]
+        return tuple(
+            table[at, :longest].cpu().numpy()
+            for table in (self._tokens, self._logprobs, self._versions)
+        )  # type: ignore[return-value]
 
-    def between(self, rows: AnyArray, first: AnyArray, end: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
-        """What `drawn` gives, from `first` [k] to before `end` [k] of these rows only, one after the other, flat."""
+    def between(
+        self, rows: AnyArray, first: AnyArray, end: AnyArray
+    ) -> tuple[AnyArray, AnyArray, AnyArray]:
+        """What `drawn` gives, from `first` [k] to before `end` [k] of these rows only, one after
+        the other, flat."""
         counts = end - first
         places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
         at = self._put(np.repeat(self._host[_SLOT, rows], counts) * self._tokens_wide + places)
@@ -284,34 +319,50 @@ class Rows:
         """Copies of these rows, complete."""
         return [
             Row(
-                ticket=int(self.ticket[row]), age=int(self.age[row]), tokens=tokens, start=int(self.starts[row]),
-                limit=int(self.limits[row]), seed=int(self._host[_SEED, row]), sampling=self.sampling[row],
+                ticket=int(self.ticket[row]),
+                age=int(self.age[row]),
+                tokens=tokens,
+                start=int(self.starts[row]),
+                limit=int(self.limits[row]),
+                seed=int(self._host[_SEED, row]),
+                sampling=self.sampling[row],
                 stop=self.stop[row],
             )
-            for row, tokens in zip(rows.tolist(), self.rollouts(rows, self.drawn(rows)), strict=True)
-        ]  # fmt: skip
+            for row, tokens in zip(
+                rows.tolist(), self.rollouts(rows, self.drawn(rows)), strict=True
+            )
+        ]
 
     def rollouts(
-        self, rows: AnyArray, drawn: tuple[AnyArray, ...], places: AnyArray | None = None, cut: AnyArray | int = 0
+        self,
+        rows: AnyArray,
+        drawn: tuple[AnyArray, ...],
+        places: AnyArray | None = None,
+        cut: AnyArray | int = 0,
     ) -> list[RolloutTokens]:
         """Copies of all tokens of these rows but the last `cut` of each.
 
-        drawn: what `drawn` gives of them, or of others; places: then where these stand in it, int [k].
-        """
+        drawn: what `drawn` gives of them, or of others; places: then where these stand in it, int
+        [k]."""
         places = np.arange(len(rows)) if places is None else places
         found = []
-        for row, place, length in zip(rows.tolist(), places, (self.lengths[rows] - cut).tolist(), strict=True):
+        for row, place, length in zip(
+            rows.tolist(), places, (self.lengths[rows] - cut).tolist(), strict=True
+        ):
             start, masks = int(self.starts[row]), self.masks[row]
             mask = None if masks is None else SamplingMask.of(masks[: length - start], before=start)
             ids, logprobs, versions = (table[place, :length].copy() for table in drawn)
             found.append(RolloutTokens(ids, np.arange(length) >= start, logprobs, versions, mask))
         return found
 
-    def ended(self, at: AnyArray, ends: AnyArray, behind: int = 0) -> tuple[AnyArray, list[EndedRollout]]:
-        """Which of the rows `at` have ended, and what they wrote; rows that only might have hit a stop string have not.
+    def ended(
+        self, at: AnyArray, ends: AnyArray, behind: int = 0
+    ) -> tuple[AnyArray, list[EndedRollout]]:
+        """Which of the rows `at` have ended, and what they wrote; rows that only might have hit a
+        stop string have not.
 
-        ends: tokens that end a row, bool [V]. behind: tokens that these rows have drawn since, which are cut off.
-        """
+        ends: tokens that end a row, bool [V]. behind: tokens that these rows have drawn since,
+        which are cut off."""
         lengths, starts = self.lengths[at] - behind, self.starts[at].copy()
         tickets = self.ticket[at]
         drawn = self.drawn(at)
@@ -332,16 +383,23 @@ class Rows:
         written = self.rollouts(at[which], drawn, which, behind + broken[which])
         return at[which], [
             EndedRollout(
-                ticket=int(tickets[i]), tokens=tokens, start=int(starts[i]), reason=int(reasons[i]), text=texts.get(i)
+                ticket=int(tickets[i]),
+                tokens=tokens,
+                start=int(starts[i]),
+                reason=int(reasons[i]),
+                text=texts.get(i),
             )
             for i, tokens in zip(which.tolist(), written, strict=True)
-        ]  # fmt: skip
+        ]
 
-    def new_tokens(self, behind: int, since: Callable[[int], int], least: int) -> list[tuple[int, PartialRollout]]:
-        """By ticket, the tokens beyond the first `since(ticket)` of a completion, where they are `least` or more.
+    def new_tokens(
+        self, behind: int, since: Callable[[int], int], least: int
+    ) -> list[tuple[int, PartialRollout]]:
+        """By ticket, the tokens beyond the first `since(ticket)` of a completion, where they are
+        `least` or more.
 
-        behind: newest tokens of each row in the batch that may come after its end, and are left out.
-        """
+        behind: newest tokens of each row in the batch that may come after its end, and are left
+        out."""
         counts = self.lengths - self.starts - behind
         at = np.nonzero(counts >= least)[0]
         known = np.array([since(ticket) for ticket in self.ticket[at].tolist()], np.int64)
@@ -353,7 +411,9 @@ class Rows:
         tokens, logprobs, versions = self.between(at, starts + known, starts + counts[at])
         bounds = np.concatenate([[0], np.cumsum(counts[at] - known)]).tolist()
         found = []
-        for row, begin, (first, end) in zip(at.tolist(), known.tolist(), itertools.pairwise(bounds), strict=True):
+        for row, begin, (first, end) in zip(
+            at.tolist(), known.tolist(), itertools.pairwise(bounds), strict=True
+        ):
             masks, cut = self.masks[row], slice(first, end)
             mask = None if masks is None else SamplingMask.of(masks[begin : begin + end - first])
             drawn = RolloutTokens.drawn(tokens[cut], logprobs[cut], versions[cut], mask)
@@ -361,7 +421,8 @@ class Rows:
         return found
 
     def remove(self, rows: AnyArray) -> list[list[int]]:
-        """Take rows out of the batch; the others close up in their order. Returns the pages they held."""
+        """Take rows out of the batch; the others close up in their order. Returns the pages they
+        held."""
         stays = np.ones(self.n, bool)
         stays[rows] = False
         keep, left = np.nonzero(stays)[0], int(stays.sum())
@@ -413,4 +474,8 @@ class Rows:
 def put(values: AnyArray, device: torch.device) -> torch.Tensor:
     """An array on the device, without waiting for what the device does now."""
     dense = torch.from_numpy(np.ascontiguousarray(values))
-    return dense.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else dense.to(device)
+    return (
+        dense.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else dense.to(device)
+    )

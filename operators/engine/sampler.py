@@ -1,13 +1,15 @@
-"""Draws the next token of each row, and says how likely it was under the distribution really drawn from.
+"""Draws the next token of each row, and says how likely it was under the distribution really drawn
+from.
 
-Noise is a function of (seed of the rollout, how many tokens it has drawn), and no row's arithmetic depends on the
-others: on a CPU, equal logits, sampling, seed and count give the same token and the same log-probability to the
-last bit, whatever else is in the batch. On a GPU prefix sums may be added up in another order for other batch
-sizes; they are float64, so a token changes only where noise hits a boundary to 1e-15.
+Noise is a function of (seed of the rollout, how many tokens it has drawn), and no row's arithmetic
+depends on the others: on a CPU, equal logits, sampling, seed and count give the same token and the
+same log-probability to the last bit, whatever else is in the batch. On a GPU prefix sums may be
+added up in another order for other batch sizes; they are float64, so a token changes only where
+noise hits a boundary to 1e-15.
 
-The order of the knobs is that of `generate` in transformers: repetition penalty, temperature, top-k, top-p, min-p;
-each truncation sees what the one before left. Axes: n rows, V vocabulary, B blocks of it, W tokens of a block.
-"""
+The order of the knobs is that of `generate` in transformers: repetition penalty, temperature,
+top-k, top-p, min-p; each truncation sees what the one before left. Axes: n rows, V vocabulary, B
+blocks of it, W tokens of a block."""
 
 from __future__ import annotations
 
@@ -34,11 +36,13 @@ class Draw(NamedTuple):
     logprobs: Tensor
     """Of the distribution really drawn from, float32 [n]; not finite for broken logits."""
     left: Tensor | None
-    """The tokens that truncation left, bool [n, V], where that was asked for and the sampling truncates."""
+    """The tokens that truncation left, bool [n, V], where that was asked for and the sampling
+    truncates."""
 
 
 def uniform(seeds: Tensor, counts: Tensor) -> Tensor:
-    """Multiples of 2^-40 in [0, 1), float64 [n], splitmix64 (Steele et al. 2014) of seeds and counts [n]."""
+    """Multiples of 2^-40 in [0, 1), float64 [n], splitmix64 (Steele et al. 2014) of seeds and
+    counts [n]."""
     z = seeds + (counts + 1) * _GOLDEN
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _FIRST
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _SECOND
@@ -57,10 +61,10 @@ def draw(
 ) -> Draw:
     """The next token of each row of logits [n, V], without waiting for the device.
 
-    seeds, counts: int64 [n], of each rollout, and how many tokens it has drawn. seen: bool [n, V], tokens that stand in
-    each row; needed for a repetition penalty (ValueError without it).
-    keep: also return which tokens truncation left. Can be captured in a CUDA graph when one Sampling serves all rows.
-    """
+    seeds, counts: int64 [n], of each rollout, and how many tokens it has drawn. seen: bool [n, V],
+    tokens that stand in each row; needed for a repetition penalty (ValueError without it).
+    keep: also return which tokens truncation left. Can be captured in a CUDA graph when one
+    Sampling serves all rows."""
     knobs = _columns(sampling, logits)
     scores = _scaled(logits, knobs, seen)
     if knobs.all_greedy:
@@ -87,7 +91,8 @@ def draw(
 def likeliest(
     logits: Tensor, sampling: Sampling | RowSampling, count: int, *, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens of the distribution that `draw` draws from, int64 [n, count], and their log-probabilities.
+    """The likeliest tokens of the distribution that `draw` draws from, int64 [n, count], and their
+    log-probabilities.
 
     Those that could not be drawn have minus infinity.
     """
@@ -101,11 +106,15 @@ def likeliest(
         only = _only(scores.argmax(dim=-1, keepdim=True), scores).float()
         shares = only if knobs.greedy is None else torch.where(knobs.greedy, only, shares)
     best = torch.topk(shares, min(count, shares.shape[-1]), dim=-1)
-    return best.indices, (best.values / shares.sum(dim=-1, keepdim=True, dtype=torch.float64)).log().float()
+    return best.indices, (
+        best.values / shares.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    ).log().float()
 
 
 def _columns(sampling: Sampling | RowSampling, logits: Tensor) -> RowSampling:
-    return sampling if isinstance(sampling, RowSampling) else RowSampling.of([sampling], logits.device)
+    return (
+        sampling if isinstance(sampling, RowSampling) else RowSampling.of([sampling], logits.device)
+    )
 
 
 def _only(tokens: Tensor, like: Tensor) -> Tensor:
@@ -119,16 +128,21 @@ def _scaled(logits: Tensor, knobs: RowSampling, seen: Tensor | None) -> Tensor:
     penalty = knobs.repetition_penalty
     if penalty is not None:
         if seen is None:
-            raise ValueError("repetition_penalty needs the tokens of each row; found seen=None; give seen [n, V]")
-        logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+            raise ValueError(
+                "repetition_penalty needs the tokens of each row; found seen=None; give seen [n, V]"
+            )
+        logits = torch.where(
+            seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits
+        )
     return logits if knobs.temperature is None else logits / knobs.temperature
 
 
 def _pick(shares: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """The token at which the distribution function passes the noise [n], int64 [n], and its log-probability [n].
+    """The token at which the distribution function passes the noise [n], int64 [n], and its
+    log-probability [n].
 
-    shares: [n, V], at least 0, need not add up to 1. The function is inverted over blocks first, then within
-    one, so that float64 sums run over B + W numbers of a row instead of V.
+    shares: [n, V], at least 0, need not add up to 1. The function is inverted over blocks first,
+    then within one, so that float64 sums run over B + W numbers of a row instead of V.
     """
     vocabulary = shares.shape[-1]
     width = block_width(vocabulary)

@@ -20,12 +20,13 @@ class Sampling:
     top_k: int = 0
     """Only the k likeliest tokens (and those tied with the last of them); 0: all."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together reach this probability (and those tied with the last of them),
-    at least one; 1: all."""
+    """Only the likeliest tokens that together reach this probability (and those tied with the last
+    of them), at least one; 1: all."""
     min_p: float = 0.0
     """Only tokens at least this many times as likely as the likeliest; 0: all."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that stand in prompt or completion are divided by it if positive, else multiplied; 1: off."""
+    """Logits of tokens that stand in prompt or completion are divided by it if positive, else
+    multiplied; 1: off."""
 
     def __post_init__(self) -> None:
         for name, fits, range_ in (
@@ -33,7 +34,11 @@ class Sampling:
             ("top_k", self.top_k >= 0, "0 or a positive number of tokens"),
             ("top_p", 0 <= self.top_p <= 1, "a probability from 0 to 1"),
             ("min_p", 0 <= self.min_p <= 1, "a share from 0 to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number, 1 for none"),
+            (
+                "repetition_penalty",
+                0 < self.repetition_penalty < math.inf,
+                "a positive number, 1 for none",
+            ),
         ):
             if not fits:
                 raise ValueError(f"{name} does not fit; found {getattr(self, name)}; give {range_}")
@@ -46,7 +51,8 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSampling:
-    """One Sampling per row, as columns [n, 1]; None where no row uses the knob, known without asking the device.
+    """One Sampling per row, as columns [n, 1]; None where no row uses the knob, known without
+    asking the device.
 
     Columns may be of one row, which then holds for all.
     """
@@ -69,10 +75,13 @@ class RowSampling:
     def of(cls, samplings: Sequence[Sampling], device: torch.device | str) -> RowSampling:
         """Bring these onto the device, one per row."""
 
-        def column(values: list[float], off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        def column(
+            values: list[float], off: float, dtype: torch.dtype = torch.float32
+        ) -> Tensor | None:
             if all(value == off for value in values):
                 return None
-            if len(values) == 1:  # filled on the device: a copy from the host cannot be captured in a CUDA graph
+            # filled on the device: a copy from the host cannot be captured in a CUDA graph
+            if len(values) == 1:
                 return torch.full((1, 1), values[0], dtype=dtype, device=device)
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
@@ -81,7 +90,9 @@ class RowSampling:
             temperature=column([s.temperature or 1.0 for s in samplings], 1.0),
             greedy=column([float(g) for g in greedy], 0.0, torch.bool),
             top_k=column([s.top_k for s in samplings], 0, torch.int64),
-            top_p=column([s.top_p if s.top_p < 1 else math.inf for s in samplings], math.inf, torch.float64),
+            top_p=column(
+                [s.top_p if s.top_p < 1 else math.inf for s in samplings], math.inf, torch.float64
+            ),
             min_p=column([s.min_p for s in samplings], 0.0),
             repetition_penalty=column([s.repetition_penalty for s in samplings], 1.0),
             widest=max((s.top_k for s in samplings), default=0),
@@ -90,7 +101,10 @@ class RowSampling:
         )
 
     def select(self, rows: Tensor) -> RowSampling:
-        """These rows, int64 or bool index, in this order; a knob that none of them uses may still be a column."""
+        """These rows, int64 or bool index, in this order; a knob that none of them uses may still
+        be a column."""
         columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        columns |= {name: column[rows] for name, column in columns.items() if isinstance(column, Tensor)}
+        columns |= {
+            name: column[rows] for name, column in columns.items() if isinstance(column, Tensor)
+        }
         return RowSampling(**columns)

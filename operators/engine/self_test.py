@@ -23,7 +23,8 @@ from operators.models.borders import late_borders, moved_borders, settle_rope
 from operators.models.errors import ModelError
 
 TOKENS, DECODED = 35, 5
-"""Of the whole, and of those after the prompt: it fills one page and begins another, and they begin a third."""
+"""Of the whole, and of those after the prompt: it fills one page and begins another, and they begin
+a third."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest difference between logits, relative to the largest logit."""
@@ -43,15 +44,16 @@ class SelfTest:
 
 @torch.inference_mode()
 def adapt(model: torch.nn.Module, name: str, context_tokens: int | None = None) -> SelfTest:
-    """Switch `model` to attention over pages and prove it on a short sequence, before trained weights reach it.
+    """Switch `model` to attention over pages and prove it on a short sequence, before trained
+    weights reach it.
 
-    Where something begins at a later position of `context_tokens` (None: at any), it is proved once more with that
-    position moved into the sequence. Pages and kernels are proved, not the rounding of inputs that layers may do: it is
-    left out meanwhile.
+    Where something begins at a later position of `context_tokens` (None: at any), it is proved once
+    more with that position moved into the sequence. Pages and kernels are proved, not the rounding
+    of inputs that layers may do: it is left out meanwhile.
 
     Raises:
-        ModelError: it does not use transformers' attention interface, keeps state beside keys and values, gives other
-            logits from pages, or `settle_rope` refuses it.
+        ModelError: it does not use transformers' attention interface, keeps state beside keys and
+            values, gives other logits from pages, or `settle_rope` refuses it.
     """
     settle_rope(model, name, None)
     with unrounded(model):
@@ -63,7 +65,9 @@ def _adapt(model: torch.nn.Module, name: str, late: Mapping[str, float]) -> Self
     device = next(model.parameters()).device
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     length = min(TOKENS, int(getattr(config, "max_position_embeddings", None) or TOKENS))
-    ids = torch.from_numpy(np.random.default_rng(0).integers(0, int(config.vocab_size), length)).to(device)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, int(config.vocab_size), length)).to(
+        device
+    )
     allowed = TOLERANCE.get(next(model.parameters()).dtype, 1e-3)
 
     def with_borders(logits: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
@@ -74,7 +78,9 @@ def _adapt(model: torch.nn.Module, name: str, late: Mapping[str, float]) -> Self
                 made.append(logits())
         return made
 
-    expected = with_borders(lambda: model(input_ids=ids[None], use_cache=False).logits[0, 1:].float())
+    expected = with_borders(
+        lambda: model(input_ids=ids[None], use_cache=False).logits[0, 1:].float()
+    )
     model.set_attn_implementation(attention.NAME)  # type: ignore[operator]
     sizes: list[int] = []
     try:
@@ -84,27 +90,30 @@ def _adapt(model: torch.nn.Module, name: str, late: Mapping[str, float]) -> Self
     except Exception as error:
         raise ModelError(
             f"model '{name}' cannot generate from slots: {type(error).__name__}: {error}; "
-            f"use a decoder of transformers whose layers attend through its attention interface"
+            "use a decoder of transformers whose layers attend through its attention interface"
         ) from error
     worst = _differences(found, expected)
     if not worst[0] <= allowed and torch.isfinite(expected[0]).all():
         raise ModelError(
-            f"model '{name}' cannot generate from slots: its logits differ by {worst[0]:.2g} (relative) from "
-            f"its own forward pass, more than {allowed}; use a decoder whose only state is keys and values"
+            f"model '{name}' cannot generate from slots: its logits differ by {worst[0]:.2g}"
+            f" (relative) from its own forward pass, more than {allowed}; use a decoder whose only"
+            " state is keys and values"
         )
     if not worst[-1] <= allowed and torch.isfinite(expected[-1]).all():
         begins = ", ".join(f"{border} {value}" for border, value in late.items())
         raise ModelError(
-            f"model '{name}' cannot generate from slots where {begins} begins: its logits differ there by "
-            f"{worst[-1]:.2g} (relative) from its own forward pass, more than {allowed}; give "
-            f"context_tokens below {min(late.values())}, or use a decoder whose attention is causal, full or with a "
-            f"sliding window"
+            f"model '{name}' cannot generate from slots where {begins} begins: its logits differ"
+            f" there by {worst[-1]:.2g} (relative) from its own forward pass, more than {allowed};"
+            f" give context_tokens below {min(late.values())}, or use a decoder whose attention is"
+            " causal, full or with a sliding window"
         )
     kernel = native_kernel(model)
     if kernel is not None:
         try:
             found = with_borders(lambda: _from_pages(model, ids, kernel, sizes))
-            kernel = kernel if all(each <= allowed for each in _differences(found, expected)) else None
+            kernel = (
+                kernel if all(each <= allowed for each in _differences(found, expected)) else None
+            )
         except ModelError:
             kernel = None
     fused = None
@@ -127,7 +136,15 @@ def _from_fused(fused: FusedStep, ids: torch.Tensor) -> torch.Tensor:
     logits = [fused(none, none, cache, AttentionLayout(cache, none, 0, pages[:0]), [prompt])]
     for place in range(first, len(ids)):
         here = torch.tensor([place])
-        logits.append(fused(ids[place : place + 1], here, cache, AttentionLayout(cache, here, place + 1, pages), []))
+        logits.append(
+            fused(
+                ids[place : place + 1],
+                here,
+                cache,
+                AttentionLayout(cache, here, place + 1, pages),
+                [],
+            )
+        )
     return torch.cat(logits)
 
 
@@ -148,9 +165,11 @@ def _differences(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
     ]
 
 
-def _from_pages(model: torch.nn.Module, ids: torch.Tensor, kernel: Kernel | None, sizes: list[int]) -> torch.Tensor:
-    """Logits [tokens - 1, V] of the sequence from its second token on, its beginning in one pass and the rest from
-    pages; to `sizes`, the bytes of a position."""
+def _from_pages(
+    model: torch.nn.Module, ids: torch.Tensor, kernel: Kernel | None, sizes: list[int]
+) -> torch.Tensor:
+    """Logits [tokens - 1, V] of the sequence from its second token on, its beginning in one pass
+    and the rest from pages; to `sizes`, the bytes of a position."""
     pages = list(range(pages_for(len(ids))))
     cache = KVCache(len(pages))
 
@@ -160,30 +179,45 @@ def _from_pages(model: torch.nn.Module, ids: torch.Tensor, kernel: Kernel | None
     table = put(np.array([pages], np.int32))
     prompt = ids[: max(1, len(ids) - DECODED)]
     fresh = lay_out([Prefix(tokens=prompt.cpu().numpy(), cached=0, tables=[pages])], put)
-    passes = [(prompt, fresh.positions, AttentionLayout(cache, prompt[:0], 0, table[:0], new=fresh.layout))]
+    passes = [
+        (
+            prompt,
+            fresh.positions,
+            AttentionLayout(cache, prompt[:0], 0, table[:0], new=fresh.layout),
+        )
+    ]
     ends = put(np.array([0, 1], np.int32)), put(np.zeros(1, np.int32))
     for place in range(len(prompt), len(ids)):
         here = put(np.array([place]))
         passes.append(
-            (ids[place : place + 1], here, AttentionLayout(cache, here, place + 1, table, *ends, kernel=kernel))
+            (
+                ids[place : place + 1],
+                here,
+                AttentionLayout(cache, here, place + 1, table, *ends, kernel=kernel),
+            )
         )
     first = torch.arange(1, len(prompt), device=ids.device)
     asked: list[torch.Tensor | int] = [first, *[0] * (len(passes) - 1)]
     logits = [
         model(
-            input_ids=tokens[None], position_ids=at[None], use_cache=False, logits_to_keep=kept, slot_layout=layout
+            input_ids=tokens[None],
+            position_ids=at[None],
+            use_cache=False,
+            logits_to_keep=kept,
+            slot_layout=layout,
         ).logits[0]
         for kept, (tokens, at, layout) in zip(asked, passes, strict=True)
     ]
     if len(logits[0]) != len(first):
         raise ModelError(
-            f"{type(model).__name__} cannot generate from slots: it gave {len(logits[0])} rows of logits where "
-            f"{len(first)} were asked for (logits_to_keep); use a decoder that gives those"
+            f"{type(model).__name__} cannot generate from slots: it gave {len(logits[0])} rows of"
+            f" logits where {len(first)} were asked for (logits_to_keep); use a decoder that gives"
+            " those"
         )
     if not cache.layers:
         raise ModelError(
-            f"{type(model).__name__} cannot generate from slots: none of its layers called the attention "
-            f"interface of transformers; use a decoder that does"
+            f"{type(model).__name__} cannot generate from slots: none of its layers called the"
+            " attention interface of transformers; use a decoder that does"
         )
     sizes.append(cache.token_bytes)
     return torch.cat(logits)

@@ -9,10 +9,11 @@ from operators.engine.decode import Engine
 
 @torch.inference_mode()
 def put_aside(engine: Engine) -> list[torch.Tensor]:
-    """Give back keys and values, packed weights and captured steps; live rows wait as parked ones do.
+    """Give back keys and values, packed weights and captured steps; live rows wait as parked ones
+    do.
 
-    Returns the model's tensors, which nobody reads until `Engine.adopted`; no step may be made before it.
-    """
+    Returns the model's tensors, which nobody reads until `Engine.adopted`; no step may be made
+    before it."""
     engine.park_all()
     engine.pages.forget()
     if engine.graphed is not None:

@@ -1,4 +1,5 @@
-"""What a completion ends by: special tokens by their ids, and texts, in whose last characters a token may be."""
+"""What a completion ends by: special tokens by their ids, and texts, in whose last characters a
+token may be."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ TAIL_TOKENS = 8
 
 
 class StopStrings:
-    """Finds stop strings that may span tokens, and tokens that end a rollout without a part in its text; it decodes
-    only rows whose last token could end one."""
+    """Finds stop strings that may span tokens, and tokens that end a rollout without a part in its
+    text; it decodes only rows whose last token could end one."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str | int]) -> None:
-        """Take what to stop at: ids, and strings of at least one character, each a special token's text or without
-        any in it (ModelError)."""
+        """Take what to stop at: ids, and strings of at least one character, each a special token's
+        text or without any in it (ModelError)."""
         self._tokenizer = tokenizer
         self.strings = tuple(stop)
         """As they were given."""
@@ -33,7 +34,8 @@ class StopStrings:
         self._mask: torch.Tensor | None = None
 
     def may_stop(self, vocabulary: int) -> torch.Tensor:
-        """Tokens that are to stop at, or whose text has the last character of a string that is, bool [vocabulary]."""
+        """Tokens that are to stop at, or whose text has the last character of a string that is,
+        bool [vocabulary]."""
         if self._mask is None or len(self._mask) != vocabulary:
             self._mask = self._may_stop(vocabulary)
         return self._mask
@@ -50,7 +52,8 @@ class StopStrings:
         return every
 
     def find(self, tokens: AnyArray) -> str | None:
-        """The text before the first stop in a completion's tokens [any]; None where there is none."""
+        """The text before the first stop in a completion's tokens [any]; None where there is
+        none."""
         if len(tokens) and int(tokens[-1]) in self._tokens:
             return self._decode([tokens[:-1].tolist()])[0]
         if not self._texts:
@@ -80,14 +83,17 @@ def _token_texts(tokenizer: Any) -> list[str]:
 
 
 def apart(tokenizer: Any, stop: Sequence[str | int]) -> tuple[list[int], tuple[str, ...]]:
-    """Stops as ids, where one is a special token of the tokenizer or a number, and the strings as they are.
+    """Stops as ids, where one is a special token of the tokenizer or a number, and the strings as
+    they are.
 
-    Raises ModelError for a string with a special token in it: none is a part of the text that strings are looked for
-    in.
+    Raises ModelError for a string with a special token in it: none is a part of the text that
+    strings are looked for in.
     """
     special = special_tokens(tokenizer)
     ids = [
-        each if isinstance(each, int) else special[each] for each in stop if isinstance(each, int) or each in special
+        each if isinstance(each, int) else special[each]
+        for each in stop
+        if isinstance(each, int) or each in special
     ]
     strings = tuple(each for each in stop if isinstance(each, str) and each not in special)
     for text in strings:
@@ -96,7 +102,9 @@ def apart(tokenizer: Any, stop: Sequence[str | int]) -> tuple[list[int], tuple[s
     return ids, strings
 
 
-def split(tokenizer: Any, stop: Sequence[str | int], vocabulary: int) -> tuple[list[int], tuple[str, ...]]:
+def split(
+    tokenizer: Any, stop: Sequence[str | int], vocabulary: int
+) -> tuple[list[int], tuple[str, ...]]:
     """`apart`, of stops that can occur.
 
     vocabulary: tokens that the model knows.
@@ -109,16 +117,16 @@ def split(tokenizer: Any, stop: Sequence[str | int], vocabulary: int) -> tuple[l
     for token in ids:
         if not 0 <= token < vocabulary:
             raise ModelError(
-                f"stop token {token} can never occur: the model knows tokens 0 to {vocabulary - 1}; "
-                f"take it out of stop, or name one of the tokenizer's special tokens {special}"
+                f"stop token {token} can never occur: the model knows tokens 0 to {vocabulary - 1};"
+                f" take it out of stop, or name one of the tokenizer's special tokens {special}"
             )
     written = set("".join(_token_texts(tokenizer))) if strings else set()
     for text in strings:
         missing = sorted(set(text) - written)
         if missing and "\ufffd" not in written:
             raise ModelError(
-                f"stop string {text!r} can never occur: no token of the tokenizer writes {missing}; "
-                f"take it out of stop, or name one of its special tokens {special}"
+                f"stop string {text!r} can never occur: no token of the tokenizer writes {missing};"
+                f" take it out of stop, or name one of its special tokens {special}"
             )
     return ids, strings
 
@@ -126,8 +134,9 @@ def split(tokenizer: Any, stop: Sequence[str | int], vocabulary: int) -> tuple[l
 def stops_of(
     tokenizer: Any, model: Any, stop: Sequence[str | int], vocabulary: int, *, chat: bool
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Tokens, and strings, at which a completion ends: those asked for, the model's own, and what ends a turn in the
-    tokenizer's chat template. chat: where that is no token, its text. Raises ModelError as `split`."""
+    """Tokens, and strings, at which a completion ends: those asked for, the model's own, and what
+    ends a turn in the tokenizer's chat template. chat: where that is no token, its text. Raises
+    ModelError as `split`."""
     ids, strings = split(tokenizer, stop, vocabulary)
     ends = {*ids, *end_tokens(model, tokenizer)}
     try:

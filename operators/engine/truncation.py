@@ -12,15 +12,18 @@ from torch import Tensor
 from operators.engine.sampling_params import RowSampling
 
 NUCLEI = (64, 1024)
-"""Numbers of likeliest tokens among which a CPU looks for the nucleus of top-p before it sorts the vocabulary."""
+"""Numbers of likeliest tokens among which a CPU looks for the nucleus of top-p before it sorts the
+vocabulary."""
 SORTED_WHOLE = 1024
-"""A CPU sorts rows up to this size rather than search them for their largest: numpy's sort is vectorised."""
+"""A CPU sorts rows up to this size rather than search them for their largest: numpy's sort is
+vectorised."""
 SORTED_SHARE = 16
 """And larger ones where more than one number in this many is wanted."""
 
 
 def left_out(scores: Tensor, shares: Tensor, knobs: RowSampling) -> Tensor | None:
-    """Which tokens truncation leaves out, bool [n, V]; None where no row truncates. shares: softmax of the scores."""
+    """Which tokens truncation leaves out, bool [n, V]; None where no row truncates. shares: softmax
+    of the scores."""
     found = None
     if knobs.top_k is not None:
         widest = min(knobs.widest, scores.shape[-1])
@@ -38,7 +41,8 @@ def left_out(scores: Tensor, shares: Tensor, knobs: RowSampling) -> Tensor | Non
 
 
 def _least_of_nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest share that top-p keeps, float32 [n, 1]; 0 where it is off. shares need not add up to 1."""
+    """The smallest share that top-p keeps, float32 [n, 1]; 0 where it is off. shares need not add
+    up to 1."""
     width = shares.shape[-1]
     wanted = top_p * block_sums(shares).sum(dim=-1, keepdim=True, dtype=torch.float64)
     few = [count for count in NUCLEI if shares.is_cpu and not _sorts(count, width)]
@@ -52,10 +56,13 @@ def _least_of_nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """The largest of each row of [n, V], the first first, [n, count]; not a number counts as the largest."""
+    """The largest of each row of [n, V], the first first, [n, count]; not a number counts as the
+    largest."""
     width = values.shape[-1]
     if values.is_cpu and _sorts(count, width):
-        return torch.from_numpy(np.sort(values.detach().numpy(), axis=-1)[:, width - count :]).flip(-1)
+        return torch.from_numpy(np.sort(values.detach().numpy(), axis=-1)[:, width - count :]).flip(
+            -1
+        )
     if count == width:
         return torch.sort(values, dim=-1, descending=True).values
     return torch.topk(values, count, dim=-1).values

@@ -5,4 +5,10 @@ from operators.environments.trl_form import trl_environment
 from operators.environments.trl_programs import trl_environments, trl_rollout
 from operators.environments.verifiers_form import verifiers_environment
 
-__all__ = ["environment", "trl_environment", "trl_environments", "trl_rollout", "verifiers_environment"]
+__all__ = [
+    "environment",
+    "trl_environment",
+    "trl_environments",
+    "trl_rollout",
+    "verifiers_environment",
+]

@@ -1,4 +1,5 @@
-"""Addresses of servers of environments: what cannot be one, and whether anybody is there when a run begins."""
+"""Addresses of servers of environments: what cannot be one, and whether anybody is there when a run
+begins."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def address_fault(name: str, url: str, schemes: tuple[str, ...]) -> str | None:
 
 
 def absence(name: str, url: str) -> str | None:
-    """What is wrong where nobody is at the address of an environment's server, as far as this machine can tell; None
-    where somebody is, answers slowly, or is reached through a proxy."""
+    """What is wrong where nobody is at the address of an environment's server, as far as this
+    machine can tell; None where somebody is, answers slowly, or is reached through a proxy."""
     parts = urlsplit(url)
     if _has_proxy(parts):
         return None
@@ -53,4 +54,6 @@ def absence(name: str, url: str) -> str | None:
 
 def _has_proxy(parts: SplitResult) -> bool:
     """Whether a client would ask a proxy of its environment instead."""
-    return bool(urllib.request.getproxies()) and not urllib.request.proxy_bypass(str(parts.hostname))
+    return bool(urllib.request.getproxies()) and not urllib.request.proxy_bypass(
+        str(parts.hostname)
+    )

@@ -1,4 +1,5 @@
-"""Environments of Gymnasium: actions are read from what the policy says, as the action space has them."""
+"""Environments of Gymnasium: actions are read from what the policy says, as the action space has
+them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def fault(name: str, **options: Any) -> str | None:
     try:
         session = make(name, **options)
     except Exception as error:
-        return f"cannot be made; found {type(error).__name__}: {error}; correct its name or options="
+        return (
+            f"cannot be made; found {type(error).__name__}: {error}; correct its name or options="
+        )
     try:
         session.read("")
     except (InvalidAction, TypeError) as error:
@@ -49,7 +52,8 @@ class GymnasiumSession:
         return Seen(raw=observation, text=worded(observation))
 
     def read(self, said: str) -> Any:
-        """The last word of `actions`, or the last number, in a turn; the last list of numbers for a space of arrays."""
+        """The last word of `actions`, or the last number, in a turn; the last list of numbers for a
+        space of arrays."""
         from gymnasium import spaces
 
         space = self._env.action_space
@@ -57,7 +61,9 @@ class GymnasiumSession:
             case spaces.Discrete() if self._actions:
                 places = {word: said.rfind(word) for word in self._actions}
                 word = max(places, key=lambda each: (places[each], len(each)))
-                action: Any = int(space.start) + self._actions.index(word) if places[word] >= 0 else None
+                action: Any = (
+                    int(space.start) + self._actions.index(word) if places[word] >= 0 else None
+                )
                 wanted = f"one of {', '.join(self._actions)}"
             case spaces.Discrete():
                 numbers = _NUMBER.findall(said)
@@ -69,7 +75,8 @@ class GymnasiumSession:
                 action, wanted = _array(said, space), f"a list of numbers for {space}"
             case _:
                 raise TypeError(
-                    f"has actions of {space}, which no text is read as; give environment(..., action=function)"
+                    f"has actions of {space}, which no text is read as; give environment(...,"
+                    " action=function)"
                 )
         if action is None or not space.contains(action):
             raise InvalidAction(f"That is no action; say {wanted}.")
@@ -79,9 +86,12 @@ class GymnasiumSession:
         """As `Session.step`."""
         observation, reward, terminated, truncated, _ = self._env.step(action)
         return Seen(
-            raw=observation, text=worded(observation), reward=reward, terminated=bool(terminated),
+            raw=observation,
+            text=worded(observation),
+            reward=reward,
+            terminated=bool(terminated),
             truncated=bool(truncated),
-        )  # fmt: skip
+        )
 
     async def close(self) -> None:
         """As `Session.close`."""

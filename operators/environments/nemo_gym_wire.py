@@ -21,11 +21,14 @@ _ROUTES = {"seed_session", "verify", "reset", "step", "close"}
 _TOOL = re.compile(r"[\w-]+")
 
 
-async def connect(url: str, *, protocol: str = "verify", calls: str = "hermes", **options: Any) -> NemoGymSession:
+async def connect(
+    url: str, *, protocol: str = "verify", calls: str = "hermes", **options: Any
+) -> NemoGymSession:
     """Nothing is asked before the first reset.
 
     Args:
-        protocol: "verify": /seed_session, a route for each tool, /verify at the end; "step": /reset and /step.
+        protocol: "verify": /seed_session, a route for each tool, /verify at the end; "step": /reset
+            and /step.
         calls: the format in which the policy calls tools (`operators.chat.tool_calls.FORMATS`).
         options: headers of each request.
     """
@@ -33,10 +36,12 @@ async def connect(url: str, *, protocol: str = "verify", calls: str = "hermes", 
 
     if protocol not in PROTOCOLS or calls not in FORMATS:
         raise GraphError(
-            f"a resources server of NeMo-Gym is asked in one of {list(PROTOCOLS)}, with calls as in {list(FORMATS)}; "
-            f"found protocol={protocol!r}, calls={calls!r}; give one of these"
+            f"a resources server of NeMo-Gym is asked in one of {list(PROTOCOLS)}, with calls as in"
+            f" {list(FORMATS)}; found protocol={protocol!r}, calls={calls!r}; give one of these"
         )
-    client = httpx.AsyncClient(base_url=url.rstrip("/"), headers=options.get("headers"), timeout=None)
+    client = httpx.AsyncClient(
+        base_url=url.rstrip("/"), headers=options.get("headers"), timeout=None
+    )
     return NemoGymSession(client, protocol, calls)
 
 
@@ -51,7 +56,8 @@ class NemoGymSession:
         self._numbers = itertools.count()
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Seen:
-        """As `Session.reset`; the task is a row of NeMo-Gym's, which says what it needs of seeds itself."""
+        """As `Session.reset`; the task is a row of NeMo-Gym's, which says what it needs of seeds
+        itself."""
         import httpx
 
         await self._leave()
@@ -80,12 +86,17 @@ class NemoGymSession:
                 await self._leave()
             text = "\n".join(filter(None, said))
             return Seen(
-                raw=answer, text=text, reward=answer.get("reward"), terminated=bool(answer.get("terminated")),
+                raw=answer,
+                text=text,
+                reward=answer.get("reward"),
+                terminated=bool(answer.get("terminated")),
                 truncated=bool(answer.get("truncated")),
-            )  # fmt: skip
+            )
         calls = [item for item in turn if item["type"] == "function_call"]
         if not calls:
-            answer = await self._ask("/verify", {**self._row, "response": self._response([*self._output, *turn])})
+            answer = await self._ask(
+                "/verify", {**self._row, "response": self._response([*self._output, *turn])}
+            )
             return Seen(raw=answer, reward=answer.get("reward"), terminated=True)
         self._output += turn  # a turn that a busy server did not take comes again
         results = []
@@ -94,9 +105,13 @@ class NemoGymSession:
             if self._has(call["name"]):
                 status, body = await self._post(f"/{call['name']}", json.loads(call["arguments"]))
                 if status >= 500:
-                    raise WorldFailed(f"tool {call['name']} failed; found status {status}: {body[:200]!r}")
+                    raise WorldFailed(
+                        f"tool {call['name']} failed; found status {status}: {body[:200]!r}"
+                    )
             results.append(body)
-            self._output.append({"type": "function_call_output", "call_id": call["call_id"], "output": body})
+            self._output.append(
+                {"type": "function_call_output", "call_id": call["call_id"], "output": body}
+            )
         return Seen(raw=results, text="\n".join(results))
 
     async def close(self) -> None:
@@ -119,7 +134,9 @@ class NemoGymSession:
         if status in (429, 503):
             raise NoRoom(text[:200])
         if status >= 400:
-            raise WorldFailed(f"{route} was refused; found status {status}: {text[:200]!r}; look at the row")
+            raise WorldFailed(
+                f"{route} was refused; found status {status}: {text[:200]!r}; look at the row"
+            )
         found = json.loads(text or "{}")
         return found if isinstance(found, dict) else {}
 
@@ -130,7 +147,10 @@ class NemoGymSession:
             async for part in answer.aiter_bytes():
                 found += part
                 if len(found) > ANSWER_BYTES:
-                    raise WorldFailed(f"{route} answers more than {ANSWER_BYTES} bytes; found {len(found)}; cut it")
+                    raise WorldFailed(
+                        f"{route} answers more than {ANSWER_BYTES} bytes; found {len(found)};"
+                        " cut it"
+                    )
             return answer.status_code, found.decode("utf-8", "replace")
 
     def _items(self, said: str) -> list[dict[str, Any]]:
@@ -140,21 +160,34 @@ class NemoGymSession:
         if message["content"] or "tool_calls" not in message:
             content = [{"type": "output_text", "text": message["content"], "annotations": []}]
             items.append(
-                {"type": "message", "id": self._id("msg"), "role": "assistant", "status": "completed",
-                 "content": content}
-            )  # fmt: skip
+                {
+                    "type": "message",
+                    "id": self._id("msg"),
+                    "role": "assistant",
+                    "status": "completed",
+                    "content": content,
+                }
+            )
         for call in message.get("tool_calls", ()):
             items.append(
-                {"type": "function_call", "id": self._id("fc"), "call_id": self._id("call"), "status": "completed",
-                 **call["function"]}
-            )  # fmt: skip
+                {
+                    "type": "function_call",
+                    "id": self._id("fc"),
+                    "call_id": self._id("call"),
+                    "status": "completed",
+                    **call["function"],
+                }
+            )
         return items
 
     def _has(self, name: str) -> bool:
-        """Whether a name is that of a tool, of the row's where it names some, and no other route of the server."""
+        """Whether a name is that of a tool, of the row's where it names some, and no other route of
+        the server."""
         tools = self._row["responses_create_params"].get("tools") or []
         known = {each.get("name") or (each.get("function") or {}).get("name") for each in tools}
-        return name not in _ROUTES and (name in known if known else _TOOL.fullmatch(name) is not None)
+        return name not in _ROUTES and (
+            name in known if known else _TOOL.fullmatch(name) is not None
+        )
 
     def _id(self, kind: str) -> str:
         return f"{kind}_{next(self._numbers)}"
@@ -162,6 +195,12 @@ class NemoGymSession:
     def _response(self, output: list[dict[str, Any]]) -> dict[str, Any]:
         params = self._row["responses_create_params"]
         return {
-            "id": self._id("resp"), "object": "response", "created_at": time.time(), "model": "policy",
-            "output": output, "parallel_tool_calls": True, "tool_choice": "auto", "tools": params.get("tools") or [],
-        }  # fmt: skip
+            "id": self._id("resp"),
+            "object": "response",
+            "created_at": time.time(),
+            "model": "policy",
+            "output": output,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": params.get("tools") or [],
+        }

@@ -19,11 +19,12 @@ _BUSY_STATUS, _NO_ANSWER = (429, 503), (401, 403, 408, 429)
 
 
 async def connect(url: str, *, field: str | None = None, **options: Any) -> OpenEnvSession:
-    """A connection to ws://HOST or http://HOST. Raises NoRoom where the server has no session to spare,
-    Away where none answers.
+    """A connection to ws://HOST or http://HOST. Raises NoRoom where the server has no session to
+    spare, Away where none answers.
 
     Args:
-        field: of the action, that holds what the policy says; None: the one text that the server's schema asks for.
+        field: of the action, that holds what the policy says; None: the one text that the server's
+            schema asks for.
         options: of each reset, beside the seed.
     """
     from websockets.asyncio.client import connect as open_socket
@@ -31,8 +32,11 @@ async def connect(url: str, *, field: str | None = None, **options: Any) -> Open
 
     root = _root(url)
     try:
-        # Nobody is pinged: one that computes, or a policy that thinks, may be silent for as long as it takes.
-        socket = await open_socket(f"{root}/ws", ping_interval=None, max_size=ANSWER_BYTES, close_timeout=2.0)
+        # Nobody is pinged: one that computes, or a policy that thinks, may be silent for as long as
+        # it takes.
+        socket = await open_socket(
+            f"{root}/ws", ping_interval=None, max_size=ANSWER_BYTES, close_timeout=2.0
+        )
     except InvalidStatus as error:
         if error.response.status_code in _BUSY_STATUS:
             raise NoRoom from error
@@ -54,7 +58,8 @@ async def connect(url: str, *, field: str | None = None, **options: Any) -> Open
 
 
 def fault(url: str, *, field: str | None = None, **options: Any) -> str | None:
-    """Why what the policy says could be no action; None where it could, or where the server does not answer now."""
+    """Why what the policy says could be no action; None where it could, or where the server does
+    not answer now."""
     if field is not None:
         return None
     try:
@@ -72,8 +77,9 @@ def fault(url: str, *, field: str | None = None, **options: Any) -> str | None:
             return None
         found = f"an action {schema!r:.60}"
     return (
-        f"says nowhere what an action is; found {found} at /schema; name the text of an action as "
-        f"options={{'field': NAME}}, or give action=json.loads where the policy writes whole actions"
+        f"says nowhere what an action is; found {found} at /schema; name the text of an action as"
+        " options={'field': NAME}, or give action=json.loads where the policy writes whole"
+        " actions"
     )
 
 
@@ -93,7 +99,8 @@ class OpenEnvSession:
         return _seen(await self.ask("reset", {**self._options, **task, "seed": seed}))
 
     def read(self, said: str) -> Any:
-        """An action that the policy wrote as JSON, or what it said as the one text of the action."""
+        """An action that the policy wrote as JSON, or what it said as the one text of the
+        action."""
         with contextlib.suppress(ValueError, RecursionError):
             action = json.loads(said)
             strict_json(action)
@@ -108,11 +115,15 @@ class OpenEnvSession:
         return _seen(await self.ask("step", action))
 
     async def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """One request and its answer. Raises NoRoom, InvalidAction, or WorldFailed, as the server says."""
+        """One request and its answer. Raises NoRoom, InvalidAction, or WorldFailed, as the server
+        says."""
         from websockets.exceptions import ConnectionClosed
 
-        with contextlib.suppress(ConnectionClosed):  # what the server said before it closed is there to be read
-            await self._socket.send(json.dumps({"type": kind} if data is None else {"type": kind, "data": dict(data)}))
+        # what the server said before it closed is there to be read
+        with contextlib.suppress(ConnectionClosed):
+            await self._socket.send(
+                json.dumps({"type": kind} if data is None else {"type": kind, "data": dict(data)})
+            )
         answer = json.loads(await self._socket.recv())
         found: dict[str, Any] = answer.get("data") or {}
         if answer.get("type") != "error":
@@ -121,9 +132,13 @@ class OpenEnvSession:
             case "CAPACITY_REACHED":
                 raise NoRoom(found.get("message"))
             case "VALIDATION_ERROR" if kind == "step":
-                raise InvalidAction(f"That is no action; {found.get('message', '')} {found.get('errors', '')}".strip())
+                raise InvalidAction(
+                    f"That is no action; {found.get('message', '')} {found.get('errors', '')}".strip()
+                )
             case code:
-                raise WorldFailed(f"the server could not {kind}; found {code}: {found.get('message')!r:.200}")
+                raise WorldFailed(
+                    f"the server could not {kind}; found {code}: {found.get('message')!r:.200}"
+                )
 
     async def close(self) -> None:
         """As `Session.close`."""
@@ -136,9 +151,12 @@ def _seen(data: Mapping[str, Any]) -> Seen:
     observation, facts = data.get("observation") or {}, data.get("metadata") or {}
     cut = bool(data.get("truncated") or facts.get("truncated") or facts.get("TimeLimit.truncated"))
     return Seen(
-        raw=observation, text=worded(observation) if observation else "", reward=data.get("reward"),
-        terminated=bool(data.get("done")) and not cut, truncated=cut,
-    )  # fmt: skip
+        raw=observation,
+        text=worded(observation) if observation else "",
+        reward=data.get("reward"),
+        terminated=bool(data.get("done")) and not cut,
+        truncated=cut,
+    )
 
 
 def _root(url: str) -> str:
@@ -154,11 +172,14 @@ def _schema(root: str) -> Any:
 
 
 def _text_field(root: str) -> str | None:
-    """The one text that an action must have, as /schema says; None where it says otherwise, or nothing."""
+    """The one text that an action must have, as /schema says; None where it says otherwise, or
+    nothing."""
     try:
         action = _schema(root)
         kinds = action["properties"]
-        needed = [name for name in action.get("required", ()) if kinds[name].get("type") == "string"]
+        needed = [
+            name for name in action.get("required", ()) if kinds[name].get("type") == "string"
+        ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return needed[0] if len(needed) == 1 else None

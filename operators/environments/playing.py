@@ -1,4 +1,5 @@
-"""The episode that plays an environment: it sees, the policy says, it acts, until the environment is over."""
+"""The episode that plays an environment: it sees, the policy says, it acts, until the environment
+is over."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from operators.session_pool import Away, NoRoom, SessionPool
 T = TypeVar("T")
 _PAUSE_S = 0.5
 AGAIN, END = "again", "end"
-"""What an invalid action leads to: the policy hears why, and has another turn; or the episode ends."""
+"""What an invalid action leads to: the policy hears why, and has another turn; or the episode
+ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,8 @@ class Play:
     wording: Callable[[Any], str] | None
     """From what it shows to what the policy hears; None: as the adapter has it."""
     action: Callable[[str], Any] | None
-    """From what the policy says to an action, ValueError where it is none; None: as the adapter has it."""
+    """From what the policy says to an action, ValueError where it is none; None: as the adapter has
+    it."""
     invalid: Any
     """AGAIN, END, or the action that is taken instead."""
     invalid_reward: float | None
@@ -82,12 +85,13 @@ class Player:
 
     def __init__(self, play: Play) -> None:
         self._play, self._name = play, play.environment
-        self._pools: weakref.WeakKeyDictionary[Any, tuple[SessionPool[Session], asyncio.Task[None]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._pools: weakref.WeakKeyDictionary[
+            Any, tuple[SessionPool[Session], asyncio.Task[None]]
+        ] = weakref.WeakKeyDictionary()
 
     async def play(self, chat: Chat, prompt: str, task: str) -> float:
-        """One episode. task: JSON of an object, which the session is reset with. Returns the total of the rewards.
+        """One episode. task: JSON of an object, which the session is reset with. Returns the total
+        of the rewards.
 
         Raises EpisodeOver where the policy had no turn left before there was any."""
         facts = json.loads(task)
@@ -96,14 +100,17 @@ class Player:
             seen = await self._asked(lambda: session.reset(facts, seed_of(facts)), "begin")
             if seen.terminated or seen.truncated:
                 raise WorldFailed(
-                    f"'{self._name}' is over before the policy has said anything; found task {task:.100}; leave it out"
+                    f"'{self._name}' is over before the policy has said anything; found task"
+                    f" {task:.100}; leave it out"
                 )
             first = self._play.heard(seen)
             if first and not stands_in(first, prompt):
                 chat.hear(first)
             value = await self._turns(chat, session)
         if value is None:  # what nobody has scored is no 0, which may be the best there is
-            raise EpisodeOver(f"the policy has no turn left, and '{self._name}' has given no reward")
+            raise EpisodeOver(
+                f"the policy has no turn left, and '{self._name}' has given no reward"
+            )
         return value
 
     async def _turns(self, chat: Chat, session: Session) -> float | None:
@@ -123,8 +130,9 @@ class Player:
             return float(total(rewards)) if rewards else None
         if not rewards:
             raise WorldFailed(
-                f"'{self._name}' is over and has given no reward; found none in {chat.turns} turns; what nobody has "
-                f"scored is no 0: score the rollout with a @scorer of its own, or mend the environment"
+                f"'{self._name}' is over and has given no reward; found none in {chat.turns} turns;"
+                " what nobody has scored is no 0: score the rollout with a @scorer of its own, or"
+                " mend the environment"
             )
         if seen.truncated:
             chat.cut_off()
@@ -145,11 +153,15 @@ class Player:
             chat.invalid(str(error))
             worth, is_end = self._play.invalid_reward, self._play.invalid == END
             return Seen(
-                text=str(error), raw=error, reward=0.0 if is_end and worth is None else worth, terminated=is_end
+                text=str(error),
+                raw=error,
+                reward=0.0 if is_end and worth is None else worth,
+                terminated=is_end,
             )
 
     async def _asked(self, call: Callable[[], Awaitable[T]], doing: str) -> T:
-        """What the environment answers. Raises InvalidAction, or WorldFailed for whatever else it raises."""
+        """What the environment answers. Raises InvalidAction, or WorldFailed for whatever else it
+        raises."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         while True:
@@ -162,16 +174,19 @@ class Player:
             except NoRoom as error:
                 if loop.time() - began_s > self._play.patience_s:
                     raise WorldFailed(
-                        f"'{self._name}' had no room for {self._play.patience_s:g} s; found {error}; let it serve more "
-                        f"sessions, or ask for fewer with sessions="
+                        f"'{self._name}' had no room for {self._play.patience_s:g} s; found"
+                        f" {error}; let it serve more sessions, or ask for fewer with sessions="
                     ) from error
             except Away as error:
                 if loop.time() - began_s > self._play.step_s:
-                    raise WorldFailed(f"'{self._name}' could not {doing}; found {error.__cause__!r}") from error
+                    raise WorldFailed(
+                        f"'{self._name}' could not {doing}; found {error.__cause__!r}"
+                    ) from error
             except Exception as error:
                 late = f"no answer within {self._play.step_s:g} s" if limit.expired() else ""
                 raise WorldFailed(
-                    f"'{self._name}' could not {doing}; found {late or f'{type(error).__name__}: {error}'}"
+                    f"'{self._name}' could not {doing}; found"
+                    f" {late or f'{type(error).__name__}: {error}'}"
                 ) from error
             await asyncio.sleep(_PAUSE_S)
 
@@ -181,9 +196,14 @@ class Player:
         if loop not in self._pools:
             play = self._play
             pool = SessionPool(
-                lambda: started(play.environment, play.options), name=play.environment, most=play.sessions,
-                ahead=play.ahead, uses=play.uses, patience_s=play.patience_s, start_s=play.step_s,
-            )  # fmt: skip
+                lambda: started(play.environment, play.options),
+                name=play.environment,
+                most=play.sessions,
+                ahead=play.ahead,
+                uses=play.uses,
+                patience_s=play.patience_s,
+                start_s=play.step_s,
+            )
             self._pools[loop] = pool, loop.create_task(pool.kept())
         return self._pools[loop][0]
 
@@ -195,4 +215,7 @@ def stands_in(text: str, prompt: str) -> bool:
     (True, False)
     """
     messages = messages_of(prompt)
-    return any(text in each for each in ([prompt] if messages is None else [str(m.get("content")) for m in messages]))
+    return any(
+        text in each
+        for each in ([prompt] if messages is None else [str(m.get("content")) for m in messages])
+    )

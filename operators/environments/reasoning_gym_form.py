@@ -13,18 +13,23 @@ _ITEMS = 1 << 30
 
 
 def make(name: str, *, attempts: int = 1, seed: int = 0, **options: Any) -> ReasoningGymSession:
-    """The tasks of `create_dataset(name, seed=seed, **options)`; the seed of a row is the number of its item.
+    """The tasks of `create_dataset(name, seed=seed, **options)`; the seed of a row is the number of
+    its item.
 
-    attempts: answers that the policy has; after one that is not wholly right it hears what it was worth."""
+    attempts: answers that the policy has; after one that is not wholly right it hears what it was
+    worth."""
     return ReasoningGymSession(_items(name, seed, json.dumps(options, sort_keys=True)), attempts)
 
 
 @functools.lru_cache(maxsize=8)
 def _items(name: str, seed: int, options: str) -> Any:
-    """A data set, whose items are made when they are asked for: one for all sessions of a process."""
+    """A data set, whose items are made when they are asked for: one for all sessions of a
+    process."""
     import reasoning_gym
 
-    return reasoning_gym.create_dataset(name, **{"size": _ITEMS, **json.loads(options), "seed": seed})
+    return reasoning_gym.create_dataset(
+        name, **{"size": _ITEMS, **json.loads(options), "seed": seed}
+    )
 
 
 class ReasoningGymSession:

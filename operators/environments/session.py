@@ -1,4 +1,5 @@
-"""What an episode asks of an environment, whoever wrote it: sessions that are reset, stepped and closed."""
+"""What an episode asks of an environment, whoever wrote it: sessions that are reset, stepped and
+closed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from typing import Any, Protocol
 from dataflow.errors import WorldFailed
 
 ANSWER_BYTES = 8 << 20
-"""Most that a server may answer to one request; longer than what an episode may hear, as JSON makes texts longer."""
+"""Most that a server may answer to one request; longer than what an episode may hear, as JSON makes
+texts longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,8 @@ class Seen:
 
 
 class InvalidAction(ValueError):
-    """What the policy said is no action of this environment; the message says why, and the policy may hear it."""
+    """What the policy said is no action of this environment; the message says why, and the policy
+    may hear it."""
 
 
 class Session(Protocol):
@@ -42,7 +45,8 @@ class Session(Protocol):
         """Begin anew. task: what the row says of it. The same task and seed are the same world."""
 
     def read(self, said: str) -> Any:
-        """The action that a turn of the policy's stands for. Raises InvalidAction where it is none."""
+        """The action that a turn of the policy's stands for. Raises InvalidAction where it is
+        none."""
 
     async def step(self, action: Any) -> Seen:
         """Act. Raises InvalidAction where the environment itself calls it none."""
@@ -52,13 +56,18 @@ class Session(Protocol):
 
 
 def seed_of(task: Mapping[str, Any]) -> int:
-    """The seed that a task names, or one that its text makes: all rollouts of a prompt meet the same world.
+    """The seed that a task names, or one that its text makes: all rollouts of a prompt meet the
+    same world.
 
     >>> seed_of({"seed": 7}), seed_of({"question": "2+2="}) == seed_of({"question": "2+2="})
     (7, True)
     """
     seed = task.get("seed")
-    return seed if isinstance(seed, int) else zlib.crc32(json.dumps(task, sort_keys=True).encode()) >> 2
+    return (
+        seed
+        if isinstance(seed, int)
+        else zlib.crc32(json.dumps(task, sort_keys=True).encode()) >> 2
+    )
 
 
 def checked_reward(value: Any, name: str) -> float | None:
@@ -70,7 +79,10 @@ def checked_reward(value: Any, name: str) -> float | None:
     except (TypeError, ValueError):
         reward = math.nan
     if not math.isfinite(reward):
-        raise WorldFailed(f"'{name}' gave a reward that is no finite number; found {value!r:.60}; look at what it is")
+        raise WorldFailed(
+            f"'{name}' gave a reward that is no finite number; found {value!r:.60}; look at what"
+            " it is"
+        )
     return reward
 
 

@@ -12,7 +12,8 @@ from operators.environments.session import Seen
 
 
 def make(name: str, *, env_config: Any = None, **options: Any) -> SkyRLGymSession:
-    """Environments of this id; each reset makes one of the row, as `extras`, and of `env_config`."""
+    """Environments of this id; each reset makes one of the row, as `extras`, and of
+    `env_config`."""
     import skyrl_gym
 
     def made(extras: Mapping[str, Any]) -> Any:
@@ -22,7 +23,8 @@ def make(name: str, *, env_config: Any = None, **options: Any) -> SkyRLGymSessio
 
 
 class SkyRLGymSession:
-    """One environment at a time, in a thread of its own: many of these wait for searches and programs."""
+    """One environment at a time, in a thread of its own: many of these wait for searches and
+    programs."""
 
     def __init__(self, made: Callable[[Mapping[str, Any]], Any]) -> None:
         self._made = made
@@ -36,8 +38,8 @@ class SkyRLGymSession:
         messages, _ = await self._in_thread(lambda: self._env.init([dict(each) for each in prompt]))
         if messages[: len(prompt)] != prompt:
             raise WorldFailed(
-                f"the environment writes the prompt anew; found {str(messages)[:200]}; give rows with the prompt that "
-                f"it wants to see"
+                f"the environment writes the prompt anew; found {str(messages)[:200]}; give rows"
+                " with the prompt that it wants to see"
             )
         return self._seen(messages[len(prompt) :], {})
 
@@ -50,15 +52,17 @@ class SkyRLGymSession:
         found = await self._in_thread(lambda: self._env.step(action))
         if found.get("postprocessed_action") not in (None, action):
             raise WorldFailed(
-                f"the environment rewrites what the policy said; found {found['postprocessed_action']!r:.200}; let "
-                f"the generator stop there: Generator(stop=...)"
+                "the environment rewrites what the policy said; found"
+                f" {found['postprocessed_action']!r:.200}; let the generator stop there:"
+                " Generator(stop=...)"
             )
         return self._seen(found["observations"], found)
 
     async def close(self) -> None:
         """As `Session.close`."""
         closing = None if self._env is None else self._thread.submit(self._env.close)
-        self._thread.shutdown(wait=False)  # what was asked for before is still done, behind a step that hangs too
+        # what was asked for before is still done, behind a step that hangs too
+        self._thread.shutdown(wait=False)
         if closing is not None:
             await asyncio.shield(asyncio.wrap_future(closing))
 
@@ -72,4 +76,6 @@ class SkyRLGymSession:
 
     def _seen(self, messages: Any, found: Mapping[str, Any]) -> Seen:
         text = "\n".join(str(each["content"]) for each in messages)
-        return Seen(raw=messages, text=text, reward=found.get("reward"), terminated=bool(found.get("done")))
+        return Seen(
+            raw=messages, text=text, reward=found.get("reward"), terminated=bool(found.get("done"))
+        )

@@ -1,4 +1,5 @@
-"""The systems whose environments are known: the module that speaks to each, the package it needs, what its rows are."""
+"""The systems whose environments are known: the module that speaks to each, the package it needs,
+what its rows are."""
 
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ class System:
     """One of them."""
 
     module: str
-    """With `make` where environments run in this process, and `connect` where a server has them; with `fault`, where
-    something can be known of an environment before anybody plays."""
+    """With `make` where environments run in this process, and `connect` where a server has them;
+    with `fault`, where something can be known of an environment before anybody plays."""
     package: str
     """As it is imported."""
     extra: str
     """That installs it."""
     schemes: tuple[str, ...] = ()
-    """Of the addresses at which a server has the environments, which says how many there are, and may be away."""
+    """Of the addresses at which a server has the environments, which says how many there are, and
+    may be away."""
     has_seeds: bool = True
     """Whether a number makes a task, and no row is needed."""
     prompt_at: tuple[str, ...] = ("prompt",)
@@ -46,33 +48,50 @@ _HERE = "operators.environments"
 SYSTEMS: dict[str, System] = {
     "gymnasium": System(module=f"{_HERE}.gymnasium_form", package="gymnasium", extra="gymnasium"),
     "textarena": System(module=f"{_HERE}.textarena_form", package="textarena", extra="textarena"),
-    "reasoning-gym": System(module=f"{_HERE}.reasoning_gym_form", package="reasoning_gym", extra="reasoning-gym"),
+    "reasoning-gym": System(
+        module=f"{_HERE}.reasoning_gym_form", package="reasoning_gym", extra="reasoning-gym"
+    ),
     "openenv": System(
-        module=f"{_HERE}.openenv_wire", package="websockets", extra="openenv", schemes=("ws", "wss", "http", "https")
+        module=f"{_HERE}.openenv_wire",
+        package="websockets",
+        extra="openenv",
+        schemes=("ws", "wss", "http", "https"),
     ),
     "nemo-gym": System(
-        module=f"{_HERE}.nemo_gym_wire", package="httpx", extra="nemo-gym", schemes=("http", "https"), has_seeds=False,
+        module=f"{_HERE}.nemo_gym_wire",
+        package="httpx",
+        extra="nemo-gym",
+        schemes=("http", "https"),
+        has_seeds=False,
         prompt_at=("responses_create_params", "input"),
     ),
     "skyrl-gym": System(
-        module=f"{_HERE}.skyrl_gym_form", package="skyrl_gym", extra="skyrl-gym", has_seeds=False, reads_prompt=True
+        module=f"{_HERE}.skyrl_gym_form",
+        package="skyrl_gym",
+        extra="skyrl-gym",
+        has_seeds=False,
+        reads_prompt=True,
     ),
-}  # fmt: skip
+}
 
 
 def split(name: str) -> tuple[System, str]:
-    """The system that a name begins with, and what it calls the environment. GraphError for another."""
+    """The system that a name begins with, and what it calls the environment. GraphError for
+    another."""
     system, colon, rest = name.partition(":")
     if system not in SYSTEMS or not colon or not rest:
         raise GraphError(
-            f"an environment is named by its system and its name there, but got {name!r}{nearest(system, SYSTEMS)}; "
-            f'write one of {list(SYSTEMS)}, a colon and the name, as in environment("gymnasium:CartPole-v1")'
+            "an environment is named by its system and its name there, but got"
+            f" {name!r}{nearest(system, SYSTEMS)}; "
+            f"write one of {list(SYSTEMS)}, a colon and the name, as in"
+            ' environment("gymnasium:CartPole-v1")'
         )
     return SYSTEMS[system], rest
 
 
 def missing(name: str) -> str | None:
-    """What is wrong where the package of an environment's system is not installed; None where it is."""
+    """What is wrong where the package of an environment's system is not installed; None where it
+    is."""
     system, _ = split(name)
     if importlib.util.find_spec(system.package) is not None:
         return None
@@ -129,8 +148,8 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def look_of(name: str) -> Callable[..., str | None] | None:
-    """What says, of the name and the options, why no text could be an action of an environment; None where its system
-    cannot tell."""
+    """What says, of the name and the options, why no text could be an action of an environment;
+    None where its system cannot tell."""
     found: Callable[..., str | None] | None = getattr(_module(split(name)[0]), "fault", None)
     return found
 

@@ -1,4 +1,5 @@
-"""Where the prompts of an environment come from: seeds, of which it makes tasks, or rows, each of which is one."""
+"""Where the prompts of an environment come from: seeds, of which it makes tasks, or rows, each of
+which is one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ TASK = "task"
 
 
 class SeededTasks(Sequence[dict[str, str]]):
-    """Rows {"prompt", "task"}, made when they are read: a seed each, and what the environment says first to it."""
+    """Rows {"prompt", "task"}, made when they are read: a seed each, and what the environment says
+    first to it."""
 
     def __init__(self, play: Play, seeds: range, intro: str) -> None:
         self._play, self._seeds, self._intro = play, seeds, intro
@@ -30,12 +32,17 @@ class SeededTasks(Sequence[dict[str, str]]):
         """The row at a place. Raises RecordError where the environment cannot make it."""
         if isinstance(at, slice):
             return SeededTasks(self._play, self._seeds[at], self._intro)
-        return next(iter(SeededTasks(self._play, range(self._seeds[at], self._seeds[at] + 1), self._intro)))
+        return next(
+            iter(SeededTasks(self._play, range(self._seeds[at], self._seeds[at] + 1), self._intro))
+        )
 
     def __iter__(self) -> Iterator[dict[str, str]]:
         with self._session() as session:
             for seed in self._seeds:
-                yield {PROMPT: self._intro + self._first(session, seed), TASK: json.dumps({"seed": seed})}
+                yield {
+                    PROMPT: self._intro + self._first(session, seed),
+                    TASK: json.dumps({"seed": seed}),
+                }
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[Session | None]:
@@ -48,7 +55,8 @@ class SeededTasks(Sequence[dict[str, str]]):
             session = made(name, self._play.options)
         except Exception as error:
             raise RecordError(
-                f"environment '{name}' cannot be made; found {type(error).__name__}: {error}; give it other options"
+                f"environment '{name}' cannot be made; found {type(error).__name__}: {error}; give"
+                " it other options"
             ) from error
         try:
             yield session
@@ -63,8 +71,8 @@ class SeededTasks(Sequence[dict[str, str]]):
             return self._play.heard(at_once(session.reset({"seed": seed}, seed)))
         except Exception as error:
             raise RecordError(
-                f"environment '{self._play.environment}' makes no task of seed {seed}; found {type(error).__name__}: "
-                f"{error}; give it other options or seeds"
+                f"environment '{self._play.environment}' makes no task of seed {seed}; found"
+                f" {type(error).__name__}: {error}; give it other options or seeds"
             ) from error
 
 

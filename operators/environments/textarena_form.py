@@ -11,7 +11,12 @@ from operators.environments.session import Seen
 
 
 def make(
-    name: str, *, players: int = 1, seat: int = 0, opponent: Callable[[str], str] | None = None, **options: Any
+    name: str,
+    *,
+    players: int = 1,
+    seat: int = 0,
+    opponent: Callable[[str], str] | None = None,
+    **options: Any,
 ) -> TextArenaSession:
     """`textarena.make(name, **options)`, without the wrapper that repeats all that was said before.
 
@@ -23,14 +28,18 @@ def make(
     import textarena
 
     if players > 1 and opponent is None:
-        raise ValueError(f"{name} has {players} players; give one for the others as options['opponent']")
+        raise ValueError(
+            f"{name} has {players} players; give one for the others as options['opponent']"
+        )
     return TextArenaSession(_new_only(textarena.make(name, **options)), players, seat, opponent)
 
 
 class TextArenaSession:
     """One game, in this process."""
 
-    def __init__(self, env: Any, players: int, seat: int, opponent: Callable[[str], str] | None) -> None:
+    def __init__(
+        self, env: Any, players: int, seat: int, opponent: Callable[[str], str] | None
+    ) -> None:
         self._env, self._players, self._seat, self._opponent = env, players, seat, opponent
         self._random: Any = None
 
@@ -55,7 +64,8 @@ class TextArenaSession:
         """As `Session.close`."""
 
     def _seen(self, done: bool) -> Seen:
-        """What the policy sees when it is its turn again, or at the end, with what the game was worth to it."""
+        """What the policy sees when it is its turn again, or at the end, with what the game was
+        worth to it."""
         player, found = self._env.get_observation()
         while not done and player != self._seat:
             assert self._opponent is not None, "there are others"
@@ -70,16 +80,24 @@ class TextArenaSession:
         return Seen(raw=text, text=text, reward=(rewards or {}).get(self._seat), terminated=True)
 
     def _text(self, found: Any) -> str:
-        """Messages as a text, without what the player said itself; others with their names in front."""
+        """Messages as a text, without what the player said itself; others with their names in
+        front."""
         if isinstance(found, str):
             return found
-        heard = [(sender, text) for sender, text, _ in found or () if sender != self._env.state.current_player_id]
-        return "\n".join(text if sender < 0 else f"[Player {sender}] {text}" for sender, text in heard)
+        heard = [
+            (sender, text)
+            for sender, text, _ in found or ()
+            if sender != self._env.state.current_player_id
+        ]
+        return "\n".join(
+            text if sender < 0 else f"[Player {sender}] {text}" for sender, text in heard
+        )
 
     @contextlib.contextmanager
     def _own_numbers(self) -> Iterator[None]:
-        """The games of a process draw from one generator, Python's own: each begins where it stopped, not where another
-        did, so that a game with a seed is the same game however many are played beside it."""
+        """The games of a process draw from one generator, Python's own: each begins where it
+        stopped, not where another did, so that a game with a seed is the same game however many are
+        played beside it."""
         outside = random.getstate()
         random.setstate(self._random)
         try:
@@ -90,7 +108,8 @@ class TextArenaSession:
 
 
 def _new_only(env: Any) -> Any:
-    """The same game without the wrapper whose observations are the whole conversation, which a chat has already."""
+    """The same game without the wrapper whose observations are the whole conversation, which a chat
+    has already."""
     import textarena
     from textarena.wrappers import LLMObservationWrapper
 

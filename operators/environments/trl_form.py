@@ -1,4 +1,5 @@
-"""TRL's `environment_factory` as an episode: a class whose public methods are the policy's tools, unchanged."""
+"""TRL's `environment_factory` as an episode: a class whose public methods are the policy's tools,
+unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ SLACK_S = 10.0
 def tools_of(world: Any) -> dict[str, Callable[..., Any]]:
     """The public methods of an environment, those that TRL reserves left out."""
     methods = inspect.getmembers(world, inspect.ismethod)
-    return {name: method for name, method in methods if name not in RESERVED and not name.startswith("_")}
+    return {
+        name: method
+        for name, method in methods
+        if name not in RESERVED and not name.startswith("_")
+    }
 
 
 def appended(prompt: str, observation: str) -> str | list[Message]:
@@ -54,7 +59,9 @@ class TrlSession:
             self.world, self._is_stuck = await asyncio.to_thread(self._factory), False
         return await self.make("reset", row, timeout_s)
 
-    async def call(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int) -> str:
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int
+    ) -> str:
         """As `ToolSession.call`; what a method raises is its result, as TRL tells it."""
         try:
             return str(await self.make(name, arguments, timeout_s))
@@ -105,22 +112,30 @@ class TrlTools:
 
 
 def trl_environment(
-    factory: Callable[[], Any], *, name: str = "reward", columns: Sequence[str] = (), rounds: int | None = None,
-    timeout_s: float = 30.0, concurrency: int = 512, **limits: Any,
-) -> Episode:  # fmt: skip
+    factory: Callable[[], Any],
+    *,
+    name: str = "reward",
+    columns: Sequence[str] = (),
+    rounds: int | None = None,
+    timeout_s: float = 30.0,
+    concurrency: int = 512,
+    **limits: Any,
+) -> Episode:
     """An environment of TRL's as an episode; `limits` are those of `episode`.
 
     Args:
-        factory: makes an instance: `reset(**row)`, whose text stands behind the prompt, tools, maybe `get_reward`.
+        factory: makes an instance: `reset(**row)`, whose text stands behind the prompt, tools,
+            maybe `get_reward`.
         timeout_s: of a method.
         columns: that `reset` is given beside those that it names.
-        rounds: of calls, after which it ends (`max_tool_calling_iterations`); None: as many as there are turns.
+        rounds: of calls, after which it ends (`max_tool_calling_iterations`); None: as many as
+            there are turns.
     """
     reset, reward_of = getattr(factory, "reset", None), getattr(factory, "get_reward", None)
     if not callable(reset):
         raise GraphError(
-            f"an environment of TRL has a method reset, but {factory!r:.60} has none; give the class, not an instance "
-            f"or a function that makes one"
+            f"an environment of TRL has a method reset, but {factory!r:.60} has none; give the"
+            " class, not an instance or a function that makes one"
         )
     toolset = TrlTools(factory, concurrency)
     wanted = [each for each in taken_by(reset, "TRL").needed if each != "self"]
@@ -141,13 +156,21 @@ def trl_environment(
             pass  # its reward is that of the world as it was left
         return None if reward_of is None else await session.make("get_reward", {}, timeout_s)
 
-    parameters = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in ("chat", *reads)]
+    parameters = [
+        inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for each in ("chat", *reads)
+    ]
     shaped: Any = reward
     shaped.__name__ = shaped.__qualname__ = name
     shaped.__doc__ = inspect.getdoc(factory)
     shaped.__signature__ = inspect.Signature(parameters)
     shaped.__annotations__ = {"return": float if reward_of is not None else None}
     return Episode(
-        function=reward, name=name, tools=(toolset,), timeout_s=timeout_s + SLACK_S, call_s=timeout_s,
-        concurrency=concurrency, **limits,
-    )  # fmt: skip
+        function=reward,
+        name=name,
+        tools=(toolset,),
+        timeout_s=timeout_s + SLACK_S,
+        call_s=timeout_s,
+        concurrency=concurrency,
+        **limits,
+    )

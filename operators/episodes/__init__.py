@@ -1,1 +1,2 @@
-"""Episodes: functions in processes of their own, whose turns come from a generator and become rollouts."""
+"""Episodes: functions in processes of their own, whose turns come from a generator and become
+rollouts."""

@@ -1,4 +1,5 @@
-"""What an episode's function speaks with, in the process where it runs: the policy's turns, and the world's."""
+"""What an episode's function speaks with, in the process where it runs: the policy's turns, and the
+world's."""
 
 from __future__ import annotations
 
@@ -39,55 +40,60 @@ class Chat(Protocol):
         """Turns that the policy has had."""
 
     async def say(self, *, max_tokens: int | None = None) -> Reply:
-        """The policy's turn: what it says, without its end token. It is sampled, recorded and trained. Where the
-        episode has tools, `tool_calls` of it are the calls that stand in it.
+        """The policy's turn: what it says, without its end token. It is sampled, recorded and
+        trained. Where the episode has tools, `tool_calls` of it are the calls that stand in it.
 
-        max_tokens: most tokens of this turn; None: as many as the generator allows. Raises EpisodeOver when the policy
-        has none left."""
+        max_tokens: most tokens of this turn; None: as many as the generator allows. Raises
+        EpisodeOver when the policy has none left."""
 
     def hear(self, text: str) -> None:
-        """The world's turn: it stands in the context of what the policy says next, and is not trained. Bytes of it that
-        could not be decoded are heard as U+FFFD."""
+        """The world's turn: it stands in the context of what the policy says next, and is not
+        trained. Bytes of it that could not be decoded are heard as U+FFFD."""
 
     async def call(self, reply: Reply) -> list[str]:
-        """Make the calls of a turn, one after the other, and let the policy hear what they came to; that is returned.
+        """Make the calls of a turn, one after the other, and let the policy hear what they came to;
+        that is returned.
 
-        What a tool raises is told to the policy, and so is why a call was none. Raises WorldFailed where a tool has
-        died: the rollout is an error then, whatever becomes of the function."""
+        What a tool raises is told to the policy, and so is why a call was none. Raises WorldFailed
+        where a tool has died: the rollout is an error then, whatever becomes of the function."""
 
     async def use_tools(self) -> Reply:
-        """Turns and calls, until the policy says something in which no call stands; that is returned. Raises
-        EpisodeOver where it has no turn left before."""
+        """Turns and calls, until the policy says something in which no call stands; that is
+        returned. Raises EpisodeOver where it has no turn left before."""
 
     async def session(self, toolset: Any) -> Any:
-        """The session of this rollout with one of the episode's toolsets: of a Sandbox, to put files into it."""
+        """The session of this rollout with one of the episode's toolsets: of a Sandbox, to put
+        files into it."""
 
     def reward(self, value: float) -> None:
-        """What the policy's last turn was worth: `turn_reward` at its last token. Several add up."""
+        """What the policy's last turn was worth: `turn_reward` at its last token. Several add
+        up."""
 
     def invalid(self, why: str) -> None:
-        """The policy's last turn was none that the world could read: where that becomes most of them, the run says
-        so."""
+        """The policy's last turn was none that the world could read: where that becomes most of
+        them, the run says so."""
 
     def cut_off(self) -> None:
-        """The world ends before its time: the finish reason is "length", as where the policy's turns are used up."""
+        """The world ends before its time: the finish reason is "length", as where the policy's
+        turns are used up."""
 
     def keep_last(self, turns: int) -> None:
-        """Leave out what was said before the policy's last turns, so many of them, but for what the conversation began
-        with. What was heard before the first that is kept goes with the rest."""
+        """Leave out what was said before the policy's last turns, so many of them, but for what the
+        conversation began with. What was heard before the first that is kept goes with the rest."""
 
     def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> Chat:
-        """A conversation of the same policy's in another role, which begins with this text, or with these messages. It
-        has its own rewards and training rows, and the episode's budgets are for all together."""
+        """A conversation of the same policy's in another role, which begins with this text, or with
+        these messages. It has its own rewards and training rows, and the episode's budgets are for
+        all together."""
 
     def branch(self, tries: int) -> list[Chat]:
-        """So many conversations that each go on from here; this one may go on, too. What was said so far is trained
-        in this one."""
+        """So many conversations that each go on from here; this one may go on, too. What was said
+        so far is trained in this one."""
 
     def rewrite(self, history: str | Iterable[Mapping[str, Any]]) -> None:
-        """Another conversation than what was said and heard stands before the policy's next turn: a text, which in a
-        chat is a message of the user's, or messages, those of the assistant's too. What was said is trained as it
-        was."""
+        """Another conversation than what was said and heard stands before the policy's next turn: a
+        text, which in a chat is a message of the user's, or messages, those of the assistant's too.
+        What was said is trained as it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,19 +118,29 @@ class TurnQuestion:
         """For the wire."""
         return json.dumps(
             [
-                list(self.heard), self.most, list(self.rewards), self.rewritten, self.conversation,
-                astuple(self.origin), self.invalid,
+                list(self.heard),
+                self.most,
+                list(self.rewards),
+                self.rewritten,
+                self.conversation,
+                astuple(self.origin),
+                self.invalid,
             ]
-        ).encode()  # fmt: skip
+        ).encode()
 
     @classmethod
     def of(cls, body: bytes) -> TurnQuestion:
         """What `to_bytes` made of one."""
         heard, most, rewards, rewritten, conversation, origin, invalid = json.loads(body)
         return cls(
-            heard=tuple(heard), most=most, rewards=tuple(map(tuple, rewards)), rewritten=rewritten,
-            conversation=conversation, origin=ConversationOrigin(*origin), invalid=tuple(invalid),
-        )  # fmt: skip
+            heard=tuple(heard),
+            most=most,
+            rewards=tuple(map(tuple, rewards)),
+            rewritten=rewritten,
+            conversation=conversation,
+            origin=ConversationOrigin(*origin),
+            invalid=tuple(invalid),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,16 +159,21 @@ class Outcome:
 
     def to_bytes(self) -> bytes:
         """For the wire."""
-        return json.dumps([list(self.heard), list(self.rewards), self.is_over, self.returned, self.invalid]).encode()
+        return json.dumps(
+            [list(self.heard), list(self.rewards), self.is_over, self.returned, self.invalid]
+        ).encode()
 
     @classmethod
     def of(cls, body: bytes) -> Outcome:
         """What `to_bytes` made of one."""
         heard, rewards, is_over, returned, invalid = json.loads(body)
         return cls(
-            heard=tuple(map(tuple, heard)), rewards=tuple(map(tuple, rewards)), is_over=is_over, returned=returned,
+            heard=tuple(map(tuple, heard)),
+            rewards=tuple(map(tuple, rewards)),
+            is_over=is_over,
+            returned=returned,
             invalid=tuple(invalid),
-        )  # fmt: skip
+        )
 
 
 def told(text: str | None) -> bytes:
@@ -161,8 +182,8 @@ def told(text: str | None) -> bytes:
 
 
 def rewriting(kind: str, value: Any) -> str:
-    """How a past was rewritten, as text: `keep` the last turns, another `text`, or other `messages`. Raises ValueError
-    or TypeError for what is no JSON."""
+    """How a past was rewritten, as text: `keep` the last turns, another `text`, or other
+    `messages`. Raises ValueError or TypeError for what is no JSON."""
     return strict_json(sound({kind: value}))
 
 
@@ -199,9 +220,14 @@ class Chats:
         """A turn of a chat; None: the policy has none left."""
         async with self._asking:
             question = TurnQuestion(
-                heard=chat.heard, most=most, rewards=self.rewards, rewritten=chat.rewritten,
-                conversation=chat.number, origin=chat.origin, invalid=self.invalid,
-            )  # fmt: skip
+                heard=chat.heard,
+                most=most,
+                rewards=self.rewards,
+                rewritten=chat.rewritten,
+                conversation=chat.number,
+                origin=chat.origin,
+                invalid=self.invalid,
+            )
             said = json.loads(await self.ask(question.to_bytes()))
             self.is_over = said is None
             if said is not None:
@@ -215,8 +241,12 @@ class Chats:
         heard = [chat.heard for chat in self.chats]
         is_over = self.is_over or self.is_cut_off
         return Outcome(
-            heard=heard, rewards=self.rewards, is_over=is_over, returned=returned, invalid=self.invalid
-        )  # fmt: skip
+            heard=heard,
+            rewards=self.rewards,
+            is_over=is_over,
+            returned=returned,
+            invalid=self.invalid,
+        )
 
 
 @dataclass
@@ -244,10 +274,12 @@ class AskedChat:
         is_whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
         if max_tokens is not None and not (is_whole and max_tokens > 0):
             raise OperatorError(
-                f"chat.say needs room for a token, but got max_tokens={max_tokens!r}; give a whole number from 1 up, "
-                f"or leave it out"
+                f"chat.say needs room for a token, but got max_tokens={max_tokens!r}; give a whole"
+                " number from 1 up, or leave it out"
             )
-        said = await self.among.say(self, None if max_tokens is None else min(max_tokens, MOST_TOKENS))
+        said = await self.among.say(
+            self, None if max_tokens is None else min(max_tokens, MOST_TOKENS)
+        )
         if said is None:
             raise EpisodeOver("the policy has no turn left")
         tools = self.among.tools
@@ -282,13 +314,18 @@ class AskedChat:
 
     def _tools(self) -> RolloutTools:
         if self.among.tools is None:
-            raise OperatorError("the episode has no tools, but one is to be called; write @episode(tools=[...])")
+            raise OperatorError(
+                "the episode has no tools, but one is to be called; write @episode(tools=[...])"
+            )
         return self.among.tools
 
     def hear(self, text: str) -> None:
         """As `Chat.hear`."""
         if not isinstance(text, str):
-            raise OperatorError(f"chat.hear takes text, but got {type(text).__name__} {text!r:.60}; give it str(...)")
+            raise OperatorError(
+                f"chat.hear takes text, but got {type(text).__name__} {text!r:.60}; give it"
+                " str(...)"
+            )
         self._hear(text)
 
     def _hear(self, heard: Heard) -> None:
@@ -299,18 +336,26 @@ class AskedChat:
 
     def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> AskedChat:
         """As `Chat.agent`."""
-        return self.among.begin(ConversationOrigin(role=sound(str(role)), history=self._history(history)))
+        return self.among.begin(
+            ConversationOrigin(role=sound(str(role)), history=self._history(history))
+        )
 
     def branch(self, tries: int) -> list[AskedChat]:
         """As `Chat.branch`."""
         if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
-            raise OperatorError(f"chat.branch takes a number of tries, but got {tries!r}; give 1 or more")
+            raise OperatorError(
+                f"chat.branch takes a number of tries, but got {tries!r}; give 1 or more"
+            )
         here = self.origin
         if self.rewards or here.branch_of < 0:
             here = replace(here, branch_of=self.number, at=self.turns)
         return [
             self.among.begin(
-                here, heard=[*self.heard], rewritten=self.rewritten, standing=self.standing, called=self.called
+                here,
+                heard=[*self.heard],
+                rewritten=self.rewritten,
+                standing=self.standing,
+                called=self.called,
             )
             for _ in range(tries)
         ]
@@ -318,7 +363,9 @@ class AskedChat:
     def keep_last(self, turns: int) -> None:
         """As `Chat.keep_last`."""
         if isinstance(turns, bool) or not isinstance(turns, int) or turns < 0:
-            raise OperatorError(f"chat.keep_last takes a number of turns, but got {turns!r}; give 0 or more")
+            raise OperatorError(
+                f"chat.keep_last takes a number of turns, but got {turns!r}; give 0 or more"
+            )
         if turns < self.standing:
             self.standing, self.rewritten = turns, rewriting("keep", turns)
 
@@ -330,11 +377,14 @@ class AskedChat:
     def reward(self, value: float) -> None:
         """As `Chat.reward`."""
         if not self.rewards:
-            raise OperatorError(f"chat.reward({value!r}) comes before the policy said anything; call chat.say first")
+            raise OperatorError(
+                f"chat.reward({value!r}) comes before the policy said anything; call chat.say first"
+            )
         total = self.rewards[-1] + float(value)
         if not math.isfinite(total):
             raise OperatorError(
-                f"a turn is worth a finite number, but chat.reward got {value!r:.60}; give none where none applies"
+                f"a turn is worth a finite number, but chat.reward got {value!r:.60}; give none"
+                " where none applies"
             )
         self.rewards[-1] = total
 
@@ -354,8 +404,9 @@ class AskedChat:
             messages = list(history)
             if not self.among.has_messages or not messages or not all(map(_is_message, messages)):
                 raise OperatorError(
-                    f"a chat's history is text, or messages where Generator(chat=True), each with a role and a text; "
-                    f"found {messages!r:.60}; give it what is to stand before the policy's next turn"
+                    "a chat's history is text, or messages where Generator(chat=True), each with a"
+                    f" role and a text; found {messages!r:.60}; give it what is to stand before the"
+                    " policy's next turn"
                 )
             made = rewriting("messages", [dict(message) for message in messages])
         _bounded(len(made))
@@ -373,6 +424,6 @@ def _bounded(characters: int) -> None:
     """Raise OperatorError where the world says more than it may."""
     if characters > HEARD_CHARACTERS:
         raise OperatorError(
-            f"the world says too much between two turns; found {characters} characters, the bound is "
-            f"{HEARD_CHARACTERS}; cut its answer"
+            f"the world says too much between two turns; found {characters} characters, the bound"
+            f" is {HEARD_CHARACTERS}; cut its answer"
         )

@@ -1,4 +1,5 @@
-"""All conversations of one rollout: the first, those of agents in other roles, branches; one budget for all. Pure."""
+"""All conversations of one rollout: the first, those of agents in other roles, branches; one budget
+for all. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +11,25 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from dataflow.records import ROW_BRANCH_TURN, ROW_CONVERSATION, ROW_ROLE, TRAINING_ROW, TURN, TURN_REWARD, AnyArray
+from dataflow.records import (
+    ROW_BRANCH_TURN,
+    ROW_CONVERSATION,
+    ROW_ROLE,
+    TRAINING_ROW,
+    TURN,
+    TURN_REWARD,
+    AnyArray,
+)
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.training_rows import NO_TURN, TrainingRow, end_to_end
-from operators.episodes.dialogue import Context, Dialogue, SaidTurn, TurnRequest, row_ids, turn_rewards
+from operators.episodes.dialogue import (
+    Context,
+    Dialogue,
+    SaidTurn,
+    TurnRequest,
+    row_ids,
+    turn_rewards,
+)
 from operators.episodes.heard import Heard
 
 
@@ -42,13 +58,14 @@ class RecordedTurn:
     number: int
     """Among the turns of the conversation, those that it branched from counted."""
     origin: str | None
-    """With its first own turn, where it is not the first conversation, how it began, and a checksum of what it went on
-    from."""
+    """With its first own turn, where it is not the first conversation, how it began, and a checksum
+    of what it went on from."""
     turn: SaidTurn
 
 
 Begin = Callable[[str | None], tuple[AnyArray, Context]]
-"""What a conversation with some history begins with in tokens, and what lays out what is said in it."""
+"""What a conversation with some history begins with in tokens, and what lays out what is said in
+it."""
 
 
 @dataclass(kw_only=True)
@@ -77,9 +94,15 @@ class RolloutConversations:
         return next((turn.temperature for turn in said), None)
 
     def ask(
-        self, heard: Sequence[Heard], most: int | None, *, rewards: Sequence[Sequence[float]] = ((),),
-        rewritten: str | None = None, conversation: int = 0, origin: ConversationOrigin = FIRST,
-    ) -> TurnRequest | str | None:  # fmt: skip
+        self,
+        heard: Sequence[Heard],
+        most: int | None,
+        *,
+        rewards: Sequence[Sequence[float]] = ((),),
+        rewritten: str | None = None,
+        conversation: int = 0,
+        origin: ConversationOrigin = FIRST,
+    ) -> TurnRequest | str | None:
         """The function asks for its next turn in a conversation; see `Dialogue.ask`."""
         self.rewards = rewards
         talk = self._talk(conversation, origin)
@@ -95,10 +118,15 @@ class RolloutConversations:
         return talk is not None and talk.waiting is not None
 
     def answer(
-        self, conversation: int, tokens: RolloutTokens, text: str, finish_reason: str, temperature: float | None = None
+        self,
+        conversation: int,
+        tokens: RolloutTokens,
+        text: str,
+        finish_reason: str,
+        temperature: float | None = None,
     ) -> RecordedTurn | None:
-        """What the policy said in the turn that was asked for in a conversation, as it is to be written down; see
-        `Dialogue.answer`."""
+        """What the policy said in the turn that was asked for in a conversation, as it is to be
+        written down; see `Dialogue.answer`."""
         talk, origin = self.talks[conversation], None
         turn = talk.answer(tokens, text, finish_reason, temperature)
         if turn is None:
@@ -109,7 +137,8 @@ class RolloutConversations:
         return RecordedTurn(conversation, number, origin, turn)
 
     def recall(self, kept: Iterable[RecordedTurn]) -> None:
-        """Begin with what an earlier process wrote down, in its order; a later one may have drawn a turn anew."""
+        """Begin with what an earlier process wrote down, in its order; a later one may have drawn a
+        turn anew."""
         for each in kept:
             if each.origin is not None:
                 *origin, seen = json.loads(each.origin)
@@ -129,8 +158,8 @@ class RolloutConversations:
             talk.end(len(rewards[number]) if number < len(rewards) else 0)
 
     def columns(self) -> tuple[RolloutTokens, Mapping[str, Any]]:
-        """Its tokens, conversation after conversation, and the columns of `records.EPISODE_COLUMNS`; of one in which
-        the policy said nothing, the prompt."""
+        """Its tokens, conversation after conversation, and the columns of
+        `records.EPISODE_COLUMNS`; of one in which the policy said nothing, the prompt."""
         rows: list[TrainingRow] = []
         owners: list[int] = []
         given: list[float] = []
@@ -147,19 +176,26 @@ class RolloutConversations:
             rows += found
             owners += [number] * len(found)
         if not rows:
-            rows, owners = [TrainingRow.of([(RolloutTokens.given(self.talks[0].prompt), NO_TURN)])], [0]
+            rows, owners = (
+                [TrainingRow.of([(RolloutTokens.given(self.talks[0].prompt), NO_TURN)])],
+                [0],
+            )
         tokens, turns_S, rows_S = end_to_end(rows)
         return tokens, {
-            TURN: turns_S, TURN_REWARD: turn_rewards(turns_S, given), TRAINING_ROW: rows_S,
-            ROW_CONVERSATION: owners, ROW_ROLE: [self.origins[number].role for number in owners],
+            TURN: turns_S,
+            TURN_REWARD: turn_rewards(turns_S, given),
+            TRAINING_ROW: rows_S,
+            ROW_CONVERSATION: owners,
+            ROW_ROLE: [self.origins[number].role for number in owners],
             ROW_BRANCH_TURN: [branched[number] for number in owners],
-        }  # fmt: skip
+        }
 
     def text(self, last: Sequence[Sequence[Heard]] = ()) -> str:
-        """What was said and heard after the prompt; of several conversations one after the other, each below its role
-        or its number. last: heard after the last turn, by conversation."""
+        """What was said and heard after the prompt; of several conversations one after the other,
+        each below its role or its number. last: heard after the last turn, by conversation."""
         texts = {
-            number: self.talks[number].text(last[number] if number < len(last) else ()) for number in sorted(self.talks)
+            number: self.talks[number].text(last[number] if number < len(last) else ())
+            for number in sorted(self.talks)
         }
         if len(texts) == 1:
             return texts[0]
@@ -169,22 +205,37 @@ class RolloutConversations:
     def _had(self) -> list[tuple[int, list[SaidTurn]]]:
         """The turns that the function has had, by conversation."""
         counts = enumerate(map(len, self.rewards))
-        return [(number, self.talks[number].own[:count]) for number, count in counts if number in self.talks]
+        return [
+            (number, self.talks[number].own[:count])
+            for number, count in counts
+            if number in self.talks
+        ]
 
     def _talk(self, number: int, origin: ConversationOrigin) -> Dialogue:
         """The conversation of this number; a new one where that began otherwise."""
         known = self.talks.get(number)
         parent = self.talks.get(origin.branch_of)
         before = [] if parent is None else parent.turns[: origin.at]
-        is_same = known is not None and self.origins[number] == origin and known.inherited == len(before)
-        if known and is_same and all(one is other for one, other in zip(known.turns, before, strict=False)):
+        is_same = (
+            known is not None and self.origins[number] == origin and known.inherited == len(before)
+        )
+        if (
+            known
+            and is_same
+            and all(one is other for one, other in zip(known.turns, before, strict=False))
+        ):
             return known
         prompt, context = self.begin(origin.history)
         key = f"{self.key}#{number}" if number else self.key
         self.talks[number] = Dialogue(
-            key=key, prompt=prompt, max_turns=self.max_turns, max_tokens=self.max_tokens, context=context,
-            turns=before, inherited=len(before),
-        )  # fmt: skip
+            key=key,
+            prompt=prompt,
+            max_turns=self.max_turns,
+            max_tokens=self.max_tokens,
+            context=context,
+            turns=before,
+            inherited=len(before),
+        )
         self.origins[number] = origin
         return self.talks[number]
 

@@ -1,4 +1,5 @@
-"""`@episode`: turns a function that converses with the policy into an operator that makes rollouts of prompts."""
+"""`@episode`: turns a function that converses with the policy into an operator that makes rollouts
+of prompts."""
 
 from __future__ import annotations
 
@@ -20,18 +21,23 @@ from operators.episodes.knobs import FunctionKnobs
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Episode(FunctionKnobs):
-    """A function as an operator: applied to a generator and a stream of prompts it makes rollouts, turn by turn."""
+    """A function as an operator: applied to a generator and a stream of prompts it makes rollouts,
+    turn by turn."""
 
     def __call__(self, *args: Any, **knobs: Any) -> Any:
-        """Apply it to a generator and a stream, with knobs by keyword; or call the plain function with a chat."""
+        """Apply it to a generator and a stream, with knobs by keyword; or call the plain function
+        with a chat."""
         if not any(isinstance(each, Stream | Operator) for each in args):
             return self.function(*args, **{**self.given, **knobs})
         if len(args) != 2 or not isinstance(args[0], Generate) or not isinstance(args[1], Stream):
             raise GraphError(
-                f"'{self.name}' ({self.where}) is applied to a generator and a stream of prompts, but got "
-                f"{[type(each).__name__ for each in args]}; write {self.name}(generator, g.source(...))"
+                f"'{self.name}' ({self.where}) is applied to a generator and a stream of prompts,"
+                f" but got {[type(each).__name__ for each in args]}; write {self.name}(generator,"
+                " g.source(...))"
             )
-        rollouts: Stream[Rollout] = args[1].graph.apply(self.asking(args[0]).configured(**knobs), args[1])
+        rollouts: Stream[Rollout] = args[1].graph.apply(
+            self.asking(args[0]).configured(**knobs), args[1]
+        )
         return rollouts
 
     def asking(self, generator: Operator) -> Episode:
@@ -39,14 +45,19 @@ class Episode(FunctionKnobs):
         return dataclasses.replace(self, generator=self.answering(generator))
 
     def configured(self, **knobs: Any) -> Episode:
-        """The same episode with other knobs of its function; GraphError for one that the function does not have."""
+        """The same episode with other knobs of its function; GraphError for one that the function
+        does not have."""
         for knob in knobs:
             if knob not in self.signature.defaults:
                 known = list(self.signature.defaults)
                 close = difflib.get_close_matches(knob, known, n=1, cutoff=0.5)
                 raise GraphError(
                     f"'{self.name}' ({self.where}) has no knob '{knob}', its knobs are {known}; "
-                    + (f"did you mean '{close[0]}'?" if close else "give the parameter a default, or drop it here")
+                    + (
+                        f"did you mean '{close[0]}'?"
+                        if close
+                        else "give the parameter a default, or drop it here"
+                    )
                 )
         return dataclasses.replace(self, given={**self.given, **knobs}) if knobs else self
 
@@ -56,7 +67,8 @@ class Episode(FunctionKnobs):
         import operators.models.loading  # noqa: F401
 
     def build(self, context: Context) -> Runtime:
-        """Load the tokenizer and start the processes. Raises ModelError when there is no tokenizer."""
+        """Load the tokenizer and start the processes. Raises ModelError when there is no
+        tokenizer."""
         from operators.episodes.runtime import EpisodesRuntime
         from operators.episodes.worlds import worlds_of
 
@@ -90,11 +102,12 @@ def episode(
 def episode(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any:
     """Make an episode of an async function: `@episode`, or `@episode(max_turns=8, ...)`.
 
-    Its first parameter is the chat (`operators.episodes.chat.Chat`); parameters without a default are columns of the
-    prompt, those with one are knobs. What it returns, if annotated, is the column of its name. The conversation is one
-    rollout, whose mask is true where the policy chose the token; where its past was rewritten, of several training
-    rows. A function that raises, hangs or ends its process leaves a rollout with an `error`. Raises GraphError for a
-    function that cannot be one.
+    Its first parameter is the chat (`operators.episodes.chat.Chat`); parameters without a default
+    are columns of the prompt, those with one are knobs. What it returns, if annotated, is the
+    column of its name. The conversation is one rollout, whose mask is true where the policy chose
+    the token; where its past was rewritten, of several training rows. A function that raises, hangs
+    or ends its process leaves a rollout with an `error`. Raises GraphError for a function that
+    cannot be one.
 
     >>> from dataflow import Graph, Model
     >>> from operators import Generator, Prompts, episode

@@ -1,9 +1,10 @@
-"""One conversation of an episode as it comes about, turn by turn: pure, without processes and sockets.
+"""One conversation of an episode as it comes about, turn by turn: pure, without processes and
+sockets.
 
-The function runs elsewhere, and may run again: after its process ended, or in a run that goes on. What it was told is
-told to it again, as long as the world says what it said before; from the first difference on the policy's turns are
-drawn anew, and what was drawn behind it is no part of the rollout.
-"""
+The function runs elsewhere, and may run again: after its process ended, or in a run that goes on.
+What it was told is told to it again, as long as the world says what it said before; from the first
+difference on the policy's turns are drawn anew, and what was drawn behind it is no part of the
+rollout."""
 
 from __future__ import annotations
 
@@ -31,9 +32,11 @@ class SaidTurn:
     rewritten: str | None = None
     """How the past was rewritten before what was heard: `chat.rewriting`."""
     begins: bool = False
-    """Whether a training row begins with it, because what the policy saw does not go on from the row before."""
+    """Whether a training row begins with it, because what the policy saw does not go on from the
+    row before."""
     given: AnyArray
-    """Tokens between it and the turn before, int; where it begins a row, all that the policy saw."""
+    """Tokens between it and the turn before, int; where it begins a row, all that the policy
+    saw."""
     tokens: RolloutTokens
     """Of what the policy said."""
     text: str
@@ -41,7 +44,9 @@ class SaidTurn:
     temperature: float | None = None
     """At which it was sampled."""
 
-    def follows(self, heard: Sequence[Heard], most: int | None, rewritten: str | None = None) -> bool:
+    def follows(
+        self, heard: Sequence[Heard], most: int | None, rewritten: str | None = None
+    ) -> bool:
         """Whether it was drawn after this."""
         return (self.heard, self.most, self.rewritten) == (tuple(heard), most, rewritten)
 
@@ -57,7 +62,8 @@ class TurnRequest:
     """The conversation so far, int32."""
     most: int
     temperature: float | None
-    """At which the turns before were sampled, and this one is to be, whatever the generator's is now."""
+    """At which the turns before were sampled, and this one is to be, whatever the generator's is
+    now."""
     stop: tuple[str, ...] = ()
     """Strings at which it ends; none: the generator's own."""
 
@@ -78,8 +84,8 @@ class WaitingTurn:
 
 
 Context = Callable[[AnyArray, Sequence[SaidTurn], Sequence[Heard], str | None], AnyArray]
-"""Tokens of all that the policy sees, from the prompt, the turns so far, what was heard behind them and how the past
-was rewritten before that: `TurnContext.context`."""
+"""Tokens of all that the policy sees, from the prompt, the turns so far, what was heard behind them
+and how the past was rewritten before that: `TurnContext.context`."""
 
 
 @dataclass(kw_only=True)
@@ -96,7 +102,8 @@ class Dialogue:
     context: Context
     turns: list[SaidTurn] = field(default_factory=list)
     inherited: int = 0
-    """How many of these are of the conversation that it branched from, which are no part of its own."""
+    """How many of these are of the conversation that it branched from, which are no part of its
+    own."""
     temperature: float | None = None
     """At which its next turn is sampled; None: as the generator samples then."""
     waiting: WaitingTurn | None = None
@@ -106,8 +113,8 @@ class Dialogue:
     def ask(
         self, number: int, heard: Sequence[Heard], most: int | None, rewritten: str | None = None
     ) -> TurnRequest | str | None:
-        """The function asks for its turn `number`: what is to be drawn, what was said there before, or None where the
-        policy has no turn left."""
+        """The function asks for its turn `number`: what is to be drawn, what was said there before,
+        or None where the policy has no turn left."""
         if number < len(self.turns) and self.turns[number].follows(heard, most, rewritten):
             return self.turns[number].text
         self.waiting = None
@@ -124,26 +131,41 @@ class Dialogue:
         before = row_ids(self.prompt, turns)
         goes_on = np.array_equal(tokens[: len(before)], before)
         self.waiting = WaitingTurn(
-            at=number, request=checksum, heard=tuple(heard), most=most, rewritten=rewritten, begins=not goes_on,
+            at=number,
+            request=checksum,
+            heard=tuple(heard),
+            most=most,
+            rewritten=rewritten,
+            begins=not goes_on,
             given=tokens[len(before) :] if goes_on else tokens,
-        )  # fmt: skip
+        )
         seed = xxhash.xxh3_64_intdigest(turn.encode()) - (1 << 63)
-        return TurnRequest(number=checksum, seed=seed, tokens=tokens, most=room, temperature=self.temperature)
+        return TurnRequest(
+            number=checksum, seed=seed, tokens=tokens, most=room, temperature=self.temperature
+        )
 
     def answer(
         self, tokens: RolloutTokens, text: str, finish_reason: str, temperature: float | None = None
     ) -> SaidTurn | None:
-        """What the policy said in the turn that was asked for, in place of whatever was said there before; None where
-        it had no room in the context. The function may have begun anew meanwhile."""
+        """What the policy said in the turn that was asked for, in place of whatever was said there
+        before; None where it had no room in the context. The function may have begun anew
+        meanwhile."""
         asked, self.waiting = self.waiting, None
         assert asked is not None, "it was asked for"
         if not len(tokens):
             self.full = asked.request
             return None
         turn = SaidTurn(
-            heard=asked.heard, most=asked.most, rewritten=asked.rewritten, begins=asked.begins, given=asked.given,
-            tokens=tokens, text=text, finish_reason=finish_reason, temperature=temperature,
-        )  # fmt: skip
+            heard=asked.heard,
+            most=asked.most,
+            rewritten=asked.rewritten,
+            begins=asked.begins,
+            given=asked.given,
+            tokens=tokens,
+            text=text,
+            finish_reason=finish_reason,
+            temperature=temperature,
+        )
         self.turns[asked.at :] = [turn]
         return turn
 
@@ -153,24 +175,31 @@ class Dialogue:
         return self.turns[self.inherited :]
 
     def end(self, turns: int) -> None:
-        """The function has returned, having had so many turns: what an earlier run of it had behind these is no part
-        of the rollout."""
+        """The function has returned, having had so many turns: what an earlier run of it had behind
+        these is no part of the rollout."""
         del self.turns[self.inherited + turns :]
 
     def rows(self, first: int = 0) -> list[TrainingRow]:
-        """Its training rows in which the policy said something, its own turns numbered from `first`. What the world
-        said after the last turn is not among them."""
-        found: list[list[tuple[RolloutTokens, int]]] = [[(RolloutTokens.given(self.prompt), NO_TURN)]]
+        """Its training rows in which the policy said something, its own turns numbered from
+        `first`. What the world said after the last turn is not among them."""
+        found: list[list[tuple[RolloutTokens, int]]] = [
+            [(RolloutTokens.given(self.prompt), NO_TURN)]
+        ]
         for at, turn in enumerate(self.turns, -self.inherited):
             if turn.begins:
                 found.append([])
-            said = (turn.tokens, first + at) if at >= 0 else (RolloutTokens.given(turn.tokens.ids), NO_TURN)
+            said = (
+                (turn.tokens, first + at)
+                if at >= 0
+                else (RolloutTokens.given(turn.tokens.ids), NO_TURN)
+            )
             found[-1] += [(RolloutTokens.given(turn.given), NO_TURN), said]
         rows = [TrainingRow.of(parts) for parts in found]
         return [row for row in rows if (row.turns != NO_TURN).any()]
 
     def text(self, last: Sequence[Heard] = ()) -> str:
-        """What was said and heard in its own turns, in their order. last: heard after the last turn."""
+        """What was said and heard in its own turns, in their order. last: heard after the last
+        turn."""
         return "".join([*(text_of(turn.heard) + turn.text for turn in self.own), text_of(last)])
 
 
@@ -178,12 +207,15 @@ def row_ids(prompt: AnyArray, turns: Sequence[SaidTurn]) -> AnyArray:
     """Tokens of the training row as it stands behind some turns."""
     parts = [prompt]
     for turn in turns:
-        parts = [turn.given, turn.tokens.ids] if turn.begins else [*parts, turn.given, turn.tokens.ids]
+        parts = (
+            [turn.given, turn.tokens.ids] if turn.begins else [*parts, turn.given, turn.tokens.ids]
+        )
     return np.concatenate(parts)
 
 
 def turn_rewards(turns_S: AnyArray, rewards: Sequence[float]) -> AnyArray:
-    """By token, what a turn was given, at its last token. float32; 0 elsewhere. turns_S: the turn of each token."""
+    """By token, what a turn was given, at its last token. float32; 0 elsewhere. turns_S: the turn
+    of each token."""
     found = np.zeros(len(turns_S), np.float32)
     for number, reward in enumerate(rewards):
         at = np.flatnonzero(turns_S == number)

@@ -1,4 +1,5 @@
-"""What the world says between two turns of the policy: texts, and what tools answered as messages."""
+"""What the world says between two turns of the policy: texts, and what tools answered as
+messages."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def text_of(heard: Iterable[Heard]) -> str:
     >>> text_of(["so ", {"role": "tool", "content": "5"}])
     'so 5'
     """
-    return "".join(each if isinstance(each, str) else str(each.get("content") or "") for each in heard)
+    return "".join(
+        each if isinstance(each, str) else str(each.get("content") or "") for each in heard
+    )
 
 
 def messages_of(heard: Iterable[Heard]) -> list[Message]:

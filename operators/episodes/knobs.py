@@ -24,26 +24,29 @@ from operators.tools.toolbox import GRACE_S, Toolbox, tool_faults
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EpisodeKnobs(Generate):
-    """What every episode declares, whether a function converses or a program; its runtime reads it, too."""
+    """What every episode declares, whether a function converses or a program; its runtime reads it,
+    too."""
 
     generator: Generate | None = None
     """Who draws the policy's turns; None before it is applied."""
     max_turns: int = 32
     """Most turns of the policy in an episode."""
     max_tokens: int | None = None
-    """Most tokens that the policy says in an episode, all turns together; None: as many as the context holds."""
+    """Most tokens that the policy says in an episode, all turns together; None: as many as the
+    context holds."""
     tries: int = 1
     """How often the function is run for a rollout, where the world fails."""
     timeout_s: float = 30.0
     """Most seconds that the world takes between two turns of the policy."""
     memory_mb: int | None = 1024
-    """Megabytes that a process of the world may take beyond what it started with; None: no limit."""
+    """Megabytes that a process of the world may take beyond what it started with; None: no
+    limit."""
     concurrency: int = 512
     """Episodes at once within a process: tasks of its event loop."""
     past: Past = "sampled"
-    """With messages, what becomes of turns that the chat template writes otherwise once they are past (thinking that it
-    leaves out): they stay as they were sampled; a training row begins with what it makes of them; or the rollout is an
-    error."""
+    """With messages, what becomes of turns that the chat template writes otherwise once they are
+    past (thinking that it leaves out): they stay as they were sampled; a training row begins with
+    what it makes of them; or the rollout is an error."""
     signature: EpisodeSignature = field(init=False, repr=False)
     """The columns that it reads, its knobs, and the Arrow type it writes."""
 
@@ -95,10 +98,14 @@ class EpisodeKnobs(Generate):
             return Traits()
         theirs = self.generator.traits
         return Traits(
-            temperature=theirs.temperature, in_flight=theirs.in_flight, top_k=theirs.top_k, chat=theirs.chat,
-            context_tokens=theirs.context_tokens, max_tokens=theirs.context_tokens,
+            temperature=theirs.temperature,
+            in_flight=theirs.in_flight,
+            top_k=theirs.top_k,
+            chat=theirs.chat,
+            context_tokens=theirs.context_tokens,
+            max_tokens=theirs.context_tokens,
             calls_at_once=self.at_once,
-        )  # fmt: skip
+        )
 
     @property
     def computes(self) -> bool:
@@ -110,7 +117,8 @@ class EpisodeKnobs(Generate):
         return {**super().reads(), **self.signature.annotations}
 
     def provides(self, columns: Columns) -> Columns:
-        """The prompt's columns, the rollout's, those of its turns, and what the function returns."""
+        """The prompt's columns, the rollout's, those of its turns, and what the function
+        returns."""
         sampled = {} if self.generator is None else self.generator.provides({})
         optional = {name: kind for name, kind in SAMPLED_COLUMNS.items() if name in sampled}
         found = {**super().provides(columns), TEMPERATURE: pa.float64(), **optional}
@@ -122,34 +130,49 @@ class EpisodeKnobs(Generate):
         head = f"episode '{self.name}' ({self.where})"
         most = 1 if self.max_tokens is None else self.max_tokens
         memory = 1 if self.memory_mb is None else self.memory_mb
-        whole = {"max_turns": self.max_turns, "max_tokens": most, "tries": self.tries, "memory_mb": memory,
-                 "concurrency": self.concurrency, **self.whole()}  # fmt: skip
+        whole = {
+            "max_turns": self.max_turns,
+            "max_tokens": most,
+            "tries": self.tries,
+            "memory_mb": memory,
+            "concurrency": self.concurrency,
+            **self.whole(),
+        }
         found = [
             f"{head} has {knob}={value!r}; give a whole number of 1 or more"
             for knob, value in whole.items()
             if isinstance(value, bool) or not isinstance(value, int) or value < 1
         ]
         if isinstance(self.timeout_s, bool) or not 0 < self.timeout_s < float("inf"):
-            found.append(f"{head} has timeout_s={self.timeout_s!r}; give seconds above 0, such as 30.0")
+            found.append(
+                f"{head} has timeout_s={self.timeout_s!r}; give seconds above 0, such as 30.0"
+            )
         if self.past not in get_args(Past):
             found.append(f"{head} has past={self.past!r}; give one of {list(get_args(Past))}")
         if self.name in self.reads() and self.signature.output is not None:
-            found.append(f"{head} writes column '{self.name}', which it also reads; give it another name")
+            found.append(
+                f"{head} writes column '{self.name}', which it also reads; give it another name"
+            )
         if self.generator is None:
-            found.append(f"{head} has no generator; apply it as {self.name}(generator, g.source(...))")
+            found.append(
+                f"{head} has no generator; apply it as {self.name}(generator, g.source(...))"
+            )
         return found
 
     @property
     def can_look(self) -> bool:
-        """Whether something can be known of its world before anybody plays: then `look` is called in its process."""
+        """Whether something can be known of its world before anybody plays: then `look` is called
+        in its process."""
         return False
 
     async def look(self) -> str | None:
-        """What is wrong with its world, so that no episode can be; None where nothing is known to be."""
+        """What is wrong with its world, so that no episode can be; None where nothing is known to
+        be."""
         return None
 
     def toolbox(self, form: ChatFormat | None) -> Toolbox | None:
-        """Its tools, made ready in the worker; None where it has none. Raises GraphError; WorldFailed."""
+        """Its tools, made ready in the worker; None where it has none. Raises GraphError;
+        WorldFailed."""
         return None
 
     def whole(self) -> Mapping[str, Any]:
@@ -166,10 +189,11 @@ class FunctionKnobs(EpisodeKnobs):
     processes: int = 1
     """Processes in which the function runs."""
     isolate: bool = True
-    """Whether it runs in killable processes; False: inside the worker, where a call that blocks counts as a worker that
-    is stuck."""
+    """Whether it runs in killable processes; False: inside the worker, where a call that blocks
+    counts as a worker that is stuck."""
     tools: tuple[Any, ...] = ()
-    """What the policy may call: functions with type hints and a docstring, toolsets (`operators.tools`)."""
+    """What the policy may call: functions with type hints and a docstring, toolsets
+    (`operators.tools`)."""
     calls: TextCalls | None = None
     """How it writes calls, and hears results; None: as the chat template has them."""
     call_s: float = 10.0
@@ -200,7 +224,8 @@ class FunctionKnobs(EpisodeKnobs):
         return self.concurrency * self.processes
 
     def missing(self) -> str | None:
-        """A chat template between whose delimiters the world can speak, where its generator lays out chats."""
+        """A chat template between whose delimiters the world can speak, where its generator lays
+        out chats."""
         model = None if self.generator is None or not self.traits.chat else self.generator.uses
         return super().missing() or (None if model is None else delimiter_fault(model))
 
@@ -216,7 +241,9 @@ class FunctionKnobs(EpisodeKnobs):
 
     def identity(self) -> Hashable:
         """The function, its generator, the name, the knobs and the limits."""
-        limits = tuple(getattr(self, item.name) for item in dataclasses.fields(self) if item.repr and item.init)
+        limits = tuple(
+            getattr(self, item.name) for item in dataclasses.fields(self) if item.repr and item.init
+        )
         return (
             "episode",
             self.function,
@@ -225,20 +252,26 @@ class FunctionKnobs(EpisodeKnobs):
         )
 
     def knobs(self) -> dict[str, Any]:
-        """The function's knobs set at the application, and its own that differ from their defaults."""
+        """The function's knobs set at the application, and its own that differ from their
+        defaults."""
         own = {k: v for k, v in super().knobs().items() if k not in ("function", "generator")}
         if self.tools:
             own["tools"] = [getattr(tool, "__name__", repr(tool)) for tool in self.tools]
         return {**self.given, **own}
 
     def toolbox(self, form: ChatFormat | None) -> Toolbox | None:
-        """Its tools, made ready in the worker; None where it has none. Raises GraphError; WorldFailed."""
+        """Its tools, made ready in the worker; None where it has none. Raises GraphError;
+        WorldFailed."""
         if not self.tools:
             return None
         return Toolbox(
-            self.tools, calls=self.calls, form=form, timeout_s=self.call_s, characters=self.call_characters,
+            self.tools,
+            calls=self.calls,
+            form=form,
+            timeout_s=self.call_s,
+            characters=self.call_characters,
             turn_s=self.timeout_s,
-        )  # fmt: skip
+        )
 
     def whole(self) -> Mapping[str, Any]:
         """Processes, and what it hears of a call."""
@@ -253,11 +286,17 @@ class FunctionKnobs(EpisodeKnobs):
             or (self.tools and self.timeout_s <= self.call_s + GRACE_S)
         ):
             found.append(
-                f"{head} has call_s={self.call_s!r} and timeout_s={self.timeout_s!r}; give a call seconds above 0, and "
-                f"the world {GRACE_S:g} s more at least"
+                f"{head} has call_s={self.call_s!r} and timeout_s={self.timeout_s!r}; give a call"
+                f" seconds above 0, and the world {GRACE_S:g} s more at least"
             )
-        tools = tool_faults(self.tools, self.calls, is_chat=self.generator is None or bool(self.generator.traits.chat))
+        tools = tool_faults(
+            self.tools,
+            self.calls,
+            is_chat=self.generator is None or bool(self.generator.traits.chat),
+        )
         found += [f"{head}: {fault}" for fault in tools]
         if not self.isolate and self.processes > 1:
-            found.append(f"{head} has processes={self.processes} but isolate=False; leave isolate=True")
+            found.append(
+                f"{head} has processes={self.processes} but isolate=False; leave isolate=True"
+            )
         return found

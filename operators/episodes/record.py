@@ -1,8 +1,9 @@
-"""What the policy said in episodes that go on, in Arrow files of the run folder: a crash costs no turn twice.
+"""What the policy said in episodes that go on, in Arrow files of the run folder: a crash costs no
+turn twice.
 
 Rows are appended before an episode hears them, and let go of when its group has an outcome: files
-<node>/<replica>-<attempt>-<number>.<source>.turns (dataflow.folder.finished) beside the finished groups.
-"""
+<node>/<replica>-<attempt>-<number>.<source>.turns (dataflow.folder.finished) beside the finished
+groups."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ class TurnFiles(GroupFiles):
     kind, schema, once = "turns", SCHEMA, False
 
     def find(self, group: int, mark: int) -> Mapping[int, list[RecordedTurn]]:
-        """By position, the turns that earlier processes kept of a group's rollouts, in the order in which they did."""
+        """By position, the turns that earlier processes kept of a group's rollouts, in the order in
+        which they did."""
         found: dict[int, list[RecordedTurn]] = {}
         for rows in self._earlier(group):
             for kept in _kept(rows):
@@ -101,11 +103,14 @@ def turn_files_of(context: Context) -> dict[str, TurnFiles]:
         return {}
     return {
         source: TurnFiles(
-            folder.finished(context.node), source, replica=context.rank, attempt=context.attempt,
+            folder.finished(context.node),
+            source,
+            replica=context.rank,
+            attempt=context.attempt,
             waited_for=partial(in_flight, ledger, source, folder),
         )
         for source in context.columns
-    }  # fmt: skip
+    }
 
 
 def mark_of_prompt(key: str, prompt: AnyArray) -> int:
@@ -151,14 +156,48 @@ def drawn_tokens(rows: pa.RecordBatch) -> list[RolloutTokens]:
 
 
 def _kept(rows: pa.RecordBatch) -> Iterator[KeptTurn]:
-    names = (GROUP_ID, POSITION, "conversation", TURN, "origin", "mark", "heard", "rewritten", "begins", MOST_TOKENS,
-             COMPLETION, FINISH_REASON, TEMPERATURE)  # fmt: skip
+    names = (
+        GROUP_ID,
+        POSITION,
+        "conversation",
+        TURN,
+        "origin",
+        "mark",
+        "heard",
+        "rewritten",
+        "begins",
+        MOST_TOKENS,
+        COMPLETION,
+        FINISH_REASON,
+        TEMPERATURE,
+    )
     columns = [rows.column(name).to_pylist() for name in names]
     given = rows.column("given")
     for row, (tokens, *values) in enumerate(zip(drawn_tokens(rows), *columns, strict=True)):
-        group, position, conversation, number, origin, mark, heard, rewritten, begins, most, text, reason, *_ = values
+        (
+            group,
+            position,
+            conversation,
+            number,
+            origin,
+            mark,
+            heard,
+            rewritten,
+            begins,
+            most,
+            text,
+            reason,
+            *_,
+        ) = values
         turn = SaidTurn(
-            heard=read(heard), most=most, rewritten=rewritten, begins=begins, given=given[row].values.to_numpy(),
-            tokens=tokens, text=text, finish_reason=reason, temperature=values[-1],
-        )  # fmt: skip
+            heard=read(heard),
+            most=most,
+            rewritten=rewritten,
+            begins=begins,
+            given=given[row].values.to_numpy(),
+            tokens=tokens,
+            text=text,
+            finish_reason=reason,
+            temperature=values[-1],
+        )
         yield KeptTurn(group, position, mark, RecordedTurn(conversation, number, origin, turn))

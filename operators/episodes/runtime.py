@@ -1,4 +1,5 @@
-"""The episodes of a graph at work: prompts in, functions in their processes, turns from the generator, groups out."""
+"""The episodes of a graph at work: prompts in, functions in their processes, turns from the
+generator, groups out."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ UNBOUNDED = 1 << 30
 
 @dataclass
 class Majority:
-    """Counts what can go wrong with many of something, and says it once, where it did with most of the latest."""
+    """Counts what can go wrong with many of something, and says it once, where it did with most of
+    the latest."""
 
     of: int
     """So many are looked at together."""
@@ -73,12 +75,13 @@ class Majority:
 
 
 INVALID = (
-    "most turns are none that the world can read, {} of {}, such as: {!r}; tell the policy what is one, or read its "
-    "turns otherwise (action= of an environment)"
+    "most turns are none that the world can read, {} of {}, such as: {!r}; tell the policy what is"
+    " one, or read its turns otherwise (action= of an environment)"
 )
 VALUELESS = (
-    "most episodes end by their budget and have no value, {} of {}; give them more (max_turns, max_tokens, context) "
-    "or say what that is worth: catch EpisodeOver, or score them with a @scorer"
+    "most episodes end by their budget and have no value, {} of {}; give them more (max_turns,"
+    " max_tokens, context) or say what that is worth: catch EpisodeOver, or score them with a"
+    " @scorer"
 )
 
 
@@ -102,7 +105,8 @@ class LiveEpisode:
     failures: int = 0
     """Of the world."""
     counted: tuple[int, int] = (0, 0)
-    """Turns that its function has had, and those of them that were invalid, as far as they are counted."""
+    """Turns that its function has had, and those of them that were invalid, as far as they are
+    counted."""
     since: float = 0.0
     """When its function began, or was last told something."""
     returned: Any = None
@@ -123,10 +127,15 @@ class EpisodesRuntime(Runtime):
     unblocked by: what they ask or return, or the limits of time and memory; answers
     """
 
-    def __init__(self, episode: EpisodeKnobs, context: Context, worlds: Callable[[Toolbox | None], Worlds]) -> None:
-        """Load the tokenizer of the generator's model. worlds: makes what runs those that converse, given tools."""
+    def __init__(
+        self, episode: EpisodeKnobs, context: Context, worlds: Callable[[Toolbox | None], Worlds]
+    ) -> None:
+        """Load the tokenizer of the generator's model. worlds: makes what runs those that converse,
+        given tools."""
         self._episode, self._context, self._name = episode, context, context.node
-        assert episode.generator is not None and episode.generator.uses is not None, "the graph was checked"
+        assert episode.generator is not None and episode.generator.uses is not None, (
+            "the graph was checked"
+        )
         self._tokenizer = load_tokenizer(episode.generator.uses)
         self._optional = [name for name in SAMPLED_COLUMNS if name in episode.provides({})]
         options = getattr(episode.generator, "chat_template_kwargs", None) or {}
@@ -139,7 +148,8 @@ class EpisodesRuntime(Runtime):
         self._at_once = episode.at_once
         self._files = turn_files_of(context)
         self._waiting: list[tuple[bool, int, int, int, LiveEpisode]] = []
-        """Episodes that have not begun, the most urgent first: those of sources without a bound, then in order."""
+        """Episodes that have not begun, the most urgent first: those of sources without a bound,
+        then in order."""
         self._of_source: dict[str, int] = {}
         """How many of these each source has."""
         self._live: dict[int, LiveEpisode] = {}
@@ -153,20 +163,27 @@ class EpisodesRuntime(Runtime):
         self._kept: dict[str, list[KeptTurn]] = {}
         """By source, turns that are not written down."""
         self._told: list[tuple[LiveEpisode, tuple[int, int], str | None]] = []
-        """Episodes whose turn was drawn, and that have not heard of it: what it says, if anything."""
+        """Episodes whose turn was drawn, and that have not heard of it: what it says, if
+        anything."""
         self._begun: dict[str, list[int]] = {}
         self._causes: Counter[str] = Counter()
         """Rollouts that failed, by cause."""
         self._world_s = 0.0
         """That functions were at work, all together."""
         self._invalid, self._valueless = Majority(64, INVALID), Majority(32, VALUELESS)
-        self._look = self._worlds.submit(1, lambda *_: b"") if episode.can_look and not context.attempt else None
+        self._look = (
+            self._worlds.submit(1, lambda *_: b"")
+            if episode.can_look and not context.attempt
+            else None
+        )
         """The call that looks at the world, which may say that no episode can be."""
         self._owed = self._turns = self._retried = self._numbered = self._played = 0
 
     def room(self) -> int:
         """Prompts it would take now."""
-        return prompt_room(self._at_once, (self._of_source.get(source, 0) for source in self._context.columns))
+        return prompt_room(
+            self._at_once, (self._of_source.get(source, 0) for source in self._context.columns)
+        )
 
     def push(self, batch: Batch) -> None:
         """Take prompts in, or answers of the generator."""
@@ -182,7 +199,10 @@ class EpisodesRuntime(Runtime):
         for group in groups.of_prompts(batch, encoded, self._episode.rollouts_per_prompt):
             self._owed += group.size
             text, layout = texts[group.row], layouts[group.row]
-            episodes = [self._made(group, at, read, self._begins(group, text, layout)) for at in range(group.size)]
+            episodes = [
+                self._made(group, at, read, self._begins(group, text, layout))
+                for at in range(group.size)
+            ]
             self._episodes[id(group)] = episodes
             if not group.left:
                 self._complete.append(group)
@@ -193,7 +213,8 @@ class EpisodesRuntime(Runtime):
                 self._await(each)
 
     def work(self) -> list[Batch] | None:
-        """Begin what may begin, hear the functions, and pass on what they ask and what is complete."""
+        """Begin what may begin, hear the functions, and pass on what they ask and what is
+        complete."""
         moved = self._begin() | self._tell()
         for answer in self._worlds.poll():
             if answer.job == self._look:
@@ -217,8 +238,13 @@ class EpisodesRuntime(Runtime):
         return () if idle else self._worlds.waits()
 
     def beside(self) -> float:
-        """The share of the functions that may run at once which do, and do not wait for the policy."""
-        return (self._worlds.open_calls - len(self._asked)) / self._at_once if self._episode.works_beside else 0.0
+        """The share of the functions that may run at once which do, and do not wait for the
+        policy."""
+        return (
+            (self._worlds.open_calls - len(self._asked)) / self._at_once
+            if self._episode.works_beside
+            else 0.0
+        )
 
     def forget(self, source: str, group: int) -> None:
         """Let go of what is on the disk of a group that has an outcome."""
@@ -226,15 +252,23 @@ class EpisodesRuntime(Runtime):
             self._files[source].forget(group)
 
     def status(self) -> dict[str, float | int | str]:
-        """Episodes that are live, those of them that wait for the policy, and those that have not begun; turns heard,
-        turns that were told again; failures by cause, and functions that were tried again after one; how often a
-        process was replaced; seconds of the functions, all together; what is wrong with most of them."""
+        """Episodes that are live, those of them that wait for the policy, and those that have not
+        begun; turns heard, turns that were told again; failures by cause, and functions that were
+        tried again after one; how often a process was replaced; seconds of the functions, all
+        together; what is wrong with most of them."""
         notice = " ".join(filter(None, (self._invalid.notice, self._valueless.notice)))
         return {
-            "active": len(self._live), "asking": len(self._asked), "waiting": len(self._waiting),
-            "turns": self._turns, "played": self._played, "retried": self._retried, **status_of(self._causes),
-            "restarts": self._worlds.restarts, "world_s": self._world_s, **({"notice": notice} if notice else {}),
-        }  # fmt: skip
+            "active": len(self._live),
+            "asking": len(self._asked),
+            "waiting": len(self._waiting),
+            "turns": self._turns,
+            "played": self._played,
+            "retried": self._retried,
+            **status_of(self._causes),
+            "restarts": self._worlds.restarts,
+            "world_s": self._world_s,
+            **({"notice": notice} if notice else {}),
+        }
 
     def close(self) -> None:
         """End the processes; what was said stays on the disk."""
@@ -242,23 +276,38 @@ class EpisodesRuntime(Runtime):
         for files in self._files.values():
             files.close()
 
-    def _made(self, group: PromptGroup, position: int, read: pa.RecordBatch, begin: Begin) -> LiveEpisode:
+    def _made(
+        self, group: PromptGroup, position: int, read: pa.RecordBatch, begin: Begin
+    ) -> LiveEpisode:
         key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
         most, turns = self._episode.max_tokens or UNBOUNDED, self._episode.max_turns
         talk = RolloutConversations(key=key, max_turns=turns, max_tokens=most, begin=begin)
         return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
 
-    def _encoded(self, prompts: Sequence[str], layouts: Sequence[RowLayout]) -> list[AnyArray | str]:
+    def _encoded(
+        self, prompts: Sequence[str], layouts: Sequence[RowLayout]
+    ) -> list[AnyArray | str]:
         """Tokens of prompts, or what is wrong with them."""
         return encode(
-            self._tokenizer, prompts, layouts, node=self._name, template=self._form, context_tokens=UNBOUNDED,
+            self._tokenizer,
+            prompts,
+            layouts,
+            node=self._name,
+            template=self._form,
+            context_tokens=UNBOUNDED,
             tools=self._told_tools,
-        )  # fmt: skip
+        )
 
     def _begins(self, group: PromptGroup, prompt: str, layout: RowLayout) -> Begin:
         """What conversations of a rollout begin with."""
-        form, tools = (None, ()) if self._form is None or not group.left else layout.of(self._form, self._told_tools)
-        return ConversationStarts(self._plain, form, self._episode.past, group.prompt, prompt, tools)
+        form, tools = (
+            (None, ())
+            if self._form is None or not group.left
+            else layout.of(self._form, self._told_tools)
+        )
+        return ConversationStarts(
+            self._plain, form, self._episode.past, group.prompt, prompt, tools
+        )
 
     def _question(self, each: LiveEpisode, asked: Asked) -> TurnQuestion:
         """What is asked."""
@@ -268,8 +317,11 @@ class EpisodesRuntime(Runtime):
         """What the generator is asked for."""
         return request
 
-    def _say(self, each: LiveEpisode, asked: Asked, turn: tuple[int, int], text: str | None) -> None:
-        """Answer a question. turn: the conversation, and the turn in it. text: None: the policy has none left."""
+    def _say(
+        self, each: LiveEpisode, asked: Asked, turn: tuple[int, int], text: str | None
+    ) -> None:
+        """Answer a question. turn: the conversation, and the turn in it. text: None: the policy has
+        none left."""
         self._worlds.tell(asked, told(text))
 
     def _mark(self, group: PromptGroup) -> int:
@@ -287,7 +339,9 @@ class EpisodesRuntime(Runtime):
     def _await(self, each: LiveEpisode) -> None:
         source, self._numbered = each.group.source, self._numbered + 1
         is_bound = source in self._context.bounds
-        heapq.heappush(self._waiting, (is_bound, each.group.group_id, each.position, self._numbered, each))
+        heapq.heappush(
+            self._waiting, (is_bound, each.group.group_id, each.position, self._numbered, each)
+        )
         self._of_source[source] = self._of_source.get(source, 0) + 1
 
     def _begin(self) -> bool:
@@ -301,7 +355,8 @@ class EpisodesRuntime(Runtime):
         return began
 
     def _ask(self, asked: Asked) -> None:
-        """A function asks for a turn: what was said there is told again, what was not is asked for, once."""
+        """A function asks for a turn: what was said there is told again, what was not is asked for,
+        once."""
         each = self._live[asked.job]
         self._worked(each)
         question = self._question(each, asked)
@@ -309,10 +364,15 @@ class EpisodesRuntime(Runtime):
         turn = question.conversation, len(question.rewards[question.conversation])
         try:
             found = each.talk.ask(
-                question.heard, question.most, rewards=question.rewards, rewritten=question.rewritten,
-                conversation=question.conversation, origin=question.origin,
-            )  # fmt: skip
-        except Exception as error:  # whatever a template, or a tokenizer, makes of what the world said
+                question.heard,
+                question.most,
+                rewards=question.rewards,
+                rewritten=question.rewritten,
+                conversation=question.conversation,
+                origin=question.origin,
+            )
+        except Exception as error:
+            # whatever a template, or a tokenizer, makes of what the world said
             failure = RolloutFailure(self._name, UNUSABLE, f"{type(error).__name__}: {error}")
             each.error, found = sound(str(failure)), None
         if not each.talk.is_drawing(each.turn[0]):
@@ -329,10 +389,12 @@ class EpisodesRuntime(Runtime):
             self._requests.append((each, found))
 
     def _hear(self, answers: pa.RecordBatch) -> None:
-        """What the generator has drawn; nobody waits for what was asked for by an episode that has ended."""
+        """What the generator has drawn; nobody waits for what was asked for by an episode that has
+        ended."""
         said = drawn_tokens(answers)
         columns = [
-            answers.column(name).to_pylist() for name in (GROUP_ID, COMPLETION, FINISH_REASON, TEMPERATURE, ERROR)
+            answers.column(name).to_pylist()
+            for name in (GROUP_ID, COMPLETION, FINISH_REASON, TEMPERATURE, ERROR)
         ]
         for tokens, number, text, reason, temperature, error in zip(said, *columns, strict=True):
             each = self._asked.get(number)
@@ -342,14 +404,25 @@ class EpisodesRuntime(Runtime):
             group, talk = each.group, each.talk
             if error is not None:
                 each.error = error
-            if isinstance(begin := talk.begin, ConversationStarts) and begin.form is not None and begin.tools:
+            if (
+                isinstance(begin := talk.begin, ConversationStarts)
+                and begin.form is not None
+                and begin.tools
+            ):
                 text = begin.form.spoken(tokens.ids.tolist())
-            kept = None if error is not None else talk.answer(each.turn[0], tokens, text, reason, temperature)
+            kept = (
+                None
+                if error is not None
+                else talk.answer(each.turn[0], tokens, text, reason, temperature)
+            )
             self._told.append((each, each.turn, None if kept is None else kept.turn.text))
             if kept is None:
                 continue
             self._turns += 1
-            if group.source in self._files and not group.batch.records.column(ROUND_SIZE)[group.row].as_py():
+            if (
+                group.source in self._files
+                and not group.batch.records.column(ROUND_SIZE)[group.row].as_py()
+            ):
                 made = KeptTurn(group.group_id, each.position, self._mark(group), kept)
                 self._kept.setdefault(group.source, []).append(made)
             if sum(map(len, talk.rewards)) == 0:
@@ -367,12 +440,15 @@ class EpisodesRuntime(Runtime):
         return bool(drawn)
 
     def _seen(self, answer: Answer) -> None:
-        """The world was looked at. Raises Unusable where no episode can be; what failed in looking says nothing."""
+        """The world was looked at. Raises Unusable where no episode can be; what failed in looking
+        says nothing."""
         self._look, fault = None, "" if answer.failures else answer.body.decode()
         if fault:
             raise Unusable(f"'{self._name}': {fault}")
 
-    def _count(self, each: LiveEpisode, rewards: Sequence[Sequence[float]], invalid: int, why: str) -> None:
+    def _count(
+        self, each: LiveEpisode, rewards: Sequence[Sequence[float]], invalid: int, why: str
+    ) -> None:
         """Turns that its function has had by now, in this life of it."""
         turns, (had, were) = sum(map(len, rewards)), each.counted
         self._invalid.add(max(0, turns - had), max(0, invalid - were), why)
@@ -403,13 +479,17 @@ class EpisodesRuntime(Runtime):
         self._withdraw(each)
         talk, group = each.talk, each.group
         tail: Sequence[Sequence[Heard]] = ()
-        error = each.error or next((f"{self._name}: {text}" for text in answer.failures.values()), None)
+        error = each.error or next(
+            (f"{self._name}: {text}" for text in answer.failures.values()), None
+        )
         reason = STOPPED
         if error is not None:
             reason = BROKEN
             cause = RolloutFailure.read(error).cause
             if not self._causes[cause]:
-                self._context.log.warning("rollouts fail", node=self._name, cause=cause, first=error)
+                self._context.log.warning(
+                    "rollouts fail", node=self._name, cause=cause, first=error
+                )
             self._causes[cause] += 1
         else:
             outcome = Outcome.of(answer.body)
@@ -421,7 +501,11 @@ class EpisodesRuntime(Runtime):
             reason = TOO_LONG if outcome.is_over else STOPPED
         tokens, each.columns_of_turns = talk.columns()
         group.rows[each.position] = EndedRollout(
-            tokens=tokens, start=len(talk.talks[0].prompt), reason=reason, text=talk.text(tail), error=error
+            tokens=tokens,
+            start=len(talk.talks[0].prompt),
+            reason=reason,
+            text=talk.text(tail),
+            error=error,
         )
         group.left -= 1
         if not group.left:
@@ -458,4 +542,6 @@ class EpisodesRuntime(Runtime):
         output = self._episode.signature.output
         if output is None:
             return batch
-        return batch.append_column(self._name, pa.array([each.returned for each in episodes], output))
+        return batch.append_column(
+            self._name, pa.array([each.returned for each in episodes], output)
+        )

@@ -1,4 +1,5 @@
-"""`tool_use`: the episode in which the policy calls tools until it has an answer; nobody writes a loop."""
+"""`tool_use`: the episode in which the policy calls tools until it has an answer; nobody writes a
+loop."""
 
 from __future__ import annotations
 
@@ -15,14 +16,21 @@ async def _until_an_answer(chat: Any) -> str:
 
 
 def tool_use(
-    tools: Sequence[Any], *, calls: TextCalls | None = None, name: str = "tool_use", max_turns: int = 8, **limits: Any
+    tools: Sequence[Any],
+    *,
+    calls: TextCalls | None = None,
+    name: str = "tool_use",
+    max_turns: int = 8,
+    **limits: Any,
 ) -> Episode:
-    """Turns and calls, until the policy says something in which no call stands: that is the column of its name.
+    """Turns and calls, until the policy says something in which no call stands: that is the column
+    of its name.
 
     Args:
         tools: functions with type hints and a docstring, toolsets (`operators.tools`).
         calls: how calls are written, where the chat template does not say.
-        name: of the node, and of the column with the answer; it is empty where the policy ran out of turns.
+        name: of the node, and of the column with the answer; it is empty where the policy ran out
+            of turns.
         max_turns: of the policy, its answer counted.
         limits: the others of `@episode`.
 
@@ -43,5 +51,10 @@ def tool_use(
     True
     """
     return Episode(
-        function=_until_an_answer, name=name, tools=tuple(tools), calls=calls, max_turns=max_turns, **limits
-    )  # fmt: skip
+        function=_until_an_answer,
+        name=name,
+        tools=tuple(tools),
+        calls=calls,
+        max_turns=max_turns,
+        **limits,
+    )

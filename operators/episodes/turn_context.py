@@ -1,5 +1,5 @@
-"""What the policy sees before a turn as tokens: its own as they were sampled, the world's as plain text, or with a chat
-template's delimiters around it."""
+"""What the policy sees before a turn as tokens: its own as they were sampled, the world's as plain
+text, or with a chat template's delimiters around it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,14 @@ class TurnContext(Protocol):
     """Turns what was said and heard in one dialogue into tokens."""
 
     def context(
-        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[Heard], rewritten: str | None = None
+        self,
+        prompt: AnyArray,
+        turns: Sequence[SaidTurn],
+        heard: Sequence[Heard],
+        rewritten: str | None = None,
     ) -> AnyArray:
-        """Tokens of all that the policy sees before its next turn, int32. Raises ChatError where there are none.
+        """Tokens of all that the policy sees before its next turn, int32. Raises ChatError where
+        there are none.
 
         heard: behind the last turn. rewritten: how the past was, before that."""
 
@@ -40,7 +45,11 @@ class PlainContext:
         self.encode = functools.lru_cache(KEPT_TEXTS)(self._encoded)
 
     def context(
-        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[Heard], rewritten: str | None = None
+        self,
+        prompt: AnyArray,
+        turns: Sequence[SaidTurn],
+        heard: Sequence[Heard],
+        rewritten: str | None = None,
     ) -> AnyArray:
         """As `TurnContext.context`."""
         if rewritten is None:
@@ -90,25 +99,33 @@ class ConversationStarts:
     """Definitions that the chat template lays out."""
 
     def __call__(self, history: str | None) -> tuple[AnyArray, Context]:
-        """Tokens that a conversation begins with, and what lays it out; history: as `ConversationOrigin` has it. Raises
-        ChatError."""
+        """Tokens that a conversation begins with, and what lays it out; history: as
+        `ConversationOrigin` has it. Raises ChatError."""
         how = {} if history is None else json.loads(history)
         if self.form is None or not len(self.prompt):
             return self.plain.encode(how["text"]) if how else self.prompt, self.plain.context
         if not how:
-            return self.prompt, ChatContext(self.form, json.loads(self.text), past=self.past, tools=self.tools).context
+            return self.prompt, ChatContext(
+                self.form, json.loads(self.text), past=self.past, tools=self.tools
+            ).context
         words = ChatContext(self.form, _messages(how), past=self.past, tools=self.tools)
         return words.context(np.zeros(0, np.int32), (), ()), words.context
 
 
 class ChatContext:
-    """What was heard as a message of the user's, laid out by a chat template behind what was sampled."""
+    """What was heard as a message of the user's, laid out by a chat template behind what was
+    sampled."""
 
     def __init__(
-        self, form: ChatFormat, messages: Sequence[Message], *, past: Past = "sampled", tools: Sequence[Message] = ()
+        self,
+        form: ChatFormat,
+        messages: Sequence[Message],
+        *,
+        past: Past = "sampled",
+        tools: Sequence[Message] = (),
     ) -> None:
-        """messages: that the conversation begins with. past: what becomes of turns that the template writes otherwise
-        later. tools: their definitions."""
+        """messages: that the conversation begins with. past: what becomes of turns that the
+        template writes otherwise later. tools: their definitions."""
         self._form, self._messages, self._past, self._tools = form, messages, past, tools
         self._talk = Conversation(form, messages, past=past, tools=tools)
         self._begin = len(self._talk.messages)
@@ -119,7 +136,11 @@ class ChatContext:
         """What was heard after them, and how the past was rewritten before that."""
 
     def context(
-        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[Heard], rewritten: str | None = None
+        self,
+        prompt: AnyArray,
+        turns: Sequence[SaidTurn],
+        heard: Sequence[Heard],
+        rewritten: str | None = None,
     ) -> AnyArray:
         """As `TurnContext.context`."""
         self._go_to(turns)
@@ -128,12 +149,20 @@ class ChatContext:
         return self._talk.prompt()
 
     def _go_to(self, turns: Sequence[SaidTurn]) -> None:
-        """Let the conversation be that with these turns: that of the last time where it goes on from there."""
+        """Let the conversation be that with these turns: that of the last time where it goes on
+        from there."""
         had = len(self._had)
         more = turns[had:]
-        is_known = had <= len(turns) and all(one is other for one, other in zip(self._had, turns, strict=False))
-        if not is_known or self._beyond not in [((), None), *((turn.heard, turn.rewritten) for turn in more[:1])]:
-            self._talk = Conversation(self._form, self._messages, past=self._past, tools=self._tools)
+        is_known = had <= len(turns) and all(
+            one is other for one, other in zip(self._had, turns, strict=False)
+        )
+        if not is_known or self._beyond not in [
+            ((), None),
+            *((turn.heard, turn.rewritten) for turn in more[:1]),
+        ]:
+            self._talk = Conversation(
+                self._form, self._messages, past=self._past, tools=self._tools
+            )
             self._begin = len(self._talk.messages)
             self._had, self._beyond, more = [], ((), None), turns
         for turn in more:
@@ -155,7 +184,11 @@ class ChatContext:
     def _kept(self, turns: int) -> list[Message]:
         """What the conversation began with, and its last turns with what was heard behind each."""
         messages = self._talk.messages
-        said = [at for at in range(self._begin, len(messages)) if messages[at].get("role") == "assistant"]
+        said = [
+            at
+            for at in range(self._begin, len(messages))
+            if messages[at].get("role") == "assistant"
+        ]
         return [*messages[: self._begin], *(messages[said[-turns] :] if turns else ())]
 
 

@@ -1,4 +1,5 @@
-"""Runs the functions of episodes: in a pool of processes that can be killed, or in this process, step by step."""
+"""Runs the functions of episodes: in a pool of processes that can be killed, or in this process,
+step by step."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Worlds(Protocol):
         """Calls submitted and not yet answered."""
 
     def waits(self) -> Sequence[Any]:
-        """A descriptor that is readable when `poll` has something to do, where it waits for anybody."""
+        """A descriptor that is readable when `poll` has something to do, where it waits for
+        anybody."""
 
     def submit(self, calls: int, encode: Encode) -> int:
         """Take a job; its number."""
@@ -51,8 +53,8 @@ class Worlds(Protocol):
 
 
 class InWorkerWorlds:
-    """Makes the calls in this process, in an event loop that `poll` moves on by a step, with a limit of time that
-    holds for functions that await something."""
+    """Makes the calls in this process, in an event loop that `poll` moves on by a step, with a
+    limit of time that holds for functions that await something."""
 
     restarts = 0
 
@@ -139,7 +141,9 @@ class InWorkerWorlds:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # by `close`; otherwise the world has raised it
-            failures = {0: self._settings.late if limit.expired() else self._settings.describe(error)}
+            failures = {
+                0: self._settings.late if limit.expired() else self._settings.describe(error)
+            }
         finally:
             del self._tasks[job]
             ask.end()
@@ -197,12 +201,15 @@ async def _look(episode: FunctionKnobs, index: int, ask: Ask) -> bytes:
 
 
 def _prepare(episode: FunctionKnobs, box: Toolbox | None, payload: bytes) -> Call:
-    """The function that runs an episode of this row; where there is none, the one that looks at the world."""
+    """The function that runs an episode of this row; where there is none, the one that looks at the
+    world."""
     if not payload:
         return partial(_look, episode)
     row = pa.ipc.open_stream(pa.py_buffer(payload)).read_next_batch()
     annotations = episode.signature.annotations
-    arguments = {name: row_arguments(row.column(name), annotations[name])[0] for name in row.schema.names}
+    arguments = {
+        name: row_arguments(row.column(name), annotations[name])[0] for name in row.schema.names
+    }
     check = checker(episode.signature.output) if episode.signature.output is not None else None
 
     async def call(index: int, ask: Ask) -> bytes:

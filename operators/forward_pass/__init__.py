@@ -1,1 +1,2 @@
-"""The runtime of operators that read rollouts with a model: what is due, what is asked, what comes out."""
+"""The runtime of operators that read rollouts with a model: what is due, what is asked, what comes
+out."""

@@ -1,4 +1,5 @@
-"""Knobs of what reads rollouts with a model and does not train it, and what can be wrong with them; no torch."""
+"""Knobs of what reads rollouts with a model and does not train it, and what can be wrong with them;
+no torch."""
 
 from __future__ import annotations
 
@@ -27,19 +28,21 @@ from dataflow.records import (
 
 @dataclass(frozen=True, eq=False)
 class ForwardKnobs(Transform):
-    """Adds a column of its name to rollouts; rows with an error, or a reason to be dropped, get null there.
+    """Adds a column of its name to rollouts; rows with an error, or a reason to be dropped, get
+    null there.
 
-    A group waits until weights of the version that it needs have come (`operators.forward_pass.due`).
-    """
+    A group waits until weights of the version that it needs have come
+    (`operators.forward_pass.due`)."""
 
     model: Model
-    """What reads the rollouts. Frozen; or fed by its trainer: g.feedback(trainer.weights, this, max_staleness=n); or
-    refreshed: g.feedback(trainer.weights, this, every=n)."""
+    """What reads the rollouts. Frozen; or fed by its trainer: g.feedback(trainer.weights, this,
+    max_staleness=n); or refreshed: g.feedback(trainer.weights, this, every=n)."""
     _: KW_ONLY
     micro_batch_tokens: int = 8192
     """Tokens of one forward pass; prompts that a group has in common count once."""
     tensor_parallel: int = 1
-    """Processes that share out each layer's matrices; each takes its own part of a version of the weights."""
+    """Processes that share out each layer's matrices; each takes its own part of a version of the
+    weights."""
 
     head: ClassVar[str]
     """Which the model has to have."""
@@ -56,27 +59,43 @@ class ForwardKnobs(Transform):
 
     def reads(self) -> Mapping[str, Any]:
         """The rollout's tokens, and what says which of them count."""
-        return {TOKENS: list[int], MASK: list[bool], LOGPROBS: list[float], VERSIONS: list[int], ERROR: str}
+        return {
+            TOKENS: list[int],
+            MASK: list[bool],
+            LOGPROBS: list[float],
+            VERSIONS: list[int],
+            ERROR: str,
+        }
 
     def provides(self, columns: Columns) -> Columns:
-        """Its input's columns, `error` where failures are recorded, its own, and the version of the weights that made
-        it."""
-        return {**columns, ERROR: pa.string(), self.name: self.column, version_column(self.name): pa.int32()}
+        """Its input's columns, `error` where failures are recorded, its own, and the version of the
+        weights that made it."""
+        return {
+            **columns,
+            ERROR: pa.string(),
+            self.name: self.column,
+            version_column(self.name): pa.int32(),
+        }
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
         found = []
         if not isinstance(self.model, Model):
-            found.append(f"'{self.name}' reads with {self.model!r}, which is no Model; give Model('path/to/folder')")
+            found.append(
+                f"'{self.name}' reads with {self.model!r}, which is no Model; give"
+                " Model('path/to/folder')"
+            )
         elif self.model.head != self.head:
             found.append(
-                f"'{self.name}' needs a model with head '{self.head}', but '{self.model.name}' has head "
-                f"'{self.model.head}'; give it Model(..., head='{self.head}')"
+                f"'{self.name}' needs a model with head '{self.head}', but '{self.model.name}' has"
+                f" head '{self.model.head}'; give it Model(..., head='{self.head}')"
             )
         for knob in ("micro_batch_tokens", "tensor_parallel"):
             value = getattr(self, knob)
             if not _is_whole(value) or value < 1:
-                found.append(f"'{self.name}' has {knob}={value!r}; give a whole number of 1 or more")
+                found.append(
+                    f"'{self.name}' has {knob}={value!r}; give a whole number of 1 or more"
+                )
         return found
 
 
@@ -102,8 +121,14 @@ class LogprobsKnobs(ForwardKnobs):
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
         found, given = super().faults(), self.temperature
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
-            found.append(f"'{self.name}' has temperature={given!r}; give a number above 0, the generator's")
+        if (
+            isinstance(given, bool)
+            or not isinstance(given, int | float)
+            or not 0 < given < math.inf
+        ):
+            found.append(
+                f"'{self.name}' has temperature={given!r}; give a number above 0, the generator's"
+            )
         return found
 
 
@@ -115,15 +140,18 @@ class RewardKnobs(ForwardKnobs):
 
     name: str = field(default="score", kw_only=True)
     per: Literal["rollout", "step"] = "rollout"
-    """rollout: one number, read at the end of the text. step: a number at the last token of each step, 0 elsewhere."""
+    """rollout: one number, read at the end of the text. step: a number at the last token of each
+    step, 0 elsewhere."""
     cut: str = "\n\n"
     """What steps end with."""
     chat: bool = False
-    """Lay the text out by the judge's chat template: prompts are messages as JSON, or else the user's words."""
+    """Lay the text out by the judge's chat template: prompts are messages as JSON, or else the
+    user's words."""
     suffix: str = ""
     """Text behind each completion, such as the end token that the judge was trained with."""
     policy: Model | None = None
-    """Whose tokenizer made the tokens, to find the last one of each step; None: the judge's own did."""
+    """Whose tokenizer made the tokens, to find the last one of each step; None: the judge's own
+    did."""
 
     @property
     def traits(self) -> Traits:
@@ -143,9 +171,14 @@ class RewardKnobs(ForwardKnobs):
         """Knobs that cannot be right."""
         found = super().faults()
         if self.per not in ("rollout", "step"):
-            found.append(f"'{self.name}' has per={self.per!r}, which is not known; use 'rollout' or 'step'")
+            found.append(
+                f"'{self.name}' has per={self.per!r}, which is not known; use 'rollout' or 'step'"
+            )
         if not isinstance(self.cut, str) or not self.cut:
-            found.append(f"'{self.name}' has cut={self.cut!r}; give the text that steps end with, such as '\\n\\n'")
+            found.append(
+                f"'{self.name}' has cut={self.cut!r}; give the text that steps end with, such as"
+                " '\\n\\n'"
+            )
         return found
 
 

@@ -1,4 +1,5 @@
-"""Asks a judge about rollouts as texts: laid out and tokenized its own way, a number per text or per step."""
+"""Asks a judge about rollouts as texts: laid out and tokenized its own way, a number per text or
+per step."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ class OwnText:
         policy_tokenizer: Any,
         context_tokens: int | None,
     ) -> None:
-        """tokenizer: the judge's. policy_tokenizer: of the one that made the tokens. context_tokens: most that the
-        judge takes. Raises OperatorError when steps are wanted and the tokenizer does not say where tokens stand."""
+        """tokenizer: the judge's. policy_tokenizer: of the one that made the tokens.
+        context_tokens: most that the judge takes. Raises OperatorError when steps are wanted and
+        the tokenizer does not say where tokens stand."""
         self.forward = forward
         self._declaration, self._node, self._tokenizer = declaration, node, tokenizer
         self._template = ChatTemplate(tokenizer) if declaration.chat else None
@@ -43,20 +45,23 @@ class OwnText:
         self._vocabulary = int(getattr(embedding, "num_embeddings", len(embedding.weight)))
         if declaration.per == "step" and not tokenizer.is_fast:
             raise OperatorError(
-                f"'{node}' judges steps, but the tokenizer of '{declaration.model.name}' "
-                f"({type(tokenizer).__name__}) does not say where in the text its tokens stand; give a judge with a "
-                f"fast tokenizer (tokenizer.json), or per='rollout'"
+                f"'{node}' judges steps, but the tokenizer of '{declaration.model.name}'"
+                f" ({type(tokenizer).__name__}) does not say where in the text its tokens stand;"
+                " give a judge with a fast tokenizer (tokenizer.json), or per='rollout'"
             )
 
     def ask(self, rows: pa.RecordBatch) -> ModelQuery:
-        """The texts that can be laid out and are short enough. Raises OperatorError when the tokens are another's."""
+        """The texts that can be laid out and are short enough. Raises OperatorError when the tokens
+        are another's."""
         self._check(rows)
         failures: dict[int, str] = {}
         texts: dict[int, Laid] = {}
         columns = (rows.column(name).to_pylist() for name in (PROMPT, COMPLETION))
         for row, (prompt, completion) in enumerate(zip(*columns, strict=True)):
             try:
-                texts[row] = lay_out(self._template, prompt, completion, suffix=self._declaration.suffix)
+                texts[row] = lay_out(
+                    self._template, prompt, completion, suffix=self._declaration.suffix
+                )
             except Exception as error:  # a template may raise what it likes
                 failures[row] = str(error)
         sequences: dict[int, _Sequence] = {}
@@ -68,7 +73,8 @@ class OwnText:
         return _asked(rows, sequences, failures)
 
     def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
-        """Float64 [R], or lists over the rollout's tokens with each step's number at its last token."""
+        """Float64 [R], or lists over the rollout's tokens with each step's number at its last
+        token."""
         if self._declaration.per == "rollout":
             return pa.array(numbers_S[asked.offsets[1:] - 1].astype(np.float64))
         offsets = np.r_[0, np.cumsum(list_lengths(rows.column(TOKENS))[asked.row_R])]
@@ -84,9 +90,10 @@ class OwnText:
             return {}
         steps = self._declaration.per == "step"
         made = self._tokenizer(
-            [laid.text for laid in texts.values()], add_special_tokens=not self._declaration.chat,
+            [laid.text for laid in texts.values()],
+            add_special_tokens=not self._declaration.chat,
             return_offsets_mapping=steps,
-        )  # fmt: skip
+        )
         ends = made["offset_mapping"] if steps else [()] * len(texts)
         return {
             row: (np.array(tokens, np.int64), np.array([end for _, end in spans], np.int64))
@@ -98,16 +105,19 @@ class OwnText:
     ) -> _Sequence:
         """Where numbers are read, and whose they are. Raises ValueError."""
         if not len(tokens):
-            raise ValueError("the text is empty; give a judge that begins texts with a token, or drop empty rollouts")
+            raise ValueError(
+                "the text is empty; give a judge that begins texts with a token, or drop empty"
+                " rollouts"
+            )
         if self._most is not None and len(tokens) > self._most:
             raise ValueError(
-                f"the text has {len(tokens)} tokens, but '{self._declaration.model.name}' takes {self._most}; "
-                f"lower max_tokens"
+                f"the text has {len(tokens)} tokens, but '{self._declaration.model.name}' takes"
+                f" {self._most}; lower max_tokens"
             )
         if int(tokens.max()) >= self._vocabulary:
             raise ValueError(
-                f"the text has token {tokens.max()}, but '{self._declaration.model.name}' knows {self._vocabulary}; "
-                f"give a judge whose tokenizer is its own"
+                f"the text has token {tokens.max()}, but '{self._declaration.model.name}' knows"
+                f" {self._vocabulary}; give a judge whose tokenizer is its own"
             )
         none = np.zeros(0, np.int64)
         if self._declaration.per == "rollout":
@@ -128,8 +138,8 @@ class OwnText:
             return
         if told := disagreement(self._policy_tokenizer, rows):
             raise OperatorError(
-                f"'{self._node}' looks for the last token of each step, but the tokens are not those of its tokenizer: "
-                f"{told}; give policy=Model(...), whose tokens they are"
+                f"'{self._node}' looks for the last token of each step, but the tokens are not"
+                f" those of its tokenizer: {told}; give policy=Model(...), whose tokens they are"
             )
         self._is_checked = any(rows.column(COMPLETION).to_pylist())
 
@@ -145,16 +155,22 @@ class _Sequence:
     """Tokens of the rollout that they belong to."""
 
 
-def _asked(rows: pa.RecordBatch, sequences: dict[int, _Sequence], failures: dict[int, str]) -> ModelQuery:
-    """A token more at the end of each, which is not computed: a number is read at the one before that asked for."""
+def _asked(
+    rows: pa.RecordBatch, sequences: dict[int, _Sequence], failures: dict[int, str]
+) -> ModelQuery:
+    """A token more at the end of each, which is not computed: a number is read at the one before
+    that asked for."""
     row_R = np.array(list(sequences), np.int64)
     tokens, read = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
     for sequence in sequences.values():
         tokens.append(np.r_[sequence.tokens, 0])
         read.append(np.isin(np.arange(len(sequence.tokens) + 1), sequence.read + 1))
     return ModelQuery(
-        tokens_S=np.concatenate(tokens), read_S=np.concatenate(read),
+        tokens_S=np.concatenate(tokens),
+        read_S=np.concatenate(read),
         offsets=np.r_[0, np.cumsum([len(each) for each in tokens[1:]])].astype(np.int64),
-        groups_R=rows.column(GROUP_ID).to_numpy()[row_R], row_R=row_R,
-        places_R=tuple(sequence.places for sequence in sequences.values()), failures=failures,
-    )  # fmt: skip
+        groups_R=rows.column(GROUP_ID).to_numpy()[row_R],
+        row_R=row_R,
+        places_R=tuple(sequence.places for sequence in sequences.values()),
+        failures=failures,
+    )

@@ -15,7 +15,8 @@ from operators.training.learner.learner import Forward
 
 @dataclass(frozen=True, kw_only=True)
 class ModelQuery:
-    """Sequences and where a number is wanted; axis suffixes as in `operators.training.learner.packing`, R sequences."""
+    """Sequences and where a number is wanted; axis suffixes as in
+    `operators.training.learner.packing`, R sequences."""
 
     tokens_S: AnyArray
     read_S: AnyArray
@@ -25,11 +26,13 @@ class ModelQuery:
     groups_R: AnyArray
     """group_id of each."""
     row_R: AnyArray
-    """Which of the rows it was made of, in their order; several are of one row where it has several training rows."""
+    """Which of the rows it was made of, in their order; several are of one row where it has several
+    training rows."""
     left_S: SamplingMask | None = None
     """The ids that truncation left at each token."""
     places_R: tuple[AnyArray, ...] = ()
-    """Tokens of the rollout that each sequence's numbers belong to, where those are not the tokens that were read."""
+    """Tokens of the rollout that each sequence's numbers belong to, where those are not the tokens
+    that were read."""
     failures: dict[int, str] = field(default_factory=dict)
     """By row, why nothing could be asked about it."""
 
@@ -45,10 +48,12 @@ class Reading(Protocol):
     forward: Forward
 
     def ask(self, rows: pa.RecordBatch) -> ModelQuery:
-        """What to compute for rows that have not failed. Raises OperatorError when the model cannot read them."""
+        """What to compute for rows that have not failed. Raises OperatorError when the model cannot
+        read them."""
 
     def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
-        """The answers, one for each row that was asked about; numbers_S: float32, 0 where none was wanted."""
+        """The answers, one for each row that was asked about; numbers_S: float32, 0 where none was
+        wanted."""
 
 
 def lists(numbers_S: AnyArray, offsets: AnyArray) -> pa.ListArray:

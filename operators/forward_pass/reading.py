@@ -21,38 +21,52 @@ from operators.training.learner.learner import Forward
 from operators.training.learner.policy import Policy
 
 
-def reading_of(declaration: ForwardKnobs, node: str, module: Any, *, is_alone: bool = False) -> Reading:
-    """How a declared operator asks a module that is loaded already; is_alone: and is not shared out."""
+def reading_of(
+    declaration: ForwardKnobs, node: str, module: Any, *, is_alone: bool = False
+) -> Reading:
+    """How a declared operator asks a module that is loaded already; is_alone: and is not shared
+    out."""
     config = module.config.get_text_config()
     most = longest(declaration.model, config)
     if isinstance(declaration, RewardKnobs):
         if config.pad_token_id is None:
-            config.pad_token_id = 0  # classifiers of sequences refuse several rows without one; nothing is padded here
+            # classifiers of sequences refuse several rows without one; nothing is padded here
+            config.pad_token_id = 0
         judge, policy = declaration.model, declaration.policy or declaration.model
         tokenizer = load_tokenizer(judge)
         return OwnText(
-            declaration, forward_of(declaration, module, is_alone), node=node, tokenizer=tokenizer,
-            policy_tokenizer=tokenizer if policy == judge else load_tokenizer(policy), context_tokens=most,
-        )  # fmt: skip
+            declaration,
+            forward_of(declaration, module, is_alone),
+            node=node,
+            tokenizer=tokenizer,
+            policy_tokenizer=tokenizer if policy == judge else load_tokenizer(policy),
+            context_tokens=most,
+        )
     return OwnTokens(
-        forward_of(declaration, module, is_alone), node=node, model=declaration.model.name,
-        tokenizer=_tokenizer(declaration.model), context_tokens=most,
-    )  # fmt: skip
+        forward_of(declaration, module, is_alone),
+        node=node,
+        model=declaration.model.name,
+        tokenizer=_tokenizer(declaration.model),
+        context_tokens=most,
+    )
 
 
 def forward_of(declaration: ForwardKnobs, module: Any, is_alone: bool) -> Forward:
-    """The module as a trainer of the same model would see it: where weights agree, so do the numbers.
+    """The module as a trainer of the same model would see it: where weights agree, so do the
+    numbers.
 
-    A trainer keeps float32 weights and multiplies in the model's type under autocast, so that what the layers add up
-    stays in float32. Here the weights themselves are in the model's type; with embeddings turned to float32 the rest
-    is the same.
+    A trainer keeps float32 weights and multiplies in the model's type under autocast, so that what
+    the layers add up stays in float32. Here the weights themselves are in the model's type; with
+    embeddings turned to float32 the rest is the same.
     """
     compute = None
     if declaration.model.dtype != "float32":
         compute = getattr(torch, declaration.model.dtype)
         module.get_input_embeddings().register_forward_hook(lambda layer, given, made: made.float())
     if isinstance(declaration, LogprobsKnobs):
-        forward: Policy | Critic = Policy(module, temperature=declaration.temperature, compute=compute)
+        forward: Policy | Critic = Policy(
+            module, temperature=declaration.temperature, compute=compute
+        )
     else:
         forward = Critic(module, compute=compute)
     on_cpu = next(module.parameters()).device.type == "cpu"

@@ -1,4 +1,5 @@
-"""A forward operator at work: whole groups in, one micro-batch at a time, the same rows with a column more out."""
+"""A forward operator at work: whole groups in, one micro-batch at a time, the same rows with a
+column more out."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ import pyarrow.compute as pc
 import torch
 
 from dataflow.errors import DeadlineError
-from dataflow.records import DROP_REASON, ERROR, LOGPROBS, MASK, TEMPERATURE, VERSIONS, AnyArray, version_column
+from dataflow.records import (
+    DROP_REASON,
+    ERROR,
+    LOGPROBS,
+    MASK,
+    TEMPERATURE,
+    VERSIONS,
+    AnyArray,
+    version_column,
+)
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.values import error_column
 from dataflow.tokens.ragged import gather, group_slices
@@ -67,18 +77,25 @@ class _Round:
 class ForwardRuntime(Runtime):
     """Computes the groups that are due, in the order in which they came, under the newest weights.
 
-    consumes: whole groups by `push`; weights and notes from the weight plane, between two rounds: the numbers of a
+    consumes: whole groups by `push`; weights and notes from the weight plane, between two rounds:
+    the numbers of a
         group come from one version
-    produces: the same groups with one column more, returned from `work`; which are acknowledged then
-    waits for: weights that a group needs, with a deadline; `work` gives None while no group is due
-    unblocked by: a newer version, a note of its trainer, groups. That one of these comes is shown in `due`; it takes
+    produces: the same groups with one column more, returned from `work`; which are acknowledged
+    then waits for: weights that a group needs, with a deadline; `work` gives None while no group is
+    due unblocked by: a newer version, a note of its trainer, groups. That one of these comes is
+    shown in `due`; it takes
         that groups which wait keep no other out, so there is always room.
     """
 
     def __init__(
-        self, declaration: ForwardKnobs, context: Context, reading: Reading, merged: Merged | None = None
+        self,
+        declaration: ForwardKnobs,
+        context: Context,
+        reading: Reading,
+        merged: Merged | None = None,
     ) -> None:
-        """Attach the model's weights to the weight plane of `context`, where they are trained; merged: its adapters."""
+        """Attach the model's weights to the weight plane of `context`, where they are trained;
+        merged: its adapters."""
         self._declaration, self._context, self._reading = declaration, context, reading
         self._merged = merged
         self._own = context.feedback and replace(context.feedback, steps=context.steps)
@@ -96,7 +113,8 @@ class ForwardRuntime(Runtime):
         self._moved = context.clock()
 
     def room(self) -> int:
-        """Bounded by the edge's credit: a group that waits must not keep out one that it waits for."""
+        """Bounded by the edge's credit: a group that waits must not keep out one that it waits
+        for."""
         return _ROOM
 
     def push(self, batch: Batch) -> None:
@@ -106,13 +124,16 @@ class ForwardRuntime(Runtime):
             rows = records.slice(first, count)
             newest = pc.max(pc.list_flatten(rows.column(VERSIONS))).as_py()
             newest = -1 if newest is None else newest
-            group = _Group(group_id, rows, newest, _cost(rows), _temperature(rows), batch.source, batch)
+            group = _Group(
+                group_id, rows, newest, _cost(rows), _temperature(rows), batch.source, batch
+            )
             self._waiting.append(group)
         self._rows += records.num_rows
         self._moved = self._context.clock()
 
     def work(self) -> list[Batch] | None:
-        """One micro-batch; the groups of a round once all of theirs are computed; None while no group is due."""
+        """One micro-batch; the groups of a round once all of theirs are computed; None while no
+        group is due."""
         if not self._awake:
             self._weights.hear()
             self._check_deadline()
@@ -170,14 +191,18 @@ class ForwardRuntime(Runtime):
             close()
 
     def status(self) -> dict[str, float | int | str]:
-        """Rows held, groups that wait, tokens that went through the model, and the version where there are several."""
+        """Rows held, groups that wait, tokens that went through the model, and the version where
+        there are several."""
         found: dict[str, float | int | str] = {
-            "queue": self._rows, "waiting": len(self._waiting), "tokens": self._tokens,
-        }  # fmt: skip
+            "queue": self._rows,
+            "waiting": len(self._waiting),
+            "tokens": self._tokens,
+        }
         return found | {"version": self._known().version} if self._trained else found
 
     def _listen(self) -> None:
-        """Take the newest weights that are offered; a restarted trainer's may have the same number."""
+        """Take the newest weights that are offered; a restarted trainer's may have the same
+        number."""
         if self._weights.take() is not None:
             self._moved = self._context.clock()
             if self._merged is not None:
@@ -196,11 +221,13 @@ class ForwardRuntime(Runtime):
         """Whether some group is."""
         known, bounds = self._known(), self._context.bounds
         return any(
-            is_due(group.group_id, group.newest, known, bounds.get(group.source), self._own) for group in self._waiting
+            is_due(group.group_id, group.newest, known, bounds.get(group.source), self._own)
+            for group in self._waiting
         )
 
     def _begin(self) -> _Round | None:
-        """Groups of one source and temperature that are due, up to a micro-batch, taken from the queue."""
+        """Groups of one source and temperature that are due, up to a micro-batch, taken from the
+        queue."""
         known, bounds = self._known(), self._context.bounds
         chosen: list[_Group] = []
         cost = 0
@@ -217,18 +244,28 @@ class ForwardRuntime(Runtime):
         if not chosen:
             return None
         taken = {id(group) for group in chosen}
-        self._waiting = collections.deque(group for group in self._waiting if id(group) not in taken)
+        self._waiting = collections.deque(
+            group for group in self._waiting if id(group) not in taken
+        )
         return self._ask(chosen)
 
     def _ask(self, groups: list[_Group]) -> _Round:
-        records = pa.Table.from_batches([group.records for group in groups]).combine_chunks().to_batches()[0]
+        records = (
+            pa.Table.from_batches([group.records for group in groups])
+            .combine_chunks()
+            .to_batches()[0]
+        )
         good, version = np.flatnonzero(_good(records)), self._known().version
         if not len(good):
             return _Round(groups, records, version, good, None, [], np.zeros(0, np.float32))
         asked = self._reading.ask(records.take(pa.array(good)))
         limit = self._declaration.micro_batch_tokens
-        parts = split(asked.tokens_S, asked.offsets, asked.groups_R, limit) if len(asked.row_R) else []
-        return _Round(groups, records, version, good, asked, parts, np.zeros(len(asked.tokens_S), np.float32))
+        parts = (
+            split(asked.tokens_S, asked.offsets, asked.groups_R, limit) if len(asked.row_R) else []
+        )
+        return _Round(
+            groups, records, version, good, asked, parts, np.zeros(len(asked.tokens_S), np.float32)
+        )
 
     def _compute(self, current: _Round, part: AnyArray) -> None:
         asked = current.asked
@@ -246,12 +283,15 @@ class ForwardRuntime(Runtime):
         self._tokens += packed.nodes
 
     def _end(self, current: _Round) -> Batch:
-        """The round's rows with the new column; what could not be computed is null and has an error."""
+        """The round's rows with the new column; what could not be computed is null and has an
+        error."""
         records, total = current.records, current.records.num_rows
         values, failures = pa.nulls(total, self._declaration.column), {}
         if current.asked is not None:
             asked = current.asked
-            made = self._reading.column(records.take(pa.array(current.good)), asked, current.numbers_S)
+            made = self._reading.column(
+                records.take(pa.array(current.good)), asked, current.numbers_S
+            )
             failures = dict(asked.failures)
             at = np.full(total, -1, np.int64)
             rows = asked.row_R[asked.firsts]
@@ -266,7 +306,9 @@ class ForwardRuntime(Runtime):
             errors = {int(current.good[row]): f"{name}: {text}" for row, text in failures.items()}
             place = records.schema.get_field_index(ERROR)
             records = records.set_column(place, ERROR, error_column(records.column(place), errors))
-            self._context.log.warning("rows without a number", rows=len(errors), first=next(iter(errors.values())))
+            self._context.log.warning(
+                "rows without a number", rows=len(errors), first=next(iter(errors.values()))
+            )
         self._rows -= total
         for group in current.groups:
             group.batch.release(group.group_id)
@@ -284,9 +326,10 @@ class ForwardRuntime(Runtime):
         source = group.source
         wanted = needed(group.newest, self._context.bounds.get(source), self._own)
         raise DeadlineError(
-            f"'{self._context.node}' waited {wait_s:.0f} s for version {wanted} of '{self._declaration.model.name}', "
-            f"which group {group.group_id} of '{source}' needs (its newest token is of version {group.newest}); it has "
-            f"version {known.version} and its trainer spoke of version {known.told} last; see that trainer's log"
+            f"'{self._context.node}' waited {wait_s:.0f} s for version {wanted} of"
+            f" '{self._declaration.model.name}', which group {group.group_id} of '{source}' needs"
+            f" (its newest token is of version {group.newest}); it has version {known.version} and"
+            f" its trainer spoke of version {known.told} last; see that trainer's log"
         )
 
 
@@ -306,7 +349,8 @@ def _temperature(rows: pa.RecordBatch) -> float:
 
 
 def _cost(rows: pa.RecordBatch) -> int:
-    """About how many tokens a group takes: what the policy wrote, and the longest of its prompts."""
+    """About how many tokens a group takes: what the policy wrote, and the longest of its
+    prompts."""
     lengths = np.asarray(pc.list_value_length(rows.column(MASK)).fill_null(0))
     written = int(pc.sum(pc.list_flatten(rows.column(MASK))).as_py() or 0)
     return int(written + max(0, lengths.max(initial=0) - written // max(1, len(lengths))))

@@ -1,4 +1,5 @@
-"""Texts as a judge reads them: prompt and completion laid out, cut into steps, found again in tokens."""
+"""Texts as a judge reads them: prompt and completion laid out, cut into steps, found again in
+tokens."""
 
 from __future__ import annotations
 
@@ -21,14 +22,18 @@ class Laid:
     """Its first character."""
 
 
-def lay_out(template: ChatTemplate | None, prompt: str | None, completion: str | None, *, suffix: str) -> Laid:
+def lay_out(
+    template: ChatTemplate | None, prompt: str | None, completion: str | None, *, suffix: str
+) -> Laid:
     """Prompt, completion and suffix; by a chat template, if any.
 
-    Then the prompt is a list of {"role", "content"} as JSON, or the user's words. Raises ValueError when there is no
-    text, and when the template does not keep the completion as it is.
+    Then the prompt is a list of {"role", "content"} as JSON, or the user's words. Raises ValueError
+    when there is no text, and when the template does not keep the completion as it is.
     """
     if prompt is None or completion is None:
-        raise ValueError(f"the {'prompt' if prompt is None else 'completion'} is null; give every row a text")
+        raise ValueError(
+            f"the {'prompt' if prompt is None else 'completion'} is null; give every row a text"
+        )
     if template is None:
         return Laid(prompt + completion + suffix, len(prompt))
     messages = _messages(prompt)
@@ -39,14 +44,15 @@ def lay_out(template: ChatTemplate | None, prompt: str | None, completion: str |
     begin = text.rfind(completion)
     if begin < 0:
         raise ValueError(
-            f"the judge's chat template changes the completion {completion[:40]!r}, found {text[-80:]!r}; "
-            f"use chat=False"
+            f"the judge's chat template changes the completion {completion[:40]!r}, found"
+            f" {text[-80:]!r}; use chat=False"
         )
     return Laid(text + suffix, begin)
 
 
 def step_ends(completion: str, cut: str) -> list[int]:
-    """The end of each step, in characters: behind each `cut`, and at the end; a step without a word is none."""
+    """The end of each step, in characters: behind each `cut`, and at the end; a step without a word
+    is none."""
     ends: list[int] = []
     begin = 0
     while begin < len(completion):
@@ -59,13 +65,14 @@ def step_ends(completion: str, cut: str) -> list[int]:
 
 
 def tokens_at(token_ends: AnyArray, characters: AnyArray) -> AnyArray:
-    """For each number of characters the first token with which so many are there. token_ends: [tokens], characters up
-    to each token's end; 0 for tokens that stand for no text."""
+    """For each number of characters the first token with which so many are there. token_ends:
+    [tokens], characters up to each token's end; 0 for tokens that stand for no text."""
     return np.searchsorted(np.maximum.accumulate(token_ends), characters)
 
 
 def read_ends(tokenizer: Any, tokens: list[int], characters: list[int]) -> list[int]:
-    """For each number of characters, ascending, the first of the tokens with which so many are there.
+    """For each number of characters, ascending, the first of the tokens with which so many are
+    there.
 
     Raises ValueError when all of them together are fewer.
     """
@@ -75,7 +82,8 @@ def read_ends(tokenizer: Any, tokens: list[int], characters: list[int]) -> list[
         high = len(tokens)
         if len(tokenizer.decode(tokens, skip_special_tokens=True)) < wanted:
             raise ValueError(
-                "the tokens hold less text than the completion; give policy=Model(...), whose tokens they are"
+                "the tokens hold less text than the completion; give policy=Model(...), whose"
+                " tokens they are"
             )
         while low < high:
             middle = (low + high) // 2

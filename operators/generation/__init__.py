@@ -1,1 +1,2 @@
-"""The runtime of `Generator`: which groups start, what becomes of them, which weights they are drawn from."""
+"""The runtime of `Generator`: which groups start, what becomes of them, which weights they are
+drawn from."""

@@ -1,10 +1,12 @@
-"""What decode steps take, by how many rollouts they carry on: it tells seconds of a step from those of a rollout."""
+"""What decode steps take, by how many rollouts they carry on: it tells seconds of a step from those
+of a rollout."""
 
 from __future__ import annotations
 
 
 class DecodeTimes:
-    """Steps, rollouts, tokens that these looked back at, and seconds, each summed over steps of about as many rollouts.
+    """Steps, rollouts, tokens that these looked back at, and seconds, each summed over steps of
+    about as many rollouts.
 
     >>> times = DecodeTimes()
     >>> for rollouts in (3, 4):
@@ -18,7 +20,8 @@ class DecodeTimes:
         """By the most rollouts of their steps, a power of two."""
 
     def add(self, rollouts: int, looked: int, seconds: float) -> None:
-        """A step has drawn a token for each of so many rollouts, which together had `looked` before it."""
+        """A step has drawn a token for each of so many rollouts, which together had `looked` before
+        it."""
         if rollouts < 1:
             return
         most = 1 << (rollouts - 1).bit_length()

@@ -37,12 +37,16 @@ from operators.generation.turns import Turn
 REASONS = ("stop", "length", "error")
 """Finish reasons by the engine's codes."""
 
-NOT_FINITE = "the model's logits are not finite; found NaN or infinity after {} tokens; look at weights and loss"
+NOT_FINITE = (
+    "the model's logits are not finite; found NaN or infinity after {} tokens; look at weights and"
+    " loss"
+)
 
 
 @dataclass(slots=True)
 class PromptGroup:
-    """A prompt and its rollouts; or the conversation of an episode so far, and the policy's turn."""
+    """A prompt and its rollouts; or the conversation of an episode so far, and the policy's
+    turn."""
 
     source: str
     group_id: int
@@ -92,7 +96,11 @@ class PromptGroup:
         """How its tokens are drawn."""
         assert self.sampled is not None, "it was prepared"
         pinned = None if self.turn is None else self.turn.temperature
-        return self.sampled.sampling if pinned is None else replace(self.sampled.sampling, temperature=pinned)
+        return (
+            self.sampled.sampling
+            if pinned is None
+            else replace(self.sampled.sampling, temperature=pinned)
+        )
 
     def start(self, count: int) -> list[int]:
         """Positions of the next rollouts that start."""
@@ -107,15 +115,15 @@ class PromptGroup:
         self.mark = None if self.mark is None else self.mark_of(seed)
 
     def mark_of(self, seed: int) -> int:
-        """A checksum of what its rollouts depend on beside weights: the run's seed, how tokens are drawn, the prompt's
-        tokens. int64."""
+        """A checksum of what its rollouts depend on beside weights: the run's seed, how tokens are
+        drawn, the prompt's tokens. int64."""
         prompt = np.ascontiguousarray(self.prompt, np.int64).tobytes()
         head = f"{seed}/{self.source}/{self.group_id}/{self.sampled}/"
         return xxhash.xxh3_64_intdigest(head.encode() + prompt) - (1 << 63)
 
     def go_on(self, found: Mapping[int, PartialRollout]) -> None:
-        """Take over rollouts that an earlier process began, by position: ended ones have ended, the others go on from
-        there, and before those that begin."""
+        """Take over rollouts that an earlier process began, by position: ended ones have ended, the
+        others go on from there, and before those that begin."""
         for position, rollout in found.items():
             if rollout.finish_reason is None:
                 self.partial[position] = rollout
@@ -133,7 +141,8 @@ class PromptGroup:
         self.order = sorted(left, key=lambda position: position not in self.partial)
 
     def unwritten_ends(self, least: int) -> list[tuple[int, PartialRollout]]:
-        """By position, the rest of rollouts that ended; nothing as long as none of the group's has `least` tokens."""
+        """By position, the rest of rollouts that ended; nothing as long as none of the group's has
+        `least` tokens."""
         ended = [row for row in self.rows if row is not None]
         if not any(self.written) and all(len(row.tokens) - row.start < least for row in ended):
             return []
@@ -144,36 +153,59 @@ class PromptGroup:
                 begin, reason = self.written[position], REASONS[row.reason]
                 tokens = row.tokens[row.start + begin :]
                 found.append(
-                    (position, PartialRollout(begin=begin, tokens=tokens, finish_reason=reason, text=row.text))
+                    (
+                        position,
+                        PartialRollout(
+                            begin=begin, tokens=tokens, finish_reason=reason, text=row.text
+                        ),
+                    )
                 )
         return found
 
     def fail(self, error: str) -> None:
         """End all its rollouts with this error, before any token."""
-        none = EndedRollout(tokens=RolloutTokens.joined(()), start=0, reason=BROKEN, text="", error=error)
+        none = EndedRollout(
+            tokens=RolloutTokens.joined(()), start=0, reason=BROKEN, text="", error=error
+        )
         self.rows = [none] * self.size
         self.unstarted = self.left = 0
 
 
-def of_prompts(batch: Batch, encoded: Sequence[AnyArray | str], group_size: int) -> Iterator[PromptGroup]:
+def of_prompts(
+    batch: Batch, encoded: Sequence[AnyArray | str], group_size: int
+) -> Iterator[PromptGroup]:
     """A group for each prompt of a batch; one that could not be encoded has failed already.
 
-    encoded: tokens of each, or what is wrong with it. group_size: rollouts of a prompt that does not say.
-    """
-    numbers = (batch.records.column(name).to_pylist() for name in (GROUP_ID, GROUP_SIZE, MIN_VERSION))
-    for row, (prompt, group_id, asked, min_version) in enumerate(zip(encoded, *numbers, strict=True)):
+    encoded: tokens of each, or what is wrong with it. group_size: rollouts of a prompt that does
+    not say."""
+    numbers = (
+        batch.records.column(name).to_pylist() for name in (GROUP_ID, GROUP_SIZE, MIN_VERSION)
+    )
+    for row, (prompt, group_id, asked, min_version) in enumerate(
+        zip(encoded, *numbers, strict=True)
+    ):
         size = asked or group_size
         tokens = np.zeros(0, np.int64) if isinstance(prompt, str) else prompt
         group = PromptGroup(
-            source=batch.source, group_id=group_id, size=size, min_version=min_version, batch=batch, row=row,
-            prompt=tokens, unstarted=size, left=size, rows=[None] * size,
-        )  # fmt: skip
+            source=batch.source,
+            group_id=group_id,
+            size=size,
+            min_version=min_version,
+            batch=batch,
+            row=row,
+            prompt=tokens,
+            unstarted=size,
+            left=size,
+            rows=[None] * size,
+        )
         if isinstance(prompt, str):
             group.fail(prompt)
         yield group
 
 
-def collect(ended: Sequence[EndedRollout], tickets: dict[int, tuple[PromptGroup, int]]) -> list[PromptGroup]:
+def collect(
+    ended: Sequence[EndedRollout], tickets: dict[int, tuple[PromptGroup, int]]
+) -> list[PromptGroup]:
     """Give each rollout to its group; the groups that are complete by it."""
     complete = []
     for row in ended:
@@ -186,12 +218,17 @@ def collect(ended: Sequence[EndedRollout], tickets: dict[int, tuple[PromptGroup,
 
 
 def rollouts(
-    groups: Sequence[PromptGroup], tokenizer: Any, ends: frozenset[int], *, optional: Collection[str] = ()
+    groups: Sequence[PromptGroup],
+    tokenizer: Any,
+    ends: frozenset[int],
+    *,
+    optional: Collection[str] = (),
 ) -> pa.RecordBatch:
-    """The prompts' rows of complete groups of one source, once for each rollout, with the rollout columns.
+    """The prompts' rows of complete groups of one source, once for each rollout, with the rollout
+    columns.
 
-    ends: ids of end tokens, which are left out of the completion's text. optional: raw_completion, sampling_mask, or
-    both, as columns beside.
+    ends: ids of end tokens, which are left out of the completion's text. optional: raw_completion,
+    sampling_mask, or both, as columns beside.
     """
     rows = [row for group in groups for row in group.rows if row is not None]
     sizes = np.array([group.size for group in groups])
@@ -206,12 +243,16 @@ def rollouts(
         FINISH_REASON: pa.array([REASONS[row.reason] for row in rows], pa.string()),
         ERROR: pa.array([error_of(row) for row in rows], pa.string()),
         TEMPERATURE: pa.array(
-            np.repeat([temperature_of(group) for group in groups], sizes), pa.float64(), from_pandas=True
+            np.repeat([temperature_of(group) for group in groups], sizes),
+            pa.float64(),
+            from_pandas=True,
         ),
     }
     if RAW_COMPLETION in optional:
         written = [row.tokens.ids[row.start :] for row in rows]
-        made[RAW_COMPLETION] = pa.array(tokenizer.batch_decode(written, skip_special_tokens=False), pa.string())
+        made[RAW_COMPLETION] = pa.array(
+            tokenizer.batch_decode(written, skip_special_tokens=False), pa.string()
+        )
     batch = _prompt_rows(groups, sizes)
     for name in (*ROLLOUT_COLUMNS, TEMPERATURE, *optional):
         batch = batch.append_column(name, made[name])
@@ -231,12 +272,15 @@ def error_of(row: EndedRollout) -> str | None:
 
 
 def _prompt_rows(groups: Sequence[PromptGroup], sizes: AnyArray) -> pa.RecordBatch:
-    """The rows that the groups came from, each as often as it has rollouts, with the size that they got."""
+    """The rows that the groups came from, each as often as it has rollouts, with the size that they
+    got."""
     slices = [group.batch.records.slice(group.row, 1) for group in groups]
     table = pa.Table.from_batches(slices).combine_chunks()
     batch = table.to_batches()[0].take(pa.array(np.repeat(np.arange(len(groups)), sizes)))
     at = batch.schema.get_field_index(GROUP_SIZE)
-    return batch.set_column(at, batch.schema.field(at), pa.array(np.repeat(sizes, sizes).astype(np.int32)))
+    return batch.set_column(
+        at, batch.schema.field(at), pa.array(np.repeat(sizes, sizes).astype(np.int32))
+    )
 
 
 def texts_of(rows: Sequence[EndedRollout], tokenizer: Any, ends: frozenset[int]) -> list[str]:
@@ -248,6 +292,8 @@ def texts_of(rows: Sequence[EndedRollout], tokenizer: Any, ends: frozenset[int])
         wanted.append(ids[:-1] if rows[i].reason == STOPPED and ids[-1] in ends else ids)
     texts = [row.text or "" for row in rows]
     if wanted:
-        for i, text in zip(unsaid, tokenizer.batch_decode(wanted, skip_special_tokens=True), strict=True):
+        for i, text in zip(
+            unsaid, tokenizer.batch_decode(wanted, skip_special_tokens=True), strict=True
+        ):
             texts[i] = text
     return texts

@@ -1,4 +1,5 @@
-"""When a generator writes down what unfinished rollouts have drawn, and with which of it a later process goes on."""
+"""When a generator writes down what unfinished rollouts have drawn, and with which of it a later
+process goes on."""
 
 from __future__ import annotations
 
@@ -25,16 +26,18 @@ NEVER = np.iinfo(np.int64).max // 2
 class PartialRollouts:
     """Writes a generator's unfinished rollouts down, and finds those of earlier processes.
 
-    consumes: the live rollouts and the ended ones of incomplete groups, by `write`; groups that start, by `recall`
-    produces: rows on the disk; for a group that starts, what earlier processes drew of it
-    waits for: the disk
+    consumes: the live rollouts and the ended ones of incomplete groups, by `write`; groups that
+    start, by `recall` produces: rows on the disk; for a group that starts, what earlier processes
+    drew of it waits for: the disk
     unblocked by: -
 
-    Once in `every` decode steps it writes the rollouts that have grown by `every` tokens since they were last written,
-    and the ends of those whose siblings go on. A group whose rollouts all are shorter costs nothing.
-    """
+    Once in `every` decode steps it writes the rollouts that have grown by `every` tokens since they
+    were last written, and the ends of those whose siblings go on. A group whose rollouts all are
+    shorter costs nothing."""
 
-    def __init__(self, files: Mapping[str, PartialRolloutFiles], *, seed: int, every: int, masks: bool) -> None:
+    def __init__(
+        self, files: Mapping[str, PartialRolloutFiles], *, seed: int, every: int, masks: bool
+    ) -> None:
         """files: by source. every: tokens. masks: rollouts record what truncation left."""
         self.recalled = 0
         """Tokens that were not drawn again."""
@@ -42,13 +45,17 @@ class PartialRollouts:
         self._steps = 0
 
     def recall(
-        self, group: PromptGroup, sampled: Sequence[SampledWith], may_go_on: Callable[[PartialRollout], bool]
+        self,
+        group: PromptGroup,
+        sampled: Sequence[SampledWith],
+        may_go_on: Callable[[PartialRollout], bool],
     ) -> None:
-        """Let a group that is about to start begin with what is on the disk of it, unless it is of an evaluation.
+        """Let a group that is about to start begin with what is on the disk of it, unless it is of
+        an evaluation.
 
-        sampled: what groups of the run were sampled with, newest last; it goes on with what it had. may_go_on: whether
-        a rollout that has drawn this much, or ended with it, may still be trained.
-        """
+        sampled: what groups of the run were sampled with, newest last; it goes on with what it had.
+        may_go_on: whether a rollout that has drawn this much, or ended with it, may still be
+        trained."""
         files = self._files.get(group.source)
         if files is None or group.batch.records.column(ROUND_SIZE)[group.row].as_py():
             return
@@ -58,7 +65,11 @@ class PartialRollouts:
             group.mark = group.mark_of(self._seed)
             for row in rows:
                 has_masks = row.rollout.tokens.sampling_mask is not None
-                fits = row.mark == group.mark and row.position < group.size and has_masks == self._masks
+                fits = (
+                    row.mark == group.mark
+                    and row.position < group.size
+                    and has_masks == self._masks
+                )
                 if fits and row.position not in found and may_go_on(row.rollout):
                     found[row.position] = row.rollout
             if found:
@@ -72,7 +83,8 @@ class PartialRollouts:
             self.recalled += sum(len(rollout.tokens) for rollout in found.values())
 
     def write(self, engine: DecodingEngine, tickets: Mapping[int, tuple[PromptGroup, int]]) -> None:
-        """Write down what has grown, if so many steps have passed. tickets: group and position of live rollouts.
+        """Write down what has grown, if so many steps have passed. tickets: group and position of
+        live rollouts.
 
         Raises RunFolderError when the disk refuses.
         """
@@ -92,7 +104,9 @@ class PartialRollouts:
 
         for ticket, rollout in engine.new_tokens(since, self._every):
             add(*tickets[ticket], rollout)
-        for group in {id(group): group for group, _ in tickets.values() if group.mark is not None}.values():
+        for group in {
+            id(group): group for group, _ in tickets.values() if group.mark is not None
+        }.values():
             for position, rollout in group.unwritten_ends(self._every):
                 add(group, position, rollout)
         for source, of_source in rows.items():
@@ -110,16 +124,21 @@ class PartialRollouts:
 
 
 def partial_rollouts_of(declaration: GeneratorKnobs, context: Context) -> PartialRollouts | None:
-    """Those of a generator that has a run folder, those of earlier processes looked through; None for vLLM, which
-    cannot go on with any."""
+    """Those of a generator that has a run folder, those of earlier processes looked through; None
+    for vLLM, which cannot go on with any."""
     folder, ledger = context.folder, context.ledger
     if folder is None or ledger is None or declaration.engine == "vllm":
         return None
     files = {
         source: PartialRolloutFiles(
-            folder.finished(context.node), source, replica=context.rank, attempt=context.attempt,
+            folder.finished(context.node),
+            source,
+            replica=context.rank,
+            attempt=context.attempt,
             waited_for=partial(in_flight, ledger, source, folder),
         )
         for source in context.columns
-    }  # fmt: skip
-    return PartialRollouts(files, seed=context.seed, every=declaration.segment_tokens, masks=declaration.records_mask)
+    }
+    return PartialRollouts(
+        files, seed=context.seed, every=declaration.segment_tokens, masks=declaration.records_mask
+    )

@@ -1,4 +1,5 @@
-"""The generator at work: prompts in, segments of decode steps, whole groups out, weights taken in between."""
+"""The generator at work: prompts in, segments of decode steps, whole groups out, weights taken in
+between."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class GeneratorRuntime(Runtime):
     """
 
     def __init__(self, declaration: GeneratorKnobs, context: Context) -> None:
-        """Load model and tokenizer onto the device of `context`, and attach the weights to its plane."""
+        """Load model and tokenizer onto the device of `context`, and attach the weights to its
+        plane."""
         self._declaration, self._context = declaration, context
         self._sampled = SampledWith.over(declaration, context.changes)
         built = make_engine(declaration, context)
@@ -79,13 +81,15 @@ class GeneratorRuntime(Runtime):
         self._drains = False
 
     def room(self) -> int:
-        """Prompts it would take now; above 0 while any source that may arrive has no prompt waiting, turns aside."""
+        """Prompts it would take now; above 0 while any source that may arrive has no prompt
+        waiting, turns aside."""
         sources = {*self._context.columns, *no_turns([*self._admission.sources])}
         waiting = (len(self._admission.sources.get(source, ())) for source in sources)
         return prompt_room(self._declaration.slots, waiting)
 
     def push(self, batch: Batch) -> None:
-        """Tokenize the prompts into their source's queue; what cannot be served is complete at once."""
+        """Tokenize the prompts into their source's queue; what cannot be served is complete at
+        once."""
         for group in self._arriving(batch):
             self._owed += group.size
             if group.left:
@@ -98,13 +102,19 @@ class GeneratorRuntime(Runtime):
             return turns_of(batch, self._context_tokens, self.engine.vocabulary, self._context.node)
         texts = batch.records.column(PROMPT).to_pylist()
         encoded = encode(
-            self.tokenizer, texts, RowLayout.of_rows(batch.records), node=self._context.node, template=self._template,
-            context_tokens=self._context_tokens, vocabulary=self.engine.vocabulary,
-        )  # fmt: skip
+            self.tokenizer,
+            texts,
+            RowLayout.of_rows(batch.records),
+            node=self._context.node,
+            template=self._template,
+            context_tokens=self._context_tokens,
+            vocabulary=self.engine.vocabulary,
+        )
         return groups.of_prompts(batch, encoded, self._declaration.group_size)
 
     def work(self) -> list[Batch] | None:
-        """Decode up to `segment_tokens` steps; the groups completed, or None when nothing can be done."""
+        """Decode up to `segment_tokens` steps; the groups completed, or None when nothing can be
+        done."""
         if not self._awake:
             self._weights.hear()
             return self._out() if self._complete else None
@@ -131,7 +141,9 @@ class GeneratorRuntime(Runtime):
         began, drawn, looked = self._context.clock(), engine.drawn, engine.looked
         ended = engine.step(starts)
         if only_decodes:
-            self._times.add(engine.drawn - drawn, engine.looked - looked, self._context.clock() - began)
+            self._times.add(
+                engine.drawn - drawn, engine.looked - looked, self._context.clock() - began
+            )
         return ended
 
     def pending(self) -> int:
@@ -139,27 +151,34 @@ class GeneratorRuntime(Runtime):
         return self._owed
 
     def starved(self) -> bool:
-        """While prompts wait, no rollout is under way, and none may start under the weights at hand."""
+        """While prompts wait, no rollout is under way, and none may start under the weights at
+        hand."""
         if not self._owed or self._complete:
             return False
         if not self._weights.can_be_had:
             return True
-        return not self.engine.live and not self._admission.has_due(self._weights.version, self._dropped())
+        return not self.engine.live and not self._admission.has_due(
+            self._weights.version, self._dropped()
+        )
 
     def wants_devices(self) -> bool:
         """While rollouts are under way, or may start, and weights can be had for them."""
         if self._drains or not self._weights.can_be_had:
             return False
-        return bool(self.engine.live) or self._admission.has_due(self._weights.version, self._dropped())
+        return bool(self.engine.live) or self._admission.has_due(
+            self._weights.version, self._dropped()
+        )
 
     def sleep(self) -> None:
-        """Give weights and cache back; rollouts under way go on later. Notes and offers are still heard."""
+        """Give weights and cache back; rollouts under way go on later. Notes and offers are still
+        heard."""
         assert self._native is not None, "what takes turns runs this project's own engine"
         self._weights.sleep(put_aside(self._native))
         self._awake = False
 
     def wake(self) -> None:
-        """Have memory for the weights again; they are adopted, as they were or newer, before the next step."""
+        """Have memory for the weights again; they are adopted, as they were or newer, before the
+        next step."""
         self._weights.wake()
         self._awake = True
 
@@ -174,18 +193,23 @@ class GeneratorRuntime(Runtime):
 
     def change(self, knobs: KnobsInForce) -> None:
         """For groups that start from now on; bounds at once."""
-        self._declaration, self._admission.bounds = knobs.operator, with_turns(knobs.bounds, self._context.episodes)
+        self._declaration, self._admission.bounds = (
+            knobs.operator,
+            with_turns(knobs.bounds, self._context.episodes),
+        )
         self._sampled.append(SampledWith.of(knobs.operator))
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Hears {"dropped": groups that the trainer gave up} and {"drain": whether those it takes turns with end}."""
+        """Hears {"dropped": groups that the trainer gave up} and {"drain": whether those it takes
+        turns with end}."""
         self._drains = bool(message.get("drain", self._drains))
         self._told_dropped = max(self._told_dropped, int(message.get("dropped", 0)))
 
     def status(self) -> dict[str, float | int | str]:
-        """Version, active rollouts, waiting prompts; tokens/s and share of slots used since the last call; `begun`:
-        rollouts that have not left, and would be drawn again; `recalled`: tokens that an earlier process had drawn;
-        `looked`: tokens looked back at; `decode_64_s` and the like: of steps with 33 to 64 rollouts that began none."""
+        """Version, active rollouts, waiting prompts; tokens/s and share of slots used since the
+        last call; `begun`: rollouts that have not left, and would be drawn again; `recalled`:
+        tokens that an earlier process had drawn; `looked`: tokens looked back at; `decode_64_s` and
+        the like: of steps with 33 to 64 rollouts that began none."""
         now, drawn, steps = self._context.clock(), self.engine.drawn, self.engine.steps
         then, drawn_then, steps_then = self._seen
         self._seen = (now, drawn, steps)
@@ -206,7 +230,8 @@ class GeneratorRuntime(Runtime):
         }
 
     def under_way(self) -> dict[str, int]:
-        """Tokens drawn and rollouts that are being drawn: a slice of a large model takes minutes."""
+        """Tokens drawn and rollouts that are being drawn: a slice of a large model takes
+        minutes."""
         return {"tokens": self.engine.drawn, "active": self.engine.live}
 
     def close(self) -> None:
@@ -217,7 +242,8 @@ class GeneratorRuntime(Runtime):
             self._partial.close()
 
     def _listen(self) -> None:
-        """A safe point: take the newest weights that are offered; a restarted trainer's may have the same number."""
+        """A safe point: take the newest weights that are offered; a restarted trainer's may have
+        the same number."""
         taken = self._weights.take()
         if taken is not None:
             self.engine.adopted(taken)
@@ -234,7 +260,7 @@ class GeneratorRuntime(Runtime):
             if self._partial is not None and group.mark is None:
                 self._partial.recall(
                     group, self._sampled, lambda rollout: self._may_go_on(group, rollout, dropped)
-                )  # fmt: skip
+                )
             if group.sampled != self._sampled[-1] and group.is_new:
                 group.sample(self._sampled[-1], self._context.seed)
 
@@ -244,7 +270,9 @@ class GeneratorRuntime(Runtime):
             if going_on == wanted:
                 return wanted
             idle = not starts and not self.engine.live
-            count, pages = self.engine.fitting(len(group.prompt), wanted - going_on, left, idle=idle)
+            count, pages = self.engine.fitting(
+                len(group.prompt), wanted - going_on, left, idle=idle
+            )
             left -= pages
             return going_on + count
 
@@ -283,12 +311,18 @@ class GeneratorRuntime(Runtime):
         for ticket, position in zip(tickets, positions, strict=True):
             self._tickets[ticket] = (group, position)
         key = f"{self._context.seed}/{group.source}/{group.group_id}"
-        seeds = [_seed(key, position) for position in positions] if group.turn is None else [group.turn.seed]
+        seeds = (
+            [_seed(key, position) for position in positions]
+            if group.turn is None
+            else [group.turn.seed]
+        )
         return PromptStart(
             prompt=group.prompt,
             limit=self._limit(group),
             sampling=group.sampling,
-            stop=None if group.turn is None or not group.turn.stop else self._stops(group.turn.stop),
+            stop=None
+            if group.turn is None or not group.turn.stop
+            else self._stops(group.turn.stop),
             tickets=tickets,
             seeds=seeds,
             partial=[group.partial.pop(position, None) for position in positions],
@@ -299,7 +333,9 @@ class GeneratorRuntime(Runtime):
         left = self._limit(group) - len(group.prompt) - len(rollout.tokens)
         if left < (0 if rollout.finish_reason else 1):
             return False
-        return self._admission.may_go_on(group.source, group, rollout.tokens.versions, self._first_version, dropped)
+        return self._admission.may_go_on(
+            group.source, group, rollout.tokens.versions, self._first_version, dropped
+        )
 
     def _limit(self, group: PromptGroup) -> int:
         """Most tokens of prompt and completion."""
@@ -308,7 +344,8 @@ class GeneratorRuntime(Runtime):
         return most if group.turn is None else min(most, group.turn.limit)
 
     def _out(self) -> list[Batch]:
-        """One batch for each source that has complete groups; acknowledges arrivals that are done with."""
+        """One batch for each source that has complete groups; acknowledges arrivals that are done
+        with."""
         if self._context.ledger is not None:
             for source, ids in self._started.items():
                 self._context.ledger.advance(source, ids, "generating")
@@ -321,7 +358,11 @@ class GeneratorRuntime(Runtime):
         provides = self._declaration.provides({})
         optional = [name for name in SAMPLED_COLUMNS if name in provides]
         for source, complete in by_source.items():
-            made = answers if source in self._context.episodes else partial(groups.rollouts, optional=optional)
+            made = (
+                answers
+                if source in self._context.episodes
+                else partial(groups.rollouts, optional=optional)
+            )
             batches.append(Batch(source, made(complete, self.tokenizer, self._ends)))
             for group in complete:
                 self._owed -= group.size

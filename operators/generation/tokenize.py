@@ -1,4 +1,5 @@
-"""Turns prompts (text, or chat messages as JSON) into token ids, or into what is wrong with them."""
+"""Turns prompts (text, or chat messages as JSON) into token ids, or into what is wrong with
+them."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ T = TypeVar("T", bound=ChatTemplate)
 
 @dataclass(frozen=True)
 class RowLayout:
-    """What a row itself says of how its chat is laid out, as JSON; null where it says nothing. Reading it raises
-    ValueError."""
+    """What a row itself says of how its chat is laid out, as JSON; null where it says nothing.
+    Reading it raises ValueError."""
 
     tools: str | None = None
     """Definitions of tools."""
@@ -41,45 +42,61 @@ class RowLayout:
 
     @classmethod
     def of_rows(cls, records: pa.RecordBatch | pa.Table) -> list[RowLayout]:
-        """Of each row, in its columns `tools` and `chat_template_kwargs`, where it has them as text."""
+        """Of each row, in its columns `tools` and `chat_template_kwargs`, where it has them as
+        text."""
         columns = [
-            records.column(name).to_pylist()
-            if name in records.schema.names and pa.types.is_string(records.schema.field(name).type)
-            else [None] * records.num_rows
+            (
+                records.column(name).to_pylist()
+                if name in records.schema.names
+                and pa.types.is_string(records.schema.field(name).type)
+                else [None] * records.num_rows
+            )
             for name in (TOOLS, CHAT_TEMPLATE_KWARGS)
         ]
         return [cls(*values) for values in zip(*columns, strict=True)]
 
     def of(self, template: T, tools: Sequence[Message]) -> tuple[T, Sequence[Message]]:
-        """The template with the row's own options, and the tools that it is to tell of. tools: those of its episode, of
-        which a row may have some as its own."""
+        """The template with the row's own options, and the tools that it is to tell of. tools:
+        those of its episode, of which a row may have some as its own."""
         own: list[Message] = _read(TOOLS, self.tools, list) or []
-        unknown = [name for name in map(_name_of, own) if tools and name not in set(map(_name_of, tools))]
+        unknown = [
+            name for name in map(_name_of, own) if tools and name not in set(map(_name_of, tools))
+        ]
         if unknown:
             raise ValueError(
-                f"the row has tools that its episode has not; found {unknown} in column '{TOOLS}'; leave them out, or "
-                f"give them to the episode"
+                f"the row has tools that its episode has not; found {unknown} in column '{TOOLS}';"
+                " leave them out, or give them to the episode"
             )
         return template.given(_read(CHAT_TEMPLATE_KWARGS, self.options, dict) or {}), own or tools
 
 
 def encode(
-    tokenizer: Any, prompts: Sequence[str | None], layouts: Sequence[RowLayout], *, node: str,
-    template: ChatTemplate | None, context_tokens: int, vocabulary: float = math.inf,
+    tokenizer: Any,
+    prompts: Sequence[str | None],
+    layouts: Sequence[RowLayout],
+    *,
+    node: str,
+    template: ChatTemplate | None,
+    context_tokens: int,
+    vocabulary: float = math.inf,
     tools: Sequence[Message] = (),
-) -> list[AnyArray | str]:  # fmt: skip
+) -> list[AnyArray | str]:
     """For each prompt its tokens, int64 [1 .. context_tokens - 1], or its failure as text.
 
-    node: whose failure that is. layouts: what each row says of how it is laid out. template: lays the prompts out,
-    which are JSON lists of {"role", "content"}; None: they are texts. What the assistant has begun to say is gone on
-    with. vocabulary: tokens that the model knows, where that is told.
-    tools: definitions that the template is to tell of.
+    node: whose failure that is. layouts: what each row says of how it is laid out. template: lays
+    the prompts out, which are JSON lists of {"role", "content"}; None: they are texts. What the
+    assistant has begun to say is gone on with. vocabulary: tokens that the model knows, where that
+    is told. tools: definitions that the template is to tell of.
     """
     made: list[AnyArray | str] = ["" for _ in prompts]
     texts: dict[int, tuple[str, str]] = {}
     for place, (prompt, layout) in enumerate(zip(prompts, layouts, strict=True)):
         try:
-            texts[place] = (_text(prompt), "") if template is None else _laid_out(prompt, *layout.of(template, tools))
+            texts[place] = (
+                (_text(prompt), "")
+                if template is None
+                else _laid_out(prompt, *layout.of(template, tools))
+            )
         except Exception as error:
             made[place] = str(RolloutFailure(node, UNUSABLE, str(error)))
     rows = text_ids(tokenizer, [text for text, _ in texts.values()], begins=template is None)
@@ -89,36 +106,47 @@ def encode(
 
 
 def too_long(taker: Generate, table: pa.Table) -> str:
-    """How many prompts have no room in the context of what takes them, as a sentence; empty where all have some.
+    """How many prompts have no room in the context of what takes them, as a sentence; empty where
+    all have some.
 
-    Only prompts of as many bytes are made tokens of, and of very many some. Raises RecordError where none has room.
-    """
+    Only prompts of as many bytes are made tokens of, and of very many some. Raises RecordError
+    where none has room."""
     from operators.models.borders import longest
     from operators.models.loading import load_configs, load_tokenizer
 
     model, declared = taker.uses or getattr(taker, "model", None), taker.traits.context_tokens
     bytes_of = _bytes_of(table)
-    if not isinstance(model, Model) or int(bytes_of.max()) + _LAID_OUT_BYTES < (declared or _LEAST_CONTEXT):
+    if not isinstance(model, Model) or int(bytes_of.max()) + _LAID_OUT_BYTES < (
+        declared or _LEAST_CONTEXT
+    ):
         return ""
     most = longest(model, load_configs(model)[0], declared)
     if most is None:
         return ""
     may_be = np.flatnonzero(bytes_of + _LAID_OUT_BYTES >= most)
     step = max(1, -(-int(bytes_of[may_be].sum()) // _LOOKED_BYTES))
-    looked = may_be if step == 1 else np.random.default_rng(0).choice(may_be, -(-len(may_be) // step), replace=False)
+    looked = (
+        may_be
+        if step == 1
+        else np.random.default_rng(0).choice(may_be, -(-len(may_be) // step), replace=False)
+    )
     rows, tokenizer = table.take(pa.array(looked)), load_tokenizer(model)
     options = getattr(taker, "chat_template_kwargs", None) or {}
     template = ChatTemplate(tokenizer, **options) if taker.traits.chat else None
     texts, layouts = rows.column(PROMPT).to_pylist(), RowLayout.of_rows(rows)
-    tokens = encode(tokenizer, texts, layouts, node=taker.name, template=template, context_tokens=most)
-    count = [RolloutFailure.read(each).cause for each in tokens if isinstance(each, str)].count(TOO_LONG)
+    tokens = encode(
+        tokenizer, texts, layouts, node=taker.name, template=template, context_tokens=most
+    )
+    count = [RolloutFailure.read(each).cause for each in tokens if isinstance(each, str)].count(
+        TOO_LONG
+    )
     if not count:
         return ""
     number, about = round(count * len(may_be) / len(looked)), "about " if step > 1 else ""
     said = (
-        f"{about}{number} of {len(table)} prompts can never be trained: they are too long for '{taker.name}', whose "
-        f"context is {most} tokens, completion included; shorten them, leave them out with rows=, or raise "
-        f"context_tokens"
+        f"{about}{number} of {len(table)} prompts can never be trained: they are too long for"
+        f" '{taker.name}', whose context is {most} tokens, completion included; shorten them, leave"
+        " them out with rows=, or raise context_tokens"
     )
     if count == len(table):
         raise RecordError(said)
@@ -128,13 +156,17 @@ def too_long(taker: Generate, table: pa.Table) -> str:
 def _bytes_of(table: pa.Table) -> AnyArray:
     """Of each row the bytes that its prompt is made of."""
     names = [name for name in (PROMPT, TOOLS) if name in table.schema.names]
-    texts = [table.column(name) for name in names if pa.types.is_string(table.schema.field(name).type)]
+    texts = [
+        table.column(name) for name in names if pa.types.is_string(table.schema.field(name).type)
+    ]
     lengths = [pc.fill_null(pc.binary_length(text), 0).to_numpy() for text in texts]
     total: AnyArray = np.stack(lengths).sum(axis=0)
     return total
 
 
-def _laid_out(prompt: str | None, template: ChatTemplate, tools: Sequence[Message]) -> tuple[str, str]:
+def _laid_out(
+    prompt: str | None, template: ChatTemplate, tools: Sequence[Message]
+) -> tuple[str, str]:
     try:
         messages = json.loads(_text(prompt))
     except json.JSONDecodeError as error:
@@ -158,8 +190,8 @@ def _read(column: str, text: str | None, kind: type) -> Any:
         value = text
     if value is not None and not isinstance(value, kind):
         raise ValueError(
-            f"column '{column}' holds no JSON {'list' if kind is list else 'object'}; found {str(text)[:80]!r}; "
-            f"mend the row"
+            f"column '{column}' holds no JSON {'list' if kind is list else 'object'}; found"
+            f" {str(text)[:80]!r}; mend the row"
         )
     return value
 
@@ -176,8 +208,9 @@ def unknown_token(ids: Sequence[int] | AnyArray, vocabulary: float, node: str) -
     if largest < vocabulary:
         return None
     why = (
-        f"the text has token {largest}, but the model knows {vocabulary}: its tokenizer makes more than it has "
-        f"embeddings for; leave what becomes that token out, or give the model the tokenizer that it was trained with"
+        f"the text has token {largest}, but the model knows {vocabulary}: its tokenizer makes more"
+        " than it has embeddings for; leave what becomes that token out, or give the model the"
+        " tokenizer that it was trained with"
     )
     return str(RolloutFailure(node, UNUSABLE, why))
 
@@ -188,8 +221,8 @@ def _checked(ids: list[int], context_tokens: int, vocabulary: float, node: str) 
         return str(RolloutFailure(node, UNUSABLE, why))
     if len(ids) >= context_tokens:
         why = (
-            f"the prompt is too long: it has {len(ids)} tokens and the context has room for {context_tokens} "
-            f"with the completion; shorten it, or raise context_tokens"
+            f"the prompt is too long: it has {len(ids)} tokens and the context has room for"
+            f" {context_tokens} with the completion; shorten it, or raise context_tokens"
         )
         return str(RolloutFailure(node, TOO_LONG, why))
     return unknown_token(ids, vocabulary, node) or np.asarray(ids, dtype=np.int64)

@@ -1,15 +1,17 @@
 """Losses: functions from what is known of each trained token to a number per token.
 
-A loss names what it reads: `new_logprobs` (the trainer's, with gradient; a critic's is `new_values`), `logprobs`
-(the generator's), any numeric column (one number per rollout stands for each of its tokens; a list is read token by
-token), and `mask`, `entropy`, `rollout_index`, `group_index`, which the trainer computes. Parameters with defaults are
-knobs: set them with functools.partial. All arrive as tensors [T] over the trained tokens of a micro-batch, end to end
-(`mask` is true throughout). It returns a tensor [T], which the trainer sums and divides by the tokens or rollouts of
-the whole step; or a single number, taken as the mean over the T tokens it was given.
+A loss names what it reads: `new_logprobs` (the trainer's, with gradient; a critic's is
+`new_values`), `logprobs` (the generator's), any numeric column (one number per rollout stands for
+each of its tokens; a list is read token by token), and `mask`, `entropy`, `rollout_index`,
+`group_index`, which the trainer computes. Parameters with defaults are knobs: set them with
+functools.partial. All arrive as tensors [T] over the trained tokens of a micro-batch, end to end
+(`mask` is true throughout). It returns a tensor [T], which the trainer sums and divides by the
+tokens or rollouts of the whole step; or a single number, taken as the mean over the T tokens it was
+given.
 
-A loss of whole rollouts puts a rollout's number at each of its tokens, so that Trainer(normalize="rollout_means") makes
-the mean over rollouts of it. `plus`, `with_kl`, `with_entropy` and `one_update` make losses of losses.
-"""
+A loss of whole rollouts puts a rollout's number at each of its tokens, so that
+Trainer(normalize="rollout_means") makes the mean over rollouts of it. `plus`, `with_kl`,
+`with_entropy` and `one_update` make losses of losses."""
 
 from operators.losses.clipped import dapo, dr_grpo, grpo, ppo, reinforce_plus_plus
 from operators.losses.combined import (

@@ -1,4 +1,5 @@
-"""PPO's clipped objective and the algorithms that differ in its bounds, in credit and in what the sum is divided by."""
+"""PPO's clipped objective and the algorithms that differ in its bounds, in credit and in what the
+sum is divided by."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
-    """The objective to be maximised:  min(r * A, clip(r, 1 - low, 1 + high) * A)  (arXiv 1707.06347 eq. 7).
+    """The objective to be maximised:  min(r * A, clip(r, 1 - low, 1 + high) * A)  (arXiv 1707.06347
+    eq. 7).
 
     A token whose ratio has left the interval in the direction that A favours has no gradient.
     """
@@ -21,64 +23,86 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor
 
 @loss
 def ppo(
-    new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, clip_low: float = 0.2, clip_high: float = 0.2
+    new_logprobs: Tensor,
+    logprobs: Tensor,
+    advantage: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
 ) -> Tensor:
     """PPO's policy loss (arXiv 1707.06347 eq. 7).
 
-    Assumes `logprobs` of the policy before the update, an advantage per token from `credit.gae` over a critic's
-    values (trained with `value_loss`), whitened over the step (Trainer(whiten=True)), and normalize="tokens". A
-    KL penalty is in the reward: `credit.token_rewards` and `credit.token_gae`.
-    """
+    Assumes `logprobs` of the policy before the update, an advantage per token from `credit.gae`
+    over a critic's values (trained with `value_loss`), whitened over the step
+    (Trainer(whiten=True)), and normalize="tokens". A KL penalty is in the reward:
+    `credit.token_rewards` and `credit.token_gae`."""
     return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)
 
 
 @loss
 def grpo(
-    new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, clip_low: float = 0.2, clip_high: float = 0.2
+    new_logprobs: Tensor,
+    logprobs: Tensor,
+    advantage: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
 ) -> Tensor:
-    """Clipped objective with the group as the baseline (GRPO, arXiv 2402.03300 eq. 3, without its KL term).
+    """Clipped objective with the group as the baseline (GRPO, arXiv 2402.03300 eq. 3, without its
+    KL term).
 
-    Assumes `logprobs` of the policy before the update, `normalized_advantage`, and normalize="rollout_means": the
-    mean over rollouts of each rollout's mean. The paper's KL term is `with_kl(grpo, beta=0.04)`.
-    """
+    Assumes `logprobs` of the policy before the update, `normalized_advantage`, and
+    normalize="rollout_means": the mean over rollouts of each rollout's mean. The paper's KL term is
+    `with_kl(grpo, beta=0.04)`."""
     return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)
 
 
 @loss
 def dr_grpo(
-    new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, clip_low: float = 0.2, clip_high: float = 0.2,
+    new_logprobs: Tensor,
+    logprobs: Tensor,
+    advantage: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     max_tokens: int = 1024,
-) -> Tensor:  # fmt: skip
-    """GRPO without its two biases, towards long wrong answers and towards easy or hard prompts (arXiv 2503.20783).
+) -> Tensor:
+    """GRPO without its two biases, towards long wrong answers and towards easy or hard prompts
+    (arXiv 2503.20783).
 
-    Each rollout's sum is divided by a constant, not by its length, and rewards not by their deviation. Assumes
-    `logprobs` of the policy before the update, `credit.advantage` and normalize="rollouts".
-    max_tokens: the constant, which is the length a completion may have.
+    Each rollout's sum is divided by a constant, not by its length, and rewards not by their
+    deviation. Assumes `logprobs` of the policy before the update, `credit.advantage` and
+    normalize="rollouts". max_tokens: the constant, which is the length a completion may have.
     """
     return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high) / max_tokens
 
 
 @loss
 def dapo(
-    new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, clip_low: float = 0.2, clip_high: float = 0.28
+    new_logprobs: Tensor,
+    logprobs: Tensor,
+    advantage: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
 ) -> Tensor:
     """Clip-higher: more room for unlikely tokens to become likely (DAPO, arXiv 2503.14476 eq. 8).
 
-    Assumes `logprobs` of the policy before the update, `normalized_advantage` and normalize="tokens", its mean over
-    all tokens. Its other two parts are no part of the loss: a @keep filter that drops groups without signal, and
-    a penalty for overlong answers in the reward.
+    Assumes `logprobs` of the policy before the update, `normalized_advantage` and
+    normalize="tokens", its mean over all tokens. Its other two parts are no part of the loss: a
+    @keep filter that drops groups without signal, and a penalty for overlong answers in the reward.
     """
     return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)
 
 
 @loss
 def reinforce_plus_plus(
-    new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, clip_low: float = 0.2, clip_high: float = 0.2
+    new_logprobs: Tensor,
+    logprobs: Tensor,
+    advantage: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
 ) -> Tensor:
     """Clipped objective without critic or group baseline (REINFORCE++, arXiv 2501.03262).
 
     Assumes `logprobs` of the policy before the update, the advantage of `credit.reward_to_go` over
-    `credit.token_rewards` (KL in the reward), normalised over the whole step by Trainer(whiten=True), and
-    normalize="tokens". Its variant with a baseline takes `credit.advantage` instead, whitened the same.
-    """
+    `credit.token_rewards` (KL in the reward), normalised over the whole step by
+    Trainer(whiten=True), and normalize="tokens". Its variant with a baseline takes
+    `credit.advantage` instead, whitened the same."""
     return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)

@@ -11,14 +11,17 @@ if TYPE_CHECKING:
 
 
 @loss
-def value_loss(new_values: Tensor, values: Tensor, advantage: Tensor, clip: float | None = 0.2) -> Tensor:
-    """Half the squared error of the values, as PPO's implementations train a critic (arXiv 1707.06347 eq. 9).
+def value_loss(
+    new_values: Tensor, values: Tensor, advantage: Tensor, clip: float | None = 0.2
+) -> Tensor:
+    """Half the squared error of the values, as PPO's implementations train a critic (arXiv
+    1707.06347 eq. 9).
 
-    The target is  values + advantage,  which for `credit.gae` is the lambda-return (arXiv 1506.02438). For a
-    Trainer on a Model with head="value", with the policy's unwhitened advantages and normalize="tokens".
-    values: of the critic that the advantages were made with. clip: the worse of the errors with and without the
-    change of a value bounded to this much, so that a value which has gone so far has no gradient; None: no bound.
-    """
+    The target is  values + advantage,  which for `credit.gae` is the lambda-return (arXiv
+    1506.02438). For a Trainer on a Model with head="value", with the policy's unwhitened advantages
+    and normalize="tokens". values: of the critic that the advantages were made with. clip: the
+    worse of the errors with and without the change of a value bounded to this much, so that a value
+    which has gone so far has no gradient; None: no bound."""
     target = values + advantage
     error = (new_values - target).square()
     if clip is not None:

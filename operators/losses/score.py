@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def rloo(new_logprobs: Tensor, advantage: Tensor) -> Tensor:
     """The score function  A * grad log pi  (RLOO, arXiv 2402.14740; REINFORCE, Williams 1992).
 
-    Assumes `credit.leave_one_out`, normalize="rollouts", and rollouts of the very policy that is trained
-    (max_staleness=0): it corrects for nothing. With older rollouts take `aipo` with the same credit.
-    """
+    Assumes `credit.leave_one_out`, normalize="rollouts", and rollouts of the very policy that is
+    trained (max_staleness=0): it corrects for nothing. With older rollouts take `aipo` with the
+    same credit."""
     return -advantage * new_logprobs
 
 

@@ -14,14 +14,19 @@ if TYPE_CHECKING:
 
 @loss
 def gspo(
-    new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, rollout_index: Tensor,
-    clip_low: float = 3e-4, clip_high: float = 4e-4,
-) -> Tensor:  # fmt: skip
-    """Clipped objective of the sequence ratio  exp(mean over tokens of log r)  (GSPO, arXiv 2507.18071 eq. 5 to 7).
+    new_logprobs: Tensor,
+    logprobs: Tensor,
+    advantage: Tensor,
+    rollout_index: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    """Clipped objective of the sequence ratio  exp(mean over tokens of log r)  (GSPO, arXiv
+    2507.18071 eq. 5 to 7).
 
-    All tokens of a rollout are clipped together; as the ratio is normalised by length, its bounds are narrow (the
-    defaults are the paper's). Assumes `logprobs` of the policy before the update, `normalized_advantage` and
-    normalize="rollout_means".
+    All tokens of a rollout are clipped together; as the ratio is normalised by length, its bounds
+    are narrow (the defaults are the paper's). Assumes `logprobs` of the policy before the update,
+    `normalized_advantage` and normalize="rollout_means".
     """
     ratio = ratio_of(mean_per_rollout(new_logprobs - logprobs, rollout_index))
     return -clipped(ratio, advantage, clip_low, clip_high)

@@ -1,4 +1,5 @@
-"""Low-rank adapters on the trainer's side: added to a loaded model, saved and read in peft's format; imports torch."""
+"""Low-rank adapters on the trainer's side: added to a loaded model, saved and read in peft's
+format; imports torch."""
 
 from __future__ import annotations
 
@@ -22,27 +23,37 @@ NAME = "default"
 """What peft calls the only set of adapters."""
 
 ROUTERS = ("gate", "router")
-"""Last names of the layers that choose experts: tiny, and a rounded score sends a token to another expert."""
+"""Last names of the layers that choose experts: tiny, and a rounded score sends a token to another
+expert."""
 
 
-def add(module: torch.nn.Module, lora: LoRA, base: Model, folder: Path | None = None) -> torch.nn.Module:
-    """Put adapters beside the linear layers of a loaded module, in place; class, config and calls stay.
+def add(
+    module: torch.nn.Module, lora: LoRA, base: Model, folder: Path | None = None
+) -> torch.nn.Module:
+    """Put adapters beside the linear layers of a loaded module, in place; class, config and calls
+    stay.
 
-    base: what the module was loaded from; `save` writes it down. folder: whose adapters these are to go on from, as
-    its config has them. Raises ModelError where peft is not there, and as `adapted_layers`.
-    """
+    base: what the module was loaded from; `save` writes it down. folder: whose adapters these are
+    to go on from, as its config has them. Raises ModelError where peft is not there, and as
+    `adapted_layers`."""
     try:
         import peft
     except ImportError as error:
         raise ModelError(
-            f"model '{base.name}' has adapters (lora=), which need peft; found that it cannot be imported ({error}); "
-            f"install it (pip install 'dataflow-rl[lora]'), or leave lora out"
+            f"model '{base.name}' has adapters (lora=), which need peft; found that it cannot be"
+            f" imported ({error}); install it (pip install 'dataflow-rl[lora]'), or leave lora out"
         ) from error
     layers = adapted_layers(module, lora, folder)
     make: Any = peft.LoraConfig
     if folder is None:
         names = sorted({path.rpartition(".")[2] for path in layers})
-        config = make(r=lora.rank, lora_alpha=lora.alpha, target_modules=names, bias="none", task_type="CAUSAL_LM")
+        config = make(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            target_modules=names,
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
     else:
         config = peft.LoraConfig.from_pretrained(str(folder))
     config.revision, config.inference_mode = base.revision, False
@@ -55,11 +66,14 @@ def add(module: torch.nn.Module, lora: LoRA, base: Model, folder: Path | None = 
     if found != layers:
         wrong = sorted(path for path in {*found, *layers} if found.get(path) != layers.get(path))
         raise ModelError(
-            f"peft reads the adapters in {folder} otherwise than their tensors are, at {len(wrong)} layers; found "
-            f"{found.get(wrong[0])} for '{wrong[0]}', not {layers.get(wrong[0])}; save them again with the peft here"
+            f"peft reads the adapters in {folder} otherwise than their tensors are, at {len(wrong)}"
+            f" layers; found {found.get(wrong[0])} for '{wrong[0]}', not {layers.get(wrong[0])};"
+            " save them again with the peft here"
         )
     if dropout:
-        structlog.get_logger().warning("adapters go on without dropout", folder=str(folder), lora_dropout=dropout)
+        structlog.get_logger().warning(
+            "adapters go on without dropout", folder=str(folder), lora_dropout=dropout
+        )
     config.lora_dropout = dropout
     source = Path(base.source)
     config.base_model_name_or_path = str(source.resolve()) if source.exists() else base.source
@@ -70,16 +84,20 @@ def add(module: torch.nn.Module, lora: LoRA, base: Model, folder: Path | None = 
 
 
 def outlined(found: Outline, lora: LoRA, base: Model, folder: Path | None = None) -> Outline:
-    """The outline of a model with adapters, whose values are those that `add` gives. Raises as it."""
+    """The outline of a model with adapters, whose values are those that `add` gives. Raises as
+    it."""
     module = found.module
     names = {id(weight): name for name, weight in module.named_parameters()}
     of_meta: dict[int, tuple[str, torch.nn.Parameter]] = {}
 
     def beside(weight: Tensor) -> Tensor:
-        """peft puts adapters on the device of a weight, which must be one: this takes no memory there."""
+        """peft puts adapters on the device of a weight, which must be one: this takes no memory
+        there."""
         if not weight.is_meta:
             return weight
-        stand_in = torch.nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), weight.requires_grad)
+        stand_in = torch.nn.Parameter(
+            torch.zeros((), dtype=weight.dtype).expand(weight.shape), weight.requires_grad
+        )
         of_meta[id(stand_in)] = names[id(weight)], weight  # type: ignore[assignment]
         return stand_in
 
@@ -96,19 +114,29 @@ def outlined(found: Outline, lora: LoRA, base: Model, folder: Path | None = None
         if id(weight) in of_meta:
             return of_meta[id(weight)][1].requires_grad_(weight.requires_grad)
         is_adapter = isinstance(weight, torch.nn.Parameter)
-        return torch.nn.Parameter(weight.data.to("meta"), weight.requires_grad) if is_adapter else weight
+        return (
+            torch.nn.Parameter(weight.data.to("meta"), weight.requires_grad)
+            if is_adapter
+            else weight
+        )
 
     exchanged(module, back)
     parts = {renamed.get(name, name): parts for name, parts in found.parts.items()}
-    return Outline(module, parts, frozenset(renamed.get(name, name) for name in found.missing), given)
+    return Outline(
+        module, parts, frozenset(renamed.get(name, name) for name in found.missing), given
+    )
 
 
-def adapted_layers(module: torch.nn.Module, lora: LoRA, folder: Path | None = None) -> dict[str, LayerAdapter]:
-    """The adapters of a plain module by the paths of their linear layers: those in `folder`, where one is given.
+def adapted_layers(
+    module: torch.nn.Module, lora: LoRA, folder: Path | None = None
+) -> dict[str, LayerAdapter]:
+    """The adapters of a plain module by the paths of their linear layers: those in `folder`, where
+    one is given.
 
     Raises:
-        ModelError: a name that no linear layer has, the output layer, a weight that two layers share, or adapters in
-            the folder that are more than plain ones or at other layers than `lora` names.
+        ModelError: a name that no linear layer has, the output layer, a weight that two layers
+            share, or adapters in the folder that are more than plain ones or at other layers than
+            `lora` names.
     """
     if folder is None:
         return dict.fromkeys(_named(module, lora), LayerAdapter(lora.rank, lora.alpha / lora.rank))
@@ -116,16 +144,19 @@ def adapted_layers(module: torch.nn.Module, lora: LoRA, folder: Path | None = No
     wanted = saved.keys() & linear if lora.targets is None else set(_named(module, lora))
     if wrong := sorted(saved.keys() ^ wanted):
         raise ModelError(
-            f"the adapters in {folder} are beside other layers than {type(module).__name__} has or targets="
-            f"{lora.targets!r} names: {len(wrong)} layers differ; found {len(saved)} in the folder, and not in both "
-            f"'{wrong[0]}'; leave targets out of LoRA(), and give the weights that they were trained on"
+            f"the adapters in {folder} are beside other layers than {type(module).__name__} has or"
+            f" targets={lora.targets!r} names: {len(wrong)} layers differ; found {len(saved)} in"
+            f" the folder, and not in both '{wrong[0]}'; leave targets out of LoRA(), and give the"
+            " weights that they were trained on"
         )
     _check_paths(module, list(saved), lora)
     return {path: saved[path] for path in linear if path in saved}
 
 
 def _linear(module: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    return {path: layer for path, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+    return {
+        path: layer for path, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)
+    }
 
 
 def _named(module: torch.nn.Module, lora: LoRA) -> list[str]:
@@ -140,8 +171,9 @@ def _named(module: torch.nn.Module, lora: LoRA) -> list[str]:
     missing = sorted(names - set(last.values()))
     if missing or not chosen:
         raise ModelError(
-            f"adapters are asked for at {missing or lora.targets}, but {type(module).__name__} has no such linear "
-            f"layer; found {sorted(set(last.values()))}; give LoRA(targets=) some of these"
+            f"adapters are asked for at {missing or lora.targets}, but {type(module).__name__} has"
+            f" no such linear layer; found {sorted(set(last.values()))}; give LoRA(targets=) some"
+            " of these"
         )
     _check_paths(module, chosen, lora)
     return chosen
@@ -152,13 +184,14 @@ def _check_paths(module: torch.nn.Module, chosen: Sequence[str], lora: LoRA) -> 
     kind, head, linear = type(module).__name__, module.get_output_embeddings(), _linear(module)  # type: ignore[operator]
     if any(linear[path] is head for path in chosen):
         raise ModelError(
-            f"adapters are asked for at the output layer of {kind}, which has to stay as it is; found targets="
-            f"{lora.targets!r}; leave it out"
+            f"adapters are asked for at the output layer of {kind}, which has to stay as it is;"
+            f" found targets={lora.targets!r}; leave it out"
         )
     if len({id(linear[path].weight) for path in chosen}) < len(chosen):
         raise ModelError(
-            f"adapters are asked for at layers of {kind} that share a weight; found {len(chosen)} layers with "
-            f"{len({id(linear[path].weight) for path in chosen})} weights; name others in LoRA(targets=)"
+            f"adapters are asked for at layers of {kind} that share a weight; found {len(chosen)}"
+            f" layers with {len({id(linear[path].weight) for path in chosen})} weights; name others"
+            " in LoRA(targets=)"
         )
 
 
@@ -173,18 +206,20 @@ def is_adapted_layer(layer: torch.nn.Module) -> bool:
 
 
 def parts_cut(path: str, style: str) -> list[str]:
-    """Paths within an adapted layer of what tensor parallelism cuts: W, and B by its rows as W's, or A by its columns.
+    """Paths within an adapted layer of what tensor parallelism cuts: W, and B by its rows as W's,
+    or A by its columns.
 
-    The other adapter is small and stays whole on every rank. Raises ModelError for a style of transformers' plan that
-    cuts neither rows nor columns.
+    The other adapter is small and stays whole on every rank. Raises ModelError for a style of
+    transformers' plan that cuts neither rows nor columns.
     """
     if "colwise" in style:
         return [f"{path}.base_layer", f"{path}.lora_B.{NAME}"]
     if "rowwise" in style:
         return [f"{path}.base_layer", f"{path}.lora_A.{NAME}"]
     raise ModelError(
-        f"layer '{path}' has adapters (lora=), and tensor parallelism treats it as {style!r}, which cuts neither its "
-        f"rows nor its columns; leave it out of LoRA(targets=), or use tensor_parallel=1"
+        f"layer '{path}' has adapters (lora=), and tensor parallelism treats it as {style!r}, which"
+        " cuts neither its rows nor its columns; leave it out of LoRA(targets=), or use"
+        " tensor_parallel=1"
     )
 
 
@@ -194,7 +229,8 @@ def is_adapted(module: Any) -> bool:
 
 
 def save(folder: Path, module: Any) -> None:
-    """Write the adapters alone, in peft's format: `PeftModel.from_pretrained(base, folder)` loads them."""
+    """Write the adapters alone, in peft's format: `PeftModel.from_pretrained(base, folder)` loads
+    them."""
     trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     files = {in_file(name): weight.detach().cpu().contiguous() for name, weight in trained.items()}
     save_file(files, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -209,20 +245,22 @@ def save_config(folder: Path, module: Any) -> None:
 
 
 def load(folder: Path, module: torch.nn.Module) -> None:
-    """Put the adapters that `save` wrote into a module that has such. ModelError when they do not fit."""
+    """Put the adapters that `save` wrote into a module that has such. ModelError when they do not
+    fit."""
     own = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     read(folder, own)
 
 
 @torch.no_grad()
 def read(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Copy a folder's adapters into tensors under the trainer's names. ModelError when they do not fit."""
+    """Copy a folder's adapters into tensors under the trainer's names. ModelError when they do not
+    fit."""
     try:
         found = load_file(folder / WEIGHTS_FILE)
     except Exception as error:  # whatever safetensors raises means the same
         raise ModelError(
-            f"adapters cannot be read from {folder}: {WEIGHTS_FILE} is missing or broken ({error}); "
-            f"give a folder that a trainer's checkpoint or peft wrote"
+            f"adapters cannot be read from {folder}: {WEIGHTS_FILE} is missing or broken ({error});"
+            " give a folder that a trainer's checkpoint or peft wrote"
         ) from error
     given = {name: list(tensor.shape) for name, tensor in found.items()}
     wanted = {in_file(name): list(tensor.shape) for name, tensor in into.items()}
@@ -231,7 +269,7 @@ def read(folder: Path, into: Mapping[str, Tensor]) -> None:
         raise ModelError(
             f"the adapters in {folder} do not fit the model: {len(wrong)} tensors differ; found "
             f"{given.get(wrong[0])} for '{wrong[0]}', not {wanted.get(wrong[0])}; "
-            f"use the rank, targets and weights that they were trained with"
+            "use the rank, targets and weights that they were trained with"
         )
     for name, tensor in into.items():
         tensor.copy_(found[in_file(name)])

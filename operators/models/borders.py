@@ -1,4 +1,5 @@
-"""What of a model begins at some position: rope factors, settled for a run; windows and scales, moved into a proof."""
+"""What of a model begins at some position: rope factors, settled for a run; windows and scales,
+moved into a proof."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
 
 MOVED = 3
 """Where borders lie in a proof, so that even the product of two lies within its sequences."""
-BORDER = re.compile(r"(window|chunk|floor|topk|block_size|local_attention)(?!.*(layers|pattern|group))")
-"""In configs and modules, names of a number of tokens from which on a token is computed, or seen, otherwise."""
+BORDER = re.compile(
+    r"(window|chunk|floor|topk|block_size|local_attention)(?!.*(layers|pattern|group))"
+)
+"""In configs and modules, names of a number of tokens from which on a token is computed, or seen,
+otherwise."""
 SCALED = "llama_4_scaling_beta"
 """Of rope parameters, what makes queries grow beyond their `original_max_position_embeddings`."""
 CHANGING = ("dynamic", "longrope")
@@ -24,40 +28,52 @@ CHANGING = ("dynamic", "longrope")
 
 
 def longest(model: Model, config: Any, declared: int | None = None) -> int | None:
-    """Most tokens of a sequence: what an operator declares, else its model, else the config; None where none does.
+    """Most tokens of a sequence: what an operator declares, else its model, else the config; None
+    where none does.
 
-    Raises ModelError for a length beyond the positions that the model has, or that its rope was settled for.
-    """
+    Raises ModelError for a length beyond the positions that the model has, or that its rope was
+    settled for."""
     text = config.get_text_config()
     own = getattr(text, "max_position_embeddings", None)
     most = model.context_tokens or own
     if own and (declared or most) > own and not getattr(text, "rope_parameters", None):
         raise ModelError(
-            f"model '{model.name}' has an embedding for each of {own} positions, and none beyond; found "
-            f"context_tokens={declared or most}; lower it"
+            f"model '{model.name}' has an embedding for each of {own} positions, and none beyond;"
+            f" found context_tokens={declared or most}; lower it"
         )
     if declared and most and declared > most and (model.context_tokens or changing_rope(text)):
         raise ModelError(
-            f"model '{model.name}' takes {most} tokens, by which all of a run compute, but one operator is to take "
-            f"context_tokens={declared}; lower it, or give every operator Model(..., context_tokens={declared})"
+            f"model '{model.name}' takes {most} tokens, by which all of a run compute, but one"
+            f" operator is to take context_tokens={declared}; lower it, or give every operator"
+            f" Model(..., context_tokens={declared})"
         )
     return declared or most
 
 
 def changing_rope(config: Any) -> set[str]:
-    """Kinds of rope, of all layers of a text config, whose factors depend on the longest position."""
+    """Kinds of rope, of all layers of a text config, whose factors depend on the longest
+    position."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = {each.get("rope_type", "") for each in (parameters, *parameters.values()) if isinstance(each, dict)}
+    kinds = {
+        each.get("rope_type", "")
+        for each in (parameters, *parameters.values())
+        if isinstance(each, dict)
+    }
     return kinds & set(CHANGING)
 
 
 def settle_rope(module: Any, name: str, context_tokens: int | None) -> None:
-    """Give a loaded module one set of rope factors, that of its longest sequence, whatever else is in a forward pass.
+    """Give a loaded module one set of rope factors, that of its longest sequence, whatever else is
+    in a forward pass.
 
-    context_tokens: of that sequence; None: as many as the config says. Raises ModelError where that leaves open which
-    set it is.
+    context_tokens: of that sequence; None: as many as the config says. Raises ModelError where that
+    leaves open which set it is.
     """
-    most = context_tokens or getattr(module.config.get_text_config(), "max_position_embeddings", None) or 0
+    most = (
+        context_tokens
+        or getattr(module.config.get_text_config(), "max_position_embeddings", None)
+        or 0
+    )
     for rotary in module.modules():
         kinds = getattr(rotary, "rope_type", None)
         for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
@@ -66,16 +82,20 @@ def settle_rope(module: Any, name: str, context_tokens: int | None) -> None:
             alone, beside = _first(rotary, layer_type, 2), _first(rotary, layer_type, most)
             if not alone.equal(beside) and context_tokens is None:
                 raise ModelError(
-                    f"model '{name}' has other rope factors ({kind}) for long sequences than for short ones; found no "
-                    f"length to choose by, and up to {most} tokens may come; give Model(..., context_tokens=N), the "
-                    f"most that prompt and completion have together"
+                    f"model '{name}' has other rope factors ({kind}) for long sequences than for"
+                    f" short ones; found no length to choose by, and up to {most} tokens may come;"
+                    " give Model(..., context_tokens=N), the most that prompt and completion have"
+                    " together"
                 )
-            rotary.rope_type = "default" if layer_type is None else rotary.rope_type | {layer_type: "default"}
+            rotary.rope_type = (
+                "default" if layer_type is None else rotary.rope_type | {layer_type: "default"}
+            )
             if not _first(rotary, layer_type, 2).equal(beside):
                 raise ModelError(
-                    f"model '{name}' has rope factors ({kind}) that change with the longest position of a forward "
-                    f"pass; found that {type(rotary).__name__} cannot keep to one set; give "
-                    f"Model(..., context_tokens=N) below the length from which on they change"
+                    f"model '{name}' has rope factors ({kind}) that change with the longest"
+                    f" position of a forward pass; found that {type(rotary).__name__} cannot keep"
+                    " to one set; give Model(..., context_tokens=N) below the length from which on"
+                    " they change"
                 )
 
 
@@ -97,7 +117,8 @@ def late_borders(module: Any, most: int | None = None) -> dict[str, float]:
 
 @contextlib.contextmanager
 def moved_borders(module: Any, names: Collection[str]) -> Iterator[None]:
-    """The same module with these borders at MOVED, so that a short sequence lies on both sides of each."""
+    """The same module with these borders at MOVED, so that a short sequence lies on both sides of
+    each."""
     before = [border for border in _borders(module) if border[1] in names]
     try:
         for holder, name, _ in before:
@@ -119,4 +140,8 @@ def _borders(module: Any) -> Iterator[tuple[dict[str, Any], str, float]]:
     for config in configs.values():
         parameters = getattr(config, "rope_parameters", None) or {}
         if SCALED in parameters and parameters["original_max_position_embeddings"] > MOVED:
-            yield parameters, "original_max_position_embeddings", parameters["original_max_position_embeddings"]
+            yield (
+                parameters,
+                "original_max_position_embeddings",
+                parameters["original_max_position_embeddings"],
+            )

@@ -4,6 +4,7 @@ from dataflow.errors import RunError
 
 
 class ModelError(RunError):
-    """A model or tokenizer that could not be loaded: folder, shard, weights, or code that may not run."""
+    """A model or tokenizer that could not be loaded: folder, shard, weights, or code that may not
+    run."""
 
     is_lasting = True

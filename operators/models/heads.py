@@ -1,8 +1,8 @@
 """How attention heads are dealt out to ranks that share out each layer: no torch.
 
-Ranks in order take queries in order, and with them the keys and values that these attend to: a rank has whole heads of
-both, or, where there are more ranks than key/value heads, neighbouring ranks have the same one.
-"""
+Ranks in order take queries in order, and with them the keys and values that these attend to: a rank
+has whole heads of both, or, where there are more ranks than key/value heads, neighbouring ranks
+have the same one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Heads:
         return self.queries // self.ranks // max(1, self.keys // self.ranks)
 
     def rows(self, rows: int, rank: int) -> tuple[int, int]:
-        """Which of the rows [0, rows) of a projection to keys or values a rank holds: [first, last)."""
+        """Which of the rows [0, rows) of a projection to keys or values a rank holds: [first,
+        last)."""
         each = rows * self.copies // self.ranks
         first = rank // self.copies * each
         return first, first + each
@@ -47,31 +48,40 @@ def heads_of(model: Any, ranks: int, name: str) -> Heads:
     """The heads of a model of transformers, dealt out to so many ranks.
 
     Raises:
-        ModelError: transformers has no tensor-parallel plan for it, its heads cannot be dealt out evenly, or its keys
-            and values, of which there are less than ranks, are not projections of their own.
+        ModelError: transformers has no tensor-parallel plan for it, its heads cannot be dealt out
+            evenly, or its keys and values, of which there are less than ranks, are not projections
+            of their own.
     """
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     kind = type(model).__name__
     if not plan:
         raise ModelError(
-            f"model '{name}' cannot be shared out to {ranks} ranks: transformers has no tensor-parallel plan for "
-            f"{kind}; use tensor_parallel=1, or a family with base_model_tp_plan in its config (Llama, Qwen2, Qwen3, "
-            f"Mistral, Gemma, Mixtral and others)"
+            f"model '{name}' cannot be shared out to {ranks} ranks: transformers has no"
+            f" tensor-parallel plan for {kind}; use tensor_parallel=1, or a family with"
+            " base_model_tp_plan in its config (Llama, Qwen2, Qwen3, Mistral, Gemma, Mixtral and"
+            " others)"
         )
-    queries, keys = int(model.config.get_text_config().num_attention_heads), key_value_heads(model.config)
+    queries, keys = (
+        int(model.config.get_text_config().num_attention_heads),
+        key_value_heads(model.config),
+    )
     if not _divide(queries, keys, ranks):
-        fitting = " or ".join(str(size) for size in range(1, queries + 1) if _divide(queries, keys, size))
+        fitting = " or ".join(
+            str(size) for size in range(1, queries + 1) if _divide(queries, keys, size)
+        )
         raise ModelError(
-            f"model '{name}' cannot be dealt out to {ranks} ranks: it has {queries} attention heads and {keys} "
-            f"key/value heads, and {ranks} does not divide the first, or neither divides nor is divided by the second; "
-            f"use tensor_parallel={fitting}"
+            f"model '{name}' cannot be dealt out to {ranks} ranks: it has {queries} attention heads"
+            f" and {keys} key/value heads, and {ranks} does not divide the first, or neither"
+            f" divides nor is divided by the second; use tensor_parallel={fitting}"
         )
     found = Heads(queries, keys, ranks)
-    if found.copies > 1 and {place.rpartition(".")[2] for place in shared_places(plan)} != {*KEYS_AND_VALUES}:
+    if found.copies > 1 and {place.rpartition(".")[2] for place in shared_places(plan)} != {
+        *KEYS_AND_VALUES
+    }:
         raise ModelError(
-            f"model '{name}' cannot be dealt out to {ranks} ranks: {kind} has {keys} key/value heads, and no "
-            f"projections {' and '.join(KEYS_AND_VALUES)} by heads that several ranks could hold alike; use "
-            f"tensor_parallel={keys} or less"
+            f"model '{name}' cannot be dealt out to {ranks} ranks: {kind} has {keys} key/value"
+            f" heads, and no projections {' and '.join(KEYS_AND_VALUES)} by heads that several"
+            f" ranks could hold alike; use tensor_parallel={keys} or less"
         )
     return found
 
@@ -85,7 +95,9 @@ def key_value_heads(config: Any) -> int:
 def shared_places(plan: Mapping[str, str]) -> list[str]:
     """Of a plan of transformers, the places of projections to key/value heads."""
     return [
-        place for place, style in plan.items() if place.rpartition(".")[2] in KEYS_AND_VALUES and style == "colwise"
+        place
+        for place, style in plan.items()
+        if place.rpartition(".")[2] in KEYS_AND_VALUES and style == "colwise"
     ]
 
 
@@ -95,7 +107,8 @@ def place_of(name: str) -> str:
 
 
 def settle_groups(model: Any, heads: Heads) -> None:
-    """Tell the attention of each layer of a rank's slice how many of its queries attend to each key/value head."""
+    """Tell the attention of each layer of a rank's slice how many of its queries attend to each
+    key/value head."""
     for module in model.modules():
         if hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = heads.groups

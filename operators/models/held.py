@@ -1,4 +1,5 @@
-"""Which part of a tensor a rank holds: asked of DTensor, so that there is no second set of rules."""
+"""Which part of a tensor a rank holds: asked of DTensor, so that there is no second set of
+rules."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from operators.models.slices import Runs, whole
 
 
 def held(tensor: Any) -> Runs:
-    """Of a tensor, all; of a DTensor, what this rank holds: of each dimension, ranges [first, last) of indices."""
+    """Of a tensor, all; of a DTensor, what this rank holds: of each dimension, ranges [first, last)
+    of indices."""
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape)
     return [_along(tensor, dim) for dim in range(tensor.ndim)]
@@ -21,11 +23,15 @@ def held(tensor: Any) -> Runs:
 def _along(tensor: DTensor, dim: int) -> list[tuple[int, int]]:
     size = tensor.shape[dim]
     of_axis = [getattr(placement, "dim", None) for placement in tensor.placements]
-    cuts = [axis for axis, cut in enumerate(of_axis) if cut is not None and cut % tensor.ndim == dim]
+    cuts = [
+        axis for axis, cut in enumerate(of_axis) if cut is not None and cut % tensor.ndim == dim
+    ]
     if not cuts:
         return [(0, size)]
     if len(cuts) > 1:
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        shape, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
         return [(offset[dim], offset[dim] + shape[dim])]
     (axis,), mesh = cuts, tensor.device_mesh
     if mesh.ndim > 1:

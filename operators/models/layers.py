@@ -18,7 +18,8 @@ def decoder_layers(module: Any) -> list[torch.nn.Module]:
     ]
     if not found:
         raise ModelError(
-            f"{type(module).__name__} has no layers that can be switched one by one; found no "
-            f"GradientCheckpointingLayer of transformers; leave gradient_checkpointing and compile out"
+            f"{type(module).__name__} has no layers that can be switched one by one; found no"
+            " GradientCheckpointingLayer of transformers; leave gradient_checkpointing and"
+            " compile out"
         )
     return found

@@ -1,6 +1,8 @@
-"""Loads what a `dataflow.Model` names: torch module and tokenizer, from a Hugging Face folder or id.
+"""Loads what a `dataflow.Model` names: torch module and tokenizer, from a Hugging Face folder or
+id.
 
-A GGUF file is converted into such a folder first, where that has not been done (`dataflow.gguf.conversion`).
+A GGUF file is converted into such a folder first, where that has not been done
+(`dataflow.gguf.conversion`).
 
 Weights are read tensor by tensor into memory of their own, so that no file stays mapped (`slices`).
 """
@@ -39,10 +41,11 @@ def load_model(
 ) -> torch.nn.Module:
     """The torch module of `model`, in eval mode, with every weight taken from safetensors files.
 
-    Of a folder that holds adapters alone, the model that they belong to, with them merged in; `lora` is not read.
+    Of a folder that holds adapters alone, the model that they belong to, with them merged in;
+    `lora` is not read.
 
-    A model with head "lm" gives next-token logits; "value" a number per token: 0 where the folder has no such
-    head, as that of a policy; "score" a number per sequence.
+    A model with head "lm" gives next-token logits; "value" a number per token: 0 where the folder
+    has no such head, as that of a policy; "score" a number per sequence.
 
     Args:
         device: where the weights go, "cpu" or "cuda:N".
@@ -50,8 +53,9 @@ def load_model(
         attention: name of a registered attention function; transformers chooses when None.
 
     Raises:
-        ModelError: no such folder or id, a missing or broken shard, weights that do not belong to the
-            config, a head "score" that the folder lacks, or code of its own without `trust_remote_code`.
+        ModelError: no such folder or id, a missing or broken shard, weights that do not belong to
+            the config, a head "score" that the folder lacks, or code of its own without
+            `trust_remote_code`.
     """
 
     _check_folder(model)
@@ -63,10 +67,12 @@ def load_model(
     return _loaded(model, found, device)
 
 
-def outlined(model: Model, *, dtype: str | torch.dtype | None = None, attention: str | None = None) -> Outline | None:
-    """The module of `model` on the meta device, in eval mode, and where its weights lie, for ranks that read what they
-    hold; None where it has to be loaded at once, which the log says why. Arguments and errors as `load_model`; a source
-    that holds adapters alone has none."""
+def outlined(
+    model: Model, *, dtype: str | torch.dtype | None = None, attention: str | None = None
+) -> Outline | None:
+    """The module of `model` on the meta device, in eval mode, and where its weights lie, for ranks
+    that read what they hold; None where it has to be loaded at once, which the log says why.
+    Arguments and errors as `load_model`; a source that holds adapters alone has none."""
     from operators.models.borders import settle_rope
     from operators.models.slices import NoOutline, files_of, outline
 
@@ -77,10 +83,15 @@ def outlined(model: Model, *, dtype: str | torch.dtype | None = None, attention:
         with no_progress_bar():
             module = _on_meta(model, dtype, attention)
         found = outline(module, files_of(_located(model), model.revision))
-        if lacking := sorted(name for name in found.missing if model.head != "value" or not _is_of_head(name)):
+        if lacking := sorted(
+            name for name in found.missing if model.head != "value" or not _is_of_head(name)
+        ):
             raise NoOutline(f"its files have no {lacking[:3]}")
-    except Exception as reason:  # whatever it is, loading at once gets round it or says what is wrong
-        structlog.get_logger().info("model loaded at once", model=model.name, source=model.source, reason=str(reason))
+    except Exception as reason:
+        # whatever it is, loading at once gets round it or says what is wrong
+        structlog.get_logger().info(
+            "model loaded at once", model=model.name, source=model.source, reason=str(reason)
+        )
         return None
     settle_rope(found.module, model.name, model.context_tokens)
     if found.missing:
@@ -89,7 +100,8 @@ def outlined(model: Model, *, dtype: str | torch.dtype | None = None, attention:
 
 
 def fill(model: Model, found: Outline, tensors: Mapping[str, tuple[torch.Tensor, Runs]]) -> None:
-    """`Outline.fill`, and then memory that reading took is given back. ModelError where a file cannot be read."""
+    """`Outline.fill`, and then memory that reading took is given back. ModelError where a file
+    cannot be read."""
     with _attributed(model, "weights"):
         found.fill(tensors)
     trim_memory()
@@ -101,14 +113,19 @@ def _loaded(model: Model, found: Outline, device: str | torch.device) -> torch.n
 
     module: torch.nn.Module = given_memory(found.module, device)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    fill(model, found, {
-        name: (tensors[name].data, whole(tensors[name].shape)) for name in found.names
-    })  # fmt: skip
+    fill(
+        model,
+        found,
+        {name: (tensors[name].data, whole(tensors[name].shape)) for name in found.names},
+    )
     return module
 
 
-def _on_meta(model: Model, dtype: str | torch.dtype | None, attention: str | None) -> torch.nn.Module:
-    """A model of transformers without its weights, whose buffers are computed. NoOutline for another."""
+def _on_meta(
+    model: Model, dtype: str | torch.dtype | None, attention: str | None
+) -> torch.nn.Module:
+    """A model of transformers without its weights, whose buffers are computed. NoOutline for
+    another."""
     import torch
     import transformers
 
@@ -117,7 +134,10 @@ def _on_meta(model: Model, dtype: str | torch.dtype | None, attention: str | Non
     chosen = _dtype(model, dtype)
     source = _located(model)
     config = transformers.AutoConfig.from_pretrained(
-        source, revision=model.revision, trust_remote_code=model.trust_remote_code, **_options(model, None)
+        source,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        **_options(model, None),
     )
     if getattr(config, "quantization_config", None) is not None:
         raise NoOutline("its files are quantised")
@@ -138,9 +158,12 @@ def _on_meta(model: Model, dtype: str | torch.dtype | None, attention: str | Non
     return with_buffers(module).eval()  # type: ignore[no-any-return]
 
 
-def _loaded_at_once(model: Model, dtype: str | torch.dtype | None, attention: str | None) -> torch.nn.Module:
-    """As transformers loads it, in memory of its own: what it gives are parts of mapped files, anywhere in them, and on
-    CPUs the last bit of a matrix product depends on where its factors begin."""
+def _loaded_at_once(
+    model: Model, dtype: str | torch.dtype | None, attention: str | None
+) -> torch.nn.Module:
+    """As transformers loads it, in memory of its own: what it gives are parts of mapped files,
+    anywhere in them, and on CPUs the last bit of a matrix product depends on where its factors
+    begin."""
     import torch
 
     from operators.models.borders import settle_rope
@@ -157,8 +180,9 @@ def _loaded_at_once(model: Model, dtype: str | torch.dtype | None, attention: st
         )
     if getattr(module, "peft_config", None):
         raise ModelError(
-            f"model '{model.name}' cannot be loaded: {model.source} holds adapters of another model, found on the hub; "
-            f"download it (hf download {model.source}), and give the folder"
+            f"model '{model.name}' cannot be loaded: {model.source} holds adapters of another"
+            f" model, found on the hub; download it (hf download {model.source}), and give the"
+            " folder"
         )
     _check_weights(model, found)
     _settle_head(model, module, found)
@@ -178,7 +202,9 @@ def _options(model: Model, attention: str | None) -> dict[str, Any]:
 def _dtype(model: Model, dtype: str | torch.dtype | None) -> torch.dtype:
     import torch
 
-    found: torch.dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or model.dtype)
+    found: torch.dtype = (
+        dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or model.dtype)
+    )
     return found
 
 
@@ -189,10 +215,11 @@ def load_merged(
     dtype: str | torch.dtype | None = None,
     attention: str | None = None,
 ) -> tuple[torch.nn.Module, Merged | None]:
-    """The plain module of `model`, without gradients, and where it has adapters, what brings new ones into it.
+    """The plain module of `model`, without gradients, and where it has adapters, what brings new
+    ones into it.
 
-    A source that holds adapters alone is loaded as the model they were trained on with them merged in. Arguments as
-    those of `load_model`.
+    A source that holds adapters alone is loaded as the model they were trained on with them merged
+    in. Arguments as those of `load_model`.
 
     Raises:
         ModelError: as `load_model`, `adapters.read` and `adapters.adapted_layers`.
@@ -214,11 +241,13 @@ def load_merged(
 def load_adapted(model: Model, *, device: str | torch.device = "cpu") -> torch.nn.Module:
     """The module of `model` with its adapters, in eval mode: what a trainer trains.
 
-    The weights are in the model's dtype and need no gradient; adapters are float32 and do. Where the source is a
-    folder that `save` wrote, the weights come from where it says, and the adapters from it.
+    The weights are in the model's dtype and need no gradient; adapters are float32 and do. Where
+    the source is a folder that `save` wrote, the weights come from where it says, and the adapters
+    from it.
 
     Raises:
-        ModelError: as `load_model`; peft is not there; no layer of that name; adapters of another shape.
+        ModelError: as `load_model`; peft is not there; no layer of that name; adapters of another
+            shape.
     """
     assert model.lora is not None, "a model without adapters is loaded by load_model"
     from operators.models import adapters
@@ -231,7 +260,8 @@ def load_adapted(model: Model, *, device: str | torch.device = "cpu") -> torch.n
 
 
 def outlined_to_train(model: Model) -> Outline | None:
-    """As `outlined`, of what a trainer trains: float32 weights, or those of `load_adapted`. Errors as its."""
+    """As `outlined`, of what a trainer trains: float32 weights, or those of `load_adapted`. Errors
+    as its."""
     from operators.models import adapters
 
     if model.lora is None:
@@ -247,10 +277,11 @@ def outlined_to_train(model: Model) -> Outline | None:
 
 
 def preload(model: Model) -> None:
-    """Import the code of `model`, and what loads it, for the processes that are forked from this one.
+    """Import the code of `model`, and what loads it, for the processes that are forked from this
+    one.
 
-    No weight is read and no device is touched; nothing is fetched, and no code of the model's own is run.
-    """
+    No weight is read and no device is touched; nothing is fetched, and no code of the model's own
+    is run."""
     import torch
     import transformers
 
@@ -258,15 +289,17 @@ def preload(model: Model) -> None:
 
     base, _ = base_of(model)
     if not base.trust_remote_code:
-        config = transformers.AutoConfig.from_pretrained(_located(base), revision=base.revision, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            _located(base), revision=base.revision, local_files_only=True
+        )
         with torch.device("meta"):
             module = _loader(base).from_config(config)
         saved_as(module)  # for this, transformers compiles the names of all families
 
 
 def load_tokenizer(model: Model) -> Any:
-    """The tokenizer of `model`, a `transformers.PreTrainedTokenizerBase`: where a folder holds adapters and no
-    tokenizer, that of the model that they belong to.
+    """The tokenizer of `model`, a `transformers.PreTrainedTokenizerBase`: where a folder holds
+    adapters and no tokenizer, that of the model that they belong to.
 
     Raises:
         ModelError: as `load_model`, or the folder has no tokenizer.
@@ -274,7 +307,10 @@ def load_tokenizer(model: Model) -> Any:
     import transformers
 
     _check_folder(model)
-    if holds_adapters(model.source) and not (Path(model.source) / "tokenizer_config.json").is_file():
+    if (
+        holds_adapters(model.source)
+        and not (Path(model.source) / "tokenizer_config.json").is_file()
+    ):
         model, _ = base_of(model)
     with _attributed(model, "tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(
@@ -297,7 +333,9 @@ def load_configs(model: Model) -> tuple[Any, Any | None]:
             _located(model), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     try:
-        return config, transformers.GenerationConfig.from_pretrained(_located(model), revision=model.revision or "main")
+        return config, transformers.GenerationConfig.from_pretrained(
+            _located(model), revision=model.revision or "main"
+        )
     except OSError:
         return config, None
 
@@ -320,8 +358,8 @@ def _check_folder(model: Model) -> None:
 
 
 def _located(model: Model) -> str:
-    """The folder or id that transformers is given: of a GGUF file the folder that it is converted into, now if need
-    be."""
+    """The folder or id that transformers is given: of a GGUF file the folder that it is converted
+    into, now if need be."""
     if not is_gguf(model.source):
         return model.source
     try:
@@ -341,12 +379,13 @@ def _check_weights(model: Model, found: dict[str, Any]) -> None:
             f"model '{model.name}' cannot be loaded: its config needs {len(missing)} weights that "
             f"{model.source} does not have and {len(mismatched)} of another shape, "
             f"such as {(missing + mismatched)[:3]}; "
-            f"give weights that belong to this config.json"
+            "give weights that belong to this config.json"
         )
 
 
 def _settle_head(model: Model, module: Any, found: dict[str, Any]) -> None:
-    """A critic without a head begins at 0, the same for every seed; a judge without one would give random numbers."""
+    """A critic without a head begins at 0, the same for every seed; a judge without one would give
+    random numbers."""
     fresh = sorted(key for key in found.get("missing_keys", ()) if _is_of_head(key))
     if model.head == "value" and fresh:
         parameters = dict(module.named_parameters())
@@ -355,13 +394,16 @@ def _settle_head(model: Model, module: Any, found: dict[str, Any]) -> None:
         _log_new_head(model, fresh)
     elif model.head == "score" and fresh:
         raise ModelError(
-            f"model '{model.name}' cannot be loaded: it is to give scores, but {model.source} has no {fresh}, and "
-            f"random weights would judge at random; give a sequence classifier with one label, such as a reward model"
+            f"model '{model.name}' cannot be loaded: it is to give scores, but {model.source} has"
+            f" no {fresh}, and random weights would judge at random; give a sequence classifier"
+            " with one label, such as a reward model"
         )
 
 
 def _log_new_head(model: Model, names: Iterable[str]) -> None:
-    structlog.get_logger().info("value head set to 0", model=model.name, source=model.source, weights=sorted(names))
+    structlog.get_logger().info(
+        "value head set to 0", model=model.name, source=model.source, weights=sorted(names)
+    )
 
 
 def _is_of_head(key: str) -> bool:
@@ -376,13 +418,17 @@ def _attributed(model: Model, what: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        text = (
+            f"{type(error).__name__}:"
+            f" {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        )
         way_out = "check the folder's files, or the id and revision on the hub"
         if "trust_remote_code" in str(error):
             way_out = "read that code and, if you trust it, give Model(..., trust_remote_code=True)"
             text = "it comes with Python code of its own (auto_map), which may not run"
         raise ModelError(
-            f"{what} of model '{model.name}' cannot be loaded from {model.source}: {text}; {way_out}"
+            f"{what} of model '{model.name}' cannot be loaded from {model.source}: {text};"
+            f" {way_out}"
         ) from error
 
 

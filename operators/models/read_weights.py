@@ -1,4 +1,5 @@
-"""The weights that an operator computes with, trained elsewhere or frozen: adopted, put aside, taken back."""
+"""The weights that an operator computes with, trained elsewhere or frozen: adopted, put aside,
+taken back."""
 
 from __future__ import annotations
 
@@ -27,15 +28,19 @@ class ModelMemory:
         self._attached, self._shelf = list(attached), Shelf(aside)
 
     def sleep(self, end: object, tensors: Iterable[Tensor]) -> bool:
-        """Put them aside, and the other tensors of their model; True: those attached lose their values, and `end` will
-        fill them.
+        """Put them aside, and the other tensors of their model; True: those attached lose their
+        values, and `end` will fill them.
 
-        What lies in main memory that a version arrives in by itself, as over a network, stays there. What they had
-        before the first version may be in use, as by a reference, and is put aside."""
+        What lies in main memory that a version arrives in by itself, as over a network, stays
+        there. What they had before the first version may be in use, as by a reference, and is put
+        aside."""
         again = isinstance(end, LetsGo) and end.let_go()
         arrives = not again and getattr(end, "version", -1) >= 0
         stays = {id(each) for each in self._attached if each.is_cpu} if arrives else set()
-        self._shelf.park((each for each in tensors if id(each) not in stays), forget=self._attached if again else ())
+        self._shelf.park(
+            (each for each in tensors if id(each) not in stays),
+            forget=self._attached if again else (),
+        )
         return_freed_memory()
         return again
 
@@ -52,14 +57,20 @@ class RankMemory(ModelMemory):
     """That of a rank behind rank 0."""
 
     def __init__(
-        self, attached: Iterable[Tensor], aside: Path | None, end: object, tensors: Callable[[], Iterable[Tensor]]
+        self,
+        attached: Iterable[Tensor],
+        aside: Path | None,
+        end: object,
+        tensors: Callable[[], Iterable[Tensor]],
     ) -> None:
-        """end: this rank's, of the weight plane. tensors: those of its model, once nothing else of it is there."""
+        """end: this rank's, of the weight plane. tensors: those of its model, once nothing else of
+        it is there."""
         super().__init__(attached, aside)
         self._end, self._tensors = end, tensors
 
     def followed(self, message: object, channel: Channel[Any], watch: ExchangeWatch) -> bool:
-        """Sleep or wake where rank 0 says so; False where it says something else. watch: of the exchanges."""
+        """Sleep or wake where rank 0 says so; False where it says something else. watch: of the
+        exchanges."""
         if not isinstance(message, Sleep | Wake):
             return False
         with watch.lifted():
@@ -81,12 +92,20 @@ class ReadWeights:
     """
 
     def __init__(
-        self, reader: WeightsIn | None, attached: Mapping[str, Any], aside: Path | None, ranks: Exchange | None = None,
+        self,
+        reader: WeightsIn | None,
+        attached: Mapping[str, Any],
+        aside: Path | None,
+        ranks: Exchange | None = None,
         span: Span = untold,
-    ) -> None:  # fmt: skip
-        """reader: the end that `attached` tensors are attached to; None: the weights are frozen. aside, span: as of
-        `Context`. ranks: the others, which sleep and wake when this one does."""
-        self._reader, self._memory, self._ranks = reader, ModelMemory(attached.values(), aside), ranks
+    ) -> None:
+        """reader: the end that `attached` tensors are attached to; None: the weights are frozen.
+        aside, span: as of `Context`. ranks: the others, which sleep and wake when this one does."""
+        self._reader, self._memory, self._ranks = (
+            reader,
+            ModelMemory(attached.values(), aside),
+            ranks,
+        )
         self._span = span
         self.ready = True
         """Whether the tensors hold the version in use."""
@@ -99,7 +118,8 @@ class ReadWeights:
 
     @property
     def version(self) -> int:
-        """The version in use, or that which would be used next by one that is put aside; -1: none was there yet."""
+        """The version in use, or that which would be used next by one that is put aside; -1: none
+        was there yet."""
         if self._reader is None:
             return 0
         return self._reader.version if self._awake or self._offer is None else self._offer.version
@@ -120,8 +140,9 @@ class ReadWeights:
         return self.version >= 0 and (self.ready or self._may_return or self._offer is not None)
 
     def take(self) -> int | None:
-        """A safe point: adopt the newest version that is offered, or have again what was put aside; a restarted
-        trainer's may have the same number. The version, where the tensors have other values or another memory now."""
+        """A safe point: adopt the newest version that is offered, or have again what was put aside;
+        a restarted trainer's may have the same number. The version, where the tensors have other
+        values or another memory now."""
         version = self._adopted(self._reader) if self._reader is not None else None
         if version is not None:
             self.ready, self._moved = True, False
@@ -145,14 +166,16 @@ class ReadWeights:
             return version
         if version != heard.version or not isinstance(reader, WeightsAgain):
             return None
-        return version if reader.again() else None  # of the same number: it was adopted, or had been withdrawn
+        # of the same number: it was adopted, or had been withdrawn
+        return version if reader.again() else None
 
     def hear(self) -> None:
         """Listen to the trainer, of one that is put aside; what it offers is adopted later."""
         self._offer = self._reader.poll() if self._reader is not None else None
 
     def sleep(self, tensors: Iterable[Tensor]) -> None:
-        """Put them aside, as `ModelMemory.sleep`, on all ranks; until `take` nobody may read them."""
+        """Put them aside, as `ModelMemory.sleep`, on all ranks; until `take` nobody may read
+        them."""
         with self._together(Sleep()):
             again = self._memory.sleep(self._reader, tensors)
         self._may_return = again and (self.ready or self._may_return)

@@ -1,4 +1,5 @@
-"""Where tensors go that nobody reads for a while: a GPU's to pinned main memory, main memory's to a file."""
+"""Where tensors go that nobody reads for a while: a GPU's to pinned main memory, main memory's to a
+file."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from dataflow.system.files import disk
 
 
 class Shelf:
-    """Takes the memory of tensors and gives it back to their device; they stay the same objects, and so does whatever
-    shares memory with them, and they have their values again after `back`.
+    """Takes the memory of tensors and gives it back to their device; they stay the same objects,
+    and so does whatever shares memory with them, and they have their values again after `back`.
 
     Pinned memory is taken once. The file has no name: it goes with the process, however that ends.
     """
@@ -28,7 +29,8 @@ class Shelf:
         self._file = -1
         self._pinned: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         self._away: list[tuple[torch.UntypedStorage, int, Tensor | int | None]] = []
-        """Storages whose memory is given back: their bytes, and pinned memory, a place in the file, or nothing."""
+        """Storages whose memory is given back: their bytes, and pinned memory, a place in the file,
+        or nothing."""
         self._is_full = False
 
     @property
@@ -38,10 +40,11 @@ class Shelf:
 
     @torch.no_grad()
     def park(self, tensors: Iterable[Tensor], forget: Iterable[Tensor] = ()) -> None:
-        """Put their values away, after all that the current stream does, and give their memory back.
+        """Put their values away, after all that the current stream does, and give their memory
+        back.
 
-        forget: tensors that have no value afterwards, only their memory: whoever takes them back fills them.
-        RunFolderError where the disk refuses.
+        forget: tensors that have no value afterwards, only their memory: whoever takes them back
+        fills them. RunFolderError where the disk refuses.
         """
         if self._is_full:
             return
@@ -89,7 +92,9 @@ class Shelf:
         found = {}
         for tensor in tensors:
             storage = _local(tensor).untyped_storage()
-            moves = storage.device.type == "cuda" or (storage.device.type == "cpu" and self._folder is not None)
+            moves = storage.device.type == "cuda" or (
+                storage.device.type == "cpu" and self._folder is not None
+            )
             if moves and storage.resizable() and storage.nbytes():
                 found[storage._cdata] = storage
         return found
@@ -124,8 +129,9 @@ class Shelf:
 
 
 def return_freed_memory() -> None:
-    """Have what was freed at other processes' disposal: allocators keep it for themselves otherwise, and cuBLAS 32 MiB
-    for each stream that has multiplied on an H100; no captured graph may be left that multiplies there."""
+    """Have what was freed at other processes' disposal: allocators keep it for themselves
+    otherwise, and cuBLAS 32 MiB for each stream that has multiplied on an H100; no captured graph
+    may be left that multiplies there."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear_workspaces is not None:
@@ -148,5 +154,8 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _view(storage: torch.UntypedStorage) -> memoryview:
-    """Its bytes, for reading and writing; a storage that numpy has seen could not be given back any more."""
-    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+    """Its bytes, for reading and writing; a storage that numpy has seen could not be given back any
+    more."""
+    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast(
+        "B"
+    )

@@ -1,9 +1,10 @@
-"""A model without its weights, and where in its files each of them lies: a rank reads what it holds, and no more.
+"""A model without its weights, and where in its files each of them lies: a rank reads what it
+holds, and no more.
 
-The module is built on the meta device, as transformers itself builds one, with its buffers computed; it may be cut up
-as it is, and then be given memory and filled. What a file's names stand for, transformers' own rules say; where they
-ask for more than putting tensors beside each other, there is no outline, and the whole model has to be loaded.
-"""
+The module is built on the meta device, as transformers itself builds one, with its buffers
+computed; it may be cut up as it is, and then be given memory and filled. What a file's names stand
+for, transformers' own rules say; where they ask for more than putting tensors beside each other,
+there is no outline, and the whole model has to be loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from operators.models.tensor_files import StoredTensor, content_of, read_part
 WEIGHTS = "model.safetensors"
 
 Runs = Sequence[Sequence[tuple[int, int]]]
-"""Of each dimension of a tensor, the ranges [first, last) that a rank holds, end to end in its part."""
+"""Of each dimension of a tensor, the ranges [first, last) that a rank holds, end to end in its
+part."""
 
 
 class NoOutline(Exception):
@@ -66,7 +68,8 @@ class Outline:
         return [*self.parts, *self.missing, *self.given]
 
     def fill(self, tensors: Mapping[str, tuple[Tensor, Runs]]) -> None:
-        """Read what a rank holds: by name, its part of a tensor, and which that is. `missing` ones become 0.
+        """Read what a rank holds: by name, its part of a tensor, and which that is. `missing` ones
+        become 0.
 
         Raises OSError, and EOFError where a file is shorter than it was."""
         with _files() as opened, torch.no_grad():
@@ -86,11 +89,14 @@ def whole(shape: Sequence[int]) -> Runs:
 
 
 def boxes(runs: Runs) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """The boxes that runs make: where each begins in the tensor, where in the part, and its size."""
+    """The boxes that runs make: where each begins in the tensor, where in the part, and its
+    size."""
     placed = []
     for ranges in runs:
         starts = itertools.accumulate((last - first for first, last in ranges), initial=0)
-        placed.append([(first, at, last - first) for (first, last), at in zip(ranges, starts, strict=False)])
+        placed.append(
+            [(first, at, last - first) for (first, last), at in zip(ranges, starts, strict=False)]
+        )
     for box in itertools.product(*placed):
         yield tuple(b[0] for b in box), tuple(b[1] for b in box), tuple(b[2] for b in box)
 
@@ -112,10 +118,11 @@ def narrowed(tensor: Tensor, begin: Sequence[int], size: Sequence[int]) -> Tenso
 
 
 def outline(module: Any, files: Iterable[Path]) -> Outline:
-    """How the tensors of these files make up those of `module`, which is a model of transformers on the meta device.
+    """How the tensors of these files make up those of `module`, which is a model of transformers on
+    the meta device.
 
-    What the module does not know is passed over. Raises NoOutline where it takes more than putting tensors beside each
-    other, or shapes do not fit; ValueError for a file that is broken; OSError.
+    What the module does not know is passed over. Raises NoOutline where it takes more than putting
+    tensors beside each other, or shapes do not fit; ValueError for a file that is broken; OSError.
     """
     stored = {name: tensor for path in files for name, tensor in content_of(path).tensors.items()}
     names, wanted = _tensors(module)
@@ -128,9 +135,13 @@ def outline(module: Any, files: Iterable[Path]) -> Outline:
             sources[names[target]].append((name, pattern))
             under[names[target]].add(target)
     if twice := sorted(name for name, targets in under.items() if len(targets) > 1):
-        raise NoOutline(f"its files hold '{twice[0]}' under each of the names {sorted(under[twice[0]])} that share it")
+        raise NoOutline(
+            f"its files hold '{twice[0]}' under each of the names {sorted(under[twice[0]])} that"
+            " share it"
+        )
     parts = {
-        name: tuple(_joined(name, tuple(wanted[name].shape), found, stored, rules)) for name, found in sources.items()
+        name: tuple(_joined(name, tuple(wanted[name].shape), found, stored, rules))
+        for name, found in sources.items()
     }
     if rules.is_needed_to_save:
         setattr(module, _SAVED_AS, parts)
@@ -139,7 +150,8 @@ def outline(module: Any, files: Iterable[Path]) -> Outline:
 
 
 def saved_as(module: Any) -> Mapping[str, Sequence[FileTensor]] | None:
-    """What of a module's tensors stands under other names in a folder that transformers loads; None: nobody knows."""
+    """What of a module's tensors stands under other names in a folder that transformers loads;
+    None: nobody knows."""
     if hasattr(module, _SAVED_AS):
         found: Mapping[str, Sequence[FileTensor]] = getattr(module, _SAVED_AS)
         return found
@@ -153,8 +165,8 @@ _SAVED_AS = "_dataflow_saved_as"
 
 
 def _tensors(module: Any) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Every name of a tensor of the module, with the first of those that share it; and the tensors by that: parameters,
-    and buffers that are saved."""
+    """Every name of a tensor of the module, with the first of those that share it; and the tensors
+    by that: parameters, and buffers that are saved."""
     names: dict[str, str] = {}
     wanted: dict[str, Tensor] = {}
     first: dict[int, str] = {}
@@ -169,7 +181,12 @@ class _Rules:
 
     def __init__(self, module: Any, transforms: Sequence[Any], own: Sequence[Any]) -> None:
         """own: those that hold when the model is saved, too."""
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
 
         self.in_order: Callable[[str], Any] = dot_natural_key
         self._transforms = transforms
@@ -177,7 +194,9 @@ class _Rules:
         self._rename = rename_source_key
         self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
-        self._of_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        self._of_pattern = {
+            pattern: each for each in self._converters for pattern in each.source_patterns
+        }
         self._prefix, self._wanted = module.base_model_prefix, module.state_dict()
 
     @classmethod
@@ -188,20 +207,26 @@ class _Rules:
             from transformers.core_model_loading import PrefixChange
 
             own = [
-                each for each in get_model_conversion_mapping(module, add_legacy=False)
+                each
+                for each in get_model_conversion_mapping(module, add_legacy=False)
                 if not isinstance(each, PrefixChange)
-            ]  # fmt: skip
+            ]
             return cls(module, get_model_conversion_mapping(module), own)
         except (ImportError, AttributeError, TypeError) as error:
-            raise NoOutline(f"this transformers does not tell how its files are read ({error})") from error
+            raise NoOutline(
+                f"this transformers does not tell how its files are read ({error})"
+            ) from error
 
     def target(self, name: str) -> tuple[str, str | None]:
-        """The module's name for a file's, and the pattern of the conversion that it has a part in, if any."""
+        """The module's name for a file's, and the pattern of the conversion that it has a part in,
+        if any."""
         found: tuple[str, str | None] = self._rename(
             name, self._renamings, self._converters, self._prefix, self._wanted
         )
         if found[0] not in self._wanted and name in self._wanted:
-            return self._rename(name, [], [], base_model_prefix=self._prefix, meta_state_dict=self._wanted)
+            return self._rename(
+                name, [], [], base_model_prefix=self._prefix, meta_state_dict=self._wanted
+            )
         return found
 
     def conversion(self, pattern: str) -> Any:
@@ -214,9 +239,12 @@ class _Rules:
 
 
 def _joined(
-    name: str, shape: tuple[int, ...], sources: Sequence[tuple[str, str | None]], stored: Mapping[str, StoredTensor],
+    name: str,
+    shape: tuple[int, ...],
+    sources: Sequence[tuple[str, str | None]],
+    stored: Mapping[str, StoredTensor],
     rules: _Rules,
-) -> Iterator[FileTensor]:  # fmt: skip
+) -> Iterator[FileTensor]:
     """The parts of a tensor that is made of these sources: (name in a file, pattern)."""
     pattern = sources[0][1]
     is_stacked, dim = False, 0
@@ -237,28 +265,44 @@ def _joined(
                 offsets[dim] += at
                 offsets[0] += number if is_stacked else 0
             ends = [first + size for first, size in zip(offsets, tensor.shape, strict=False)]
-            if len(tensor.shape) != len(shape) or any(end > most for end, most in zip(ends, shape, strict=True)):
-                raise NoOutline(f"'{source}' is {list(stored[source].shape)}, but '{name}' is {list(shape)}")
+            if len(tensor.shape) != len(shape) or any(
+                end > most for end, most in zip(ends, shape, strict=True)
+            ):
+                raise NoOutline(
+                    f"'{source}' is {list(stored[source].shape)}, but '{name}' is {list(shape)}"
+                )
             yield FileTensor(source, stored[source].shape, tensor, tuple(offsets))
             covered += math.prod(tensor.shape)
             thickness = tensor.shape[dim] if shape else 0
             at += 0 if is_stacked else thickness
         at += thickness if is_stacked else 0
     if covered != math.prod(shape):
-        raise NoOutline(f"its files hold {covered} numbers of '{name}', which has {math.prod(shape)}")
+        raise NoOutline(
+            f"its files hold {covered} numbers of '{name}', which has {math.prod(shape)}"
+        )
 
 
 def _putting_together(name: str, conversion: Any) -> tuple[bool, int, list[str]]:
-    """Whether a conversion stacks the tensors of each pattern, the dimension along which it puts those of one pattern
-    after those of another, and the patterns in that order. NoOutline where it does anything else."""
+    """Whether a conversion stacks the tensors of each pattern, the dimension along which it puts
+    those of one pattern after those of another, and the patterns in that order. NoOutline where it
+    does anything else."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     kinds = [type(each) for each in conversion.operations]
-    if len(conversion.target_patterns) == 1 and kinds and set(kinds) <= {MergeModulelist, Concatenate}:
+    if (
+        len(conversion.target_patterns) == 1
+        and kinds
+        and set(kinds) <= {MergeModulelist, Concatenate}
+    ):
         dims = [each.dim for each in conversion.operations]
         if kinds == [Concatenate] and dims[0] >= 0:
             return False, dims[0], list(conversion.source_patterns)
-        if kinds[0] is MergeModulelist and dims[0] == 0 and len(kinds) == 1 and len(conversion.source_patterns) == 1:
+        if (
+            kinds[0] is MergeModulelist
+            and dims[0] == 0
+            and len(kinds) == 1
+            and len(conversion.source_patterns) == 1
+        ):
             return True, 0, list(conversion.source_patterns)
         if kinds == [MergeModulelist, Concatenate] and dims[0] == 0 and dims[1] > 0:
             return True, dims[1], list(conversion.source_patterns)
@@ -293,11 +337,14 @@ def _files() -> Iterator[Callable[[Path], int]]:
 
 
 def with_buffers(module: Any) -> Any:
-    """A model of transformers on the meta device, with its buffers computed on the CPU, as when it is loaded."""
+    """A model of transformers on the meta device, with its buffers computed on the CPU, as when it
+    is loaded."""
     for each in module.modules():
         if any(buffer.is_meta for buffer in each._buffers.values() if buffer is not None):
             for name, buffer in each._buffers.items():
-                each._buffers[name] = None if buffer is None else torch.empty_like(buffer, device="cpu")
+                each._buffers[name] = (
+                    None if buffer is None else torch.empty_like(buffer, device="cpu")
+                )
             each._is_hf_initialized = False
     with torch.device("cpu"):
         module.initialize_weights()
@@ -305,11 +352,20 @@ def with_buffers(module: Any) -> Any:
 
 
 def given_memory(module: Any, device: str | torch.device) -> Any:
-    """The module with memory for each of its tensors that has none, not set to anything, and the others on `device`."""
+    """The module with memory for each of its tensors that has none, not set to anything, and the
+    others on `device`."""
 
     def moved(tensor: Tensor) -> Tensor:
-        there = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
-        return torch.nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else there
+        there = (
+            torch.empty_like(tensor, device=device)
+            if tensor.is_meta
+            else tensor.detach().to(device)
+        )
+        return (
+            torch.nn.Parameter(there, tensor.requires_grad)
+            if isinstance(tensor, torch.nn.Parameter)
+            else there
+        )
 
     return exchanged(module, moved)
 
@@ -328,14 +384,19 @@ def exchanged(module: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def files_of(source: str, revision: str | None) -> list[Path]:
-    """The safetensors files of a folder, or of a model on the hub. NoOutline where it has none, or of another name."""
+    """The safetensors files of a folder, or of a model on the hub. NoOutline where it has none, or
+    of another name."""
     from transformers.utils.hub import cached_file
 
     def found(name: str) -> Path | None:
         path = cached_file(
-            source, name, revision=revision, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_connection_errors=False,
-        )  # fmt: skip
+            source,
+            name,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
         return None if path is None else Path(path)
 
     if (single := found(WEIGHTS)) is not None:

@@ -1,4 +1,5 @@
-"""What ranks do together: rank 0 says what comes, all take part, and an exchange that breaks names who broke it."""
+"""What ranks do together: rank 0 says what comes, all take part, and an exchange that breaks names
+who broke it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ class Exchange:
     def check(self) -> None:
         """Raise RunError when the ranks are not in step any more."""
         if self._broken:
-            raise RunError(f"the ranks of '{self.team.node}' are not in step any more: {self._broken}; build it again")
+            raise RunError(
+                f"the ranks of '{self.team.node}' are not in step any more: {self._broken}; build"
+                " it again"
+            )
 
     def answers(self, kind: type[T], wait_s: float | None = None) -> list[T]:
         """What each of the other ranks answers, a message of this kind, in their order."""
@@ -50,7 +54,8 @@ class Exchange:
 
     @contextlib.contextmanager
     def beside(self, message: Sleep | Wake) -> Iterator[None]:
-        """Have the others put memory aside, or take it again, while rank 0 does so within; over when all have."""
+        """Have the others put memory aside, or take it again, while rank 0 does so within; over
+        when all have."""
         with self.together(f"a {type(message).__name__.lower()}"):
             self.tell(message)
             with self._watch.lifted():
@@ -59,7 +64,8 @@ class Exchange:
 
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """An error that another rank may have caused, as one that names it; the ranks end with it."""
+        """An error that another rank may have caused, as one that names it; the ranks end with
+        it."""
         try:
             with self._watch.within():
                 yield
@@ -80,36 +86,50 @@ class Exchange:
 
 
 def next_message(
-    channel: Channel[Any], rank: int, parent: int, wait_s: float, *, look_s: float = LOOK_S,
+    channel: Channel[Any],
+    rank: int,
+    parent: int,
+    wait_s: float,
+    *,
+    look_s: float = LOOK_S,
     meanwhile: Callable[[], None] = lambda: None,
-) -> Any:  # fmt: skip
-    """What rank 0 says next; `wait_s` bounds a message that has begun; `meanwhile` is called every `look_s` seconds.
+) -> Any:
+    """What rank 0 says next; `wait_s` bounds a message that has begun; `meanwhile` is called every
+    `look_s` seconds.
 
     Raises WorkerDied when rank 0 has ended."""
     while not channel.readable(look_s):
         meanwhile()
         if os.getppid() != parent:
-            raise WorkerDied(f"rank {rank} waited for a word of rank 0 (pid {parent}), which has ended; see its log")
+            raise WorkerDied(
+                f"rank {rank} waited for a word of rank 0 (pid {parent}), which has ended; see"
+                " its log"
+            )
     try:
         return channel.receive(wait_s)
     except EOFError:
         raise WorkerDied(
-            f"rank {rank} waited for a word of rank 0 (pid {parent}), which ended without saying so; see its log"
+            f"rank {rank} waited for a word of rank 0 (pid {parent}), which ended without saying"
+            " so; see its log"
         ) from None
 
 
 def expected(kind: type[T], channel: Channel[Any], rank: int, parent: int, wait_s: float) -> T:
-    """The next message of rank 0, which is of this kind. Raises RunError for another, and as `next_message`."""
+    """The next message of rank 0, which is of this kind. Raises RunError for another, and as
+    `next_message`."""
     message = next_message(channel, rank, parent, wait_s)
     if not isinstance(message, kind):
         raise RunError(
-            f"rank {rank} waited for '{kind.__name__}' of rank 0 (pid {parent}), but it said {message!r:.200}"
+            f"rank {rank} waited for '{kind.__name__}' of rank 0 (pid {parent}), but it said"
+            f" {message!r:.200}"
         )
     return message
 
 
 @contextlib.contextmanager
-def named(channel: Channel[Any], rank: int, parent: int, doing: str, watch: ExchangeWatch) -> Iterator[None]:
+def named(
+    channel: Channel[Any], rank: int, parent: int, doing: str, watch: ExchangeWatch
+) -> Iterator[None]:
     """In another rank: an exchange that broke, as an error that says who waited for whom."""
     try:
         with watch.within():
@@ -119,9 +139,13 @@ def named(channel: Channel[Any], rank: int, parent: int, doing: str, watch: Exch
             raise
         waited = f"rank {rank} waited for the other ranks in {doing}"
         if timed_out(error):
-            raise DeadlineError(f"{waited}, and one was silent ({error}); see rank 0's log (pid {parent})") from error
+            raise DeadlineError(
+                f"{waited}, and one was silent ({error}); see rank 0's log (pid {parent})"
+            ) from error
         if channel.readable(BLAME_S):
-            raise WorkerDied(f"{waited}, and rank 0 (pid {parent}) or another ended ({error}); see its log") from error
+            raise WorkerDied(
+                f"{waited}, and rank 0 (pid {parent}) or another ended ({error}); see its log"
+            ) from error
         raise
 
 

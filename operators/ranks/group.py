@@ -1,8 +1,8 @@
 """The process group of one worker's ranks: gloo between processors, NCCL between GPUs.
 
-Within a host they meet in a private file, and gloo listens on loopback; on several hosts they meet at rank 0's line,
-where only holders of the run's keys are heard, and gloo listens at the address by which the others find each host.
-"""
+Within a host they meet in a private file, and gloo listens on loopback; on several hosts they meet
+at rank 0's line, where only holders of the run's keys are heard, and gloo listens at the address by
+which the others find each host."""
 
 from __future__ import annotations
 
@@ -23,13 +23,20 @@ from operators.ranks.watch import ExchangeWatch
 
 NEVER = datetime.timedelta(days=365)
 _MEETINGS: list[Any] = []
-"""Where the groups of this process have met: torch keeps no reference to a store that is written in Python."""
+"""Where the groups of this process have met: torch keeps no reference to a store that is written in
+Python."""
 
 
 def join(
-    folder: Path, rank: int, size: int, device: torch.device, timeout_s: float, places: RankPlaces | None = None
+    folder: Path,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout_s: float,
+    places: RankPlaces | None = None,
 ) -> None:
-    """Meet the other ranks in `folder` (mode 0700), or where `places` says, within `timeout_s`; then call `watched`.
+    """Meet the other ranks in `folder` (mode 0700), or where `places` says, within `timeout_s`;
+    then call `watched`.
 
     Raises:
         RunError: this process is in a process group already.
@@ -37,12 +44,16 @@ def join(
     """
     if dist.is_initialized():
         raise RunError(
-            f"rank {rank} of {size} cannot join: this process is already in a torch.distributed process group; found "
-            f"one of {dist.get_world_size()} ranks; run one operator of several ranks per process"
+            f"rank {rank} of {size} cannot join: this process is already in a torch.distributed"
+            f" process group; found one of {dist.get_world_size()} ranks; run one operator of"
+            " several ranks per process"
         )
     is_spread = places is not None and bool(places.meets_at)
-    os.environ["GLOO_SOCKET_IFNAME"] = interface = interface_of(places.address if places and is_spread else "")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)  # a worker's is its host's, as NCCL takes one for all groups
+    os.environ["GLOO_SOCKET_IFNAME"] = interface = interface_of(
+        places.address if places and is_spread else ""
+    )
+    # a worker's is its host's, as NCCL takes one for all groups
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -67,11 +78,13 @@ def _meeting(places: RankPlaces, timeout_s: float) -> Any:
 
 
 def watched(limit_s: float) -> ExchangeWatch:
-    """Bound the waits of all process groups that there are, in the place of their own time-outs, which run on while the
-    run is stopped."""
+    """Bound the waits of all process groups that there are, in the place of their own time-outs,
+    which run on while the run is stopped."""
     for found in _groups():
         dist.distributed_c10d._set_pg_timeout(NEVER, found)
-    return ExchangeWatch(limit_s, _abort, computes=not any("cuda" in str(found._device_types) for found in _groups()))
+    return ExchangeWatch(
+        limit_s, _abort, computes=not any("cuda" in str(found._device_types) for found in _groups())
+    )
 
 
 def _groups() -> list[dist.ProcessGroup]:
@@ -93,9 +106,9 @@ def _abort() -> None:
 def leave() -> None:
     """Leave the process group, whatever state it is in.
 
-    With it goes what DTensor has cached of its meshes: a later mesh of the same shape, here or in a fork, would be
-    given this rank's place and this group. No fork could clear that, as it has none of the group's threads.
-    """
+    With it goes what DTensor has cached of its meshes: a later mesh of the same shape, here or in a
+    fork, would be given this rank's place and this group. No fork could clear that, as it has none
+    of the group's threads."""
     with contextlib.suppress(RuntimeError, ValueError, AssertionError):
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -106,10 +119,14 @@ def leave() -> None:
 
 
 def _forget_meshes() -> None:
-    """As torch.distributed.tensor.debug does, whose import takes half a second; private: torch may rename it."""
+    """As torch.distributed.tensor.debug does, whose import takes half a second; private: torch may
+    rename it."""
     from torch.distributed.tensor import DTensor, _redistribute
 
     propagator = DTensor._op_dispatcher.sharding_propagator
-    for cached in (propagator.propagate_op_sharding, getattr(_redistribute, "_gen_transform_infos", None)):
+    for cached in (
+        propagator.propagate_op_sharding,
+        getattr(_redistribute, "_gen_transform_infos", None),
+    ):
         getattr(cached, "cache_clear", lambda: None)()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()

@@ -1,4 +1,5 @@
-"""Reading a model on all ranks of a worker: all at once where each reads its own slices, else one after the other."""
+"""Reading a model on all ranks of a worker: all at once where each reads its own slices, else one
+after the other."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from operators.ranks.team import Team
 from operators.ranks.watch import ExchangeWatch
 
 Loading = Callable[[bool], AbstractContextManager[None]]
-"""Within it this rank reads the model; given True, it alone, since it holds the whole of it for a moment. It ends when
-all ranks have read it, for which no exchange between ranks has to wait."""
+"""Within it this rank reads the model; given True, it alone, since it holds the whole of it for a
+moment. It ends when all ranks have read it, for which no exchange between ranks has to wait."""
 
 
 def leading(team: Team, watch: ExchangeWatch) -> Loading:

@@ -1,4 +1,5 @@
-"""What the ranks of every operator say to each other; each operator's protocol adds messages of its own."""
+"""What the ranks of every operator say to each other; each operator's protocol adds messages of its
+own."""
 
 from __future__ import annotations
 
@@ -59,8 +60,14 @@ class Tokens:
     @property
     def tokens(self) -> RolloutTokens:
         """The tokens again, writable."""
-        mask = None if self.sampling_mask is None else SamplingMask(*(each.array for each in self.sampling_mask))
-        return RolloutTokens(**{name: getattr(self, name).array for name in KINDS}, sampling_mask=mask)
+        mask = (
+            None
+            if self.sampling_mask is None
+            else SamplingMask(*(each.array for each in self.sampling_mask))
+        )
+        return RolloutTokens(
+            **{name: getattr(self, name).array for name in KINDS}, sampling_mask=mask
+        )
 
 
 @dataclass(frozen=True)
@@ -110,5 +117,16 @@ class Failed:
 def codec_of(protocol: str, *kinds: type[Any]) -> Codec[Any]:
     """The messages of the ranks of one operator."""
     return Codec(
-        protocol, 1, Close, Load, Loaded, Build, Sleep, Wake, SleepDone, Failed, *kinds, max_bytes=MESSAGE_BYTES
+        protocol,
+        1,
+        Close,
+        Load,
+        Loaded,
+        Build,
+        Sleep,
+        Wake,
+        SleepDone,
+        Failed,
+        *kinds,
+        max_bytes=MESSAGE_BYTES,
     )

@@ -1,4 +1,5 @@
-"""A rank behind rank 0, as a process: its end of the channel, its last words where it fails, its leave of the group."""
+"""A rank behind rank 0, as a process: its end of the channel, its last words where it fails, its
+leave of the group."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ from operators.ranks import group
 from operators.ranks.exchange import send_failure
 
 
-def run_rank(end: int, codec: Codec[Any], wait_s: float, work: Callable[[Channel[Any]], None]) -> int:
+def run_rank(
+    end: int, codec: Codec[Any], wait_s: float, work: Callable[[Channel[Any]], None]
+) -> int:
     """Do this rank's work over the socket of this number; the exit status.
 
-    wait_s: how long the other end may take to read. work: follows rank 0 to the end. What it raises is printed and told
-    to rank 0, and the group is not left: the others may be gone, or wait in an exchange.
-    """
+    wait_s: how long the other end may take to read. work: follows rank 0 to the end. What it raises
+    is printed and told to rank 0, and the group is not left: the others may be gone, or wait in an
+    exchange."""
     leave_to_leader()
     channel = Channel(socket.socket(fileno=end), codec, wait_s)
     try:

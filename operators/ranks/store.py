@@ -1,4 +1,5 @@
-"""Where the ranks of a worker meet that are on several hosts: values at rank 0's line; imports torch.
+"""Where the ranks of a worker meet that are on several hosts: values at rank 0's line; imports
+torch.
 
 torch's own TCPStore listens to whoever connects; here only holders of the run's keys are heard."""
 
@@ -15,14 +16,22 @@ import zmq
 
 from dataflow.system.clocks import Countdown
 from dataflow.system.security import RunKeys, present
-from dataflow.worker.rank_messages import FROM_RANK_ZERO, TO_RANK_ZERO, Delete, Get, Set, StoredValues
+from dataflow.worker.rank_messages import (
+    FROM_RANK_ZERO,
+    TO_RANK_ZERO,
+    Delete,
+    Get,
+    Set,
+    StoredValues,
+)
 
 
 class RankZeroStore(dist.Store):  # type: ignore[name-defined, misc]
     """See torch.distributed.Store; of one rank."""
 
     def __init__(self, address: str, keys: RunKeys, patience_s: float) -> None:
-        """address: where rank 0 listens. patience_s: of every wait, after which it raises RuntimeError."""
+        """address: where rank 0 listens. patience_s: of every wait, after which it raises
+        RuntimeError."""
         super().__init__()
         self._patience_s, self._address = patience_s, address
         self._tickets = itertools.count(1)
@@ -37,7 +46,11 @@ class RankZeroStore(dist.Store):  # type: ignore[name-defined, misc]
 
     def set(self, key: str, value: Any) -> None:
         """Keep a value."""
-        self._ask(Set(next(self._tickets), key, value.encode() if isinstance(value, str) else bytes(value)))
+        self._ask(
+            Set(
+                next(self._tickets), key, value.encode() if isinstance(value, str) else bytes(value)
+            )
+        )
 
     def get(self, key: str) -> bytes:
         """The value, once it is there."""
@@ -83,6 +96,6 @@ class RankZeroStore(dist.Store):  # type: ignore[name-defined, misc]
                     return found
         what: Sequence[str] = message.keys if isinstance(message, Get) else [message.key]
         raise RuntimeError(
-            f"timed out after {wait_s:.0f} s: rank 0 at {self._address} did not tell of {', '.join(what)}; another "
-            f"rank has not come there, see their logs"
+            f"timed out after {wait_s:.0f} s: rank 0 at {self._address} did not tell of"
+            f" {', '.join(what)}; another rank has not come there, see their logs"
         )

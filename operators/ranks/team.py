@@ -1,8 +1,9 @@
-"""Rank 0's hold on the other ranks: starts them, speaks to them, finds out which of them failed, ends them.
+"""Rank 0's hold on the other ranks: starts them, speaks to them, finds out which of them failed,
+ends them.
 
-The worker that the plan starts is rank 0, and it starts the others itself. They have no edges, no ledger and no
-heartbeat of their own, so the scheduler need not know them: to it a replica is one worker, which fails when one of its
-ranks does.
+The worker that the plan starts is rank 0, and it starts the others itself. They have no edges, no
+ledger and no heartbeat of their own, so the scheduler need not know them: to it a replica is one
+worker, which fails when one of its ranks does.
 """
 
 from __future__ import annotations
@@ -42,21 +43,22 @@ END_S = 5.0
 
 
 def program(module: str, keep: Sequence[int] = ()) -> Start:
-    """python -m MODULE FD: a fresh process, which may use CUDA whatever this one has done; it imports for seconds.
-    keep: open files for it."""
+    """python -m MODULE FD: a fresh process, which may use CUDA whatever this one has done; it
+    imports for seconds. keep: open files for it."""
     return lambda end, rank: child.program(module, end=end, keep=keep, stdin=subprocess.DEVNULL)
 
 
 def forked(main: Callable[[int, int], int], keep: Sequence[int] = ()) -> Start:
-    """A fork that runs main(FD, rank): the user's functions reach it by inheritance, as they reach the workers. keep:
-    open files for it.
+    """A fork that runs main(FD, rank): the user's functions reach it by inheritance, as they reach
+    the workers. keep: open files for it.
 
     To be started before this process has used a GPU. It ends with its parent.
     """
 
     def start(end: socket.socket, rank: int) -> child.Child:
         child.refuse_used_cuda(
-            "a rank", "run the graph in processes, or make the ranks before anything touches the GPU"
+            "a rank",
+            "run the graph in processes, or make the ranks before anything touches the GPU",
         )
         number = end.fileno()
 
@@ -92,8 +94,11 @@ class Team:
     unblocked by: the answer, or the rank's end
     """
 
-    def __init__(self, node: str, size: int, start: Start, limits: Limits, codec: Codec[Any]) -> None:
-        """Start ranks 1 to size - 1 of `node`, which speak `codec`; they wait for their first message."""
+    def __init__(
+        self, node: str, size: int, start: Start, limits: Limits, codec: Codec[Any]
+    ) -> None:
+        """Start ranks 1 to size - 1 of `node`, which speak `codec`; they wait for their first
+        message."""
         self.node, self.size, self.limits = node, size, limits
         self.folder = Path(tempfile.mkdtemp(prefix="dataflow-ranks-"))
         self._channels: dict[int, Channel[Any]] = {}
@@ -106,7 +111,8 @@ class Team:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """What fails within ends all ranks and leaves their process group; raised is what the failed rank says."""
+        """What fails within ends all ranks and leaves their process group; raised is what the
+        failed rank says."""
         try:
             yield
         except BaseException as error:
@@ -123,7 +129,8 @@ class Team:
             self._channels[each].send(message)
 
     def answer(self, rank: int, kind: type[T], wait_s: float | None = None) -> T:
-        """What a rank answers, a message of this kind, within `wait_s` seconds; None: as long as a start may take.
+        """What a rank answers, a message of this kind, within `wait_s` seconds; None: as long as a
+        start may take.
 
         Raises WorkerDied when it fails instead, DeadlineError when it is late."""
         wait_s, name = self.limits.start_s if wait_s is None else wait_s, kind.__name__.lower()
@@ -133,8 +140,9 @@ class Team:
             raise self._died(rank, "", f"its {name}") from None
         except TimeoutError:
             raise DeadlineError(
-                f"rank 0 of '{self.node}' waited {wait_s:.0f} s for '{name}' of rank {rank} ({self._who(rank)}) and "
-                f"did not get it; see this worker's log, or raise Limits.start_s"
+                f"rank 0 of '{self.node}' waited {wait_s:.0f} s for '{name}' of rank {rank}"
+                f" ({self._who(rank)}) and did not get it; see this worker's log, or raise"
+                " Limits.start_s"
             ) from None
         if not isinstance(message, kind):
             said = message.text if isinstance(message, Failed) else f"it said {message!r:.200}"
@@ -146,7 +154,8 @@ class Team:
         return any(process.poll() is not None for process in self._processes.values())
 
     def blame(self, error: Exception, doing: str) -> Exception:
-        """The cause of an error in an exchange: a rank that failed or ended, else one that was silent, or the error."""
+        """The cause of an error in an exchange: a rank that failed or ended, else one that was
+        silent, or the error."""
         if not isinstance(error, RuntimeError | OSError) or isinstance(error, RunError):
             return error
         late = timed_out(error)
@@ -162,7 +171,8 @@ class Team:
                     failed[rank] = said
                 else:
                     hurt[rank], late = said, late or kind == DeadlineError.__name__
-            if failed:  # who was ended said nothing; others may speak of the connections that this broke
+            # who was ended said nothing; others may speak of the connections that this broke
+            if failed:
                 rank = min(failed, key=lambda each: (bool(failed[each]), each))
                 return self._died(rank, failed[rank], doing)
             if late and len(hurt) + 1 == len(self._channels):
@@ -172,8 +182,9 @@ class Team:
         if late and silent:
             ranks = ", ".join(f"{rank} ({self._who(rank)})" for rank in silent)
             return DeadlineError(
-                f"rank 0 of '{self.node}' waited {self.limits.exchange_s:.0f} s for rank {ranks} in {doing} "
-                f"({str(error)[:200]}); see whether that process hangs, or raise Limits.exchange_s"
+                f"rank 0 of '{self.node}' waited {self.limits.exchange_s:.0f} s for rank {ranks} in"
+                f" {doing} ({str(error)[:200]}); see whether that process hangs, or raise"
+                " Limits.exchange_s"
             )
         return self._died(min(hurt), hurt[min(hurt)], doing) if hurt else error
 
@@ -190,7 +201,8 @@ class Team:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _failure(self, rank: int) -> tuple[str, str]:
-        """What a rank that has ended, or is about to, said of it: the error's type and text; empty where nothing."""
+        """What a rank that has ended, or is about to, said of it: the error's type and text; empty
+        where nothing."""
         try:
             said = self._channels[rank].receive(BLAME_S)
         except (EOFError, TimeoutError, OSError):
@@ -200,13 +212,21 @@ class Team:
     def _who(self, rank: int) -> str:
         process = self._processes[rank]
         host = getattr(process, "host", "")
-        return f"pid {process.pid} on host '{host}', which has a log of its own" if host else f"pid {process.pid}"
+        return (
+            f"pid {process.pid} on host '{host}', which has a log of its own"
+            if host
+            else f"pid {process.pid}"
+        )
 
     def _died(self, rank: int, said: str, doing: str) -> WorkerDied:
         process = self._processes[rank]
         child.ended_within(process, BLAME_S)
-        how = "closed its channel" if process.returncode is None else child.describe_status(process.returncode)
+        how = (
+            "closed its channel"
+            if process.returncode is None
+            else child.describe_status(process.returncode)
+        )
         return WorkerDied(
-            f"rank {rank} of '{self.node}' ({self._who(rank)}) {how} while rank 0 waited for it in {doing}"
-            f"{': ' + said if said else ''}; see this worker's log"
+            f"rank {rank} of '{self.node}' ({self._who(rank)}) {how} while rank 0 waited for it in"
+            f" {doing}{': ' + said if said else ''}; see this worker's log"
         )

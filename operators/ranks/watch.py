@@ -1,4 +1,5 @@
-"""Ends a collective in which a rank has waited for too long, by a clock that stands still while the run is stopped."""
+"""Ends a collective in which a rank has waited for too long, by a clock that stands still while the
+run is stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from dataflow.worker.cpu_watchdog import CpuWatchdog
 
 
 class ExchangeWatch:
-    """The deadline of exchanges in which one thread takes part: gloo's and NCCL's own run on while nobody runs.
+    """The deadline of exchanges in which one thread takes part: gloo's and NCCL's own run on while
+    nobody runs.
 
     consumes: when its thread enters an exchange and leaves it; the clock
     produces: the end of what the thread waits for, here and at the other ranks, as a TimeoutError
@@ -21,12 +23,22 @@ class ExchangeWatch:
     """
 
     def __init__(
-        self, limit_s: float, end: Callable[[], None], *, computes: bool = True,
+        self,
+        limit_s: float,
+        end: Callable[[], None],
+        *,
+        computes: bool = True,
         clock: Callable[[], float] | None = None,
-    ) -> None:  # fmt: skip
-        """limit_s: of waiting without a break. end: breaks off what is waited for; called in another thread. computes:
-        whether processor time of the thread says that it does not wait; False where a GPU does the work."""
-        self._limit_s, self._end, self._computes, self._clock = limit_s, end, computes, clock or AwakeClock()
+    ) -> None:
+        """limit_s: of waiting without a break. end: breaks off what is waited for; called in
+        another thread. computes: whether processor time of the thread says that it does not wait;
+        False where a GPU does the work."""
+        self._limit_s, self._end, self._computes, self._clock = (
+            limit_s,
+            end,
+            computes,
+            clock or AwakeClock(),
+        )
         self._entered: tuple[float, CpuWatchdog] | None = None
         self._is_over = False
         self._closed = threading.Event()
@@ -34,7 +46,8 @@ class ExchangeWatch:
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
-        """Raises TimeoutError where the calling thread has waited for too long. Not for two threads at once."""
+        """Raises TimeoutError where the calling thread has waited for too long. Not for two threads
+        at once."""
         self._enter()
         try:
             yield
@@ -59,7 +72,10 @@ class ExchangeWatch:
         self._closed.set()
 
     def _enter(self) -> None:
-        self._entered = self._clock(), CpuWatchdog(_used_by(threading.get_ident()) if self._computes else float)
+        self._entered = (
+            self._clock(),
+            CpuWatchdog(_used_by(threading.get_ident()) if self._computes else float),
+        )
 
     def _serve(self) -> None:
         while not self._closed.wait(LOOK_S) and not self._is_over:
@@ -70,7 +86,8 @@ class ExchangeWatch:
 
 
 def _used_by(thread: int) -> Callable[[], float]:
-    """Processor time of a thread; where the system does not tell (macOS), none: all time in an exchange counts."""
+    """Processor time of a thread; where the system does not tell (macOS), none: all time in an
+    exchange counts."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return float
     clock = time.pthread_getcpuclockid(thread)

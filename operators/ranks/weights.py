@@ -1,4 +1,5 @@
-"""Versions of the weights on all ranks of a reader: rank 0 leads, and what one of them cannot hold, none takes."""
+"""Versions of the weights on all ranks of a reader: rank 0 leads, and what one of them cannot hold,
+none takes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from operators.ranks.team import Team
 T = TypeVar("T")
 
 Slices = Mapping[str, Plain]
-"""Of each tensor of a rank, which part of a full one it is: (full shape, dimension, ranges along it), by name."""
+"""Of each tensor of a rank, which part of a full one it is: (full shape, dimension, ranges along
+it), by name."""
 
 # From rank 0
 
@@ -86,7 +88,8 @@ def opens_for_ranks(reader: object) -> OpensWeights | None:
 
 
 def met(team: Team, own: Slices) -> tuple[Slices, ...]:
-    """Rank 0: which parts each rank holds, rank by rank; all others open their ends of the weight plane (`beside`)."""
+    """Rank 0: which parts each rank holds, rank by rank; all others open their ends of the weight
+    plane (`beside`)."""
     slices = (own, *(team.answer(rank, Holds).slices for rank in range(1, team.size)))
     team.tell(Meet(slices))
     return slices
@@ -94,10 +97,18 @@ def met(team: Team, own: Slices) -> tuple[Slices, ...]:
 
 @contextlib.contextmanager
 def beside(
-    channel: Channel[Any], rank: int, site: Mapping[str, Any] | None, device: str, tensors: Mapping[str, Any],
-    own: Slices, *, limits: Limits, attempt: int,
-) -> Iterator[WeightsBeside | None]:  # fmt: skip
-    """Another rank's end of the weight plane at this `site`, opened when rank 0 has met all; None without one.
+    channel: Channel[Any],
+    rank: int,
+    site: Mapping[str, Any] | None,
+    device: str,
+    tensors: Mapping[str, Any],
+    own: Slices,
+    *,
+    limits: Limits,
+    attempt: int,
+) -> Iterator[WeightsBeside | None]:
+    """Another rank's end of the weight plane at this `site`, opened when rank 0 has met all; None
+    without one.
 
     tensors: its own slices of full ones. attempt: the scheduler's, at rank 0."""
     if site is None:
@@ -129,12 +140,13 @@ def followed(message: object, channel: Channel[Any], end: WeightsBeside | None) 
 
 
 class Leader:
-    """A `WeightsIn` for the runtime on rank 0, which has an end of the weight plane of its own, as every rank has: what
-    it adopts, all ranks adopt, each its own slices; what one of them cannot hold, none adopts.
+    """A `WeightsIn` for the runtime on rank 0, which has an end of the weight plane of its own, as
+    every rank has: what it adopts, all ranks adopt, each its own slices; what one of them cannot
+    hold, none adopts.
 
-    Rank 0 holds a version, verified, until all others hold the same one or it has told them to let go of it: then
-    whatever the trainer offers, and whoever dies, all that go on compute with the same one. What is refused is offered
-    again, or a newer one is.
+    Rank 0 holds a version, verified, until all others hold the same one or it has told them to let
+    go of it: then whatever the trainer offers, and whoever dies, all that go on compute with the
+    same one. What is refused is offered again, or a newer one is.
 
     consumes: offers of the trainer
     produces: the same version on every rank
@@ -143,11 +155,15 @@ class Leader:
     """
 
     def __init__(
-        self, exchange: Exchange, clock: Callable[[], float], opens: OpensWeights, slices: Sequence[Slices],
+        self,
+        exchange: Exchange,
+        clock: Callable[[], float],
+        opens: OpensWeights,
+        slices: Sequence[Slices],
         tensors: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        """Attach rank 0's tensors; the other ranks attach theirs. clock: the worker's. slices: of each rank, as `met`
-        gives them."""
+    ) -> None:
+        """Attach rank 0's tensors; the other ranks attach theirs. clock: the worker's. slices: of
+        each rank, as `met` gives them."""
         self._exchange, self._clock = exchange, clock
         self._end = cast(LeadingWeightsIn, opens(tensors, slices))
         self._refused_at: float | None = None
@@ -168,8 +184,8 @@ class Leader:
         return getattr(self._end, "socket", None)
 
     def poll(self) -> Offered | None:
-        """An offer that could be adopted now, or None; never waits. WorkerDied when a rank has ended, without which
-        none would come."""
+        """An offer that could be adopted now, or None; never waits. WorkerDied when a rank has
+        ended, without which none would come."""
         if self._exchange.team.fallen():
             with self._exchange.together("waiting for a version"):
                 raise RuntimeError("another rank has ended")
@@ -197,7 +213,8 @@ class Leader:
         return isinstance(self._end, LeadingAgain) and self._end.let_go()
 
     def again(self) -> bool:
-        """Have all ranks take the version in use once more, or none; False where one of them does not find it."""
+        """Have all ranks take the version in use once more, or none; False where one of them does
+        not find it."""
         assert isinstance(self._end, LeadingAgain), "it has let go"
         held = self._end.enter_again()
         if held is None:
@@ -208,13 +225,15 @@ class Leader:
         return self._take(held.version, self._end.again)
 
     def _take(self, version: int, own: Callable[[], T]) -> T:
-        """Have all others take the version that they hold, while rank 0 does so by `own`; what that returns."""
+        """Have all others take the version that they hold, while rank 0 does so by `own`; what that
+        returns."""
         with self._exchange.together(f"taking version {version}"):
             self._exchange.tell(Take())
             return own()
 
     def _enter(self, offer: VerifiedOffer) -> list[int]:
-        """Have all others hold a version that rank 0 holds; the ranks that cannot: then none of them does."""
+        """Have all others hold a version that rank 0 holds; the ranks that cannot: then none of
+        them does."""
         with self._exchange.together(f"entering version {offer.version}"):
             self._exchange.tell(Enter(offer.segment, offer.version, offer.layout))
             entries = enumerate(self._exchange.answers(Entry), start=1)
@@ -224,13 +243,15 @@ class Leader:
             return outside
 
     def _bear(self, outside: list[int], version: int) -> None:
-        """Put up with a refusal for a while: the trainer may have given the version up, or a rank hear of it later."""
+        """Put up with a refusal for a while: the trainer may have given the version up, or a rank
+        hear of it later."""
         now, team = self._clock(), self._exchange.team
         limit = team.limits.exchange_s
         self._refused_at = now if self._refused_at is None else self._refused_at
         if now - self._refused_at >= limit:
             raise DeadlineError(
-                f"ranks {outside} of '{team.node}' could enter no version of the weights for {limit:.0f} s; "
-                f"found version {version} gone for them, or not there; see this worker's log, and whether they can "
-                f"open the trainer's files where weights go by shared memory"
+                f"ranks {outside} of '{team.node}' could enter no version of the weights for"
+                f" {limit:.0f} s; found version {version} gone for them, or not there; see this"
+                " worker's log, and whether they can open the trainer's files where weights go by"
+                " shared memory"
             )

@@ -8,21 +8,45 @@ from dataflow.scoring.forms import FORMS
 from operators.naming import named
 from operators.rewards.code import code_reward
 from operators.rewards.combining import combine
-from operators.rewards.foreign import from_areal, from_openrlhf, from_slime, from_trl, from_verifiers, from_verl
+from operators.rewards.foreign import (
+    from_areal,
+    from_openrlhf,
+    from_slime,
+    from_trl,
+    from_verifiers,
+    from_verl,
+)
 from operators.rewards.judge_model import Judge
 from operators.rewards.match import exact, number
 from operators.rewards.mathematics import math_verify
 from operators.rewards.shaping import kl_penalty, overlong
 
 __all__ = [
-    "KNOWN", "Judge", "code_reward", "combine", "exact", "find", "from_areal", "from_openrlhf", "from_slime",
-    "from_trl", "from_verifiers", "from_verl", "kl_penalty", "math_verify", "number", "overlong",
-]  # fmt: skip
-
+    "KNOWN",
+    "Judge",
+    "code_reward",
+    "combine",
+    "exact",
+    "find",
+    "from_areal",
+    "from_openrlhf",
+    "from_slime",
+    "from_trl",
+    "from_verifiers",
+    "from_verl",
+    "kl_penalty",
+    "math_verify",
+    "number",
+    "overlong",
+]
 FORMS.update(
-    trl=from_trl, verl=from_verl, verifiers=from_verifiers, openrlhf=from_openrlhf, slime=from_slime, areal=from_areal,
-)  # fmt: skip
-
+    trl=from_trl,
+    verl=from_verl,
+    verifiers=from_verifiers,
+    openrlhf=from_openrlhf,
+    slime=from_slime,
+    areal=from_areal,
+)
 KNOWN: dict[str, Scorer[..., Any]] = {
     "exact": scorer(name="reward")(exact),
     "number": scorer(name="reward")(number),
@@ -34,10 +58,11 @@ KNOWN: dict[str, Scorer[..., Any]] = {
 def find(text: str) -> Scorer[..., Any]:
     """The reward that a text names, as column `reward`.
 
-    `exact`, `number`, `math_verify` or `code`; a function of one's own as `path/to/file.py:function` or
-    `package.module:function`; with the name of a system in front one that was written for that system, unchanged:
-    `trl:my_rewards.py:accuracy`, `verl:verl.utils.reward_score:default_compute_score` (`dataflow.scoring.forms.FORMS`).
-    Raises GraphError when there is none.
+    `exact`, `number`, `math_verify` or `code`; a function of one's own as
+    `path/to/file.py:function` or `package.module:function`; with the name of a system in front one
+    that was written for that system, unchanged: `trl:my_rewards.py:accuracy`,
+    `verl:verl.utils.reward_score:default_compute_score` (`dataflow.scoring.forms.FORMS`). Raises
+    GraphError when there is none.
 
     >>> reward = find("number")
     >>> reward.name, reward("so it is 1,200.", "#### 1200")
@@ -50,11 +75,13 @@ def find(text: str) -> Scorer[..., Any]:
         made: Scorer[..., Any] = FORMS[system](named(rest, text, "reward"))
         return made
     path, colon, _ = text.rpartition(":")
-    if not colon or not (path.endswith(".py") or all(part.isidentifier() for part in path.split("."))):
+    if not colon or not (
+        path.endswith(".py") or all(part.isidentifier() for part in path.split("."))
+    ):
         raise GraphError(
-            f"no reward is called {text!r}, only {list(KNOWN)}{nearest(text, KNOWN)}; "
-            f"give one of these, or a function of your own as path/to/file.py:function, with one of "
-            f"{[f'{each}:' for each in FORMS]} in front where it was written for that system"
+            f"no reward is called {text!r}, only {list(KNOWN)}{nearest(text, KNOWN)}; give one of"
+            " these, or a function of your own as path/to/file.py:function, with one of"
+            f" {[f'{each}:' for each in FORMS]} in front where it was written for that system"
         )
     found = named(text, text, "reward")
     return found.renamed("reward") if isinstance(found, Scorer) else scorer(name="reward")(found)

@@ -1,4 +1,5 @@
-"""`code_reward`: runs the program in a completion against its row's tests, in a sandbox and nowhere else."""
+"""`code_reward`: runs the program in a completion against its row's tests, in a sandbox and nowhere
+else."""
 
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,12 +27,15 @@ class CodeVerdict:
     """How many passed, and why the first that did not failed."""
 
 
-def judge(program: str, tests: Any, limits: SandboxLimits = _DEFAULT, *, all_or_nothing: bool = False) -> CodeVerdict:
-    """Run a program against tests (see `read_cases`) in one sandbox; with `all_or_nothing`, up to the first failure.
+def judge(
+    program: str, tests: Any, limits: SandboxLimits = _DEFAULT, *, all_or_nothing: bool = False
+) -> CodeVerdict:
+    """Run a program against tests (see `read_cases`) in one sandbox; with `all_or_nothing`, up to
+    the first failure.
 
-    A program that fails, crashes, hangs or takes too much has the reward it earned until then. Raises SandboxError
-    where there is no sandbox or where it fails itself, and ValueError for tests that cannot be read.
-    """
+    A program that fails, crashes, hangs or takes too much has the reward it earned until then.
+    Raises SandboxError where there is no sandbox or where it fails itself, and ValueError for tests
+    that cannot be read."""
     cases = read_cases(tests)
     passed, first = 0, ""
     with closing(run(program, [case.test for case in cases], limits)) as outcomes:
@@ -72,26 +76,35 @@ def code_reward(
     memory_bytes: int = _DEFAULT.memory_bytes,
     concurrency: int = 4,
 ) -> Scorer[..., Any]:
-    """A scorer that writes the share of a row's tests that the Python program in its completion passes.
+    """A scorer that writes the share of a row's tests that the Python program in its completion
+    passes.
 
         scored = code_reward(time_s=2.0)(rollouts)
 
-    Reads `completion` (its last block of Python, or all of it) and `tests` (see `read_cases`). Writes columns `name`
-    and `<name>_note`, which says how many tests passed and why the first failed. Each program runs in a sandbox of its
-    own (docs/sandbox.md); one that crashes, hangs or takes too much fails its test. Where the sandbox itself fails, the
-    row has an error and no reward.
+    Reads `completion` (its last block of Python, or all of it) and `tests` (see `read_cases`).
+    Writes columns `name` and `<name>_note`, which says how many tests passed and why the first
+    failed. Each program runs in a sandbox of its own (docs/sandbox.md); one that crashes, hangs or
+    takes too much fails its test. Where the sandbox itself fails, the row has an error and no
+    reward.
 
-    all_or_nothing: 1 if every test passes, else 0; tests after the first failure are not run. time_s: seconds of CPU
-    for one test, and five times as many on the clock. total_s: seconds on the clock for all tests. memory_bytes:
-    address space. concurrency: sandboxes at once.
-    Raises GraphError for limits that cannot be, and, when applied, where this machine has no sandbox.
-    """
+    all_or_nothing: 1 if every test passes, else 0; tests after the first failure are not run.
+    time_s: seconds of CPU for one test, and five times as many on the clock. total_s: seconds on
+    the clock for all tests. memory_bytes: address space. concurrency: sandboxes at once.
+    Raises GraphError for limits that cannot be, and, when applied, where this machine has no
+    sandbox."""
     for knob, value in (("time_s", time_s), ("total_s", total_s)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-            raise GraphError(f"code_reward has {knob}={value!r}, which is no time; give seconds above 0")
-    if isinstance(memory_bytes, bool) or not isinstance(memory_bytes, int) or memory_bytes < _LEAST_BYTES:
+            raise GraphError(
+                f"code_reward has {knob}={value!r}, which is no time; give seconds above 0"
+            )
+    if (
+        isinstance(memory_bytes, bool)
+        or not isinstance(memory_bytes, int)
+        or memory_bytes < _LEAST_BYTES
+    ):
         raise GraphError(
-            f"code_reward has memory_bytes={memory_bytes!r}, in which Python hardly starts; give {_LEAST_BYTES} or more"
+            f"code_reward has memory_bytes={memory_bytes!r}, in which Python hardly starts; give"
+            f" {_LEAST_BYTES} or more"
         )
     made = CodeScorer(
         function=_judged,
@@ -100,7 +113,9 @@ def code_reward(
         memory_mb=max(1024, memory_bytes >> 20),
         concurrency=concurrency,
     )
-    return made.configured(all_or_nothing=all_or_nothing, time_s=time_s, total_s=total_s, memory_bytes=memory_bytes)
+    return made.configured(
+        all_or_nothing=all_or_nothing, time_s=time_s, total_s=total_s, memory_bytes=memory_bytes
+    )
 
 
 def _judged(

@@ -1,4 +1,5 @@
-"""A row's tests of a program, in the forms that open data sets give them, and whether an output is the right one."""
+"""A row's tests of a program, in the forms that open data sets give them, and whether an output is
+the right one."""
 
 import json
 import re
@@ -10,7 +11,8 @@ from typing import Any
 from operators.sandbox import CallTest, PythonTest, SandboxResult, ScriptTest, Test
 
 _BLOCK = re.compile(
-    r"^[ \t]*```(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE
+    r"^[ \t]*```(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)",
+    re.DOTALL | re.MULTILINE | re.IGNORECASE,
 )
 _LONGEST_NUMBER = 60
 _SHOWN = 80
@@ -31,7 +33,8 @@ class Case:
 
 
 def program_in(completion: str) -> str:
-    """The last block of Python between ``` in a text, closed or not; the whole text where there is none."""
+    """The last block of Python between ``` in a text, closed or not; the whole text where there is
+    none."""
     blocks = _BLOCK.findall(completion)
     return blocks[-1] if blocks else completion
 
@@ -39,27 +42,32 @@ def program_in(completion: str) -> str:
 def read_cases(tests: Any) -> list[Case]:
     """The cases of a row.
 
-    tests: a list of assertions (MBPP), each a test of its own; Python text (HumanEval's `test` with its call of
-    `check`), one test; or JSON: {"inputs": [...], "outputs": [...]} with "fn_name" where a function is called (APPS),
-    or [{"input": ..., "output": ...}, ...], each with "fn_name" where one is called (LiveCodeBench).
-    Raises ValueError for anything else, and for no tests at all.
-    """
+    tests: a list of assertions (MBPP), each a test of its own; Python text (HumanEval's `test` with
+    its call of `check`), one test; or JSON: {"inputs": [...], "outputs": [...]} with "fn_name"
+    where a function is called (APPS), or [{"input": ..., "output": ...}, ...], each with "fn_name"
+    where one is called (LiveCodeBench). Raises ValueError for anything else, and for no tests at
+    all."""
     if isinstance(tests, str):
         tests = _from_json(tests)
     if isinstance(tests, dict):
         tests = _columns_as_rows(tests)
     cases = [_case(test) for test in tests or ()]
     if not cases:
-        raise ValueError("the row has no tests, so nothing can be said of its program; leave such rows out")
+        raise ValueError(
+            "the row has no tests, so nothing can be said of its program; leave such rows out"
+        )
     return cases
 
 
 def is_same_output(found: str, wanted: str) -> bool:
-    """Whether two outputs have the same lines of the same words, where numbers are compared by their value.
+    """Whether two outputs have the same lines of the same words, where numbers are compared by
+    their value.
 
     Blanks at the ends of lines and empty lines at the end are no difference.
     """
-    ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (found, wanted))
+    ours, theirs = (
+        [line.split() for line in text.rstrip().splitlines()] for text in (found, wanted)
+    )
     return len(ours) == len(theirs) and all(
         len(mine) == len(yours) and all(map(_is_same_word, mine, yours))
         for mine, yours in zip(ours, theirs, strict=True)
@@ -90,18 +98,25 @@ def _columns_as_rows(tests: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError(f'tests as JSON have {list(tests)}; give as many "inputs" as "outputs"')
     name = tests.get("fn_name")
-    return [{"input": given, "output": wanted, "fn_name": name} for given, wanted in zip(inputs, outputs, strict=True)]
+    return [
+        {"input": given, "output": wanted, "fn_name": name}
+        for given, wanted in zip(inputs, outputs, strict=True)
+    ]
 
 
 def _case(test: Any) -> Case:
     if isinstance(test, str):
         return Case(PythonTest(test))
     if not isinstance(test, dict) or "input" not in test or "output" not in test:
-        raise ValueError(f'a test is {_shown(test)}; give Python text, or {{"input": ..., "output": ...}}')
+        raise ValueError(
+            f'a test is {_shown(test)}; give Python text, or {{"input": ..., "output": ...}}'
+        )
     given, wanted, name = test["input"], test["output"], test.get("fn_name")
     if not name:
         return Case(ScriptTest(_lines(given)), _lines(wanted))
-    arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+    arguments = (
+        [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+    )
     wanted = json.loads(wanted) if isinstance(given, str) and isinstance(wanted, str) else wanted
     return Case(CallTest(name, arguments, wanted))
 

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 _BUSY = (408, 409, 425, 429)
 """Statuses beside 500 and above that ask for patience."""
 _SHOWN = 200
-_CLIENTS: "weakref.WeakKeyDictionary[Any, dict[float, httpx.AsyncClient]]" = weakref.WeakKeyDictionary()
+_CLIENTS: "weakref.WeakKeyDictionary[Any, dict[float, httpx.AsyncClient]]" = (
+    weakref.WeakKeyDictionary()
+)
 """By event loop, and by the seconds of one request."""
 
 
@@ -41,7 +43,9 @@ def last_number_said(text: str) -> float:
     """
     found = last_number(text)
     if found is None:
-        raise ValueError(f"the judge said no number: {text[:_SHOWN]!r}; ask it for one, or give Judge a verdict=")
+        raise ValueError(
+            f"the judge said no number: {text[:_SHOWN]!r}; ask it for one, or give Judge a verdict="
+        )
     return float(found)
 
 
@@ -54,12 +58,13 @@ def default_cache() -> str:
 class Judge:
     """Asks a model about each rollout, and reads a number out of what it says.
 
-        judged = Judge(ask="Grade from 0 to 10 an answer to {prompt}: {completion}", model="gpt-5-mini")(rollouts)
+        judged = Judge(ask="Grade from 0 to 10 an answer to {prompt}: {completion}",
+        model="gpt-5-mini")(rollouts)
 
-    A request that gets no answer, or is refused because the judge is busy or broken, is made again, after pauses that
-    grow or that the judge asks for; after `retries` of them the rollout has an error with the cause `world`, after
-    `deadline_s` one with the cause `hung`, and never a reward of 0. What cannot be mended by waiting (a wrong key, an
-    unknown model) is an error at once.
+    A request that gets no answer, or is refused because the judge is busy or broken, is made again,
+    after pauses that grow or that the judge asks for; after `retries` of them the rollout has an
+    error with the cause `world`, after `deadline_s` one with the cause `hung`, and never a reward
+    of 0. What cannot be mended by waiting (a wrong key, an unknown model) is an error at once.
 
     >>> judge = Judge(ask="Is {completion} the same as {answer}? Say 0 or 1.", model="judge")
     >>> judge.scorer.name, sorted(judge.scorer.reads())
@@ -67,19 +72,23 @@ class Judge:
     """
 
     ask: str
-    """What it is asked; {name} stands for the rollout's column. A prompt of chat messages is laid out as text."""
+    """What it is asked; {name} stands for the rollout's column. A prompt of chat messages is laid
+    out as text."""
     model: str
     """As the server calls it."""
     verdict: Callable[[str], float | None] = last_number_said
-    """From what it says to the reward; None: it does not apply; raises ValueError where it says none."""
+    """From what it says to the reward; None: it does not apply; raises ValueError where it says
+    none."""
     system: str = ""
     """Message of the system in front of it; empty: none."""
     url: str = "https://api.openai.com/v1"
     """Of the API, up to /chat/completions."""
     key_env: str = "OPENAI_API_KEY"
-    """Environment variable that has the key, read when a request is made and written nowhere; unset: no key is sent."""
+    """Environment variable that has the key, read when a request is made and written nowhere;
+    unset: no key is sent."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """What else a request says, such as {"max_tokens": 512}; temperature is 0 unless it stands here."""
+    """What else a request says, such as {"max_tokens": 512}; temperature is 0 unless it stands
+    here."""
     request_s: float = 60.0
     """Seconds for one request."""
     deadline_s: float = 300.0
@@ -89,7 +98,8 @@ class Judge:
     concurrency: int = 16
     """Requests at once."""
     cache: str | None = field(default_factory=default_cache)
-    """Folder that keeps what was said, by everything that was asked, and spares asking again; None: none."""
+    """Folder that keeps what was said, by everything that was asked, and spares asking again; None:
+    none."""
     name: str = "reward"
     """Column that it writes."""
 
@@ -100,18 +110,26 @@ class Judge:
 
     @cached_property
     def scorer(self) -> Scorer[..., Any]:
-        """It as a scorer: what `dataflow swap` takes. GraphError for a question without a column, or a broken URL."""
+        """It as a scorer: what `dataflow swap` takes. GraphError for a question without a column,
+        or a broken URL."""
         try:
-            names = [name for _, name, _, _ in string.Formatter().parse(self.ask) if name is not None]
+            names = [
+                name for _, name, _, _ in string.Formatter().parse(self.ask) if name is not None
+            ]
         except ValueError as error:
-            raise GraphError(f"Judge has a question that is no template ({error}); write a brace as two") from error
+            raise GraphError(
+                f"Judge has a question that is no template ({error}); write a brace as two"
+            ) from error
         columns = tuple(dict.fromkeys(names))
         if not columns or not all(name.isidentifier() for name in columns):
             raise GraphError(
-                f"Judge asks {self.ask[:60]!r}, with the columns {list(columns)}; name one, such as {{completion}}"
+                f"Judge asks {self.ask[:60]!r}, with the columns {list(columns)}; name one, such as"
+                " {completion}"
             )
         if not self.url.startswith(("http://", "https://")):
-            raise GraphError(f"Judge has url={self.url!r}, which is no address; give http://... or https://...")
+            raise GraphError(
+                f"Judge has url={self.url!r}, which is no address; give http://... or https://..."
+            )
 
         async def judged(**values: Any) -> float | None:
             """What a judge says of a rollout."""
@@ -122,9 +140,14 @@ class Judge:
         shaped.__signature__ = inspect.Signature(kinds, return_annotation=float)
         shaped.__annotations__ = {"return": float}
         return PackagedScorer(
-            function=shaped, name=self.name, package="httpx", extra="judge", timeout_s=self.deadline_s,
-            concurrency=self.concurrency, retries=self.retries,
-        )  # fmt: skip
+            function=shaped,
+            name=self.name,
+            package="httpx",
+            extra="judge",
+            timeout_s=self.deadline_s,
+            concurrency=self.concurrency,
+            retries=self.retries,
+        )
 
 
 async def _judged(judge: Judge, values: Mapping[str, Any]) -> float | None:
@@ -147,7 +170,8 @@ async def _judged(judge: Judge, values: Mapping[str, Any]) -> float | None:
 
 
 async def _said(judge: Judge, body: Mapping[str, Any]) -> str:
-    """What the model answers. Raises WorldFailed where it may answer later, ValueError where it will not."""
+    """What the model answers. Raises WorldFailed where it may answer later, ValueError where it
+    will not."""
     import httpx
 
     key = os.environ.get(judge.key_env, "") if judge.key_env else ""
@@ -158,15 +182,17 @@ async def _said(judge: Judge, body: Mapping[str, Any]) -> str:
     except httpx.InvalidURL as error:
         raise ValueError(f"the judge's address {judge.url!r} is none: {error}; mend url=") from None
     except httpx.TransportError as error:
-        raise WorldFailed(f"the judge at {judge.url} gave no answer: {type(error).__name__} {error}") from None
+        raise WorldFailed(
+            f"the judge at {judge.url} gave no answer: {type(error).__name__} {error}"
+        ) from None
     text = reply.text.replace(key, "...") if key else reply.text
     if reply.status_code in _BUSY or reply.status_code >= 500:
         said = f"the judge at {judge.url} answered {reply.status_code}: {text[:_SHOWN]}"
         raise WorldFailed(said, after_s=_seconds(reply.headers.get("retry-after")))
     if reply.status_code != 200:
         raise ValueError(
-            f"the judge at {judge.url} refused with {reply.status_code}: {text[:_SHOWN]}; look at model=, params= "
-            f"and the key in ${judge.key_env}"
+            f"the judge at {judge.url} refused with {reply.status_code}: {text[:_SHOWN]}; look at"
+            f" model=, params= and the key in ${judge.key_env}"
         )
     content: Any = None
     with contextlib.suppress(ValueError, LookupError, TypeError):
@@ -222,6 +248,8 @@ def _keep(path: Path, said: str) -> None:
     """Write it down whole or not at all; a cache that cannot be written is none."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, delete=False, encoding="utf-8"
+        ) as file:
             json.dump({"said": said}, file)
         Path(file.name).replace(path)

@@ -16,7 +16,8 @@ def exact(completion: str, answer: str) -> float:
 
 
 def number(completion: str, answer: str) -> float:
-    """1 if the last number in the completion equals the last one in the answer (`#### 1,200` is `1200.0`), else 0.
+    """1 if the last number in the completion equals the last one in the answer (`#### 1,200` is
+    `1200.0`), else 0.
 
     >>> number("12 of 48 are left: $36.00", "#### 36"), number("none", "36")
     (1.0, 0.0)

@@ -1,4 +1,5 @@
-"""`math_verify`: whether a completion's answer equals the reference mathematically, by the package of that name."""
+"""`math_verify`: whether a completion's answer equals the reference mathematically, by the package
+of that name."""
 
 import logging
 
@@ -9,11 +10,12 @@ _FINAL = "####"
 
 
 def _math_verify(completion: str, answer: str) -> float | None:
-    """1 if the answer in a completion equals the reference mathematically, else 0; None where that cannot be read.
+    """1 if the answer in a completion equals the reference mathematically, else 0; None where that
+    cannot be read.
 
-    Both are read by the package math-verify: LaTeX in $...$ or \\boxed{...}, else the last expression; of a reference
-    as GSM8K has it, what follows ####. It runs in a process of its own, as reading some texts does not end: such a
-    rollout has an error, with the cause `hung`.
+    Both are read by the package math-verify: LaTeX in $...$ or \\boxed{...}, else the last
+    expression; of a reference as GSM8K has it, what follows ####. It runs in a process of its own,
+    as reading some texts does not end: such a rollout has an error, with the cause `hung`.
 
     >>> from operators.rewards import math_verify
     >>> math_verify.timeout_s, list(math_verify.reads())
@@ -22,7 +24,8 @@ def _math_verify(completion: str, answer: str) -> float | None:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # that it keeps no time limit: its process is ended instead
+        # that it keeps no time limit: its process is ended instead
+        logging.getLogger(name).setLevel(logging.ERROR)
     configs = (LatexExtractionConfig(), ExprExtractionConfig())
     wanted = parse(_as_latex(answer.rpartition(_FINAL)[2].strip()), configs, parsing_timeout=None)
     if not wanted:

@@ -1,4 +1,5 @@
-"""Scorers that need a package which is installed by an optional extra: refused where it is missing."""
+"""Scorers that need a package which is installed by an optional extra: refused where it is
+missing."""
 
 import importlib.util
 from dataclasses import dataclass, field

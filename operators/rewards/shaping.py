@@ -1,4 +1,5 @@
-"""Penalties to be added to a reward by `combine`: for length, and for distance from a reference policy."""
+"""Penalties to be added to a reward by `combine`: for length, and for distance from a reference
+policy."""
 
 import numpy as np
 
@@ -9,11 +10,13 @@ from dataflow.scorer import Scorer, scorer
 
 @scorer(isolate=False)
 def kl_penalty(logprobs: Array, ref_logprobs: Array, mask: Array, beta: float = 0.02) -> float:
-    """Minus `beta` times how much likelier the rollout is to the policy than to the reference, in nats.
+    """Minus `beta` times how much likelier the rollout is to the policy than to the reference, in
+    nats.
 
-    -beta * (log mu(y|x) - log ref(y|x)): the KL term in the reward of InstructGPT (arXiv 2203.02155, equation 2), whose
-    mean over rollouts is -beta * KL(mu || ref). Assumes both log-probabilities at the same temperature. logprobs,
-    ref_logprobs, mask: [tokens of the rollout], summed where the mask is true.
+    -beta * (log mu(y|x) - log ref(y|x)): the KL term in the reward of InstructGPT (arXiv
+    2203.02155, equation 2), whose mean over rollouts is -beta * KL(mu || ref). Assumes both
+    log-probabilities at the same temperature. logprobs, ref_logprobs, mask: [tokens of the
+    rollout], summed where the mask is true.
 
     >>> import numpy as np
     >>> kl_penalty(np.array([0.0, -1.0]), np.array([0.0, -3.0]), np.array([0, 1]), beta=0.5)
@@ -25,11 +28,12 @@ def kl_penalty(logprobs: Array, ref_logprobs: Array, mask: Array, beta: float = 
 
 
 def overlong(max_tokens: int, buffer_tokens: int, name: str = "overlong") -> Scorer[..., float]:
-    """A scorer that writes DAPO's soft punishment of long completions, from 0 down to -1, as column `name`.
+    """A scorer that writes DAPO's soft punishment of long completions, from 0 down to -1, as column
+    `name`.
 
-    arXiv 2503.14476, equation 13: 0 up to max_tokens - buffer_tokens, from there linearly to -1 at max_tokens, and -1
-    beyond. max_tokens: the generator's. buffer_tokens: the last tokens, in which it rises.
-    Raises GraphError for a buffer that is empty or longer than the whole.
+    arXiv 2503.14476, equation 13: 0 up to max_tokens - buffer_tokens, from there linearly to -1 at
+    max_tokens, and -1 beyond. max_tokens: the generator's. buffer_tokens: the last tokens, in which
+    it rises. Raises GraphError for a buffer that is empty or longer than the whole.
 
     >>> import numpy as np
     >>> overlong(max_tokens=100, buffer_tokens=20)(np.ones(90))
@@ -37,11 +41,14 @@ def overlong(max_tokens: int, buffer_tokens: int, name: str = "overlong") -> Sco
     """
     for knob, value in (("max_tokens", max_tokens), ("buffer_tokens", buffer_tokens)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise GraphError(f"overlong has {knob}={value!r}, which is no number of tokens; give 1 or more")
+            raise GraphError(
+                f"overlong has {knob}={value!r}, which is no number of tokens; give 1 or more"
+            )
     if buffer_tokens > max_tokens:
         raise GraphError(
-            f"overlong punishes the last {buffer_tokens} tokens (buffer_tokens) of {max_tokens} (max_tokens), which "
-            f"are fewer; lower buffer_tokens, or raise max_tokens to the generator's"
+            f"overlong punishes the last {buffer_tokens} tokens (buffer_tokens) of {max_tokens}"
+            " (max_tokens), which are fewer; lower buffer_tokens, or raise max_tokens to the"
+            " generator's"
         )
     return _overlong.renamed(name).configured(max_tokens=max_tokens, buffer_tokens=buffer_tokens)
 

@@ -14,8 +14,8 @@ _START = "import sys; sys.path.append('/sandbox'); from inside.{} import main; m
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _INSTALL = (
-    f"install bubblewrap (package `bubblewrap`: apt, dnf, pacman, apk), or name its program in {VARIABLE}; "
-    f"code is never run without a sandbox"
+    "install bubblewrap (package `bubblewrap`: apt, dnf, pacman, apk), or name its program in"
+    f" {VARIABLE}; code is never run without a sandbox"
 )
 
 
@@ -25,18 +25,25 @@ def find() -> str | None:
 
 
 def missing() -> str | None:
-    """Why bubblewrap cannot be called on this machine, in three parts; None where its program is there."""
+    """Why bubblewrap cannot be called on this machine, in three parts; None where its program is
+    there."""
     if not sys.platform.startswith("linux"):
-        return f"model-written code runs in a sandbox of Linux, but this is {sys.platform}; run it on Linux"
+        return (
+            f"model-written code runs in a sandbox of Linux, but this is {sys.platform}; run it on"
+            " Linux"
+        )
     if find() is not None:
         return None
     named = os.environ.get(VARIABLE)
-    where = f"{VARIABLE} names {named!r}, which is no program" if named else "`bwrap` is not on PATH"
+    where = (
+        f"{VARIABLE} names {named!r}, which is no program" if named else "`bwrap` is not on PATH"
+    )
     return f"model-written code needs bubblewrap as its sandbox, but {where}; {_INSTALL}"
 
 
 def command(program: str, tmp_bytes: int) -> list[str]:
-    """What starts the driver in a sandbox: no network, no privileges, no environment, files as listed here, read-only.
+    """What starts the driver in a sandbox: no network, no privileges, no environment, files as
+    listed here, read-only.
 
     tmp_bytes: size of /tmp, in memory, the only folder that can be written.
     """
@@ -44,21 +51,57 @@ def command(program: str, tmp_bytes: int) -> list[str]:
 
 
 def kept_command(program: str, tmp_bytes: int, folders: Sequence[str] = ()) -> list[str]:
-    """The same for a sandbox that is kept, in which the system's programs can be started; folders: more that can be
-    read there, under their own names."""
+    """The same for a sandbox that is kept, in which the system's programs can be started; folders:
+    more that can be read there, under their own names."""
     more = [part for folder in folders for part in ("--ro-bind", folder, folder)]
     return _command(program, tmp_bytes, (*_programs(), *_files()), _START.format("session"), more)
 
 
-def _command(program: str, tmp_bytes: int, files: Sequence[str], start: str, more: Sequence[str] = ()) -> list[str]:
+def _command(
+    program: str, tmp_bytes: int, files: Sequence[str], start: str, more: Sequence[str] = ()
+) -> list[str]:
     return [
-        program, "--unshare-user", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1",
-        "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox",
-        "--clearenv", "--setenv", "PYTHONHASHSEED", "0",
-        *files, "--ro-bind", str(_INSIDE), "/sandbox/inside",
-        "--size", str(tmp_bytes), "--tmpfs", "/tmp", *more, "--remount-ro", "/", "--chdir", "/tmp",
-        str(_interpreter()), "-s", "-P", "-S", "-B", "-X", "utf8", "-c", start,
-    ]  # fmt: skip
+        program,
+        "--unshare-user",
+        "--unshare-all",
+        "--die-with-parent",
+        "--new-session",
+        "--as-pid-1",
+        "--cap-drop",
+        "ALL",
+        "--uid",
+        "65534",
+        "--gid",
+        "65534",
+        "--hostname",
+        "sandbox",
+        "--clearenv",
+        "--setenv",
+        "PYTHONHASHSEED",
+        "0",
+        *files,
+        "--ro-bind",
+        str(_INSIDE),
+        "/sandbox/inside",
+        "--size",
+        str(tmp_bytes),
+        "--tmpfs",
+        "/tmp",
+        *more,
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/tmp",
+        str(_interpreter()),
+        "-s",
+        "-P",
+        "-S",
+        "-B",
+        "-X",
+        "utf8",
+        "-c",
+        start,
+    ]
 
 
 @functools.cache

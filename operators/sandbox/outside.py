@@ -1,4 +1,5 @@
-"""What both kinds of sandboxes need outside: how one is started, what it says last, and what its processes take."""
+"""What both kinds of sandboxes need outside: how one is started, what it says last, and what its
+processes take."""
 
 from __future__ import annotations
 
@@ -21,15 +22,17 @@ class SandboxError(RunError):
 
 
 def started(command: Callable[[str], list[str]], **files: Any) -> subprocess.Popen[bytes]:
-    """A sandbox. command: from the path of bubblewrap's program. files: for Popen. Raises SandboxError where there is
-    none."""
+    """A sandbox. command: from the path of bubblewrap's program. files: for Popen. Raises
+    SandboxError where there is none."""
     program = find()
     if program is None:
         raise SandboxError(missing() or "bubblewrap was there a moment ago; try again")
     try:
         return subprocess.Popen(command(program), env={}, **files)
     except OSError as error:
-        raise SandboxError(f"{program} cannot be started ({error}); mend it, or install bubblewrap anew") from error
+        raise SandboxError(
+            f"{program} cannot be started ({error}); mend it, or install bubblewrap anew"
+        ) from error
 
 
 def refuse(value: object) -> int:
@@ -40,7 +43,11 @@ def refuse(value: object) -> int:
 def last_words(errors: bytes | bytearray) -> str:
     """What a sandbox wrote to its errors, for the end of a sentence."""
     lines = bytes(errors).decode("utf-8", "replace").strip().splitlines()
-    return f"it said: {' / '.join(lines[-3:])[:_SHOWN]}" if lines else "it said nothing: look in the system's log"
+    return (
+        f"it said: {' / '.join(lines[-3:])[:_SHOWN]}"
+        if lines
+        else "it said nothing: look in the system's log"
+    )
 
 
 def threads_below(pid: int) -> int:
@@ -58,13 +65,15 @@ def held_below(pid: int, held_by: Callable[[int], int]) -> int:
 
 
 def private_bytes(pid: int) -> int:
-    """Of a process, without files that it has mapped; memory that forks have in common counts for each."""
+    """Of a process, without files that it has mapped; memory that forks have in common counts for
+    each."""
     resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
     return (int(resident) - int(shared)) * _PAGE
 
 
 def shared_out_bytes(pid: int) -> int:
-    """The same with what forks have in common shared out among them; slower, and hidden of processes that hide."""
+    """The same with what forks have in common shared out among them; slower, and hidden of
+    processes that hide."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except PermissionError:
@@ -74,8 +83,8 @@ def shared_out_bytes(pid: int) -> int:
 
 
 def _family(pid: int) -> Iterator[tuple[int, int]]:
-    """A process and all that descend from it, each with its threads. Parents come before their children, and of one
-    that ends meanwhile the rest is seen."""
+    """A process and all that descend from it, each with its threads. Parents come before their
+    children, and of one that ends meanwhile the rest is seen."""
     todo = [pid]
     while todo:
         each, threads = todo.pop(), 0

@@ -48,14 +48,16 @@ class ScriptTest:
 
 @dataclass(frozen=True)
 class PythonTest:
-    """A test in Python, whose names stand for what the program defines; it passes if it ends without an exception."""
+    """A test in Python, whose names stand for what the program defines; it passes if it ends
+    without an exception."""
 
     source: str
 
 
 @dataclass(frozen=True)
 class CallTest:
-    """A test that calls a function of the program, or a method of its class Solution; the rest of it is plain data."""
+    """A test that calls a function of the program, or a method of its class Solution; the rest of
+    it is plain data."""
 
     name: str
     arguments: list[Any]
@@ -78,11 +80,14 @@ class SandboxResult:
     """What a `ScriptTest` that ended well printed."""
 
 
-def run(source: str, tests: Sequence[Test], limits: SandboxLimits) -> Generator[SandboxResult, None, None]:
-    """Run a program's tests in one sandbox, each in a new process: an outcome for each, as they come.
+def run(
+    source: str, tests: Sequence[Test], limits: SandboxLimits
+) -> Generator[SandboxResult, None, None]:
+    """Run a program's tests in one sandbox, each in a new process: an outcome for each, as they
+    come.
 
-    Closing the iterator ends the sandbox with all that is in it. Raises SandboxError where there is no sandbox, or
-    where it fails.
+    Closing the iterator ends the sandbox with all that is in it. Raises SandboxError where there is
+    no sandbox, or where it fails.
 
     consumes: the program and its tests, handed to the sandbox whole
     produces: outcomes, in the order of the tests
@@ -93,8 +98,10 @@ def run(source: str, tests: Sequence[Test], limits: SandboxLimits) -> Generator[
     try:
         process = started(
             lambda program: command(program, limits.file_bytes),
-            stdin=request, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            stdin=request,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
     finally:
         os.close(request)
     try:
@@ -125,26 +132,37 @@ def _outcomes(
                 left -= 1
                 yield outcome
             if left and not selector.get_map():
-                raise SandboxError(f"a sandbox ended with status {process.wait(_GRACE_S)}; {last_words(errors)}")
+                raise SandboxError(
+                    f"a sandbox ended with status {process.wait(_GRACE_S)}; {last_words(errors)}"
+                )
             if (now := time.monotonic()) > deadline or len(errors) > _ERROR_BYTES:
-                raise SandboxError(f"a sandbox gave no answer for {within_s:g} s; {last_words(errors)}")
+                raise SandboxError(
+                    f"a sandbox gave no answer for {within_s:g} s; {last_words(errors)}"
+                )
             if now > looked + _LOOK_S:
                 looked = now
                 if threads_below(process.pid) > limits.threads + _OWN_THREADS:
-                    yield from [SandboxResult(False, f"started more than {limits.threads} threads")] * left
+                    yield from [
+                        SandboxResult(False, f"started more than {limits.threads} threads")
+                    ] * left
                     return
 
 
 def _request(source: str, tests: Sequence[Test], limits: SandboxLimits) -> int:
     """A file in memory with all that the driver reads, at its beginning."""
     told = {
-        "cpu_s": limits.time_s, "wall_s": _WALL_FACTOR * limits.time_s, "total_s": limits.total_s,
-        "output_bytes": limits.output_bytes, "files": limits.files,
+        "cpu_s": limits.time_s,
+        "wall_s": _WALL_FACTOR * limits.time_s,
+        "total_s": limits.total_s,
+        "output_bytes": limits.output_bytes,
+        "files": limits.files,
         "cage": {
-            "cpu_s": math.ceil(limits.time_s) + 1, "memory_bytes": limits.memory_bytes,
-            "file_bytes": limits.file_bytes, "threads": limits.threads,
+            "cpu_s": math.ceil(limits.time_s) + 1,
+            "memory_bytes": limits.memory_bytes,
+            "file_bytes": limits.file_bytes,
+            "threads": limits.threads,
         },
-    }  # fmt: skip
+    }
     fd = os.memfd_create("request")
     write_frame(fd, encode([told, source, len(tests)], refuse))
     with os.fdopen(os.dup(fd), "wb") as file:
@@ -171,6 +189,9 @@ def _next_outcome(inbox: bytearray) -> SandboxResult | None:
     middle, stop = OUTCOME.size + note, OUTCOME.size + note + output
     if len(inbox) < stop:
         return None
-    texts = [bytes(part).decode("utf-8", "replace") for part in (inbox[OUTCOME.size : middle], inbox[middle:stop])]
+    texts = [
+        bytes(part).decode("utf-8", "replace")
+        for part in (inbox[OUTCOME.size : middle], inbox[middle:stop])
+    ]
     del inbox[:stop]
     return SandboxResult(passed, *texts)

@@ -1,4 +1,5 @@
-"""The self-test of the sandbox: whether this machine can make one, found out by running a program in it."""
+"""The self-test of the sandbox: whether this machine can make one, found out by running a program
+in it."""
 
 import functools
 
@@ -8,7 +9,8 @@ from operators.sandbox.runner import SandboxLimits, ScriptTest, run
 
 
 def fault() -> str | None:
-    """Why no sandbox can be made on this machine, in three parts; None where a program has run in one."""
+    """Why no sandbox can be made on this machine, in three parts; None where a program has run in
+    one."""
     reason, program = missing(), find()
     return reason if program is None or reason is not None else _probed(program)
 
@@ -24,7 +26,8 @@ def _probed(program: str) -> str | None:
             return None
         found = f"the trial program {outcome.note or f'printed {outcome.output!r}'}"
     return (
-        f"{program} cannot make a sandbox for model-written code on this machine: {found}; allow unprivileged user "
-        f"namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
-        f"kernel.apparmor_restrict_unprivileged_userns; in a container, its seccomp profile), and see docs/sandbox.md"
+        f"{program} cannot make a sandbox for model-written code on this machine: {found}; allow"
+        " unprivileged user namespaces (sysctl user.max_user_namespaces,"
+        " kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a"
+        " container, its seccomp profile), and see docs/sandbox.md"
     )

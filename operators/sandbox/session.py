@@ -1,4 +1,5 @@
-"""A sandbox that is kept over several commands, seen from outside: started, asked, watched and ended."""
+"""A sandbox that is kept over several commands, seen from outside: started, asked, watched and
+ended."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class SandboxLost(CommandRefused):
 
 
 class KeptSandbox:
-    """Processes in a sandbox of their own that wait for commands, until they are ended or whoever started them ends.
+    """Processes in a sandbox of their own that wait for commands, until they are ended or whoever
+    started them ends.
 
     consumes: commands, one at a time
     produces: a result for each
@@ -79,8 +81,10 @@ class KeptSandbox:
         try:
             self._process = started(
                 lambda program: kept_command(program, limits.file_bytes, folders),
-                stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=self._errors,
-            )  # fmt: skip
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=self._errors,
+            )
         except SandboxError:
             self._close_files()
             raise
@@ -101,10 +105,14 @@ class KeptSandbox:
         """Tell it its limits, and wait until it takes commands. Raises SandboxError."""
         limits = self._limits
         cage = {
-            "cpu_s": 1 << 20, "memory_bytes": limits.memory_bytes, "file_bytes": limits.file_bytes,
+            "cpu_s": 1 << 20,
+            "memory_bytes": limits.memory_bytes,
+            "file_bytes": limits.file_bytes,
             "threads": limits.processes,
-        }  # fmt: skip
-        await self._ask([{"files": limits.files, "output_bytes": limits.output_bytes, "cage": cage}], START_S)
+        }
+        await self._ask(
+            [{"files": limits.files, "output_bytes": limits.output_bytes, "cage": cage}], START_S
+        )
 
     async def python(self, code: str, *, timeout_s: float, most_bytes: int) -> CommandResult:
         """Run code; variables and imports are kept. Raises SandboxError; CommandRefused."""
@@ -119,7 +127,8 @@ class KeptSandbox:
         await self._ask(["write", path, data], START_S)
 
     async def read(self, path: str, *, most_bytes: int = 1 << 23) -> bytes:
-        """The bytes of a file below /tmp. Raises SandboxError; CommandRefused where it is not there, or longer."""
+        """The bytes of a file below /tmp. Raises SandboxError; CommandRefused where it is not
+        there, or longer."""
         reply = await self._ask(["read", path, most_bytes], START_S)
         return bytes(reply[1])
 
@@ -136,7 +145,9 @@ class KeptSandbox:
             self._errors = -1
 
     async def _run(self, what: str, told: str, timeout_s: float, most_bytes: int) -> CommandResult:
-        _, output, total, note = await self._ask([what, told, float(timeout_s), most_bytes], timeout_s + _GRACE_S)
+        _, output, total, note = await self._ask(
+            [what, told, float(timeout_s), most_bytes], timeout_s + _GRACE_S
+        )
         return CommandResult(bytes(output).decode("utf-8", "replace"), total, note)
 
     async def _ask(self, request: list[Any], within_s: float) -> list[Any]:
@@ -169,8 +180,18 @@ class KeptSandbox:
             if not isinstance(reply, list) or not reply:
                 raise ValueError(f"the reply {reply!r:.40}")
             return reply
-        except (OSError, EOFError, ValueError, TypeError, LookupError, struct.error, RecursionError) as error:
-            raise SandboxError(f"a sandbox has ended ({error or type(error).__name__}); {self._told()}") from error
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            TypeError,
+            LookupError,
+            struct.error,
+            RecursionError,
+        ) as error:
+            raise SandboxError(
+                f"a sandbox has ended ({error or type(error).__name__}); {self._told()}"
+            ) from error
 
     async def _exactly(self, size: int) -> bytes:
         loop, parts = asyncio.get_running_loop(), bytearray()
@@ -186,7 +207,9 @@ class KeptSandbox:
         while True:
             await asyncio.sleep(_LOOK_S)
             limit = self._limits.memory_bytes
-            if all(held_below(self.pid, count) > limit for count in (private_bytes, shared_out_bytes)):
+            if all(
+                held_below(self.pid, count) > limit for count in (private_bytes, shared_out_bytes)
+            ):
                 return f"took more than {self._limits.memory_bytes >> 20} MB of memory"
 
     def _told(self) -> str:

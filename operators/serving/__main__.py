@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import DataflowError, GraphError
 from dataflow.system.interrupts import asked_to_end, interrupted, status_of
-from operators.serving.serve import attend, bind, check_address, check_installed, make_service, read_template
+from operators.serving.serve import (
+    attend,
+    bind,
+    check_address,
+    check_installed,
+    make_service,
+    read_template,
+)
 
 if TYPE_CHECKING:
     import socket
@@ -31,7 +38,8 @@ LAST_ANSWERS_S = 2
 
 @interrupted()
 def main(given: list[str] | None = None) -> int:
-    """Serve until interrupted; what is wrong with the arguments is one line on stderr and exit status 2."""
+    """Serve until interrupted; what is wrong with the arguments is one line on stderr and exit
+    status 2."""
     arguments = _parser().parse_args(given)
     try:
         check_installed()
@@ -73,7 +81,9 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
             opened.callback(record.close)
         from operators.engine.make import make_engine
 
-        built = make_engine(declaration, Context(node="serving", device=arguments.device, threads=arguments.threads))
+        built = make_engine(
+            declaration, Context(node="serving", device=arguments.device, threads=arguments.threads)
+        )
         service = make_service(
             built,
             model=arguments.served_name or model.name,
@@ -96,7 +106,8 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
         )
         listener.listen(BACKLOG)
         _announce(service, listener, record)
-        with asked_to_end(lambda _: setattr(server, "should_exit", True)):  # uvicorn heeds but SIGHUP itself
+        # uvicorn heeds but SIGHUP itself
+        with asked_to_end(lambda _: setattr(server, "should_exit", True)):
             asyncio.run(attend(server, service, listener, grace_s=arguments.grace))
         print(f"ended; {service.recorded} rollouts were recorded", flush=True)
     return 0
@@ -106,8 +117,13 @@ def _announce(service: Service, listener: socket.socket, record: RolloutLog | No
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     print(
-        f"serving '{service.model}' at http://{address}/v1, up to {service.thread.engine.context_tokens} tokens a call",
-        "rollouts are not kept; give --record FILE" if record is None else f"rollouts are appended to {record.path}",
+        f"serving '{service.model}' at http://{address}/v1, up to"
+        f" {service.thread.engine.context_tokens} tokens a call",
+        (
+            "rollouts are not kept; give --record FILE"
+            if record is None
+            else f"rollouts are appended to {record.path}"
+        ),
         "end with Ctrl-C",
         sep="\n",
         flush=True,
@@ -120,7 +136,10 @@ def _key(variable: str | None) -> str | None:
         return None
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise GraphError(f"no API key was found: the environment variable {variable} is empty or unset; export one")
+        raise GraphError(
+            f"no API key was found: the environment variable {variable} is empty or unset;"
+            " export one"
+        )
     return key
 
 
@@ -128,22 +147,66 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m operators.serving", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="FOLDER", help="Hugging Face folder, or an id on the hub")
-    add("--served-name", metavar="NAME", help="what callers put in the field model; default: the folder's name")
+    add(
+        "--served-name",
+        metavar="NAME",
+        help="what callers put in the field model; default: the folder's name",
+    )
     add("--host", default="127.0.0.1", help="loopback, or any address together with --api-key-env")
     add("--port", type=int, default=8000, help="TCP port, 0 for any; default: 8000")
-    add("--api-key-env", metavar="NAME", help="environment variable with the key that callers must send")
-    add("--record", type=Path, metavar="FILE", help="append every call's rollouts to this Arrow IPC stream")
+    add(
+        "--api-key-env",
+        metavar="NAME",
+        help="environment variable with the key that callers must send",
+    )
+    add(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="append every call's rollouts to this Arrow IPC stream",
+    )
     add("--slots", type=int, default=64, help="rollouts decoded together; default: 64")
-    add("--context-tokens", type=int, help="most tokens of prompt and completion; default: the model's limit")
+    add(
+        "--context-tokens",
+        type=int,
+        help="most tokens of prompt and completion; default: the model's limit",
+    )
     add("--cache-bytes", type=int, help="memory of the KV-cache; default: a share of what is free")
-    add("--most-waiting", type=int, default=256, help="prompts that may wait for a slot; default: 256")
-    add("--call-timeout", type=float, default=600.0, metavar="S", help="seconds a call may take; default: 600")
-    add("--grace", type=int, default=5, metavar="S", help="seconds for calls to end at shutdown; default: 5")
+    add(
+        "--most-waiting",
+        type=int,
+        default=256,
+        help="prompts that may wait for a slot; default: 256",
+    )
+    add(
+        "--call-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds a call may take; default: 600",
+    )
+    add(
+        "--grace",
+        type=int,
+        default=5,
+        metavar="S",
+        help="seconds for calls to end at shutdown; default: 5",
+    )
     add("--device", default="cpu", help="cpu, or cuda:N")
     add("--dtype", default="float32", help="float32, bfloat16 or float16")
     add("--threads", type=int, default=os.cpu_count() or 1, help="torch threads on a CPU")
-    add("--chat-template", type=Path, metavar="FILE", help="Jinja template instead of the tokenizer's own")
-    add("--chat-template-kwargs", type=_object, metavar="JSON", help='its options, as {"enable_thinking": false}')
+    add(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja template instead of the tokenizer's own",
+    )
+    add(
+        "--chat-template-kwargs",
+        type=_object,
+        metavar="JSON",
+        help='its options, as {"enable_thinking": false}',
+    )
     return parser
 
 

@@ -27,7 +27,8 @@ from operators.serving.errors import ApiError
 from operators.serving.service import Service
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Hosts that a server without a key answers to; a web page elsewhere cannot reach it under another name."""
+"""Hosts that a server without a key answers to; a web page elsewhere cannot reach it under another
+name."""
 APIS = (COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, MESSAGES, TOKEN_ROUTE)
 COUNT_TOKENS = f"{MESSAGES.path}/count_tokens"
 NO_KEY = {"", "none", "empty", "no-key", "dummy"}
@@ -50,13 +51,16 @@ def make_app(
 
     Args:
         api_key: what `Authorization: Bearer` must say; None: no key, and only loopback hosts.
-        sessions: keys of which every caller, on a loopback host, must have one, which is its session; None: sessions
-            are named as callers like.
+        sessions: keys of which every caller, on a loopback host, must have one, which is its
+            session; None: sessions are named as callers like.
         close_timeout_s: given to the engine's thread to end.
     """
 
     def route(
-        path: str, answer: Callable[[HttpRequest], Awaitable[Response]], method: str, failed: Failed = _openai_error
+        path: str,
+        answer: Callable[[HttpRequest], Awaitable[Response]],
+        method: str,
+        failed: Failed = _openai_error,
     ) -> Route:
         async def guarded(http: HttpRequest) -> Response:
             try:
@@ -88,9 +92,15 @@ def make_app(
         """As OpenAI's clients and Anthropic's know one."""
         created = datetime.fromtimestamp(service.started_s, UTC).isoformat().replace("+00:00", "Z")
         return {
-            "id": name, "object": "model", "created": service.started_s, "owned_by": "dataflow", "type": "model",
-            "display_name": name, "created_at": created, "max_model_len": service.thread.engine.context_tokens,
-        }  # fmt: skip
+            "id": name,
+            "object": "model",
+            "created": service.started_s,
+            "owned_by": "dataflow",
+            "type": "model",
+            "display_name": name,
+            "created_at": created,
+            "max_model_len": service.thread.engine.context_tokens,
+        }
 
     async def models(_: HttpRequest) -> Response:
         name = service.model
@@ -105,7 +115,11 @@ def make_app(
         async with _body(http, service) as body:
             request = parse_count(body, service.bounds)
         service.check_model(request.model)
-        own = _key_of(http) if sessions is not None else _session_of(http, request.user, is_keyed=api_key is not None)
+        own = (
+            _key_of(http)
+            if sessions is not None
+            else _session_of(http, request.user, is_keyed=api_key is not None)
+        )
         return JSONResponse({"input_tokens": service.count(request, own)})
 
     async def health(_: HttpRequest) -> Response:
@@ -140,21 +154,25 @@ def _admit(http: HttpRequest, api_key: str | None, sessions: Container[str] | No
     """Whether this caller may call at all."""
     if sessions is not None and (_key_of(http) or "") not in sessions:
         raise ApiError(
-            401, "the API key is that of no session that is open; send the one that the program was given, while it "
-            "runs", code="invalid_api_key",
-        )  # fmt: skip
+            401,
+            "the API key is that of no session that is open; send the one that the program was"
+            " given, while it runs",
+            code="invalid_api_key",
+        )
     if api_key is None:
         if http.url.hostname not in LOOPBACK:
             raise ApiError(
                 403,
-                f"without an API key only loopback hosts are answered; found Host {http.url.hostname!r}; "
-                f"call 127.0.0.1, or start the server with --api-key-env",
+                "without an API key only loopback hosts are answered; found Host"
+                f" {http.url.hostname!r}; call 127.0.0.1, or start the server with --api-key-env",
                 code="host_not_allowed",
             )
         return
     if not hmac.compare_digest((_key_of(http) or "").encode(), api_key.encode()):
         raise ApiError(
-            401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key"
+            401,
+            "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+            code="invalid_api_key",
         )
 
 
@@ -165,22 +183,34 @@ def _key_of(http: HttpRequest) -> str | None:
 
 
 def _session_of(http: HttpRequest, user: str | None, *, is_keyed: bool) -> str | None:
-    """Header, user, or the key where the server asks for none: each rollout of an agent may have one of its own."""
+    """Header, user, or the key where the server asks for none: each rollout of an agent may have
+    one of its own."""
     key = None if is_keyed else _key_of(http)
     named = None if key is None or key.lower() in NO_KEY else key
     return http.headers.get("x-session-id") or user or named
 
 
 async def _serve(
-    service: Service, http: HttpRequest, api: Api, *, is_keyed: bool, sessions: Container[str] | None
+    service: Service,
+    http: HttpRequest,
+    api: Api,
+    *,
+    is_keyed: bool,
+    sessions: Container[str] | None,
 ) -> Response:
     service.check_room()
     async with _body(http, service) as body:
         request = api.parse(body, service.bounds)
-    own = _key_of(http) if sessions is not None else _session_of(http, request.user, is_keyed=is_keyed)
+    own = (
+        _key_of(http)
+        if sessions is not None
+        else _session_of(http, request.user, is_keyed=is_keyed)
+    )
     call = service.begin(request, own)
     if request.stream:
-        return StreamingResponse(_stream(service, http, call, api), media_type="text/event-stream", headers=_HEADERS)
+        return StreamingResponse(
+            _stream(service, http, call, api), media_type="text/event-stream", headers=_HEADERS
+        )
     async with _attended(service, http, call) as news:
         async for _ in news:
             pass
@@ -192,7 +222,9 @@ async def _serve(
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-async def _stream(service: Service, http: HttpRequest, call: ServedCall, api: Api) -> AsyncIterator[str]:
+async def _stream(
+    service: Service, http: HttpRequest, call: ServedCall, api: Api
+) -> AsyncIterator[str]:
     told = api.stream(call, service.vocabulary)
     try:
         async with _attended(service, http, call) as news:
@@ -208,8 +240,11 @@ async def _stream(service: Service, http: HttpRequest, call: ServedCall, api: Ap
 
 
 @contextlib.asynccontextmanager
-async def _attended(service: Service, http: HttpRequest, call: ServedCall) -> AsyncIterator[AsyncIterator[None]]:
-    """Watch a call to its end: an iterator that goes round whenever something is new. Whoever leaves, ends the call.
+async def _attended(
+    service: Service, http: HttpRequest, call: ServedCall
+) -> AsyncIterator[AsyncIterator[None]]:
+    """Watch a call to its end: an iterator that goes round whenever something is new. Whoever
+    leaves, ends the call.
 
     Raises:
         ApiError: 499 when the client went away, 504 at the call's deadline.
@@ -222,7 +257,9 @@ async def _attended(service: Service, http: HttpRequest, call: ServedCall) -> As
         service.end(call, GONE)
 
 
-async def _news(service: Service, call: ServedCall, left: asyncio.Task[None]) -> AsyncIterator[None]:
+async def _news(
+    service: Service, call: ServedCall, left: asyncio.Task[None]
+) -> AsyncIterator[None]:
     deadline = asyncio.get_running_loop().time() + service.call_timeout_s
     while True:
         over = call.is_over
@@ -233,14 +270,19 @@ async def _news(service: Service, call: ServedCall, left: asyncio.Task[None]) ->
         waits = asyncio.create_task(call.news.wait())
         patience = deadline - asyncio.get_running_loop().time()
         try:
-            await asyncio.wait({waits, left}, timeout=max(0.0, patience), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {waits, left}, timeout=max(0.0, patience), return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             waits.cancel()
         if call.news.is_set():
             continue
         if left.done():
             raise ApiError(499, GONE, code="client_gone")
-        why = f"the call was not over after {service.call_timeout_s:g} s; ask for fewer tokens, or call again later"
+        why = (
+            f"the call was not over after {service.call_timeout_s:g} s; ask for fewer tokens, or"
+            " call again later"
+        )
         service.end(call, why)
         raise ApiError(504, why, code="timeout")
 
@@ -252,24 +294,33 @@ async def _leave(http: HttpRequest) -> None:
 
 @contextlib.asynccontextmanager
 async def _body(http: HttpRequest, service: Service) -> AsyncIterator[Any]:
-    """The JSON of a request, whose bytes count as being read meanwhile. Raises ApiError: 408, 413, 415, 429, 400."""
+    """The JSON of a request, whose bytes count as being read meanwhile. Raises ApiError: 408, 413,
+    415, 429, 400."""
     bounds, read = service.bounds, bytearray()
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(415, f"a call is JSON; found Content-Type {kind!r}; send Content-Type: application/json")
+        raise ApiError(
+            415, f"a call is JSON; found Content-Type {kind!r}; send Content-Type: application/json"
+        )
     try:
         try:
             async with asyncio.timeout(bounds.body_s):
                 async for piece in http.stream():
                     if len(read) + len(piece) > bounds.body_bytes:
-                        raise ApiError(413, f"the body has more than {bounds.body_bytes} bytes; shorten it")
+                        raise ApiError(
+                            413, f"the body has more than {bounds.body_bytes} bytes; shorten it"
+                        )
                     service.reading.take(len(piece))
                     read += piece
             found = read_json(read.decode(), bounds.values)
         except TimeoutError as error:
-            raise ApiError(408, f"the body was not there after {bounds.body_s:g} s; send it at once") from error
+            raise ApiError(
+                408, f"the body was not there after {bounds.body_s:g} s; send it at once"
+            ) from error
         except ValueError as error:
-            raise ApiError(400, f"the body cannot be read as JSON: {error}; mend it", code="invalid_json") from error
+            raise ApiError(
+                400, f"the body cannot be read as JSON: {error}; mend it", code="invalid_json"
+            ) from error
         yield found
     finally:
         service.reading.give(len(read))
@@ -280,7 +331,9 @@ def _openai_error(error: ApiError) -> Mapping[str, Any]:
 
 
 def _refusal(error: ApiError, failed: Failed = _openai_error) -> JSONResponse:
-    return JSONResponse(failed(error), error.status, {"retry-after": "1"} if error.status == 429 else None)
+    return JSONResponse(
+        failed(error), error.status, {"retry-after": "1"} if error.status == 429 else None
+    )
 
 
 async def _unrouted(http: HttpRequest, error: Exception) -> Response:

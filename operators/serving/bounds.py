@@ -1,4 +1,5 @@
-"""How much of a stranger's call is taken in before anything is built of it, and how its JSON is read."""
+"""How much of a stranger's call is taken in before anything is built of it, and how its JSON is
+read."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from operators.serving.errors import ApiError
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What one call may ask for; what it asks beyond is refused before it costs more than reading it."""
+    """What one call may ask for; what it asks beyond is refused before it costs more than reading
+    it."""
 
     body_bytes: int = 8 << 20
     """Of a body."""
@@ -32,20 +34,24 @@ class Bounds:
     name_characters: int = 256
     """Of a model's, user's or session's name."""
     samples: bool = True
-    """Whether a call says how it is sampled; in a run the run does, and what calls wish for is read and set aside."""
+    """Whether a call says how it is sampled; in a run the run does, and what calls wish for is read
+    and set aside."""
     characters_per_token: int = 16
-    """A prompt's text, tools and messages as JSON have at most so many for each token of the context."""
+    """A prompt's text, tools and messages as JSON have at most so many for each token of the
+    context."""
 
 
 def read_json(text: str, most_values: int) -> Any:
     """The values of a JSON text.
 
-    Raises ValueError where it is none, has too many values or nests too deep, and for what no file and no answer can
-    hold: a lone surrogate, which is half of a character, and numbers that are not finite.
-    """
+    Raises ValueError where it is none, has too many values or nests too deep, and for what no file
+    and no answer can hold: a lone surrogate, which is half of a character, and numbers that are not
+    finite."""
     values = 1 + sum(map(text.count, "[{,"))
     if values > most_values:
-        raise ValueError(f"it may have {values} values, and at most {most_values} are taken; send less at once")
+        raise ValueError(
+            f"it may have {values} values, and at most {most_values} are taken; send less at once"
+        )
     try:
         found = json.loads(text)
     except RecursionError as error:
@@ -55,7 +61,8 @@ def read_json(text: str, most_values: int) -> Any:
 
 
 class Budget:
-    """Bytes of bodies that are being read: whoever would take more than there are is told to come again."""
+    """Bytes of bodies that are being read: whoever would take more than there are is told to come
+    again."""
 
     def __init__(self, most: int) -> None:
         """Begin with none taken."""
@@ -65,9 +72,11 @@ class Budget:
         """Raises ApiError (429)."""
         if self.taken + size > self._most:
             raise ApiError(
-                429, f"{self.taken} bytes of calls are being read, of at most {self._most}; try again later",
+                429,
+                f"{self.taken} bytes of calls are being read, of at most {self._most}; try again"
+                " later",
                 code="overloaded",
-            )  # fmt: skip
+            )
         self.taken += size
 
     def give(self, size: int) -> None:

@@ -1,4 +1,5 @@
-"""One call on its way: what its choices have so far, for whoever answers, and its rows once all have ended."""
+"""One call on its way: what its choices have so far, for whoever answers, and its rows once all
+have ended."""
 
 from __future__ import annotations
 
@@ -61,7 +62,11 @@ class Choice:
             self.transcript.finish(int(ids[-1]) if news.reason == STOPPED and len(ids) else None)
             self.error = news.error
             self.refusal = news.refusal
-            self.failed = {BROKEN: 500, ABORTED: 503}.get(news.reason) if news.refusal is None else news.refusal.status
+            self.failed = (
+                {BROKEN: 500, ABORTED: 503}.get(news.reason)
+                if news.refusal is None
+                else news.refusal.status
+            )
             self.finish_reason = "error" if self.failed else REASONS.get(news.reason, "length")
             self.message = {"role": "assistant", "content": self.transcript.text}
             if self.calls is not None:
@@ -82,10 +87,13 @@ class Choice:
     def completion(self) -> Completion:
         """The choice as a row is made of it."""
         return Completion(
-            text=self.transcript.text, tokens=self.tokens,
-            finish_reason={"tool_calls": "stop"}.get(self.finish_reason or "error", self.finish_reason or "error"),
+            text=self.transcript.text,
+            tokens=self.tokens,
+            finish_reason={"tool_calls": "stop"}.get(
+                self.finish_reason or "error", self.finish_reason or "error"
+            ),
             error=self.error,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,8 @@ class AskedPrompt:
     conversation: Conversation | None = None
     """Where a later prompt may go on from it by its messages."""
     begun: tuple[int, ...] = ()
-    """The last of its tokens: those that the turn is made to begin with, as a tool has to be called."""
+    """The last of its tokens: those that the turn is made to begin with, as a tool has to be
+    called."""
 
 
 @dataclass(eq=False)
@@ -209,5 +218,7 @@ class ServedCall:
             try:
                 self._finished(part)
             except Exception as error:
-                self.unrecorded = ApiError(500, f"the call could not be recorded: {error}", code="not_recorded")
+                self.unrecorded = ApiError(
+                    500, f"the call could not be recorded: {error}", code="not_recorded"
+                )
         self.news.set()

@@ -15,12 +15,13 @@ from operators.serving.rows import COLUMNS, PARENT_ROLLOUT_ID, REUSED_TOKENS
 
 
 def conversations(rows: pa.Table) -> pa.Table:
-    """One row for each call that no other goes on from, with what the model wrote in the calls before it.
+    """One row for each call that no other goes on from, with what the model wrote in the calls
+    before it.
 
-    Its tokens are the call's own, which begin with those of its parent; mask, logprobs and versions of that beginning
-    are the parent's, and so on back. Where several calls go on from one, the first has what was written before them,
-    so that every token is chosen once. A call that failed is passed over, as are the tokens of parents that `rows`
-    lacks. Columns as in `rows.COLUMNS`.
+    Its tokens are the call's own, which begin with those of its parent; mask, logprobs and versions
+    of that beginning are the parent's, and so on back. Where several calls go on from one, the
+    first has what was written before them, so that every token is chosen once. A call that failed
+    is passed over, as are the tokens of parents that `rows` lacks. Columns as in `rows.COLUMNS`.
 
     Raises:
         RecordError: tokens that should be the parent's are not.
@@ -38,9 +39,13 @@ def conversations(rows: pa.Table) -> pa.Table:
     continued, taken = {call.parent for call in calls.values()}, set[int]()
     ends = [at for at, number in enumerate(numbers) if number not in continued]
     merged = [_merged(numbers[at], calls, taken) for at in ends]
-    columns = RolloutTokens.joined(merged).columns(np.r_[0, np.cumsum([len(each) for each in merged])])
+    columns = RolloutTokens.joined(merged).columns(
+        np.r_[0, np.cumsum([len(each) for each in merged])]
+    )
     leaves = good.take(pa.array(ends, pa.int64()))
-    return pa.table({name: columns.get(name, leaves.column(name)) for name in COLUMNS}, schema(COLUMNS))
+    return pa.table(
+        {name: columns.get(name, leaves.column(name)) for name in COLUMNS}, schema(COLUMNS)
+    )
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,11 @@ class _Call:
 def _merged(number: int, calls: Mapping[int, _Call], taken: set[int]) -> RolloutTokens:
     """The tokens of a call, with what was chosen in those before it."""
     own = call = calls[number]
-    mask, logprobs, versions = own.tokens.mask.copy(), own.tokens.logprobs.copy(), own.tokens.versions.copy()
+    mask, logprobs, versions = (
+        own.tokens.mask.copy(),
+        own.tokens.logprobs.copy(),
+        own.tokens.versions.copy(),
+    )
     at, shared = number, len(own.tokens)
     while at not in taken:
         taken.add(at)
@@ -67,10 +76,14 @@ def _merged(number: int, calls: Mapping[int, _Call], taken: set[int]) -> Rollout
         before = call.tokens[:shared]
         if not np.array_equal(before.ids, own.tokens.ids[:shared]):
             raise RecordError(
-                f"rollout {number} should begin with {shared} tokens of rollout {at}; found others; "
-                f"give the rows of one file"
+                f"rollout {number} should begin with {shared} tokens of rollout {at}; found others;"
+                " give the rows of one file"
             )
         if at not in taken:
             chosen = np.flatnonzero(before.mask)
-            mask[chosen], logprobs[chosen], versions[chosen] = True, before.logprobs[chosen], before.versions[chosen]
+            mask[chosen], logprobs[chosen], versions[chosen] = (
+                True,
+                before.logprobs[chosen],
+                before.versions[chosen],
+            )
     return RolloutTokens(own.tokens.ids, mask, logprobs, versions)

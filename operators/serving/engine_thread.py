@@ -1,4 +1,5 @@
-"""The thread that drives the engine: calls in, tokens and ended rollouts out, weights taken in between."""
+"""The thread that drives the engine: calls in, tokens and ended rollouts out, weights taken in
+between."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from operators.engine.results import EndedRollout
 
 PAUSE = 4
-"""Between two looks at the rollouts that stream passes at least this many times the time that a look takes."""
+"""Between two looks at the rollouts that stream passes at least this many times the time that a
+look takes."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class Overloaded(RunError):
 class EngineThread:
     """Decodes for many callers on one thread.
 
-    consumes: works (`submit`), cancellations (`cancel`), weights (`update`), from any thread, by one queue
-    produces: news of each rollout, by `Work.tell`
+    consumes: works (`submit`), cancellations (`cancel`), weights (`update`), from any thread, by
+    one queue produces: news of each rollout, by `Work.tell`
     waits for: the queue, while no rollout is live and none can start, `idle_s` at a time
     unblocked by: any of the above, and `close`
     """
@@ -64,14 +66,17 @@ class EngineThread:
             make_start: `operators.engine.results.PromptStart`.
             most_waiting: prompts that wait to be started; more are refused.
             prefill_tokens: prompt tokens after which no more prompts start in the same step.
-            stream_s: seconds between two looks at the rollouts that stream, at least; 0: after every step.
+            stream_s: seconds between two looks at the rollouts that stream, at least; 0: after
+                every step.
         """
         self.engine = engine
         self.failure: str | None = None
         self._make_start, self._clock = make_start, clock
         self._most_waiting, self._prefill_tokens = most_waiting, prefill_tokens
         self._stream_s, self._idle_s = stream_s, idle_s
-        self._inbox: queue.SimpleQueue[Work | tuple[Work, str] | _Update | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Work | tuple[Work, str] | _Update | None] = (
+            queue.SimpleQueue()
+        )
         self._lock = threading.Lock()
         self._waiting_count = 0
         self._closing = False
@@ -105,23 +110,31 @@ class EngineThread:
                 self._inbox.put(work)
 
     def check_room(self, prompts: int = 1) -> None:
-        """Refuse what `submit` would refuse, before anything is made of it. Raises Overloaded, RunError."""
+        """Refuse what `submit` would refuse, before anything is made of it. Raises Overloaded,
+        RunError."""
         if self._closing:
-            raise RunError("the engine takes no more calls; it is shutting down; call another server")
+            raise RunError(
+                "the engine takes no more calls; it is shutting down; call another server"
+            )
         if self._waiting_count + prompts > self._most_waiting:
             raise Overloaded(
-                f"{prompts} prompts cannot be queued; {self._waiting_count} of at most {self._most_waiting} are "
-                f"waiting; try again later"
+                f"{prompts} prompts cannot be queued; {self._waiting_count} of at most"
+                f" {self._most_waiting} are waiting; try again later"
             )
 
     def cancel(self, work: Work, why: str) -> None:
-        """End a work's rollouts as they are, with `why` as their error; those that have ended stay as they were."""
+        """End a work's rollouts as they are, with `why` as their error; those that have ended stay
+        as they were."""
         self._inbox.put((work, why))
 
-    def update(self, version: int, apply: Callable[[Mapping[str, Any]], None], timeout_s: float = 60.0) -> None:
-        """Let `apply` write weights into the engine's tensors between two decode steps; blocks until it has.
+    def update(
+        self, version: int, apply: Callable[[Mapping[str, Any]], None], timeout_s: float = 60.0
+    ) -> None:
+        """Let `apply` write weights into the engine's tensors between two decode steps; blocks
+        until it has.
 
-        Tokens drawn from then on are recorded with `version`. What `apply` raises is raised here; the version stays.
+        Tokens drawn from then on are recorded with `version`. What `apply` raises is raised here;
+        the version stays.
 
         Raises:
             DeadlineError: no safe point was reached in time; `apply` will not be called any more.
@@ -135,8 +148,8 @@ class EngineThread:
                 return done.result()
             done.cancel()
             raise DeadlineError(
-                f"the update to version {version} waited for the engine's thread; found no end of it after "
-                f"{timeout_s} s; look at the server's log, or give it more time"
+                f"the update to version {version} waited for the engine's thread; found no end of"
+                f" it after {timeout_s} s; look at the server's log, or give it more time"
             ) from error
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -154,7 +167,7 @@ class EngineThread:
         if self._thread.is_alive():
             raise DeadlineError(
                 f"closing the engine waited for its thread; found it alive after {timeout_s} s; "
-                f"a decode step takes that long, or `tell` or `apply` hangs"
+                "a decode step takes that long, or `tell` or `apply` hangs"
             )
 
     def _run(self) -> None:
@@ -172,7 +185,9 @@ class EngineThread:
             while True:
                 late = self._inbox.get_nowait()
                 if isinstance(late, _Update) and late.done.set_running_or_notify_cancel():
-                    late.done.set_exception(RunError("the engine takes no more weights; it was shut down; restart it"))
+                    late.done.set_exception(
+                        RunError("the engine takes no more weights; it was shut down; restart it")
+                    )
 
     def _listen(self) -> bool:
         """Take in all messages; wait for one where there is nothing to do. False once closed."""
@@ -216,17 +231,22 @@ class EngineThread:
         if begin >= self._next_look:
             self._look()
             end = self._clock()
-            self._next_look = end + max(self._stream_s, PAUSE * (end - begin)) if self._stream_s else begin
+            self._next_look = (
+                end + max(self._stream_s, PAUSE * (end - begin)) if self._stream_s else begin
+            )
 
     def _look(self) -> None:
         """Tell of the tokens that streaming rollouts have by now."""
         for ticket, work in self._by_ticket.items():
             if work.streams and (row := self.engine.progress(ticket)) is not None:
                 tokens, likeliest = row.tokens[row.start :], self._likeliest(work, ticket)
-                self._tell(work, News(work.tickets[ticket], tokens, alternatives=likeliest[: len(tokens)]))
+                self._tell(
+                    work, News(work.tickets[ticket], tokens, alternatives=likeliest[: len(tokens)])
+                )
 
     def _starts(self) -> list[Any]:
-        """Waiting prompts that start in the next step, in the order of their arrival, as far as they fit."""
+        """Waiting prompts that start in the next step, in the order of their arrival, as far as
+        they fit."""
         starts: list[Any] = []
         tokens, free, pages = 0, self.engine.free, self.engine.spare_pages
         while self._waiting and free > 0 and tokens < self._prefill_tokens:
@@ -261,7 +281,9 @@ class EngineThread:
             alternatives=work.alternatives,
         )
 
-    def _likeliest(self, work: Work, ticket: int, *, ended: bool = False) -> Sequence[Sequence[tuple[int, float]]]:
+    def _likeliest(
+        self, work: Work, ticket: int, *, ended: bool = False
+    ) -> Sequence[Sequence[tuple[int, float]]]:
         if not work.alternatives:
             return ()
         known = self.engine.alternatives  # type: ignore[attr-defined]
@@ -273,11 +295,16 @@ class EngineThread:
             work = self._by_ticket.pop(row.ticket)
             tokens, error = row.tokens[row.start :], None
             if row.reason == BROKEN:
-                error = f"the model's logits are not finite after {len(tokens)} tokens; look at the weights"
+                error = (
+                    f"the model's logits are not finite after {len(tokens)} tokens; look at the"
+                    " weights"
+                )
             elif row.reason == ABORTED:
                 error = work.why or "the rollout was aborted"
             likeliest = self._likeliest(work, row.ticket, ended=True)[: len(tokens)]
-            self._tell(work, News(work.tickets.pop(row.ticket), tokens, row.reason, error, likeliest))
+            self._tell(
+                work, News(work.tickets.pop(row.ticket), tokens, row.reason, error, likeliest)
+            )
 
     def _abort(self, work: Work, why: str) -> None:
         """End a work: what is live as it is, what has not begun without a token."""
@@ -300,7 +327,9 @@ class EngineThread:
 
     def _give_up(self, why: str) -> None:
         """End everything, also where the engine cannot say how far it came."""
-        for work in {id(work): work for work in [*self._by_ticket.values(), *self._waiting]}.values():
+        for work in {
+            id(work): work for work in [*self._by_ticket.values(), *self._waiting]
+        }.values():
             try:
                 self._abort(work, why)
             except Exception:

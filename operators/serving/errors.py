@@ -1,4 +1,5 @@
-"""What a caller is told when a call cannot be served: an HTTP status and an error in OpenAI's shape."""
+"""What a caller is told when a call cannot be served: an HTTP status and an error in OpenAI's
+shape."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ TYPES = {
 class ApiError(Exception):
     """A call that is refused or has failed: `status` over HTTP, and a message in three parts."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
         """Say what is wrong, which field it is about, and a code that programs may ask for."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
@@ -29,7 +32,9 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON of the answer."""
         kind = TYPES.get(self.status, "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 def bad(param: str, message: str, code: str = "invalid_value") -> ApiError:

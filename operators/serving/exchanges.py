@@ -1,4 +1,5 @@
-"""Recent exchanges by the text that they make, so that a conversation goes on with the tokens it was made of."""
+"""Recent exchanges by the text that they make, so that a conversation goes on with the tokens it
+was made of."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Exchanges:
             self._drop(next(iter(self._kept)))
 
     def find(self, session: str | None, text: str) -> ServedExchange | None:
-        """The longest exchange of the session that `text` goes on from; looks at those of the session alone."""
+        """The longest exchange of the session that `text` goes on from; looks at those of the
+        session alone."""
         known = max(filter(text.startswith, self._of.get(session, ())), key=len, default=None)
         if known is None:
             return None
@@ -82,12 +84,14 @@ class Exchanges:
                 del self._of[gone.session]
 
 
-def encode(vocabulary: Vocabulary, exchanges: Exchanges, text: str, *, session: str | None, chat: bool) -> Encoded:
+def encode(
+    vocabulary: Vocabulary, exchanges: Exchanges, text: str, *, session: str | None, chat: bool
+) -> Encoded:
     """Tokens of a prompt's text, those of an earlier exchange first where the text goes on from it.
 
-    They are used where the whole spells the same text as the tokenizer's own tokens do; else the text is tokenised.
-    chat: the text comes from a chat template, which has put special tokens where they belong.
-    """
+    They are used where the whole spells the same text as the tokenizer's own tokens do; else the
+    text is tokenised. chat: the text comes from a chat template, which has put special tokens where
+    they belong."""
     own = _ids(vocabulary.tokenizer, text, special=not chat)
     earlier = exchanges.find(session, text)
     if earlier is None:

@@ -1,4 +1,5 @@
-"""Fields of a call's JSON, of the kind and in the range that they have to be; ApiError (400) for others."""
+"""Fields of a call's JSON, of the kind and in the range that they have to be; ApiError (400) for
+others."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def text_of(given: Mapping[str, Any], name: str, most: int) -> str:
     found = given.get(name)
     if not isinstance(found, str) or not 0 < len(found) <= most:
         code = "missing_required_parameter" if found is None else "invalid_value"
-        raise bad(name, f"'{name}' must be a text of at most {most} characters; found {shown(found)}; give one", code)
+        raise bad(
+            name,
+            f"'{name}' must be a text of at most {most} characters; found {shown(found)}; give one",
+            code,
+        )
     return found
 
 
@@ -46,12 +51,18 @@ def list_of(where: str, found: Any) -> list[Any]:
     return found
 
 
-def whole_of(given: Mapping[str, Any], name: str, default: int | None, *, least: int, most: int | None = None) -> Any:
+def whole_of(
+    given: Mapping[str, Any], name: str, default: int | None, *, least: int, most: int | None = None
+) -> Any:
     """A field that holds a whole number. Raises ApiError."""
     found = given.get(name, default)
     if type(found) is not int or found < least or (most is not None and found > most):
         upto = "" if most is None else f" and at most {most}"
-        raise bad(name, f"'{name}' must be a whole number of at least {least}{upto}; found {shown(found)}; mend it")
+        raise bad(
+            name,
+            f"'{name}' must be a whole number of at least {least}{upto}; found {shown(found)};"
+            " mend it",
+        )
     return found
 
 
@@ -66,7 +77,11 @@ def number_of(
 ) -> float:
     """A field that holds a finite number. Raises ApiError."""
     found = given.get(name, default)
-    fits = isinstance(found, int | float) and not isinstance(found, bool) and abs(found) <= sys.float_info.max
+    fits = (
+        isinstance(found, int | float)
+        and not isinstance(found, bool)
+        and abs(found) <= sys.float_info.max
+    )
     if not fits or found < least or found <= above or found > most:
         range_ = f"above {above:g}" if above > -math.inf else f"of at least {least:g}"
         upto = "" if most == math.inf else f" and at most {most:g}"

@@ -1,4 +1,5 @@
-"""Reads the JSON of a call into a `Request`, or says what is wrong with it; nothing is dropped silently."""
+"""Reads the JSON of a call into a `Request`, or says what is wrong with it; nothing is dropped
+silently."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ from typing import Any, Literal
 
 from operators.serving.bounds import Bounds, read_json
 from operators.serving.errors import ApiError, bad
-from operators.serving.fields import flag_of, list_of, number_of, object_of, shown, text_of, whole_of
+from operators.serving.fields import (
+    flag_of,
+    list_of,
+    number_of,
+    object_of,
+    shown,
+    text_of,
+    whole_of,
+)
 
 Kind = Literal["completion", "chat"]
 
@@ -21,9 +30,24 @@ MOST_TOKENS = 2**31 - 1
 """Of a completion, and of top_k: what the engine's numbers hold."""
 
 _SHARED = {
-    "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "stop", "seed", "logprobs", "stream",
-    "stream_options", "user", "top_k", "min_p", "repetition_penalty", "return_token_ids", "stop_token_ids",
-}  # fmt: skip
+    "model",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "seed",
+    "logprobs",
+    "stream",
+    "stream_options",
+    "user",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "return_token_ids",
+    "stop_token_ids",
+}
 FIELDS: dict[Kind, set[str]] = {
     "completion": {*_SHARED, "prompt"},
     "chat": {
@@ -40,18 +64,33 @@ FIELDS: dict[Kind, set[str]] = {
 """What each kind of call may ask for."""
 
 WITHOUT_EFFECT = {
-    "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "parallel_tool_calls", "reasoning_effort", "verbosity", "prediction", "priority",
-    "cache_salt", "request_id",
-}  # fmt: skip
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "verbosity",
+    "prediction",
+    "priority",
+    "cache_salt",
+    "request_id",
+}
 """Fields that are accepted with any value, since no value changes what is generated here."""
 
 WISHES: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "bad_words": ([],),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
     "length_penalty": (1,),
-}  # fmt: skip
-"""How tokens are to be drawn, beside the knobs of `Request`, with the values that ask for nothing: no others can be
-granted, so that they are refused, but where no wish of a call's is (`Bounds.samples`)."""
+}
+"""How tokens are to be drawn, beside the knobs of `Request`, with the values that ask for nothing:
+no others can be granted, so that they are refused, but where no wish of a call's is
+(`Bounds.samples`)."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
     **WISHES,
@@ -119,17 +158,24 @@ class Request:
     def parameters(self) -> dict[str, Any]:
         """What was asked for beside the prompt, as it is recorded."""
         names = ("max_tokens", "n", "stop", "stop_tokens", "seed")
-        given = {"tools": list(self.tools), "must_call": list(self.must_call), "chat_template_kwargs": self.options}
+        given = {
+            "tools": list(self.tools),
+            "must_call": list(self.must_call),
+            "chat_template_kwargs": self.options,
+        }
         asked = {name: value for name, value in given.items() if value}
         return {**self.knobs, **{name: getattr(self, name) for name in names}, **asked}
 
 
 def parse(kind: Kind, body: Any, bounds: Bounds | None = None) -> Request:
-    """The call that a JSON body asks for. Raises ApiError (400) for what is wrong, unknown or cannot be done."""
+    """The call that a JSON body asks for. Raises ApiError (400) for what is wrong, unknown or
+    cannot be done."""
     bounds = bounds or Bounds()
     if not isinstance(body, dict):
         raise ApiError(
-            400, f"the body is no JSON object; found {type(body).__name__}; send {{...}}", code="invalid_json"
+            400,
+            f"the body is no JSON object; found {type(body).__name__}; send {{...}}",
+            code="invalid_json",
         )
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
@@ -155,7 +201,11 @@ def parse(kind: Kind, body: Any, bounds: Bounds | None = None) -> Request:
         n=n,
         stop=_stop(given, bounds),
         stop_tokens=_stop_tokens(given, bounds),
-        seed=whole_of(given, "seed", None, least=-(2**63), most=2**63 - 1) if "seed" in given else None,
+        seed=(
+            whole_of(given, "seed", None, least=-(2**63), most=2**63 - 1)
+            if "seed" in given
+            else None
+        ),
         logprobs=_logprobs(kind, given),
         alternatives=_alternatives(kind, given),
         stream=flag_of(given, "stream"),
@@ -178,7 +228,8 @@ def _check_known(kind: Kind, name: str, value: Any, bounds: Bounds) -> None:
         if not any(value == allowed for allowed in ONLY[name]):
             raise bad(
                 name,
-                f"'{name}' is not supported here; found {shown(value)}; leave it out, or send {ONLY[name][0]!r}",
+                f"'{name}' is not supported here; found {shown(value)}; leave it out, or send"
+                f" {ONLY[name][0]!r}",
                 "unsupported_parameter",
             )
         return
@@ -198,29 +249,45 @@ def _prompts(given: Mapping[str, Any], most: int) -> tuple[str | tuple[int, ...]
     if found is None or not many or not all(isinstance(one, str) or _is_ids(one) for one in many):
         raise bad(
             "prompt",
-            f"'prompt' must be a text, a list of texts, token ids, or a list of token id lists; found {shown(found)}; "
-            f"give at least one, none of them empty",
+            "'prompt' must be a text, a list of texts, token ids, or a list of token id lists;"
+            f" found {shown(found)}; give at least one, none of them empty",
             "missing_required_parameter" if found is None else "invalid_value",
         )
     if len(many) > most:
-        raise bad("prompt", f"'prompt' has too many prompts for this n; found {len(many)} of at most {most}; send less")
+        raise bad(
+            "prompt",
+            f"'prompt' has too many prompts for this n; found {len(many)} of at most {most}; send"
+            " less",
+        )
     return tuple(one if isinstance(one, str) else tuple(one) for one in many)
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(one) is int and one >= 0 for one in value)
+    )
 
 
 def _messages(given: Mapping[str, Any], bounds: Bounds) -> tuple[Mapping[str, Any], ...]:
     found = given.get("messages")
-    if not isinstance(found, list) or not found or not all(isinstance(message, dict) for message in found):
+    if (
+        not isinstance(found, list)
+        or not found
+        or not all(isinstance(message, dict) for message in found)
+    ):
         raise bad(
             "messages",
-            f'\'messages\' must be a list of {{"role", "content"}}; found {shown(found)}; give at least one',
+            f'\'messages\' must be a list of {{"role", "content"}}; found {shown(found)}; give at'
+            " least one",
             "missing_required_parameter" if found is None else "invalid_value",
         )
     if len(found) > bounds.messages:
-        raise bad("messages", f"'messages' is too long; found {len(found)} of at most {bounds.messages}; send fewer")
+        raise bad(
+            "messages",
+            f"'messages' is too long; found {len(found)} of at most {bounds.messages}; send fewer",
+        )
     return tuple(_message(place, message, bounds.values) for place, message in enumerate(found))
 
 
@@ -228,31 +295,42 @@ def _begun(
     given: Mapping[str, Any], messages: tuple[Mapping[str, Any], ...]
 ) -> tuple[tuple[Mapping[str, Any], ...], str]:
     """Messages, and what the assistant has begun to say behind them, where it is to go on."""
-    goes_on, opens = flag_of(given, "continue_final_message"), given.get("add_generation_prompt", True)
+    goes_on, opens = (
+        flag_of(given, "continue_final_message"),
+        given.get("add_generation_prompt", True),
+    )
     last = messages[-1]
     if not goes_on and opens is not True:
         raise bad(
-            "add_generation_prompt", f"a call is for a turn of the assistant's; found add_generation_prompt "
-            f"{shown(opens)}; leave it out, or send continue_final_message=true", "unsupported_parameter",
-        )  # fmt: skip
+            "add_generation_prompt",
+            "a call is for a turn of the assistant's; found add_generation_prompt "
+            f"{shown(opens)}; leave it out, or send continue_final_message=true",
+            "unsupported_parameter",
+        )
     if goes_on and (last["role"] != "assistant" or last.get("tool_calls") or len(messages) < 2):
         raise bad(
-            "continue_final_message", f"only a text of the assistant's behind other messages is gone on with; found a "
+            "continue_final_message",
+            "only a text of the assistant's behind other messages is gone on with; found a "
             f"last message {shown(last)}; send one, or leave continue_final_message out",
-        )  # fmt: skip
+        )
     return (messages[:-1], last["content"]) if goes_on else (messages, "")
 
 
 def _message(place: int, message: Mapping[str, Any], values: int) -> Mapping[str, Any]:
-    """A message as chat templates take it: no nulls, text content in one piece, arguments of tool calls as objects."""
+    """A message as chat templates take it: no nulls, text content in one piece, arguments of tool
+    calls as objects."""
     where = f"messages[{place}]"
     made = {name: value for name, value in message.items() if value is not None}
     if not isinstance(made.get("role"), str):
-        raise bad(f"{where}.role", f'\'{where}\' needs a role; found {shown(message)}; add "role": "user", say')
+        raise bad(
+            f"{where}.role",
+            f'\'{where}\' needs a role; found {shown(message)}; add "role": "user", say',
+        )
     made["content"] = _content(f"{where}.content", made.get("content", ""))
     if "tool_calls" in made:
         made["tool_calls"] = [
-            _tool_call(f"{where}.tool_calls", call, values) for call in list_of(where, made["tool_calls"])
+            _tool_call(f"{where}.tool_calls", call, values)
+            for call in list_of(where, made["tool_calls"])
         ]
     return made
 
@@ -261,7 +339,11 @@ def _content(where: str, content: Any) -> str:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     texts = []
     for part in list_of(where, parts):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
             raise bad(
                 where,
                 f"'{where}' may be a text or parts of type text; found {shown(part)}; "
@@ -275,7 +357,10 @@ def _content(where: str, content: Any) -> str:
 def _tool_call(where: str, call: Any, values: int) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise bad(where, f"'{where}' holds something that is no call of a function: {shown(call)}; mend it")
+        raise bad(
+            where,
+            f"'{where}' holds something that is no call of a function: {shown(call)}; mend it",
+        )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -300,12 +385,16 @@ def _must_call(given: Mapping[str, Any]) -> tuple[str, ...]:
     names = [name for name in map(_function_name, _tools(given)) if name is not None]
     if names and choice == "required":
         return tuple(dict.fromkeys(names))
-    if isinstance(choice, dict) and choice.get("type") == "function" and _function_name(choice) in names:
+    if (
+        isinstance(choice, dict)
+        and choice.get("type") == "function"
+        and _function_name(choice) in names
+    ):
         return (str(_function_name(choice)),)
     raise bad(
         "tool_choice",
-        f"'tool_choice' may be auto, none, required, or a function among the tools of the call; found "
-        f"{shown(choice)} and tools {shown(names)}; send tools, and one of these",
+        "'tool_choice' may be auto, none, required, or a function among the tools of the call;"
+        f" found {shown(choice)} and tools {shown(names)}; send tools, and one of these",
     )
 
 
@@ -320,7 +409,9 @@ def _max_tokens(kind: Kind, given: Mapping[str, Any]) -> int | None:
     asked = {name: given[name] for name in ("max_completion_tokens", "max_tokens") if name in given}
     if len(set(map(str, asked.values()))) > 1:
         raise bad(
-            "max_tokens", f"'max_tokens' and 'max_completion_tokens' differ; found {shown(asked)}; send one of them"
+            "max_tokens",
+            f"'max_tokens' and 'max_completion_tokens' differ; found {shown(asked)}; send one of"
+            " them",
         )
     for name in asked:
         return int(whole_of(given, name, 0, least=1, most=MOST_TOKENS))
@@ -336,7 +427,10 @@ def _alternatives(kind: Kind, given: Mapping[str, Any]) -> int:
     most = "top_logprobs" if kind == "chat" else "logprobs"
     count = int(whole_of(given, most, 0, least=0, most=MOST_ALTERNATIVES))
     if count and kind == "chat" and not given.get("logprobs"):
-        raise bad(most, f"'{most}' needs log-probabilities; found {count} without them; send logprobs=true")
+        raise bad(
+            most,
+            f"'{most}' needs log-probabilities; found {count} without them; send logprobs=true",
+        )
     return count
 
 
@@ -344,21 +438,31 @@ def _stop(given: Mapping[str, Any], bounds: Bounds) -> tuple[str, ...]:
     found = given.get("stop", [])
     texts = [found] if isinstance(found, str) else found
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise bad("stop", f"'stop' must be a text or a list of texts, none empty; found {shown(found)}; mend it")
+        raise bad(
+            "stop",
+            f"'stop' must be a text or a list of texts, none empty; found {shown(found)}; mend it",
+        )
     longest = max(map(len, texts), default=0)
     if len(texts) > bounds.stops or longest > bounds.stop_characters:
         raise bad(
             "stop",
-            f"'stop' may have {bounds.stops} texts of {bounds.stop_characters} characters; found {len(texts)}, the "
-            f"longest of {longest}; send fewer or shorter ones",
+            f"'stop' may have {bounds.stops} texts of {bounds.stop_characters} characters; found"
+            f" {len(texts)}, the longest of {longest}; send fewer or shorter ones",
         )
     return tuple(dict.fromkeys(texts))
 
 
 def _stop_tokens(given: Mapping[str, Any], bounds: Bounds) -> tuple[int, ...]:
     stops = given.get("stop_token_ids", [])
-    if not isinstance(stops, list) or len(stops) > bounds.stops or not all(type(one) is int for one in stops):
-        raise bad("stop_token_ids", f"'stop_token_ids' must be a list of ids; found {shown(stops)}; mend it")
+    if (
+        not isinstance(stops, list)
+        or len(stops) > bounds.stops
+        or not all(type(one) is int for one in stops)
+    ):
+        raise bad(
+            "stop_token_ids",
+            f"'stop_token_ids' must be a list of ids; found {shown(stops)}; mend it",
+        )
     return tuple(stops)
 
 
@@ -366,7 +470,13 @@ def _include_usage(given: Mapping[str, Any]) -> bool:
     options = given.get("stream_options", {})
     known = {"include_usage", "include_obfuscation"}
     if not isinstance(options, dict) or not set(options) <= known:
-        raise bad("stream_options", f"'stream_options' knows {sorted(known)}; found {shown(options)}; mend it")
+        raise bad(
+            "stream_options",
+            f"'stream_options' knows {sorted(known)}; found {shown(options)}; mend it",
+        )
     if options and not given.get("stream"):
-        raise bad("stream_options", "'stream_options' needs a stream; found stream unset; send stream=true")
+        raise bad(
+            "stream_options",
+            "'stream_options' needs a stream; found stream unset; send stream=true",
+        )
     return flag_of(options, "include_usage")

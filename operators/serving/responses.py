@@ -66,7 +66,9 @@ class Chunks:
                 if calls := (choice.message or {}).get("tool_calls"):
                     told = [{"index": at, **each} for at, each in enumerate(calls)]
                     yield self._chunk({**self._delta(choice, ""), "delta": {"tool_calls": told}})
-                yield self._chunk({**self._delta(choice, ""), "finish_reason": choice.finish_reason})
+                yield self._chunk(
+                    {**self._delta(choice, ""), "finish_reason": choice.finish_reason}
+                )
 
     def last(self) -> Iterator[dict[str, Any]]:
         """What comes after all choices."""
@@ -102,7 +104,11 @@ class Chunks:
         yield self._chunk(made)
 
     def _delta(self, choice: Choice, text: str) -> dict[str, Any]:
-        grown = {"delta": {"content": text} if text else {}} if self._call.request.kind == "chat" else {"text": text}
+        grown = (
+            {"delta": {"content": text} if text else {}}
+            if self._call.request.kind == "chat"
+            else {"text": text}
+        )
         return {"index": choice.index, **grown, "logprobs": None, "finish_reason": None}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +119,12 @@ class Chunks:
 def _head(call: ServedCall, *, chunk: bool) -> dict[str, Any]:
     chat = "chat.completion.chunk" if chunk else "chat.completion"
     kind = chat if call.request.kind == "chat" else "text_completion"
-    return {"id": call.request_id, "object": kind, "created": call.created, "model": call.request.model}
+    return {
+        "id": call.request_id,
+        "object": kind,
+        "created": call.created,
+        "model": call.request.model,
+    }
 
 
 def _whole_choice(call: ServedCall, choice: Choice, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -150,12 +161,18 @@ def _logprobs(kind: str, choice: Choice, vocabulary: Vocabulary, since: int) -> 
     ] or [[] for _ in ids]
     if kind == "chat":
         content = [
-            {**_entry(text, value), "top_logprobs": [_entry(name, share) for _, name, share in others]}
+            {
+                **_entry(text, value),
+                "top_logprobs": [_entry(name, share) for _, name, share in others],
+            }
             for text, value, others in zip(pieces, values, likeliest, strict=True)
         ]
         return {"content": content, "refusal": None}
     places = range(since, since + len(ids))
-    offsets = [choice.transcript.offsets[at] if at < len(choice.transcript.offsets) else None for at in places]
+    offsets = [
+        choice.transcript.offsets[at] if at < len(choice.transcript.offsets) else None
+        for at in places
+    ]
     last = len(choice.transcript.text)
     return {
         "tokens": pieces,
@@ -166,7 +183,8 @@ def _logprobs(kind: str, choice: Choice, vocabulary: Vocabulary, since: int) -> 
 
 
 def _by_text(likeliest: Sequence[tuple[int, str, float]]) -> dict[str, float]:
-    """By text; a token whose text is a part of a character, or that of a likelier one, by its id."""
+    """By text; a token whose text is a part of a character, or that of a likelier one, by its
+    id."""
     made: dict[str, float] = {}
     for token, text, value in likeliest:
         made[f"token_id:{token}" if text in made or "\ufffd" in text else text] = value

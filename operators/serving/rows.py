@@ -26,10 +26,12 @@ PARAMETERS = "parameters"
 
 SERVING_COLUMNS: Columns = {
     SESSION_ID: pa.string(),  # header X-Session-Id, or the field user; null where neither was sent
-    REQUEST_ID: pa.string(),  # the `id` of the answer; `position` is the choice's index within its prompt
+    # the `id` of the answer; `position` is the choice's index within its prompt
+    REQUEST_ID: pa.string(),
     CREATED: pa.timestamp("ms", tz="UTC"),  # when the call arrived
     MODEL: pa.string(),  # the name it was called by
-    PARENT_ROLLOUT_ID: pa.int64(),  # the rollout whose tokens this one's prompt begins with, or null
+    # the rollout whose tokens this one's prompt begins with, or null
+    PARENT_ROLLOUT_ID: pa.int64(),
     REUSED_TOKENS: pa.int32(),  # how many of the first tokens are the parent's own
     SEED: pa.int64(),  # of the rollout
     PARAMETERS: pa.string(),  # JSON: what was asked for beside the prompt, with the defaults
@@ -74,7 +76,8 @@ class Completion:
 
 
 class GroupIds:
-    """Hands out group ids so that `group_id * size + position` names one rollout only, whatever the sizes."""
+    """Hands out group ids so that `group_id * size + position` names one rollout only, whatever the
+    sizes."""
 
     def __init__(self, group: int = 0, rollout: int = 0) -> None:
         """Begin after what is taken: the lowest free group id and rollout id."""
@@ -113,7 +116,9 @@ def rows_of(group: CallGroup, completions: Sequence[Completion]) -> pa.RecordBat
         SEED: list(group.seeds),
         PARAMETERS: [json.dumps(group.parameters, ensure_ascii=False)] * size,
     }
-    return pa.record_batch([pa.array(made[name], kind) for name, kind in COLUMNS.items()], records.schema(COLUMNS))
+    return pa.record_batch(
+        [pa.array(made[name], kind) for name, kind in COLUMNS.items()], records.schema(COLUMNS)
+    )
 
 
 def prompt_id(prompt: str) -> str:

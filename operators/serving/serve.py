@@ -1,4 +1,5 @@
-"""Puts a server together: engine, thread, record, routes; and runs it on an address that it may be bound to."""
+"""Puts a server together: engine, thread, record, routes; and runs it on an address that it may be
+bound to."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def check_installed() -> None:
     """Refuse to go on without the extra. Raises GraphError with the install line."""
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        raise GraphError(f"serving needs packages that are not installed; {missing} were not found; {INSTALL}")
+        raise GraphError(
+            f"serving needs packages that are not installed; {missing} were not found; {INSTALL}"
+        )
 
 
 def check_address(host: str, api_key: str | None) -> None:
@@ -43,21 +46,29 @@ def check_address(host: str, api_key: str | None) -> None:
         )
 
 
-def bind(host: str, port: int, *, otherwise: str = "name another --port or --host") -> socket.socket:
-    """A socket at this address, not listening yet. otherwise: what to do where the address cannot be had, which raises
-    GraphError."""
+def bind(
+    host: str, port: int, *, otherwise: str = "name another --port or --host"
+) -> socket.socket:
+    """A socket at this address, not listening yet. otherwise: what to do where the address cannot
+    be had, which raises GraphError."""
     if not 0 <= port < 1 << 16:
-        raise GraphError(f"there is no such port; found {port}; give --port from 0 (any that is free) to 65535")
+        raise GraphError(
+            f"there is no such port; found {port}; give --port from 0 (any that is free) to 65535"
+        )
     listener: socket.socket | None = None
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         if listener is not None:
             listener.close()
-        raise GraphError(f"the server cannot be bound to {host} port {port}; found: {error}; {otherwise}") from error
+        raise GraphError(
+            f"the server cannot be bound to {host} port {port}; found: {error}; {otherwise}"
+        ) from error
     return listener
 
 
@@ -78,7 +89,8 @@ def make_service(
         built: from `operators.engine.make.make_engine`.
         model: the name that callers use.
         record: rollouts are appended to it.
-        on_rollout: called with the rows of every prompt whose rollouts have ended, on the event loop.
+        on_rollout: called with the rows of every prompt whose rollouts have ended, on the event
+            loop.
         most_waiting: prompts that may wait for a slot; more are refused with 429.
         stream_s: seconds between two looks at the rollouts that stream.
         chat_template: instead of the tokenizer's own.
@@ -106,8 +118,11 @@ def make_service(
     )
 
 
-async def attend(server: uvicorn.Server, service: Service, listener: socket.socket, *, grace_s: float) -> None:
-    """Run a uvicorn server until it is told to exit; calls that are not over `grace_s` later are ended and say so."""
+async def attend(
+    server: uvicorn.Server, service: Service, listener: socket.socket, *, grace_s: float
+) -> None:
+    """Run a uvicorn server until it is told to exit; calls that are not over `grace_s` later are
+    ended and say so."""
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.should_exit and not serving.done():
         await asyncio.wait({serving}, timeout=0.1)
@@ -121,4 +136,6 @@ def read_template(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, ValueError) as error:
-        raise GraphError(f"the chat template {path} cannot be read; found {error}; name a file in UTF-8") from error
+        raise GraphError(
+            f"the chat template {path} cannot be read; found {error}; name a file in UTF-8"
+        ) from error

@@ -1,4 +1,5 @@
-"""What stands behind the routes: prompts to tokens, calls to the engine's thread, ended calls to rows."""
+"""What stands behind the routes: prompts to tokens, calls to the engine's thread, ended calls to
+rows."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class Service:
     """Serves one model; every method is called on the event loop.
 
     consumes: requests; news from the engine's thread, handed over to the loop
-    produces: calls, and for each of their prompts one batch of rows, before the caller hears that it is over
-    waits for: nothing
+    produces: calls, and for each of their prompts one batch of rows, before the caller hears that
+    it is over waits for: nothing
     """
 
     def __init__(
@@ -107,15 +108,21 @@ class Service:
         self._tokens = vocabulary or len(tokenizer)
 
     def begin(self, request: Request, session: str | None) -> ServedCall:
-        """Start a call. Raises ApiError where it cannot be: 400, 404 (model), 429 (overload), 503 (shutting down)."""
+        """Start a call. Raises ApiError where it cannot be: 400, 404 (model), 429 (overload), 503
+        (shutting down)."""
         self.check_room(max(1, len(request.prompts)))
         if session is not None and len(session) > self.bounds.name_characters:
-            raise bad("user", f"a session's name has at most {self.bounds.name_characters} characters; shorten it")
+            raise bad(
+                "user",
+                f"a session's name has at most {self.bounds.name_characters} characters;"
+                " shorten it",
+            )
         self.check_model(request.model)
         if request.alternatives and not hasattr(self.thread.engine, "alternatives"):
             raise bad(
                 "top_logprobs" if request.kind == "chat" else "logprobs",
-                f"alternatives are not recorded by this engine; found {request.alternatives} asked for; ask for 0",
+                f"alternatives are not recorded by this engine; found {request.alternatives} asked"
+                " for; ask for 0",
                 "unsupported_parameter",
             )
         try:
@@ -185,8 +192,11 @@ class Service:
         """How many tokens a call's prompts have. Raises ApiError."""
         return sum(len(prompt.encoded.tokens) for prompt in self._encoded(request, session))
 
-    def _sessions_of(self, tokenizer: Any, options: Mapping[str, Any], past: Past, most: int) -> Sessions | None:
-        """None where the chat template has no delimiters that could be told: its chats go on by their text."""
+    def _sessions_of(
+        self, tokenizer: Any, options: Mapping[str, Any], past: Past, most: int
+    ) -> Sessions | None:
+        """None where the chat template has no delimiters that could be told: its chats go on by
+        their text."""
         try:
             return Sessions(ChatFormat(tokenizer, **options), past=past, most=most)
         except ChatError as error:
@@ -208,7 +218,11 @@ class Service:
                 return [AskedPrompt(shown, text, encoded)]
             try:
                 conversation, encoded = self._sessions.begin(
-                    session, request.messages, request.tools, options=request.options, begins=request.begun
+                    session,
+                    request.messages,
+                    request.tools,
+                    options=request.options,
+                    begins=request.begun,
                 )
             except ChatError as error:
                 raise bad("messages", str(error)) from error
@@ -218,23 +232,31 @@ class Service:
         for prompt in request.prompts:
             if isinstance(prompt, str):
                 self._check_size("prompt", prompt)
-                encoded = encode(self.vocabulary, self._exchanges, prompt, session=session, chat=False)
+                encoded = encode(
+                    self.vocabulary, self._exchanges, prompt, session=session, chat=False
+                )
                 found.append(AskedPrompt(prompt, prompt, encoded))
             else:
                 self._check_tokens("prompt", prompt)
-                found.append(AskedPrompt(self.vocabulary.decode(prompt, special=True), None, Encoded(prompt)))
+                found.append(
+                    AskedPrompt(self.vocabulary.decode(prompt, special=True), None, Encoded(prompt))
+                )
         return found
 
     def _begun(self, must_call: Sequence[str]) -> tuple[int, ...]:
-        """Tokens that a turn is made to begin with in which one of these tools has to be called. Raises ApiError where
-        the chat template has none."""
+        """Tokens that a turn is made to begin with in which one of these tools has to be called.
+        Raises ApiError where the chat template has none."""
         if not must_call:
             return ()
         try:
             if self._sessions is None:
                 why = "no call can be forced with this chat template; its delimiters were not found"
                 raise ChatError(f'{why}; send tool_choice="auto"')
-            return tuple(ids_behind(self._sessions.form.tokenizer, call_opening(self._sessions.form, must_call)))
+            return tuple(
+                ids_behind(
+                    self._sessions.form.tokenizer, call_opening(self._sessions.form, must_call)
+                )
+            )
         except ChatError as error:
             raise bad("tool_choice", str(error), "unsupported_parameter") from error
 
@@ -252,7 +274,8 @@ class Service:
         if tokens and max(tokens) >= self._tokens:
             raise bad(
                 param,
-                f"the prompt has token {max(tokens)}; found a model of {self._tokens} tokens; leave it out",
+                f"the prompt has token {max(tokens)}; found a model of {self._tokens} tokens; leave"
+                " it out",
                 "unknown_token",
             )
 
@@ -261,8 +284,8 @@ class Service:
         if self._template is None:
             raise ApiError(
                 400,
-                f"model {self.model!r} has no chat template; found none in its tokenizer; call /v1/completions, "
-                f"or start the server with --chat-template FILE",
+                f"model {self.model!r} has no chat template; found none in its tokenizer; call"
+                " /v1/completions, or start the server with --chat-template FILE",
                 code="no_chat_template",
             )
         try:
@@ -272,7 +295,11 @@ class Service:
         except ChatError as error:
             raise bad("messages", str(error)) from error
         if ignored:
-            raise bad("tools", "the chat template has no place for tools; found some; leave them out", "unsupported")
+            raise bad(
+                "tools",
+                "the chat template has no place for tools; found some; leave them out",
+                "unsupported",
+            )
         return template.headed(text, request.begun) + request.begun
 
     def _part(
@@ -319,19 +346,22 @@ class Service:
         return CallPrompt(group, choices, prompt.text, prompt.conversation, prompt.begun)
 
     def _check_room(self, call: ServedCall) -> None:
-        """Refuse a call that the context has no room for; it is recorded, as any rollout that came to nothing."""
+        """Refuse a call that the context has no room for; it is recorded, as any rollout that came
+        to nothing."""
         room = self.thread.engine.context_tokens
         for part in call.parts:
             size, wanted = len(part.group.prompt_tokens), call.request.max_tokens or 1
             if size + wanted > room:
                 error = too_long(
-                    f"the prompt is too long: it has {size} tokens and {wanted} are to be written, but the context "
-                    f"has room for {room}; shorten it, or lower max_tokens",
+                    f"the prompt is too long: it has {size} tokens and {wanted} are to be written,"
+                    f" but the context has room for {room}; shorten it, or lower max_tokens",
                     "messages" if call.request.kind == "chat" else "prompt",
                 )
                 for other in call.parts:
                     for position in range(other.group.size):
-                        call.hear(other, News(position, RolloutTokens.joined(()), ABORTED, error.message))
+                        call.hear(
+                            other, News(position, RolloutTokens.joined(()), ABORTED, error.message)
+                        )
                 raise error
 
     def _work(self, call: ServedCall, part: CallPrompt, sampling: Any, stop: Any) -> Work:
@@ -357,7 +387,8 @@ class Service:
         return part.work
 
     def _over(self, part: CallPrompt) -> None:
-        """All rollouts of a prompt have ended: record them, and remember what may be gone on from."""
+        """All rollouts of a prompt have ended: record them, and remember what may be gone on
+        from."""
         for exchange in part.exchanges(self.vocabulary, self._ends):
             self._exchanges.add(exchange)
         if self._sessions is not None:
@@ -385,13 +416,15 @@ def _refused() -> Iterator[None]:
 
 
 def _seed(asked: int | None, place: int, position: int) -> int:
-    """A rollout's seed, int64: the same for the same call where one was asked for, else by chance."""
+    """A rollout's seed, int64: the same for the same call where one was asked for, else by
+    chance."""
     if asked is None:
         return secrets.randbits(63)
     return xxhash.xxh3_64_intdigest(f"{asked}/{place}/{position}".encode()) - (1 << 63)
 
 
 def _first_call(prompt: Sequence[int], index: int) -> int:
-    """Number of the first call of a tool in a choice: the same for the same prompt, another at each turn of it."""
+    """Number of the first call of a tool in a choice: the same for the same prompt, another at each
+    turn of it."""
     ids = np.asarray(prompt, np.int64).tobytes()
     return int(xxhash.xxh3_64_intdigest(f"{index}/".encode() + ids) % 10**5)

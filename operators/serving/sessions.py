@@ -1,4 +1,5 @@
-"""Conversations by the messages that callers know of them, so that a call goes on with the ids of those before it."""
+"""Conversations by the messages that callers know of them, so that a call goes on with the ids of
+those before it."""
 
 from __future__ import annotations
 
@@ -42,17 +43,25 @@ class Sessions:
         """Keys by session."""
 
     def begin(
-        self, session: str | None, messages: Sequence[Message], tools: Sequence[Message], *,
-        options: Mapping[str, Any] | None = None, begins: str = "",
-    ) -> tuple[Conversation, Encoded]:  # fmt: skip
-        """The conversation that these messages go on with, or a new one, and its prompt's ids. Raises ChatError.
+        self,
+        session: str | None,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        *,
+        options: Mapping[str, Any] | None = None,
+        begins: str = "",
+    ) -> tuple[Conversation, Encoded]:
+        """The conversation that these messages go on with, or a new one, and its prompt's ids.
+        Raises ChatError.
 
         options: of the chat template. begins: what the next turn is made to begin with.
         """
         form = self.form.given(options or {})
         found, count = self._latest(session, messages, tools, form.options)
         if found is None:
-            conversation = Conversation(form, messages, tools=tools, past=self._past, continues=False)
+            conversation = Conversation(
+                form, messages, tools=tools, past=self._past, continues=False
+            )
             conversation.begin(begins)
             return conversation, Encoded(tuple(conversation.prompt().tolist()))
         conversation = found.conversation.fork()
@@ -67,9 +76,13 @@ class Sessions:
             return conversation, Encoded(ids)
         return conversation, Encoded(ids, found.rollout_id, size)
 
-    def add(self, session: str | None, conversation: Conversation, ids: Sequence[int], rollout_id: int) -> None:
+    def add(
+        self, session: str | None, conversation: Conversation, ids: Sequence[int], rollout_id: int
+    ) -> None:
         """Remember a conversation that ends with a turn of the policy's."""
-        *_, key = _keys(session, conversation.messages, conversation.tools, conversation.form.options)
+        *_, key = _keys(
+            session, conversation.messages, conversation.tools, conversation.form.options
+        )
         self._drop(key)
         self._known[key] = KnownTurn(conversation, rollout_id, tuple(ids), session)
         self._of.setdefault(session, set()).add(key)
@@ -83,7 +96,11 @@ class Sessions:
             self._drop(key)
 
     def _latest(
-        self, session: str | None, messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any]
+        self,
+        session: str | None,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        options: Mapping[str, Any],
     ) -> tuple[KnownTurn | None, int]:
         """What is known of the longest beginning of the messages, and how many of them that are."""
         for count, key in reversed(list(enumerate(_keys(session, messages, tools, options), 1))):
@@ -103,10 +120,15 @@ class Sessions:
 
 
 def _keys(
-    session: str | None, messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any]
+    session: str | None,
+    messages: Sequence[Message],
+    tools: Sequence[Message],
+    options: Mapping[str, Any],
 ) -> Iterator[str]:
     """A key for every beginning of the messages."""
-    digest = xxhash.xxh3_128(json.dumps([session, list(tools), dict(options)], sort_keys=True).encode())
+    digest = xxhash.xxh3_128(
+        json.dumps([session, list(tools), dict(options)], sort_keys=True).encode()
+    )
     for message in messages:
         digest.update(json.dumps(_plain(message), sort_keys=True).encode())
         yield digest.hexdigest()
@@ -115,7 +137,9 @@ def _keys(
 def _plain(message: Message) -> Any:
     """What of a message tells it from others, however a client sends it back."""
     calls = [_plain_call(call) for call in message.get("tool_calls") or ()]
-    names = {"role", "tool_call_id"} | (set() if message.get("role") in ("assistant", "tool") else {"name"})
+    names = {"role", "tool_call_id"} | (
+        set() if message.get("role") in ("assistant", "tool") else {"name"}
+    )
     return {name: message[name] for name in names & set(message)} | {
         "content": message.get("content") or "",
         "calls": calls,

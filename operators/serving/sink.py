@@ -1,4 +1,5 @@
-"""Where recorded rollouts go: an Arrow IPC stream that is appended to, and read up to its last whole batch."""
+"""Where recorded rollouts go: an Arrow IPC stream that is appended to, and read up to its last
+whole batch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from operators.serving.rows import COLUMNS, GroupIds
 
 
 class RolloutLog:
-    """An Arrow IPC stream of rows with COLUMNS, one batch for each prompt of a call; one process writes it."""
+    """An Arrow IPC stream of rows with COLUMNS, one batch for each prompt of a call; one process
+    writes it."""
 
     def __init__(self, path: Path) -> None:
         """Open `path` to append to; what a crash left of a torn batch is cut off.
@@ -43,7 +45,8 @@ class RolloutLog:
             raise
 
     def append(self, rows: pa.RecordBatch) -> None:
-        """Write a batch, in one piece; it is the operating system's when this returns. Errors: RunFolderError."""
+        """Write a batch, in one piece; it is the operating system's when this returns. Errors:
+        RunFolderError."""
         self._write(rows.serialize())
 
     def close(self) -> None:
@@ -55,7 +58,8 @@ class RolloutLog:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise RunError(
-                f"{self.path} cannot be appended to; found another process writing it; name another file"
+                f"{self.path} cannot be appended to; found another process writing it; name another"
+                " file"
             ) from error
 
     def _read(self) -> tuple[GroupIds, int]:
@@ -101,9 +105,13 @@ def _batches(source: pa.NativeFile, path: Path) -> Iterator[tuple[pa.RecordBatch
     try:
         found = pa.ipc.read_schema(messages.read_next_message())
     except (StopIteration, OSError, pa.ArrowInvalid) as error:
-        raise RunError(f"{path} is no stream of rollouts; found no Arrow schema in it; name another file") from error
+        raise RunError(
+            f"{path} is no stream of rollouts; found no Arrow schema in it; name another file"
+        ) from error
     if not found.equals(wanted):
-        raise RunError(f"{path} has other columns; found {found.names}, not {wanted.names}; name another file")
+        raise RunError(
+            f"{path} has other columns; found {found.names}, not {wanted.names}; name another file"
+        )
     yield None, source.tell()
     while True:
         try:

@@ -12,7 +12,8 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _BROKEN = "\ufffd"
 
 WINDOW = 16
-"""Tokens that are decoded again with each new one, at most (more where a character is incomplete)."""
+"""Tokens that are decoded again with each new one, at most (more where a character is
+incomplete)."""
 
 
 class Vocabulary:
@@ -34,7 +35,10 @@ class Vocabulary:
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Text of tokens, without special tokens unless asked for (or shown)."""
         if self._shown and not special:
-            tokens, special = [each for each in tokens if each not in self._hidden or each in self._shown], True
+            tokens, special = (
+                [each for each in tokens if each not in self._hidden or each in self._shown],
+                True,
+            )
         return self.tokenizer.decode(  # type: ignore[no-any-return]
             list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
@@ -44,7 +48,8 @@ class Vocabulary:
         return self._kind(token)[0]
 
     def is_byte(self, token: int) -> bool:
-        """Whether the token is a byte of a character that the vocabulary lacks; a run of them is read as one."""
+        """Whether the token is a byte of a character that the vocabulary lacks; a run of them is
+        read as one."""
         return self._kind(token)[1]
 
     def _kind(self, token: int) -> tuple[bool, bool]:
@@ -58,8 +63,8 @@ class Vocabulary:
 class Detokenizer:
     """Text of tokens that come one at a time; all pieces together are the text of all tokens.
 
-    It decodes a window that begins a piece earlier, since many decoders treat the beginning of a text otherwise.
-    """
+    It decodes a window that begins a piece earlier, since many decoders treat the beginning of a
+    text otherwise."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Begin with no token."""
@@ -70,7 +75,8 @@ class Detokenizer:
         self._before = ""
 
     def push(self, token: int) -> str:
-        """What is certain of the text now and was not before; "" while a character is incomplete."""
+        """What is certain of the text now and was not before; "" while a character is
+        incomplete."""
         if self._vocabulary.is_hidden(token):
             return ""
         self._window.append(token)
@@ -86,7 +92,8 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """What remains when no token comes any more: an incomplete character is a replacement character."""
+        """What remains when no token comes any more: an incomplete character is a replacement
+        character."""
         return self._vocabulary.decode(self._window)[len(self._before) :]
 
 
@@ -103,10 +110,14 @@ class Transcript:
     """The text of one completion: `text` may be shown, and only ever grows."""
 
     def __init__(
-        self, vocabulary: Vocabulary, stops: Sequence[str] = (), begun: Sequence[int] = (), ends: Sequence[str] = ()
+        self,
+        vocabulary: Vocabulary,
+        stops: Sequence[str] = (),
+        begun: Sequence[int] = (),
+        ends: Sequence[str] = (),
     ) -> None:
-        """The text ends before the first of `stops`, which the caller asked for, or of `ends`. begun: tokens that it
-        begins with, in which no stop is looked for."""
+        """The text ends before the first of `stops`, which the caller asked for, or of `ends`.
+        begun: tokens that it begins with, in which no stop is looked for."""
         self._detokenizer, self._special = Detokenizer(vocabulary), vocabulary.special
         self._asked, self._stops = tuple(stops), (*stops, *ends)
         self._longest = max((len(stop) for stop in self._stops), default=0)
@@ -126,7 +137,9 @@ class Transcript:
     def stopped_by(self) -> str | None:
         """What was asked for that the text ends before."""
         if not self._cut:
-            return next((stop for stop in self._asked if self._special.get(stop, -1) == self._last), None)
+            return next(
+                (stop for stop in self._asked if self._special.get(stop, -1) == self._last), None
+            )
         behind = self._all[self._shown :]
         return next((stop for stop in self._asked if behind.startswith(stop)), None)
 

@@ -1,4 +1,5 @@
-"""What passes between a server and what draws for it: a thread around an engine, or the generator of a run."""
+"""What passes between a server and what draws for it: a thread around an engine, or the generator
+of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from operators.serving.errors import ApiError
 
 @dataclass(frozen=True)
 class News:
-    """A rollout as it is now, complete from its first token on; the last news of it has a reason."""
+    """A rollout as it is now, complete from its first token on; the last news of it has a
+    reason."""
 
     position: int
     tokens: RolloutTokens

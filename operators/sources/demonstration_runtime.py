@@ -1,4 +1,5 @@
-"""The runtime of Demonstrations: tokenizes prompts and reference answers into rollouts; imports torch."""
+"""The runtime of Demonstrations: tokenizes prompts and reference answers into rollouts; imports
+torch."""
 
 from __future__ import annotations
 
@@ -39,19 +40,28 @@ class DemonstrationRuntime(Runtime):
     """
 
     def __init__(
-        self, model: Model, *, node: str, answer: str, chat: bool, options: Mapping[str, Any],
+        self,
+        model: Model,
+        *,
+        node: str,
+        answer: str,
+        chat: bool,
+        options: Mapping[str, Any],
         context_tokens: int | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """As `operators.Demonstrations` has them, in its node."""
         self._node, self._answer = node, answer
         config, generation = load_configs(model)
         self._tokenizer = load_tokenizer(model)
         self._template = ChatTemplate(self._tokenizer, **options) if chat else None
-        ends = end_tokens(SimpleNamespace(config=config, generation_config=generation), self._tokenizer)
+        ends = end_tokens(
+            SimpleNamespace(config=config, generation_config=generation), self._tokenizer
+        )
         if not ends:
             raise ModelError(
-                f"model '{model.name}' has no end token, so nobody could learn when to stop: neither "
-                f"{model.source}'s tokenizer nor its configs name an eos_token; name one there"
+                f"model '{model.name}' has no end token, so nobody could learn when to stop:"
+                f" neither {model.source}'s tokenizer nor its configs name an eos_token; name one"
+                " there"
             )
         own = self._tokenizer.eos_token_id
         self._end = self._end_of_turn() or [ends[0] if own is None else own]
@@ -85,11 +95,18 @@ class DemonstrationRuntime(Runtime):
         ids, versions = (batch.records.column(name).to_pylist() for name in (GROUP_ID, MIN_VERSION))
         groups = [
             PromptGroup(
-                source=batch.source, group_id=group_id, size=1, min_version=min_version, batch=batch,
-                row=row, prompt=np.zeros(0, np.int64), unstarted=0, left=0,
+                source=batch.source,
+                group_id=group_id,
+                size=1,
+                min_version=min_version,
+                batch=batch,
+                row=row,
+                prompt=np.zeros(0, np.int64),
+                unstarted=0,
+                left=0,
             )
             for row, (group_id, min_version) in enumerate(zip(ids, versions, strict=True))
-        ]  # fmt: skip
+        ]
         for group, found in zip(groups, self._demonstrated(batch), strict=True):
             if isinstance(found, str):
                 group.fail(found)
@@ -102,7 +119,8 @@ class DemonstrationRuntime(Runtime):
         return [Batch(batch.source, made)]
 
     def _end_of_turn(self) -> list[int]:
-        """Tokens that end a turn in the chat template, where prompts are chats and it can be told."""
+        """Tokens that end a turn in the chat template, where prompts are chats and it can be
+        told."""
         if self._template is None:
             return []
         try:
@@ -116,9 +134,14 @@ class DemonstrationRuntime(Runtime):
         most = self._context_tokens
         texts = batch.records.column(PROMPT).to_pylist()
         prompts = encode(
-            self._tokenizer, texts, RowLayout.of_rows(batch.records), node=self._node, template=self._template,
-            context_tokens=most, vocabulary=self._vocabulary,
-        )  # fmt: skip
+            self._tokenizer,
+            texts,
+            RowLayout.of_rows(batch.records),
+            node=self._node,
+            template=self._template,
+            context_tokens=most,
+            vocabulary=self._vocabulary,
+        )
         answers = batch.records.column(self._answer).to_pylist()
         tokens = text_ids(self._tokenizer, [answer or "" for answer in answers])
         return [self._rollout(*row) for row in zip(prompts, answers, tokens, strict=True)]
@@ -133,8 +156,8 @@ class DemonstrationRuntime(Runtime):
         whole = RolloutTokens.joined([RolloutTokens.given(prompt), answered])
         if len(whole) > self._context_tokens:
             why = (
-                f"the demonstration is too long: it has {len(whole)} tokens and the context has room for "
-                f"{self._context_tokens}; shorten it, or raise context_tokens"
+                f"the demonstration is too long: it has {len(whole)} tokens and the context has"
+                f" room for {self._context_tokens}; shorten it, or raise context_tokens"
             )
             return str(RolloutFailure(self._node, TOO_LONG, why))
         if (fault := unknown_token(whole.ids, self._vocabulary, self._node)) is not None:

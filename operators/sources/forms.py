@@ -1,4 +1,5 @@
-"""How other systems lay out the rows of their data: which column is the prompt, and which travel beside it."""
+"""How other systems lay out the rows of their data: which column is the prompt, and which travel
+beside it."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,8 @@ class DataForm:
     """Whether prompts are lists of messages."""
 
     def found_in(self, rows: Iterable[FoundRow]) -> tuple[str, tuple[str, ...]]:
-        """The column of the prompt and those beside it, by the first rows; names that the engine has are left out."""
+        """The column of the prompt and those beside it, by the first rows; names that the engine
+        has are left out."""
         names = names_in(rows)
         prompt = next((name for name in self.prompts if name in names), self.prompts[0])
         wanted = names if self.columns is None else self.columns
@@ -41,11 +43,15 @@ def names_in(rows: Iterable[FoundRow]) -> tuple[str, ...]:
 
 DATA_FORMS = {
     "verl": DataForm(
-        prompts=("prompt",), columns=("data_source", "ability", "reward_model", "extra_info"), chat=True
+        prompts=("prompt",),
+        columns=("data_source", "ability", "reward_model", "extra_info"),
+        chat=True,
     ),
     "trl": DataForm(prompts=("prompt",), columns=None),
-    "verifiers": DataForm(prompts=("prompt", "question"), columns=("answer", "info", "task"), chat=True),
+    "verifiers": DataForm(
+        prompts=("prompt", "question"), columns=("answer", "info", "task"), chat=True
+    ),
     "openrlhf": DataForm(prompts=("input", "prompt"), columns=("label",)),
     "slime": DataForm(prompts=("prompt", "input", "text"), columns=("label", "metadata")),
-}  # fmt: skip
+}
 """By the name of the system."""

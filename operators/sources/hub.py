@@ -1,4 +1,5 @@
-"""Data sets on the hub as sources of rows: what an id names, whether it can be had, and its rows."""
+"""Data sets on the hub as sources of rows: what an id names, whether it can be had, and its
+rows."""
 
 import importlib.util
 import re
@@ -28,7 +29,9 @@ class HubData:
     """Where no configuration or split is named: the usual one of several, and train."""
 
     @classmethod
-    def named(cls, source: str, config: str | None = None, split: str | None = None) -> "HubData | None":
+    def named(
+        cls, source: str, config: str | None = None, split: str | None = None
+    ) -> "HubData | None":
         """What `hf:NAME[/CONFIG][:SPLIT]`, or an id alone, names; None for a text that is neither.
 
         >>> HubData.named("hf:openai/gsm8k/main:test")
@@ -38,20 +41,22 @@ class HubData:
         """
         if source.startswith(PREFIX):
             found = _NAMED.fullmatch(source, len(PREFIX))
-            return found and cls(found["name"], config or found["config"], split or found["split"], True)
+            return found and cls(
+                found["name"], config or found["config"], split or found["split"], True
+            )
         return cls(source, config, split, False) if _ID.fullmatch(source) else None
 
     @property
     def fault(self) -> str | None:
-        """Why a run cannot start with it, in three parts: the library that reads it is not here, or it cannot be
-        had."""
+        """Why a run cannot start with it, in three parts: the library that reads it is not here, or
+        it cannot be had."""
         if importlib.util.find_spec("datasets") is None:
             return _no_library(self.name)
         if (why := hub_refusal(self.name, (_CARD,), kind="dataset")) is None:
             return None
         return (
-            f"'{self.name}' is no file or folder here, and the hub gives no data set of that id ({why}); check the id "
-            f"and the connection, or give the path of a file"
+            f"'{self.name}' is no file or folder here, and the hub gives no data set of that id"
+            f" ({why}); check the id and the connection, or give the path of a file"
         )
 
     def rows(self) -> Iterable[Any]:
@@ -61,15 +66,19 @@ class HubData:
         except ImportError as error:
             raise RecordError(_no_library(self.name)) from error
         try:
-            which = self._configured(datasets.get_dataset_config_names(self.name)) if self.chooses else self
+            which = (
+                self._configured(datasets.get_dataset_config_names(self.name))
+                if self.chooses
+                else self
+            )
             found = datasets.load_dataset(which.name, which.config)
         except RecordError:
             raise
         except Exception as error:
             raise RecordError(
-                f"'{self.name}' is no file or folder here, and the hub did not give it as a data set "
-                f"({type(error).__name__}: {error}); check the id, the configuration ({PREFIX}{self.name}/CONFIG), and "
-                f"the connection"
+                f"'{self.name}' is no file or folder here, and the hub did not give it as a data"
+                f" set ({type(error).__name__}: {error}); check the id, the configuration"
+                f" ({PREFIX}{self.name}/CONFIG), and the connection"
             ) from error
         if isinstance(found, Mapping):
             split = self.split or ("train" if self.chooses and "train" in found else None)
@@ -79,29 +88,33 @@ class HubData:
     def _configured(self, names: Sequence[str]) -> "HubData":
         if self.config is not None or not names:
             return self
-        usual = names[0] if len(names) == 1 else next((name for name in _USUAL if name in names), None)
+        usual = (
+            names[0] if len(names) == 1 else next((name for name in _USUAL if name in names), None)
+        )
         if usual is None:
             raise RecordError(
-                f"data set '{self.name}' has the configurations {list(names)[:12]}, and none is chosen; choose one as "
-                f"{PREFIX}{self.name}/{names[0]}"
+                f"data set '{self.name}' has the configurations {list(names)[:12]}, and none is"
+                f" chosen; choose one as {PREFIX}{self.name}/{names[0]}"
             )
         return replace(self, config=usual)
 
 
 def one_split(source: str, splits: Sequence[str], split: str | None) -> str:
-    """The split that is meant. RecordError where there are several and none, or another, is named."""
+    """The split that is meant. RecordError where there are several and none, or another, is
+    named."""
     if split is None and len(splits) == 1:
         return splits[0]
     if split is None or split not in splits:
         raise RecordError(
-            f"data set '{source}' has the splits {list(splits)}, and split={split!r} names none of them; "
-            f"choose one with Prompts(..., split={splits[0]!r})"
+            f"data set '{source}' has the splits {list(splits)}, and split={split!r} names none of"
+            f" them; choose one with Prompts(..., split={splits[0]!r})"
         )
     return split
 
 
 def _no_library(name: str) -> str:
     return (
-        f"'{name}' is no file or folder here, and reading it from the hub needs `datasets`, which is not installed; "
+        f"'{name}' is no file or folder here, and reading it from the hub needs `datasets`, which"
+        " is not installed; "
         f'pip install "dataflow-rl[hub]", or give the path of a file'
     )

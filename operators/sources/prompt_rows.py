@@ -82,8 +82,11 @@ class MadePrompt:
     """Of the user's columns."""
 
 
-def sample_columns(found: Iterable[FoundRow], recipe: Recipe) -> tuple[dict[str, pa.DataType], list[Fault]]:
-    """Types of the user's columns in the first prompts; the faults of these rows if none gave a prompt."""
+def sample_columns(
+    found: Iterable[FoundRow], recipe: Recipe
+) -> tuple[dict[str, pa.DataType], list[Fault]]:
+    """Types of the user's columns in the first prompts; the faults of these rows if none gave a
+    prompt."""
     rows: list[MadePrompt] = []
     faults: list[Fault] = []
     for each in itertools.islice(found, _SAMPLE_ROWS):
@@ -99,7 +102,9 @@ def sample_columns(found: Iterable[FoundRow], recipe: Recipe) -> tuple[dict[str,
     return types, [] if rows else faults
 
 
-def load(found: Iterable[FoundRow], recipe: Recipe, types: Columns, selection: Selection) -> tuple[pa.Table, Report]:
+def load(
+    found: Iterable[FoundRow], recipe: Recipe, types: Columns, selection: Selection
+) -> tuple[pa.Table, Report]:
     """All prompts as a table (prompt_id, prompt, the user's columns), and what was left out.
 
     RecordError for the first bad row unless they are to be dropped, and when no prompt is left.
@@ -117,9 +122,13 @@ def load(found: Iterable[FoundRow], recipe: Recipe, types: Columns, selection: S
     while chunk := list(itertools.islice(prompts, _ROWS_AT_ONCE)):
         columns = [[made.id for made in chunk], [made.prompt for made in chunk]]
         columns += [list(values) for values in zip(*(made.values for made in chunk), strict=True)]
-        arrays = [pa.array(values, kind) for values, kind in zip(columns, schema.types, strict=True)]
+        arrays = [
+            pa.array(values, kind) for values, kind in zip(columns, schema.types, strict=True)
+        ]
         batches.append(pa.RecordBatch.from_arrays(arrays, schema=schema))
-    table = _unique_ids(pa.Table.from_batches(batches, schema), recipe, selection, report).slice(selection.start)
+    table = _unique_ids(pa.Table.from_batches(batches, schema), recipe, selection, report).slice(
+        selection.start
+    )
     report.duplicates = len(table) - pc.count_distinct(table.column(PROMPT)).as_py()
     if not len(table):
         raise RecordError(_nothing_left(recipe, selection, report))
@@ -142,7 +151,13 @@ def prompts_of(found: FoundRow, recipe: Recipe, types: Columns) -> Iterator[Made
         yield _function_fault(recipe.make, error)
         return
     for number, row in enumerate(results):
-        yield _made(row, f"{found.number}.{number}" if is_many else str(found.number), recipe, types, found.row)
+        yield _made(
+            row,
+            f"{found.number}.{number}" if is_many else str(found.number),
+            recipe,
+            types,
+            found.row,
+        )
 
 
 def _good(
@@ -157,11 +172,15 @@ def _good(
             elif selection.drops_bad:
                 report.add(made.kind, each.place)
             else:
-                raise RecordError(f'{each.place} {made.detail}; {made.do}, or Prompts(on_bad="drop")')
+                raise RecordError(
+                    f'{each.place} {made.detail}; {made.do}, or Prompts(on_bad="drop")'
+                )
         report.skipped += is_empty
 
 
-def _made(row: Any, number: str, recipe: Recipe, types: Columns, raw: Any = None) -> MadePrompt | Fault:
+def _made(
+    row: Any, number: str, recipe: Recipe, types: Columns, raw: Any = None
+) -> MadePrompt | Fault:
     if isinstance(row, str):
         row = {recipe.prompt_column: row}
     if not isinstance(row, Mapping):
@@ -174,7 +193,11 @@ def _made(row: Any, number: str, recipe: Recipe, types: Columns, raw: Any = None
     for name in LAYOUT_COLUMNS if recipe.chat else ():
         if row.get(name) and name not in recipe.columns:
             detail = f"has '{name}', which says how its chat is laid out, and is not kept"
-            return Fault(kind=f"unread '{name}'", detail=detail, do="name it in columns=, or drop it with rows=...")
+            return Fault(
+                kind=f"unread '{name}'",
+                detail=detail,
+                do="name it in columns=, or drop it with rows=...",
+            )
     for name in recipe.columns:
         if recipe.chat and name in LAYOUT_COLUMNS:
             values.append(_as_json(row.get(name)))
@@ -204,13 +227,23 @@ def _prompt(row: Mapping[str, Any], recipe: Recipe) -> str | Fault:
         return _messages(value, name)
     if isinstance(value, list | tuple):
         do = "set chat=True"
-        return Fault(kind=f"chat messages in '{name}'", detail=f"has a list in '{name}', not a text", do=do)
+        return Fault(
+            kind=f"chat messages in '{name}'", detail=f"has a list in '{name}', not a text", do=do
+        )
     if not isinstance(value, str):
         detail = f"has {value!r:.60} ({type(value).__name__}) in '{name}', not a text"
-        return Fault(kind=f"wrong type in '{name}'", detail=detail, do="make it a text, or convert it with rows=...")
+        return Fault(
+            kind=f"wrong type in '{name}'",
+            detail=detail,
+            do="make it a text, or convert it with rows=...",
+        )
     if not value:
         return Fault(kind=f"empty '{name}'", detail=f"has an empty text in '{name}'", do="fill it")
-    return json.dumps([{"role": "user", "content": value}], ensure_ascii=False) if recipe.chat else value
+    return (
+        json.dumps([{"role": "user", "content": value}], ensure_ascii=False)
+        if recipe.chat
+        else value
+    )
 
 
 def _messages(value: Sequence[Any], name: str) -> str | Fault:
@@ -258,27 +291,47 @@ def _value(row: Mapping[str, Any], name: str, kind: pa.DataType | None) -> Any:
         close = difflib.get_close_matches(name, [str(key) for key in row], n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         detail = f"has no column '{name}': it has {list(row)[:12]}{hint}"
-        return Fault(kind=f"no column '{name}'", detail=detail, do=f"add '{name}', name another, or use rows=...")
+        return Fault(
+            kind=f"no column '{name}'",
+            detail=detail,
+            do=f"add '{name}', name another, or use rows=...",
+        )
     value = row[name]
     if value is None:
-        return Fault(kind=f"null in '{name}'", detail=f"has null in '{name}'", do="fill it, or skip it with rows=...")
+        return Fault(
+            kind=f"null in '{name}'",
+            detail=f"has null in '{name}'",
+            do="fill it, or skip it with rows=...",
+        )
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if not _is_finite(value):
         return Fault(
-            kind=f"no number in '{name}'", detail=f"has {value!r:.60} in '{name}', which is no number that is finite",
+            kind=f"no number in '{name}'",
+            detail=f"has {value!r:.60} in '{name}', which is no number that is finite",
             do="fill it, or skip it with rows=...",
-        )  # fmt: skip
+        )
     is_kind = kind is not None and _is_kind(value, kind)
     if not is_kind and not is_sound(value):
-        return Fault(kind=f"broken text in '{name}'", detail=f"has half a character in '{name}'", do="mend the text")
+        return Fault(
+            kind=f"broken text in '{name}'",
+            detail=f"has half a character in '{name}'",
+            do="mend the text",
+        )
     if kind is not None and not is_kind:
         return Fault(
             kind=f"wrong type in '{name}'",
-            detail=f"has {value!r:.60} ({type(value).__name__}) in '{name}', where others have {kind}",
-            do="make them alike, or write it as JSON in a text"
-            if isinstance(value, dict | list)
-            else f"make them alike, or state the type with columns={{'{name}': {type(value).__name__}}}",
+            detail=(
+                f"has {value!r:.60} ({type(value).__name__}) in '{name}', where others have {kind}"
+            ),
+            do=(
+                "make them alike, or write it as JSON in a text"
+                if isinstance(value, dict | list)
+                else (
+                    f"make them alike, or state the type with columns={{'{name}':"
+                    f" {type(value).__name__}}}"
+                )
+            ),
         )
     return value
 
@@ -287,7 +340,13 @@ def _is_finite(value: Any) -> bool:
     """Whether every fraction in it is: NaN is how much else says that there is none."""
     if isinstance(value, float):
         return math.isfinite(value)
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    inner = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return all(map(_is_finite, inner))
 
 
@@ -301,7 +360,8 @@ def _is_kind(value: Any, kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):  # Arrow leaves keys out that the type does not have
         fields = {field.name: field.type for field in kind}
         return isinstance(value, Mapping) and all(
-            key in fields and (each is None or _is_kind(each, fields[key])) for key, each in value.items()
+            key in fields and (each is None or _is_kind(each, fields[key]))
+            for key, each in value.items()
         )
     if pa.types.is_list(kind) and pa.types.is_struct(kind.value_type):
         return isinstance(value, list) and all(_is_kind(each, kind.value_type) for each in value)
@@ -358,7 +418,11 @@ def _unique_ids(table: pa.Table, recipe: Recipe, selection: Selection, report: R
     if recipe.id_column is None or not len(table):
         return table
     codes = pc.dictionary_encode(table.column(PROMPT_ID)).combine_chunks()
-    codes = codes.indices.to_numpy() if isinstance(codes, pa.DictionaryArray) else codes.chunk(0).indices.to_numpy()
+    codes = (
+        codes.indices.to_numpy()
+        if isinstance(codes, pa.DictionaryArray)
+        else codes.chunk(0).indices.to_numpy()
+    )
     firsts = np.sort(np.unique(codes, return_index=True)[1])
     if len(firsts) == len(table):
         return table
@@ -366,7 +430,8 @@ def _unique_ids(table: pa.Table, recipe: Recipe, selection: Selection, report: R
     place = f"id '{table.column(PROMPT_ID)[twice]}' in column '{recipe.id_column}'"
     if not selection.drops_bad:
         raise RecordError(
-            f"{place} stands more than once (again at prompt {twice}); name a column that is unique, or "
+            f"{place} stands more than once (again at prompt {twice}); name a column that is"
+            " unique, or "
             f'leave id_column out, or Prompts(on_bad="drop")'
         )
     report.add("id more than once", place, len(table) - len(firsts))
@@ -377,7 +442,10 @@ def _nothing_left(recipe: Recipe, selection: Selection, report: Report) -> str:
     reasons = {kind: count for kind, (count, _) in report.bad.items()}
     if reasons:
         first = next(place for _, place in report.bad.values())
-        return f"no prompt is left: all rows were dropped ({reasons}, the first at {first}); mend the data"
+        return (
+            f"no prompt is left: all rows were dropped ({reasons}, the first at {first}); mend the"
+            " data"
+        )
     if report.skipped:
         return f"no prompt is left: rows= skipped all {report.skipped} rows; check what it returns"
     if selection.start:

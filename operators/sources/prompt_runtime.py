@@ -1,4 +1,5 @@
-"""The runtime of Prompts: issues prompt groups in a seeded order that is a function of the group's number."""
+"""The runtime of Prompts: issues prompt groups in a seeded order that is a function of the group's
+number."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, PROMPT_ID, ROUND_SIZE, AnyArray
+from dataflow.records import (
+    GROUP_ID,
+    GROUP_SIZE,
+    MIN_VERSION,
+    PROMPT,
+    PROMPT_ID,
+    ROUND_SIZE,
+    AnyArray,
+)
 from dataflow.rules.issue import ROWS_AT_ONCE, issue_until
 from dataflow.runtime import Batch, Context, Runtime
 from operators.sources.prompt_rows import Report
@@ -16,8 +25,8 @@ from operators.sources.prompt_rows import Report
 def permutation(seed: int | None, epoch: int, rows: int) -> AnyArray:
     """Order of the rows in an epoch, int64 [rows]: the same for the same numbers, on every machine.
 
-    The raw bits of PCG64 are sorted, because numpy promises those, but not its own shuffle, for ever.
-    """
+    The raw bits of PCG64 are sorted, because numpy promises those, but not its own shuffle, for
+    ever."""
     if seed is None:
         return np.arange(rows)
     bits = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
@@ -29,11 +38,11 @@ class PromptRuntime(Runtime):
 
     consumes: nothing
     produces: up to 32 groups at a time, each written into the ledger before it leaves
-    waits for: steps that need more groups (drops are told by the control), or the next evaluation round
-    unblocked by: {"dropped": n}, {"evaluate": step}
+    waits for: steps that need more groups (drops are told by the control), or the next evaluation
+    round unblocked by: {"dropped": n}, {"evaluate": step}
 
-    Where the ledger knows groups without an outcome when it starts, they are issued again, under their numbers, before
-    any other: whoever has them still knows them by these.
+    Where the ledger knows groups without an outcome when it starts, they are issued again, under
+    their numbers, before any other: whoever has them still knows them by these.
     """
 
     def __init__(
@@ -48,7 +57,8 @@ class PromptRuntime(Runtime):
         epochs: int | None,
         notice: str = "",
     ) -> None:
-        """table: the prompts of an epoch. notice: for the user. The rest as `operators.Prompts` has it."""
+        """table: the prompts of an epoch. notice: for the user. The rest as `operators.Prompts` has
+        it."""
         self._notice = notice
         self._source = name
         self._seed = None if shuffle_seed is None else shuffle_seed + context.seed
@@ -59,7 +69,8 @@ class PromptRuntime(Runtime):
         self._on_demand = context.on_demand
         self._next = 0 if context.ledger is None else context.ledger.next_group_id(self._source)
         self._again: deque[int] | None = None
-        """Groups to be issued once more, in order; None: before its first work, when every node is ready."""
+        """Groups to be issued once more, in order; None: before its first work, when every node is
+        ready."""
         self._last = None if epochs is None else epochs * len(table)
         bound = context.bounds.get(self._source)
         steps = None if bound is None else bound.steps if bound.steps is not None else context.steps
@@ -83,7 +94,9 @@ class PromptRuntime(Runtime):
         if self._again:
             again = [self._again.popleft() for _ in range(min(len(self._again), ROWS_AT_ONCE))]
             return [self._issue(again, self._rows(again), 0, 0)]
-        stop = issue_until(self._next, last=self._last, needed=self._needed, dropped=self._dropped_groups)
+        stop = issue_until(
+            self._next, last=self._last, needed=self._needed, dropped=self._dropped_groups
+        )
         if stop <= self._next:
             return None
         groups = range(self._next, stop)
@@ -96,15 +109,16 @@ class PromptRuntime(Runtime):
         return len(self._rounds) * len(self._table) - self._at
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """{"evaluate": step}: a round, once however often it is said, but with "again": all of the open one. In both
-        cases unless it is recorded, which whoever says this has not heard;
+        """{"evaluate": step}: a round, once however often it is said, but with "again": all of the
+        open one. In both cases unless it is recorded, which whoever says this has not heard;
         {"dropped": n}: n groups more are needed; {"drain": True}: no more."""
         if "evaluate" in message and self._on_demand:
             step, again = int(message["evaluate"]), bool(message.get("again"))
             if again:
                 self._rounds.clear()
                 self._at, self._again = 0, self._in_flight()
-            # Asked after what is in flight, so that of a round that is recorded in between only its own groups remain.
+            # Asked after what is in flight, so that of a round that is recorded in between only its
+            # own groups remain.
             if (again or step > self._asked) and not self._is_judged(step):
                 self._rounds.append(step)
             self._asked = max(self._asked, step)
@@ -114,8 +128,14 @@ class PromptRuntime(Runtime):
             self._is_draining = True
 
     def status(self) -> dict[str, float | int | str]:
-        """Groups issued, prompts of an epoch, rows left out because they are bad, and whether it is done."""
-        is_over = self._last is not None and self._next >= self._last and not self._on_demand and self._again == deque()
+        """Groups issued, prompts of an epoch, rows left out because they are bad, and whether it is
+        done."""
+        is_over = (
+            self._last is not None
+            and self._next >= self._last
+            and not self._on_demand
+            and self._again == deque()
+        )
         return {
             "issued": self._next,
             "rows": len(self._table),
@@ -145,7 +165,8 @@ class PromptRuntime(Runtime):
         return rows
 
     def _round(self, waiting: deque[int]) -> list[Batch]:
-        """The next groups of a round; one that was cut off begins anew, with the numbers that its groups had."""
+        """The next groups of a round; one that was cut off begins anew, with the numbers that its
+        groups had."""
         stop = min(self._at + ROWS_AT_ONCE, len(self._table))
         count = stop - self._at
         again = [waiting.popleft() for _ in range(min(len(waiting), count))]
@@ -157,11 +178,17 @@ class PromptRuntime(Runtime):
             self._at = 0
         return [batch]
 
-    def _issue(self, groups: Sequence[int], rows: AnyArray, min_version: int, round_size: int) -> Batch:
+    def _issue(
+        self, groups: Sequence[int], rows: AnyArray, min_version: int, round_size: int
+    ) -> Batch:
         count = len(rows)
         ids = np.asarray(groups, np.int64)
         taken = self._table.take(pa.array(rows)).combine_chunks()
-        names = [PROMPT_ID, PROMPT, *(name for name in taken.schema.names if name not in (PROMPT_ID, PROMPT))]
+        names = [
+            PROMPT_ID,
+            PROMPT,
+            *(name for name in taken.schema.names if name not in (PROMPT_ID, PROMPT)),
+        ]
         columns = {name: _flat(taken.column(name)) for name in names}
         columns[GROUP_ID] = pa.array(ids)
         for name, value in (
@@ -172,9 +199,13 @@ class PromptRuntime(Runtime):
             columns[name] = pa.array(np.full(count, value, np.int32))
         order = [GROUP_ID, PROMPT_ID, PROMPT, GROUP_SIZE, MIN_VERSION, ROUND_SIZE, *names[2:]]
         if self._ledger is not None:
-            self._ledger.issue(self._source, list(zip(ids.tolist(), columns[PROMPT_ID].to_pylist(), strict=True)))
+            self._ledger.issue(
+                self._source, list(zip(ids.tolist(), columns[PROMPT_ID].to_pylist(), strict=True))
+            )
         self._next = max(self._next, int(ids[-1]) + 1)
-        return Batch(self._source, pa.RecordBatch.from_arrays([columns[name] for name in order], names=order))
+        return Batch(
+            self._source, pa.RecordBatch.from_arrays([columns[name] for name in order], names=order)
+        )
 
 
 def _flat(column: pa.ChunkedArray) -> pa.Array:

@@ -1,4 +1,5 @@
-"""Reads rows from JSONL, JSON, Parquet, Arrow, folders of them, data sets of the hub, or any iterable."""
+"""Reads rows from JSONL, JSON, Parquet, Arrow, folders of them, data sets of the hub, or any
+iterable."""
 
 import contextlib
 import difflib
@@ -52,12 +53,15 @@ class FoundRow:
 
 
 _FILE_NAME = Fault(
-    kind="a file's name", detail="is the name of a file, not a prompt", do="give files alone, or {'prompt': ...}"
+    kind="a file's name",
+    detail="is the name of a file, not a prompt",
+    do="give files alone, or {'prompt': ...}",
 )
 
 
 def names_file(row: Any) -> bool:
-    """Whether a row is no prompt but names a file: a path, or one word that ends as data files do or is there.
+    """Whether a row is no prompt but names a file: a path, or one word that ends as data files do
+    or is there.
 
     >>> names_file("train.parquet"), names_file("Explain package.json"), names_file("2+2=")
     (True, False, False)
@@ -70,41 +74,59 @@ def names_file(row: Any) -> bool:
 
 
 def source_fault(source: Any) -> str | None:
-    """What is wrong with an object as a source of rows, and what to give instead; None where it may be one."""
+    """What is wrong with an object as a source of rows, and what to give instead; None where it may
+    be one."""
     if isinstance(source, str | Path | pa.Table | pa.RecordBatch):
         return None
     if hasattr(source, "read"):
-        return f"got an open file ({source!r:.60}) as its source, whose lines are no rows; give its path"
+        return (
+            f"got an open file ({source!r:.60}) as its source, whose lines are no rows; give its"
+            " path"
+        )
     if isinstance(source, Set):
-        return f"got a {type(source).__name__} as its source, whose order differs from process to process; sort it"
+        return (
+            f"got a {type(source).__name__} as its source, whose order differs from process to"
+            " process; sort it"
+        )
     if isinstance(source, Mapping) and source and not isinstance(next(iter(source.values())), str):
-        return f"got a {type(source).__name__} of {list(source)[:8]} as its source; give one of them, or a list of rows"
+        return (
+            f"got a {type(source).__name__} of {list(source)[:8]} as its source; give one of them,"
+            " or a list of rows"
+        )
     if isinstance(source, Mapping | bytes | bytearray) or not hasattr(source, "__iter__"):
         return (
-            f"got {type(source).__name__} {source!r:.60} as its source; give a path, a list of paths, an id on the "
-            f"hub, or an iterable of dicts or texts"
+            f"got {type(source).__name__} {source!r:.60} as its source; give a path, a list of"
+            " paths, an id on the hub, or an iterable of dicts or texts"
         )
     if hasattr(source, "columns") and not _gives_rows(source):
         return _frame_fault(source)
     files = (
-        [names_file(row) for row in itertools.islice(source, _FIRST_ROWS)] if isinstance(source, list | tuple) else []
+        [names_file(row) for row in itertools.islice(source, _FIRST_ROWS)]
+        if isinstance(source, list | tuple)
+        else []
     )
     if any(files) and not all(files):
         return (
-            f"got files ({source[files.index(True)]!r:.60}) beside rows ({source[files.index(False)]!r:.60}) as its "
-            f"source; give files alone, or rows as dicts: {{'prompt': ...}}"
+            f"got files ({source[files.index(True)]!r:.60}) beside rows"
+            f" ({source[files.index(False)]!r:.60}) as its source; give files alone, or rows as"
+            " dicts: {'prompt': ...}"
         )
     return None
 
 
 def rows_of(source: Any) -> Any:
-    """A source that can be read again: an iterator as `Replay`, a data frame of any library as a table of Arrow.
+    """A source that can be read again: an iterator as `Replay`, a data frame of any library as a
+    table of Arrow.
 
     A data frame iterates over its columns.
     """
-    if isinstance(source, str | Path | Mapping | Sequence | pa.Table | pa.RecordBatch) or hasattr(source, "read"):
+    if isinstance(source, str | Path | Mapping | Sequence | pa.Table | pa.RecordBatch) or hasattr(
+        source, "read"
+    ):
         return source
-    if (hasattr(source, "__arrow_c_stream__") or hasattr(source, "columns")) and not _gives_rows(source):
+    if (hasattr(source, "__arrow_c_stream__") or hasattr(source, "columns")) and not _gives_rows(
+        source
+    ):
         with contextlib.suppress(*_NO_TABLE):
             return pa.table(source)
     return Replay(source) if isinstance(source, Iterator) else source
@@ -122,8 +144,9 @@ def _frame_fault(frame: Any) -> str | None:
     except _NO_TABLE as error:
         why = " ".join(str(error).split())
         return (
-            f"got a {type(frame).__name__} as its source that is no table of Arrow ({type(error).__name__}: "
-            f"{why:.200}); make the values of each column alike, or give its rows as dicts"
+            f"got a {type(frame).__name__} as its source that is no table of Arrow"
+            f" ({type(error).__name__}: {why:.200}); make the values of each column alike, or give"
+            " its rows as dicts"
         )
     return None
 
@@ -160,14 +183,24 @@ class Origin:
 
     @property
     def named(self) -> tuple[Path, ...] | None:
-        """The files and folders that it names, be they there or not; None where it is an iterable of rows."""
+        """The files and folders that it names, be they there or not; None where it is an iterable
+        of rows."""
         if isinstance(self.source, str | Path):
             return (Path(self.source).expanduser(),)
-        is_cheap = isinstance(self.source, list | tuple | Replay)  # rows of others may cost a session each
-        if not is_cheap or source_fault(self.source) is not None or not names_file(next(iter(self.source), None)):
+        # rows of others may cost a session each
+        is_cheap = isinstance(self.source, list | tuple | Replay)
+        if (
+            not is_cheap
+            or source_fault(self.source) is not None
+            or not names_file(next(iter(self.source), None))
+        ):
             return None
         names = list(itertools.islice(self.source, _MOST_FILES))
-        return tuple(Path(name).expanduser() for name in names) if all(map(names_file, names)) else None
+        return (
+            tuple(Path(name).expanduser() for name in names)
+            if all(map(names_file, names))
+            else None
+        )
 
     @property
     def is_here(self) -> bool:
@@ -181,7 +214,9 @@ class Origin:
             return type(self.source).__name__
         if isinstance(self.source, str | Path):
             return f"'{self.source}'"
-        return f"'{self.named[0]}'" + (f" and {len(self.named) - 1} more" if len(self.named) > 1 else "")
+        return f"'{self.named[0]}'" + (
+            f" and {len(self.named) - 1} more" if len(self.named) > 1 else ""
+        )
 
     def __iter__(self) -> Iterator[FoundRow]:
         """Every row; RecordError when the source cannot be read at all."""
@@ -198,32 +233,48 @@ class Origin:
     def hub(self) -> HubData | None:
         """The data set on the hub that it names, where that is no file or folder here."""
         is_text = isinstance(self.source, str) and not self.source.endswith(SUFFIXES)
-        return HubData.named(self.source, self.config, self.split) if is_text and not self.is_here else None
+        return (
+            HubData.named(self.source, self.config, self.split)
+            if is_text and not self.is_here
+            else None
+        )
 
     @property
     def missing(self) -> str | None:
-        """What is wrong with a path that is not there and is no id on the hub either; None where all is well."""
+        """What is wrong with a path that is not there and is no id on the hub either; None where
+        all is well."""
         missing = next((path for path in self.named or () if not path.exists()), None)
         return None if missing is None or self.hub is not None else _missing(missing)
 
     def nested_types(self) -> dict[str, pa.DataType]:
-        """Columns of structs and of lists of them, where the files themselves say what they hold; of files that differ
-        the fields of all, which are null where a file has none. RecordError where they contradict one another."""
+        """Columns of structs and of lists of them, where the files themselves say what they hold;
+        of files that differ the fields of all, which are null where a file has none. RecordError
+        where they contradict one another."""
         schemas = [getattr(self.source, "schema", None)]
         if self.named is not None:
             columnar = (".parquet", ".arrow", ".feather")
-            schemas = [_schema_of(file) for file in self._files() if file.suffix in columnar] if self.is_here else []
+            schemas = (
+                [_schema_of(file) for file in self._files() if file.suffix in columnar]
+                if self.is_here
+                else []
+            )
         fields: dict[str, pa.Field] = {}
-        for field in itertools.chain.from_iterable(each for each in schemas if isinstance(each, pa.Schema)):
+        for field in itertools.chain.from_iterable(
+            each for each in schemas if isinstance(each, pa.Schema)
+        ):
             if self.columns is not None and field.name not in self.columns:
                 continue
             try:
-                both = [pa.schema([each]) for each in (fields.get(field.name), field) if each is not None]
+                both = [
+                    pa.schema([each])
+                    for each in (fields.get(field.name), field)
+                    if each is not None
+                ]
                 fields[field.name] = pa.unify_schemas(both, promote_options="permissive").field(0)
             except pa.ArrowException as error:
                 raise RecordError(
-                    f"the files of {self.shown} hold unlike values in '{field.name}' ({error}); make them alike, or "
-                    f"write them as JSON in a text"
+                    f"the files of {self.shown} hold unlike values in '{field.name}' ({error});"
+                    " make them alike, or write them as JSON in a text"
                 ) from error
         return {name: field.type for name, field in fields.items() if _is_nested(field.type)}
 
@@ -248,10 +299,17 @@ class Origin:
         shown = self.shown
         for number, row in enumerate(rows):
             if number >= _MOST_ROWS:
-                raise RecordError(f"the iterable of prompts gave {number} rows and has more; set Prompts(limit=...)")
-            yield FoundRow(number, f"row {number} of {shown}", row, _FILE_NAME if names_file(row) else None)
+                raise RecordError(
+                    f"the iterable of prompts gave {number} rows and has more; set"
+                    " Prompts(limit=...)"
+                )
+            yield FoundRow(
+                number, f"row {number} of {shown}", row, _FILE_NAME if names_file(row) else None
+            )
 
-    def _number(self, files: Iterable[Iterator[tuple[str, Any, Fault | None]]]) -> Iterator[FoundRow]:
+    def _number(
+        self, files: Iterable[Iterator[tuple[str, Any, Fault | None]]]
+    ) -> Iterator[FoundRow]:
         for number, (place, row, fault) in enumerate(itertools.chain.from_iterable(files)):
             yield FoundRow(number, place, row, fault)
 
@@ -274,7 +332,9 @@ def _files(path: Path, split: str | None) -> list[Path]:
     if "state.json" in names:
         state = json.loads((path / "state.json").read_text())
         return [path / entry["filename"] for entry in state["_data_files"]]
-    found = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
+    found = sorted(
+        file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES)
+    )
     files = [file for file in found if file.name not in ("dataset_info.json", "dataset_infos.json")]
     if split is not None:
         words = {file: re.split(r"[^A-Za-z]+", str(file.relative_to(path))) for file in files}
@@ -282,8 +342,8 @@ def _files(path: Path, split: str | None) -> list[Path]:
     if not files:
         wanted = f" of split '{split}'" if split else ""
         raise RecordError(
-            f"folder '{path}' has no prompts{wanted}: it holds {names[:8]}; "
-            f"give a folder with files ending in {', '.join(SUFFIXES)}, or one that save_to_disk wrote"
+            f"folder '{path}' has no prompts{wanted}: it holds {names[:8]}; give a folder with"
+            f" files ending in {', '.join(SUFFIXES)}, or one that save_to_disk wrote"
         )
     return files
 
@@ -292,15 +352,16 @@ def _file_rows(path: Path, columns: tuple[str, ...] | None) -> _Rows:
     reader = _READERS.get(path.suffix)
     if reader is None:
         raise RecordError(
-            f"'{path}' ends in '{path.suffix}', which is not read; "
-            f"convert it to one of {', '.join(SUFFIXES)}, or read it yourself and give Prompts the rows"
+            f"'{path}' ends in '{path.suffix}', which is not read; convert it to one of"
+            f" {', '.join(SUFFIXES)}, or read it yourself and give Prompts the rows"
         )
     try:
         yield from reader(path, columns)
     except (OSError, EOFError, pa.ArrowInvalid) as error:
         raise RecordError(
-            f"'{path}' cannot be read as {path.suffix or 'JSON lines'} ({type(error).__name__}: {error}); "
-            f"check that it is whole, and that its name ends in what it is: {', '.join(SUFFIXES)}"
+            f"'{path}' cannot be read as {path.suffix or 'JSON lines'} ({type(error).__name__}:"
+            f" {error}); check that it is whole, and that its name ends in what it is:"
+            f" {', '.join(SUFFIXES)}"
         ) from error
 
 
@@ -328,7 +389,8 @@ def _json_list(path: Path, text: bytes) -> list[Any]:
         return cast(list[Any], json.loads(text))
     except ValueError as error:
         raise RecordError(
-            f"'{path}' is no JSON list ({error}); mend it there, or write one row a line and call it .jsonl"
+            f"'{path}' is no JSON list ({error}); mend it there, or write one row a line and call"
+            " it .jsonl"
         ) from error
 
 
@@ -354,7 +416,10 @@ def _arrow(path: Path, columns: tuple[str, ...] | None) -> _Rows:
     with pa.memory_map(str(path)) as file:
         batches = _arrow_batches(file)
         if columns is not None:
-            batches = (batch.select([name for name in batch.schema.names if name in columns]) for batch in batches)
+            batches = (
+                batch.select([name for name in batch.schema.names if name in columns])
+                for batch in batches
+            )
         for number, row in enumerate(itertools.chain.from_iterable(_batch_rows(batches))):
             yield f"row {number} of '{path}'", row, None
 
@@ -389,7 +454,9 @@ _READERS: dict[str, _Reader] = {
 
 
 def _is_nested(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_struct(kind) or (pa.types.is_list(kind) and pa.types.is_struct(kind.value_type)))
+    return bool(
+        pa.types.is_struct(kind) or (pa.types.is_list(kind) and pa.types.is_struct(kind.value_type))
+    )
 
 
 def _schema_of(path: Path) -> pa.Schema | None:
@@ -415,6 +482,10 @@ def _missing(path: Path) -> str:
     folder = path.expanduser().parent
     there = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     close = difflib.get_close_matches(path.name, there, n=1)
-    found = f"folder '{folder}' holds {there[:8]}" if there else f"there is no folder '{folder}', or it is empty"
+    found = (
+        f"folder '{folder}' holds {there[:8]}"
+        if there
+        else f"there is no folder '{folder}', or it is empty"
+    )
     do = f"did you mean '{folder / close[0]}'?" if close else "check the path"
     return f"Prompts file '{path}' does not exist; {found}; {do}"

@@ -1,4 +1,5 @@
-"""Tools that a policy calls in an episode: Python functions, a sandbox of its own, servers that speak MCP."""
+"""Tools that a policy calls in an episode: Python functions, a sandbox of its own, servers that
+speak MCP."""
 
 from operators.chat.text_calls import TextCalls
 from operators.tools.mcp_server import McpServer

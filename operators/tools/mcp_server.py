@@ -1,4 +1,5 @@
-"""Servers that speak MCP as tools: programs of this machine over their streams, or others over HTTP (extra `mcp`)."""
+"""Servers that speak MCP as tools: programs of this machine over their streams, or others over HTTP
+(extra `mcp`)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _INVALID = range(-32602, -32600)
 
 @dataclass(frozen=True, kw_only=True)
 class McpServer:
-    """The tools of a server: `McpServer(command=("npx", "some-server"))`, or `McpServer(url="https://.../mcp")`."""
+    """The tools of a server: `McpServer(command=("npx", "some-server"))`, or
+    `McpServer(url="https://.../mcp")`."""
 
     command: tuple[str, ...] = ()
     """What starts it; it speaks over its streams, and ends with the episode's process."""
@@ -31,14 +33,16 @@ class McpServer:
     only: tuple[str, ...] = ()
     """Which of its tools the policy has; empty: all."""
     at_once: int = 16
-    """Most sessions that are alive in a process of the episode; who finds none free waits for one."""
+    """Most sessions that are alive in a process of the episode; who finds none free waits for
+    one."""
     ahead: int = 0
     """Sessions that are begun before anybody asks."""
     uses: int | None = 1
-    """For how many rollouts a session serves, one after the other, for servers that keep nothing of one call for the
-    next; None: as many as come."""
+    """For how many rollouts a session serves, one after the other, for servers that keep nothing of
+    one call for the next; None: as many as come."""
     is_shared: bool = False
-    """Whether one session serves all rollouts of a process at once, for servers that keep nothing at all."""
+    """Whether one session serves all rollouts of a process at once, for servers that keep nothing
+    at all."""
     start_s: float = 30.0
     """For a session to begin."""
 
@@ -47,17 +51,30 @@ class McpServer:
         found = []
         if bool(self.command) == bool(self.url):
             found.append(
-                f"McpServer(command={self.command!r}, url={self.url!r}) is not one server; give a command or a url"
+                f"McpServer(command={self.command!r}, url={self.url!r}) is not one server; give a"
+                " command or a url"
             )
         if isinstance(self.command, str):
             found.append(
-                f"McpServer(command={self.command!r}) is one text; give a tuple of a program and its arguments"
+                f"McpServer(command={self.command!r}) is one text; give a tuple of a program and"
+                " its arguments"
             )
-        for knob, value, least in (("at_once", self.at_once, 1), ("ahead", self.ahead, 0), ("uses", self.uses, 1)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                found.append(f"McpServer({knob}={value!r}) cannot be; give a whole number of {least} or more")
+        for knob, value, least in (
+            ("at_once", self.at_once, 1),
+            ("ahead", self.ahead, 0),
+            ("uses", self.uses, 1),
+        ):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < least
+            ):
+                found.append(
+                    f"McpServer({knob}={value!r}) cannot be; give a whole number of {least} or more"
+                )
         if importlib.util.find_spec("mcp") is None:
-            found.append("McpServer needs the package `mcp`, which is not installed; pip install 'dataflow-rl[mcp]'")
+            found.append(
+                "McpServer needs the package `mcp`, which is not installed; pip install"
+                " 'dataflow-rl[mcp]'"
+            )
         return found
 
     def definitions(self) -> Sequence[Message]:
@@ -84,7 +101,8 @@ class McpServer:
 
 
 class McpSession:
-    """One session with a server, in a task of its own, as the library wants its beginning and its end in one place.
+    """One session with a server, in a task of its own, as the library wants its beginning and its
+    end in one place.
 
     consumes: calls, several at a time
     produces: what each came to
@@ -104,9 +122,15 @@ class McpSession:
         self._task = asyncio.create_task(self._held())
         begun = asyncio.create_task(self._begun.wait())
         try:
-            await asyncio.wait({self._task, begun}, timeout=self._server.start_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {self._task, begun},
+                timeout=self._server.start_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if not self._begun.is_set():
-                raise WorldFailed(f"the MCP server '{self._server.named}' began no session; {self._why()}")
+                raise WorldFailed(
+                    f"the MCP server '{self._server.named}' began no session; {self._why()}"
+                )
         except BaseException:
             await self.close()
             raise
@@ -118,29 +142,44 @@ class McpSession:
         found: list[Message] = []
         cursor: str | None = None
         while True:
-            page = await self._awaited(self._client.list_tools(cursor=cursor), self._server.start_s, "its tools")
+            page = await self._awaited(
+                self._client.list_tools(cursor=cursor), self._server.start_s, "its tools"
+            )
             for tool in page.tools:
                 if not only or tool.name in only:
-                    told = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+                    told = {
+                        "name": tool.name,
+                        "description": tool.description or "",
+                        "parameters": tool.input_schema,
+                    }
                     found.append({"type": "function", "function": told})
             cursor = page.next_cursor
             if not cursor:
                 break
         lost = sorted({*only} - {each["function"]["name"] for each in found})
         if lost:
-            raise WorldFailed(f"the MCP server '{self._server.named}' has no tool {lost}; leave it out of only=")
+            raise WorldFailed(
+                f"the MCP server '{self._server.named}' has no tool {lost}; leave it out of only="
+            )
         return found
 
-    async def call(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int) -> str:
-        """As `ToolSession.call`. A server that gives no answer in time has failed, and so has one that is gone."""
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int
+    ) -> str:
+        """As `ToolSession.call`. A server that gives no answer in time has failed, and so has one
+        that is gone."""
         from mcp import MCPError
 
         try:
-            result = await self._awaited(self._client.call_tool(name, dict(arguments)), timeout_s, f"'{name}'")
+            result = await self._awaited(
+                self._client.call_tool(name, dict(arguments)), timeout_s, f"'{name}'"
+            )
         except MCPError as error:
             if error.code in _INVALID:
                 raise ValueError(str(error)) from error
-            raise WorldFailed(f"the MCP server '{self._server.named}' failed in '{name}': {error}") from error
+            raise WorldFailed(
+                f"the MCP server '{self._server.named}' failed in '{name}': {error}"
+            ) from error
         texts = [_text(block) for block in result.content]
         text = "\n".join(texts) or json.dumps(result.structured_content or {}, ensure_ascii=False)
         return f"error: {text}" if result.is_error else text
@@ -172,15 +211,20 @@ class McpSession:
         from mcp.client.stdio import stdio_client
 
         command, *arguments = below_keeper(self._server.command)
-        parameters = StdioServerParameters(command=command, args=arguments, env=dict(self._server.environment))
+        parameters = StdioServerParameters(
+            command=command, args=arguments, env=dict(self._server.environment)
+        )
         return stdio_client(parameters)
 
     async def _awaited(self, asked: Any, timeout_s: float, what: str) -> Any:
-        """What the server answers. Raises WorldFailed where the session ends meanwhile, or the time does."""
+        """What the server answers. Raises WorldFailed where the session ends meanwhile, or the time
+        does."""
         assert self._task is not None
         answer = asyncio.ensure_future(asked)
         try:
-            await asyncio.wait({answer, self._task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {answer, self._task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if answer.done():
                 return answer.result()
             raise WorldFailed(

@@ -1,4 +1,5 @@
-"""What one rollout has of its episode's tools: calls are made here, with their limits, and sessions kept."""
+"""What one rollout has of its episode's tools: calls are made here, with their limits, and sessions
+kept."""
 
 from __future__ import annotations
 
@@ -22,21 +23,27 @@ from operators.tools.toolset import TookTooLong, ToolSession, Toolset
 class RolloutTools:
     """Makes the calls of one rollout.
 
-    Sessions are taken when the first of them is needed, all of them, in the order in which the tools were given: who
-    waits for one holds none that stands behind it, so that no two rollouts wait for each other.
-    """
+    Sessions are taken when the first of them is needed, all of them, in the order in which the
+    tools were given: who waits for one holds none that stands behind it, so that no two rollouts
+    wait for each other."""
 
-    def __init__(self, box: Toolbox, rest: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
+    def __init__(
+        self,
+        box: Toolbox,
+        rest: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         """rest: stops the clock of the world, while it waits for its turn."""
         self._box, self._rest = box, rest
         self._lent, self._taking = contextlib.AsyncExitStack(), asyncio.Lock()
         self._sessions: list[ToolSession | None] = []
         """By place of the toolset; None: of one that all share."""
         self.failure: WorldFailed | None = None
-        """Why a tool was no tool any more; what is made of the rollout after this counts for nothing."""
+        """Why a tool was no tool any more; what is made of the rollout after this counts for
+        nothing."""
 
     def read(self, text: str, first: int = 0) -> ReadTurn:
-        """A turn of the policy's, with the calls that stand in it, numbered from `first` in its conversation."""
+        """A turn of the policy's, with the calls that stand in it, numbered from `first` in its
+        conversation."""
         return self._box.calls.read(text, self._box.definitions, first=first)
 
     def answer(self, call: Message | None, result: str) -> str | Message:
@@ -46,8 +53,8 @@ class RolloutTools:
         return result if call is None else result_of(call, result)
 
     async def results(self, calls: Sequence[Message]) -> list[str]:
-        """What the calls of a turn came to, as the model hears it, one after the other as long as there is time for
-        one more. Raises WorldFailed where a tool has died."""
+        """What the calls of a turn came to, as the model hears it, one after the other as long as
+        there is time for one more. Raises WorldFailed where a tool has died."""
         box, results = self._box, list[str]()
         for call in calls:
             at = box.owners.get(call["function"]["name"])
@@ -57,7 +64,9 @@ class RolloutTools:
         for call in calls:
             left_s = box.turn_s - (time.monotonic() - began)
             late = left_s <= box.timeout_s + GRACE_S
-            results.append("error: there is no time left in this turn" if late else await self._result(call))
+            results.append(
+                "error: there is no time left in this turn" if late else await self._result(call)
+            )
         return results
 
     async def _result(self, call: Message) -> str:
@@ -72,14 +81,18 @@ class RolloutTools:
             return f"error: '{name}' {error}"
         except (Exception, SystemExit) as error:
             text = shown(str(error), self._box.characters)
-            return f"error: {text}" if type(error) is ValueError else f"error: {type(error).__name__}: {text}"
+            return (
+                f"error: {text}"
+                if type(error) is ValueError
+                else f"error: {type(error).__name__}: {text}"
+            )
 
     async def session(self, toolset: Toolset) -> ToolSession:
         """The session of this rollout with a toolset. Raises WorldFailed."""
         if toolset not in self._box.toolsets:
             raise OperatorError(
-                f"{toolset!r:.60} is none of the episode's toolsets; found {len(self._box.toolsets)} others; "
-                f"give it in tools=[...]"
+                f"{toolset!r:.60} is none of the episode's toolsets; found"
+                f" {len(self._box.toolsets)} others; give it in tools=[...]"
             )
         box, at = self._box, self._box.toolsets.index(toolset)
         try:
@@ -91,7 +104,9 @@ class RolloutTools:
                         self._sessions.append(None)
                         continue
                     with self._rest():
-                        self._sessions.append(await self._lent.enter_async_context(box.pool(place).lend()))
+                        self._sessions.append(
+                            await self._lent.enter_async_context(box.pool(place).lend())
+                        )
         except WorldFailed as error:
             self.failure = error
             raise

@@ -1,4 +1,5 @@
-"""A sandbox for each rollout as tools: Python and a shell whose files, variables and folder are kept over its turns."""
+"""A sandbox for each rollout as tools: Python and a shell whose files, variables and folder are
+kept over its turns."""
 
 from __future__ import annotations
 
@@ -13,16 +14,22 @@ from operators.chat.chat_format import Message
 from operators.sandbox.bwrap import missing
 from operators.sandbox.outside import SandboxError
 from operators.sandbox.self_test import fault
-from operators.sandbox.session import CommandRefused, CommandResult, KeptLimits, KeptSandbox, SandboxLost
+from operators.sandbox.session import (
+    CommandRefused,
+    CommandResult,
+    KeptLimits,
+    KeptSandbox,
+    SandboxLost,
+)
 
 T = TypeVar("T")
 _PYTHON = (
-    "Runs Python code in a sandbox. Variables, imports and files are still there in the next call. Gives what the code "
-    "prints, and the value of its last expression."
+    "Runs Python code in a sandbox. Variables, imports and files are still there in the next call."
+    " Gives what the code prints, and the value of its last expression."
 )
 _SHELL = (
-    "Runs a shell command in a sandbox, in the folder that the last one left. Files are still there in the next call. "
-    "Gives what it prints."
+    "Runs a shell command in a sandbox, in the folder that the last one left. Files are still there"
+    " in the next call. Gives what it prints."
 )
 _TOLD = {"python": (_PYTHON, "code", "What to run."), "shell": (_SHELL, "command", "What to run.")}
 _LEAST_MB = 64
@@ -30,12 +37,14 @@ _LEAST_MB = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox:
-    """Tools `python` and `shell`, in a sandbox that each rollout has for itself: no network, no files but its own."""
+    """Tools `python` and `shell`, in a sandbox that each rollout has for itself: no network, no
+    files but its own."""
 
     tools: tuple[str, ...] = ("python", "shell")
     """Which of the two the policy has."""
     at_once: int = 16
-    """Most sandboxes that are alive in a process of the episode; who finds none free waits for one."""
+    """Most sandboxes that are alive in a process of the episode; who finds none free waits for
+    one."""
     ahead: int = 1
     """Sandboxes that are started before anybody asks."""
     memory_mb: int = 512
@@ -60,17 +69,26 @@ class Sandbox:
     def faults(self) -> Sequence[str]:
         """What cannot be right, and why no sandbox can be made here."""
         found = [
-            f"Sandbox({knob}={value!r}) is no number that can be; give a whole number of {least} or more"
+            f"Sandbox({knob}={value!r}) is no number that can be; give a whole number of {least} or"
+            " more"
             for knob, value, least in (
-                ("at_once", self.at_once, 1), ("ahead", self.ahead, 0), ("memory_mb", self.memory_mb, _LEAST_MB),
-                ("file_mb", self.file_mb, 1), ("processes", self.processes, 4),
+                ("at_once", self.at_once, 1),
+                ("ahead", self.ahead, 0),
+                ("memory_mb", self.memory_mb, _LEAST_MB),
+                ("file_mb", self.file_mb, 1),
+                ("processes", self.processes, 4),
             )
             if isinstance(value, bool) or not isinstance(value, int) or value < least
-        ]  # fmt: skip
+        ]
         if not self.tools or set(self.tools) - set(_TOLD) or len(set(self.tools)) < len(self.tools):
-            found.append(f"Sandbox(tools={self.tools!r}) names no tools that it has; give some of {tuple(_TOLD)}")
+            found.append(
+                f"Sandbox(tools={self.tools!r}) names no tools that it has; give some of"
+                f" {tuple(_TOLD)}"
+            )
         if lost := [each for each in self.folders if not Path(each).is_absolute()]:
-            found.append(f"Sandbox(folders=...) has {lost}, which stand for no one folder; give whole paths")
+            found.append(
+                f"Sandbox(folders=...) has {lost}, which stand for no one folder; give whole paths"
+            )
         reason = missing()
         return [*found, *([reason] if reason else [])]
 
@@ -88,11 +106,13 @@ class Sandbox:
 
 
 class SandboxSession:
-    """The sandbox of one rollout; one that has used more than it may is followed by another, and the model is told."""
+    """The sandbox of one rollout; one that has used more than it may is followed by another, and
+    the model is told."""
 
     def __init__(self, made_by: Sandbox) -> None:
         self._made_by, self._one = made_by, asyncio.Lock()
-        """The lock: one command at a time, also where the conversations of a rollout go on beside each other."""
+        """The lock: one command at a time, also where the conversations of a rollout go on beside
+        each other."""
         self._sandbox: KeptSandbox | None = None
 
     @property
@@ -104,7 +124,9 @@ class SandboxSession:
         """Start it. Raises WorldFailed."""
         made_by = self._made_by
         limits = KeptLimits(
-            memory_bytes=made_by.memory_mb << 20, file_bytes=made_by.file_mb << 20, processes=made_by.processes
+            memory_bytes=made_by.memory_mb << 20,
+            file_bytes=made_by.file_mb << 20,
+            processes=made_by.processes,
         )
         try:
             self._sandbox = KeptSandbox(limits, made_by.folders)
@@ -117,7 +139,9 @@ class SandboxSession:
             raise
         return self._sandbox
 
-    async def call(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int) -> str:
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int
+    ) -> str:
         """As `ToolSession.call`."""
         told = str(next(iter(arguments.values()), ""))
 
@@ -128,7 +152,10 @@ class SandboxSession:
         try:
             return await self._asked(run)
         except SandboxLost as error:
-            return f"error: {error}; the sandbox was started anew, and its files and variables are gone"
+            return (
+                f"error: {error}; the sandbox was started anew, and its files and variables are"
+                " gone"
+            )
         except CommandRefused as error:
             return f"error: {error}"
 
@@ -137,7 +164,8 @@ class SandboxSession:
         await self._asked(lambda sandbox: sandbox.write(path, data))
 
     async def read(self, path: str) -> bytes:
-        """A file below /tmp, 8 MiB at most. Raises WorldFailed; CommandRefused where it is not there, or longer."""
+        """A file below /tmp, 8 MiB at most. Raises WorldFailed; CommandRefused where it is not
+        there, or longer."""
         return await self._asked(lambda sandbox: sandbox.read(path))
 
     async def close(self) -> None:
@@ -145,7 +173,8 @@ class SandboxSession:
         self._end()
 
     async def _asked(self, ask: Callable[[KeptSandbox], Awaitable[T]]) -> T:
-        """What the sandbox answers; one that is lost, or was left in the middle of a command, is ended."""
+        """What the sandbox answers; one that is lost, or was left in the middle of a command, is
+        ended."""
         async with self._one:
             try:
                 return await ask(self._sandbox or await self.begin())
@@ -175,4 +204,7 @@ def _shown(result: CommandResult) -> str:
 def _definition(name: str, description: str, parameter: str, meaning: str) -> Message:
     properties = {parameter: {"type": "string", "description": meaning}}
     parameters = {"type": "object", "properties": properties, "required": [parameter]}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }

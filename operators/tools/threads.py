@@ -1,4 +1,5 @@
-"""Calls of functions that block, each in a thread of its own, so that nobody waits for it but its episode."""
+"""Calls of functions that block, each in a thread of its own, so that nobody waits for it but its
+episode."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ THREADS = 64
 
 
 async def within(awaited: Awaitable[T], timeout_s: float) -> T:
-    """What it gives; TookTooLong where that takes more than so many seconds, which no error of its own is."""
+    """What it gives; TookTooLong where that takes more than so many seconds, which no error of its
+    own is."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -37,19 +39,24 @@ class ToolThreads:
         self._room = asyncio.Semaphore(most)
         self._lost = 0
 
-    async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> Any:
-        """What a function gives; a coroutine function is awaited where it is. Raises what it raises, or TookTooLong."""
+    async def call(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float
+    ) -> Any:
+        """What a function gives; a coroutine function is awaited where it is. Raises what it
+        raises, or TookTooLong."""
         if inspect.iscoroutinefunction(function):
             return await within(function(**arguments), timeout_s)
         async with self._room:
             if self._lost >= self._most:
                 raise WorldFailed(
-                    f"{self._lost} calls of tools never came back, the last of {function.__name__}; give what it waits "
-                    f"for a limit of its own"
+                    f"{self._lost} calls of tools never came back, the last of {function.__name__};"
+                    " give what it waits for a limit of its own"
                 )
             return await self._made(function, arguments, timeout_s)
 
-    async def _made(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> Any:
+    async def _made(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float
+    ) -> Any:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
         is_lost = False

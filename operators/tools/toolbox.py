@@ -1,4 +1,5 @@
-"""The tools of an episode: what the policy is told of them, and whose call is whose; made once, in the worker."""
+"""The tools of an episode: what the policy is told of them, and whose call is whose; made once, in
+the worker."""
 
 from __future__ import annotations
 
@@ -20,20 +21,28 @@ from operators.tools.toolset import ToolSession, Toolset
 GRACE_S = 5.0
 """For a session to end a call by itself, behind the limit of the call."""
 PATIENCE_S = 900.0
-"""For a session that is free: rollouts give theirs back when they end, and may wait for the policy until then."""
+"""For a session that is free: rollouts give theirs back when they end, and may wait for the policy
+until then."""
 
 
 class Toolbox:
-    """Definitions, the format of calls, and by name who makes a call; in each process its threads and sessions."""
+    """Definitions, the format of calls, and by name who makes a call; in each process its threads
+    and sessions."""
 
     def __init__(
-        self, tools: Sequence[Any], *, calls: TextCalls | None, form: ChatFormat | None, timeout_s: float,
-        characters: int, turn_s: float = 30.0,
-    ) -> None:  # fmt: skip
+        self,
+        tools: Sequence[Any],
+        *,
+        calls: TextCalls | None,
+        form: ChatFormat | None,
+        timeout_s: float,
+        characters: int,
+        turn_s: float = 30.0,
+    ) -> None:
         """Ask toolsets for what they have, and find how the policy writes calls. Raises GraphError.
 
-        calls: how calls are written as text; None: as the chat template has them. timeout_s: of one call. turn_s: for
-        all calls of a turn.
+        calls: how calls are written as text; None: as the chat template has them. timeout_s: of one
+        call. turn_s: for all calls of a turn.
         """
         self.timeout_s, self.characters, self.turn_s = timeout_s, characters, turn_s
         self.toolsets: list[Toolset] = [tool for tool in tools if isinstance(tool, Toolset)]
@@ -44,11 +53,16 @@ class Toolbox:
         names = [each["function"]["name"] for each in self.definitions]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ChatError(f"two tools have one name; found {twice} twice; leave one of them out, or rename it")
+            raise ChatError(
+                f"two tools have one name; found {twice} twice; leave one of them out, or rename it"
+            )
         self.functions: dict[str, Callable[..., Any]] = {
-            each["function"]["name"]: function for each, function in zip(own, functions, strict=True)
+            each["function"]["name"]: function
+            for each, function in zip(own, functions, strict=True)
         }
-        self.owners: dict[str, int] = {each["function"]["name"]: at for at, some in enumerate(theirs) for each in some}
+        self.owners: dict[str, int] = {
+            each["function"]["name"]: at for at, some in enumerate(theirs) for each in some
+        }
         self.layout = calls
         self.calls = _format(calls, form)
         self._threads: ToolThreads | None = None
@@ -73,16 +87,21 @@ class Toolbox:
         if not self._pools:
             self._pools = [
                 SessionPool(
-                    toolset.open, name=type(toolset).__name__, most=toolset.at_once, ahead=toolset.ahead,
-                    uses=toolset.uses, start_s=PATIENCE_S, patience_s=PATIENCE_S,
+                    toolset.open,
+                    name=type(toolset).__name__,
+                    most=toolset.at_once,
+                    ahead=toolset.ahead,
+                    uses=toolset.uses,
+                    start_s=PATIENCE_S,
+                    patience_s=PATIENCE_S,
                 )
                 for toolset in self.toolsets
-            ]  # fmt: skip
+            ]
         return self._pools[at]
 
     async def shared(self, at: int) -> ToolSession:
-        """The session that all rollouts of this process have. Raises WorldFailed where none can be had; the next who
-        asks tries again."""
+        """The session that all rollouts of this process have. Raises WorldFailed where none can be
+        had; the next who asks tries again."""
         self._keep()
         task = self._shared.get(at)
         if task is None:
@@ -105,7 +124,8 @@ class Toolbox:
         """Close all sessions of this process."""
         shared, self._shared, self._keeping = self._shared, {}, None
         for task in shared.values():
-            with contextlib.suppress(Exception, asyncio.CancelledError):  # one that was still being opened
+            # one that was still being opened
+            with contextlib.suppress(Exception, asyncio.CancelledError):
                 await (await task).close()
         pools, self._pools = self._pools, []
         for pool in pools:
@@ -130,13 +150,16 @@ def tool_faults(tools: Sequence[Any], calls: TextCalls | None, *, is_chat: bool)
         if isinstance(tool, Toolset):
             found += tool.faults()
         elif not callable(tool) or inspect.isclass(tool):
-            found.append(f"{tool!r:.60} is no tool; give a function with type hints and a docstring, or a toolset")
+            found.append(
+                f"{tool!r:.60} is no tool; give a function with type hints and a docstring, or a"
+                " toolset"
+            )
         else:
             found += _unhinted(tool)
     if tools and calls is None and not is_chat:
         found.append(
-            "there are tools, but the generator has no chat template that says how they are called; "
-            "give the episode calls=TextCalls(...), or Generator(chat=True)"
+            "there are tools, but the generator has no chat template that says how they are called;"
+            " give the episode calls=TextCalls(...), or Generator(chat=True)"
         )
     if calls is not None and not tools:
         found.append(f"there is {calls!r:.60}, but no tool that could be called; give tools=[...]")
@@ -148,12 +171,20 @@ def _unhinted(function: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
     bare = [each.name for each in parameters if each.annotation is each.empty]
     odd = [
-        str(each) for each in parameters if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY)
+        str(each)
+        for each in parameters
+        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY)
     ]
     if bare or odd:
-        return [f"tool '{name}' has {[*bare, *odd]}, which no schema describes; give each parameter a name and a hint"]
+        return [
+            f"tool '{name}' has {[*bare, *odd]}, which no schema describes; give each parameter a"
+            " name and a hint"
+        ]
     if not inspect.getdoc(function):
-        return [f"tool '{name}' has no docstring; say what it does, and what each parameter is under \"Args:\""]
+        return [
+            f"tool '{name}' has no docstring; say what it does, and what each parameter is under"
+            ' "Args:"'
+        ]
     return []
 
 
@@ -168,7 +199,8 @@ def _format(calls: TextCalls | None, form: ChatFormat | None) -> CallFormat:
     known = format_of(form)
     if known is None or not form.takes_tools:
         raise ChatError(
-            f"the chat template of '{form.name}' writes calls of tools in no known format; found "
-            f"{form.calls!r:.80}; give the episode calls=TextCalls(...), and tell of the tools in a message"
+            f"the chat template of '{form.name}' writes calls of tools in no known format; found"
+            f" {form.calls!r:.80}; give the episode calls=TextCalls(...), and tell of the tools in"
+            " a message"
         )
     return known

@@ -1,4 +1,5 @@
-"""What tools with a state are to an episode: declared once, opened for each rollout, closed behind it."""
+"""What tools with a state are to an episode: declared once, opened for each rollout, closed behind
+it."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ class TookTooLong(Exception):
 class ToolSession(Protocol):
     """What one rollout has of a toolset."""
 
-    async def call(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int) -> str:
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int
+    ) -> str:
         """What a call came to, for the model; what is beyond so many characters need not be there.
 
-        Raises WorldFailed where the session itself is broken, so that nobody knows what the call would have come to;
-        TookTooLong, and whatever else it raises, is told to the model.
+        Raises WorldFailed where the session itself is broken, so that nobody knows what the call
+        would have come to; TookTooLong, and whatever else it raises, is told to the model.
         """
 
     async def close(self) -> None:
@@ -32,7 +35,8 @@ class Toolset(Protocol):
 
     @property
     def is_shared(self) -> bool:
-        """Whether one session serves all rollouts of a process at once; the other numbers count for nothing then."""
+        """Whether one session serves all rollouts of a process at once; the other numbers count for
+        nothing then."""
 
     @property
     def at_once(self) -> int:

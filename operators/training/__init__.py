@@ -1,1 +1,2 @@
-"""What the trainer is made of; imported where a worker builds it, because some of it imports torch."""
+"""What the trainer is made of; imported where a worker builds it, because some of it imports
+torch."""

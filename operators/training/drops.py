@@ -1,4 +1,5 @@
-"""Groups that the trainer gives up: why, which of them the ledger knows, and when they are too many."""
+"""Groups that the trainer gives up: why, which of them the ledger knows, and when they are too
+many."""
 
 from __future__ import annotations
 
@@ -20,27 +21,32 @@ from operators.training.metrics import Outcomes
 from operators.training.signal import example, silent_scores
 
 ABANDONED = "abandoned"
-"""Why groups are dropped with tokens of a version that is not there yet: its weights were those of a line of steps that
-was taken back."""
+"""Why groups are dropped with tokens of a version that is not there yet: its weights were those of
+a line of steps that was taken back."""
 LATE = ("stale", ABANDONED)
 OWN_REASONS = ("failed", "skipped", *LATE, "non-finite", TOO_FEW)
 """Why the trainer drops groups by itself; any other reason is the name of a filter."""
 MOST_DROPPED_STEPS = 8
 """Steps' worth of groups in a row that may be dropped with none trained."""
 MOST_ALIKE_GROUPS, MOST_ALIKE_ROLLOUTS = 16, 64
-"""Groups in a row, of so many rollouts at least, that may fail by one cause of one node, as where a world is dead or a
-reward always raises: whoever began the run still waits."""
+"""Groups in a row, of so many rollouts at least, that may fail by one cause of one node, as where a
+world is dead or a reward always raises: whoever began the run still waits."""
 
 
 class Drops:
     """The drops of the step under way.
 
-    They are recorded with the step, in its transaction; but of many, as soon as they are as many groups as a step has:
-    an edge holds no more than two steps' groups that were not acknowledged, and a filter may want to drop more.
-    """
+    They are recorded with the step, in its transaction; but of many, as soon as they are as many
+    groups as a step has: an edge holds no more than two steps' groups that were not acknowledged,
+    and a filter may want to drop more."""
 
     def __init__(
-        self, context: Context, journal: Journal, columns: Collection[str], bound: Bound | None, step_prompts: int
+        self,
+        context: Context,
+        journal: Journal,
+        columns: Collection[str],
+        bound: Bound | None,
+        step_prompts: int,
     ) -> None:
         """columns: that the loss reads. bound: of the rows' age, if any."""
         self._node, self._journal, self._step_prompts = context.node, journal, step_prompts
@@ -58,10 +64,12 @@ class Drops:
         """By reason, since the last group that could be trained."""
         self._last_failure = "none"
         self._failures: Counter[str] = Counter()
-        """Rollouts of groups that failed, by node and cause, since the last group that could be trained."""
+        """Rollouts of groups that failed, by node and cause, since the last group that could be
+        trained."""
         self._scores = context.scores
         self._silent: Mapping[str, str] = context.scores
-        """Scorers that told no rollout from its siblings, since the last group that could be trained."""
+        """Scorers that told no rollout from its siblings, since the last group that could be
+        trained."""
         self._example = ""
 
     @property
@@ -75,14 +83,17 @@ class Drops:
         return {"dropped": self.counts, "dropped_outcomes": self.outcomes}
 
     def reason(self, records: pa.RecordBatch, step: int) -> str | None:
-        """Why a group is not to be trained on weights that `step` steps are behind; None where it is."""
+        """Why a group is not to be trained on weights that `step` steps are behind; None where it
+        is."""
         if (marked := drop_reason(records)) is not None:
             return marked
         good = usable(records, self._columns)
         if not good.any():
             errors = [error for error in records.column(ERROR).to_pylist() if error]
             self._last_failure = self._attributed(errors[0]) if errors else self._valueless(records)
-            self._failures.update(counted(error for error in errors if RolloutFailure.read(error).cause != TOO_LONG))
+            self._failures.update(
+                counted(error for error in errors if RolloutFailure.read(error).cause != TOO_LONG)
+            )
             return "failed" if errors else "skipped"
         if self.bound is not None:
             if newest_versions(records.column(VERSIONS)).max() > step:
@@ -110,7 +121,8 @@ class Drops:
             self.record(step)
 
     def record(self, step: int | None) -> None:
-        """Tell the ledger of those that it does not know, and let go of them. step: under way; None: outside any."""
+        """Tell the ledger of those that it does not know, and let go of them. step: under way;
+        None: outside any."""
         self._journal.drop(self.reasons, step)
         self.recorded.update(self.reasons.values())
         self._release()
@@ -122,8 +134,8 @@ class Drops:
         self._release()
 
     def check(self) -> None:
-        """Raise when nothing could be trained for long, or all that came failed alike: Unusable, or OperatorError where
-        rows came too late."""
+        """Raise when nothing could be trained for long, or all that came failed alike: Unusable, or
+        OperatorError where rows came too late."""
         is_long = self._in_a_row.total() > MOST_DROPPED_STEPS * max(8, self._step_prompts)
         fails_alike = (
             len(self._failures) == 1
@@ -134,7 +146,10 @@ class Drops:
             (most, _), *_ = self._in_a_row.most_common(1)
             do = "mend the operator that it names"
             if most not in OWN_REASONS:
-                do = f"loosen the filter '{most}', or give it prompts and a policy that it lets through"
+                do = (
+                    f"loosen the filter '{most}', or give it prompts and a policy that it lets"
+                    " through"
+                )
                 if self._silent:
                     do = f"mend what is asked or how it is scored, or loosen the filter '{most}'"
             found = [f"found {dict(self._in_a_row)}"]
@@ -144,15 +159,18 @@ class Drops:
                 found.append(f"the last failure: {self._last_failure}")
             if self._silent:
                 names = ", ".join(f"'{name}' ({where})" for name, where in self._silent.items())
-                found.append(f"in each of them {names} gave all rollouts the same, such as {self._example}")
+                found.append(
+                    f"in each of them {names} gave all rollouts the same, such as {self._example}"
+                )
             kind = OperatorError if most in LATE else Unusable
             raise kind(
-                f"'{self._node}' dropped {self._in_a_row.total()} groups in a row and trained none; "
-                f"{', '.join(found)}; {do}"
+                f"'{self._node}' dropped {self._in_a_row.total()} groups in a row and trained none;"
+                f" {', '.join(found)}; {do}"
             )
 
     def _attributed(self, error: str) -> str:
-        """A row's error with where the scorer that it names is defined, if it does not say so itself."""
+        """A row's error with where the scorer that it names is defined, if it does not say so
+        itself."""
         where = self._scores.get(error.partition(":")[0], "")
         return error if where in error else f"{error} ({where})"
 
@@ -160,7 +178,10 @@ class Drops:
         """That rows have no value, and the scorers that do not apply to any of them."""
         names = {name for name in self._scores if name in records.schema.names}
         silent = [name for name in names if records.column(name).null_count == records.num_rows]
-        said = [f"'{name}' ({self._scores[name]}) returned None, that it does not apply" for name in sorted(silent)]
+        said = [
+            f"'{name}' ({self._scores[name]}) returned None, that it does not apply"
+            for name in sorted(silent)
+        ]
         return "; ".join(["no value in a column that the loss reads", *said])
 
     def _release(self) -> None:

@@ -8,15 +8,16 @@ The order after an update, and what a crash between two of its points leaves:
 | its rollouts file | m | m | the same; the file is written anew |
 | its commit in the ledger | m + 1 | m | makes step m + 1 again from its file and publishes it |
 | publishing | m + 1 | m + 1 | the same: the weights of m + 1 are those that readers have |
-| its line of metrics | m + 1 | m + 1 | the same; a line that is missing is written from the ledger |
-| its acknowledgements | m + 1 | m + 1 | the same; groups that come again have an outcome, and are acknowledged |
-| half a checkpoint | m + 1 | m + 1 | takes the newest one with a commit marker and undamaged files |
-| a checkpoint's marker | m + 1 | m + 1 | takes it, whether the ledger knows of it or not |
-| a checkpoint's marker, before the temporary one is removed | m + 1 | m + 1 | the same; both go with the next |
-| half of a return to an earlier step | m + 1, or that one | m + 1 | begins it again; it is one transaction |
+| its line of metrics | m + 1 | m + 1 | the same; a line that is missing is written from the ledger
+| | its acknowledgements | m + 1 | m + 1 | the same; groups that come again have an outcome, and are
+acknowledged | | half a checkpoint | m + 1 | m + 1 | takes the newest one with a commit marker and
+undamaged files | | a checkpoint's marker | m + 1 | m + 1 | takes it, whether the ledger knows of it
+or not | | a checkpoint's marker, before the temporary one is removed | m + 1 | m + 1 | the same;
+both go with the next | | half of a return to an earlier step | m + 1, or that one | m + 1 | begins
+it again; it is one transaction |
 
-So no reader ever has a version that the ledger does not know. Drops are recorded with the step, or before it where they
-are many, as those of the step under way.
+So no reader ever has a version that the ledger does not know. Drops are recorded with the step, or
+before it where they are many, as those of the step under way.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Journal:
         metrics: Mapping[str, Any],
         computed: NewLogprobs | None = None,
     ) -> None:
-        """Record a step with the groups it trained, in order, and those given up since the last record. computed: of
-        its tokens, kept beside them.
+        """Record a step with the groups it trained, in order, and those given up since the last
+        record. computed: of its tokens, kept beside them.
 
         The rollouts are written before the ledger names them.
         """
@@ -77,7 +78,8 @@ class Journal:
             self.context.folder.append_metrics(metrics)
 
     def drop(self, reasons: Mapping[int, str], step: int | None) -> None:
-        """Record groups given up for the step under way, before it is committed; None: outside any step."""
+        """Record groups given up for the step under way, before it is committed; None: outside any
+        step."""
         if reasons and self.context.ledger is not None:
             self.context.ledger.drop(self.context.node, self.source, reasons, step=step)
 
@@ -87,7 +89,7 @@ def only_source(context: Context) -> str:
     sources = list(context.columns) or list(context.bounds)
     if len(sources) != 1:
         raise GraphError(
-            f"'{context.node}' trains groups in the order of one source, but {len(sources)} lead to it: "
-            f"{sources}; apply it to one stream"
+            f"'{context.node}' trains groups in the order of one source, but {len(sources)} lead to"
+            f" it: {sources}; apply it to one stream"
         )
     return sources[0]

@@ -1,4 +1,5 @@
-"""A trainer's knobs, and what can be wrong with them: what its runtime reads of it; imports no torch."""
+"""A trainer's knobs, and what can be wrong with them: what its runtime reads of it; imports no
+torch."""
 
 import functools
 import math
@@ -48,55 +49,65 @@ class TrainerKnobs(Learn):
     schedule: str = "constant"
     """What it does afterwards: constant, linear or cosine, down to `min_lr` at `decay_steps`."""
     decay_steps: int | None = settable(None, at=STEP)
-    """Steps, the warm-up included, until it is at `min_lr`; None: the run's, or what its prompts suffice for."""
+    """Steps, the warm-up included, until it is at `min_lr`; None: the run's, or what its prompts
+    suffice for."""
     min_lr: float = settable(0.0, at=STEP)
     """Where it ends, unless it is constant."""
     max_grad_norm: float = settable(1.0, at=STEP)
     """Gradients above this norm are scaled down to it; inf: never."""
     normalize: str = "tokens"
-    """What the summed loss of a step is divided by: its trained tokens, its rollouts, or (rollout_means) its
-    rollouts after each one's sum was divided by its own tokens."""
+    """What the summed loss of a step is divided by: its trained tokens, its rollouts, or
+    (rollout_means) its rollouts after each one's sum was divided by its own tokens."""
     whiten: bool = False
-    """Shift and scale the advantages of a step's trained tokens to mean 0 and deviation 1 (REINFORCE++)."""
+    """Shift and scale the advantages of a step's trained tokens to mean 0 and deviation 1
+    (REINFORCE++)."""
     temperature: float = 1.0
     """That the generator samples at; log-probabilities are taken at the same."""
     micro_batch_tokens: int = 8192
     """Tokens of one forward and backward; prompts that a group has in common count once."""
     skip_zero_advantage: bool = True
-    """Leave out rollouts of advantage 0 where the loss is found to vanish on them; denominators stay."""
+    """Leave out rollouts of advantage 0 where the loss is found to vanish on them; denominators
+    stay."""
     tensor_parallel: int = 1
-    """Ranks that share out each layer's matrices; divides the trainer's ranks, of which the others shard the data."""
+    """Ranks that share out each layer's matrices; divides the trainer's ranks, of which the others
+    shard the data."""
     dp_replicate: int = 1
-    """Replicas of the model: each shards it over its own ranks alone, and what crosses from one to another is the sum
-    of their gradients (HSDP). Times `tensor_parallel` it divides the trainer's ranks."""
+    """Replicas of the model: each shards it over its own ranks alone, and what crosses from one to
+    another is the sum of their gradients (HSDP). Times `tensor_parallel` it divides the trainer's
+    ranks."""
     gradient_checkpointing: bool = False
     """Keep no activations within a layer: compute them again in the backward pass."""
     compile: bool = False
     """Run the layers through torch.compile."""
     offload: bool = False
-    """Between steps, keep the optimiser's state and the gradients in main memory: for devices that are shared."""
+    """Between steps, keep the optimiser's state and the gradients in main memory: for devices that
+    are shared."""
     copy_weights: bool | None = None
-    """Where ranks send versions to ranks: from copies of the weights, two at most, or, False, from the weights, so that
-    an update waits until those who are taking them have them; None: copies only where nodes take turns on devices,
-    where `offload` moves weights, and where what changed is sent. A trainer of one rank, whose readers on its machine
-    compute in memory that it writes, has no other copy."""
+    """Where ranks send versions to ranks: from copies of the weights, two at most, or, False, from
+    the weights, so that an update waits until those who are taking them have them; None: copies
+    only where nodes take turns on devices, where `offload` moves weights, and where what changed is
+    sent. A trainer of one rank, whose readers on its machine compute in memory that it writes, has
+    no other copy."""
     checkpoint_every: int | None = settable(None, at=STEP)
     """Steps between checkpoints that stay; the last step is always kept."""
     save_total_limit: int | None = None
-    """Of the checkpoints of `checkpoint_every` so many stay, the newest; None: all. Beside them stay the last step's,
-    those that were asked for, and with keep_steps two at most with which a replay of the last steps begins."""
+    """Of the checkpoints of `checkpoint_every` so many stay, the newest; None: all. Beside them
+    stay the last step's, those that were asked for, and with keep_steps two at most with which a
+    replay of the last steps begins."""
     checkpoint_dtype: str | None = None
-    """Type of the weights in a checkpoint's files, as "float32"; None: the one that the model came in. Where that is
-    rounder than the trainer's float32, its own weights stand beside the optimiser's state, and a resume goes on from
-    them."""
+    """Type of the weights in a checkpoint's files, as "float32"; None: the one that the model came
+    in. Where that is rounder than the trainer's float32, its own weights stand beside the
+    optimiser's state, and a resume goes on from them."""
     recover_within_s: float = 60.0
-    """Seconds of steps after which a checkpoint to recover from is left, beside those of `checkpoint_every`; it goes
-    when the next one is committed. At least 20 times as long as a checkpoint takes; inf: never."""
+    """Seconds of steps after which a checkpoint to recover from is left, beside those of
+    `checkpoint_every`; it goes when the next one is committed. At least 20 times as long as a
+    checkpoint takes; inf: never."""
     keep_new_logprobs: bool = True
-    """Keep the log-probabilities that it computes of each trained token in the step's file of rollouts, as column
-    `new_logprobs`: 4 bytes a token."""
+    """Keep the log-probabilities that it computes of each trained token in the step's file of
+    rollouts, as column `new_logprobs`: 4 bytes a token."""
     queue_prompts: int | None = None
-    """Groups it holds beside those of the step under way; None: as many as the feedback lets be in flight."""
+    """Groups it holds beside those of the step under way; None: as many as the feedback lets be in
+    flight."""
 
     @property
     def step_prompts(self) -> int:
@@ -107,12 +118,18 @@ class TrainerKnobs(Learn):
     def traits(self) -> Traits:
         """What graphs are checked for, and what a rank takes."""
         return Traits(
-            tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate, temperature=self.temperature,
-            queue_prompts=self.queue_prompts, micro_batch_tokens=self.micro_batch_tokens,
-            gradient_checkpointing=self.gradient_checkpointing, compiled=self.compile, offloads=self.offload,
-            sleeps=True, copies_weights=self.offload or self.copy_weights,
+            tensor_parallel=self.tensor_parallel,
+            dp_replicate=self.dp_replicate,
+            temperature=self.temperature,
+            queue_prompts=self.queue_prompts,
+            micro_batch_tokens=self.micro_batch_tokens,
+            gradient_checkpointing=self.gradient_checkpointing,
+            compiled=self.compile,
+            offloads=self.offload,
+            sleeps=True,
+            copies_weights=self.offload or self.copy_weights,
             compares_logprobs=LOGPROBS in self.loss_function.columns,
-        )  # fmt: skip
+        )
 
     @cached_property
     def loss_function(self) -> LossFunction:
@@ -125,7 +142,9 @@ class TrainerKnobs(Learn):
         if "loss" in shown:
             given = getattr(self.loss, "keywords", {})
             inside = ", ".join(f"{knob}={value!r}" for knob, value in given.items())
-            shown["loss"] = f"{self.loss_function.name}({inside})" if inside else self.loss_function.name
+            shown["loss"] = (
+                f"{self.loss_function.name}({inside})" if inside else self.loss_function.name
+            )
         return shown
 
     def settable(self) -> Mapping[str, Settable]:
@@ -152,17 +171,24 @@ class TrainerKnobs(Learn):
         """The rollout's columns and those that the loss names."""
         wanted: dict[str, Any] = dict.fromkeys(self.loss_function.columns, np.ndarray)
         return wanted | {
-            TOKENS: list[int], MASK: list[bool], LOGPROBS: list[float], VERSIONS: list[int],
-            FINISH_REASON: str, ERROR: str,
-        }  # fmt: skip
+            TOKENS: list[int],
+            MASK: list[bool],
+            LOGPROBS: list[float],
+            VERSIONS: list[int],
+            FINISH_REASON: str,
+            ERROR: str,
+        }
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
         found = list(self.loss_function.faults)
         for knob, least in (
-            ("prompts_per_step", 1), ("micro_batch_tokens", 1), ("warmup_steps", 0), ("tensor_parallel", 1),
+            ("prompts_per_step", 1),
+            ("micro_batch_tokens", 1),
+            ("warmup_steps", 0),
+            ("tensor_parallel", 1),
             ("dp_replicate", 1),
-        ):  # fmt: skip
+        ):
             found += self._whole(knob, getattr(self, knob), least)
         for knob in ("checkpoint_every", "queue_prompts", "decay_steps", "save_total_limit"):
             if getattr(self, knob) is not None:
@@ -175,8 +201,15 @@ class TrainerKnobs(Learn):
             ("temperature", False),
         ):
             value = getattr(self, knob)
-            if not (_is_number(value) and math.isfinite(value) and (value > 0 or (zero_is_fine and value == 0))):
-                found.append(f"'{self.name}' has {knob}={value!r}; give a number above 0{' or 0' * zero_is_fine}")
+            if not (
+                _is_number(value)
+                and math.isfinite(value)
+                and (value > 0 or (zero_is_fine and value == 0))
+            ):
+                found.append(
+                    f"'{self.name}' has {knob}={value!r}; give a number above"
+                    f" 0{' or 0' * zero_is_fine}"
+                )
         for knob in ("max_grad_norm", "recover_within_s"):
             value = getattr(self, knob)
             if not (_is_number(value) and value > 0):
@@ -186,56 +219,81 @@ class TrainerKnobs(Learn):
             and len(self.betas) == 2
             and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         ):
-            found.append(f"'{self.name}' has betas={self.betas!r}; give two numbers from 0 up to 1, as (0.9, 0.999)")
+            found.append(
+                f"'{self.name}' has betas={self.betas!r}; give two numbers from 0 up to 1, as (0.9,"
+                " 0.999)"
+            )
         if self.save_total_limit is not None and self.checkpoint_every is None:
             found.append(
-                f"'{self.name}' has save_total_limit={self.save_total_limit!r} and no checkpoint_every, which makes "
-                f"what is limited; give both, or neither"
+                f"'{self.name}' has save_total_limit={self.save_total_limit!r} and no"
+                " checkpoint_every, which makes what is limited; give both, or neither"
             )
         if self.offload and self.copy_weights is False:
             found.append(
-                f"'{self.name}' has copy_weights=False, which sends its weights from where they are, and offload=True, "
-                f"which takes them away between steps; leave one of them out"
+                f"'{self.name}' has copy_weights=False, which sends its weights from where they"
+                " are, and offload=True, which takes them away between steps; leave one of"
+                " them out"
             )
         if self.checkpoint_dtype not in (None, *DTYPES):
             found.append(
-                f"'{self.name}' has checkpoint_dtype={self.checkpoint_dtype!r}, which is not known; use {list(DTYPES)}"
+                f"'{self.name}' has checkpoint_dtype={self.checkpoint_dtype!r}, which is not known;"
+                f" use {list(DTYPES)}"
             )
         if self.normalize not in NORMALIZE:
-            found.append(f"'{self.name}' has normalize={self.normalize!r}, which is not known; use {list(NORMALIZE)}")
-        if self.schedule not in SCHEDULES:
-            found.append(f"'{self.name}' has schedule={self.schedule!r}, which is not known; use {list(SCHEDULES)}")
-        if self.queue_prompts is not None and not found and self.queue_prompts < self.prompts_per_step:
             found.append(
-                f"'{self.name}' may queue {self.queue_prompts} prompts but one of its steps needs "
-                f"{self.prompts_per_step}: this would deadlock; raise queue_prompts or lower prompts_per_step"
+                f"'{self.name}' has normalize={self.normalize!r}, which is not known; use"
+                f" {list(NORMALIZE)}"
+            )
+        if self.schedule not in SCHEDULES:
+            found.append(
+                f"'{self.name}' has schedule={self.schedule!r}, which is not known; use"
+                f" {list(SCHEDULES)}"
+            )
+        if (
+            self.queue_prompts is not None
+            and not found
+            and self.queue_prompts < self.prompts_per_step
+        ):
+            found.append(
+                f"'{self.name}' may queue {self.queue_prompts} prompts but one of its steps needs"
+                f" {self.prompts_per_step}: this would deadlock; raise queue_prompts or lower"
+                " prompts_per_step"
             )
         if isinstance(self.model, Model):
             gives = HEADS.get(self.model.head)
             if gives is None:
                 found.append(
-                    f"'{self.name}' trains next-token logits or values, but model '{self.model.name}' has head "
-                    f"'{self.model.head}'; give a Model with head='lm', or 'value' for a critic"
+                    f"'{self.name}' trains next-token logits or values, but model"
+                    f" '{self.model.name}' has head '{self.model.head}'; give a Model with"
+                    " head='lm', or 'value' for a critic"
                 )
-            elif wrong := [name for name in WITH_GRADIENT if name in self.loss_function.computed and name not in gives]:
+            elif wrong := [
+                name
+                for name in WITH_GRADIENT
+                if name in self.loss_function.computed and name not in gives
+            ]:
                 found.append(
-                    f"loss '{self.loss_function.name}' of '{self.name}' reads '{wrong[0]}', but model "
-                    f"'{self.model.name}' has head '{self.model.head}', which gives {list(gives)}; give another loss, "
-                    f"or a Model with another head"
+                    f"loss '{self.loss_function.name}' of '{self.name}' reads '{wrong[0]}', but"
+                    f" model '{self.model.name}' has head '{self.model.head}', which gives"
+                    f" {list(gives)}; give another loss, or a Model with another head"
                 )
             if self.model.dtype == "float16":
                 found.append(
-                    f"'{self.name}' trains '{self.model.name}' with dtype 'float16', whose gradients "
-                    f"overflow; use 'bfloat16' or 'float32'"
+                    f"'{self.name}' trains '{self.model.name}' with dtype 'float16', whose"
+                    " gradients overflow; use 'bfloat16' or 'float32'"
                 )
             if self.model.lora is None and holds_adapters(self.model.source):
                 found.append(
-                    f"'{self.name}' trains all weights of '{self.model.name}', but {self.model.source} holds adapters "
-                    f"alone; give Model(..., lora=LoRA()) to go on with these, or merge them with peft and give the "
-                    f"folder of the whole model"
+                    f"'{self.name}' trains all weights of '{self.model.name}', but"
+                    f" {self.model.source} holds adapters alone; give Model(..., lora=LoRA()) to go"
+                    " on with these, or merge them with peft and give the folder of the whole"
+                    " model"
                 )
         else:
-            found.append(f"'{self.name}' trains {self.model!r}, which is no Model; give Model('path/to/folder')")
+            found.append(
+                f"'{self.name}' trains {self.model!r}, which is no Model; give"
+                " Model('path/to/folder')"
+            )
         return found
 
     def _whole(self, knob: str, value: Any, least: int) -> list[str]:

@@ -20,8 +20,8 @@ from operators.training.signal import no_signal
 
 @dataclass
 class Outcomes:
-    """What became of rollouts beside those that have their scores, counted: which failed, by cause, and to which a
-    scorer does not apply."""
+    """What became of rollouts beside those that have their scores, counted: which failed, by cause,
+    and to which a scorer does not apply."""
 
     failed: Counter[str] = field(default_factory=Counter)
     """By node and cause, as `judge: hung`."""
@@ -29,7 +29,8 @@ class Outcomes:
     """By scorer."""
 
     def add(self, groups: Iterable[pa.RecordBatch], scores: Iterable[str]) -> None:
-        """Count the rows of some groups. scores: the columns of scorers; what a filter dropped was not scored."""
+        """Count the rows of some groups. scores: the columns of scorers; what a filter dropped was
+        not scored."""
         for rows in groups:
             names = rows.schema.names
             good = np.ones(rows.num_rows, bool)
@@ -49,7 +50,10 @@ class Outcomes:
 
     def figures(self) -> dict[str, dict[str, int]]:
         """For metrics.jsonl, the most frequent first."""
-        return {"failed": dict(self.failed.most_common()), "does_not_apply": dict((+self.does_not_apply).most_common())}
+        return {
+            "failed": dict(self.failed.most_common()),
+            "does_not_apply": dict((+self.does_not_apply).most_common()),
+        }
 
 
 def step_metrics(
@@ -72,13 +76,14 @@ def step_metrics(
 ) -> dict[str, Any]:
     """Every figure of one step, under its plain name.
 
-    Units: seconds; versions for staleness; shares from 0 to 1; for measures see `Diagnostics.measures`, which leave
-    out rollouts of advantage 0 where the trainer skips them, and for by_staleness the function of that name.
-    dropped: groups given up since the step before, by reason; dropped_outcomes: of their rollouts. failed,
-    does_not_apply: of all rollouts since the step before, by cause and by scorer. rollouts: trained. scores,
-    forwards: as `Context` has them. after_update_share: of trained tokens, those that newer weights drew than the first
-    of their turn. forward_versions: the newest version behind each column of `forwards`.
-    no_signal: see the function of that name; null where some group had one, or advantages are not asked for.
+    Units: seconds; versions for staleness; shares from 0 to 1; for measures see
+    `Diagnostics.measures`, which leave out rollouts of advantage 0 where the trainer skips them,
+    and for by_staleness the function of that name. dropped: groups given up since the step before,
+    by reason; dropped_outcomes: of their rollouts. failed, does_not_apply: of all rollouts since
+    the step before, by cause and by scorer. rollouts: trained. scores, forwards: as `Context` has
+    them. after_update_share: of trained tokens, those that newer weights drew than the first of
+    their turn. forward_versions: the newest version behind each column of `forwards`. no_signal:
+    see the function of that name; null where some group had one, or advantages are not asked for.
     """
     wall = max(now - pace.began, 1e-9)
     tokens = rows.trained_R
@@ -86,7 +91,11 @@ def step_metrics(
     advantage = rows.columns_R.get(ADVANTAGE)
     if advantage is None and ADVANTAGE in rows.columns_S:
         advantage = rows.columns_S[ADVANTAGE][rows.chosen_S]
-    starts = np.flatnonzero(np.diff(rows.groups_R, prepend=-1)) if rows.rollouts else np.zeros(0, np.int64)
+    starts = (
+        np.flatnonzero(np.diff(rows.groups_R, prepend=-1))
+        if rows.rollouts
+        else np.zeros(0, np.int64)
+    )
     outcomes = Outcomes()
     outcomes.add(trained, scores)
     signal = np.logical_or.reduceat(rows.signal_R, starts) if len(starts) else np.zeros(0)
@@ -97,11 +106,15 @@ def step_metrics(
         "seconds": now - started,
         "loss": outcome.loss,
         "reward_mean": reward,
-        "advantage_std": float(advantage.std()) if advantage is not None and len(advantage) else None,
+        "advantage_std": float(advantage.std())
+        if advantage is not None and len(advantage)
+        else None,
         "signal_share": float(signal.mean()) if len(signal) else None,
         "no_signal": no_signal(trained, scores) if len(signal) and not signal.any() else None,
         **staleness_figures(version - 1, rows),
-        "after_update_share": float(rows.after_update_S[rows.chosen_S].mean()) if tokens.sum() else 0.0,
+        "after_update_share": float(rows.after_update_S[rows.chosen_S].mean())
+        if tokens.sum()
+        else 0.0,
         "by_staleness": by_staleness(version - 1, rows),
         **outcome.measures,
         **({"forward_versions": _newest(trained, forwards)} if forwards else {}),
@@ -123,15 +136,17 @@ def step_metrics(
 
 
 def staleness_figures(version: int, rows: StepRows) -> dict[str, float | int]:
-    """Mean and maximum of the versions that rollouts are behind `version`, the one that is trained, and of both parts
-    of it: versions that were made while a rollout was generated (from its oldest token to its newest), and while it
-    waited (from there to the step). Of each rollout the parts add up to the whole, so their means do, too."""
+    """Mean and maximum of the versions that rollouts are behind `version`, the one that is trained,
+    and of both parts of it: versions that were made while a rollout was generated (from its oldest
+    token to its newest), and while it waited (from there to the step). Of each rollout the parts
+    add up to the whole, so their means do, too."""
     drawn = rows.oldest_R != NO_TOKEN
     oldest_R, newest_R = rows.oldest_R[drawn], rows.newest_R[drawn]
     ages = {
-        "staleness": version - oldest_R, "staleness_generating": newest_R - oldest_R,
+        "staleness": version - oldest_R,
+        "staleness_generating": newest_R - oldest_R,
         "staleness_waiting": version - newest_R,
-    }  # fmt: skip
+    }
     found: dict[str, float | int] = {}
     for name, versions_R in ages.items():
         found[f"{name}_mean"] = float(versions_R.mean()) if len(versions_R) else 0.0
@@ -141,16 +156,20 @@ def staleness_figures(version: int, rows: StepRows) -> dict[str, float | int]:
 
 def _newest(trained: Sequence[pa.RecordBatch], forwards: Sequence[str]) -> dict[str, int]:
     """Without the columns that are null in all rows."""
-    newest = {name: [pc.max(rows.column(version_column(name))).as_py() for rows in trained] for name in forwards}
+    newest = {
+        name: [pc.max(rows.column(version_column(name))).as_py() for rows in trained]
+        for name in forwards
+    }
     known = {name: [each for each in found if each is not None] for name, found in newest.items()}
     return {name: max(found) for name, found in known.items() if found}
 
 
 def by_staleness(version: int, rows: StepRows) -> dict[str, dict[str, float | int]]:
-    """By staleness of their oldest token, as text: how many rollouts, and their advantage's mean and mean size.
+    """By staleness of their oldest token, as text: how many rollouts, and their advantage's mean
+    and mean size.
 
-    version: of the weights that were trained. The advantage is left out where it is no number per rollout.
-    """
+    version: of the weights that were trained. The advantage is left out where it is no number per
+    rollout."""
     found: dict[str, dict[str, float | int]] = {}
     has_tokens = rows.oldest_R != NO_TOKEN
     ages_R = version - rows.oldest_R
@@ -160,5 +179,8 @@ def by_staleness(version: int, rows: StepRows) -> dict[str, dict[str, float | in
         found[str(age)] = {"rollouts": int(chosen.sum())}
         if advantage_R is not None:
             of = advantage_R[chosen]
-            found[str(age)] |= {"advantage_mean": float(of.mean()), "advantage_size": float(np.abs(of).mean())}
+            found[str(age)] |= {
+                "advantage_mean": float(of.mean()),
+                "advantage_size": float(np.abs(of).mean()),
+            }
     return found

@@ -10,18 +10,21 @@ from dataflow.weight_ends import WeightsOut
 from operators.training.learner.learner import Learner, StepOutcome
 
 _FIGURES = {
-    "committed_seconds": "weights_trainer_seconds", "taken_seconds": "weights_reader_seconds",
-    "nbytes": "weights_moved_bytes", "full_bytes": "weights_full_bytes",
-}  # fmt: skip
+    "committed_seconds": "weights_trainer_seconds",
+    "taken_seconds": "weights_reader_seconds",
+    "nbytes": "weights_moved_bytes",
+    "full_bytes": "weights_full_bytes",
+}
 MOST_PAIRS = 1024
 """Pairs of ranks of which a line of metrics tells one by one."""
 
 
 class Offers:
-    """Offers the weights of every step, and to readers that are refreshed the versions that they get.
+    """Offers the weights of every step, and to readers that are refreshed the versions that they
+    get.
 
-    consumes: the learner's weights, and what it keeps in `Learner.refreshed`, in the order of `Context.refreshers`
-    produces: versions on each weight plane, and the same note on all of them
+    consumes: the learner's weights, and what it keeps in `Learner.refreshed`, in the order of
+    `Context.refreshers` produces: versions on each weight plane, and the same note on all of them
     waits for: what an end's `publish` waits for
     unblocked by: readers
     """
@@ -38,12 +41,18 @@ class Offers:
             for line, (refresh, opens) in enumerate(context.refreshers.items(), 1)
         ]
         opened = {} if self._newest is None else {0: self._newest}
-        learner.writers = opened | {line: end for line, _, end in self._refreshing} | learner.writers
+        learner.writers = (
+            opened | {line: end for line, _, end in self._refreshing} | learner.writers
+        )
 
     @property
     def ends(self) -> list[WeightsOut]:
         """All of them."""
-        return [end for end in (self._newest, *(end for _, _, end in self._refreshing)) if end is not None]
+        return [
+            end
+            for end in (self._newest, *(end for _, _, end in self._refreshing))
+            if end is not None
+        ]
 
     @property
     def is_pending(self) -> bool:
@@ -54,14 +63,19 @@ class Offers:
         """Tell of readers that a step has waited for and given up."""
         if not outcome.settled:
             self._context.log.warning(
-                "readers had not taken the last version when the weights were to change; they take a later one",
-                node=self._context.node, step=step, waited_s=round(outcome.settle_s, 1),
-            )  # fmt: skip
+                "readers had not taken the last version when the weights were to change; they take"
+                " a later one",
+                node=self._context.node,
+                step=step,
+                waited_s=round(outcome.settle_s, 1),
+            )
 
     def sent(self) -> dict[str, int]:
-        """Bytes of weights sent over links since the last call, by all ranks and to all readers, and what deltas saved;
-        nothing where no link carries any."""
-        known = [traffic for end in self.ends if (traffic := getattr(end, "traffic", None)) is not None]
+        """Bytes of weights sent over links since the last call, by all ranks and to all readers,
+        and what deltas saved; nothing where no link carries any."""
+        known = [
+            traffic for end in self.ends if (traffic := getattr(end, "traffic", None)) is not None
+        ]
         if not known:
             return {}
         traffic = sum(sent for sent, _ in known), sum(whole for _, whole in known)
@@ -70,13 +84,18 @@ class Offers:
         return {"weights_sent_bytes": sent, "weights_saved_bytes": whole - sent}
 
     def by_reader(self) -> dict[str, dict[str, Any]]:
-        """By reader: the newest version that it has taken, its bytes, and what they would have been without deltas and
-        quantization; how long the transfer took and at most held one of the reader's ranks (s); how long all of it
-        took as the trainer sees it, and from the version's arrival as the reader sees it (s); and the bytes from each
-        rank of the trainer to each of the reader's, [from][to], up to `MOST_PAIRS`. Of one that hands versions on: to
-        which readers, the version that each of them has taken last, and both times of that."""
+        """By reader: the newest version that it has taken, its bytes, and what they would have been
+        without deltas and quantization; how long the transfer took and at most held one of the
+        reader's ranks (s); how long all of it took as the trainer sees it, and from the version's
+        arrival as the reader sees it (s); and the bytes from each rank of the trainer to each of
+        the reader's, [from][to], up to `MOST_PAIRS`. Of one that hands versions on: to which
+        readers, the version that each of them has taken last, and both times of that."""
         told: dict[str, dict[str, Any]] = {}
-        known = ((getattr(end, "full_share", 1.0), *each) for end in self.ends for each in end.sent.items())
+        known = (
+            (getattr(end, "full_share", 1.0), *each)
+            for end in self.ends
+            for each in end.sent.items()
+        )
         for full_share, reader, sent in known:
             rows = [list(row) for row in sent.pair_bytes]
             told[reader] = {
@@ -91,23 +110,27 @@ class Offers:
             if behind := getattr(sent, "behind", None):
                 told[reader]["handed_on"] = {
                     name: {
-                        "version": taken.version, "committed_seconds": taken.committed_s,
+                        "version": taken.version,
+                        "committed_seconds": taken.committed_s,
                         "taken_seconds": taken.taken_s,
                     }
                     for name, taken in behind.items()
-                }  # fmt: skip
+                }
             if sum(map(len, rows)) <= MOST_PAIRS:
                 told[reader]["pair_bytes"] = rows
         return told
 
     def exchanged(self) -> dict[str, Any]:
-        """`by_reader`, and of its figures those of the reader that had most, be it handed on to that: seconds as the
-        trainer and as the reader sees them, bytes, and what these would have been without deltas and quantization; 0
-        before the first."""
+        """`by_reader`, and of its figures those of the reader that had most, be it handed on to
+        that: seconds as the trainer and as the reader sees them, bytes, and what these would have
+        been without deltas and quantization; 0 before the first."""
         told = self.by_reader()
         if not self.ends:
             return {"weights_sent": told}
-        every = [*told.values(), *(one for each in told.values() for one in each.get("handed_on", {}).values())]
+        every = [
+            *told.values(),
+            *(one for each in told.values() for one in each.get("handed_on", {}).values()),
+        ]
         most = {name: max((each.get(name, 0) for each in every), default=0) for name in _FIGURES}
         return {"weights_sent": told} | {figure: most[name] for name, figure in _FIGURES.items()}
 

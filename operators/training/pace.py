@@ -20,10 +20,12 @@ class StepPace:
     """How the node's time had been spent when it began, as `Context.spent` has it."""
 
     def by_state(self, spent: Mapping[str, float], following: "StepPace") -> dict[str, float]:
-        """Seconds of the step by state of the node: seconds_busy, seconds_waiting and so on. spent: until now, where
-        the step that follows begins."""
+        """Seconds of the step by state of the node: seconds_busy, seconds_waiting and so on. spent:
+        until now, where the step that follows begins."""
         following.spent = spent
-        return {f"seconds_{name}": value - self.spent.get(name, 0.0) for name, value in spent.items()}
+        return {
+            f"seconds_{name}": value - self.spent.get(name, 0.0) for name, value in spent.items()
+        }
 
     def add(self, stage: str, seconds: float) -> None:
         """Account for a slice of work."""

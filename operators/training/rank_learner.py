@@ -9,11 +9,19 @@ from operators.training.learner.build import make_learner
 from operators.training.learner.learner import Learner
 
 
-def learner_on_ranks(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[Learner, Context]:
-    """The learner of one rank, or of several; and the context, whose weight plane then takes what each rank has."""
+def learner_on_ranks(
+    trainer: TrainerKnobs, model: Model, context: Context
+) -> tuple[Learner, Context]:
+    """The learner of one rank, or of several; and the context, whose weight plane then takes what
+    each rank has."""
     if context.ranks == 1:
         learner = make_learner(
-            trainer, model, node=context.node, device=context.device, seed=context.seed, aside=context.aside
+            trainer,
+            model,
+            node=context.node,
+            device=context.device,
+            seed=context.seed,
+            aside=context.aside,
         )
         learner.settle_s = context.limits.settle_s
         return learner, context

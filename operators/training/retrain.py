@@ -1,4 +1,5 @@
-"""Trains recorded steps again, from Arrow files, with the loss that they had or another one; imports torch."""
+"""Trains recorded steps again, from Arrow files, with the loss that they had or another one;
+imports torch."""
 
 from __future__ import annotations
 
@@ -30,12 +31,13 @@ from operators.training.steps import StepMaker
 
 
 def retrained(trainer: TrainerKnobs, script: ReplayScript) -> Iterator[Mapping[str, float]]:
-    """Train the steps of a script in order, each at the learning rate that it had; `loss` and `grad_norm` of each,
-    and where the run has kept them, how many tokens' log-probabilities are others than it computed (`other_logprobs`).
+    """Train the steps of a script in order, each at the learning rate that it had; `loss` and
+    `grad_norm` of each, and where the run has kept them, how many tokens' log-probabilities are
+    others than it computed (`other_logprobs`).
 
     A step with a number that is not finite leaves the weights alone, as it would in a run.
-    Errors: GraphError for a loss that cannot be used; RunError for a column that it reads and the run did not keep.
-    """
+    Errors: GraphError for a loss that cannot be used; RunError for a column that it reads and the
+    run did not keep."""
     torch.set_num_threads(script.threads)
     changed: dict[str, Any] = {"offload": False, "tensor_parallel": 1, "dp_replicate": 1}
     if script.loss:
@@ -50,7 +52,9 @@ def retrained(trainer: TrainerKnobs, script: ReplayScript) -> Iterator[Mapping[s
     if script.checkpoint is not None:
         learner.everywhere(checkpoint.restore, folder=script.checkpoint)
     last = script.steps[-1].step
-    context = Context(node=script.node, seed=script.seed, steps=last, threads=script.threads, device=script.device)
+    context = Context(
+        node=script.node, seed=script.seed, steps=last, threads=script.threads, device=script.device
+    )
     knobs = KnobsByStep(trainer, () if script.loss else script.changes)
     making = StepMaker(trainer, context, learner, script.start, knobs)
     for step in script.steps:
@@ -62,7 +66,8 @@ def retrained(trainer: TrainerKnobs, script: ReplayScript) -> Iterator[Mapping[s
 
 
 def find_loss(text: str) -> Callable[..., Any]:
-    """The loss of this name in operators.losses, or the function in `module:function` or `path/to/file.py:function`.
+    """The loss of this name in operators.losses, or the function in `module:function` or
+    `path/to/file.py:function`.
 
     Errors: GraphError when there is none.
     """
@@ -71,12 +76,15 @@ def find_loss(text: str) -> Callable[..., Any]:
     place, colon, function = text.rpartition(":")
     if not colon or not place:
         raise GraphError(
-            f"no loss is called {text!r}{nearest(text, losses.__all__)}; give one of {losses.__all__}, "
-            f"or a function of your own as module:function or path/to/file.py:function"
+            f"no loss is called {text!r}{nearest(text, losses.__all__)}; give one of"
+            f" {losses.__all__}, or a function of your own as module:function or"
+            " path/to/file.py:function"
         )
     found = getattr(_module(place), function, None)
     if not callable(found):
-        raise GraphError(f"'{place}' has no function {function!r}; define it there, or name another")
+        raise GraphError(
+            f"'{place}' has no function {function!r}; define it there, or name another"
+        )
     return found  # type: ignore[no-any-return]
 
 
@@ -85,8 +93,8 @@ def _make(making: StepMaker, step: MadeStep, table: pa.Table) -> dict[str, float
     lacking = [name for name in loss.columns if name not in table.column_names]
     if lacking:
         raise RunError(
-            f"loss '{loss.name}' reads columns {lacking}, but the rollouts of step {step.step} have "
-            f"{table.column_names}; give a loss that reads these"
+            f"loss '{loss.name}' reads columns {lacking}, but the rollouts of step {step.step} have"
+            f" {table.column_names}; give a loss that reads these"
         )
     making.step = step.step - 1
     making.begin(table.to_batches())
@@ -108,13 +116,15 @@ def _module(place: str) -> Any:
         sys.modules.setdefault(Path(place).stem, module)
         spec.loader.exec_module(module)
     except Exception as error:
-        raise GraphError(f"'{place}' cannot be imported: {type(error).__name__}: {error}; mend it") from error
+        raise GraphError(
+            f"'{place}' cannot be imported: {type(error).__name__}: {error}; mend it"
+        ) from error
     return module
 
 
 def other_logprobs(computed: NewLogprobs | None, records: Iterable[pa.RecordBatch]) -> int | None:
-    """How many tokens of rows have another log-probability than their column `new_logprobs` says; None
-    where there is no such column, or nothing was computed."""
+    """How many tokens of rows have another log-probability than their column `new_logprobs` says;
+    None where there is no such column, or nothing was computed."""
     found: int | None = None
     for rows in records:
         if computed is None or NEW_LOGPROBS not in rows.schema.names:
@@ -122,7 +132,9 @@ def other_logprobs(computed: NewLogprobs | None, records: Iterable[pa.RecordBatc
         bare = rows.select([name for name in rows.schema.names if name != NEW_LOGPROBS])
         now, was = computed.beside([bare])[0].column(NEW_LOGPROBS), rows.column(NEW_LOGPROBS)
         found = (found or 0) + sum(
-            _differing(*pair) for pair in zip(now.to_pylist(), was.to_pylist(), strict=True) if pair[0] != pair[1]
+            _differing(*pair)
+            for pair in zip(now.to_pylist(), was.to_pylist(), strict=True)
+            if pair[0] != pair[1]
         )
     return found
 

@@ -1,4 +1,5 @@
-"""The trainer at work: groups in order of issue in, steps one by one, new weights out; imports torch."""
+"""The trainer at work: groups in order of issue in, steps one by one, new weights out; imports
+torch."""
 
 from __future__ import annotations
 
@@ -32,19 +33,20 @@ from operators.training.rank_learner import learner_on_ranks
 from operators.training.steps import StepMaker
 
 MOST_BAD_STEPS = 5
-"""Steps in a row that may be skipped because a number was not finite; the last of them ends the run."""
+"""Steps in a row that may be skipped because a number was not finite; the last of them ends the
+run."""
 
 
 class TrainerRuntime(Runtime):
     """Trains groups one after the other in the order of their issue.
 
     consumes: whole groups of one source, in any order
-    produces: weights on the weight plane; per step a rollouts file, a ledger entry, a line of metrics
-    waits for: the next group in issue order
+    produces: weights on the weight plane; per step a rollouts file, a ledger entry, a line of
+    metrics waits for: the next group in issue order
     unblocked by: its arrival; a call of `work` does one micro-batch
 
-    One that starts behind the ledger first catches up (`catch_up`), and neither publishes nor takes groups before.
-    """
+    One that starts behind the ledger first catches up (`catch_up`), and neither publishes nor takes
+    groups before."""
 
     def __init__(
         self,
@@ -56,13 +58,15 @@ class TrainerRuntime(Runtime):
         missing: Sequence[MadeStep] = (),
         told: Mapping[str, Any] | None = None,
     ) -> None:
-        """start: steps behind the weights that `learner` has. missing: committed ones after it, to be made again.
-        told: the metrics of the last committed step."""
+        """start: steps behind the weights that `learner` has. missing: committed ones after it, to
+        be made again. told: the metrics of the last committed step."""
         self._trainer, self._context, self._learner = trainer, context, learner
         self._source = only_source(context)
         self._knobs = KnobsByStep(trainer, context.changes, context.ledger)
         told = told or {}
-        self._making = StepMaker(trainer, context, learner, start, self._knobs, told.get("decay_steps"))
+        self._making = StepMaker(
+            trainer, context, learner, start, self._knobs, told.get("decay_steps")
+        )
         self._journal = Journal(context, self._source)
         debt = Debt(trainer.recover_within_s)
         self._saver = CheckpointSaver(
@@ -84,7 +88,9 @@ class TrainerRuntime(Runtime):
         self._group_rows = 1
         self._groups: list[QueuedGroup] = []
         """Of the step under way."""
-        self._drops = Drops(context, self._journal, learner.loss.columns, self._bound, trainer.prompts_per_step)
+        self._drops = Drops(
+            context, self._journal, learner.loss.columns, self._bound, trainer.prompts_per_step
+        )
         self._taken_back = 0
         self._surplus = 0
         """Groups that came after its last step."""
@@ -105,7 +111,8 @@ class TrainerRuntime(Runtime):
 
     @classmethod
     def build(cls, trainer: TrainerKnobs, context: Context) -> TrainerRuntime:
-        """Load model and tokenizer: those of the newest good checkpoint where the ledger knows steps."""
+        """Load model and tokenizer: those of the newest good checkpoint where the ledger knows
+        steps."""
         from operators.models.loading import load_tokenizer
 
         check_gradients(context.node)
@@ -121,7 +128,8 @@ class TrainerRuntime(Runtime):
         return cls(trainer, context, learner, tokenizer, start.step, start.missing, start.told)
 
     def room(self) -> int:
-        """Rows up to the queue's bound; never 0 while the next group in order is missing, or once it is done."""
+        """Rows up to the queue's bound; never 0 while the next group in order is missing, or once
+        it is done."""
         if self._done:
             return 1
         if self._behind is not None:
@@ -131,7 +139,8 @@ class TrainerRuntime(Runtime):
         return row_room(groups, self._group_rows, self._buffer.rows, is_ready=self._buffer.is_ready)
 
     def push(self, batch: Batch) -> None:
-        """Take groups in, in any order; once it is done it passes them, as other trainers may still need theirs."""
+        """Take groups in, in any order; once it is done it passes them, as other trainers may still
+        need theirs."""
         rows = batch.records
         if self._behind is not None:
             self._early.append(batch)
@@ -142,7 +151,9 @@ class TrainerRuntime(Runtime):
             batch.ack()
             return
         if rows.num_rows:
-            self._making.pace.arrived_tokens += int(pc.sum(pc.list_flatten(rows.column(MASK))).as_py() or 0)
+            self._making.pace.arrived_tokens += int(
+                pc.sum(pc.list_flatten(rows.column(MASK))).as_py() or 0
+            )
             ids = rows.column(GROUP_ID)
             self._group_rows = max(self._group_rows, int(pc.sum(pc.equal(ids, ids[0])).as_py()))
         self._buffer.add(batch)
@@ -177,15 +188,22 @@ class TrainerRuntime(Runtime):
         if self._behind is not None:
             return max(1, self._behind.left)
         rows = self._making.rows
-        return max(1, rows.rollouts) if rows is not None else int(self._buffer.is_ready or self._has_work)
+        return (
+            max(1, rows.rollouts)
+            if rows is not None
+            else int(self._buffer.is_ready or self._has_work)
+        )
 
     def waits(self) -> Sequence[Any]:
         """The weight planes' sockets, where they have some."""
         return self._offers.waits()
 
     def wants_devices(self) -> bool:
-        """While it has a step to make, to publish or to keep: nothing of it may be put away meanwhile."""
-        return (not self._done and self._has_work) or self._saver.is_writing or self._offers.is_pending
+        """While it has a step to make, to publish or to keep: nothing of it may be put away
+        meanwhile."""
+        return (
+            (not self._done and self._has_work) or self._saver.is_writing or self._offers.is_pending
+        )
 
     def sleep(self) -> None:
         """Put weights and moments away, on all ranks; rows and notes go on coming and going."""
@@ -198,8 +216,9 @@ class TrainerRuntime(Runtime):
         self._awake = True
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """{"drain": True}: end the step under way, keep a checkpoint, end. {"end": True}: no group comes.
-        {"checkpoint": n}: keep one after the step under way, the n-th that somebody has asked for."""
+        """{"drain": True}: end the step under way, keep a checkpoint, end. {"end": True}: no group
+        comes. {"checkpoint": n}: keep one after the step under way, the n-th that somebody has
+        asked for."""
         self._saver.asked = max(self._saver.asked, int(message.get("checkpoint", 0)))
         if message.get("drain"):
             self._ending = "drain"
@@ -216,10 +235,11 @@ class TrainerRuntime(Runtime):
         return self._knobs.is_behind and not self._done
 
     def status(self) -> dict[str, float | int | str]:
-        """Step, version, groups waiting, groups dropped, the last loss, the newest good checkpoint, and `done`.
+        """Step, version, groups waiting, groups dropped, the last loss, the newest good checkpoint,
+        and `done`.
 
-        `catching_up`: steps that it still makes again; step and version are then those that it comes to.
-        `taken_back`: groups that it had trained, and that the source has to issue again.
+        `catching_up`: steps that it still makes again; step and version are then those that it
+        comes to. `taken_back`: groups that it had trained, and that the source has to issue again.
         """
         step = self._making.step if self._behind is None else self._behind.target
         found: dict[str, float | int | str] = {
@@ -243,13 +263,15 @@ class TrainerRuntime(Runtime):
         return found | ({"done": 1} if self._done and self._saver.is_copied else {})
 
     def close(self) -> None:
-        """Let the weight plane go, and the other ranks, once a checkpoint that is being written had time to be done."""
+        """Let the weight plane go, and the other ranks, once a checkpoint that is being written had
+        time to be done."""
         self._saver.close()
         self._offers.close()
         self._learner.close()
 
     def _catch_up(self, behind: CatchUp) -> None:
-        """A slice of the way to the last committed step; at its end, or when it is to end, what comes after it."""
+        """A slice of the way to the last committed step; at its end, or when it is to end, what
+        comes after it."""
         if self._ending == "drain" and self._making.rows is None:
             self._finish()
             return
@@ -286,7 +308,12 @@ class TrainerRuntime(Runtime):
     @property
     def _has_work(self) -> bool:
         """Whether there is a step to make, or an end to come to."""
-        return bool(self._behind is not None or self._making.rows is not None or self._is_complete or self._ending)
+        return bool(
+            self._behind is not None
+            or self._making.rows is not None
+            or self._is_complete
+            or self._ending
+        )
 
     def _collect(self) -> None:
         """Fill the next step from the buffer, dropping what cannot be trained."""
@@ -302,11 +329,14 @@ class TrainerRuntime(Runtime):
                 self._drops.check()
 
     def _between_steps(self) -> None:
-        """What was asked for since the last step began: other knobs for the next, a checkpoint of the last."""
+        """What was asked for since the last step began: other knobs for the next, a checkpoint of
+        the last."""
         step, knobs = self._making.step, self._knobs
         if knobs.is_behind:
             taken = knobs.take(step + 1, self._declared)
-            self._context.log.info("knobs changed", node=self._context.node, now=[str(each) for each in taken])
+            self._context.log.info(
+                "knobs changed", node=self._context.node, now=[str(each) for each in taken]
+            )
         self._bound = self._drops.bound = knobs.bound(step + 1, self._declared)
         self._saver.every = knobs.at(step + 1).checkpoint_every
         self._saver.keep_asked(step)
@@ -317,16 +347,25 @@ class TrainerRuntime(Runtime):
         self._making.begin([group.records for group in self._groups])
 
     def _drop(self, groups: Sequence[QueuedGroup], reason: str) -> None:
-        """Give groups up; the generators learn it at once, because they wait for others in their place."""
+        """Give groups up; the generators learn it at once, because they wait for others in their
+        place."""
         self._drops.add(groups, reason, self._making.step + 1)
         self._note()
 
     def _note(self) -> None:
-        self._offers.tell({"dropped": self._drops.total + self._surplus, "version": self._making.step})
+        self._offers.tell(
+            {"dropped": self._drops.total + self._surplus, "version": self._making.step}
+        )
 
     def _end_step(self) -> None:
-        """Update the weights, record what the step consumed, and then offer them; the order is the journal's."""
-        context, clock, making, journal = self._context, self._context.clock, self._making, self._journal
+        """Update the weights, record what the step consumed, and then offer them; the order is the
+        journal's."""
+        context, clock, making, journal = (
+            self._context,
+            self._context.clock,
+            self._making,
+            self._journal,
+        )
         rows, rate, pace = making.rows, making.rate, making.pace
         assert rows is not None
         outcome = making.end(rate)
@@ -340,14 +379,27 @@ class TrainerRuntime(Runtime):
         step, ended = making.step, clock()
         making.pace = StepPace(ended, ended)
         metrics = step_metrics(
-            node=context.node, step=step, now=ended, started=self._began, version=step, lr=rate, rows=rows,
-            trained=[group.records for group in groups], outcome=outcome, pace=pace, scores=context.scores,
-            skipped_steps=self._skipped_steps, forwards=context.forwards, **self._drops.figures,
-        )  # fmt: skip
+            node=context.node,
+            step=step,
+            now=ended,
+            started=self._began,
+            version=step,
+            lr=rate,
+            rows=rows,
+            trained=[group.records for group in groups],
+            outcome=outcome,
+            pace=pace,
+            scores=context.scores,
+            skipped_steps=self._skipped_steps,
+            forwards=context.forwards,
+            **self._drops.figures,
+        )
         if metrics["no_signal"] is not None:
             context.log.warning("no signal", node=context.node, step=step, **metrics["no_signal"])
         self._offers.look_at(outcome, step)
-        metrics |= self._offers.sent() | ({"decay_steps": making.decay_steps} if making.decay_steps else {})
+        metrics |= self._offers.sent() | (
+            {"decay_steps": making.decay_steps} if making.decay_steps else {}
+        )
         journal.commit(step, groups, self._drops.reasons, metrics, making.new_logprobs())
         self._saver.made(making.seconds)
         recorded = clock()
@@ -373,11 +425,14 @@ class TrainerRuntime(Runtime):
         self._bad_steps += 1
         self._skipped_steps += 1
         node = self._context.node
-        self._context.log.warning("step skipped", node=node, step=self._making.step + 1, not_finite=culprit)
+        self._context.log.warning(
+            "step skipped", node=node, step=self._making.step + 1, not_finite=culprit
+        )
         if self._bad_steps >= MOST_BAD_STEPS:
             raise Unusable(
-                f"'{node}' skipped {self._bad_steps} steps in a row because numbers were not finite; found "
-                f"{culprit}; look at those rollouts' advantage and logprobs, or lower lr or max_grad_norm"
+                f"'{node}' skipped {self._bad_steps} steps in a row because numbers were not"
+                f" finite; found {culprit}; look at those rollouts' advantage and logprobs, or"
+                " lower lr or max_grad_norm"
             )
         self._drop(groups, "non-finite")
 
@@ -394,7 +449,7 @@ class TrainerRuntime(Runtime):
         self._done = True
 
     def _rest(self) -> None:
-        """Give the devices' memory back: that of the weights too, where no step could begin and none of them waits to
-        be published. One that takes turns does so at their end."""
+        """Give the devices' memory back: that of the weights too, where no step could begin and
+        none of them waits to be published. One that takes turns does so at their end."""
         if self._context.aside is None:
             self._making.rest(weights=not self._offers.is_pending and not self._buffer.is_ready)

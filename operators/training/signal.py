@@ -1,4 +1,5 @@
-"""Which scorers told no rollout of a group from its siblings, so that nothing could be learned from them."""
+"""Which scorers told no rollout of a group from its siblings, so that nothing could be learned from
+them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,17 +15,25 @@ _SHOWN = 60
 
 
 def silent_scores(groups: Sequence[pa.RecordBatch], scores: Mapping[str, str]) -> dict[str, str]:
-    """Of these columns those that have values, and in each group of rows the same for all; none without groups."""
-    return {name: where for name, where in scores.items() if groups and all(_is_silent(rows, name) for rows in groups)}
+    """Of these columns those that have values, and in each group of rows the same for all; none
+    without groups."""
+    return {
+        name: where
+        for name, where in scores.items()
+        if groups and all(_is_silent(rows, name) for rows in groups)
+    }
 
 
 def no_signal(groups: Sequence[pa.RecordBatch], scores: Mapping[str, str]) -> dict[str, Any] | None:
-    """The silent scorers of a step, as "'reward' (file:line)", and a row with what they gave; None where there are
-    none."""
+    """The silent scorers of a step, as "'reward' (file:line)", and a row with what they gave; None
+    where there are none."""
     silent = silent_scores(groups, scores)
     if not silent:
         return None
-    return {"scorers": [f"'{name}' ({where})" for name, where in silent.items()], "example": example(groups[0], silent)}
+    return {
+        "scorers": [f"'{name}' ({where})" for name, where in silent.items()],
+        "example": example(groups[0], silent),
+    }
 
 
 def example(rows: pa.RecordBatch, names: Mapping[str, str]) -> str:
@@ -35,7 +44,11 @@ def example(rows: pa.RecordBatch, names: Mapping[str, str]) -> str:
 
 
 def _is_silent(rows: pa.RecordBatch, name: str) -> bool:
-    if name not in rows.schema.names or len(pc.unique(rows.column(GROUP_ID))) != 1 or rows.num_rows < 2:
+    if (
+        name not in rows.schema.names
+        or len(pc.unique(rows.column(GROUP_ID))) != 1
+        or rows.num_rows < 2
+    ):
         return False
     values = rows.column(name).drop_null()
     found = values.to_pylist()
@@ -47,7 +60,11 @@ def _alike(first: Any, value: Any) -> bool:
         return True
     if isinstance(first, list) and isinstance(value, list):
         return len(first) == len(value) and all(map(_alike, first, value))
-    return isinstance(first, float) and isinstance(value, float) and math.isclose(first, value, rel_tol=ROUNDING)
+    return (
+        isinstance(first, float)
+        and isinstance(value, float)
+        and math.isclose(first, value, rel_tol=ROUNDING)
+    )
 
 
 def _short(text: Any) -> str:

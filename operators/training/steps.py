@@ -1,4 +1,5 @@
-"""One optimiser step at a time, a slice of it per call: steps that are new, and steps that are made again."""
+"""One optimiser step at a time, a slice of it per call: steps that are new, and steps that are made
+again."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from operators.training.pace import StepPace
 class StepMaker:
     """What is left of the step under way, and how many are behind the weights.
 
-    The same rows on the same weights give the same weights, bit for bit on a CPU: nothing else is read.
-    """
+    The same rows on the same weights give the same weights, bit for bit on a CPU: nothing else is
+    read."""
 
     def __init__(
         self,
@@ -36,9 +37,9 @@ class StepMaker:
         knobs: KnobsByStep[TrainerKnobs] | None = None,
         decay_steps: int | None = None,
     ) -> None:
-        """step: steps behind the weights that `learner` has. knobs: of each step, where they were changed; None: they
-        are the trainer's. decay_steps: of the schedule that steps were made by. GraphError where the schedule has no
-        end, or the run goes on after it."""
+        """step: steps behind the weights that `learner` has. knobs: of each step, where they were
+        changed; None: they are the trainer's. decay_steps: of the schedule that steps were made by.
+        GraphError where the schedule has no end, or the run goes on after it."""
         self.learner, self.step = learner, step
         self.knobs = knobs or KnobsByStep(trainer, ())
         self.rows: StepRows | None = None
@@ -63,13 +64,18 @@ class StepMaker:
         """The learning rate of the next update."""
         trainer = self.knobs.at(self.step + 1)
         return learning_rate(
-            self.step + 1, trainer.lr, warmup_steps=trainer.warmup_steps, schedule=trainer.schedule,
-            decay_steps=self.decay_steps, min_lr=trainer.min_lr,
-        )  # fmt: skip
+            self.step + 1,
+            trainer.lr,
+            warmup_steps=trainer.warmup_steps,
+            schedule=trainer.schedule,
+            decay_steps=self.decay_steps,
+            min_lr=trainer.min_lr,
+        )
 
     @property
     def decay_steps(self) -> int | None:
-        """Steps until the learning rate is at its end, as the next update sees it; None: it is constant."""
+        """Steps until the learning rate is at its end, as the next update sees it; None: it is
+        constant."""
         return self._decay_steps and (self.knobs.at(self.step + 1).decay_steps or self._decay_steps)
 
     def begin(self, groups: Sequence[pa.RecordBatch]) -> None:
@@ -91,7 +97,8 @@ class StepMaker:
         self._add("forward_backward", began)
 
     def end(self, rate: float) -> StepOutcome:
-        """The update, with this learning rate; the weights and `step` stay where anything was not finite."""
+        """The update, with this learning rate; the weights and `step` stay where anything was not
+        finite."""
         began = self._clock()
         with self._span("optimizer"):
             self.bring(moments=True)
@@ -99,7 +106,9 @@ class StepMaker:
         self.rows = None
         if outcome.culprit is None:
             self.step += 1
-            if self.learner.refreshed and not all(self.learner.everywhere(refreshed.follow, step=self.step)):
+            if self.learner.refreshed and not all(
+                self.learner.everywhere(refreshed.follow, step=self.step)
+            ):
                 outcome = dataclasses.replace(outcome, settled=False)
         self._add("optimizer", began)
         return outcome
@@ -114,7 +123,8 @@ class StepMaker:
             self.learner.everywhere(memory.bring, moments=moments)
 
     def rest(self, *, weights: bool) -> None:
-        """Give the devices' memory back after an update; `weights`: theirs too, as nobody reads them now."""
+        """Give the devices' memory back after an update; `weights`: theirs too, as nobody reads
+        them now."""
         if self.learner.parked is not None:
             self.learner.unread()
             self.learner.everywhere(memory.rest, weights=weights)
@@ -132,21 +142,22 @@ class StepMaker:
 
 
 def _decay_steps(trainer: TrainerKnobs, context: Context, begun: int | None) -> int | None:
-    """The trainer's, or the schedule's that was `begun`, or the run's. GraphError when there should be one and none is
-    known, or when steps of the run would be left without a rate."""
+    """The trainer's, or the schedule's that was `begun`, or the run's. GraphError when there should
+    be one and none is known, or when steps of the run would be left without a rate."""
     steps = context.steps or context.prompt_steps
     found = trainer.decay_steps or begun or steps
     if trainer.schedule == "constant":
         return None
     if trainer.decay_steps is None and begun and steps and steps > begun and not trainer.min_lr:
         raise GraphError(
-            f"'{context.node}' has schedule='{trainer.schedule}', which began as one of {begun} steps and ends at 0, "
-            f"but this run is to make {steps}; ask for {begun} steps, or give its last checkpoint to a new run, whose "
-            f"schedule is its own"
+            f"'{context.node}' has schedule='{trainer.schedule}', which began as one of {begun}"
+            f" steps and ends at 0, but this run is to make {steps}; ask for {begun} steps, or give"
+            " its last checkpoint to a new run, whose schedule is its own"
         )
     if found is None:
         raise GraphError(
-            f"'{context.node}' has schedule='{trainer.schedule}', but nothing says when it ends: no steps, and prompts "
-            f"without end; give the run steps, the prompts epochs, or the trainer decay_steps"
+            f"'{context.node}' has schedule='{trainer.schedule}', but nothing says when it ends: no"
+            " steps, and prompts without end; give the run steps, the prompts epochs, or the"
+            " trainer decay_steps"
         )
     return found

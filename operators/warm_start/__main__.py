@@ -1,4 +1,5 @@
-"""The child process of a warm start: trains the policy that a work folder asks for and saves it there."""
+"""The child process of a warm start: trains the policy that a work folder asks for and saves it
+there."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ SEND_S = 30.0
 
 
 def die_with_parent(channel: Channel[Progress]) -> None:
-    """End this process as soon as the parent's end of the channel is closed, which its death does too."""
+    """End this process as soon as the parent's end of the channel is closed, which its death does
+    too."""
 
     def watch() -> None:
         channel.readable(None)
@@ -34,7 +36,8 @@ def die_with_parent(channel: Channel[Progress]) -> None:
 
 
 def make_policy(work: Path, channel: Channel[Progress] | None) -> None:
-    """Train the policy of `work`/spec.json on `work`/examples.jsonl and save it as `work`/policy."""
+    """Train the policy of `work`/spec.json on `work`/examples.jsonl and save it as
+    `work`/policy."""
     import torch
 
     from operators.warm_start.policy import character_tokenizer, small_llama
@@ -72,8 +75,12 @@ def make_policy(work: Path, channel: Channel[Progress] | None) -> None:
 def main() -> int:
     """Run one warm start; a fault of the input is one line on stderr and exit status BAD_INPUT."""
     parser = argparse.ArgumentParser(prog="python -m operators.warm_start", description=__doc__)
-    parser.add_argument("work", type=Path, help="folder with spec.json and examples.jsonl; gets policy/")
-    parser.add_argument("--parent", type=int, help="number of the socket that takes its progress; ends when it does")
+    parser.add_argument(
+        "work", type=Path, help="folder with spec.json and examples.jsonl; gets policy/"
+    )
+    parser.add_argument(
+        "--parent", type=int, help="number of the socket that takes its progress; ends when it does"
+    )
     arguments = parser.parse_args()
     channel = None
     if arguments.parent is not None:

@@ -50,11 +50,11 @@ def warm_start(
 ) -> Path:
     """Make a small Llama, train it on (prompt, answer) pairs, and return its Hugging Face folder.
 
-    The policy is trained by `python -m operators.warm_start` in a process of its own, so the caller never
-    imports torch. A folder made earlier from the same arguments and examples is returned as it is; one made
-    from others is replaced, in one rename, when the new policy is complete. The same arguments give the same
-    weights: the work is bounded by `steps`, not by time. An explanation (--explain, --draw, --foresee) trains nothing:
-    the folder is promised.
+    The policy is trained by `python -m operators.warm_start` in a process of its own, so the caller
+    never imports torch. A folder made earlier from the same arguments and examples is returned as
+    it is; one made from others is replaced, in one rename, when the new policy is complete. The
+    same arguments give the same weights: the work is bounded by `steps`, not by time. An
+    explanation (--explain, --draw, --foresee) trains nothing: the folder is promised.
 
     Args:
         folder: where the policy will stand.
@@ -66,15 +66,15 @@ def warm_start(
         timeout_s: after so many seconds the process is ended and a WarmStartError raised.
 
     Raises:
-        GraphError: an argument or an example that could not be trained; or `folder` exists and was not made
-            by a warm start.
+        GraphError: an argument or an example that could not be trained; or `folder` exists and was
+            not made by a warm start.
         WarmStartError: the process failed or took too long.
     """
     target = Path(folder).absolute()
     if target.exists() and recorded_fingerprint(target) is None:
         raise GraphError(
-            f"a warm start would replace {target}, which it did not make; found a folder or file without "
-            f"{RECORD_FILE}; name another folder or remove that one"
+            f"a warm start would replace {target}, which it did not make; found a folder or file"
+            f" without {RECORD_FILE}; name another folder or remove that one"
         )
     if PROMISED.get(None) is None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,9 @@ def _write_examples(path: Path, examples: Iterable[tuple[str, str]]) -> str:
             digest.update(line)
             out.write(line)
     if not path.stat().st_size:
-        raise GraphError("a warm start needs examples; found none; pass at least one (prompt, answer) pair")
+        raise GraphError(
+            "a warm start needs examples; found none; pass at least one (prompt, answer) pair"
+        )
     return digest.hexdigest()
 
 
@@ -134,7 +136,10 @@ def _train(work: Path, spec: WarmStartSpec, report: Report, timeout_s: float) ->
                 f"the process of a warm start failed; found exit status {status} after {last} of "
                 f"{spec.steps} steps; it said: {words or 'nothing'}"
             )
-        print(f"the process of a warm start {describe_status(status)}; it is started again", file=sys.stderr)
+        print(
+            f"the process of a warm start {describe_status(status)}; it is started again",
+            file=sys.stderr,
+        )
         shutil.rmtree(work / "policy", ignore_errors=True)
 
 
@@ -146,9 +151,15 @@ def _train_once(
     with contextlib.closing(channel), (work / "stderr").open("w+b") as errors:
         with theirs:
             process = program(
-                "operators.warm_start", str(work), "--parent", end=theirs, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=errors, environment={"OMP_NUM_THREADS": str(spec.threads)},
-            )  # fmt: skip
+                "operators.warm_start",
+                str(work),
+                "--parent",
+                end=theirs,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                environment={"OMP_NUM_THREADS": str(spec.threads)},
+            )
         last = 0
         try:
             while True:
@@ -158,8 +169,8 @@ def _train_once(
                         report(last, progress.loss)
                 elif wait.is_over:
                     raise WarmStartError(
-                        f"a warm start did not end in time; found {last} of {spec.steps} steps done after "
-                        f"{timeout_s:g} s; raise timeout_s or lower steps"
+                        f"a warm start did not end in time; found {last} of {spec.steps} steps done"
+                        f" after {timeout_s:g} s; raise timeout_s or lower steps"
                     )
         except EOFError:
             status = end(process, _END_S)
@@ -174,7 +185,8 @@ def _put_in_place(work: Path, target: Path, fingerprint: str) -> None:
     if recorded_fingerprint(work / "policy") != fingerprint:
         found = sorted(path.name for path in work.glob("policy/*"))
         raise WarmStartError(
-            f"a warm start ended without a complete policy; found {found}; check the disk's free space and run again"
+            f"a warm start ended without a complete policy; found {found}; check the disk's free"
+            " space and run again"
         )
     if target.exists():
         target.rename(work / "replaced")

@@ -10,9 +10,12 @@ from operators.warm_start.spec import EOS, PAD, UNKNOWN, WarmStartSpec
 
 
 def character_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokenizerFast:
-    """A fast tokenizer with one token per character of `alphabet`; it adds no token of its own to a text."""
+    """A fast tokenizer with one token per character of `alphabet`; it adds no token of its own to a
+    text."""
     tokens = [PAD, EOS, UNKNOWN, *alphabet]
-    core = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[], unk_token=UNKNOWN))
+    core = Tokenizer(
+        models.BPE({token: i for i, token in enumerate(tokens)}, merges=[], unk_token=UNKNOWN)
+    )
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
@@ -26,7 +29,8 @@ def character_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokenize
 
 
 def small_llama(spec: WarmStartSpec, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of the spec's size in float32 with tied embeddings, its weights drawn from the spec's seed."""
+    """A Llama of the spec's size in float32 with tied embeddings, its weights drawn from the spec's
+    seed."""
     torch.manual_seed(spec.seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -21,7 +21,8 @@ class Progress:
 CODEC = Codec("warm-start", 1, Progress)
 
 Report = Callable[[int, float], None]
-"""Called after every step with the number of steps done and that step's loss (nats per answer token)."""
+"""Called after every step with the number of steps done and that step's loss (nats per answer
+token)."""
 
 
 @contextmanager

@@ -22,14 +22,25 @@ BAD_INPUT = 2
 """Exit status of the training process when it refused its input with one line on stderr."""
 
 RECIPE = 1
-"""Raised whenever the same spec would now train another policy, so that old folders are made anew."""
+"""Raised whenever the same spec would now train another policy, so that old folders are made
+anew."""
 
-_COUNTS = ("layers", "width", "heads", "mlp_width", "max_positions", "steps", "batch_size", "threads")
+_COUNTS = (
+    "layers",
+    "width",
+    "heads",
+    "mlp_width",
+    "max_positions",
+    "steps",
+    "batch_size",
+    "threads",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmStartSpec:
-    """Everything that decides the weights: the same spec gives the same policy on the same machine."""
+    """Everything that decides the weights: the same spec gives the same policy on the same
+    machine."""
 
     alphabet: str
     """The characters that are tokens, each once, in the order of their ids."""
@@ -64,20 +75,24 @@ class WarmStartSpec:
         """
         if not self.alphabet or len(set(self.alphabet)) != len(self.alphabet):
             raise GraphError(
-                f"the alphabet of a warm start must name each character once; found {self.alphabet!r}; "
-                "pass a string without repetitions"
+                "the alphabet of a warm start must name each character once; found"
+                f" {self.alphabet!r}; pass a string without repetitions"
             )
         for field in _COUNTS:
             if (found := getattr(self, field)) < 1:
-                raise GraphError(f"{field} of a warm start must be 1 or more; found {found}; raise it")
+                raise GraphError(
+                    f"{field} of a warm start must be 1 or more; found {found}; raise it"
+                )
         if self.width % (2 * self.heads):
             raise GraphError(
-                f"width of a warm start must be a multiple of twice its heads; found {self.width} with "
-                f"heads={self.heads}; try {2 * self.heads * max(1, self.width // (2 * self.heads))}"
+                f"width of a warm start must be a multiple of twice its heads; found {self.width}"
+                f" with heads={self.heads}; try"
+                f" {2 * self.heads * max(1, self.width // (2 * self.heads))}"
             )
         if not 0 < self.learning_rate < 1:
             raise GraphError(
-                f"learning_rate of a warm start must lie between 0 and 1; found {self.learning_rate}; try 1e-3"
+                "learning_rate of a warm start must lie between 0 and 1; found"
+                f" {self.learning_rate}; try 1e-3"
             )
 
     @property
@@ -88,19 +103,31 @@ class WarmStartSpec:
     def promise(self) -> PromisedModel:
         """What the files of the policy will tell, for an explanation that does not make it."""
         config = {
-            "model_type": "llama", "vocab_size": self.vocabulary, "hidden_size": self.width,
-            "intermediate_size": self.mlp_width, "num_hidden_layers": self.layers, "tie_word_embeddings": True,
-            "num_attention_heads": self.heads, "num_key_value_heads": self.heads,
+            "model_type": "llama",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "intermediate_size": self.mlp_width,
+            "num_hidden_layers": self.layers,
+            "tie_word_embeddings": True,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
             "max_position_embeddings": self.max_positions,
-        }  # fmt: skip
+        }
         wide, high = [self.mlp_width, self.width], [self.width, self.mlp_width]
         layer = {f"self_attn.{name}_proj": [self.width, self.width] for name in "qkvo"}
         layer |= {"mlp.gate_proj": wide, "mlp.up_proj": wide, "mlp.down_proj": high}
         layer |= {"input_layernorm": [self.width], "post_attention_layernorm": [self.width]}
-        shapes = {"model.embed_tokens.weight": [self.vocabulary, self.width], "model.norm.weight": [self.width]}
+        shapes = {
+            "model.embed_tokens.weight": [self.vocabulary, self.width],
+            "model.norm.weight": [self.width],
+        }
         for number in range(self.layers):
-            shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
-        return PromisedModel(config=config, shapes=shapes, how=f"a warm start of {self.steps} steps")
+            shapes |= {
+                f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()
+            }
+        return PromisedModel(
+            config=config, shapes=shapes, how=f"a warm start of {self.steps} steps"
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -110,7 +137,8 @@ class WarmStartSpec:
 
 
 def recorded_fingerprint(folder: Path) -> str | None:
-    """The fingerprint that a finished policy folder records, or None where there is none to read."""
+    """The fingerprint that a finished policy folder records, or None where there is none to
+    read."""
     try:
         record = json.loads((folder / RECORD_FILE).read_text("utf-8"))
     except (OSError, ValueError):  # absent, unreadable or cut short: not a finished folder

@@ -1,4 +1,5 @@
-"""The supervised loop of a warm start: cross-entropy on the answers, for a number of steps; imports torch."""
+"""The supervised loop of a warm start: cross-entropy on the answers, for a number of steps; imports
+torch."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ WARMUP_STEPS = 20
 def encode(
     tokenizer: PreTrainedTokenizerFast, examples: list[tuple[str, str]], max_positions: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Examples as right-padded token ids [N, T], labels [N, T] (prompt and padding ignored) and lengths [N].
+    """Examples as right-padded token ids [N, T], labels [N, T] (prompt and padding ignored) and
+    lengths [N].
 
     Raises:
-        GraphError: an example holds a character outside of the alphabet, or is longer than `max_positions`.
+        GraphError: an example holds a character outside of the alphabet, or is longer than
+            `max_positions`.
     """
     eos, pad, unknown = tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id
     assert isinstance(eos, int) and isinstance(pad, int)
@@ -35,8 +38,8 @@ def encode(
             )
         if lengths[n] > max_positions:
             raise GraphError(
-                f"example {n} of a warm start is too long; found {lengths[n]} tokens with the end token, "
-                f"allowed are {max_positions}; raise max_positions"
+                f"example {n} of a warm start is too long; found {lengths[n]} tokens with the end"
+                f" token, allowed are {max_positions}; raise max_positions"
             )
     tokens_N_T = torch.full((len(examples), max(lengths)), pad)
     labels_N_T = torch.full_like(tokens_N_T, IGNORED)
@@ -47,7 +50,8 @@ def encode(
 
 
 def batches(count: int, batch_size: int, seed: int) -> Iterator[torch.Tensor]:
-    """Endless batches of example numbers [B], each example once per epoch, in an order of the seed's."""
+    """Endless batches of example numbers [B], each example once per epoch, in an order of the
+    seed's."""
     order = torch.Generator().manual_seed(seed)
     while True:
         numbers_N = torch.randperm(count, generator=order)
@@ -61,12 +65,15 @@ def train(
     spec: WarmStartSpec,
     report: Callable[[int, float], None],
 ) -> float:
-    """Train the model in place; return the mean loss (nats per answer token) of the last tenth of the steps.
+    """Train the model in place; return the mean loss (nats per answer token) of the last tenth of
+    the steps.
 
     `report` is called after every step with the step's number, from 1, and its loss.
     """
     tokens_N_T, labels_N_T, lengths_N = encode(tokenizer, examples, spec.max_positions)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
 
     def scale(step: int) -> float:
         return min(1.0, (step + 1) / WARMUP_STEPS) * (1 - 0.9 * step / spec.steps)

@@ -1,4 +1,5 @@
-"""Laws of the end-to-end bench: what counts as time, and that every system is measured the same way."""
+"""Laws of the end-to-end bench: what counts as time, and that every system is measured the same
+way."""
 
 import argparse
 import json
@@ -26,7 +27,9 @@ ROLLOUTS = 256
 
 def measured(ends: list[float], accuracies: list[tuple[int, float]] | None = None) -> Measured:
     lengths = [[4] * ROLLOUTS for _ in ends]
-    return Measured(startup_s=1.0, wall_s=9.0, ends=ends, lengths=lengths, accuracies=accuracies or [])
+    return Measured(
+        startup_s=1.0, wall_s=9.0, ends=ends, lengths=lengths, accuracies=accuracies or []
+    )
 
 
 def test_evaluations_take_no_time_on_the_stopwatch() -> None:
@@ -95,15 +98,24 @@ def test_every_system_gets_the_same_steps_of_the_sorting_cases(tmp_path: Path) -
     ("cases", "systems"),
     [(["even"], ["plain", "sync", "async", "trl"]), (["tail", "slow_scorer"], ["plain", "async"])],
 )
-def test_every_case_and_system_writes_its_line(tmp_path: Path, cases: list[str], systems: list[str]) -> None:
+def test_every_case_and_system_writes_its_line(
+    tmp_path: Path, cases: list[str], systems: list[str]
+) -> None:
     systems = [system for system in systems if system != "trl" or has_trl()]
     options = argparse.Namespace(
-        systems=systems, cases=cases, policies=tmp_path / "policies", quick=True, repeats=1, threads=1
+        systems=systems,
+        cases=cases,
+        policies=tmp_path / "policies",
+        quick=True,
+        repeats=1,
+        threads=1,
     )
     out = tmp_path / "lines.jsonl"
     assert not run_all(options, Report("end_to_end", out)), out.read_text()
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {(line["case"], line["system"]) for line in lines} == {(c, s) for c in cases for s in systems}
+    assert {(line["case"], line["system"]) for line in lines} == {
+        (c, s) for c in cases for s in systems
+    }
     for line in lines:
         assert line["rollouts_per_s"] > 0
         assert line["startup_s"] < line["wall_s"]
@@ -111,19 +123,29 @@ def test_every_case_and_system_writes_its_line(tmp_path: Path, cases: list[str],
         assert (line["seconds_to_accuracy"] is None) == (line["case"] != "even")
 
 
-def test_a_missing_trl_is_a_line_that_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_trl_is_a_line_that_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("bench.end_to_end.__main__.has_trl", lambda: False)
     monkeypatch.setattr("bench.end_to_end.__main__.make_policy", lambda *args, **knobs: None)
-    options = argparse.Namespace(systems=["trl"], cases=["even"], policies=tmp_path, quick=True, repeats=1, threads=1)
+    options = argparse.Namespace(
+        systems=["trl"], cases=["even"], policies=tmp_path, quick=True, repeats=1, threads=1
+    )
     assert not run_all(options, Report("end_to_end", tmp_path / "lines.jsonl"))
     (line,) = map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines())
     assert line["system"] == "trl" and "pip install" in line["skipped"]
 
 
-def test_a_run_that_fails_is_a_line_and_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_is_a_line_and_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("bench.end_to_end.__main__.make_policy", lambda *args, **knobs: None)
-    monkeypatch.setattr("bench.end_to_end.__main__.measure", lambda *args: "exit status 1: no policy")
-    options = argparse.Namespace(systems=["plain"], cases=["tail"], policies=tmp_path, quick=True, repeats=1, threads=1)
+    monkeypatch.setattr(
+        "bench.end_to_end.__main__.measure", lambda *args: "exit status 1: no policy"
+    )
+    options = argparse.Namespace(
+        systems=["plain"], cases=["tail"], policies=tmp_path, quick=True, repeats=1, threads=1
+    )
     assert run_all(options, Report("end_to_end", tmp_path / "lines.jsonl"))
     (line,) = map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines())
     assert line["failed"] == "exit status 1: no policy"

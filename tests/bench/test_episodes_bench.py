@@ -1,4 +1,5 @@
-"""What `bench.episodes` says of a system that ran some of the episodes: what all of them would have taken."""
+"""What `bench.episodes` says of a system that ran some of the episodes: what all of them would have
+taken."""
 
 import random
 from argparse import Namespace
@@ -12,7 +13,9 @@ WANTED = Namespace(episodes=1024, turns=4, scale=1.0)
 
 
 @pytest.mark.parametrize("count", [1, 8, 64, 256])
-def test_a_system_that_calls_worlds_one_after_the_other_takes_what_is_extrapolated(count: int) -> None:
+def test_a_system_that_calls_worlds_one_after_the_other_takes_what_is_extrapolated(
+    count: int,
+) -> None:
     """Whichever episodes it ran, though their worlds have a heavy tail."""
     rows, own_s = rows_of(WANTED), 0.05
     ran = [row["number"] for row in evenly(rows, count)]
@@ -20,8 +23,11 @@ def test_a_system_that_calls_worlds_one_after_the_other_takes_what_is_extrapolat
     each, all_worlds = worlds_s(ran, WANTED), sum(worlds_s(range(256), WANTED))
     waited_s = sum(each)
     found = seconds_of_all(
-        waited_s + 4 * count * own_s, waited_s, share=count / 256, worlds_share=waited_s / all_worlds
-    )  # fmt: skip
+        waited_s + 4 * count * own_s,
+        waited_s,
+        share=count / 256,
+        worlds_share=waited_s / all_worlds,
+    )
     assert found == pytest.approx(all_worlds + 1024 * own_s)
 
 

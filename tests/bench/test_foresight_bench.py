@@ -18,11 +18,22 @@ from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED
 
 ROW = {
-    "system": "NeMo-RL-0.6", "model": "Qwen3-30B-A3B", "mode": "sync", "gpu": "H100", "gpus": "32",
+    "system": "NeMo-RL-0.6",
+    "model": "Qwen3-30B-A3B",
+    "mode": "sync",
+    "gpu": "H100",
+    "gpus": "32",
     "max_tokens": "4096",
-    "rollouts_per_generation": "2048", "rollouts_per_step": "512", "mean_tokens": "3203", "generator_tp": "2",
-    "generator_pp": "1", "trainer_tp": "1", "trainer_cp": "1", "trainer_ep": "8", "trainer_pp": "1",
-}  # fmt: skip
+    "rollouts_per_generation": "2048",
+    "rollouts_per_step": "512",
+    "mean_tokens": "3203",
+    "generator_tp": "2",
+    "generator_pp": "1",
+    "trainer_tp": "1",
+    "trainer_cp": "1",
+    "trainer_ep": "8",
+    "trainer_pp": "1",
+}
 OTHERS = (
     {},
     {"mode": "async"},
@@ -60,9 +71,13 @@ def test_one_run_that_nothing_explains_does_not_decide_the_constants() -> None:
 
 
 def test_what_no_run_tells_stays_as_it_is_assumed() -> None:
-    reads = replace(runs_at(0.4, 0.2)[0], generation=Parts(memory=10.0), training=Parts(), exchange=Parts())
+    reads = replace(
+        runs_at(0.4, 0.2)[0], generation=Parts(memory=10.0), training=Parts(), exchange=Parts()
+    )
     found = fitted([replace(reads, row={**reads.row, "step_s": "25"})])
-    assert found.memory == pytest.approx(0.4, rel=0.05) and found.compute == pytest.approx(ASSUMED.compute, rel=0.03)
+    assert found.memory == pytest.approx(0.4, rel=0.05) and found.compute == pytest.approx(
+        ASSUMED.compute, rel=0.03
+    )
     assert fitted([]).memory == pytest.approx(ASSUMED.memory, rel=0.03)
 
 
@@ -76,44 +91,71 @@ def test_a_ratio_is_of_runs_of_one_model_on_as_many_devices_and_knows_neither() 
     assert ratios(odd)[0].predicted == found.predicted and ratios(odd)[0].off > 1
 
 
-@pytest.mark.parametrize(("model", "found"), [
-    ("Llama-3.1-8B", [(2, 1), (4, 1), (8, 1)]), ("Llama-3.1-70B", [(8, 2)]), ("Llama-3.1-405B", [(8, 16)]),
-])  # fmt: skip
-def test_what_is_trained_is_cut_over_the_devices_that_hold_it(model: str, found: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        ("Llama-3.1-8B", [(2, 1), (4, 1), (8, 1)]),
+        ("Llama-3.1-70B", [(8, 2)]),
+        ("Llama-3.1-405B", [(8, 16)]),
+    ],
+)
+def test_what_is_trained_is_cut_over_the_devices_that_hold_it(
+    model: str, found: list[tuple[int, int]]
+) -> None:
     assert cuts(read_models(MODELS)[model], device_kind("H100")) == found
 
 
-def test_a_system_whose_sides_share_devices_gains_more_from_parting_them_the_larger_its_model() -> None:
+def test_a_system_whose_sides_share_devices_gains_more_from_parting_them_the_larger_its_model() -> (
+    None
+):
     """The figure of the paper, as far as the costs explain it."""
     known, gains = read_models(MODELS), []
     for model, devices in (("Llama-3.1-8B", 256), ("Llama-3.1-70B", 256), ("Llama-3.1-405B", 1024)):
         row = {"system": "LlamaRL", "model": model, "gpu": "H100", "gpus": str(devices)}
-        slow, fast = (seen({**row, "mode": mode}, known, PRACTICES["LlamaRL"]) for mode in ("sync", "async"))
-        assert not slow.overlaps and fast.overlaps and slow.exchange.links == 0 < fast.exchange.links
+        slow, fast = (
+            seen({**row, "mode": mode}, known, PRACTICES["LlamaRL"]) for mode in ("sync", "async")
+        )
+        assert (
+            not slow.overlaps and fast.overlaps and slow.exchange.links == 0 < fast.exchange.links
+        )
         gains.append(slow.predicted_s(FITTED["LlamaRL"]) / fast.predicted_s(FITTED["LlamaRL"]))
     assert 2 < gains[0] < gains[1] < gains[2] < 10.7
 
 
 def test_cuts_that_a_row_gives_are_taken_as_they_are() -> None:
-    row = {"system": "LlamaRL", "model": "Llama-3.1-70B", "mode": "sync", "gpu": "H100", "gpus": "256"}
+    row = {
+        "system": "LlamaRL",
+        "model": "Llama-3.1-70B",
+        "mode": "sync",
+        "gpu": "H100",
+        "gpus": "256",
+    }
     ours, given = (
-        seen(each, read_models(MODELS), PRACTICES["LlamaRL"]) for each in (row, {**row, "generator_tp": "16"})
+        seen(each, read_models(MODELS), PRACTICES["LlamaRL"])
+        for each in (row, {**row, "generator_tp": "16"})
     )
-    assert given.generation.memory < 0.6 * ours.generation.memory  # 16 ranks read what 8 read in each of two stages
+    # 16 ranks read what 8 read in each of two stages
+    assert given.generation.memory < 0.6 * ours.generation.memory
     assert given.generation.fixed > ours.generation.fixed  # over two nodes
 
 
 def test_the_fewer_prompts_begin_early_the_longer_an_asynchronous_step_waits() -> None:
     row = {"system": "verl", "model": "Qwen2.5-7B", "mode": "async", "gpu": "H20", "gpus": "128"}
-    runs = [seen({**row, "staleness": each}, read_models(MODELS), PRACTICES["verl"]) for each in ("0", "0.1", "", "1")]
+    runs = [
+        seen({**row, "staleness": each}, read_models(MODELS), PRACTICES["verl"])
+        for each in ("0", "0.1", "", "1")
+    ]
     none, tenth, half, one = (run.predicted_s(FITTED["verl"]) for run in runs)
-    assert none > 1.5 * tenth and tenth > 1.01 * half and half == one  # from some bound on the trainer decides
+    # from some bound on the trainer decides
+    assert none > 1.5 * tenth and tenth > 1.01 * half and half == one
     for run in (*runs, *runs_at(0.6, 0.2)):
         at = predicted_at(run, np.array([0.3, 0.412]), np.array([0.5, 0.767]))
-        assert at.tolist() == pytest.approx([
-            run.predicted_s(replace(ASSUMED, memory=memory, compute=compute))
-            for memory, compute in ((0.3, 0.5), (0.412, 0.767))
-        ])  # fmt: skip
+        assert at.tolist() == pytest.approx(
+            [
+                run.predicted_s(replace(ASSUMED, memory=memory, compute=compute))
+                for memory, compute in ((0.3, 0.5), (0.412, 0.767))
+            ]
+        )
 
 
 def test_rows_are_predicted_line_by_line_and_one_that_cannot_be_says_why(tmp_path: Path) -> None:
@@ -121,7 +163,9 @@ def test_rows_are_predicted_line_by_line_and_one_that_cannot_be_says_why(tmp_pat
     with rows.open("w", newline="") as file:
         table = csv.DictWriter(file, [*ROW, "step_s"])
         table.writeheader()
-        table.writerows([ROW, ROW | {"gpu": "H10"}, ROW | {"system": "another"}, ROW | {"model": "none"}])
+        table.writerows(
+            [ROW, ROW | {"gpu": "H10"}, ROW | {"system": "another"}, ROW | {"model": "none"}]
+        )
     assert predict(rows, MODELS, out) == 1
     known, unlike, another, missing = map(json.loads, out.read_text().splitlines())
     assert known["model"] == "Qwen3-30B-A3B" and 100 < known["predicted_s"] < 400
@@ -143,11 +187,18 @@ def test_rows_are_predicted_line_by_line_and_one_that_cannot_be_says_why(tmp_pat
         ({"gpus": "1,024", "rollouts_per_step": "-3"}, "rollouts_per_step '-3' is passed over"),
         ({"mean_tokens": "9000"}, ""),
         ({"gpus": "1", "generator_tp": "64", "trainer_pp": "64"}, ""),
-        (dict.fromkeys(("max_tokens", "mean_tokens", "rollouts_per_generation", "rollouts_per_step"), ""), ""),
+        (
+            dict.fromkeys(
+                ("max_tokens", "mean_tokens", "rollouts_per_generation", "rollouts_per_step"), ""
+            ),
+            "",
+        ),
         ({"gpus_trainer": "64", "gpus": "32", "mode": "async"}, ""),
     ],
-)  # fmt: skip
-def test_odd_rows_are_predicted_as_what_they_are_nearest_to(odd: dict[str, str], told: str, tmp_path: Path) -> None:
+)
+def test_odd_rows_are_predicted_as_what_they_are_nearest_to(
+    odd: dict[str, str], told: str, tmp_path: Path
+) -> None:
     rows, out = tmp_path / "rows.csv", tmp_path / "out.jsonl"
     with rows.open("w", newline="") as file:
         table = csv.DictWriter(file, list(ROW | odd))
@@ -163,16 +214,29 @@ def test_odd_rows_are_predicted_as_what_they_are_nearest_to(odd: dict[str, str],
 
 def test_a_system_that_is_not_known_gets_the_mean_of_those_that_are() -> None:
     found = rates_of("unknown")
-    assert min(r.memory for r in FITTED.values()) < found.memory < max(r.memory for r in FITTED.values())
+    assert (
+        min(r.memory for r in FITTED.values())
+        < found.memory
+        < max(r.memory for r in FITTED.values())
+    )
 
 
 def test_devices_of_two_kinds_are_dealt_out_by_hand_without_a_rest(tmp_path: Path) -> None:
     hosts = {host.name for host in both().hosts}
-    assert [text.partition("x")[0] for text in alone().values()] == ["64", "64"] and both().gpus == 128
+    assert [text.partition("x")[0] for text in alone().values()] == [
+        "64",
+        "64",
+    ] and both().gpus == 128
     for places in dealt().values():
         assert set(places["trainer"]) | set(places["generator"]) == hosts
-        assert not set(places["trainer"]) & set(places["generator"]) and len(places["trainer"]) == len(hosts) / 2
+        assert (
+            not set(places["trainer"]) & set(places["generator"])
+            and len(places["trainer"]) == len(hosts) / 2
+        )
     for case in CASES:
         made = build(case, tmp_path)
-        assert made.feedbacks[0].max_staleness == case.max_staleness and case.steps > 2 * (case.max_staleness + 1) + 3
+        assert (
+            made.feedbacks[0].max_staleness == case.max_staleness
+            and case.steps > 2 * (case.max_staleness + 1) + 3
+        )
         assert case.workload.lengths(made.operators["generator"]).most <= case.max_tokens

@@ -1,4 +1,5 @@
-"""Constants of a server's step: found again, fitted without one device, held against measured rows where these are."""
+"""Constants of a server's step: found again, fitted without one device, held against measured rows
+where these are."""
 
 import statistics
 from dataclasses import replace
@@ -9,26 +10,53 @@ import numpy as np
 import pytest
 from made_tables import put, write_served
 
-from bench.foresight.generator import DOUBTED, composed, errors, fitted, generator, left_out, not_negative
+from bench.foresight.generator import (
+    DOUBTED,
+    composed,
+    errors,
+    fitted,
+    generator,
+    left_out,
+    not_negative,
+)
 from bench.foresight.measured import Served, holding, read_served
 from dataflow.errors import GraphError
 from dataflow.foresight.kernel_tables import folder
 from dataflow.foresight.serving import ServerConstants
 
 CONFIG = {
-    "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 6144,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 10000,
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 10000,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
 ROW: dict[str, Any] = {
-    "silicon_data_source": "source_file=made.csv; measured=2026-01-01", "backend": "vllm", "mode": "agg",
-    "model_path": "made/model", "system": "h100_sxm", "precision": "fp8", "isl": 1000, "osl": 500, "batch_size": 8.0,
-    "tp_size": 1.0, "attention_dp_size": 1.0, "moe_tp_size": 1.0, "moe_ep_size": 1.0, "silicon_ttft_ms": 50.0,
+    "silicon_data_source": "source_file=made.csv; measured=2026-01-01",
+    "backend": "vllm",
+    "mode": "agg",
+    "model_path": "made/model",
+    "system": "h100_sxm",
+    "precision": "fp8",
+    "isl": 1000,
+    "osl": 500,
+    "batch_size": 8.0,
+    "tp_size": 1.0,
+    "attention_dp_size": 1.0,
+    "moe_tp_size": 1.0,
+    "moe_ep_size": 1.0,
+    "silicon_ttft_ms": 50.0,
     "silicon_tpot_ms": 10.0,
-}  # fmt: skip
+}
 TRUE = ServerConstants(
     memory=1.3, products=2.0, tiles=0.5, links=3.0, hop_s=5e-6, layer_s=60e-6, mixture_s=20e-6
-)  # fmt: skip
+)
 
 
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *changes: dict[str, Any]) -> list[Served]:
@@ -40,11 +68,24 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *changes: dict[str, An
 
 def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Served]:
     """Of three devices, as long as `TRUE` says."""
-    rows = made(tmp_path, monkeypatch, *(
-        {"system": system, "batch_size": batch, "tp_size": ranks, "moe_tp_size": ranks, "osl": answer, "isl": prompt}
-        for system in ("h100_sxm", "h200_sxm", "b200_sxm") for batch in (1, 8, 64, 256) for ranks in (1, 2, 8)
-        for prompt, answer in ((1000, 500), (4000, 200))
-    ))  # fmt: skip
+    rows = made(
+        tmp_path,
+        monkeypatch,
+        *(
+            {
+                "system": system,
+                "batch_size": batch,
+                "tp_size": ranks,
+                "moe_tp_size": ranks,
+                "osl": answer,
+                "isl": prompt,
+            }
+            for system in ("h100_sxm", "h200_sxm", "b200_sxm")
+            for batch in (1, 8, 64, 256)
+            for ranks in (1, 2, 8)
+            for prompt, answer in ((1000, 500), (4000, 200))
+        ),
+    )
     return [replace(row, token_s=TRUE.seconds(row.step)) for row in rows]
 
 
@@ -52,7 +93,10 @@ def test_constants_are_found_again_though_one_row_in_ten_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = many(tmp_path, monkeypatch)
-    wrong = [replace(row, token_s=row.token_s * 3) if at % 10 == 0 else row for at, row in enumerate(rows)]
+    wrong = [
+        replace(row, token_s=row.token_s * 3) if at % 10 == 0 else row
+        for at, row in enumerate(rows)
+    ]
     for some in (rows, wrong):
         constants = fitted(some)
         assert max(map(abs, errors((row, constants.seconds(row.step)) for row in rows))) < 0.02
@@ -63,10 +107,19 @@ def test_a_device_left_out_is_predicted_by_constants_that_never_saw_it(
 ) -> None:
     rows = many(tmp_path, monkeypatch)
     found = left_out(rows, lambda row: row.device)
-    assert [len(predicted) for predicted in found.values()] == [24, 24, 24] and list(found) == ["H100", "H200", "B200"]
+    assert [len(predicted) for predicted in found.values()] == [24, 24, 24] and list(found) == [
+        "H100",
+        "H200",
+        "B200",
+    ]
     assert max(abs(each) for predicted in found.values() for each in errors(predicted)) < 1e-3
-    slower = [replace(row, token_s=2 * row.token_s) if row.device == "B200" else row for row in rows]
-    off = {name: errors(predicted) for name, predicted in left_out(slower, lambda row: row.device).items()}
+    slower = [
+        replace(row, token_s=2 * row.token_s) if row.device == "B200" else row for row in rows
+    ]
+    off = {
+        name: errors(predicted)
+        for name, predicted in left_out(slower, lambda row: row.device).items()
+    }
     assert statistics.fmean(off["B200"]) == pytest.approx(-0.5, abs=1e-3)
 
 
@@ -75,35 +128,57 @@ def test_the_least_squares_without_negative_numbers_cannot_be_bettered() -> None
     for _ in range(50):
         a, b = random.normal(size=(12, 5)), random.normal(size=12)
         x = not_negative(a, b)
-        slope = a.T @ (b - a @ x)  # Karush, Kuhn and Tucker: none may grow, and those that are not zero may not change
-        assert (x >= 0).all() and (slope < 1e-6).all() and np.abs(slope[x > 0]).max(initial=0.0) < 1e-6
+        # Karush, Kuhn and Tucker: none may grow, and those that are not zero may not change
+        slope = a.T @ (b - a @ x)
+        assert (
+            (x >= 0).all() and (slope < 1e-6).all() and np.abs(slope[x > 0]).max(initial=0.0) < 1e-6
+        )
 
 
-@pytest.mark.parametrize(("change", "why"), [
-    ({}, "is the same run as another row"),
-    ({"attention_dp_size": 2.0}, "cuts attention and experts over other ranks"),
-    ({"moe_tp_size": 4.0}, "cuts attention and experts over other ranks"),
-    ({"silicon_ttft_ms": 2500.0}, "waited a third of its time for a place"),
-    ({"silicon_tpot_ms": 0.01, "silicon_ttft_ms": 0.1}, "is of a file with rows faster than data sheets allow"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, "is the same run as another row"),
+        ({"attention_dp_size": 2.0}, "cuts attention and experts over other ranks"),
+        ({"moe_tp_size": 4.0}, "cuts attention and experts over other ranks"),
+        ({"silicon_ttft_ms": 2500.0}, "waited a third of its time for a place"),
+        (
+            {"silicon_tpot_ms": 0.01, "silicon_ttft_ms": 0.1},
+            "is of a file with rows faster than data sheets allow",
+        ),
+    ],
+)
 def test_rows_whose_description_does_not_hold_together_are_left_out_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], why: str
 ) -> None:
-    other = {"silicon_data_source": "source_file=other.csv", "silicon_tpot_ms": 9.0} if change else {}
+    other = (
+        {"silicon_data_source": "source_file=other.csv", "silicon_tpot_ms": 9.0} if change else {}
+    )
     kept, found = holding(made(tmp_path, monkeypatch, {}, other | change))
     assert len(kept) == 1 and kept[0].token_s == 0.01
-    assert [text for text, number in found.items() if number] == [text for text in found if text.startswith(why)]
+    assert [text for text, number in found.items() if number] == [
+        text for text in found if text.startswith(why)
+    ]
 
 
-def test_rows_of_other_servers_modes_and_devices_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_other_servers_modes_and_devices_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     others = [{"backend": "sglang"}, {"mode": "disagg"}, {"system": "gb200"}]
     assert len(made(tmp_path, monkeypatch, {}, *others)) == 1
-    with pytest.raises(GraphError, match="measured runs of trtllm on h100_sxm, h200_sxm, b200_sxm are to be in"):
+    with pytest.raises(
+        GraphError, match="measured runs of trtllm on h100_sxm, h200_sxm, b200_sxm are to be in"
+    ):
         read_served(folder(), "trtllm")
 
 
-def test_a_model_without_a_config_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(GraphError, match="dimensions of model 'made/other' are not in the package: FileNotFoundError"):
+def test_a_model_without_a_config_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        GraphError,
+        match="dimensions of model 'made/other' are not in the package: FileNotFoundError",
+    ):
         made(tmp_path, monkeypatch, {}, {"model_path": "made/other"})
 
 
@@ -119,7 +194,7 @@ def test_the_installed_rows_are_met_within_the_goals_with_each_device_and_each_m
     off = [
         statistics.fmean(map(abs, errors(predicted)))
         for predicted in left_out(rows, lambda row: row.device).values()
-    ]  # fmt: skip
+    ]
     assert statistics.fmean(off) < 0.10 and max(off) < 0.12
     for predicted in left_out(rows, lambda row: row.model).values():
         assert statistics.fmean(map(abs, errors(predicted))) < 0.20

@@ -1,4 +1,5 @@
-"""Runs of the bench are made once, disturbed ones again; noise is that of the same run made twice."""
+"""Runs of the bench are made once, disturbed ones again; noise is that of the same run made
+twice."""
 
 from pathlib import Path
 
@@ -45,7 +46,9 @@ def test_a_run_is_made_once_and_one_that_others_disturbed_again(
 
 
 def test_a_tie_is_what_the_same_run_differs_by_and_rounds_make_it_narrower() -> None:
-    noise = Noise.of([Measured(steps_s=[1.0, 1.02]), Measured(steps_s=[2.0, 1.96]), Measured(steps_s=[5.0])])
+    noise = Noise.of(
+        [Measured(steps_s=[1.0, 1.02]), Measured(steps_s=[2.0, 1.96]), Measured(steps_s=[5.0])]
+    )
     assert noise.freedom == 2 and noise.deviation == pytest.approx(0.0142, abs=2e-4)
     once, often = Measured(steps_s=[1.0]), Measured(steps_s=[1.0] * 4)
     assert noise.tie(often, often) == pytest.approx(2.92 * noise.deviation * 0.5**0.5, rel=0.02)
@@ -55,7 +58,9 @@ def test_a_tie_is_what_the_same_run_differs_by_and_rounds_make_it_narrower() -> 
 
 
 def test_later_rounds_run_those_that_may_win() -> None:
-    ways = {name: Measured(steps_s=[seconds]) for name, seconds in (("a", 1.0), ("b", 1.1), ("c", 1.2))}
+    ways = {
+        name: Measured(steps_s=[seconds]) for name, seconds in (("a", 1.0), ("b", 1.1), ("c", 1.2))
+    }
     assert contenders(ways) == ["a", "b"]
 
 
@@ -63,4 +68,9 @@ def test_processors_of_this_machine_are_counted() -> None:
     before = Processor.now()
     total = sum(number * number for number in range(200_000))
     after = Processor.now()
-    assert total and after.own_s >= before.own_s and after.at_s > before.at_s and after.busy_s >= before.busy_s
+    assert (
+        total
+        and after.own_s >= before.own_s
+        and after.at_s > before.at_s
+        and after.busy_s >= before.busy_s
+    )

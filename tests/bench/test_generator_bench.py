@@ -1,4 +1,5 @@
-"""Laws of the generator bench: every system makes exactly what was asked, and a row says what was measured."""
+"""Laws of the generator bench: every system makes exactly what was asked, and a row says what was
+measured."""
 
 import argparse
 import json
@@ -26,9 +27,19 @@ from bench.generator.updates import ARMS, lost, measure_updates
 from bench.report import Report
 
 ROW = {
-    "case", "in_flight", "system", "tokens_per_s", "rollouts_per_s", "seconds", "ratio", "threads", "precision",
-    "rollouts", "tokens_p50", "tokens_p99",
-}  # fmt: skip
+    "case",
+    "in_flight",
+    "system",
+    "tokens_per_s",
+    "rollouts_per_s",
+    "seconds",
+    "ratio",
+    "threads",
+    "precision",
+    "rollouts",
+    "tokens_p50",
+    "tokens_p99",
+}
 DEADLINE_S = 120.0
 
 
@@ -40,7 +51,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=SYSTEMS)
 def system(request: pytest.FixtureRequest, policy: Path) -> Iterator[System]:
     try:
-        opened = OPEN[request.param](Setting(folder=policy, in_flight=16, precision="float32", threads=1))
+        opened = OPEN[request.param](
+            Setting(folder=policy, in_flight=16, precision="float32", threads=1)
+        )
     except Unavailable as error:
         pytest.skip(str(error))
     yield opened
@@ -54,14 +67,23 @@ def short(load: Load) -> Load:
 
 def options(**changes: object) -> argparse.Namespace:
     plain = {
-        "cases": ["tail"], "in_flight": [8], "systems": ["ours", "hf_generate"], "repeats": 2, "threads": 1,
-        "precision": ["float32"], "model": "tiny", "turnover": 1, "limit_s": 60.0,
-    }  # fmt: skip
+        "cases": ["tail"],
+        "in_flight": [8],
+        "systems": ["ours", "hf_generate"],
+        "repeats": 2,
+        "threads": 1,
+        "precision": ["float32"],
+        "model": "tiny",
+        "turnover": 1,
+        "limit_s": 60.0,
+    }
     return argparse.Namespace(**{**plain, **changes})
 
 
 @pytest.mark.timeout(300)
-def test_every_system_makes_exactly_the_tokens_that_were_asked_of_each_rollout(system: System) -> None:
+def test_every_system_makes_exactly_the_tokens_that_were_asked_of_each_rollout(
+    system: System,
+) -> None:
     load = short(make_load("tail", in_flight=16, rollouts=48, size="tiny"))
     for _ in range(2):
         made = system.run(load, DEADLINE_S)
@@ -131,9 +153,13 @@ def test_the_ratio_is_of_turns_and_the_pace_is_the_median() -> None:
     assert lost([95.0, 80.0, 99.0], [100.0, 100.0, 100.0]) == pytest.approx(5.0)
 
 
-def test_every_row_has_the_promised_fields(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_has_the_promised_fields(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr("bench.generator.__main__.make_load", lambda *case, **how: short(make_load(*case, **how)))
+    monkeypatch.setattr(
+        "bench.generator.__main__.make_load", lambda *case, **how: short(make_load(*case, **how))
+    )
     out = tmp_path / "rows.jsonl"
     assert not run_all(policy, options(), Report("generator", out)), out.read_text()
     rows = [json.loads(line) for line in out.read_text().splitlines()]

@@ -1,4 +1,5 @@
-"""Laws of the GPU bench: every part runs on a processor too, bytes are counted right, time that is over is over."""
+"""Laws of the GPU bench: every part runs on a processor too, bytes are counted right, time that is
+over is over."""
 
 import json
 
@@ -10,8 +11,20 @@ from bench.gpu import shared as gpu_shared
 from bench.gpu import trainer as gpu_trainer
 from bench.gpu.systems import TINY, Load, bytes_read, make_model
 
-SERVING = [flag for part in ("tests", "ours", "hf", "attention", "weights") for flag in ("--only", part)]
-FIGURES = {"bench", "case", "system", "tokens_per_s", "roofline_share", "floor_share", "tokens", "seconds", "warm_s"}
+SERVING = [
+    flag for part in ("tests", "ours", "hf", "attention", "weights") for flag in ("--only", part)
+]
+FIGURES = {
+    "bench",
+    "case",
+    "system",
+    "tokens_per_s",
+    "roofline_share",
+    "floor_share",
+    "tokens",
+    "seconds",
+    "warm_s",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +36,10 @@ def one_thread():
 @pytest.mark.filterwarnings("default")
 def test_the_same_code_runs_end_to_end_without_a_gpu(tmp_path, capsys):
     path = tmp_path / "gpu.jsonl"
-    assert gpu.main(["--device", "cpu", "--tiny", "--minutes", "5", *SERVING, "--json", str(path)]) == 0
+    assert (
+        gpu.main(["--device", "cpu", "--tiny", "--minutes", "5", *SERVING, "--json", str(path)])
+        == 0
+    )
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     rows = {line["system"]: line for line in lines if line["case"] == "tiny"}
     assert set(rows) == {"graphs", "triton", "eager", "hf_dynamic", "hf_static"}
@@ -46,7 +62,9 @@ def test_what_does_not_fit_into_the_time_is_skipped_with_its_reason(tmp_path):
     assert gpu.main(["--device", "cpu", "--tiny", "--minutes", "0", "--json", str(path)]) == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert all("skipped" in line for line in lines if line["case"] != "machine")
-    assert len(lines) == 14 + len(gpu_trainer.served(torch.device("cpu"))) + len(gpu_shared.STALENESS)
+    assert len(lines) == 14 + len(gpu_trainer.served(torch.device("cpu"))) + len(
+        gpu_shared.STALENESS
+    )
 
 
 @pytest.mark.slow

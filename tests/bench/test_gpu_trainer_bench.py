@@ -1,4 +1,5 @@
-"""Laws of the trainer's parts of the GPU bench: they run on a processor too, and flops and steps are counted right."""
+"""Laws of the trainer's parts of the GPU bench: they run on a processor too, and flops and steps
+are counted right."""
 
 import json
 
@@ -15,8 +16,16 @@ from bench.report import Report
 pytestmark = pytest.mark.usefixtures("forked")
 
 FIGURES = {
-    "bench", "case", "system", "tokens_per_s", "matrix_share", "flops_per_s", "seconds", "step_s", "warm_s",
-}  # fmt: skip
+    "bench",
+    "case",
+    "system",
+    "tokens_per_s",
+    "matrix_share",
+    "flops_per_s",
+    "seconds",
+    "step_s",
+    "warm_s",
+}
 CPU = torch.device("cpu")
 
 
@@ -26,7 +35,9 @@ def one_thread():
 
 
 def rows(path):
-    return [row for row in map(json.loads, path.read_text().splitlines()) if row["case"] != "machine"]
+    return [
+        row for row in map(json.loads, path.read_text().splitlines()) if row["case"] != "machine"
+    ]
 
 
 def test_every_way_of_a_step_runs_without_a_gpu(tmp_path):
@@ -46,7 +57,9 @@ def test_both_graphs_run_without_a_gpu(tmp_path):
     assert gpu.main(["--device", "cpu", "--tiny", "--only", "shared", "--json", str(path)]) == 0
     found = {row["system"]: row for row in rows(path)}
     assert list(found) == ["sync", "async"]
-    assert found["sync"]["staleness"] == 0 and all(row["rollouts_per_s"] > 0 for row in found.values())
+    assert found["sync"]["staleness"] == 0 and all(
+        row["rollouts_per_s"] > 0 for row in found.values()
+    )
 
 
 @pytest.mark.slow
@@ -93,6 +106,8 @@ def test_rows_of_a_step_share_nothing_and_train_all_but_their_prompts():
 
 def test_rates_are_those_of_the_steps_after_the_warmup_and_before_the_pipeline_runs_dry():
     sharing = gpu_shared.Sharing(shape=TINY["tiny"], steps=2, warm=2)
-    metrics = [{"seconds": at, "rollouts": 6, "staleness_mean": at} for at in (9.0, 10.0, 11.0, 14.0, 99.0)]
+    metrics = [
+        {"seconds": at, "rollouts": 6, "staleness_mean": at} for at in (9.0, 10.0, 11.0, 14.0, 99.0)
+    ]
     found = gpu_shared.shared_figures(metrics, sharing, 0.5)
     assert found == {"rollouts_per_s": 3.0, "seconds": 4.0, "staleness": 12.5, "efficiency": 0.5}

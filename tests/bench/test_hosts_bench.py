@@ -10,15 +10,22 @@ from bench.hosts import WARM, figures, medians
 from dataflow import inline, run
 
 
-def test_figures_leave_the_first_steps_out_and_agree_with_each_other(policy: Path, tmp_path: Path) -> None:
+def test_figures_leave_the_first_steps_out_and_agree_with_each_other(
+    policy: Path, tmp_path: Path
+) -> None:
     began = time.time()
-    result = run(tiny_graph(policy, max_tokens=4), on=inline(), steps=WARM + 5, runs=tmp_path, quiet=True)
+    result = run(
+        tiny_graph(policy, max_tokens=4), on=inline(), steps=WARM + 5, runs=tmp_path, quiet=True
+    )
     found = figures(result.folder, policy, 2, began)
     steps_per_s, versions_per_s = found["steps_per_s"], found["versions_per_s"]
     assert isinstance(steps_per_s, float) and isinstance(versions_per_s, float)
     assert found["rows_per_s"] == pytest.approx(16 * steps_per_s)
     counted_s = 5 / steps_per_s
-    assert 0 < counted_s < result.metrics[-1]["seconds"] and 3 <= round(versions_per_s * counted_s) <= 7
+    assert (
+        0 < counted_s < result.metrics[-1]["seconds"]
+        and 3 <= round(versions_per_s * counted_s) <= 7
+    )
     size = sum(path.stat().st_size for path in policy.glob("*.safetensors"))
     assert found["weights_mb_per_s"] == pytest.approx(2 * versions_per_s * size / 1e6)
     assert found["link_mb_a_version"] is None
@@ -26,6 +33,9 @@ def test_figures_leave_the_first_steps_out_and_agree_with_each_other(policy: Pat
 
 
 def test_a_figure_that_a_repeat_lacks_is_taken_from_the_others() -> None:
-    assert medians([{"ms": 1.0, "none": None}, {"ms": 3.0, "none": None}, {"ms": None, "none": None}]) == {
-        "ms": 2.0, "none": None,
-    }  # fmt: skip
+    assert medians(
+        [{"ms": 1.0, "none": None}, {"ms": 3.0, "none": None}, {"ms": None, "none": None}]
+    ) == {
+        "ms": 2.0,
+        "none": None,
+    }

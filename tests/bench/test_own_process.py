@@ -1,4 +1,5 @@
-"""Laws of runs that have a process each: figures or the reason, and nothing is left when the bench is ended."""
+"""Laws of runs that have a process each: figures or the reason, and nothing is left when the bench
+is ended."""
 
 import os
 import signal
@@ -47,7 +48,8 @@ def test_a_child_gives_its_figures_or_the_reason_why_there_are_none(child, tmp_p
 def test_a_bench_that_is_told_to_end_leaves_no_child(child, tmp_path):
     pid = tmp_path / "pid"
     program = (
-        f"from bench.own_process import figures_of; figures_of({child!r}, ['sleep'], [{str(pid)!r}], timeout_s=99)"
+        f"from bench.own_process import figures_of; figures_of({child!r}, ['sleep'],"
+        f" [{str(pid)!r}], timeout_s=99)"
     )
     bench = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     try:

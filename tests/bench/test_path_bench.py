@@ -19,8 +19,10 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> Holder:
     monkeypatch.setattr(path, "GROUPS", len(PROMPTS))
     marks = Marks({letter: at for at, letter in enumerate("abcdefghijklmnopqrstuvwxyz=")})
     columns = {
-        "group_id": pa.array(range(7, 11)), "prompt": pa.array(PROMPTS), "round_size": pa.array([0] * 4, pa.int32())
-    }  # fmt: skip
+        "group_id": pa.array(range(7, 11)),
+        "prompt": pa.array(PROMPTS),
+        "round_size": pa.array([0] * 4, pa.int32()),
+    }
     marks.pick(Rows(pa.RecordBatch.from_pydict(columns)))
     assert marks.known()
     assert marks.groups == {7, 8, 9, 10}
@@ -43,16 +45,27 @@ class Owner:
 def rollouts(group: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict(
         {
-            "group_id": [group, group], "completion": ["abdghx", "abdgh"], "reward": [1.0, 0.0],
-            "logprobs": pa.array([[-0.5, -0.25, -0.125, -1.5], [-0.5, -0.25, -0.125, -3.0]], pa.list_(pa.float32())),
+            "group_id": [group, group],
+            "completion": ["abdghx", "abdgh"],
+            "reward": [1.0, 0.0],
+            "logprobs": pa.array(
+                [[-0.5, -0.25, -0.125, -1.5], [-0.5, -0.25, -0.125, -3.0]], pa.list_(pa.float32())
+            ),
         }
-    )  # fmt: skip
+    )
 
 
 def test_rows_bytes_texts_and_numbers_of_the_group_are_it(holder: Holder) -> None:
     tokens = np.array([0, 5, 6, 1, 3, 0, 7, 23, 26, 0], np.int32)
     logprobs = np.array([0, -0.5, -0.25, -0.125, -1.5], np.float32)
-    for value in (b"..gbdahx=..", "abdghx", tokens, logprobs, np.array([1.0, 0.0]), [Rows(rollouts(8))]):
+    for value in (
+        b"..gbdahx=..",
+        "abdghx",
+        tokens,
+        logprobs,
+        np.array([1.0, 0.0]),
+        [Rows(rollouts(8))],
+    ):
         assert holder.has(value), value
     assert holder.has(7, "group_id")
     assert holder.has(("prompts", 9))
@@ -60,7 +73,15 @@ def test_rows_bytes_texts_and_numbers_of_the_group_are_it(holder: Holder) -> Non
 
 def test_what_belongs_to_another_group_is_not(holder: Holder) -> None:
     tokens = np.array([6, 1, 3, 0, 23, 7, 26], np.int32)
-    for value in (b"gbdahy=", "abdg", tokens, np.array([0.0, 1.0]), rollouts(11), 7, ("prompts", 11)):
+    for value in (
+        b"gbdahy=",
+        "abdg",
+        tokens,
+        np.array([0.0, 1.0]),
+        rollouts(11),
+        7,
+        ("prompts", 11),
+    ):
         assert not holder.has(value), value
     assert not holder.has(7, "step")
 

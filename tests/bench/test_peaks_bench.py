@@ -1,4 +1,5 @@
-"""The peaks: every format has one, from the processor's own instructions where it has them, else from torch."""
+"""The peaks: every format has one, from the processor's own instructions where it has them, else
+from torch."""
 
 import pytest
 
@@ -15,7 +16,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", peaks.DTYPES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_peak_of_products_is_the_better_of_registers_and_library(dtype: str, threads: int) -> None:
+def test_the_peak_of_products_is_the_better_of_registers_and_library(
+    dtype: str, threads: int
+) -> None:
     assert peaks.matmul_peak(dtype, threads) > 0
     assert peaks.registers_peak(dtype, threads) >= 0
 

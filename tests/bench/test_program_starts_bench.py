@@ -15,7 +15,10 @@ def test_a_program_is_started_in_both_ways(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "figures.json").read_text().splitlines()]
     assert [line["system"] for line in lines] == ["without", "with imports="]
     for line in lines:
-        assert 0 < line["fastest ms"] <= line["could call ms"] <= line["slowest ms"] and line["ended ms"] > 0
+        assert (
+            0 < line["fastest ms"] <= line["could call ms"] <= line["slowest ms"]
+            and line["ended ms"] > 0
+        )
 
 
 def test_a_program_that_fails_gives_no_figure(tmp_path: Path) -> None:

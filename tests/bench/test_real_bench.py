@@ -1,4 +1,5 @@
-"""Laws of the bench of the real model: errors are those of the mean, runs are made once, settings do not mix."""
+"""Laws of the bench of the real model: errors are those of the mean, runs are made once, settings
+do not mix."""
 
 import itertools
 import json
@@ -22,9 +23,17 @@ ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
 def line(system, seed, accuracy, **more):
     curve = json.dumps([(0, 0.1), (64, accuracy)])
     return {
-        "case": "parity", "system": system, "seed": seed, "accuracy": accuracy, "greedy": accuracy, "first": 0.1,
-        "curve": curve, "staleness": 1.0, "seconds": 2.0, **more,
-    }  # fmt: skip
+        "case": "parity",
+        "system": system,
+        "seed": seed,
+        "accuracy": accuracy,
+        "greedy": accuracy,
+        "first": 0.1,
+        "curve": curve,
+        "staleness": 1.0,
+        "seconds": 2.0,
+        **more,
+    }
 
 
 @pytest.fixture
@@ -36,10 +45,14 @@ def given(tmp_path):
 
 def test_errors_are_those_of_the_mean_over_the_seeds_and_differences_are_within_a_seed():
     lines = [
-        line("aipo-0", 0, 0.5), line("aipo-0", 1, 0.6), line("aipo-0", 2, 0.7),
-        line("aipo-8", 0, 0.4), line("aipo-8", 1, 0.6), line("aipo-8", 2, 0.8),
+        line("aipo-0", 0, 0.5),
+        line("aipo-0", 1, 0.6),
+        line("aipo-0", 2, 0.7),
+        line("aipo-8", 0, 0.4),
+        line("aipo-8", 1, 0.6),
+        line("aipo-8", 2, 0.8),
         {"case": "parity", "system": "aipo-8", "seed": 3, "failed": "exit status 1"},
-    ]  # fmt: skip
+    ]
     synchronous, stale = learnt(lines)
     assert synchronous["accuracy"] == pytest.approx(0.6) and synchronous["difference"] is None
     assert synchronous["error"] == pytest.approx(0.1 / math.sqrt(3))
@@ -52,25 +65,39 @@ def test_errors_are_those_of_the_mean_over_the_seeds_and_differences_are_within_
 def test_the_staleness_of_the_second_half_and_the_share_of_capped_weights_are_of_the_trained_steps():
     steps = [
         {
-            "node": "trainer", "step": number, "rollouts": 8, "dropped": {}, "staleness_mean": number - 1.0,
-            "staleness_max": number - 1, "truncated_share": 0.1 * number, "kl": None if number == 1 else 0.5,
+            "node": "trainer",
+            "step": number,
+            "rollouts": 8,
+            "dropped": {},
+            "staleness_mean": number - 1.0,
+            "staleness_max": number - 1,
+            "truncated_share": 0.1 * number,
+            "kl": None if number == 1 else 0.5,
         }
         for number in range(1, 5)
-    ]  # fmt: skip
+    ]
     rounds = [{"step": 0, "eval_accuracy": 0.1}, {"step": 4, "eval_accuracy": 0.3}]
     found = figures(task_of(real.parsed([])), [*steps, *rounds], prompts=4)
     assert (found["staleness"], found["staleness_late"], found["staleness_most"]) == (1.5, 2.5, 3)
-    assert found["clipped"] == pytest.approx(0.25) and found["kl"] == 0.5 and found["rollouts"] == 4 * 8
+    assert (
+        found["clipped"] == pytest.approx(0.25)
+        and found["kl"] == 0.5
+        and found["rollouts"] == 4 * 8
+    )
 
 
 def test_every_arm_is_a_graph_that_can_run_and_differs_in_staleness_and_loss_alone(policy, given):
     task = task_of(real.parsed([*given, "--policy", str(policy)]))
     losses = {}
     for name, arm in parity_of.ARMS.items():
-        graph = task.graph(name, task.prompts(ROWS), max_staleness=arm.max_staleness, corrected=arm.corrected)
+        graph = task.graph(
+            name, task.prompts(ROWS), max_staleness=arm.max_staleness, corrected=arm.corrected
+        )
         graph.check()
         losses[name] = graph.operators["trainer"].knobs().get("loss", "aipo")
-    assert losses == {name: "rloo" if name == "uncorrected-8" else "aipo(rho=4.0)" for name in parity_of.ARMS}
+    assert losses == {
+        name: "rloo" if name == "uncorrected-8" else "aipo(rho=4.0)" for name in parity_of.ARMS
+    }
 
 
 def test_finished_runs_are_not_made_again_failed_ones_are_and_other_settings_are_refused(
@@ -91,7 +118,10 @@ def test_finished_runs_are_not_made_again_failed_ones_are_and_other_settings_are
     lines = [json.loads(each) for each in path.read_text().splitlines()]
     assert {(each["system"], each["seed"]) for each in lines} == {("aipo-0", 0), ("aipo-8", 0)}
     assert all(each["processor"] and each["threads"] and each["torch"] for each in lines)
-    assert "aipo-8 0.500" in path.with_suffix(".svg").read_text() and "standard error" in capsys.readouterr().out
+    assert (
+        "aipo-8 0.500" in path.with_suffix(".svg").read_text()
+        and "standard error" in capsys.readouterr().out
+    )
     with pytest.raises(SystemExit, match="give another --json FILE"):
         real.main([*common, "--lr", "1e-3"])
     assert runs.finished(path, "parity", lines[0]["setting"]), "a refusal leaves the file as it is"
@@ -104,7 +134,9 @@ def test_the_bench_trains_as_the_graph_does_and_holds_out_each_question_once():
     assert ours["generator"].knobs() == theirs["generator"].knobs()
     assert ours["trainer"].knobs() == theirs["trainer"].knobs() | {"recover_within_s": math.inf}
     asked = [row["prompt"] for row in task.held_out]
-    assert len(set(asked)) == len(asked) == 512 and not set(asked) & {row["prompt"] for row in task.train}
+    assert len(set(asked)) == len(asked) == 512 and not set(asked) & {
+        row["prompt"] for row in task.train
+    }
 
 
 class Uniform:
@@ -144,9 +176,22 @@ def test_runs_that_no_part_has_are_refused_by_name(given):
 @pytest.mark.parametrize("part", ["--systems", "--asynchronous", ""])
 def test_systems_and_stages_of_a_small_model_have_figures(policy, given, tmp_path, part):
     names = {
-        "--systems": ["plain", "ours", "hf_generate"], "--asynchronous": ["sync"], "": ["run", "generator-float32"],
-    }[part]  # fmt: skip
-    flags = ["--policy", str(policy), "--steps", "2", "--few-steps", "1", "--seeds", "1", "--group-size", "8"]
+        "--systems": ["plain", "ours", "hf_generate"],
+        "--asynchronous": ["sync"],
+        "": ["run", "generator-float32"],
+    }[part]
+    flags = [
+        "--policy",
+        str(policy),
+        "--steps",
+        "2",
+        "--few-steps",
+        "1",
+        "--seeds",
+        "1",
+        "--group-size",
+        "8",
+    ]
     assert real.main([*[part] * bool(part), *given, *flags, "--only", *names]) == 0
     lines = [json.loads(each) for each in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert [each["system"] for each in lines] == names
@@ -155,8 +200,21 @@ def test_systems_and_stages_of_a_small_model_have_figures(policy, given, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_of_parity_learns_from_its_whole_budget_and_says_how_stale_it_was(policy, given, tmp_path):
-    flags = ["--policy", str(policy), "--steps", "3", "--points", "1", "--seeds", "1", "--only", "aipo-4"]
+def test_a_run_of_parity_learns_from_its_whole_budget_and_says_how_stale_it_was(
+    policy, given, tmp_path
+):
+    flags = [
+        "--policy",
+        str(policy),
+        "--steps",
+        "3",
+        "--points",
+        "1",
+        "--seeds",
+        "1",
+        "--only",
+        "aipo-4",
+    ]
     assert real.main(["--parity", *given, *flags]) == 0
     (found,) = [json.loads(each) for each in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert (found["steps"], found["rollouts"], found["questions"]) == (3, 3 * 4 * 2, 10)

@@ -1,4 +1,5 @@
-"""The bench of run folders makes one that its own subject judges, and reads back what it encodes."""
+"""The bench of run folders makes one that its own subject judges, and reads back what it
+encodes."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""The bench of what it takes to know what nodes are at: a switch around their loops, what windows and clocks say."""
+"""The bench of what it takes to know what nodes are at: a switch around their loops, what windows
+and clocks say."""
 
 import json
 import math
@@ -41,7 +42,7 @@ class Counted(Runtime):
 
 def test_a_loop_works_alike_with_its_switch_off_and_knows_nothing_of_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     switch, other = Switch(tmp_path / "switch"), Switch(tmp_path / "switch")
     monkeypatch.setattr(NodeLoop, "turn", switched(switch, tmp_path))
     runtime, works = Counted(), list[str]()
@@ -61,11 +62,19 @@ def windows(slower: float, noise: float, count: int) -> Iterator[dict[str, Any]]
     chance = random.Random(0)
     for at in range(count):
         rate = 8.0 * 0.999**at * (1 - slower * (at % 2)) * math.exp(chance.gauss(0, noise))
-        yield {"piece": 0, "case": ("without", "with")[at % 2], "steps_per_s": rate, "cpu_per_step": 2 / rate,
-               "foreign": 0.0, "turns_per_s": 1000.0}  # fmt: skip
+        yield {
+            "piece": 0,
+            "case": ("without", "with")[at % 2],
+            "steps_per_s": rate,
+            "cpu_per_step": 2 / rate,
+            "foreign": 0.0,
+            "turns_per_s": 1000.0,
+        }
 
 
-def test_windows_with_and_without_tell_what_the_clock_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_windows_with_and_without_tell_what_the_clock_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     made = list(windows(0.02, 0.0, 41))
     made[20]["foreign"] = 50.0
     tell(made, {"a turn that worked": 2000.0})

@@ -1,4 +1,5 @@
-"""Laws of the trainer bench: every system makes the same step of the same batch, and ratios are taken turn by turn."""
+"""Laws of the trainer bench: every system makes the same step of the same batch, and ratios are
+taken turn by turn."""
 
 import json
 import statistics
@@ -26,7 +27,9 @@ def lines(path):
     return {line["system"]: line for line in map(json.loads, path.read_text().splitlines())}
 
 
-def test_every_system_makes_the_same_step_and_packing_computes_the_fewest_positions(tmp_path, capsys):
+def test_every_system_makes_the_same_step_and_packing_computes_the_fewest_positions(
+    tmp_path, capsys
+):
     path = tmp_path / "lines.jsonl"
     assert trainer.main([*SMALL, "--rows", "4", "--systems", *OURS, "--json", str(path)]) == 0
     rows = lines(path)
@@ -43,7 +46,10 @@ def test_every_system_makes_the_same_step_and_packing_computes_the_fewest_positi
 @pytest.mark.filterwarnings("default")
 def test_trl_makes_the_same_step(tmp_path):
     path = tmp_path / "lines.jsonl"
-    assert trainer.main([*SMALL, "--rows", "4", "--systems", "packed", "trl", "--json", str(path)]) == 0
+    assert (
+        trainer.main([*SMALL, "--rows", "4", "--systems", "packed", "trl", "--json", str(path)])
+        == 0
+    )
     rows = lines(path)
     assert rows["trl"]["gradient_gap"] < 1e-5 and rows["trl"]["over_trl"] == 1.0
 
@@ -53,12 +59,19 @@ def test_the_padded_step_does_not_depend_on_the_size_of_its_micro_batches(tmp_pa
     found = {}
     for rows in ("8", "3"):
         path = tmp_path / f"{rows}.jsonl"
-        assert trainer.main([*SMALL, "--rows", rows, "--systems", "packed", "padded", "--json", str(path)]) == 0
+        assert (
+            trainer.main(
+                [*SMALL, "--rows", rows, "--systems", "packed", "padded", "--json", str(path)]
+            )
+            == 0
+        )
         found[rows] = lines(path)["padded"]["gradient_gap"]
     assert max(found.values()) < 1e-5
 
 
-def test_a_system_that_fails_is_a_row_and_the_exit_status_and_the_others_go_on(tmp_path, monkeypatch):
+def test_a_system_that_fails_is_a_row_and_the_exit_status_and_the_others_go_on(
+    tmp_path, monkeypatch
+):
     def broken(setting):
         raise RuntimeError("no such kernel")
 
@@ -98,18 +111,29 @@ def test_rows_and_padded_tensors_hold_the_same_rollouts():
     rows, padded = step_rows(as_groups(rollouts), ("advantage",)), as_padded(rollouts)
     assert rows.tokens.mask.sum() == padded.completion_mask.sum() == rollouts.tokens
     assert np.array_equal(
-        rows.tokens.ids[rows.tokens.mask], padded.completion_ids[padded.completion_ids != PAD].numpy()
+        rows.tokens.ids[rows.tokens.mask],
+        padded.completion_ids[padded.completion_ids != PAD].numpy(),
     )
-    assert np.array_equal(rows.tokens.ids[~rows.tokens.mask], padded.prompt_ids[padded.prompt_ids != PAD].numpy())
+    assert np.array_equal(
+        rows.tokens.ids[~rows.tokens.mask], padded.prompt_ids[padded.prompt_ids != PAD].numpy()
+    )
     assert np.allclose(rows.columns_R["advantage"], padded.advantage.numpy())
 
 
 def test_the_head_is_measured_at_a_vocabulary_of_150_000_while_there_is_time(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(trainer_head, "measure_head", lambda report, cases, threads: asked.append((cases, threads)))
+    monkeypatch.setattr(
+        trainer_head, "measure_head", lambda report, cases, threads: asked.append((cases, threads))
+    )
     path = tmp_path / "lines.jsonl"
-    assert trainer.main(["--model", "tiny", "--threads", "1", "--cases", "head", "--json", str(path)]) == 0
+    assert (
+        trainer.main(["--model", "tiny", "--threads", "1", "--cases", "head", "--json", str(path)])
+        == 0
+    )
     (((case,), threads),) = asked
     assert (case.vocabulary, threads) == (150_000, 1)
-    assert trainer.main(["--model", "tiny", "--cases", "head", "--minutes", "0", "--json", str(path)]) == 0
+    assert (
+        trainer.main(["--model", "tiny", "--cases", "head", "--minutes", "0", "--json", str(path)])
+        == 0
+    )
     assert len(asked) == 1 and "time" in lines(path)["all"]["skipped"]

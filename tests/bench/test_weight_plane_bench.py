@@ -1,4 +1,5 @@
-"""Laws of the weight-plane bench: same bytes for all, checked after every update; one failure is one row."""
+"""Laws of the weight-plane bench: same bytes for all, checked after every update; one failure is
+one row."""
 
 import json
 import threading
@@ -37,7 +38,9 @@ def test_systems_are_measured_in_real_processes_and_leave_nothing_behind(tmp_pat
     before = left_in_shared_memory()
     path = tmp_path / "lines.jsonl"
     systems = ["memcpy", "gloo_p2p", "ours_shm", "ours_gloo_zero_copy", "gloo", "torch_shared"]
-    assert weight_plane.main([*SMALL, "--systems", *systems, "--json", str(path)]) == 0, capsys.readouterr().out
+    assert weight_plane.main([*SMALL, "--systems", *systems, "--json", str(path)]) == 0, (
+        capsys.readouterr().out
+    )
     rows = lines(path)
     assert set(rows) == set(systems)
     for row in rows.values():
@@ -54,7 +57,18 @@ def test_systems_are_measured_in_real_processes_and_leave_nothing_behind(tmp_pat
 def test_several_ranks_on_either_side_are_measured_beside_their_floors(tmp_path, capsys):
     path = tmp_path / "lines.jsonl"
     systems = ["memcpy", "raw_gloo", "shared_memory", "gloo"]
-    asked = ["--ranks", "2x2", "--mib", "2", "--updates", "2", "--rank-systems", *systems, "--json", str(path)]
+    asked = [
+        "--ranks",
+        "2x2",
+        "--mib",
+        "2",
+        "--updates",
+        "2",
+        "--rank-systems",
+        *systems,
+        "--json",
+        str(path),
+    ]
     assert weight_plane.main(asked) == 0
     rows = lines(path)
     assert set(rows) == {"shared_memory", "gloo"}
@@ -96,7 +110,9 @@ def test_a_system_that_fails_in_its_process_is_told_in_words_and_leaves_nothing_
     assert left_in_shared_memory() == before
 
 
-def test_a_failed_system_is_a_row_and_the_exit_status_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+def test_a_failed_system_is_a_row_and_the_exit_status_and_the_others_go_on(
+    tmp_path, monkeypatch, capsys
+):
     def fake(job: Job) -> UpdateTimes | str:
         if job.system == "gloo":
             return "reader: RuntimeError: no route"
@@ -176,7 +192,11 @@ def test_a_stall_is_what_the_longest_step_of_an_update_took_beyond_the_usual():
     quiet = [(0, 0, ms), (ms, 0, ms), (2 * ms, 2 * ms, 3 * ms)]
     update = [(5 * ms, 0, ms), (6 * ms, ms, 7 * ms), (13 * ms, ms // 2, 2 * ms)]
     after = [(15 * ms, 80 * ms, 90 * ms)]
-    assert stalls(quiet + update + after, called_ns=int(5.5 * ms), visible_ns=14 * ms) == (6.0, 1.0, 2.0)
+    assert stalls(quiet + update + after, called_ns=int(5.5 * ms), visible_ns=14 * ms) == (
+        6.0,
+        1.0,
+        2.0,
+    )
 
 
 def test_ratios_are_taken_within_a_repeat():

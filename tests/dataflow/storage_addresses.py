@@ -1,4 +1,5 @@
-"""A file system that fails when it is told to, for copies of checkpoints; the rest of it is a folder."""
+"""A file system that fails when it is told to, for copies of checkpoints; the rest of it is a
+folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

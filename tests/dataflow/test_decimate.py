@@ -18,7 +18,10 @@ def test_of_a_long_series_the_ends_and_what_stands_out_stay_and_there_are_no_mor
     xs, ys = np.arange(len(values), dtype=np.float64), np.array(values)
     found_xs, found_ys = decimate(xs, ys, most)
     assert len(found_xs) == len(found_ys) <= max(most, min(most, len(values)))
-    assert (found_xs[0], found_xs[-1]) == (xs[0], xs[-1]) and (found_ys[0], found_ys[-1]) == (ys[0], ys[-1])
+    assert (found_xs[0], found_xs[-1]) == (xs[0], xs[-1]) and (found_ys[0], found_ys[-1]) == (
+        ys[0],
+        ys[-1],
+    )
     assert found_ys.min() == ys.min() and found_ys.max() == ys.max()
     assert (np.diff(found_xs) > 0).all() and (ys[found_xs.astype(int)] == found_ys).all()
 

@@ -1,4 +1,5 @@
-"""Pictures: the layout's geometry, what each format shows, and that no name can break out of its place."""
+"""Pictures: the layout's geometry, what each format shows, and that no name can break out of its
+place."""
 
 import itertools
 import json
@@ -73,11 +74,15 @@ class Evaluate(Sink):
 
 def data(graph: nx.MultiDiGraph, tail: str, head: str, stream: str, *added: str) -> None:
     columns = {name: pa.float64() for name in ("prompt", *added)}
-    graph.add_edge(tail, head, key=stream, plane="data", stream=stream, columns=columns, added=added)
+    graph.add_edge(
+        tail, head, key=stream, plane="data", stream=stream, columns=columns, added=added
+    )
 
 
 def weights(graph: nx.MultiDiGraph, tail: str, head: str, model: Model, max_staleness: int) -> None:
-    graph.add_edge(tail, head, key="weights", plane="weights", model=model, max_staleness=max_staleness)
+    graph.add_edge(
+        tail, head, key="weights", plane="weights", model=model, max_staleness=max_staleness
+    )
 
 
 def nodes(graph: nx.MultiDiGraph, *operators: Operator) -> None:
@@ -99,7 +104,17 @@ def aipo_with_evaluation() -> nx.MultiDiGraph:
     )
     for stream in ("prompts", "held_out"):
         data(graph, stream, "generator", stream, "prompt", "group_id")
-        data(graph, "generator", "reward", stream, "completion", "tokens", "logprobs", "versions", "mask")
+        data(
+            graph,
+            "generator",
+            "reward",
+            stream,
+            "completion",
+            "tokens",
+            "logprobs",
+            "versions",
+            "mask",
+        )
     data(graph, "reward", "advantage", "prompts", "reward")
     data(graph, "reward", "evaluate", "held_out", "reward")
     data(graph, "advantage", "trainer", "prompts", "advantage")
@@ -109,7 +124,9 @@ def aipo_with_evaluation() -> nx.MultiDiGraph:
 
 def texts(svg: str, kind: str = "") -> list[str]:
     found = ElementTree.fromstring(svg).iter(f"{SVG}text")
-    return ["".join(text.itertext()) for text in found if not kind or kind in (text.get("class") or "")]
+    return [
+        "".join(text.itertext()) for text in found if not kind or kind in (text.get("class") or "")
+    ]
 
 
 # --- the layout
@@ -130,7 +147,9 @@ def drawings(draw_from: st.DrawFn) -> tuple[dict[str, Size], list[ForwardEdge], 
     }
     pairs = st.tuples(st.integers(0, count - 1), st.integers(0, count - 1), st.integers(0, 2))
     chosen = draw_from(st.lists(pairs, max_size=24, unique=True))
-    links = [ForwardEdge(tail=f"n{a}", head=f"n{b}", stream=stream) for a, b, stream in chosen if a < b]
+    links = [
+        ForwardEdge(tail=f"n{a}", head=f"n{b}", stream=stream) for a, b, stream in chosen if a < b
+    ]
     chosen = draw_from(st.lists(pairs, max_size=3, unique_by=lambda pair: pair[:2]))
     backs = [BackEdge(tail=f"n{a}", head=f"n{b}", label_width=90) for a, b, _ in chosen if a > b]
     return sizes, links, backs
@@ -155,7 +174,12 @@ def test_boxes_never_overlap_and_no_edge_runs_through_a_box(
         assert not one.touches(other)
     paths = [*layout.links, *(route.points for route in layout.backs)]
     for path, box in itertools.product(paths, layout.boxes.values()):
-        smaller = Rect(left=box.left + 0.01, right=box.right - 0.01, top=box.top + 0.01, bottom=box.bottom - 0.01)
+        smaller = Rect(
+            left=box.left + 0.01,
+            right=box.right - 0.01,
+            top=box.top + 0.01,
+            bottom=box.bottom - 0.01,
+        )
         assert not any(stretch.touches(smaller) for stretch in stretches(path))
 
 
@@ -203,7 +227,11 @@ def test_parallel_back_edges_keep_apart() -> None:
     size = Size(width=80, height=40)
     names = ["a", "b", "c", "d"]
     links = [ForwardEdge(tail=tail, head=head) for tail, head in itertools.pairwise(names)]
-    backs = [BackEdge(tail="d", head="a"), BackEdge(tail="d", head="b"), BackEdge(tail="c", head="a")]
+    backs = [
+        BackEdge(tail="d", head="a"),
+        BackEdge(tail="d", head="b"),
+        BackEdge(tail="c", head="a"),
+    ]
     layout = arrange(dict.fromkeys(names, size), links, backs)
     assert len({(route.label[1]) for route in layout.backs}) == 3
 
@@ -225,7 +253,10 @@ def test_the_order_undoes_crossings_that_can_be_undone() -> None:
     assert crossings(order(rows, before, after), after) == 0
 
 
-@given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(0.1, 9)), min_size=1, max_size=20), st.floats(0, 50))
+@given(
+    st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(0.1, 9)), min_size=1, max_size=20),
+    st.floats(0, 50),
+)
 def test_spread_keeps_the_distance_and_moves_nothing_that_has_room(
     wanted: list[tuple[float, float]], step: float
 ) -> None:
@@ -252,8 +283,14 @@ def test_a_frame_in_two_places_holds_no_foreign_box() -> None:
 def test_svg_shows_operators_knobs_new_columns_and_staleness() -> None:
     svg = render_svg(aipo_with_evaluation(), title="AIPO")
     assert texts(svg, "name") == [
-        "prompts", "held_out", "generator", "reward", "advantage", "trainer", "evaluate",
-    ]  # fmt: skip
+        "prompts",
+        "held_out",
+        "generator",
+        "reward",
+        "advantage",
+        "trainer",
+        "evaluate",
+    ]
     assert "group_size=8" in texts(svg, "knob") and "loss=max(default=4)" in texts(svg, "knob")
     assert "…+2" in texts(svg, "column") and "completion" in texts(svg, "column")
     assert texts(svg, "note") == ["policy · max_staleness=4"]
@@ -271,11 +308,16 @@ def test_streams_are_told_apart_only_where_there_are_several() -> None:
 
 
 def test_frames_are_drawn_in_each_format_and_unknown_nodes_ignored(tmp_path: Path) -> None:
-    frames = [DeviceFrame("gpu 0-5", ("generator", "ghost")), DeviceFrame("cpu x1", ("prompts", "reward", "advantage"))]
+    frames = [
+        DeviceFrame("gpu 0-5", ("generator", "ghost")),
+        DeviceFrame("cpu x1", ("prompts", "reward", "advantage")),
+    ]
     graph = aipo_with_evaluation()
     svg = render_svg(graph, frames)
     root = ElementTree.fromstring(svg)
-    framed = [group for group in root.iter(f"{SVG}g") if (group.get("class") or "").startswith("frame")]
+    framed = [
+        group for group in root.iter(f"{SVG}g") if (group.get("class") or "").startswith("frame")
+    ]
     labels = ["".join(text.itertext()) for group in framed for text in group.iter(f"{SVG}text")]
     assert sorted(labels) == ["cpu x1", "cpu x1", "gpu 0-5"]
     assert draw(graph, tmp_path / "g.dot", frames).read_text().count("subgraph") == 3
@@ -283,20 +325,34 @@ def test_frames_are_drawn_in_each_format_and_unknown_nodes_ignored(tmp_path: Pat
     assert "ghost" not in svg
 
 
-def test_frames_say_their_hosts_on_a_line_of_their_own_and_those_of_one_place_have_one_colour(tmp_path: Path) -> None:
+def test_frames_say_their_hosts_on_a_line_of_their_own_and_those_of_one_place_have_one_colour(
+    tmp_path: Path,
+) -> None:
     where = {"generator": "hosts a and b", "prompts": "host a", "trainer": "hosts a and b"}
     frames = [DeviceFrame(f"{name} · 2 GPUs", (name,), place) for name, place in where.items()]
     graph = aipo_with_evaluation()
     root = ElementTree.fromstring(render_svg(graph, frames))
-    framed = [group for group in root.iter(f"{SVG}g") if (group.get("class") or "").startswith("frame")]
-    titles = [(group.get("class"), *group.iter(f"{SVG}text")) for group in framed if list(group.iter(f"{SVG}text"))]
+    framed = [
+        group for group in root.iter(f"{SVG}g") if (group.get("class") or "").startswith("frame")
+    ]
+    titles = [
+        (group.get("class"), *group.iter(f"{SVG}text"))
+        for group in framed
+        if list(group.iter(f"{SVG}text"))
+    ]
     assert {label.text: (shade, place.text) for shade, label, place in titles} == {
-        "generator · 2 GPUs": ("frame frame0", "hosts a and b"), "prompts · 2 GPUs": ("frame frame1", "host a"),
+        "generator · 2 GPUs": ("frame frame0", "hosts a and b"),
+        "prompts · 2 GPUs": ("frame frame1", "host a"),
         "trainer · 2 GPUs": ("frame frame0", "hosts a and b"),
-    }  # fmt: skip
+    }
     assert all(float(place.get("y", 0)) > float(label.get("y", 0)) for _, label, place in titles)
-    assert "generator · 2 GPUs\\nhosts a and b" in draw(graph, tmp_path / "g.dot", frames).read_text()
-    assert "generator · 2 GPUs<br/>hosts a and b" in draw(graph, tmp_path / "g.mmd", frames).read_text()
+    assert (
+        "generator · 2 GPUs\\nhosts a and b" in draw(graph, tmp_path / "g.dot", frames).read_text()
+    )
+    assert (
+        "generator · 2 GPUs<br/>hosts a and b"
+        in draw(graph, tmp_path / "g.mmd", frames).read_text()
+    )
     assert "hosts a and b" in draw(graph, tmp_path / "g.html", frames).read_text()
 
 
@@ -305,12 +361,17 @@ def test_a_frame_is_as_wide_as_its_label() -> None:
     nodes(graph, Score(name="s"))
     label = "a label much wider than the box s"
     for frame in (DeviceFrame(label, ("s",)), DeviceFrame("s", ("s",), label)):
-        rect = next(ElementTree.fromstring(render_svg(graph, [frame])).iter(f"{SVG}g")).find(f"{SVG}rect")
+        rect = next(ElementTree.fromstring(render_svg(graph, [frame])).iter(f"{SVG}g")).find(
+            f"{SVG}rect"
+        )
         assert rect is not None and float(rect.get("width", "0")) >= sans_width(label, 10)
 
 
 def test_every_style_rule_is_bound_to_the_class_of_the_picture() -> None:
-    style = next(ElementTree.fromstring(render_svg(aipo_with_evaluation())).iter(f"{SVG}style")).text or ""
+    style = (
+        next(ElementTree.fromstring(render_svg(aipo_with_evaluation())).iter(f"{SVG}style")).text
+        or ""
+    )
     light, _, dark = style.partition("@media (prefers-color-scheme:dark){")
     selectors = re.findall(r"([^{}]+)\{[^{}]*\}", light + dark)
     assert len(selectors) > 40
@@ -333,7 +394,11 @@ def test_a_box_shows_few_knobs_and_counts_the_rest() -> None:
 
 
 def test_labels_leave_out_the_columns_that_keep_the_books() -> None:
-    assert column_lines(["group_id", "prompt", "round_size", "answer"]) == ["prompt", "answer", "…+2"]
+    assert column_lines(["group_id", "prompt", "round_size", "answer"]) == [
+        "prompt",
+        "answer",
+        "…+2",
+    ]
     assert column_lines(["group_id"]) == ["group_id"]
     assert column_lines([]) == []
 
@@ -402,7 +467,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.links += [
+            value or "" for name, value in attrs if name in ("src", "href", "xlink:href")
+        ]
         self._open = tag if dict(attrs).get("id") is None else dict(attrs)["id"] or ""
 
     def handle_data(self, data: str) -> None:
@@ -428,7 +495,11 @@ def test_the_page_loads_nothing_and_knows_every_operator(tmp_path: Path) -> None
 
 def is_control(char: str) -> bool:
     """Whether XML forbids it."""
-    return (char < " " and char not in "\t\n\r") or "\ud800" <= char <= "\udfff" or char in "\ufffe\uffff"
+    return (
+        (char < " " and char not in "\t\n\r")
+        or "\ud800" <= char <= "\udfff"
+        or char in "\ufffe\uffff"
+    )
 
 
 HOSTILE = st.one_of(
@@ -482,7 +553,9 @@ def test_no_name_breaks_out_of_any_format(names: list[str], text: str) -> None:
     chart = languages.to_mermaid(picture)
     if picture.title:
         title = chart.split("\n")[1].removeprefix("title: ")
-        assert json.loads(title) == "".join("\N{REPLACEMENT CHARACTER}" if is_control(c) else c for c in text)
+        assert json.loads(title) == "".join(
+            "\N{REPLACEMENT CHARACTER}" if is_control(c) else c for c in text
+        )
         chart = chart.split("\n", 3)[3]
     for line in chart.splitlines():
         for label in re.findall(r'"([^"]*)"', line):
@@ -503,21 +576,31 @@ def test_the_curve_has_axes_a_legend_and_a_dot_per_evaluation() -> None:
     svg = reward_curve_svg(metrics, title="a <curve>")
     words = texts(svg)
     assert "a <curve>" in words and "step (optimiser updates)" in words
-    assert {"reward, mean of a step", "its running mean", "accuracy on held-out prompts"} <= set(words)
+    assert {"reward, mean of a step", "its running mean", "accuracy on held-out prompts"} <= set(
+        words
+    )
     assert "0.20" in words and "0.50" in words
     assert svg.count("<circle") == 3
 
 
-def boxes_and_points(svg: str) -> tuple[list[tuple[float, float, float, float]], list[list[tuple[float, float]]]]:
+def boxes_and_points(
+    svg: str,
+) -> tuple[list[tuple[float, float, float, float]], list[list[tuple[float, float]]]]:
     """Where labels of the curve stand, on the narrow side, and what the lines run through."""
     root = ElementTree.fromstring(svg)
     boxes = []
     for each in root.iter(f"{SVG}text"):
         if "mark" in (kind := each.get("class") or ""):
-            x, y, wide = float(each.get("x") or 0), float(each.get("y") or 0), 5.0 * len(each.text or "")
+            x, y, wide = (
+                float(each.get("x") or 0),
+                float(each.get("y") or 0),
+                5.0 * len(each.text or ""),
+            )
             left = x - wide if "end" in kind else x
             boxes.append((left, left + wide, y - 8, y))
-    paths = [each.get("d") or "" for group in root.iter(f"{SVG}g") for each in group.iter(f"{SVG}path")]
+    paths = [
+        each.get("d") or "" for group in root.iter(f"{SVG}g") for each in group.iter(f"{SVG}path")
+    ]
     lines = [re.findall(r"(-?[\d.]+) (-?[\d.]+)", path) for path in paths if "L" in path]
     return boxes, [[(float(x), float(y)) for x, y in line] for line in lines]
 
@@ -525,7 +608,9 @@ def boxes_and_points(svg: str) -> tuple[list[tuple[float, float, float, float]],
 @pytest.mark.parametrize("rise", [-0.9, -0.3, 0.0, 0.3, 0.9])
 @pytest.mark.parametrize("reward", [0.1, 0.5, 0.95])
 def test_no_word_of_the_curve_lies_on_a_line(rise: float, reward: float) -> None:
-    metrics = [{"step": step, "reward_mean": reward + 0.02 * math.sin(step)} for step in range(1, 61)]
+    metrics = [
+        {"step": step, "reward_mean": reward + 0.02 * math.sin(step)} for step in range(1, 61)
+    ]
     low = max(0.0, -rise)
     metrics += [{"step": step, "eval_accuracy": low + rise * step / 60} for step in (0, 30, 60)]
     boxes, lines = boxes_and_points(
@@ -543,10 +628,14 @@ def test_no_word_of_the_curve_lies_on_a_line(rise: float, reward: float) -> None
 
 def test_the_curve_has_a_line_with_its_words_where_something_changed() -> None:
     metrics = [{"step": step, "reward_mean": step / 100} for step in range(1, 61)]
-    svg = reward_curve_svg(metrics, marks=[(0, "a < b"), (30, "reward = rewards:strict"), (999, "later")])
+    svg = reward_curve_svg(
+        metrics, marks=[(0, "a < b"), (30, "reward = rewards:strict"), (999, "later")]
+    )
     assert {"a < b", "reward = rewards:strict", "later"} <= set(texts(svg))
     assert svg.count('class="grid changed"') == 3
-    assert ElementTree.fromstring(reward_curve_svg([], marks=[(3, "of no step")])).tag == f"{SVG}svg"
+    assert (
+        ElementTree.fromstring(reward_curve_svg([], marks=[(3, "of no step")])).tag == f"{SVG}svg"
+    )
 
 
 @pytest.mark.parametrize(
@@ -567,7 +656,13 @@ def test_the_curve_stands_whatever_the_metrics_lack(metrics: list[dict[str, Any]
 
 
 @settings(max_examples=80)
-@given(st.lists(st.fixed_dictionaries({"step": st.integers(0, 10**6), "reward_mean": st.floats() | st.none()})))
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"step": st.integers(0, 10**6), "reward_mean": st.floats() | st.none()}
+        )
+    )
+)
 def test_no_reward_makes_the_curve_fail(metrics: list[dict[str, Any]]) -> None:
     assert ElementTree.fromstring(reward_curve_svg(metrics)).tag == f"{SVG}svg"
 
@@ -576,12 +671,22 @@ def test_no_reward_makes_the_curve_fail(metrics: list[dict[str, Any]]) -> None:
 
 
 def test_a_time_line_has_a_row_for_each_operator_its_share_and_a_line_for_each_step() -> None:
-    spans = {"generator 0": [(0.0, 3.0), (3.001, 9.0)], "a <b>": [(2.0, 4.0)], "late": [(20.0, 30.0)]}
+    spans = {
+        "generator 0": [(0.0, 3.0), (3.001, 9.0)],
+        "a <b>": [(2.0, 4.0)],
+        "late": [(20.0, 30.0)],
+    }
     svg = timeline_svg(spans, [1.0, 5.0, 9.0], "steps of <x>")
     root = ElementTree.fromstring(svg)
     words = [text.text for text in root.iter(f"{SVG}text")]
-    assert {"generator 0", "a <b>", "late", "100%", "25%", "0%", "steps of <x>", "seconds"} <= set(words)
-    bars = [group.find(f"{SVG}path") for group in root.iter(f"{SVG}g") if "bar" in group.get("class", "")]
+    assert {"generator 0", "a <b>", "late", "100%", "25%", "0%", "steps of <x>", "seconds"} <= set(
+        words
+    )
+    bars = [
+        group.find(f"{SVG}path")
+        for group in root.iter(f"{SVG}g")
+        if "bar" in group.get("class", "")
+    ]
     assert [bar.get("d", "").count("M") for bar in bars if bar is not None] == [1, 1]
     assert sum(path.get("class") == "grid" for path in root.iter(f"{SVG}path")) == 3
 

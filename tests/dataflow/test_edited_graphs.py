@@ -1,4 +1,5 @@
-"""`g.insert` and `g.remove`: another graph, checked anew, that runs; what no longer fits is named."""
+"""`g.insert` and `g.remove`: another graph, checked anew, that runs; what no longer fits is
+named."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,10 @@ class Writes(Transform):
 
 def build(*scorers: Any, columns: tuple[str, ...] = ()) -> Graph:
     g = Graph("edited")
-    generator, trainer = FakeGenerator(model=MODEL), FakeTrainer(model=MODEL, prompts_per_step=2, columns=columns)
+    generator, trainer = (
+        FakeGenerator(model=MODEL),
+        FakeTrainer(model=MODEL, prompts_per_step=2, columns=columns),
+    )
     stream = generator(g.source(FakePrompts()))
     for each in scorers:
         stream = each(stream)
@@ -59,12 +63,17 @@ def ways(graph: Graph) -> set[tuple[str, str]]:
     return {(u, v) for u, v, data in graph.nx.edges(data=True) if data["plane"] == "data"}
 
 
-def test_an_inserted_operator_stands_between_a_node_and_all_that_read_it_and_the_first_graph_stays() -> None:
+def test_an_inserted_operator_stands_between_a_node_and_all_that_read_it_and_the_first_graph_stays() -> (
+    None
+):
     graph = build(reward)
     edited = graph.insert(length, after="generator")
     assert ways(edited) == {
-        ("prompts", "generator"), ("generator", "length"), ("length", "reward"), ("reward", "trainer"),
-    }  # fmt: skip
+        ("prompts", "generator"),
+        ("generator", "length"),
+        ("length", "reward"),
+        ("reward", "trainer"),
+    }
     assert edited.nx.edges["trainer", "generator", "weights"]["max_staleness"] == 3
     assert "length" not in graph.operators
     assert ways(edited.remove("length")) == ways(graph)
@@ -74,7 +83,11 @@ def test_an_inserted_operator_stands_between_a_node_and_all_that_read_it_and_the
 
 
 def test_an_edited_graph_runs_and_its_rows_have_the_columns(tmp_path: Path) -> None:
-    graph = fake_graph(scorers=(length,), prompts_per_step=4).insert(reward, after="generator").remove("length")
+    graph = (
+        fake_graph(scorers=(length,), prompts_per_step=4)
+        .insert(reward, after="generator")
+        .remove("length")
+    )
     result = run(graph, steps=2, on=inline(), runs=tmp_path, quiet=True)
     assert result.verdict.clean
     rows = Run(result.folder).rollouts()
@@ -94,7 +107,10 @@ def test_rows_of_one_source_alone_pass_an_operator_that_was_inserted_for_it() ->
     both = g.insert(length, after="reward")
     assert {("length", "trainer"), ("length", "eval")} <= ways(both)
     assert ("reward", "eval") not in ways(both)
-    with pytest.raises(GraphError, match=r"rows of 'others' do not come from 'reward', which has those of \['prompts"):
+    with pytest.raises(
+        GraphError,
+        match=r"rows of 'others' do not come from 'reward', which has those of \['prompts",
+    ):
         g.insert(length, after="reward", source="others")
 
 
@@ -125,25 +141,68 @@ def test_a_filter_is_inserted_and_removed() -> None:
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda: build(reward, length, penalty).remove("reward"),
-         "'reward' cannot be removed: 'penalty' reads column 'reward', which 'reward' writes; remove 'penalty' before"),
-        (lambda: build(reward, columns=("reward",)).remove("reward"), "'trainer' reads column 'reward'"),
-        (lambda: build(reward).remove("rewards"), "no operator 'rewards' to remove; .*did you mean 'reward'"),
-        (lambda: build(reward).remove("prompts"), "'prompts' is a source, and nothing would come in its place"),
-        (lambda: build(reward).remove("trainer"), r"without it nobody reads the rows of \['reward'\]"),
+        (
+            lambda: build(reward, length, penalty).remove("reward"),
+            (
+                "'reward' cannot be removed: 'penalty' reads column 'reward', which 'reward'"
+                " writes; remove 'penalty' before"
+            ),
+        ),
+        (
+            lambda: build(reward, columns=("reward",)).remove("reward"),
+            "'trainer' reads column 'reward'",
+        ),
+        (
+            lambda: build(reward).remove("rewards"),
+            "no operator 'rewards' to remove; .*did you mean 'reward'",
+        ),
+        (
+            lambda: build(reward).remove("prompts"),
+            "'prompts' is a source, and nothing would come in its place",
+        ),
+        (
+            lambda: build(reward).remove("trainer"),
+            r"without it nobody reads the rows of \['reward'\]",
+        ),
         (lambda: build(reward).remove("generator"), "'generator' makes rollouts of prompts"),
-        (lambda: build(reward).insert(penalty, after="reward"), "'penalty' reads column 'length', but 'reward'"),
-        (lambda: build(reward).insert(of_text, after="reward"), "'of_text' reads column 'reward' as str"),
-        (lambda: build(reward).insert(length, after="trainer"), r"'trainer' is a sink, .*reads: \['reward'\]"),
-        (lambda: build(reward).insert(length, after="rewrd"), "no operator 'rewrd' to insert behind"),
-        (lambda: build(reward).insert(reward, after="generator"), "'reward' is in the graph already"),
-        (lambda: build(reward).insert(FakePrompts(name="more"), after="reward"), "a source; give it one that takes"),
-        (lambda: build(reward).insert(FakeTrainer(name="more"), after="reward"), "a sink; give it one that takes"),
+        (
+            lambda: build(reward).insert(penalty, after="reward"),
+            "'penalty' reads column 'length', but 'reward'",
+        ),
+        (
+            lambda: build(reward).insert(of_text, after="reward"),
+            "'of_text' reads column 'reward' as str",
+        ),
+        (
+            lambda: build(reward).insert(length, after="trainer"),
+            r"'trainer' is a sink, .*reads: \['reward'\]",
+        ),
+        (
+            lambda: build(reward).insert(length, after="rewrd"),
+            "no operator 'rewrd' to insert behind",
+        ),
+        (
+            lambda: build(reward).insert(reward, after="generator"),
+            "'reward' is in the graph already",
+        ),
+        (
+            lambda: build(reward).insert(FakePrompts(name="more"), after="reward"),
+            "a source; give it one that takes",
+        ),
+        (
+            lambda: build(reward).insert(FakeTrainer(name="more"), after="reward"),
+            "a sink; give it one that takes",
+        ),
         (lambda: build(reward).insert("length", after="reward"), "but got str 'length'"),
-        (lambda: build(reward, length).insert(Writes(name="other"), after="generator"),
-         "'other' cannot stand behind 'generator': it writes column 'length', which 'length' writes further on"),
+        (
+            lambda: build(reward, length).insert(Writes(name="other"), after="generator"),
+            (
+                "'other' cannot stand behind 'generator': it writes column 'length', which 'length'"
+                " writes further on"
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_no_longer_fits_is_refused_by_name(edit: Any, said: str) -> None:
     with pytest.raises(GraphError, match=said):
         edit()

@@ -29,7 +29,11 @@ def length(completion: str) -> int:
 
 
 def build(max_staleness: int = 2) -> Graph:
-    graph, generator, trainer = Graph("test"), FakeGenerator(model=POLICY), FakeTrainer(model=POLICY)
+    graph, generator, trainer = (
+        Graph("test"),
+        FakeGenerator(model=POLICY),
+        FakeTrainer(model=POLICY),
+    )
     trainer(length(reward(generator(graph.source(FakePrompts())))))
     graph.feedback(trainer.weights, generator, max_staleness=max_staleness)
     return graph
@@ -50,7 +54,13 @@ def test_the_networkx_graph_tells_the_planes_apart_and_its_algorithms_work_on_it
     assert graph.edges["trainer", "generator", "weights"]["max_staleness"] == 2
     assert graph.edges["reward", "length", "prompts"]["added"] == ("reward",)
     data = nx.DiGraph((u, v) for u, v, plane in graph.edges(data="plane") if plane == "data")
-    assert list(nx.topological_sort(data)) == ["prompts", "generator", "reward", "length", "trainer"]
+    assert list(nx.topological_sort(data)) == [
+        "prompts",
+        "generator",
+        "reward",
+        "length",
+        "trainer",
+    ]
     assert not nx.is_directed_acyclic_graph(graph)
 
 
@@ -100,7 +110,10 @@ def test_join_has_the_columns_of_all_branches() -> None:
 def test_light_operators_in_a_row_share_a_worker() -> None:
     placements = plan(build(), Devices(cpus=2)).placements
     assert placements["reward"].worker == placements["length"].worker == "reward"
-    assert len({placements[node].worker for node in ("prompts", "generator", "reward", "trainer")}) == 4
+    assert (
+        len({placements[node].worker for node in ("prompts", "generator", "reward", "trainer")})
+        == 4
+    )
 
 
 def test_synchronous_operators_take_turns_on_all_cores_and_asynchronous_ones_share_them() -> None:
@@ -138,20 +151,27 @@ def dealt_out(max_staleness: int = 2) -> Graph:
 def test_a_replica_of_a_tensor_parallel_generator_takes_as_many_gpus_as_it_has_ranks() -> None:
     devices = Devices(cpus=8, gpus=8)
     sizes = {"policy": ModelSize(parameters=1000)}
-    placements = plan(dealt_out(), devices, gpus={"generator": 6, "trainer": 1}, sizes=sizes).placements
+    placements = plan(
+        dealt_out(), devices, gpus={"generator": 6, "trainer": 1}, sizes=sizes
+    ).placements
     generator = placements["generator"]
     assert (generator.replicas, generator.ranks) == (3, 2)
     assert [generator.device(replica) for replica in range(3)] == ["cuda:0", "cuda:2", "cuda:4"]
     assert generator.memory_bytes == 1000 * 4 // 2
-    assert placements["trainer"].memory_bytes == 1000 * (16 + 4)  # a version on its way to readers lies there too
+    # a version on its way to readers lies there too
+    assert placements["trainer"].memory_bytes == 1000 * (16 + 4)
 
 
 def test_gpus_that_do_not_make_whole_replicas_are_refused() -> None:
-    with pytest.raises(GraphError, match=r"given 3 GPUs, but each of its replicas takes 2 .*multiple of 2"):
+    with pytest.raises(
+        GraphError, match=r"given 3 GPUs, but each of its replicas takes 2 .*multiple of 2"
+    ):
         plan(dealt_out(), Devices(cpus=8, gpus=8), gpus={"generator": 3})
 
 
-def test_the_ranks_of_a_generator_on_the_cpu_share_the_cores_with_each_other_and_with_what_runs_beside_them() -> None:
+def test_the_ranks_of_a_generator_on_the_cpu_share_the_cores_with_each_other_and_with_what_runs_beside_them() -> (
+    None
+):
     assert plan(dealt_out(0), Devices(cpus=4)).placements["generator"].threads == 2
     placements = plan(dealt_out(), Devices(cpus=6)).placements
     assert placements["generator"].threads == placements["trainer"].threads == 2

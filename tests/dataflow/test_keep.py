@@ -1,4 +1,5 @@
-"""Laws of @keep: what a function becomes, what is refused, and what becomes of the groups that it drops."""
+"""Laws of @keep: what a function becomes, what is refused, and what becomes of the groups that it
+drops."""
 
 import select
 import time
@@ -39,9 +40,12 @@ class Log:
 def rows(rewards: list[float | None], group: int = 2, **columns: pa.Array) -> pa.RecordBatch:
     count = len(rewards)
     found = {
-        GROUP_ID: pa.array(np.arange(count) // group), ROLLOUT_ID: pa.array(np.arange(count)),
-        "reward": pa.array(rewards, pa.float64()), ERROR: pa.nulls(count, pa.string()), **columns,
-    }  # fmt: skip
+        GROUP_ID: pa.array(np.arange(count) // group),
+        ROLLOUT_ID: pa.array(np.arange(count)),
+        "reward": pa.array(rewards, pa.float64()),
+        ERROR: pa.nulls(count, pa.string()),
+        **columns,
+    }
     return pa.RecordBatch.from_arrays(list(found.values()), names=list(found))
 
 
@@ -60,7 +64,9 @@ def passed_through(made: Scorer[..., Any], records: pa.RecordBatch) -> pa.Record
     finally:
         runtime.close()
     (batch,) = pa.Table.from_batches(found).sort_by(ROLLOUT_ID).combine_chunks().to_batches()
-    check_columns(batch, made.provides(dict(zip(records.schema.names, records.schema.types, strict=True))))
+    check_columns(
+        batch, made.provides(dict(zip(records.schema.names, records.schema.types, strict=True)))
+    )
     return batch
 
 
@@ -73,9 +79,15 @@ def reasons(batch: pa.RecordBatch) -> list[str | None]:
 
 def test_a_filter_is_an_operator_that_reads_columns_and_adds_the_reason() -> None:
     assert isinstance(not_easy, Keep) and not_easy.name == "not_easy"
-    assert not_easy.reads() == {"reward": Array} and list(not_easy.configured(most=0.5).given) == ["most"]
+    assert not_easy.reads() == {"reward": Array} and list(not_easy.configured(most=0.5).given) == [
+        "most"
+    ]
     assert set(not_easy.provides({"x": pa.int64()})) == {"x", ERROR, DROP_REASON}
-    assert (not_easy.light, not_easy.state, not_easy.knobs()) == (True, "scored", {"isolate": False})
+    assert (not_easy.light, not_easy.state, not_easy.knobs()) == (
+        True,
+        "scored",
+        {"isolate": False},
+    )
 
 
 def test_a_filter_called_with_plain_values_is_the_function() -> None:
@@ -112,7 +124,8 @@ def test_a_scorer_behind_it_leaves_dropped_rows_alone(per: Any) -> None:
         return 10 * reward
 
     found = passed_through(
-        scorer(per=per, isolate=False)(tenfold), passed_through(has_signal, rows([1.0, 1.0, 0.0, 1.0]))
+        scorer(per=per, isolate=False)(tenfold),
+        passed_through(has_signal, rows([1.0, 1.0, 0.0, 1.0])),
     )
     assert found.column("tenfold").to_pylist() == [None, None, 0.0, 10.0]
     assert found.column(ERROR).null_count == 4
@@ -152,7 +165,9 @@ def test_anything_but_a_bool_is_the_error_of_the_rows_and_no_reason(says: Any, e
 
 
 def test_a_filter_per_row_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"a filter drops whole groups, but @keep got per='row'; leave `per` out"):
+    with pytest.raises(
+        GraphError, match=r"a filter drops whole groups, but @keep got per='row'; leave `per` out"
+    ):
         keep(per="row")(has_signal.function)  # type: ignore[call-overload]
 
 
@@ -162,7 +177,9 @@ def test_a_filter_that_says_more_or_less_than_a_bool_is_refused(annotation: Any)
         return True
 
     decide.__annotations__["return"] = annotation
-    with pytest.raises(GraphError, match=r"filter 'decide' \(test_keep.py:\d+\) returns .*annotate it -> bool"):
+    with pytest.raises(
+        GraphError, match=r"filter 'decide' \(test_keep.py:\d+\) returns .*annotate it -> bool"
+    ):
         keep(decide)
 
 
@@ -183,7 +200,9 @@ def lambda_free(completion: str) -> float:
 
 def test_a_column_that_the_filter_reads_must_be_there() -> None:
     g = Graph("filters")
-    with pytest.raises(GraphError, match="'has_signal' reads column 'reward', but 'generator' provides"):
+    with pytest.raises(
+        GraphError, match="'has_signal' reads column 'reward', but 'generator' provides"
+    ):
         has_signal(FakeGenerator()(g.source(FakePrompts())))
 
 
@@ -211,7 +230,9 @@ def test_an_evaluation_behind_a_filter_is_refused() -> None:
     held_out = FakeGenerator(name="other")(g.source(FakePrompts(name="held_out")))
     score = scorer(name="length")(lambda_free)
     FakeEvaluate()(keep(name="long")(has_length)(score(held_out)))
-    with pytest.raises(GraphError, match="'eval' evaluates rows of 'held_out' behind a filter.*apply the @keep"):
+    with pytest.raises(
+        GraphError, match="'eval' evaluates rows of 'held_out' behind a filter.*apply the @keep"
+    ):
         g.check()
 
 

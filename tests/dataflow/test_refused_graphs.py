@@ -1,4 +1,5 @@
-"""Every graph that cannot work is refused before it runs, in three parts: what is wrong, what was found, what to do."""
+"""Every graph that cannot work is refused before it runs, in three parts: what is wrong, what was
+found, what to do."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +15,16 @@ from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
 from dataflow.records import SAMPLING_MASK, Array
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
-from operators import Demonstrations, Generator, Logprobs, Prompts, RewardModel, Trainer, Values, episode
+from operators import (
+    Demonstrations,
+    Generator,
+    Logprobs,
+    Prompts,
+    RewardModel,
+    Trainer,
+    Values,
+    episode,
+)
 from operators.losses import aipo, rloo, with_kl
 from operators.rewards import kl_penalty
 
@@ -199,7 +209,9 @@ def feedback_without_weights() -> None:
 
 def feedback_twice() -> None:
     graph = good()
-    graph.feedback(graph.operators["trainer"].weights, graph.operators["generator"], max_staleness=1)
+    graph.feedback(
+        graph.operators["trainer"].weights, graph.operators["generator"], max_staleness=1
+    )
 
 
 def negative_staleness() -> None:
@@ -300,12 +312,18 @@ def texts_for_an_episode_of_chats() -> None:
 def chats_for_demonstrations_of_texts() -> None:
     rows = [{"prompt": "1+1=", "answer": "2"}]
     graph = Graph("test")
-    FakeEvaluate()(Demonstrations(POLICY)(graph.source(Prompts(rows, columns=("answer",), chat=True))))
+    FakeEvaluate()(
+        Demonstrations(POLICY)(graph.source(Prompts(rows, columns=("answer",), chat=True)))
+    )
     graph.check()
 
 
 def evaluating_columns_of_unlike_types() -> None:
-    graph, generator, evaluation = Graph("test"), FakeGenerator(model=POLICY.frozen()), FakeEvaluate()
+    graph, generator, evaluation = (
+        Graph("test"),
+        FakeGenerator(model=POLICY.frozen()),
+        FakeEvaluate(),
+    )
     for name, kind in (("easy", str), ("hard", int)):
         evaluation(generator(graph.source(FakePrompts(name=name, columns={"answer": kind}))))
     graph.check()
@@ -378,7 +396,9 @@ def truncation_without_a_record() -> None:
 
 
 def truncation_before_a_scorer_that_compares() -> None:
-    _trained(with_kl(rloo), lambda stream: advantage(kl_penalty(stream)), min_p=0.1, engine="vllm").check()
+    _trained(
+        with_kl(rloo), lambda stream: advantage(kl_penalty(stream)), min_p=0.1, engine="vllm"
+    ).check()
 
 
 def truncation_of_a_live_run_that_records_none() -> None:
@@ -394,7 +414,11 @@ def groups_that_no_column_can_hold() -> None:
 
 
 def groups_of_more_replicas_than_an_edge_can_hold() -> None:
-    plan(_with_generator(group_size=64, max_tokens=1 << 22), Devices(cpus=2), replicas={"generator": 6})
+    plan(
+        _with_generator(group_size=64, max_tokens=1 << 22),
+        Devices(cpus=2),
+        replicas={"generator": 6},
+    )
 
 
 def messages_smaller_than_any_header() -> None:
@@ -500,16 +524,27 @@ def replicas_of_a_trainer() -> None:
 
 
 REFUSED: dict[Callable[[], None], str] = {
-    missing_column: r"'reward' reads column 'answer', but 'generator' provides \['group_id'.*add it to Prompts",
+    missing_column: (
+        r"'reward' reads column 'answer', but 'generator' provides \['group_id'.*add it to Prompts"
+    ),
     missing_column_that_a_node_provides: r"'advantage' reads column 'reward'.*'reward' provides it",
     missing_rollout_columns: r"'reward' reads column 'completion', but 'prompts'.*Generator",
-    missing_reference: r"reads column 'ref_logprobs'.*apply Logprobs\(model.frozen\(\), name=\"ref_logprobs\"\) first",
-    missing_reference_that_is_on_another_branch: r"reads column 'ref_logprobs'.*'ref_logprobs' provides it.*join",
+    missing_reference: (
+        r"reads column 'ref_logprobs'.*apply Logprobs\(model.frozen\(\), name=\"ref_logprobs\"\)"
+        r" first"
+    ),
+    missing_reference_that_is_on_another_branch: (
+        r"reads column 'ref_logprobs'.*'ref_logprobs' provides it.*join"
+    ),
     missing_values: r"reads column 'values'.*apply Values\(Model\(..., head=\"value\"\)\) first",
     missing_score: r"reads column 'score'.*apply RewardModel\(Model\(.*head=\"score\"\)",
     missing_sampling_mask: r"reads column 'sampling_mask'.*give it sampling_mask=True",
-    wrong_type: r"reads column 'answer' as int \(int64\), but 'generator' provides it as string; change",
-    column_written_twice: r"writes column 'answer', but the rows of 'generator' have it already; rename",
+    wrong_type: (
+        r"reads column 'answer' as int \(int64\), but 'generator' provides it as string; change"
+    ),
+    column_written_twice: (
+        r"writes column 'answer', but the rows of 'generator' have it already; rename"
+    ),
     generator_on_rollouts: r"writes column 'rollout_id', but",
     duplicate_names: r"two operators are called 'generator'.*another name",
     duplicate_sources: r"two sources are called 'prompts'; give one of them another name",
@@ -517,65 +552,125 @@ REFUSED: dict[Callable[[], None], str] = {
     data_cycle: r"'reward' would read its own output.*cycle.*feedback",
     nobody_reads: r"nobody reads the stream of 'needs_length'.*apply",
     no_source: r"has no source, only \[\]; start it with",
-    no_feedback: r"'trainer' trains 'policy' but 'generator' would never see the new weights; add g.feedback",
-    feedback_between_models: r"'trainer' trains 'critic' but 'generator' reads 'policy'.*give both the same",
+    no_feedback: (
+        r"'trainer' trains 'policy' but 'generator' would never see the new weights; add g.feedback"
+    ),
+    feedback_between_models: (
+        r"'trainer' trains 'critic' but 'generator' reads 'policy'.*give both the same"
+    ),
     feedback_to_frozen: r"'generator' reads frozen 'policy', which never changes; drop",
     feedback_to_a_stranger: r"a feedback names 'stranger', but the graph only has.*apply",
-    feedback_without_weights: r"g.feedback carries weights, but got a Stream; give it trainer.weights",
+    feedback_without_weights: (
+        r"g.feedback carries weights, but got a Stream; give it trainer.weights"
+    ),
     feedback_twice: r"'generator' already has a feedback from 'trainer'; drop one",
     negative_staleness: r"max_staleness counts versions and cannot be -1; use 0",
     fractional_staleness: r"max_staleness counts versions and cannot be 0.5; use 0",
     two_trainers: r"'trainer' and 'second' both train 'policy'.*join",
     frozen_trainer: r"'trainer' trains 'judge', which is frozen\(\); give it",
-    group_of_one: r"'advantage' compares the rollouts of a group, but the groups of 'prompts' have 1 rollout; raise",
-    too_little_in_flight: r"'generator' may hold 32 prompts in flight but one step of 'trainer' needs 64.*deadlock",
+    group_of_one: (
+        r"'advantage' compares the rollouts of a group, but the groups of 'prompts' have 1 rollout;"
+        r" raise"
+    ),
+    too_little_in_flight: (
+        r"'generator' may hold 32 prompts in flight but one step of 'trainer' needs 64.*deadlock"
+    ),
     queue_too_short: r"'trainer' may queue 4 prompts but one of its steps needs 8.*deadlock; raise",
-    unlike_temperatures: r"'generator' samples at temperature 1.0 but 'trainer' .* at 0.5.*same temperature",
-    a_penalty_that_no_ratio_knows_of: r"with repetition_penalty=1.2, and 'trainer' compares.*leave it out",
-    truncation_without_a_record: r"with top_p=0.9 and no sampling_mask, and 'trainer' .*give it sampling_mask=True",
-    truncation_before_a_scorer_that_compares: r"min_p=0.1 and no .*'kl_penalty' compares.*leave it out",
-    truncation_of_a_live_run_that_records_none: r"with top_k=5 and no .*give it sampling_mask=True from the start",
-    unlike_temperature_of_a_reference: r"at temperature 1.0 but 'ref_logprobs' computes .* at 0.5.*same temperature",
-    judge_that_reads_chats_as_text: r"'generator' lays prompts out as chat.*'score' would read.*give 'score' chat=True",
+    unlike_temperatures: (
+        r"'generator' samples at temperature 1.0 but 'trainer' .* at 0.5.*same temperature"
+    ),
+    a_penalty_that_no_ratio_knows_of: (
+        r"with repetition_penalty=1.2, and 'trainer' compares.*leave it out"
+    ),
+    truncation_without_a_record: (
+        r"with top_p=0.9 and no sampling_mask, and 'trainer' .*give it sampling_mask=True"
+    ),
+    truncation_before_a_scorer_that_compares: (
+        r"min_p=0.1 and no .*'kl_penalty' compares.*leave it out"
+    ),
+    truncation_of_a_live_run_that_records_none: (
+        r"with top_k=5 and no .*give it sampling_mask=True from the start"
+    ),
+    unlike_temperature_of_a_reference: (
+        r"at temperature 1.0 but 'ref_logprobs' computes .* at 0.5.*same temperature"
+    ),
+    judge_that_reads_chats_as_text: (
+        r"'generator' lays prompts out as chat.*'score' would read.*give 'score' chat=True"
+    ),
     chats_for_a_generator_of_texts: (
-        r"'prompts' issues prompts as chat messages but 'generator' would go on from their JSON.*'generator' chat=True"
+        r"'prompts' issues prompts as chat messages but 'generator' would go on from their"
+        r" JSON.*'generator' chat=True"
     ),
     texts_for_a_generator_of_chats: (
-        r"'prompts' issues prompts as texts but 'generator' lays out chat messages; give 'prompts' chat=True.*"
+        r"'prompts' issues prompts as texts but 'generator' lays out chat messages; give 'prompts'"
+        r" chat=True.*"
         r"or 'generator' chat=False"
     ),
-    chats_for_an_episode_of_texts: r"chat messages but 'talk' would go on from their JSON.*'generator' chat=True",
-    texts_for_an_episode_of_chats: r"as texts but 'talk' lays out chat messages; give 'prompts' chat=True.*'generator'",
-    chats_for_demonstrations_of_texts: r"chat messages but 'demonstrations' would go on.*'demonstrations' chat=True",
+    chats_for_an_episode_of_texts: (
+        r"chat messages but 'talk' would go on from their JSON.*'generator' chat=True"
+    ),
+    texts_for_an_episode_of_chats: (
+        r"as texts but 'talk' lays out chat messages; give 'prompts' chat=True.*'generator'"
+    ),
+    chats_for_demonstrations_of_texts: (
+        r"chat messages but 'demonstrations' would go on.*'demonstrations' chat=True"
+    ),
     evaluating_columns_of_unlike_types: (
-        r"'eval' evaluates rows of several sources as one table, but column 'answer' is string in those of 'easy' and "
+        r"'eval' evaluates rows of several sources as one table, but column 'answer' is string in"
+        r" those of 'easy' and "
         r"int64 in those of 'hard'; convert"
     ),
-    reference_without_feedback: r"'trainer' trains 'policy' but 'ref_logprobs' would never see.*or give it a frozen",
-    judge_that_is_not_frozen: r"'score' reads 'judge', which is not frozen\(\).*none of \['trainer'\] trains; give",
-    judge_with_a_language_head: r"'score' needs a model with head 'score', but 'policy' has head 'lm'; give it",
-    values_of_a_policy: r"'values' needs a model with head 'value', but 'policy' has head 'lm'; give it",
-    logprobs_of_a_judge: r"'ref_logprobs' needs a model with head 'lm', but 'judge' has head 'score'; give it",
+    reference_without_feedback: (
+        r"'trainer' trains 'policy' but 'ref_logprobs' would never see.*or give it a frozen"
+    ),
+    judge_that_is_not_frozen: (
+        r"'score' reads 'judge', which is not frozen\(\).*none of \['trainer'\] trains; give"
+    ),
+    judge_with_a_language_head: (
+        r"'score' needs a model with head 'score', but 'policy' has head 'lm'; give it"
+    ),
+    values_of_a_policy: (
+        r"'values' needs a model with head 'value', but 'policy' has head 'lm'; give it"
+    ),
+    logprobs_of_a_judge: (
+        r"'ref_logprobs' needs a model with head 'lm', but 'judge' has head 'score'; give it"
+    ),
     forward_of_no_model: r"'values' reads with 'critic', which is no Model; give",
     no_micro_batch: r"'values' has micro_batch_tokens=0; give",
     temperature_of_zero: r"'ref_logprobs' has temperature=0; give",
     reward_per_word: r"'score' has per='word', which is not known; use",
     steps_cut_at_nothing: r"'score' has cut=''; give",
-    replicas_of_a_forward_operator_of_nobody: r"devices are given to 'ref_logprob'.*did you mean 'ref_logprobs'",
-    groups_that_no_edge_can_hold: r"64 rollouts of 8388608 tokens and \d+ bytes, but a data edge holds .*top_k",
-    groups_that_no_column_can_hold: r"2160000000 numbers in .* 'sampling_mask', .*holds 2147483647; lower.*top_k",
-    groups_of_more_replicas_than_an_edge_can_hold: r"\d+ bytes, \d+ from 6 replicas, but .* holds 17179869184",
-    messages_smaller_than_any_header: r"at most 1000 bytes, which is not from 65536 to .*give message_bytes",
-    messages_larger_than_an_edge_holds: r"at most 1099511627776 bytes, .* to 17179869184, all that an edge holds; give",
+    replicas_of_a_forward_operator_of_nobody: (
+        r"devices are given to 'ref_logprob'.*did you mean 'ref_logprobs'"
+    ),
+    groups_that_no_edge_can_hold: (
+        r"64 rollouts of 8388608 tokens and \d+ bytes, but a data edge holds .*top_k"
+    ),
+    groups_that_no_column_can_hold: (
+        r"2160000000 numbers in .* 'sampling_mask', .*holds 2147483647; lower.*top_k"
+    ),
+    groups_of_more_replicas_than_an_edge_can_hold: (
+        r"\d+ bytes, \d+ from 6 replicas, but .* holds 17179869184"
+    ),
+    messages_smaller_than_any_header: (
+        r"at most 1000 bytes, which is not from 65536 to .*give message_bytes"
+    ),
+    messages_larger_than_an_edge_holds: (
+        r"at most 1099511627776 bytes, .* to 17179869184, all that an edge holds; give"
+    ),
     too_few_prompts: r"'prompts' ends after 100 prompts .*needs 101; give more",
     two_sources_into_a_trainer: r"'trainer' would train on rows of 2 sources.*mix them",
-    evaluating_what_is_trained: r"trained by 'trainer' and evaluated by 'eval'; evaluate prompts of their own",
+    evaluating_what_is_trained: (
+        r"trained by 'trainer' and evaluated by 'eval'; evaluate prompts of their own"
+    ),
     join_of_two_sources: r"join got rows of two sources, 'prompts' and 'more'.*join branches",
     join_of_two_graphs: r"join got streams of two graphs.*one Graph",
     join_of_prompts: r"join needs rollouts, but 'prompts' sends prompts; apply a generator",
     unknown_knob: r"FakeGenerator has no knob 'group_sise' .*did you mean 'group_size'",
     unknown_scorer_knob: r"'reward' .* has no knob 'scale'",
-    applied_to_no_stream: r"'generator' is applied to str 'prompts.jsonl', which is no stream; apply",
+    applied_to_no_stream: (
+        r"'generator' is applied to str 'prompts.jsonl', which is no stream; apply"
+    ),
     source_that_is_none: r"g.source takes a source, but got FakeGenerator",
     swap_of_nobody: r"no operator 'rewards' to swap.*did you mean 'reward'",
     swap_of_another_kind: r"'reward' is a operator and .*swap like for like",
@@ -586,13 +681,17 @@ REFUSED: dict[Callable[[], None], str] = {
     unknown_dtype: r"Model knob 'dtype' is 'float8', which is not known; use one of",
     more_gpus_than_there_are: r"asks for 8 GPUs, .* but this machine has 4; ask for fewer",
     gpus_for_nobody: r"devices are given to 'generater'.*did you mean 'generator'",
-    sharing_with_nobody: r"'trainer' is to share the devices of 'trainer', which has none of its own; name",
+    sharing_with_nobody: (
+        r"'trainer' is to share the devices of 'trainer', which has none of its own; name"
+    ),
     replicas_of_a_trainer: r"'trainer' cannot run as 2 replicas",
 }
 
 
 @pytest.mark.parametrize("build", REFUSED, ids=lambda build: build.__name__)
-def test_a_graph_that_cannot_work_is_refused_and_the_message_says_what_to_do(build: Callable[[], None]) -> None:
+def test_a_graph_that_cannot_work_is_refused_and_the_message_says_what_to_do(
+    build: Callable[[], None],
+) -> None:
     with pytest.raises(GraphError) as refused:
         build()
     assert re.search(REFUSED[build], str(refused.value), re.DOTALL), str(refused.value)
@@ -604,7 +703,10 @@ def test_a_good_graph_has_no_faults() -> None:
 
 def test_forward_operators_with_models_that_stay_or_are_fed_are_no_fault() -> None:
     assert list(faults(with_forward(RewardModel(JUDGE.frozen())))) == []
-    assert list(faults(with_forward(Logprobs(POLICY, name="proximal_logprobs"), max_staleness=0))) == []
+    assert (
+        list(faults(with_forward(Logprobs(POLICY, name="proximal_logprobs"), max_staleness=0)))
+        == []
+    )
 
 
 def test_the_temperature_of_a_critics_trainer_is_nobodys_concern() -> None:
@@ -625,8 +727,12 @@ def test_what_truncation_leaves_is_recorded_by_itself_and_as_long_as_a_run_goes_
     assert SAMPLING_MASK not in Generator(POLICY, top_k=5, engine="vllm").provides({})
     for graph in (truncated, plain, truncated.set_knobs({"generator.top_p": 1.0})):
         assert list(faults(graph)) == []
-        assert SAMPLING_MASK in graph.set_knobs({"generator.min_p": 0.1}).operators["generator"].provides({})
-    assert SAMPLING_MASK not in _trained(aipo).set_knobs({"generator.top_p": 1.0}).operators["generator"].provides({})
+        assert SAMPLING_MASK in graph.set_knobs({"generator.min_p": 0.1}).operators[
+            "generator"
+        ].provides({})
+    assert SAMPLING_MASK not in _trained(aipo).set_knobs({"generator.top_p": 1.0}).operators[
+        "generator"
+    ].provides({})
 
 
 def test_losses_without_a_ratio_may_be_of_any_sampling() -> None:
@@ -647,7 +753,8 @@ def test_every_reason_to_refuse_is_reached_by_some_graph_here() -> None:
 
     named = {function.__name__ for function in check._REASONS}
     defined = {
-        name for name, function in inspect.getmembers(check, inspect.isfunction)
+        name
+        for name, function in inspect.getmembers(check, inspect.isfunction)
         if inspect.isgeneratorfunction(function) and function.__module__ == check.__name__
-    } - {"faults"}  # fmt: skip
+    } - {"faults"}
     assert named == defined

@@ -1,4 +1,5 @@
-"""The law of staleness: in-order consumption and the admission rule bound the age, and never deadlock."""
+"""The law of staleness: in-order consumption and the admission rule bound the age, and never
+deadlock."""
 
 import numpy as np
 import pyarrow as pa
@@ -11,10 +12,17 @@ from dataflow.tokens.ages import staleness_at, staleness_parts
 
 
 class Loop:
-    """A generator and a trainer that take turns in any order; groups keep the version they started under."""
+    """A generator and a trainer that take turns in any order; groups keep the version they started
+    under."""
 
-    def __init__(self, prompts_per_step: int, max_staleness: int, limit: int | None, drops: set[int]) -> None:
-        self.prompts_per_step, self.max_staleness, self.limit = prompts_per_step, max_staleness, limit
+    def __init__(
+        self, prompts_per_step: int, max_staleness: int, limit: int | None, drops: set[int]
+    ) -> None:
+        self.prompts_per_step, self.max_staleness, self.limit = (
+            prompts_per_step,
+            max_staleness,
+            limit,
+        )
         self.drops = drops
         self.generator_version = self.trainer_version = self.told = 0
         self.started: list[int] = []
@@ -66,7 +74,10 @@ class Loop:
     max_staleness=st.integers(0, 3),
     slack=st.none() | st.integers(0, 4),
     drops=st.sets(st.integers(0, 60), max_size=40),
-    turns=st.lists(st.tuples(st.sampled_from(["adopt", "start", "finish", "train"]), st.integers(0, 9)), max_size=300),
+    turns=st.lists(
+        st.tuples(st.sampled_from(["adopt", "start", "finish", "train"]), st.integers(0, 9)),
+        max_size=300,
+    ),
 )
 def test_with_consumption_in_order_admission_alone_bounds_the_age_and_never_deadlocks(
     prompts_per_step: int,
@@ -107,9 +118,13 @@ def test_synchronous_training_starts_one_step_of_groups_per_version() -> None:
 
 
 @given(
-    group=st.integers(0, 100), dropped=st.integers(0, 20), version=st.integers(0, 20),
-    prompts=st.integers(1, 8), staleness=st.integers(0, 5), limit=st.none() | st.integers(1, 60),
-)  # fmt: skip
+    group=st.integers(0, 100),
+    dropped=st.integers(0, 20),
+    version=st.integers(0, 20),
+    prompts=st.integers(1, 8),
+    staleness=st.integers(0, 5),
+    limit=st.none() | st.integers(1, 60),
+)
 def test_admissible_counts_exactly_the_groups_that_admit_lets_in(
     group: int, dropped: int, version: int, prompts: int, staleness: int, limit: int | None
 ) -> None:
@@ -147,9 +162,13 @@ def test_versions_made_while_generating_and_while_waiting_add_up_to_the_stalenes
     assert generating == [max(row) - min(row) if row else None for row in drawn]
     assert waiting == [step - 1 - max(row) if row else None for row in drawn]
     whole = staleness_at(step, column).to_pylist()
-    assert whole == [None if one is None else one + other for one, other in zip(generating, waiting, strict=True)]
+    assert whole == [
+        None if one is None else one + other for one, other in zip(generating, waiting, strict=True)
+    ]
 
 
-@pytest.mark.parametrize(("bound", "stale"), [(0, [True, True, False, False]), (1, [True, False, False, False])])
+@pytest.mark.parametrize(
+    ("bound", "stale"), [(0, [True, True, False, False]), (1, [True, False, False, False])]
+)
 def test_the_sweep_finds_what_is_older_than_the_bound(bound: int, stale: list[bool]) -> None:
     assert sweep(np.array([3, 4, 5, NO_TOKEN]), 5, bound).tolist() == stale

@@ -1,4 +1,5 @@
-"""Which trainer bounds what in a graph of an actor and a critic, and what a run makes of two trainers."""
+"""Which trainer bounds what in a graph of an actor and a critic, and what a run makes of two
+trainers."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,14 +64,18 @@ def bounds(graph: Graph, planned: Plan, node: str) -> dict[str, Bound]:
 
 
 def test_the_trainer_that_feeds_the_generator_leads(graph: Graph) -> None:
-    assert {source: feedback.weights.trainer.name for source, feedback in feeding(graph).items()} == {
-        "prompts": "actor"
-    }
+    assert {
+        source: feedback.weights.trainer.name for source, feedback in feeding(graph).items()
+    } == {"prompts": "actor"}
     assert leading(graph) == ["actor"]
 
 
 def test_only_trainers_among_several_have_folders_of_their_own(graph: Graph) -> None:
-    assert [own_folder(graph, node) for node in ("actor", "critic", "eval")] == ["actor", "critic", None]
+    assert [own_folder(graph, node) for node in ("actor", "critic", "eval")] == [
+        "actor",
+        "critic",
+        None,
+    ]
     alone, trainer = Graph("alone"), FakeTrainer(model=ACTOR)
     trainer(FakeGenerator()(alone.source(FakePrompts())))
     assert own_folder(alone, "trainer") is None
@@ -93,14 +98,24 @@ def test_a_source_is_bounded_by_the_trainer_of_its_generator_whatever_the_order_
 def test_each_operator_counts_versions_and_steps_of_the_trainer_whose_weights_it_holds(
     graph: Graph, planned: Plan
 ) -> None:
-    assert bounds(graph, planned, "actor") == {"prompts": Bound(max_staleness=3, prompts_per_step=32, steps=7)}
+    assert bounds(graph, planned, "actor") == {
+        "prompts": Bound(max_staleness=3, prompts_per_step=32, steps=7)
+    }
     assert bounds(graph, planned, "critic") == {}
-    assert context_facts(graph, planned, "values")["feedback"] == Bound(max_staleness=0, prompts_per_step=48)
-    assert bounds(graph, planned, "generator") == {"prompts": Bound(max_staleness=3, prompts_per_step=32)}
+    assert context_facts(graph, planned, "values")["feedback"] == Bound(
+        max_staleness=0, prompts_per_step=48
+    )
+    assert bounds(graph, planned, "generator") == {
+        "prompts": Bound(max_staleness=3, prompts_per_step=32)
+    }
 
 
-def test_the_source_issues_enough_for_the_trainer_that_takes_most(graph: Graph, planned: Plan) -> None:
-    assert bounds(graph, planned, "prompts")["prompts"] == Bound(max_staleness=3, prompts_per_step=48, steps=7)
+def test_the_source_issues_enough_for_the_trainer_that_takes_most(
+    graph: Graph, planned: Plan
+) -> None:
+    assert bounds(graph, planned, "prompts")["prompts"] == Bound(
+        max_staleness=3, prompts_per_step=48, steps=7
+    )
 
 
 def test_with_one_trainer_all_have_the_same_bound() -> None:
@@ -114,7 +129,9 @@ def test_with_one_trainer_all_have_the_same_bound() -> None:
         }
 
 
-def test_an_edge_into_a_critic_holds_what_the_generator_may_have_in_flight_and_a_step_of_its_own(graph: Graph) -> None:
+def test_an_edge_into_a_critic_holds_what_the_generator_may_have_in_flight_and_a_step_of_its_own(
+    graph: Graph,
+) -> None:
     last = next(edge for edge in edges(graph) if edge.consumer == "critic")
     assert last.capacity_rows >= ((3 + 1) * 32 + 48) * 64
 
@@ -138,7 +155,9 @@ def test_a_run_is_over_when_all_trainers_are_done(graph: Graph, planned: Plan) -
     assert state.phase == "last_evaluation"
 
 
-def test_a_source_hears_the_most_that_one_of_its_trainers_has_dropped(graph: Graph, planned: Plan) -> None:
+def test_a_source_hears_the_most_that_one_of_its_trainers_has_dropped(
+    graph: Graph, planned: Plan
+) -> None:
     state = RunStateMachine(graph, planned)
     state.start()
     assert state.hear("actor", {"dropped": 3}) == [NodeCommand("prompts", {"dropped": 3})]
@@ -148,26 +167,34 @@ def test_a_source_hears_the_most_that_one_of_its_trainers_has_dropped(graph: Gra
 
 def test_lines_of_a_trainer_leave_out_the_steps_of_others_and_keep_evaluations() -> None:
     lines = [
-        {"node": "actor", "step": 1, "loss": 0.1}, {"node": "critic", "step": 1, "loss": 9.0},
+        {"node": "actor", "step": 1, "loss": 0.1},
+        {"node": "critic", "step": 1, "loss": 9.0},
         {"step": 1, "eval_accuracy": 0.5},
-    ]  # fmt: skip
+    ]
     assert lines_of(lines, "actor") == [lines[0], lines[2]]
     assert lines_of(lines, None) == lines
     assert lines_of([{"step": 1, "loss": 0.1}], "actor") == [{"step": 1, "loss": 0.1}]
 
 
 def test_what_one_trainer_has_trained_is_in_flight_for_the_other_alone(tmp_path: Path) -> None:
-    with Ledger.create(tmp_path / "ledger.db", {"actor": ["prompts"], "critic": ["prompts"]}) as ledger:
+    with Ledger.create(
+        tmp_path / "ledger.db", {"actor": ["prompts"], "critic": ["prompts"]}
+    ) as ledger:
         ledger.issue("prompts", [(group, str(group)) for group in range(3)])
         ledger.commit_step("actor", 1, version=1, source="prompts", trained=[0, 1])
         ledger.commit_step("critic", 1, version=1, source="prompts", trained=[0])
-        ids = [[group.group_id for group in ledger.in_flight("prompts", node)] for node in ("actor", "critic", None)]
+        ids = [
+            [group.group_id for group in ledger.in_flight("prompts", node)]
+            for node in ("actor", "critic", None)
+        ]
     assert ids == [[2], [1, 2], [1, 2]]
 
 
 def _two_sinks(folder: RunFolder, oldest: int) -> None:
     """Step 1 of two trainers, of a rollout whose oldest token is of a version."""
-    rows = pa.table({"group_id": [0], "position": [0], "versions": pa.array([[oldest]], pa.list_(pa.int32()))})
+    rows = pa.table(
+        {"group_id": [0], "position": [0], "versions": pa.array([[oldest]], pa.list_(pa.int32()))}
+    )
     folder.write_json("config.json", {"max_staleness": {"actor": 0, "critic": None}})
     with Ledger.create(folder.ledger, {"actor": ["prompts"], "critic": ["prompts"]}) as ledger:
         ledger.issue("prompts", [(0, "p")])
@@ -177,18 +204,23 @@ def _two_sinks(folder: RunFolder, oldest: int) -> None:
             folder.append_metrics({"step": 1, "node": node, "dropped": {}})
 
 
-def test_the_age_of_rollouts_is_judged_by_the_trainer_whose_versions_they_have(tmp_path: Path) -> None:
+def test_the_age_of_rollouts_is_judged_by_the_trainer_whose_versions_they_have(
+    tmp_path: Path,
+) -> None:
     folder = RunFolder.create(tmp_path, "two")
     _two_sinks(folder, oldest=0)
     found = verify(folder.path)
     assert found.clean, found
-    assert found.summary == (
-        "actor: 1 group issued = 1 trained + 0 dropped + 0 in flight; 1 steps; max staleness 0 of 0 | "
-        "critic: 1 group issued = 1 trained + 0 dropped + 0 in flight; 1 steps"
+    assert (
+        found.summary
+        == "actor: 1 group issued = 1 trained + 0 dropped + 0 in flight; 1 steps; max staleness 0"
+        " of 0 | critic: 1 group issued = 1 trained + 0 dropped + 0 in flight; 1 steps"
     )
 
 
-def test_a_token_of_a_version_that_did_not_exist_is_a_fault_of_the_trainer_that_made_it_alone(tmp_path: Path) -> None:
+def test_a_token_of_a_version_that_did_not_exist_is_a_fault_of_the_trainer_that_made_it_alone(
+    tmp_path: Path,
+) -> None:
     folder = RunFolder.create(tmp_path, "two")
     _two_sinks(folder, oldest=5)
     assert verify(folder.path).faults == [

@@ -1,4 +1,5 @@
-"""Calls of a policy as training rows: what was sampled is chosen once, behind what the policy saw."""
+"""Calls of a policy as training rows: what was sampled is chosen once, behind what the policy
+saw."""
 
 import random
 
@@ -18,8 +19,11 @@ def call(prompt: list[int], ids: list[int], version: int = 0) -> SampledCall:
 
 @examples(200)
 @given(st.integers(0, 10_000), st.integers(1, 8))
-def test_whatever_a_caller_does_to_its_conversation_each_sampled_token_is_chosen_once(seed: int, count: int) -> None:
-    """It goes on, goes back and on another way, cuts the past, begins anew, or says the same again."""
+def test_whatever_a_caller_does_to_its_conversation_each_sampled_token_is_chosen_once(
+    seed: int, count: int
+) -> None:
+    """It goes on, goes back and on another way, cuts the past, begins anew, or says the same
+    again."""
     draw = random.Random(seed)
     histories: list[list[int]] = [[1]]
     calls = []
@@ -45,7 +49,9 @@ def test_whatever_a_caller_does_to_its_conversation_each_sampled_token_is_chosen
 
 
 def test_calls_that_go_on_from_one_another_are_one_row_and_a_branch_is_another() -> None:
-    rows = training_rows([call([1], [2]), call([1, 2, 3], [4]), call([1, 2, 3], [5]), call([1, 2, 3, 4, 9], [6])])
+    rows = training_rows(
+        [call([1], [2]), call([1, 2, 3], [4]), call([1, 2, 3], [5]), call([1, 2, 3, 4, 9], [6])]
+    )
     assert [row.tokens.ids.tolist() for row in rows] == [[1, 2, 3, 4, 9, 6], [1, 2, 3, 5]]
     assert [row.turns.tolist() for row in rows] == [[-1, 0, -1, 1, -1, 3], [-1, -1, -1, 2]]
 

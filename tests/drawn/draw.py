@@ -27,7 +27,9 @@ def reward(completion: str) -> float:
 def closeness(completion: str, logprobs: list[float], ref_logprobs: list[float]) -> float:
     """The same, less what the policy has moved from its reference."""
     early = sum(letter in "abcdefgh" for letter in completion) / max(1, len(completion))
-    return early - 0.1 * sum(ours - theirs for ours, theirs in zip(logprobs, ref_logprobs, strict=True))
+    return early - 0.1 * sum(
+        ours - theirs for ours, theirs in zip(logprobs, ref_logprobs, strict=True)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,8 @@ class Drawn:
         has_reference, replicas = draw.random() < 0.4, draw.choice([1, 1, 2])
         return cls(
             computes=Computes(
-                weights=draw.choice(["model", "model", "int8", "int8_dynamic"]), has_adapters=draw.random() < 0.3,
+                weights=draw.choice(["model", "model", "int8", "int8_dynamic"]),
+                has_adapters=draw.random() < 0.3,
                 has_reference=has_reference,
                 refreshed=draw.choice(["never", "newest", "average"]) if has_reference else "never",
                 every=draw.choice([1, 2]) if has_reference else 1,
@@ -90,24 +93,40 @@ class Drawn:
             weights=draw.choice([None, "shared_memory", "gloo"]),
             scale={1: {"generator": 3 - replicas}} if draw.random() < 0.3 else {},
             shares=draw.random() < 0.4,
-        )  # fmt: skip
+        )
 
     def graph(self, policy: Path) -> Graph:
         """The graph itself, with what its operators say of their ranks."""
         what, g = self.computes, Graph("drawn")
         model = Model(str(policy), lora=LoRA(rank=4) if what.has_adapters else None)
         generator = Generator(
-            model, group_size=GROUP, max_tokens=6, segment_tokens=3, slots=8, weights=what.weights,
+            model,
+            group_size=GROUP,
+            max_tokens=6,
+            segment_tokens=3,
+            slots=8,
+            weights=what.weights,
             tensor_parallel=self.parallel,
-        )  # fmt: skip
+        )
         trainer = Trainer(
-            model, loss=partial(aipo, rho=4.0), prompts_per_step=PROMPTS, lr=what.lr, eps=1e-3,
-            tensor_parallel=self.trainer_parallel, dp_replicate=self.trainer_replicas,
-        )  # fmt: skip
-        rollouts = generator(g.source(Prompts([{"prompt": f"{chr(97 + n)}{n}="} for n in range(STEPS * PROMPTS)])))
+            model,
+            loss=partial(aipo, rho=4.0),
+            prompts_per_step=PROMPTS,
+            lr=what.lr,
+            eps=1e-3,
+            tensor_parallel=self.trainer_parallel,
+            dp_replicate=self.trainer_replicas,
+        )
+        rollouts = generator(
+            g.source(Prompts([{"prompt": f"{chr(97 + n)}{n}="} for n in range(STEPS * PROMPTS)]))
+        )
         is_adapted = what.has_adapters and what.refreshed != "never"
-        reference = Logprobs(model if is_adapted else model.frozen(), tensor_parallel=self.reference_parallel)
-        trainer(advantage(closeness(reference(rollouts)) if what.has_reference else reward(rollouts)))
+        reference = Logprobs(
+            model if is_adapted else model.frozen(), tensor_parallel=self.reference_parallel
+        )
+        trainer(
+            advantage(closeness(reference(rollouts)) if what.has_reference else reward(rollouts))
+        )
         g.feedback(trainer.weights, generator, max_staleness=0)
         if what.refreshed != "never":
             decay = 0.5 if what.refreshed == "average" else 0.0
@@ -116,9 +135,13 @@ class Drawn:
 
     def how(self) -> dict[str, Any]:
         """What plan and run are told of it."""
-        replicas = {"generator": self.replicas} | ({"ref_logprobs": self.references} if self.references > 1 else {})
+        replicas = {"generator": self.replicas} | (
+            {"ref_logprobs": self.references} if self.references > 1 else {}
+        )
         return {
-            "ranks": {"trainer": self.trainer_ranks}, "replicas": replicas, "weights": self.weights,
+            "ranks": {"trainer": self.trainer_ranks},
+            "replicas": replicas,
+            "weights": self.weights,
             "gpus": "shared" if self.shares else None,
             "scale": {step: dict(wishes) for step, wishes in self.scale.items()},
-        }  # fmt: skip
+        }

@@ -37,12 +37,16 @@ class RunFigures:
         for step in range(1, STEPS + 1):
             table = RunFolder.open(result.folder).rollouts_of().read(step)
             columns = ("group_id", "position", "tokens", "logprobs", "versions")
-            rollouts += list(zip(*(table.column(name).to_pylist() for name in columns), strict=True))
+            rollouts += list(
+                zip(*(table.column(name).to_pylist() for name in columns), strict=True)
+            )
         return cls(
-            losses=[line["loss"] for line in steps], grad_norms=[line["grad_norm"] for line in steps],
-            rollouts=sorted(rollouts), mismatches=[line["mismatch"] for line in steps],
+            losses=[line["loss"] for line in steps],
+            grad_norms=[line["grad_norm"] for line in steps],
+            rollouts=sorted(rollouts),
+            mismatches=[line["mismatch"] for line in steps],
             verdict="" if result.verdict.clean else result.verdict.line,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,14 @@ class DrawnRuns:
     def on_one_rank(self, computes: Computes) -> RunFigures:
         """In one process; once for all draws that compute the same."""
         if computes not in self.one_rank:
-            self.one_rank[computes] = self._run(Drawn(computes=computes).graph(self.policy), on=inline())
+            self.one_rank[computes] = self._run(
+                Drawn(computes=computes).graph(self.policy), on=inline()
+            )
         return self.one_rank[computes]
 
     def refusal(self, drawn: Drawn) -> str:
-        """Why a graph is refused by its knobs, its check or its plan; empty where it is accepted."""
+        """Why a graph is refused by its knobs, its check or its plan; empty where it is
+        accepted."""
         try:
             make_plan(drawn.graph(self.policy), devices=Devices(cpus=1), steps=STEPS, **drawn.how())
         except GraphError as error:
@@ -73,10 +80,15 @@ class DrawnRuns:
 
     def _run(self, graph: object, **how: object) -> RunFigures:
         number = len(list(self.runs.iterdir()))
-        return RunFigures.of(run(graph, steps=STEPS, seed=1, runs=self.runs / str(number), quiet=True, **how))  # type: ignore
+        return RunFigures.of(
+            run(graph, steps=STEPS, seed=1, runs=self.runs / str(number), quiet=True, **how)
+        )  # type: ignore
 
 
 def listed(message: str) -> bool:
     """Whether docs/refused.md has the row of this refusal."""
     heads = rows(PAGE.read_text("utf-8"))
-    return any(re.fullmatch(re.escape(head).replace("…", ".*"), message.partition("; ")[0]) for head in heads)
+    return any(
+        re.fullmatch(re.escape(head).replace("…", ".*"), message.partition("; ")[0])
+        for head in heads
+    )

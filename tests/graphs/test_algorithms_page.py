@@ -1,4 +1,5 @@
-"""docs/algorithms.md and docs/gallery.md say what is there: their programs run, their tables are complete."""
+"""docs/algorithms.md and docs/gallery.md say what is there: their programs run, their tables are
+complete."""
 
 import re
 from pathlib import Path
@@ -39,15 +40,27 @@ def known(policy: Path, prompts: Path) -> dict[str, Any]:
     generator = Generator(model, group_size=4, max_tokens=8)
     rewarded = reward(generator(g.source(Prompts(str(prompts), columns=("answer",)))))
     return {
-        "g": g, "model": model, "generator": generator, "rewarded": rewarded, "policy": str(policy), "Model": Model,
-        "prompts": str(prompts), "Trainer": Trainer, "advantage": advantage, "tapered": tapered,
-    }  # fmt: skip
+        "g": g,
+        "model": model,
+        "generator": generator,
+        "rewarded": rewarded,
+        "policy": str(policy),
+        "Model": Model,
+        "prompts": str(prompts),
+        "Trainer": Trainer,
+        "advantage": advantage,
+        "tapered": tapered,
+    }
 
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(f'{{"prompt": "{row["prompt"]}", "answer": "{row["answer"]}"}}\n' for row in words(16)))
+    path.write_text(
+        "".join(
+            f'{{"prompt": "{row["prompt"]}", "answer": "{row["answer"]}"}}\n' for row in words(16)
+        )
+    )
     return path
 
 
@@ -56,11 +69,15 @@ def test_the_page_quotes_the_file_that_is_tested() -> None:
 
 
 @pytest.mark.parametrize("program", programs(PAGE)[1:])
-def test_every_other_program_of_the_pages_makes_a_graph(program: str, policy: Path, prompts: Path) -> None:
+def test_every_other_program_of_the_pages_makes_a_graph(
+    program: str, policy: Path, prompts: Path
+) -> None:
     names = known(policy, prompts)
     exec(compile(program, "page", "exec"), names)
     graphs = [value for value in names.values() if isinstance(value, Graph)]
-    whole = [graph for graph in graphs if any(operator.trains for operator in graph.operators.values())]
+    whole = [
+        graph for graph in graphs if any(operator.trains for operator in graph.operators.values())
+    ]
     for graph in whole:
         graph.check()
     assert whole or not Trainer(names["model"], loss=names["loss"]).faults()
@@ -83,7 +100,9 @@ def test_what_the_table_of_losses_names_exists() -> None:
             assert name in losses.__all__, name
 
 
-def test_every_figure_that_the_page_explains_is_one_of_a_run(policy: Path, prompts: Path, tmp_path: Path) -> None:
+def test_every_figure_that_the_page_explains_is_one_of_a_run(
+    policy: Path, prompts: Path, tmp_path: Path
+) -> None:
     torch.set_num_threads(1)
     names = known(policy, prompts)
     g, model, rewarded = names["g"], names["model"], names["rewarded"]
@@ -100,19 +119,42 @@ def test_every_figure_that_the_page_explains_is_one_of_a_run(policy: Path, promp
     g.feedback(critic.weights, values, max_staleness=0)
     result = run(g, steps=1, on=inline(), runs=tmp_path, quiet=True)
     figures = {figure for line in result.metrics for figure in line}
-    explained = {name for cell in first_cells(PAGE, "## What metrics.jsonl says") for name in NAMED.findall(cell)}
+    explained = {
+        name
+        for cell in first_cells(PAGE, "## What metrics.jsonl says")
+        for name in NAMED.findall(cell)
+    }
     over_links = {
         "weights_sent_bytes",
         "weights_saved_bytes",
     }  # test_delta_runs.py has a run with them
     assert explained - over_links <= figures, explained - figures
-    assert {"ratio_mean", "ess", "kl", "kl_reference", "entropy", "mismatch", "explained_variance"} <= explained
+    assert {
+        "ratio_mean",
+        "ess",
+        "kl",
+        "kl_reference",
+        "entropy",
+        "mismatch",
+        "explained_variance",
+    } <= explained
 
 
 def test_every_graph_has_its_rows_its_command_and_its_picture_in_the_gallery() -> None:
     files = {path.stem for path in (ROOT / "graphs").glob("*.py")} - {"__init__"}
-    ideas = {name for cell in first_cells(GALLERY, "# Gallery") for name in re.findall(r"`(\w+)\.py`", cell)}
-    seen = {name for cell in first_cells(GALLERY, "## What they learn") for name in re.findall(r"`(\w+)`", cell)}
+    ideas = {
+        name
+        for cell in first_cells(GALLERY, "# Gallery")
+        for name in re.findall(r"`(\w+)\.py`", cell)
+    }
+    seen = {
+        name
+        for cell in first_cells(GALLERY, "## What they learn")
+        for name in re.findall(r"`(\w+)`", cell)
+    }
     assert ideas == files and seen == files
     for name in files:
-        assert f"\n    python -m graphs.{name}" in GALLERY and f"\n![{name}](gallery/{name}.svg)\n" in GALLERY
+        assert (
+            f"\n    python -m graphs.{name}" in GALLERY
+            and f"\n![{name}](gallery/{name}.svg)\n" in GALLERY
+        )

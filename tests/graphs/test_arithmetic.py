@@ -1,4 +1,5 @@
-"""`graphs.arithmetic`: its questions, and a short run of it on a small policy that has a chat template."""
+"""`graphs.arithmetic`: its questions, and a short run of it on a small policy that has a chat
+template."""
 
 import re
 import shutil
@@ -15,15 +16,17 @@ from operators.rewards.match import number
 
 TASKS = ("sums", "products")
 CHATML = (
-    "{% for message in messages %}{{ message['role'] + ':' + message['content'] + ';' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    "{% for message in messages %}{{ message['role'] + ':' + message['content'] + ';' }}{% endfor"
+    " %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_answer_is_what_the_question_asks_for(task: str) -> None:
     for row in questions.rows(task, 300, seed=0):
-        asked = re.fullmatch(rf"What is (\d+ [-+*] \d+)\? {re.escape(questions.ASK)}", row["prompt"])
+        asked = re.fullmatch(
+            rf"What is (\d+ [-+*] \d+)\? {re.escape(questions.ASK)}", row["prompt"]
+        )
         assert asked is not None and int(row["answer"]) == eval(asked[1]) >= 0
         assert number(f"It is {row['answer']}.", row["answer"]) == 1.0
 
@@ -37,7 +40,8 @@ def test_no_held_out_question_is_trained(task: str) -> None:
 
 def test_chains_have_the_answers_of_their_package() -> None:
     pytest.importorskip(
-        "reasoning_gym", reason="reasoning-gym is not installed; pip install dataflow-rl[reasoning-gym]"
+        "reasoning_gym",
+        reason="reasoning-gym is not installed; pip install dataflow-rl[reasoning-gym]",
     )
     for row in questions.rows("chains", 50, seed=0):
         asked = re.fullmatch(r"What is ([-+ \d]+)\? .*", row["prompt"])
@@ -46,18 +50,29 @@ def test_chains_have_the_answers_of_their_package() -> None:
 
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("kl", [0.0, 0.05])
-def test_a_policy_with_a_chat_template_trains_on_its_own_answers(policy: Path, kl: float, tmp_path: Path) -> None:
+def test_a_policy_with_a_chat_template_trains_on_its_own_answers(
+    policy: Path, kl: float, tmp_path: Path
+) -> None:
     chatting = shutil.copytree(policy, tmp_path / "policy")
     (chatting / "chat_template.jinja").write_text(CHATML)
     flags = {
-        "policy": chatting, "kl": kl, "prompts-per-step": 2, "group-size": 2, "max-tokens": 4, "eval-every": 100,
-        "steps": 1, "runs": tmp_path / "runs",
-    }  # fmt: skip
+        "policy": chatting,
+        "kl": kl,
+        "prompts-per-step": 2,
+        "group-size": 2,
+        "max-tokens": 4,
+        "eval-every": 100,
+        "steps": 1,
+        "runs": tmp_path / "runs",
+    }
     main(
         arithmetic.build,
-        args=[part for flag, value in flags.items() for part in (f"--{flag}", str(value))] + ["--inline", "--quiet"],
+        args=[part for flag, value in flags.items() for part in (f"--{flag}", str(value))]
+        + ["--inline", "--quiet"],
     )
     (folder,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
     assert verify(folder).clean, verify(folder).line
-    (step,) = [line for line in RunFolder.open(folder).read_metrics() if line.get("node") == "trainer"]
+    (step,) = [
+        line for line in RunFolder.open(folder).read_metrics() if line.get("node") == "trainer"
+    ]
     assert ("kl" in step) == bool(kl)

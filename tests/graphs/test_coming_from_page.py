@@ -1,4 +1,5 @@
-"""The page for those who come from other systems: each experiment on it runs, on rows and rewards of that system."""
+"""The page for those who come from other systems: each experiment on it runs, on rows and rewards
+of that system."""
 
 import ast
 import importlib.util
@@ -24,35 +25,51 @@ CHAT = [{"role": "user", "content": "2+2="}]
 PARTS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "TRL": (
         [{"prompt": f"{number}=", "answer": "a" if number % 2 else None} for number in range(4)],
-        "def accuracy(completions, answer, **kwargs):\n"
-        "    return [None if end is None else float(end in text) for text, end in zip(completions, answer)]\n"
-        "async def format(prompts, completions, **kwargs):\n"
-        "    return [float(len(text) % 2) for text in completions]\n",
+        (
+            "def accuracy(completions, answer, **kwargs):\n    return [None if end is None else"
+            " float(end in text) for text, end in zip(completions, answer)]\nasync def"
+            " format(prompts, completions, **kwargs):\n    return [float(len(text) % 2) for text in"
+            " completions]\n"
+        ),
     ),
     "verl": (
-        [{"data_source": "sums", "prompt": CHAT, "ability": "math",
-          "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": number}}
-         for number in range(4)],
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return {'score': float(len(solution_str) % 2), 'right': ground_truth in solution_str}\n",
+        [
+            {
+                "data_source": "sums",
+                "prompt": CHAT,
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": "4"},
+                "extra_info": {"index": number},
+            }
+            for number in range(4)
+        ],
+        (
+            "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n   "
+            " return {'score': float(len(solution_str) % 2), 'right': ground_truth in"
+            " solution_str}\n"
+        ),
     ),
     "prime-rl": (
         [{"question": "2+2=", "answer": "4", "info": {"level": 1}} for _ in range(4)],
-        "from types import SimpleNamespace\n"
-        "def exact(completion, answer, **kwargs):\n"
-        "    return 1.0 if completion[-1]['content'].strip() == answer else 0.0\n"
-        "async def odd(completion, info):\n"
-        "    return float(len(completion[-1]['content']) % 2) * info['level']\n"
-        "rubric = SimpleNamespace(funcs=[exact, odd], weights=[1.0, 0.5], parser=None)\n",
+        (
+            "from types import SimpleNamespace\n"
+            "def exact(completion, answer, **kwargs):\n"
+            "    return 1.0 if completion[-1]['content'].strip() == answer else 0.0\n"
+            "async def odd(completion, info):\n"
+            "    return float(len(completion[-1]['content']) % 2) * info['level']\n"
+            "rubric = SimpleNamespace(funcs=[exact, odd], weights=[1.0, 0.5], parser=None)\n"
+        ),
     ),
     "OpenRLHF": (
         [{"input": "2+2=", "label": "4"} for _ in range(4)],
-        "import numpy as np\n"
-        "def reward_func(queries, prompts, labels, **kwargs):\n"
-        "    reward = np.array([float(len(query) % 2) for query in queries])\n"
-        "    return {'rewards': reward, 'scores': reward, 'extra_logs': {'dummy': reward}}\n",
+        (
+            "import numpy as np\n"
+            "def reward_func(queries, prompts, labels, **kwargs):\n"
+            "    reward = np.array([float(len(query) % 2) for query in queries])\n"
+            "    return {'rewards': reward, 'scores': reward, 'extra_logs': {'dummy': reward}}\n"
+        ),
     ),
-}  # fmt: skip
+}
 """By heading: rows, and the file of rewards."""
 
 
@@ -67,7 +84,9 @@ def builder(system: str) -> Callable[..., Graph]:
 
 
 @pytest.mark.parametrize("system", PARTS)
-def test_the_experiment_of_another_system_runs_with_its_own_rows_and_rewards(system: str, tmp_path: Path) -> None:
+def test_the_experiment_of_another_system_runs_with_its_own_rows_and_rewards(
+    system: str, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
     rows, rewards = PARTS[system]
@@ -81,7 +100,9 @@ def test_the_experiment_of_another_system_runs_with_its_own_rows_and_rewards(sys
         pq.write_table(pa.Table.from_pylist(rows), file)
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    graph = builder(system)(policy=str(policy), prompts=str(file), rewards=str(tmp_path / "my_rewards.py"))
+    graph = builder(system)(
+        policy=str(policy), prompts=str(file), rewards=str(tmp_path / "my_rewards.py")
+    )
     result = run(graph, steps=2, on=inline(), runs=tmp_path / "runs", quiet=True)
     assert verify(result.folder).clean, verify(result.folder).line
     lines = [line for line in RunFolder.open(result.folder).read_metrics() if "loss" in line]
@@ -97,8 +118,10 @@ def rows_of_flags() -> list[tuple[list[str], str]]:
     cells = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
     return [
         (re.findall(r"--[\w-]+", ours), name.strip("-"))
-        for ours, *theirs, _ in cells for cell in theirs for name in re.findall(r"`([^`]+)`", cell)
-    ]  # fmt: skip
+        for ours, *theirs, _ in cells
+        for cell in theirs
+        for name in re.findall(r"`([^`]+)`", cell)
+    ]
 
 
 def test_a_flag_of_another_system_is_refused_with_the_one_that_the_page_names() -> None:
@@ -108,7 +131,9 @@ def test_a_flag_of_another_system_is_refused_with_the_one_that_the_page_names() 
     for module in (aipo, dapo, grpo, ppo):
         known |= all_flags(Declared.of(module.build), None)
     rows = rows_of_flags()
-    assert len(rows) > 90 and all(flag[2:].replace("-", "_") in known for flags, _ in rows for flag in flags)
+    assert len(rows) > 90 and all(
+        flag[2:].replace("-", "_") in known for flags, _ in rows for flag in flags
+    )
     for flags, name in rows:
         told = unknown(name, known, "graphs.aipo", name)
         assert name in known or any(re.search(rf"{flag}\b(?!-)", told) for flag in flags), told
@@ -117,15 +142,24 @@ def test_a_flag_of_another_system_is_refused_with_the_one_that_the_page_names() 
 def test_the_names_of_trl_on_the_page_are_those_of_its_configs() -> None:
     if (spec := importlib.util.find_spec("trl")) is None or spec.origin is None:
         pytest.skip("trl is not installed; pip install dataflow-rl[bench]")
-    trl, transformers = Path(spec.origin).parent, Path(str(importlib.util.find_spec("transformers").origin)).parent
-    configs = ("trainer/grpo_config.py", "trainer/base_config.py", "trainer/model_config.py", "scripts/utils.py")
+    trl, transformers = (
+        Path(spec.origin).parent,
+        Path(str(importlib.util.find_spec("transformers").origin)).parent,
+    )
+    configs = (
+        "trainer/grpo_config.py",
+        "trainer/base_config.py",
+        "trainer/model_config.py",
+        "scripts/utils.py",
+    )
     fields = {"chat_template"}  # of the tokenizer
     for file in (
         *(trl / config for config in configs),
         trl / "trainer/grpo_trainer.py",
         transformers / "training_args.py",
     ):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):  # to import them takes all that they may use
+        # to import them takes all that they may use
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             match node:
                 case ast.AnnAssign(target=ast.Name(id=name)) | ast.arg(arg=name):
                     fields.add(name)

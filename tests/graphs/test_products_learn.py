@@ -1,4 +1,5 @@
-"""The experiment with a calculator: what the policy learns, and that it learns it from what the calculator says."""
+"""The experiment with a calculator: what the policy learns, and that it learns it from what the
+calculator says."""
 
 from pathlib import Path
 
@@ -15,7 +16,17 @@ def rise(folder: Path, *flags: str) -> float:
     """By how much the share of held-out products that the policy gets has risen."""
     runs = folder / f"runs{len(flags)}"
     main(
-        build, args=["--policy", str(folder / "policy"), "--runs", str(runs), "--steps", str(STEPS), "--quiet", *flags]
+        build,
+        args=[
+            "--policy",
+            str(folder / "policy"),
+            "--runs",
+            str(runs),
+            "--steps",
+            str(STEPS),
+            "--quiet",
+            *flags,
+        ],
     )
     lines = RunFolder.open((runs / "latest").resolve()).read_metrics()
     found = {line["step"]: line["eval_accuracy"] for line in lines if "eval_accuracy" in line}

@@ -1,4 +1,5 @@
-"""Laws of the tasks: prompts repeat, held-out prompts are apart, numbers are compared as numbers."""
+"""Laws of the tasks: prompts repeat, held-out prompts are apart, numbers are compared as
+numbers."""
 
 import json
 import subprocess
@@ -14,7 +15,9 @@ from graphs.tasks import arithmetic, calculator, expressions, guess, products, s
 from operators.warm_start import EOS
 
 GENERATORS = pytest.mark.parametrize(
-    "task", [sorting, expressions, guess, products], ids=["sorting", "expressions", "guess", "products"]
+    "task",
+    [sorting, expressions, guess, products],
+    ids=["sorting", "expressions", "guess", "products"],
 )
 
 
@@ -29,7 +32,9 @@ def test_the_same_seed_gives_the_same_rows_and_another_seed_gives_others(task):
 @GENERATORS
 def test_no_held_out_prompt_is_ever_a_training_prompt(task):
     training = {row["prompt"] for seed in range(4) for row in task.rows(300, seed=seed)}
-    held_out = {row["prompt"] for seed in range(4) for row in task.rows(100, seed=seed, held_out=True)}
+    held_out = {
+        row["prompt"] for seed in range(4) for row in task.rows(100, seed=seed, held_out=True)
+    }
     assert held_out and not training & held_out
 
 
@@ -86,20 +91,45 @@ def test_made_up_expressions_have_the_operators_of_gsm8k():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("24", "24"), ("-5", "-5"), ("+18", "18"), (".2", "1/5"), ("0.20", "1/5"), ("5.", "5"),
-        ("1,000", "1000"), ("12,345,678.5", "24691357/2"),
-        ("$3.50", "7/2"), ("50%", "1/2"), (" 7 ", "7"), ("007", "7"),
+        ("24", "24"),
+        ("-5", "-5"),
+        ("+18", "18"),
+        (".2", "1/5"),
+        ("0.20", "1/5"),
+        ("5.", "5"),
+        ("1,000", "1000"),
+        ("12,345,678.5", "24691357/2"),
+        ("$3.50", "7/2"),
+        ("50%", "1/2"),
+        (" 7 ", "7"),
+        ("007", "7"),
     ],
-)  # fmt: skip
+)
 def test_a_number_is_read_exactly_however_it_is_written(text, expected):
     assert arithmetic.number(text) == Fraction(expected)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "-", ".", "1,00", "1,0000", "--5", "2+2", "3/4", "24 apples", "1e5", "0x10", "٣", "²", "nan",
-     "9" * 101],
-)  # fmt: skip
+    [
+        "",
+        " ",
+        "-",
+        ".",
+        "1,00",
+        "1,0000",
+        "--5",
+        "2+2",
+        "3/4",
+        "24 apples",
+        "1e5",
+        "0x10",
+        "٣",
+        "²",
+        "nan",
+        "9" * 101,
+    ],
+)
 def test_what_is_no_number_is_none(text):
     assert arithmetic.number(text) is None
 
@@ -107,13 +137,22 @@ def test_what_is_no_number_is_none(text):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("48/2", "24"), ("2/5*50", "20"), ("24*(1/6)", "4"), ("71+-3", "68"), ("-48+21+(-3)", "-30"),
+        ("48/2", "24"),
+        ("2/5*50", "20"),
+        ("24*(1/6)", "4"),
+        ("71+-3", "68"),
+        ("-48+21+(-3)", "-30"),
         ("+2", "2"),
-        ("30-(30*(10/100))", "27"), ("1/3+1/3+1/3", "1"), ("18-6-4-2", "6"), ("64/8/2", "4"),
+        ("30-(30*(10/100))", "27"),
+        ("1/3+1/3+1/3", "1"),
+        ("18-6-4-2", "6"),
+        ("64/8/2", "4"),
         ("1,000*.2", "200"),
-        ("50%*80", "40"), ("2 + 3 * 4", "14"), ("(5)", "5"),
+        ("50%*80", "40"),
+        ("2 + 3 * 4", "14"),
+        ("(5)", "5"),
     ],
-)  # fmt: skip
+)
 def test_an_expression_has_its_exact_value(text, expected):
     assert arithmetic.value(text) == Fraction(expected)
 
@@ -141,20 +180,31 @@ def test_trailing_zeros_never_change_a_number(units, zeros):
 @pytest.mark.parametrize(
     ("completion", "answer", "expected"),
     [
-        ("0.20", ".2", 1.0), ("45", "45.00", 1.0), ("1,000", "1000", 1.0), ("24", "25", 0.0), ("", "24", 0.0),
-        ("24=", "24", 0.0), ("48/2", "24", 0.0), ("3/4", "3/4", 1.0), ("0.75", "3/4", 1.0), ("-3", "3", 0.0),
-        ("50%", "0.5", 1.0), ("(24)", "24", 0.0),
+        ("0.20", ".2", 1.0),
+        ("45", "45.00", 1.0),
+        ("1,000", "1000", 1.0),
+        ("24", "25", 0.0),
+        ("", "24", 0.0),
+        ("24=", "24", 0.0),
+        ("48/2", "24", 0.0),
+        ("3/4", "3/4", 1.0),
+        ("0.75", "3/4", 1.0),
+        ("-3", "3", 0.0),
+        ("50%", "0.5", 1.0),
+        ("(24)", "24", 0.0),
     ],
-)  # fmt: skip
-def test_a_completion_is_paid_for_its_number_never_for_repeating_the_division(completion, answer, expected):
+)
+def test_a_completion_is_paid_for_its_number_never_for_repeating_the_division(
+    completion, answer, expected
+):
     assert calculator.reward(completion, answer) == expected
 
 
 def test_the_steps_of_a_row_come_in_order_and_unreadable_ones_are_skipped():
     answer = (
-        "Half is 48/2 = <<48/2=24>>24. So $<<1,000*$.5=500.00>>500, but <<560//10=56>>56, <<x*2=4>>4,"
-        " <<=5>>5, <<5=>>, <<7>>7, <<a=b>> and <<1/0=0>>0 say nothing. <<9=9>>9 <<3/4=3/4>>"
-        f" <<{'1+' * 30}1=31>>\n#### 72"
+        "Half is 48/2 = <<48/2=24>>24. So $<<1,000*$.5=500.00>>500, but <<560//10=56>>56,"
+        " <<x*2=4>>4, <<=5>>5, <<5=>>, <<7>>7, <<a=b>> and <<1/0=0>>0 say nothing. <<9=9>>9"
+        f" <<3/4=3/4>> <<{'1+' * 30}1=31>>\n#### 72"
     )
     assert calculator.steps({"question": "?", "answer": answer}) == [
         {"prompt": "48/2=", "answer": "24"},
@@ -183,13 +233,24 @@ def test_unseen_rows_are_those_that_training_never_showed():
 
 
 def test_the_tasks_import_no_torch():
-    code = "import sys; from graphs.tasks import calculator, expressions, sorting, text; print('torch' in sys.modules)"
+    code = (
+        "import sys; from graphs.tasks import calculator, expressions, sorting, text; print('torch'"
+        " in sys.modules)"
+    )
     found = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
     assert found.strip() == "False"
 
 
 def test_a_guess_is_judged_by_where_the_secret_lies():
-    assert [guess.judge(said, 5) for said in ("5", "4", "6", "", "55", "~", "g")] == ["=", "+", "-", "?", "?", "?", "?"]
+    assert [guess.judge(said, 5) for said in ("5", "4", "6", "", "55", "~", "g")] == [
+        "=",
+        "+",
+        "-",
+        "?",
+        "?",
+        "?",
+        "?",
+    ]
 
 
 def test_a_warm_start_of_guessing_shows_whole_games_turn_by_turn():
@@ -211,7 +272,9 @@ def test_a_warm_start_of_products_shows_calls_that_are_read_and_answers_that_wer
     mul, read = products.calculator(), products.CALLS.format()
     right = 0
     for talk, said in shown:
-        turn = read.read(said, [{"function": {"name": "mul", "parameters": {"properties": {"a": {}, "b": {}}}}}])
+        turn = read.read(
+            said, [{"function": {"name": "mul", "parameters": {"properties": {"a": {}, "b": {}}}}}]
+        )
         if EOS in talk:
             right += talk.endswith(said) and talk.split(EOS)[1] == said
             assert "tool_calls" not in turn.message and len(said) < products.MAX_TOKENS

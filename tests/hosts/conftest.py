@@ -38,10 +38,13 @@ def known_hosts() -> dict[tuple[str, ...], list[Host]]:
 
 @pytest.fixture
 def make_cluster(
-    give_hosts: Callable[..., list[Host]], known_hosts: dict[tuple[str, ...], list[Host]], shared: Path,
+    give_hosts: Callable[..., list[Host]],
+    known_hosts: dict[tuple[str, ...], list[Host]],
+    shared: Path,
     tmp_path: Path,
-) -> Iterator[Callable[..., Cluster]]:  # fmt: skip
-    """A run over hosts with these names, which the next test of the file finds as they were left; its processes end."""
+) -> Iterator[Callable[..., Cluster]]:
+    """A run over hosts with these names, which the next test of the file finds as they were left;
+    its processes end."""
     with contextlib.ExitStack() as stack:
 
         def make(*names: str, **how: Any) -> Cluster:

@@ -1,4 +1,5 @@
-"""A program whose episodes run on another host than their generator: python local_episodes.py [flags of a run].
+"""A program whose episodes run on another host than their generator: python local_episodes.py
+[flags of a run].
 
 The environment's POLICY is the folder of a model.
 """
@@ -37,7 +38,9 @@ def build(*, size: int = 32) -> Graph:
     g, model = Graph("talks"), Model(os.environ["POLICY"])
     rows = [{"prompt": f"{chr(97 + n % 26)}{n}=", "answer": str(n % 5)} for n in range(size or 26)]
     generator = Generator(model, group_size=2, max_tokens=6, slots=16, segment_tokens=2)
-    trainer = Trainer(model, loss=partial(aipo, rho=4.0), prompts_per_step=4, lr=1e-2, checkpoint_every=2)
+    trainer = Trainer(
+        model, loss=partial(aipo, rho=4.0), prompts_per_step=4, lr=1e-2, checkpoint_every=2
+    )
     source = Prompts(rows, columns=("answer",), epochs=1 if size else None)
     trainer(advantage(reward(talk(generator, g.source(source)))))
     g.feedback(trainer.weights, generator, max_staleness=1)

@@ -22,14 +22,17 @@ from dataflow.worker import worker  # noqa: E402
 worker.preload = lambda graph: None
 
 
-def build(*, size: int = 64, seconds: float = 0.0, generator_s: float = 0.0, trainer_s: float = 0.0) -> Graph:
-    """Fakes. size: prompts; 0: without end. seconds: between two prompts. generator_s, trainer_s: of sleep, for each
-    group that one makes, and for each step of the other."""
+def build(
+    *, size: int = 64, seconds: float = 0.0, generator_s: float = 0.0, trainer_s: float = 0.0
+) -> Graph:
+    """Fakes. size: prompts; 0: without end. seconds: between two prompts. generator_s, trainer_s:
+    of sleep, for each group that one makes, and for each step of the other."""
     source = FakePrompts(size=size or None)
     return fake_graph(
-        source=slow(source, seconds=seconds) if seconds else source, generator=paced(FakeGenerator(), generator_s),
+        source=slow(source, seconds=seconds) if seconds else source,
+        generator=paced(FakeGenerator(), generator_s),
         trainer=paced(FakeTrainer(prompts_per_step=8), trainer_s),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

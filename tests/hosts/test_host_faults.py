@@ -1,4 +1,5 @@
-"""Hosts that die, and links that are cut: what falls is noticed, started elsewhere, and nothing is trained twice."""
+"""Hosts that die, and links that are cut: what falls is noticed, started elsewhere, and nothing is
+trained twice."""
 
 import contextlib
 import re
@@ -25,11 +26,17 @@ def cluster(make_cluster: Callable[..., Cluster], policy: Path) -> Cluster:
     return make_cluster("a", "b", "c", visible=[policy])
 
 
-def start(cluster: Cluster, policy: Path, steps: int, place: object = PLACE, hang_s: float = HANG_S) -> None:
+def start(
+    cluster: Cluster, policy: Path, steps: int, place: object = PLACE, hang_s: float = HANG_S
+) -> None:
     cluster.start(
-        "tiny", {"policy": str(policy)}, steps=steps, place=place, replicas={"generator": 2},
+        "tiny",
+        {"policy": str(policy)},
+        steps=steps,
+        place=place,
+        replicas={"generator": 2},
         limits={**LIMITS, "hang_s": hang_s},
-    )  # fmt: skip
+    )
     cluster.wait_for_step(3)
 
 
@@ -55,7 +62,11 @@ def test_a_host_that_dies_is_noticed_and_its_workers_go_on_elsewhere(
     b.kill()
     cluster.agents.pop("b")
     clean(cluster)
-    assert {fault["worker"] for fault in lost(cluster, b)} == {"prompts-0", "reward-0", "generator-0"}
+    assert {fault["worker"] for fault in lost(cluster, b)} == {
+        "prompts-0",
+        "reward-0",
+        "generator-0",
+    }
     for fault in lost(cluster, b):
         assert fault["at"] - at < (HANG_S + 2.0 if silently else 5.0)
         assert fault["recovered_s"] < 20.0
@@ -66,7 +77,8 @@ def test_a_host_that_dies_is_noticed_and_its_workers_go_on_elsewhere(
 def test_cuts_shorter_than_the_limit_change_nothing(
     cluster: Cluster, policy: Path, cuts_s: tuple[float, ...], hang_s: float
 ) -> None:
-    """Though each of them is longer than TCP's own tries, which it makes at twice the distance each time."""
+    """Though each of them is longer than TCP's own tries, which it makes at twice the distance each
+    time."""
     b = cluster.hosts[1]
     start(cluster, policy, steps=400, hang_s=hang_s)
     for cut_s in cuts_s:
@@ -80,23 +92,35 @@ def test_cuts_shorter_than_the_limit_change_nothing(
     assert cluster.faults() == []
 
 
-def test_a_host_that_is_cut_off_comes_back_and_does_nothing_twice(cluster: Cluster, policy: Path) -> None:
+def test_a_host_that_is_cut_off_comes_back_and_does_nothing_twice(
+    cluster: Cluster, policy: Path
+) -> None:
     b = cluster.hosts[1]
     start(cluster, policy, steps=400)
     b.cut()
-    wait_until(lambda: "host 'b' was not heard" in cluster.said(), HANG_S + 5.0, "the loss of the host")
+    wait_until(
+        lambda: "host 'b' was not heard" in cluster.said(), HANG_S + 5.0, "the loss of the host"
+    )
     b.mend()
     wait_until(lambda: "host 'b' is back" in cluster.said(), 30.0, "the host")
     clean(cluster)
-    assert {fault["worker"] for fault in lost(cluster, b)} == {"prompts-0", "reward-0", "generator-0"}
+    assert {fault["worker"] for fault in lost(cluster, b)} == {
+        "prompts-0",
+        "reward-0",
+        "generator-0",
+    }
 
 
-def test_a_trainer_that_is_cut_off_alone_commits_nothing_more(cluster: Cluster, policy: Path) -> None:
+def test_a_trainer_that_is_cut_off_alone_commits_nothing_more(
+    cluster: Cluster, policy: Path
+) -> None:
     c = cluster.hosts[2]
     start(cluster, policy, steps=60, place={"generator": ("a", "b"), "trainer": "c"})
     there = set(c.processes())
     c.cut()
-    wait_until(lambda: "host 'c' was not heard" in cluster.said(), HANG_S + 5.0, "the loss of the host")
+    wait_until(
+        lambda: "host 'c' was not heard" in cluster.said(), HANG_S + 5.0, "the loss of the host"
+    )
     cluster.wait_for_step(cluster.steps() + 3)
     assert there <= set(c.processes())  # it goes on by itself
     c.mend()
@@ -104,9 +128,17 @@ def test_a_trainer_that_is_cut_off_alone_commits_nothing_more(cluster: Cluster, 
     assert [fault["worker"] for fault in lost(cluster, c)] == ["trainer-0"]
 
 
-def test_a_scheduler_whose_host_dies_is_followed_by_one_on_another_host(cluster: Cluster, policy: Path) -> None:
+def test_a_scheduler_whose_host_dies_is_followed_by_one_on_another_host(
+    cluster: Cluster, policy: Path
+) -> None:
     a, b, c = cluster.hosts
-    place = {"generator": ("b", "c"), "trainer": "c", "prompts": "b", "reward": "b", "advantage": "b"}
+    place = {
+        "generator": ("b", "c"),
+        "trainer": "c",
+        "prompts": "b",
+        "reward": "b",
+        "advantage": "b",
+    }
     start(cluster, policy, steps=400, place=place)
     workers = {host.name: set(host.processes()) for host in (b, c)}
     a.cut()
@@ -114,15 +146,21 @@ def test_a_scheduler_whose_host_dies_is_followed_by_one_on_another_host(cluster:
     cluster.agents.pop("a")
     before = cluster.steps()
     cluster.launch(
-        "tiny", {"policy": str(policy)}, on=b, place=place, replicas={"generator": 2}, resume=str(cluster.run_folder),
+        "tiny",
+        {"policy": str(policy)},
+        on=b,
+        place=place,
+        replicas={"generator": 2},
+        resume=str(cluster.run_folder),
         limits=LIMITS,
-    )  # fmt: skip
+    )
     cluster.wait_for_step(before + 20)
     for host in (b, c):
         assert workers[host.name] <= set(host.processes())  # they were taken over as they are
     clean(cluster)
     assert [fault["worker"] for fault in cluster.faults()] == ["scheduler"]
-    assert not re.search(r"\d+:\d\d:\d\d elapsed", cluster.said())  # hours: the clocks of hosts are days apart
+    # hours: the clocks of hosts are days apart
+    assert not re.search(r"\d+:\d\d:\d\d elapsed", cluster.said())
     a.boot()
 
 
@@ -137,10 +175,16 @@ def test_a_host_joins_a_run_of_which_another_has_just_died(cluster: Cluster, pol
     try:
         joins = cluster.join(c)
         wait_until(
-            lambda: "host 'c' is back" in cluster.said() or joins.poll() is not None, 90.0, "the host that joins"
+            lambda: "host 'c' is back" in cluster.said() or joins.poll() is not None,
+            90.0,
+            "the host that joins",
         )
         assert joins.poll() is None, cluster.said_by_agent(c)
-        wait_until(lambda: "host 'b' was not heard" in cluster.said(), HANG_S + 10.0, "the loss of the host")
+        wait_until(
+            lambda: "host 'b' was not heard" in cluster.said(),
+            HANG_S + 10.0,
+            "the loss of the host",
+        )
         cluster.wait_for_step(cluster.steps() + 3)
         stop(cluster)
     finally:
@@ -152,14 +196,29 @@ def test_when_the_schedulers_own_link_was_cut_all_go_back_to_where_the_user_want
     cluster: Cluster, policy: Path
 ) -> None:
     a, b, c = cluster.hosts
-    start(cluster, policy, steps=100_000, place={"generator": ("b", "c"), "trainer": "c", "prompts": "b"})
+    start(
+        cluster,
+        policy,
+        steps=100_000,
+        place={"generator": ("b", "c"), "trainer": "c", "prompts": "b"},
+    )
     a.cut()
     for name in "bc":
-        wait_until(lambda name=name: f"host '{name}' was not heard" in cluster.said(), 20.0, "the loss of all others")
+        wait_until(
+            lambda name=name: f"host '{name}' was not heard" in cluster.said(),
+            20.0,
+            "the loss of all others",
+        )
     a.mend()
     for name in "bc":
         wait_until(lambda name=name: f"host '{name}' is back" in cluster.said(), 30.0, "the others")
-    wait_until(lambda: {"prompts-0", "generator-0"} <= workers(b) and {"trainer-0", "generator-1"} <= workers(c), 90.0)
+    wait_until(
+        lambda: (
+            {"prompts-0", "generator-0"} <= workers(b)
+            and {"trainer-0", "generator-1"} <= workers(c)
+        ),
+        90.0,
+    )
     assert not {"trainer-0", "generator-0", "generator-1"} & workers(a)
     cluster.wait_for_step(cluster.steps() + 3)
     stop(cluster)

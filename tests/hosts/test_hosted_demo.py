@@ -1,4 +1,5 @@
-"""The demo, started as a user starts it, on three hosts that have a bridge and a folder in common."""
+"""The demo, started as a user starts it, on three hosts that have a bridge and a folder in
+common."""
 
 import secrets
 import sys
@@ -20,20 +21,31 @@ def three(give_hosts: Callable[..., list[Host]], shared: Path) -> list[Host]:
 
 
 def demo(folder: Path, runs: str, *more: str) -> list[str]:
-    own = ["--policy", str(folder / "policy"), "--runs", str(folder / runs), "--eval-every", str(STEPS)]
+    own = [
+        "--policy",
+        str(folder / "policy"),
+        "--runs",
+        str(folder / runs),
+        "--eval-every",
+        str(STEPS),
+    ]
     return [sys.executable, "-m", "graphs.sorting", "--steps", str(STEPS), *own, *more]
 
 
 def start(hosts: list[Host], folder: Path, command: list[str]) -> list[Command]:
     """On each host the same command, as torchrun does."""
     common = {
-        "WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500",
+        "WORLD_SIZE": str(len(hosts)),
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": "29500",
         "DATAFLOW_SECRET": secrets.token_hex(32),
-    }  # fmt: skip
+    }
     started = []
     for rank, host in enumerate(hosts):
         with (folder / f"{host.name}.out").open("a") as out:
-            started.append(host.popen(command, {**common, "RANK": str(rank)}, stdout=out, stderr=out))
+            started.append(
+                host.popen(command, {**common, "RANK": str(rank)}, stdout=out, stderr=out)
+            )
     return started
 
 
@@ -56,9 +68,14 @@ def test_the_demo_learns_on_three_hosts_as_on_one(three: list[Host], shared: Pat
     assert status == [0, 0, 0], (shared / "a.out").read_text()
     verdict = three[1].run([sys.executable, "-m", "dataflow", "verify", shared / "runs/latest"])
     assert verdict.returncode == 0, verdict.stdout
-    (first, last), (_, last_alone) = accuracies(shared / "runs/latest"), accuracies(shared / "alone/latest")
+    (first, last), (_, last_alone) = (
+        accuracies(shared / "runs/latest"),
+        accuracies(shared / "alone/latest"),
+    )
     assert last_alone > first + 0.3 and last == pytest.approx(last_alone, abs=0.15)
     several = {Path(path).name for path, hosts in watch.writers().items() if len(hosts) > 1}
     assert not several
-    ledgers = {host for path, hosts in watch.writers().items() if "ledger.db" in path for host in hosts}
+    ledgers = {
+        host for path, hosts in watch.writers().items() if "ledger.db" in path for host in hosts
+    }
     assert ledgers == {"a"}

@@ -28,5 +28,10 @@ def test_a_graph_runs_over_three_hosts_and_leaves_nothing(cluster: Cluster, shar
     assert verdict.clean, verdict.line
     assert {path for path, hosts in watch.writers().items() if len(hosts) > 1} == set()
     assert {host for path, hosts in watch.writers().items() for host in hosts} == {"a", "b", "c"}
-    assert {host for path, hosts in watch.writers().items() if "ledger.db" in path for host in hosts} == {"a"}
-    wait_until(lambda: [host.processes() for host in cluster.hosts] == before, what="the end of all processes")
+    assert {
+        host for path, hosts in watch.writers().items() if "ledger.db" in path for host in hosts
+    } == {"a"}
+    wait_until(
+        lambda: [host.processes() for host in cluster.hosts] == before,
+        what="the end of all processes",
+    )

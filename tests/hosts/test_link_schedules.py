@@ -1,5 +1,5 @@
-"""Links that come back at any moment of a restart, and processes that are killed meanwhile: the run goes on, and does
-nothing twice."""
+"""Links that come back at any moment of a restart, and processes that are killed meanwhile: the run
+goes on, and does nothing twice."""
 
 import contextlib
 import os
@@ -25,7 +25,8 @@ WITHIN_S = 3.0
 
 
 def strike(cluster: Cluster, chance: Random) -> str:
-    """Cut a host off, and mend it at some moment after it was given up; perhaps kill a worker of another one."""
+    """Cut a host off, and mend it at some moment after it was given up; perhaps kill a worker of
+    another one."""
     victim, other = chance.sample(cluster.hosts[1:], 2)
     mends_s, kills_s = (chance.random() * WITHIN_S for _ in range(2))
     lost, back = f"host '{victim.name}' was not heard", f"host '{victim.name}' is back"
@@ -40,13 +41,18 @@ def strike(cluster: Cluster, chance: Random) -> str:
         act()
     wait_until(lambda: cluster.said().count(back) > before[back], 60.0, "the host")
     cluster.wait_for_step(cluster.steps() + 3, 60.0)
-    return f"{victim.name} back {mends_s:.2f} s after its loss" + f", kill at {kills_s:.2f} s" * is_killing
+    return (
+        f"{victim.name} back {mends_s:.2f} s after its loss"
+        + f", kill at {kills_s:.2f} s" * is_killing
+    )
 
 
 def kill(host: Host, chance: Random) -> None:
     """Some worker of a host."""
     logs = "/logs/"
-    workers = [pid for pid in host.processes() if logs in output(pid) and "agent-" not in output(pid)]
+    workers = [
+        pid for pid in host.processes() if logs in output(pid) and "agent-" not in output(pid)
+    ]
     if workers:
         with contextlib.suppress(ProcessLookupError):
             os.kill(chance.choice(workers), signal.SIGKILL)
@@ -65,9 +71,13 @@ def test_a_link_that_comes_back_at_any_moment_of_a_restart_stalls_no_run(
 ) -> None:
     cluster, chance = make_cluster("a", "b", "c", visible=[policy]), Random(seed)
     cluster.start(
-        "tiny", {"policy": str(policy)}, steps=100_000, place=PLACE, replicas={"generator": 2},
+        "tiny",
+        {"policy": str(policy)},
+        steps=100_000,
+        place=PLACE,
+        replicas={"generator": 2},
         limits={"hang_s": HANG_S, "host_s": 60.0, "adopt_s": 90.0},
-    )  # fmt: skip
+    )
     cluster.wait_for_step(3)
     for number in range(ROUNDS):
         print(f"seed {seed}, schedule {number}: {strike(cluster, chance)}", flush=True)

@@ -1,4 +1,5 @@
-"""Runs over agents on this machine: they end as on one host, and so they do when a host or the scheduler dies."""
+"""Runs over agents on this machine: they end as on one host, and so they do when a host or the
+scheduler dies."""
 
 import contextlib
 import json
@@ -76,7 +77,10 @@ class Under:
     def is_clean(self) -> None:
         verdict = verify(self.folder.path)
         assert verdict.clean, verdict.line
-        assert Rendezvous.read(self.folder.path) is None and not (self.folder.path / KEYS_FILE).exists()
+        assert (
+            Rendezvous.read(self.folder.path) is None
+            and not (self.folder.path / KEYS_FILE).exists()
+        )
 
 
 Start = Callable[..., Under]
@@ -96,9 +100,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
         }
         with (tmp_path / "output").open("a") as file:
             process = subprocess.Popen(
-                [sys.executable, *command, *flags], cwd=tmp_path, stdout=file, stderr=file, env=environment,
-                process_group=0, text=True,
-            )  # fmt: skip
+                [sys.executable, *command, *flags],
+                cwd=tmp_path,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                process_group=0,
+                text=True,
+            )
         started.append(Under(process, tmp_path))
         return started[-1]
 
@@ -115,9 +124,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def ask(each: Under, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "dataflow", *words, str(each.folder.path)], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "dataflow", *words, str(each.folder.path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
         cwd=ROOT,
-    )  # fmt: skip
+    )
     return done.stdout + done.stderr
 
 
@@ -145,11 +157,20 @@ def test_a_run_over_local_agents_ends_as_on_one_host_and_leaves_nothing(start: S
     [
         ("generator", ("--generator-s", "0.03", "--trainer-s", "0.06", "--place", PLACE)),
         pytest.param(
-            "trainer", ("--generator-s", "0.02", "--trainer-s", "0.4", "--replicas", "generator=2",
-                        "--place", "generator=h1+h2,trainer=h2"),
+            "trainer",
+            (
+                "--generator-s",
+                "0.02",
+                "--trainer-s",
+                "0.4",
+                "--replicas",
+                "generator=2",
+                "--place",
+                "generator=h1+h2,trainer=h2",
+            ),
         ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_doctor_and_page_name_the_node_that_bounds_a_run_over_hosts(
@@ -170,10 +191,13 @@ def test_doctor_and_page_name_the_node_that_bounds_a_run_over_hosts(
 
 @pytest.fixture
 def talks(start: Start, policy: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Under]:
-    """Starts a run whose episodes are on a host of their own, h1, with others for generator and trainer."""
+    """Starts a run whose episodes are on a host of their own, h1, with others for generator and
+    trainer."""
     monkeypatch.setenv("POLICY", str(policy))
     place = ("--place", "talk=h1,generator=h2,trainer=h3", "--quiet")
-    return lambda *flags: start(*place, *flags, command=(str(PROGRAM.with_name("local_episodes.py")),))
+    return lambda *flags: start(
+        *place, *flags, command=(str(PROGRAM.with_name("local_episodes.py")),)
+    )
 
 
 @pytest.mark.slow
@@ -185,7 +209,11 @@ def test_episodes_take_turns_with_a_generator_on_another_host(talks: Callable[..
     assert run.steps() == 8
     config = json.loads((run.folder.path / "config.json").read_text())
     assert config["hosts"]["talk"] == ["h1"] and config["hosts"]["generator"] == ["h2"]
-    turns = [row for step in range(1, 9) for row in run.folder.rollouts_of().read(step).column("turn").to_pylist()]
+    turns = [
+        row
+        for step in range(1, 9)
+        for row in run.folder.rollouts_of().read(step).column("turn").to_pylist()
+    ]
     assert {max(each) for each in turns} == {2}
 
 
@@ -204,7 +232,9 @@ def test_replicas_of_an_episode_on_two_hosts_go_on_when_one_of_them_or_the_gener
     assert config["hosts"]["talk"] == ["h1", "h2"]
     os.kill(run.agents()[host], signal.SIGKILL)
     lost = {"h1": "talk-0", "h3": "generator-0"}[host]
-    wait_until(lambda: any(fault["worker"] == lost for fault in run.faults()), 30.0, "the loss of the host")
+    wait_until(
+        lambda: any(fault["worker"] == lost for fault in run.faults()), 30.0, "the loss of the host"
+    )
     run.further(6)
     ask(run, "stop")
     run.process.wait(60)
@@ -221,7 +251,9 @@ def test_episodes_go_on_when_their_host_or_that_of_the_generator_is_lost(
     run.further()
     os.kill(run.agents()[host], signal.SIGKILL)
     lost = {"h1": "talk-0", "h2": "generator-0"}[host]
-    wait_until(lambda: any(fault["worker"] == lost for fault in run.faults()), 30.0, "the loss of the host")
+    wait_until(
+        lambda: any(fault["worker"] == lost for fault in run.faults()), 30.0, "the loss of the host"
+    )
     run.further(6)
     ask(run, "stop")
     run.process.wait(60)
@@ -230,14 +262,20 @@ def test_episodes_go_on_when_their_host_or_that_of_the_generator_is_lost(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_host_whose_agent_is_killed_is_noticed_at_once_and_the_run_goes_on_elsewhere(start: Start) -> None:
+def test_a_host_whose_agent_is_killed_is_noticed_at_once_and_the_run_goes_on_elsewhere(
+    start: Start,
+) -> None:
     run = start("--on", "local:3", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02")
     run.further()
     pid = run.agents()["h1"]
     workers = descendants(pid)
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not alive({pid, *workers}), 10.0, "the end of the workers of the host")
-    wait_until(lambda: any(fault["worker"] == "generator-0" for fault in run.faults()), 30.0, "the loss of the host")
+    wait_until(
+        lambda: any(fault["worker"] == "generator-0" for fault in run.faults()),
+        30.0,
+        "the loss of the host",
+    )
     run.further(10)
     said = ask(run, "doctor")
     assert "generator-0  h3    ready" in said or "generator-0  h2    ready" in said, said
@@ -248,7 +286,9 @@ def test_a_host_whose_agent_is_killed_is_noticed_at_once_and_the_run_goes_on_els
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_reward_is_swapped_on_its_host_and_goes_on_with_it_to_another_one(start: Start, tmp_path: Path) -> None:
+def test_a_reward_is_swapped_on_its_host_and_goes_on_with_it_to_another_one(
+    start: Start, tmp_path: Path
+) -> None:
     module = tmp_path / "new_rewards.py"
     module.write_text(
         "from dataflow import scorer\n\n"
@@ -268,13 +308,19 @@ def test_a_reward_is_swapped_on_its_host_and_goes_on_with_it_to_another_one(star
         subprocess.run([*swap, wish], capture_output=True, text=True, timeout=60, cwd=ROOT)
         for wish in ("reward=nowhere_at_all:better", "reward=new_rewards:better")
     ]
-    assert [each.returncode for each in said] == [2, 0], [each.stdout + each.stderr for each in said]
+    assert [each.returncode for each in said] == [2, 0], [
+        each.stdout + each.stderr for each in said
+    ]
     assert "is not found where the run's program looks" in " ".join(said[0].stderr.split())
     wait_until(trains_new, WAIT_S, "a step of the new reward")
     assert run.faults() == [] and run.agents() == before
     module.unlink()
     os.kill(before["h1"], signal.SIGKILL)
-    wait_until(lambda: any(fault["worker"] == "reward-0" for fault in run.faults()), 30.0, "the loss of the host")
+    wait_until(
+        lambda: any(fault["worker"] == "reward-0" for fault in run.faults()),
+        30.0,
+        "the loss of the host",
+    )
     run.further(20)
     assert trains_new()
     ask(run, "stop")
@@ -285,14 +331,20 @@ def test_a_reward_is_swapped_on_its_host_and_goes_on_with_it_to_another_one(star
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_host_whose_agent_stands_still_is_lost_and_ends_what_it_has_when_it_is_back(start: Start) -> None:
+def test_a_host_whose_agent_stands_still_is_lost_and_ends_what_it_has_when_it_is_back(
+    start: Start,
+) -> None:
     run = start("--on", "local:3", "--place", PLACE, "--size", "0", "--seconds", "0.02", hang_s=4.0)
     run.further()
     pid = run.agents()["h1"]
     (forkserver,) = psutil.Process(pid).children()
     workers = {child.pid for child in forkserver.children()}
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: any(fault["worker"] == "generator-0" for fault in run.faults()), 30.0, "the loss of the host")
+    wait_until(
+        lambda: any(fault["worker"] == "generator-0" for fault in run.faults()),
+        30.0,
+        "the loss of the host",
+    )
     run.further(5)
     os.kill(pid, signal.SIGCONT)
     wait_until(lambda: not alive(workers), 20.0, "the end of those that were left")
@@ -306,9 +358,22 @@ def test_a_host_whose_agent_stands_still_is_lost_and_ends_what_it_has_when_it_is
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_scheduler_that_is_killed_is_followed_by_another_that_takes_the_workers_as_they_are(start: Start) -> None:
+def test_a_scheduler_that_is_killed_is_followed_by_another_that_takes_the_workers_as_they_are(
+    start: Start,
+) -> None:
     first = start(
-        "--on", "local:2", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02", "--steps", "400", hang_s=3.0
+        "--on",
+        "local:2",
+        "--place",
+        PLACE,
+        "--quiet",
+        "--size",
+        "0",
+        "--seconds",
+        "0.02",
+        "--steps",
+        "400",
+        hang_s=3.0,
     )
     first.further()
     family = {pid for agent in first.agents().values() for pid in (agent, *descendants(agent))}
@@ -316,7 +381,11 @@ def test_a_scheduler_that_is_killed_is_followed_by_another_that_takes_the_worker
     first.process.wait(10)
     assert "has died; dataflow resume takes over the workers" in ask(first, "stop")
     second = start("resume", str(first.folder.path), command=("-m", "dataflow"), hang_s=3.0)
-    wait_until(lambda: [fault["worker"] for fault in second.faults()] == ["scheduler"], WAIT_S, "the second scheduler")
+    wait_until(
+        lambda: [fault["worker"] for fault in second.faults()] == ["scheduler"],
+        WAIT_S,
+        "the second scheduler",
+    )
     assert set(alive(family)) == family
     second.process.wait(120)
     assert second.process.returncode == 0, second.said()
@@ -331,7 +400,17 @@ def test_a_scheduler_that_is_killed_is_followed_by_another_that_takes_the_worker
 @pytest.mark.timeout(300)
 def test_agents_that_no_scheduler_comes_to_end_with_their_workers(start: Start) -> None:
     run = start(
-        "--on", "local:2", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02", adopt_s=3.0, drain_s=5.0
+        "--on",
+        "local:2",
+        "--place",
+        PLACE,
+        "--quiet",
+        "--size",
+        "0",
+        "--seconds",
+        "0.02",
+        adopt_s=3.0,
+        drain_s=5.0,
     )
     run.further()
     family = descendants(run.process.pid)
@@ -366,27 +445,46 @@ def test_sigterm_to_all_processes_on_all_hosts_ends_the_run_in_order(start: Star
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_host_whose_agent_alone_gets_sigterm_leaves_after_a_checkpoint_and_the_run_goes_on(start: Start) -> None:
+def test_a_host_whose_agent_alone_gets_sigterm_leaves_after_a_checkpoint_and_the_run_goes_on(
+    start: Start,
+) -> None:
     run = start("--on", "local:2", "--place", PLACE, "--size", "0", "--seconds", "0.02")
     run.further()
     agent = run.agents()["h2"]
     os.kill(agent, signal.SIGTERM)
     wait_until(lambda: not alive({agent}), 20.0, "the agent's end")
-    assert "host 'h2' was asked to end, and leaves; trainers write a checkpoint before" in run.said()
+    assert (
+        "host 'h2' was asked to end, and leaves; trainers write a checkpoint before" in run.said()
+    )
     run.further()
     os.kill(run.process.pid, signal.SIGINT)
     assert run.process.wait(60) == 0, run.said()
     run.is_clean()
-    assert {fault["cause"] for fault in run.faults()} == {"was on host 'h2', which has ended its agent"}
+    assert {fault["cause"] for fault in run.faults()} == {
+        "was on host 'h2', which has ended its agent"
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_control_z_stops_the_workers_of_all_hosts_and_sigcont_lets_them_go_on(start: Start) -> None:
-    run = start("--on", "local:2", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02", hang_s=3.0)
+    run = start(
+        "--on",
+        "local:2",
+        "--place",
+        PLACE,
+        "--quiet",
+        "--size",
+        "0",
+        "--seconds",
+        "0.02",
+        hang_s=3.0,
+    )
     run.further()
     os.killpg(run.process.pid, signal.SIGTSTP)
-    wait_until(lambda: psutil.Process(run.process.pid).status() == psutil.STATUS_STOPPED, 20.0, "the stop")
+    wait_until(
+        lambda: psutil.Process(run.process.pid).status() == psutil.STATUS_STOPPED, 20.0, "the stop"
+    )
     before = run.steps()
     time.sleep(8.0)  # longer than anybody's patience
     assert run.steps() <= before + 1
@@ -402,25 +500,34 @@ def on_hosts_only(tmp_path: Path, what: str) -> str:
     """A program that does something else on a host, before it builds its graph."""
     flawed = tmp_path / "flawed.py"
     flawed.write_text(
-        f"import sys, time\nif 'dataflow.agent.program' in sys.orig_argv: {what}\n"
-        f"exec(open({str(PROGRAM)!r}).read(), {{'__file__': {str(PROGRAM)!r}, '__name__': '__main__'}})\n"
+        "import sys, time\nif 'dataflow.agent.program' in sys.orig_argv:"
+        f" {what}\nexec(open({str(PROGRAM)!r}).read(), {{'__file__': {str(PROGRAM)!r}, '__name__':"
+        " '__main__'})\n"
     )
     return str(flawed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("what", "said"), [
-    ("raise ValueError('no such data here')", "host 'h1': python .* did not get to its run: ValueError: no such data"),
-    ("sys.exit(0)", "did not get to its run: SystemExit: 0"),
-    ("time.sleep(600)", r"waited 8 s for hosts \['h1'\] to build the graph"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (
+            "raise ValueError('no such data here')",
+            "host 'h1': python .* did not get to its run: ValueError: no such data",
+        ),
+        ("sys.exit(0)", "did not get to its run: SystemExit: 0"),
+        ("time.sleep(600)", r"waited 8 s for hosts \['h1'\] to build the graph"),
+    ],
+)
 def test_a_program_that_is_not_built_on_a_host_ends_the_run_with_its_reason(
     what: str, said: str, start: Start, tmp_path: Path
 ) -> None:
     run = start("--on", "local:1", "--quiet", command=(on_hosts_only(tmp_path, what),), start_s=8.0)
     family: set[int] = set()
-    wait_until(lambda: family.update(descendants(run.process.pid)) or len(family) > 2, WAIT_S, "the agent")
+    wait_until(
+        lambda: family.update(descendants(run.process.pid)) or len(family) > 2, WAIT_S, "the agent"
+    )
     assert run.process.wait(60) == 1
     assert re.search(said, run.said()), run.said()
     wait_until(lambda: not alive(family), 10.0, "the end of all processes")
@@ -428,10 +535,14 @@ def test_a_program_that_is_not_built_on_a_host_ends_the_run_with_its_reason(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_plan_that_is_refused_ends_the_agents_and_leaves_no_folder(start: Start, tmp_path: Path) -> None:
+def test_a_plan_that_is_refused_ends_the_agents_and_leaves_no_folder(
+    start: Start, tmp_path: Path
+) -> None:
     run = start("--on", "local:1", "--quiet", "--place", "generator=h7")
     family: set[int] = set()
-    wait_until(lambda: family.update(descendants(run.process.pid)) or len(family) > 1, WAIT_S, "the agent")
+    wait_until(
+        lambda: family.update(descendants(run.process.pid)) or len(family) > 1, WAIT_S, "the agent"
+    )
     assert run.process.wait(60) == 1
     assert "h7" in run.said() and "GraphError" in run.said()
     assert not [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]

@@ -1,4 +1,5 @@
-"""Hosts that die with the run folder: a run goes on from the address to which its checkpoints were copied."""
+"""Hosts that die with the run folder: a run goes on from the address to which its checkpoints were
+copied."""
 
 import shutil
 from collections.abc import Callable
@@ -43,7 +44,12 @@ def test_trainer_and_scheduler_die_with_the_run_folder_and_other_hosts_go_on_fro
     knobs = {"policy": str(policy), "checkpoint_every": 5}
     first = Cluster([a, b], whole.folder)
     first.start(
-        "tiny", knobs, steps=400, place={"generator": ("b",), "trainer": "a"}, checkpoint_to=str(there), limits=LIMITS
+        "tiny",
+        knobs,
+        steps=400,
+        place={"generator": ("b",), "trainer": "a"},
+        checkpoint_to=str(there),
+        limits=LIMITS,
     )
     wait_until(lambda: max(copied(there), default=0) >= 10, 200.0, "copies")
     first.wait_for_step(first.steps() + 2)
@@ -64,9 +70,13 @@ def test_trainer_and_scheduler_die_with_the_run_folder_and_other_hosts_go_on_fro
     assert found.name == run.name and found == second.run_folder
     try:
         second.start(
-            "tiny", knobs, steps=newest + 12, place={"generator": ("b",), "trainer": "c"}, resume=str(found),
+            "tiny",
+            knobs,
+            steps=newest + 12,
+            place={"generator": ("b",), "trainer": "c"},
+            resume=str(found),
             limits=LIMITS,
-        )  # fmt: skip
+        )
         verdict = second.ended()
     finally:
         second.kill()

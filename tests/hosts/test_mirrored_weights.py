@@ -1,4 +1,5 @@
-"""Runs whose generators are beside each other, apart from the trainer: one takes each version in for all of them."""
+"""Runs whose generators are beside each other, apart from the trainer: one takes each version in
+for all of them."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +29,8 @@ def lines(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def mirrors(line: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """By reader to which the trainer sends, those that it hands versions on to, with the version that each has."""
+    """By reader to which the trainer sends, those that it hands versions on to, with the version
+    that each has."""
     return {
         reader: {name: taken["version"] for name, taken in sent.get("handed_on", {}).items()}
         for reader, sent in line["weights_sent"].items()
@@ -36,8 +38,8 @@ def mirrors(line: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def serves_all(cluster: Cluster, but: str = "") -> str:
-    """The reader that takes versions for all three, each of which has one of the last, once there is one but `but`,
-    some steps from now."""
+    """The reader that takes versions for all three, each of which has one of the last, once there
+    is one but `but`, some steps from now."""
     began, found = lines(cluster)[-1]["step"], list[str]()
 
     def is_one() -> bool:
@@ -45,10 +47,13 @@ def serves_all(cluster: Cluster, but: str = "") -> str:
         line = lines(cluster)[-1]
         of = mirrors(line)
         found[:] = [
-            name for name, behind in of.items()
-            if name != but and {name, *behind} == THREE and all(line["step"] - at < 10 for at in behind.values())
+            name
+            for name, behind in of.items()
+            if name != but
+            and {name, *behind} == THREE
+            and all(line["step"] - at < 10 for at in behind.values())
             and line["step"] - line["weights_sent"][name]["version"] < 10
-        ]  # fmt: skip
+        ]
         return bool(found) and line["step"] > began + 10
 
     wait_until(is_one, 60.0, "a mirror of all three")
@@ -79,7 +84,12 @@ def test_a_mirror_that_is_killed_or_stopped_is_followed_by_a_neighbour_and_the_r
 ) -> None:
     b = cluster.hosts[1]
     cluster.start(
-        "tiny", {"policy": str(policy)}, steps=500, place=PLACE, replicas={"generator": 3}, limits={"stopped_s": 12.0}
+        "tiny",
+        {"policy": str(policy)},
+        steps=500,
+        place=PLACE,
+        replicas={"generator": 3},
+        limits={"stopped_s": 12.0},
     )
     cluster.wait_for_step(3)
     assert serves_all(cluster) == "generator-0", "the plan's first"
@@ -88,23 +98,34 @@ def test_a_mirror_that_is_killed_or_stopped_is_followed_by_a_neighbour_and_the_r
     assert all(line["weights_sent_bytes"] % size == 0 for line in lines(cluster))
 
     signal(b, "KILL", pid_of(cluster, "generator-0"))
-    wait_until(lambda: [fault["worker"] for fault in cluster.faults()] == ["generator-0"], 30.0, "its end")
+    wait_until(
+        lambda: [fault["worker"] for fault in cluster.faults()] == ["generator-0"], 30.0, "its end"
+    )
     second = serves_all(cluster)
 
     signal(b, "STOP", pid_of(cluster, second))
     third = serves_all(cluster, but=second)
-    wait_until(lambda: set(mirrors(lines(cluster)[-1])) == {third}, 30.0, "the end of the one that was stopped")
+    wait_until(
+        lambda: set(mirrors(lines(cluster)[-1])) == {third},
+        30.0,
+        "the end of the one that was stopped",
+    )
     verdict = cluster.ended(400.0)
     assert verdict.clean, verdict.line
     plan = RunFolder.open(cluster.run_folder).read_json("config.json")["plan"]
-    assert any("of 3 readers (generator) 'generator-0' takes each version over the network" in line for line in plan)
+    assert any(
+        "of 3 readers (generator) 'generator-0' takes each version over the network" in line
+        for line in plan
+    )
 
 
 def test_ranks_that_share_a_model_take_their_slices_of_what_one_of_their_host_took_in(
     cluster: Cluster, policy: Path
 ) -> None:
     knobs = {"policy": str(policy), "generator_knobs": {"tensor_parallel": 2}, "max_staleness": 0}
-    cluster.start("tiny", knobs, steps=4, place=PLACE, replicas={"generator": 2}, agents=cluster.hosts[:1])
+    cluster.start(
+        "tiny", knobs, steps=4, place=PLACE, replicas={"generator": 2}, agents=cluster.hosts[:1]
+    )
     cluster.join(cluster.hosts[1], {"DATAFLOW_AGENT_CPUS": "4"})
     verdict = cluster.ended()
     assert verdict.clean, verdict.line

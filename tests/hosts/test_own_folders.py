@@ -1,4 +1,5 @@
-"""Runs over hosts that see no folder in common: each keeps what it makes, and others get what they need."""
+"""Runs over hosts that see no folder in common: each keeps what it makes, and others get what they
+need."""
 
 import json
 import re
@@ -74,9 +75,14 @@ def failed(cluster: Cluster, deadline_s: float = 300.0) -> str:
 
 def start(cluster: Cluster, policy: Path, steps: int, place: Any = PLACE, **more: Any) -> None:
     cluster.start(
-        "tiny", {"policy": str(policy), "checkpoint_every": 5}, steps=steps, place=place, replicas={"generator": 2},
-        limits=LIMITS, **more,
-    )  # fmt: skip
+        "tiny",
+        {"policy": str(policy), "checkpoint_every": 5},
+        steps=steps,
+        place=place,
+        replicas={"generator": 2},
+        limits=LIMITS,
+        **more,
+    )
 
 
 def again(cluster: Cluster, policy: Path, steps: int, place: Any = PLACE, **more: Any) -> None:
@@ -96,7 +102,9 @@ def trained(cluster: Cluster) -> dict[int, list[int]]:
 def asked(cluster: Cluster, code: str) -> str:
     """What a few lines print of the ledger, on the host that has it."""
     assert cluster.leads
-    return cluster.leads.python(ASK + code, cluster.folder / "runs" / cluster.run_folder.name / "ledger.db")
+    return cluster.leads.python(
+        ASK + code, cluster.folder / "runs" / cluster.run_folder.name / "ledger.db"
+    )
 
 
 def checkpoints(host: Host, cluster: Cluster) -> list[int]:
@@ -112,32 +120,61 @@ def once(cluster: Cluster, steps: int) -> None:
     assert sorted(made) == list(range(1, steps + 1)) and len(groups) == len(set(groups))
 
 
-def test_the_demo_learns_on_hosts_that_see_no_folder_in_common(three: list[Host], copies: Path, tmp_path: Path) -> None:
+def test_the_demo_learns_on_hosts_that_see_no_folder_in_common(
+    three: list[Host], copies: Path, tmp_path: Path
+) -> None:
     """Started as torchrun does, on each host the same command; each makes its policy by itself."""
     common = {
-        "WORLD_SIZE": "3", "MASTER_ADDR": three[0].address, "MASTER_PORT": "29500",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": three[0].address,
+        "MASTER_PORT": "29500",
         "DATAFLOW_SECRET": secrets.token_hex(32),
-    }  # fmt: skip
+    }
     command = [
-        sys.executable, "-m", "graphs.sorting", "--steps", str(STEPS), "--eval-every", str(STEPS), "--policy",
-        "/tmp/policy", "--runs", "/tmp/demo", "--on", "torchrun", "--replicas", "generator=2", "--place",
+        sys.executable,
+        "-m",
+        "graphs.sorting",
+        "--steps",
+        str(STEPS),
+        "--eval-every",
+        str(STEPS),
+        "--policy",
+        "/tmp/policy",
+        "--runs",
+        "/tmp/demo",
+        "--on",
+        "torchrun",
+        "--replicas",
+        "generator=2",
+        "--place",
         "generator=a+b,trainer=c",
-    ]  # fmt: skip
+    ]
     started = []
     try:
         with opened(three, copies) as watch:
             for rank, host in enumerate(three):
                 with (tmp_path / f"{host.name}.out").open("w") as out:
-                    started.append(host.popen(command, {**common, "RANK": str(rank)}, stdout=out, stderr=out))
-            assert [each.wait(600) for each in started] == [0, 0, 0], (tmp_path / "a.out").read_text()
+                    started.append(
+                        host.popen(command, {**common, "RANK": str(rank)}, stdout=out, stderr=out)
+                    )
+            assert [each.wait(600) for each in started] == [0, 0, 0], (
+                tmp_path / "a.out"
+            ).read_text()
     except NoHosts as error:
         pytest.skip(str(error))
     assert not watch.seen
     said = (tmp_path / "a.out").read_text()
     assert "hosts b and c do not see the scheduler's run folder /tmp/demo/sorting-" in said
-    assert "'trainer' stays on host 'c', and nothing that it learns survives the loss of that disk" in said
+    assert (
+        "'trainer' stays on host 'c', and nothing that it learns survives the loss of that disk"
+        in said
+    )
     verdict = three[0].run([sys.executable, "-m", "dataflow", "verify", "/tmp/demo/latest"])
-    assert verdict.returncode == 0 and verdict.stdout.startswith("clean: ") and "not here" not in verdict.stdout
+    assert (
+        verdict.returncode == 0
+        and verdict.stdout.startswith("clean: ")
+        and "not here" not in verdict.stdout
+    )
     metrics = next(three[0].outside("/tmp/demo").glob("sorting-*")) / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     first, last = [line["eval_accuracy"] for line in lines if "eval_accuracy" in line]
@@ -147,7 +184,9 @@ def test_the_demo_learns_on_hosts_that_see_no_folder_in_common(three: list[Host]
     assert not any(name.endswith(".arrow") for name in b) and "step-000001.arrow" in c
 
 
-def test_all_processes_end_and_the_run_goes_on_from_what_each_host_has(cluster: Cluster, policy: Path) -> None:
+def test_all_processes_end_and_the_run_goes_on_from_what_each_host_has(
+    cluster: Cluster, policy: Path
+) -> None:
     start(cluster, policy, steps=400)
     cluster.wait_for_step(12)
     cluster.kill()
@@ -163,23 +202,32 @@ def test_all_processes_end_and_the_run_goes_on_from_what_each_host_has(cluster: 
     assert checkpoints(cluster.hosts[0], cluster) == [steps]
 
 
-def test_a_trainer_goes_on_elsewhere_with_what_its_host_gives(cluster: Cluster, policy: Path) -> None:
+def test_a_trainer_goes_on_elsewhere_with_what_its_host_gives(
+    cluster: Cluster, policy: Path
+) -> None:
     """To another host with a disk of its own, and from there to the scheduler's."""
     start(cluster, policy, steps=400)
     cluster.wait_for_step(12)
     cluster.kill()
     before = trained(cluster)
-    for place in ({"generator": ("a", "c"), "trainer": "b"}, {"generator": ("b", "c"), "trainer": "a"}):
+    for place in (
+        {"generator": ("a", "c"), "trainer": "b"},
+        {"generator": ("b", "c"), "trainer": "a"},
+    ):
         steps = max(trained(cluster)) + 6
         again(cluster, policy, steps, place)
         assert ended(cluster).startswith("clean: ")
         once(cluster, steps)
     now = trained(cluster)
     assert all(now[step] == groups for step, groups in before.items())
-    assert "the steps" not in cluster.said() and not re.search("taken back|generated again", cluster.said())
+    assert "the steps" not in cluster.said() and not re.search(
+        "taken back|generated again", cluster.said()
+    )
 
 
-def test_a_generators_host_that_dies_with_its_disk_costs_its_rollouts_alone(cluster: Cluster, policy: Path) -> None:
+def test_a_generators_host_that_dies_with_its_disk_costs_its_rollouts_alone(
+    cluster: Cluster, policy: Path
+) -> None:
     start(cluster, policy, steps=60)
     cluster.wait_for_step(5)
     cluster.hosts[1].kill()
@@ -189,12 +237,18 @@ def test_a_generators_host_that_dies_with_its_disk_costs_its_rollouts_alone(clus
     assert {fault["worker"] for fault in cluster.faults()} == {"generator-1"}
 
 
-def test_a_trainer_that_is_cut_off_goes_on_where_its_disk_is(cluster: Cluster, policy: Path) -> None:
+def test_a_trainer_that_is_cut_off_goes_on_where_its_disk_is(
+    cluster: Cluster, policy: Path
+) -> None:
     c = cluster.hosts[2]
     start(cluster, policy, steps=60)
     cluster.wait_for_step(6)
     c.cut()
-    wait_until(lambda: "'trainer-0' keeps on host 'c' what no other sees" in cluster.said(), 30.0, "what is waited for")
+    wait_until(
+        lambda: "'trainer-0' keeps on host 'c' what no other sees" in cluster.said(),
+        30.0,
+        "what is waited for",
+    )
     c.mend()
     assert ended(cluster).startswith("clean: ")
     once(cluster, 60)
@@ -209,25 +263,39 @@ def test_a_trainers_host_that_dies_with_its_disk_ends_the_run_and_no_resume_goes
     cluster.wait_for_step(12)
     c.kill()
     cluster.agents.pop("c")
-    assert "'trainer-0' keeps on host 'c' what no other sees, and nothing else can go on with that" in failed(cluster)
+    assert (
+        "'trainer-0' keeps on host 'c' what no other sees, and nothing else can go on with that"
+        in failed(cluster)
+    )
     place = {"generator": ("a", "b"), "trainer": "a"}
     cluster.hosts = cluster.hosts[:2]
     again(cluster, policy, 400, place)
     said = failed(cluster)
-    assert "cannot go on: the checkpoint of step" in said and "of 'trainer' is on host c, which takes no part" in said
+    assert (
+        "cannot go on: the checkpoint of step" in said
+        and "of 'trainer' is on host c, which takes no part" in said
+    )
 
 
 def test_with_an_address_the_run_goes_on_without_the_trainers_host(
     cluster: Cluster, policy: Path, copies: Path
 ) -> None:
-    """The address is a folder that all hosts see, as they would see an object store; the run folder is not in it."""
+    """The address is a folder that all hosts see, as they would see an object store; the run folder
+    is not in it."""
     start(cluster, policy, steps=400, checkpoint_to=str(copies))
-    wait_until(lambda: len(list(copies.glob("*/part-*/checkpoints/step-*/commit.json"))) > 1, 200.0, "copies")
+    wait_until(
+        lambda: len(list(copies.glob("*/part-*/checkpoints/step-*/commit.json"))) > 1,
+        200.0,
+        "copies",
+    )
     cluster.hosts[2].kill()
     cluster.agents.pop("c")
     failed(cluster)
     before = trained(cluster)
-    copied = {int(path.parent.name.removeprefix("step-")) for path in copies.glob("*/*/checkpoints/*/commit.json")}
+    copied = {
+        int(path.parent.name.removeprefix("step-"))
+        for path in copies.glob("*/*/checkpoints/*/commit.json")
+    }
     cluster.hosts = cluster.hosts[:2]
     steps = max(before) + 6
     again(cluster, policy, steps, {"generator": ("a", "b"), "trainer": "b"})
@@ -241,4 +309,6 @@ def test_with_an_address_the_run_goes_on_without_the_trainers_host(
 def test_the_ledger_says_who_has_what(cluster: Cluster, policy: Path) -> None:
     start(cluster, policy, steps=6)
     ended(cluster)
-    assert json.loads(asked(cluster, PLACES)) == {f"rollouts/step-{step:06d}.arrow": ["", "c"] for step in range(1, 7)}
+    assert json.loads(asked(cluster, PLACES)) == {
+        f"rollouts/step-{step:06d}.arrow": ["", "c"] for step in range(1, 7)
+    }

@@ -13,7 +13,8 @@ from dataflow.folder.run_folder import RunFolder
 def test_weights_reach_a_reader_beside_the_trainer_by_memory_and_one_apart_over_the_network(
     make_cluster: Callable[..., Cluster], policy: Path, shared: Path
 ) -> None:
-    """At staleness 0 no group of the second step is generated before its replica has the first step's weights."""
+    """At staleness 0 no group of the second step is generated before its replica has the first
+    step's weights."""
     cluster = make_cluster("a", "b")
     place = {"generator": ("a", "b"), "trainer": "b"}
     seen = shared / "policy"
@@ -26,6 +27,12 @@ def test_weights_reach_a_reader_beside_the_trainer_by_memory_and_one_apart_over_
     assert verdict.clean, verdict.line
     config = RunFolder.open(cluster.run_folder).read_json("config.json")
     assert config["hosts"] == {
-        "prompts": ["a"], "generator": ["a", "b"], "reward": ["b"], "advantage": ["b"], "trainer": ["b"]
-    }  # fmt: skip
-    assert any("weights trainer -> generator: gloo x1, shared_memory x1" in line for line in config["plan"])
+        "prompts": ["a"],
+        "generator": ["a", "b"],
+        "reward": ["b"],
+        "advantage": ["b"],
+        "trainer": ["b"],
+    }
+    assert any(
+        "weights trainer -> generator: gloo x1, shared_memory x1" in line for line in config["plan"]
+    )

@@ -1,4 +1,5 @@
-"""A host that does not fit: one clear sentence says why, and nobody waits for what will not come."""
+"""A host that does not fit: one clear sentence says why, and nobody waits for what will not
+come."""
 
 import subprocess
 import sys
@@ -53,7 +54,10 @@ def test_a_host_with_other_versions_is_refused(cluster: Cluster) -> None:
     cluster.join(b, {"PYTHONPATH": str(patch.parent)})
     python = ".".join(map(str, sys.version_info[:2]))
     for said in (ended(cluster), refused(cluster, b)):
-        assert f"host 'b' has Python 3.9 and the scheduler {python}; torch 2.0.1 and the scheduler 2." in said
+        assert (
+            f"host 'b' has Python 3.9 and the scheduler {python}; torch 2.0.1 and the scheduler 2."
+            in said
+        )
 
 
 def test_a_host_with_another_version_of_the_program_is_refused(cluster: Cluster) -> None:
@@ -61,12 +65,17 @@ def test_a_host_with_another_version_of_the_program_is_refused(cluster: Cluster)
     text = cluster.program.read_text().replace(
         "Path(__file__).parents[2]", f"Path({str(cluster.program.parents[2])!r})"
     )
-    for host, version in ((a, text), (b, text.replace("pause_s: float = 0.0", "pause_s: float = 0.001"))):
+    for host, version in (
+        (a, text),
+        (b, text.replace("pause_s: float = 0.0", "pause_s: float = 0.001")),
+    ):
         host.outside("/tmp/program.py").write_text(version)
     cluster.program = Path("/tmp/program.py")
     cluster.start("fakes")
     for said in (ended(cluster), refused(cluster, b)):
-        assert "host 'b' has another version of the program" in said and "'/tmp/program.py' is" in said
+        assert (
+            "host 'b' has another version of the program" in said and "'/tmp/program.py' is" in said
+        )
 
 
 def test_an_agent_with_other_keys_is_not_let_in(cluster: Cluster) -> None:
@@ -90,16 +99,23 @@ def test_an_address_that_is_no_address_of_the_host_is_refused(cluster: Cluster) 
 
 def hidden(host: Host, address: str) -> str:
     """An address of a host that no other reaches."""
-    subprocess.run([*host._enter_network, "ip", "address", "add", f"{address}/32", "dev", "lo"], check=False)
+    subprocess.run(
+        [*host._enter_network, "ip", "address", "add", f"{address}/32", "dev", "lo"], check=False
+    )
     return address
 
 
-def test_an_address_of_a_host_that_no_other_reaches_is_named_before_the_run_begins(cluster: Cluster) -> None:
+def test_an_address_of_a_host_that_no_other_reaches_is_named_before_the_run_begins(
+    cluster: Cluster,
+) -> None:
     a, b = cluster.hosts
     cluster.start("fakes", agents=[a])
     cluster.join(b, {"DATAFLOW_AGENT_ADDRESS": hidden(b, "10.99.0.2")})
     said = ended(cluster)
-    assert "host 'a' does not reach host 'b' at 10.99.0.2 (" in said and "DATAFLOW_AGENT_ADDRESS" in said
+    assert (
+        "host 'a' does not reach host 'b' at 10.99.0.2 (" in said
+        and "DATAFLOW_AGENT_ADDRESS" in said
+    )
 
 
 def test_a_scheduler_at_an_address_that_no_host_reaches_hears_of_it(cluster: Cluster) -> None:
@@ -108,7 +124,10 @@ def test_a_scheduler_at_an_address_that_no_host_reaches_hears_of_it(cluster: Clu
     wait_until(cluster.joining, 60.0, "what agents have to know")
     cluster.join(b)
     for said in (ended(cluster), refused(cluster, b)):
-        assert "the scheduler at tcp://10.99.0.1:" in said and "nobody answers there; host 'b' ends" in said
+        assert (
+            "the scheduler at tcp://10.99.0.1:" in said
+            and "nobody answers there; host 'b' ends" in said
+        )
 
 
 def test_an_agent_that_is_given_an_address_at_which_nobody_is_finds_the_scheduler_by_the_folder(
@@ -125,7 +144,10 @@ def test_an_agent_that_is_given_an_address_at_which_nobody_is_finds_the_schedule
 
 def test_a_port_that_is_taken_is_named(cluster: Cluster) -> None:
     a = cluster.hosts[0]
-    taken = "import socket, time; s = socket.create_server(('0.0.0.0', 4567)); print('up', flush=True); time.sleep(999)"
+    taken = (
+        "import socket, time; s = socket.create_server(('0.0.0.0', 4567)); print('up', flush=True);"
+        " time.sleep(999)"
+    )
     holder = a.popen([sys.executable, "-c", taken], stdout=-1)
     assert holder.stdout and holder.stdout.readline() == "up\n"
     cluster.launch("fakes", listen=f"{a.address}:4567")
@@ -138,7 +160,10 @@ def test_a_host_whose_folder_is_that_of_another_run_says_so(cluster: Cluster) ->
     cluster.start("fakes", agents=[a])
     b.run(["mkdir", "-p", "/home/b/runs/rollouts/step-000001.arrow"])
     cluster.join(b, {"DATAFLOW_AGENT_FOLDER": "/home/b/runs"})
-    assert "host 'b' has files of another run at '/home/b/runs', as 'step-000001.arrow'; move that" in ended(cluster)
+    assert (
+        "host 'b' has files of another run at '/home/b/runs', as 'step-000001.arrow'; move that"
+        in ended(cluster)
+    )
 
 
 def test_a_host_with_the_folder_of_a_run_that_another_leads_says_so(cluster: Cluster) -> None:

@@ -91,7 +91,10 @@ def test_hosts_reach_each_other_by_address_and_by_name(pair: list[Host], echo: H
 
 
 def test_hosts_do_not_reach_the_machine_around_them(pair: list[Host]) -> None:
-    assert sorted(pair[0].python("import os; print(*os.listdir('/sys/class/net'))").split()) == ["eth0", "lo"]
+    assert sorted(pair[0].python("import os; print(*os.listdir('/sys/class/net'))").split()) == [
+        "eth0",
+        "lo",
+    ]
     with socket.create_server(("0.0.0.0", 0)) as server:
         reached = [reach(pair[0], address) for address in ("192.0.2.1", *addresses())]
         server.settimeout(0)
@@ -102,7 +105,12 @@ def test_hosts_do_not_reach_the_machine_around_them(pair: list[Host]) -> None:
 
 def addresses() -> list[str]:
     """Of this machine, but for loopback."""
-    every = (each for of in psutil.net_if_addrs().values() for each in of if each.family == socket.AF_INET)
+    every = (
+        each
+        for of in psutil.net_if_addrs().values()
+        for each in of
+        if each.family == socket.AF_INET
+    )
     return [each.address for each in every if not each.address.startswith("127.")]
 
 
@@ -111,9 +119,15 @@ def test_what_a_host_has_in_its_own_folders_no_other_can_open(pair: list[Host]) 
     places = ["/tmp/x", "/var/tmp/x", "/dev/shm/x", f"{a.home}/x", "/x"]
     a.python("import sys; [open(place, 'w').write('mine') for place in sys.argv[1:]]", *places)
     assert (
-        a.python("import sys; print(*(open(place).read() for place in sys.argv[1:]))", *places).split() == ["mine"] * 5
+        a.python(
+            "import sys; print(*(open(place).read() for place in sys.argv[1:]))", *places
+        ).split()
+        == ["mine"] * 5
     )
-    assert b.python("import os, sys; print(*map(os.path.exists, sys.argv[1:]))", *places).split() == ["False"] * 5
+    assert (
+        b.python("import os, sys; print(*map(os.path.exists, sys.argv[1:]))", *places).split()
+        == ["False"] * 5
+    )
 
 
 def test_no_file_system_that_a_host_may_write_to_is_another_host_s_but_the_shared_folder_s(
@@ -131,8 +145,13 @@ def test_a_shared_folder_is_the_same_on_all_hosts(pair: list[Host], folder: Path
     assert (folder / "note").read_text() == "ours"
 
 
-def test_who_opens_a_file_of_the_shared_folder_is_known_by_host(pair: list[Host], folder: Path) -> None:
-    write, read = "import sys; open(sys.argv[1], 'a').write('x')", "import sys; open(sys.argv[1]).read()"
+def test_who_opens_a_file_of_the_shared_folder_is_known_by_host(
+    pair: list[Host], folder: Path
+) -> None:
+    write, read = (
+        "import sys; open(sys.argv[1], 'a').write('x')",
+        "import sys; open(sys.argv[1]).read()",
+    )
     try:
         with opened(pair, folder) as watch:
             pair[0].python(write, folder / "mine")
@@ -148,7 +167,9 @@ def test_who_opens_a_file_of_the_shared_folder_is_known_by_host(pair: list[Host]
 
 
 def test_the_repository_and_the_interpreter_are_there_to_read_only(pair: list[Host]) -> None:
-    found = pair[0].python("import importlib.util as known; print(known.find_spec('dataflow').origin)")
+    found = pair[0].python(
+        "import importlib.util as known; print(known.find_spec('dataflow').origin)"
+    )
     assert found == str(Path(__file__).parents[2] / "dataflow/__init__.py")
     for place in (Path(__file__).parent, Path(sys.prefix), Path("/etc")):
         assert "Read-only" in pair[0].run(["touch", place / "x"]).stderr
@@ -166,7 +187,9 @@ def test_processes_of_a_host_see_none_of_another(pair: list[Host]) -> None:
 
 
 def commands(host: Host) -> list[str]:
-    numbers = host.python("import os; print(*(pid for pid in os.listdir('/proc') if pid.isdigit()))").split()
+    numbers = host.python(
+        "import os; print(*(pid for pid in os.listdir('/proc') if pid.isdigit()))"
+    ).split()
     return [f"/proc/{pid}/cmdline" for pid in numbers]
 
 
@@ -189,7 +212,10 @@ def test_a_host_has_its_own_name_and_home(pair: list[Host]) -> None:
 
 
 def test_a_disk_can_be_full(pair: list[Host]) -> None:
-    assert "No space left" in pair[0].run(["dd", "if=/dev/zero", "of=/tmp/large", "bs=1M", "count=100"]).stderr
+    assert (
+        "No space left"
+        in pair[0].run(["dd", "if=/dev/zero", "of=/tmp/large", "bs=1M", "count=100"]).stderr
+    )
     pair[0].run(["rm", "/tmp/large"])
 
 
@@ -262,7 +288,10 @@ def test_a_command_ends_with_the_process_that_asked_for_it(pair: list[Host]) -> 
     before = set(pair[0].processes())
     process.kill()
     process.wait()
-    wait_until(lambda: len(set(pair[0].processes()) & before) == len(before) - 1, what="the end of the command")
+    wait_until(
+        lambda: len(set(pair[0].processes()) & before) == len(before) - 1,
+        what="the end of the command",
+    )
 
 
 KEEP = f"""
@@ -285,7 +314,10 @@ with hosts("e", "f") as (e, f):
 def test_nothing_of_a_host_outlives_the_process_that_made_it(last: str, pair: list[Host]) -> None:
     mounts = Path("/proc/self/mountinfo").read_text()
     maker = subprocess.Popen(
-        [sys.executable, "-c", KEEP.format(last)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KEEP.format(last)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert maker.stdout
     pids = [int(pid) for pid in maker.stdout.readline().split()]
@@ -317,10 +349,25 @@ with hosts("g", "h") as (g, h):
     print(g.python("print('from g')"), h.given["user"])
 """
     done = subprocess.run(
-        ["unshare", "--user", *who, shell, "-c", f'{limit}exec "$@"', shell, sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
-    assert done.stdout.strip() == f"from g {() if limit else ('-U', '--preserve-credentials')}", done.stderr
+        [
+            "unshare",
+            "--user",
+            *who,
+            shell,
+            "-c",
+            f'{limit}exec "$@"',
+            shell,
+            sys.executable,
+            "-c",
+            program,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout.strip() == f"from g {() if limit else ('-U', '--preserve-credentials')}", (
+        done.stderr
+    )
 
 
 def test_hosts_that_cannot_be_had_say_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""A trainer whose ranks are on several hosts: it makes the steps that it makes on one, and outlives one of them."""
+"""A trainer whose ranks are on several hosts: it makes the steps that it makes on one, and outlives
+one of them."""
 
 import os
 import signal
@@ -25,11 +26,19 @@ def cluster(make_cluster: Callable[..., Cluster], policy: Path) -> Cluster:
     return make_cluster("a", "b", "c", visible=[policy])
 
 
-def start(cluster: Cluster, policy: Path, place: object, cores: int, steps: int, *, max_staleness: int = 4) -> None:
+def start(
+    cluster: Cluster, policy: Path, place: object, cores: int, steps: int, *, max_staleness: int = 4
+) -> None:
     cluster.launch(
-        "tiny", {"policy": str(policy), "max_staleness": max_staleness}, steps=steps, place=place,
-        ranks={"trainer": 2}, limits=LIMITS, on=cluster.hosts[2], listen=cluster.hosts[2].address,
-    )  # fmt: skip
+        "tiny",
+        {"policy": str(policy), "max_staleness": max_staleness},
+        steps=steps,
+        place=place,
+        ranks={"trainer": 2},
+        limits=LIMITS,
+        on=cluster.hosts[2],
+        listen=cluster.hosts[2].address,
+    )
     wait_until(cluster.joining, 120.0, "what agents have to know")
     for host in cluster.hosts:
         cluster.join(host, {"DATAFLOW_AGENT_CPUS": str(cores)})
@@ -44,8 +53,11 @@ def where(cluster: Cluster) -> Any:
     return RunFolder.open(cluster.run_folder).read_json("config.json")["hosts"]["trainer"]
 
 
-def test_ranks_on_two_hosts_make_the_steps_that_they_make_on_one(cluster: Cluster, policy: Path) -> None:
-    """At staleness 0 every rollout is drawn from the weights of the step before: what differs once differs for good."""
+def test_ranks_on_two_hosts_make_the_steps_that_they_make_on_one(
+    cluster: Cluster, policy: Path
+) -> None:
+    """At staleness 0 every rollout is drawn from the weights of the step before: what differs once
+    differs for good."""
     start(cluster, policy, {"trainer": ("a", "b"), "generator": "c"}, 2, 4, max_staleness=0)
     clean(cluster)
     spread = losses(cluster.run_folder)
@@ -58,9 +70,10 @@ def test_ranks_on_two_hosts_make_the_steps_that_they_make_on_one(cluster: Cluste
 
 
 @pytest.mark.parametrize(
-    ("falls", "silently"), [("b", False), ("b", True), ("a", True)],
+    ("falls", "silently"),
+    [("b", False), ("b", True), ("a", True)],
     ids=["a rank's, its processes first", "a rank's, its link first", "the first rank's"],
-)  # fmt: skip
+)
 def test_a_host_of_its_ranks_dies_and_the_trainer_goes_on_where_there_is_room(
     cluster: Cluster, policy: Path, falls: str, silently: bool
 ) -> None:
@@ -92,4 +105,8 @@ def test_a_rank_on_another_host_that_is_killed_ends_its_worker_which_is_started_
     os.kill(max(b.processes()), signal.SIGKILL)  # the rank was started last
     clean(cluster)
     fault, *more = [fault for fault in cluster.faults() if fault["worker"] == "trainer-0"]
-    assert "rank 1 of 'trainer'" in str(fault["cause"]) and "on host 'b'" in str(fault["cause"]) and not more
+    assert (
+        "rank 1 of 'trainer'" in str(fault["cause"])
+        and "on host 'b'" in str(fault["cause"])
+        and not more
+    )

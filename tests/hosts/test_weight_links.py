@@ -1,4 +1,5 @@
-"""Weights between two hosts whose link is cut for a while: what a reader has is whole, and the newest comes after."""
+"""Weights between two hosts whose link is cut for a while: what a reader has is whole, and the
+newest comes after."""
 
 import json
 import sys
@@ -33,14 +34,19 @@ def reaches(file: Path, version: int, within_s: float = 60.0) -> dict[str, Any]:
 def test_a_link_that_is_cut_for_a_while_leaves_a_reader_whole_and_brings_it_the_newest_later(
     give_hosts: Callable[..., list[Host]], tmp_path: Path
 ) -> None:
-    """For less than the ends wait for each other, and for longer than ZeroMQ waits; their clocks are days apart."""
+    """For less than the ends wait for each other, and for longer than ZeroMQ waits; their clocks
+    are days apart."""
     one, other = give_hosts("a", "b", shared=[tmp_path])
     keys = {name: key.decode() for name, key in RunKeys.make().to_plain().items()}
     (tmp_path / "keys").write_text(json.dumps(keys))
     read, trained = tmp_path / "read", tmp_path / "trained"
     with (tmp_path / "log").open("w") as log:
         ends = [
-            host.popen([sys.executable, "-m", PROGRAM, what, tmp_path, host.address], stdout=log, stderr=log)
+            host.popen(
+                [sys.executable, "-m", PROGRAM, what, tmp_path, host.address],
+                stdout=log,
+                stderr=log,
+            )
             for host, what in ((one, "train"), (other, "read"))
         ]
         before = reaches(read, 3)

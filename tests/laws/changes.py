@@ -1,9 +1,10 @@
-"""Ways to break code, each described by what it is done to: a condition, a statement, an argument, and the names in it.
+"""Ways to break code, each described by what it is done to: a condition, a statement, an argument,
+and the names in it.
 
-A part of a definition is found by the names, attributes, keywords, strings and comparisons that it mentions, so that it
-may move and be written in another way; ValueError where none, or more than one, mentions them all. In what takes a
-part's place, `_` stands for the part. A word after a `!` is not to be mentioned.
-"""
+A part of a definition is found by the names, attributes, keywords, strings and comparisons that it
+mentions, so that it may move and be written in another way; ValueError where none, or more than
+one, mentions them all. In what takes a part's place, `_` stands for the part. A word after a `!` is
+not to be mentioned."""
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +16,30 @@ Change = Callable[[Place], None]
 T = TypeVar("T")
 N = TypeVar("N", bound=ast.AST)
 _SIGNS = {
-    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.AugAssign: "+=",
-    ast.And: "and", ast.Or: "or", ast.Not: "not",
-}  # fmt: skip
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.AugAssign: "+=",
+    ast.And: "and",
+    ast.Or: "or",
+    ast.Not: "not",
+}
 _HEADS = ("test", "items", "target", "iter", "subject")
 """Fields of a statement with a block that stand before the block."""
 Block = list[ast.stmt]
 
 
 def condition(becomes: str, *words: str) -> Change:
-    """The condition (of an if, while, case, comprehension) that mentions the words becomes another one."""
+    """The condition (of an if, while, case, comprehension) that mentions the words becomes another
+    one."""
 
     def change(at: Place) -> None:
-        found = [(parts, put) for parts, put in _conditions(at.definition) if _mentions(words, *parts)]
+        found = [
+            (parts, put) for parts, put in _conditions(at.definition) if _mentions(words, *parts)
+        ]
         (*_, old), put = _only(_innermost(found), words, "conditions")
         put(_expression(becomes, old))
 
@@ -45,7 +57,8 @@ def always(*words: str) -> Change:
 
 
 def instead(code: str, *words: str) -> Change:
-    """Other statements take the place of the statement that mentions the words; of one with a block, in its first line.
+    """Other statements take the place of the statement that mentions the words; of one with a
+    block, in its first line.
 
     In the code, a statement `_` stands for the old one.
     """
@@ -95,7 +108,11 @@ def returned(value: str, *words: str) -> Change:
     """The return that mentions the words returns another value."""
 
     def change(at: Place) -> None:
-        found = [each for each in _all(at.definition, ast.Return) if each.value and _mentions(words, each)]
+        found = [
+            each
+            for each in _all(at.definition, ast.Return)
+            if each.value and _mentions(words, each)
+        ]
         one = _only(found, words, "returns")
         one.value = _expression(value, one.value)
 
@@ -103,13 +120,15 @@ def returned(value: str, *words: str) -> Change:
 
 
 def assigned(name: str, value: str, *words: str) -> Change:
-    """The assignment to a variable or an attribute of this name, which mentions the words, gives it another value."""
+    """The assignment to a variable or an attribute of this name, which mentions the words, gives it
+    another value."""
 
     def change(at: Place) -> None:
         found = [
-            each for each in _all(at.definition, ast.Assign, ast.AnnAssign)
+            each
+            for each in _all(at.definition, ast.Assign, ast.AnnAssign)
             if _mentions([name], *_targets(each)) and _mentions(words, each)
-        ]  # fmt: skip
+        ]
         one = _only(found, (name, *words), "assignments")
         one.value = _expression(value, one.value)
 
@@ -117,18 +136,22 @@ def assigned(name: str, value: str, *words: str) -> Change:
 
 
 def argument(call: str, which: int | str, value: str) -> Change:
-    """The call of a function or a method of this name gets another argument, by its position or its keyword."""
+    """The call of a function or a method of this name gets another argument, by its position or its
+    keyword."""
 
     def change(at: Place) -> None:
         found = [
-            each for each in _all(at.definition, ast.Call)
+            each
+            for each in _all(at.definition, ast.Call)
             if call == getattr(each.func, "attr", getattr(each.func, "id", ""))
-        ]  # fmt: skip
+        ]
         one = _only(found, (call,), "calls")
         if isinstance(which, int):
             one.args[which] = _expression(value, one.args[which])
             return
-        named = _only([each for each in one.keywords if each.arg == which], (call, which), "keywords")
+        named = _only(
+            [each for each in one.keywords if each.arg == which], (call, which), "keywords"
+        )
         named.value = _expression(value, named.value)
 
     return change
@@ -157,13 +180,16 @@ def expression(becomes: str, *words: str, kind: type[ast.expr] = ast.expr) -> Ch
 
 
 def lacking(*words: str) -> Change:
-    """The member of a list, tuple, dict, call, `and` or `or` that mentions the words is left out."""
+    """The member of a list, tuple, dict, call, `and` or `or` that mentions the words is left
+    out."""
 
     def change(at: Place) -> None:
         found = [
-            (part, remove) for holder in ast.walk(at.definition) for part, remove in _members(holder)
+            (part, remove)
+            for holder in ast.walk(at.definition)
+            for part, remove in _members(holder)
             if _mentions(words, *part)
-        ]  # fmt: skip
+        ]
         _, remove = _only(_innermost(found), words, "members")
         remove()
 
@@ -186,7 +212,9 @@ def undecorated(*words: str) -> Change:
 
     def change(at: Place) -> None:
         decorators: list[ast.expr] = at.definition.decorator_list  # type: ignore[union-attr]
-        decorators.remove(_only([each for each in decorators if _mentions(words, each)], words, "decorators"))
+        decorators.remove(
+            _only([each for each in decorators if _mentions(words, each)], words, "decorators")
+        )
 
     return change
 
@@ -196,7 +224,13 @@ def imports(name: str) -> Change:
 
     def change(at: Place) -> None:
         body = at.module.body
-        after = max((index for index, each in enumerate(body) if isinstance(each, ast.Import | ast.ImportFrom)))
+        after = max(
+            (
+                index
+                for index, each in enumerate(body)
+                if isinstance(each, ast.Import | ast.ImportFrom)
+            )
+        )
         body.insert(after + 1, ast.Import(names=[ast.alias(name)]))
 
     return change
@@ -223,13 +257,18 @@ def both(*changes: Change) -> Change:
 
 def _only(found: Sequence[Any], words: Sequence[str], what: str) -> Any:
     if len(found) != 1:
-        raise ValueError(f"{len(found)} {what} mention {' and '.join(map(repr, words)) or 'nothing'}; one has to")
+        raise ValueError(
+            f"{len(found)} {what} mention {' and '.join(map(repr, words)) or 'nothing'}; one has to"
+        )
     return found[0]
 
 
 def _mentions(words: Sequence[str], *nodes: ast.AST | None) -> bool:
     said = {word for node in nodes if node is not None for word in _words(node)}
-    return all(word in said or (word[:1] == "!" and word != "!=" and word[1:] not in said) for word in words)
+    return all(
+        word in said or (word[:1] == "!" and word != "!=" and word[1:] not in said)
+        for word in words
+    )
 
 
 def _words(node: ast.AST) -> Iterator[str]:
@@ -249,7 +288,10 @@ def _all(node: ast.AST, *kinds: type[N]) -> list[N]:
 def _innermost(found: Sequence[tuple[Sequence[ast.AST], T]]) -> list[tuple[Sequence[ast.AST], T]]:
     """Those in which none of the others stands."""
     ends = {id(node) for parts, _ in found for node in parts}
-    inner = [{id(each) for node in parts for each in ast.walk(node) if each is not node} for parts, _ in found]
+    inner = [
+        {id(each) for node in parts for each in ast.walk(node) if each is not node}
+        for parts, _ in found
+    ]
     return [each for each, within in zip(found, inner, strict=True) if not ends & within]
 
 
@@ -295,15 +337,20 @@ def _head(statement: ast.stmt) -> list[ast.AST]:
 def _statement(at: Place, words: Sequence[str]) -> tuple[Block, int]:
     """The block of the only statement that mentions the words, and its place in it."""
     found = [
-        (block, index) for block in _blocks(at.definition) for index, each in enumerate(block)
+        (block, index)
+        for block in _blocks(at.definition)
+        for index, each in enumerate(block)
         if _mentions(words, *_head(each))
-    ]  # fmt: skip
+    ]
     one: tuple[Block, int] = _only(found, words, "statements")
     return one
 
 
-def _conditions(node: ast.AST) -> Iterator[tuple[list[ast.expr | ast.pattern], Callable[[ast.expr], None]]]:
-    """Of every condition: what it consists of, itself last, and how to put another one in its place."""
+def _conditions(
+    node: ast.AST,
+) -> Iterator[tuple[list[ast.expr | ast.pattern], Callable[[ast.expr], None]]]:
+    """Of every condition: what it consists of, itself last, and how to put another one in its
+    place."""
     for each in ast.walk(node):
         match each:
             case ast.If() | ast.While() | ast.IfExp():
@@ -316,7 +363,8 @@ def _conditions(node: ast.AST) -> Iterator[tuple[list[ast.expr | ast.pattern], C
 
 
 def _members(holder: ast.AST) -> Iterator[tuple[list[ast.AST], Callable[[], Any]]]:
-    """Of everything that a list, tuple, dict, call, `and` or `or` holds: its nodes, and how to leave it out."""
+    """Of everything that a list, tuple, dict, call, `and` or `or` holds: its nodes, and how to
+    leave it out."""
 
     def remove(values: list[Any], value: Any) -> Callable[[], Any]:
         return lambda: values.remove(value)

@@ -54,10 +54,15 @@ CHAT = (
         "the ids of the conversation as it is known",
     ),
     Law(
-        "what a call was forced to begin with is context, and what was sampled behind it is trained",
+        "what a call was forced to begin with is context, and what was sampled behind it is"
+        " trained",
         "test_what_a_turn_was_made_to_begin_with_is_context_and_stands_in_the_past",
         "operators:Conversation.say",
-        instead("self._put(RolloutTokens.drawn(begun, [-1.0] * len(begun), [0] * len(begun)), self._turn)", "given"),
+        instead(
+            "self._put(RolloutTokens.drawn(begun, [-1.0] * len(begun), [0] * len(begun)),"
+            " self._turn)",
+            "given",
+        ),
         "that nobody sampled it",
     ),
     Law(

@@ -12,7 +12,8 @@ EPISODES = (
         "what the world said",
     ),
     Law(
-        "what a world says is made sound where it comes in, and what cannot be fails its own rollout",
+        "what a world says is made sound where it comes in, and what cannot be fails its own"
+        " rollout",
         "test_what_a_world_says_is_made_sound_or_fails_its_own_rollout",
         "operators.episodes:AskedChat._hear",
         without("sound"),
@@ -33,7 +34,8 @@ EPISODES = (
         "the record",
     ),
     Law(
-        "what was said behind something that the world says otherwise now is no part of the rollout",
+        "what was said behind something that the world says otherwise now is no part of the"
+        " rollout",
         "test_from_the_first_thing_that_the_world_says_otherwise_turns_are_drawn_anew",
         "operators.episodes:Dialogue.ask",
         condition("number < len(self.turns)", "follows"),

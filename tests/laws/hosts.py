@@ -61,7 +61,8 @@ HOSTS = (
         "their end",
     ),
     Law(
-        "what a scheduler and an agent say arrives once and in order, whatever connections are lost",
+        "what a scheduler and an agent say arrives once and in order, whatever connections are"
+        " lost",
         "test_a_message_that_a_connection_lost_is_sent_again_as_soon_as_the_other_is_heard",
         "transport:Numbered.missing",
         returned("asks", "_kept"),

@@ -20,7 +20,8 @@ class Law:
     test: str
     """The name of the test that states it; with its parameters where they choose one of several."""
     symbol: str
-    """What keeps it, as `package:Name.method`; the module, or any package above it in which no other has that name."""
+    """What keeps it, as `package:Name.method`; the module, or any package above it in which no
+    other has that name."""
     change: Change
     """What is done to that code."""
     deleted: str
@@ -33,14 +34,16 @@ class Law:
 
     @property
     def test_id(self) -> str:
-        """The test with its file, as pytest names it; LookupError where no file, or more than one, has it."""
+        """The test with its file, as pytest names it; LookupError where no file, or more than one,
+        has it."""
         found = _files().get(self.test.split("[")[0], [])
         if len(found) != 1:
             raise LookupError(f"'{self.test}' stands in {found}; one file of tests has to have it")
         return f"{found[0]}::{self.test}"
 
     def broken(self, root: Path = ROOT) -> tuple[Path, str]:
-        """The module that keeps the law in a tree, its text without that; ValueError where the change does not fit."""
+        """The module that keeps the law in a tree, its text without that; ValueError where the
+        change does not fit."""
         try:
             at = place(self.symbol, root)
             whole = ast.unparse(at.module)
@@ -48,9 +51,13 @@ class Law:
             made = ast.unparse(ast.fix_missing_locations(at.module))
             ast.parse(made)
         except (ValueError, LookupError, AttributeError, SyntaxError) as error:
-            raise ValueError(f"'{self.says}' ({self.deleted}), kept by {self.symbol}: {error}") from error
+            raise ValueError(
+                f"'{self.says}' ({self.deleted}), kept by {self.symbol}: {error}"
+            ) from error
         if made == whole:
-            raise ValueError(f"'{self.says}' ({self.deleted}), kept by {self.symbol}: the change changes nothing")
+            raise ValueError(
+                f"'{self.says}' ({self.deleted}), kept by {self.symbol}: the change changes nothing"
+            )
         return at.path, made
 
 

@@ -1,4 +1,5 @@
-"""Where the code stands that a symbol names: in a module, or in the only module of a package that has it."""
+"""Where the code stands that a symbol names: in a module, or in the only module of a package that
+has it."""
 
 import ast
 import functools
@@ -20,12 +21,16 @@ class Place:
 
 
 def place(symbol: str, root: Path) -> Place:
-    """Find `package.or.module:Name.method` in a tree; LookupError where nothing, or more than one, has that name."""
+    """Find `package.or.module:Name.method` in a tree; LookupError where nothing, or more than one,
+    has that name."""
     package, _, names = symbol.partition(":")
     found = []
     for path in _modules(root, package, set(names.split("."))):
         module = ast.parse(path.read_text())
-        found += [Place(path, module, definition) for definition in _defined(module.body, names.split("."))]
+        found += [
+            Place(path, module, definition)
+            for definition in _defined(module.body, names.split("."))
+        ]
     if len(found) != 1:
         where = [f"{each.path.relative_to(root)}:{each.definition.lineno}" for each in found]
         raise LookupError(
@@ -36,10 +41,15 @@ def place(symbol: str, root: Path) -> Place:
 
 
 def _modules(root: Path, package: str, names: set[str]) -> list[Path]:
-    """The module of that name alone, where it is one; otherwise those of the package and below it that define names."""
+    """The module of that name alone, where it is one; otherwise those of the package and below it
+    that define names."""
     folder = root.joinpath(*package.split("."))
     module = folder.with_suffix(".py")
-    return [module] if module.exists() else [path for path, defined in _vocabulary(folder).items() if names <= defined]
+    return (
+        [module]
+        if module.exists()
+        else [path for path, defined in _vocabulary(folder).items() if names <= defined]
+    )
 
 
 @functools.cache
@@ -53,10 +63,14 @@ def _vocabulary(folder: Path) -> dict[Path, set[str]]:
 def _defined(block: list[ast.stmt], names: list[str]) -> Iterator[Definition]:
     for statement in block:
         match statement:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if statement.name == names[0]:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if (
+                statement.name == names[0]
+            ):
                 if names[1:]:
                     yield from _defined(statement.body, names[1:])
                 elif not any(ast.unparse(each) == "overload" for each in statement.decorator_list):
                     yield statement
-            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)) if [name] == names:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name))
+            ) if [name] == names:
                 yield statement

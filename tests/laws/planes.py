@@ -265,7 +265,8 @@ WEIGHT_PLANE = (
         "test_a_failed_write_offers_nothing_and_the_next_one_works",
         "transport:WeightWriter._write",
         instead(
-            "segment.unseal(version)\nself._send(self._offers.written(segment.key, version, b'', b'', self._clock()))",
+            "segment.unseal(version)\nself._send(self._offers.written(segment.key, version, b'',"
+            " b'', self._clock()))",
             "unseal",
         ),
         "the difference between a whole and a half version",
@@ -295,7 +296,11 @@ WEIGHT_PLANE = (
         "each rank sends only what the other needs",
         "test_nothing_is_sent_that_is_not_needed",
         "transport:_intersect",
-        before("box, cell, first, last = (np.repeat(each, 2, axis=0) for each in (box, cell, first, last))", "argsort"),
+        before(
+            "box, cell, first, last = (np.repeat(each, 2, axis=0) for each in (box, cell, first,"
+            " last))",
+            "argsort",
+        ),
         "that each byte is sent once",
     ),
     Law(
@@ -344,7 +349,10 @@ WEIGHT_PLANE = (
         "nothing of a dead process is left in shared memory",
         "test_a_buffer_has_no_name_and_is_closed_to_other_users",
         "transport:PeerMemory.allocate",
-        expression("__import__('functools').partial(tempfile.NamedTemporaryFile, delete=False)", "TemporaryFile"),
+        expression(
+            "__import__('functools').partial(tempfile.NamedTemporaryFile, delete=False)",
+            "TemporaryFile",
+        ),
         "that the file has no name",
     ),
     Law(

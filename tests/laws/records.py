@@ -2,7 +2,17 @@
 
 import ast
 
-from .changes import always, argument, assigned, condition, expression, instead, lacking, never, returned
+from .changes import (
+    always,
+    argument,
+    assigned,
+    condition,
+    expression,
+    instead,
+    lacking,
+    never,
+    returned,
+)
 from .law import Law
 
 RECORDS = (

@@ -213,7 +213,8 @@ SCHEDULER = (
     ),
     Law(
         "a swap that a scheduler has begun is brought to its end by its successor",
-        "test_a_scheduler_that_takes_over_in_the_midst_of_a_swap_brings_it_to_its_end[before it is told to end]",
+        "test_a_scheduler_that_takes_over_in_the_midst_of_a_swap_brings_it_to_its_end[before it is"
+        " told to end]",
         "dataflow.scheduler:Table.take_up",
         expression("self.swaps", "from_plain", "Swaps", kind=ast.Call),
         "the swaps in the snapshot",
@@ -226,7 +227,8 @@ SCHEDULER = (
         "the record",
     ),
     Law(
-        "a knob that is set counts from the next step on, and that is on record before the step begins",
+        "a knob that is set counts from the next step on, and that is on record before the step"
+        " begins",
         "test_a_change_counts_from_the_next_step_on_and_is_on_record_before_it_begins",
         "dataflow.folder:KnobsByStep.take",
         without("record"),
@@ -379,7 +381,8 @@ STALENESS = (
         "one version of the bound",
     ),
     Law(
-        "admission within the bound suffices where groups are consumed in order, and never deadlocks",
+        "admission within the bound suffices where groups are consumed in order, and never"
+        " deadlocks",
         "test_with_consumption_in_order_admission_alone_bounds_the_age_and_never_deadlocks",
         "dataflow:admissible",
         assigned("ahead", "_ + prompts_per_step", "max_staleness"),
@@ -560,7 +563,9 @@ LEDGER = (
         "a step is recorded, then published, and only then acknowledged",
         "test_a_step_is_recorded_then_published_and_only_then_acknowledged",
         "operators.training:TrainerRuntime._end_step",
-        before("if self._writer is not None:\n    self._writer.publish(step, self._weights)", "commit"),
+        before(
+            "if self._writer is not None:\n    self._writer.publish(step, self._weights)", "commit"
+        ),
         "the order of record and weights",
     ),
     Law(
@@ -574,7 +579,9 @@ LEDGER = (
         "what the ledger refuses is never published",
         "test_what_the_ledger_refuses_was_never_published",
         "operators.training:TrainerRuntime._end_step",
-        before("if self._writer is not None:\n    self._writer.publish(step, self._weights)", "commit"),
+        before(
+            "if self._writer is not None:\n    self._writer.publish(step, self._weights)", "commit"
+        ),
         "the order of record and weights, where the record is refused",
     ),
     Law(
@@ -613,7 +620,8 @@ LEDGER = (
         "the look at the ledger",
     ),
     Law(
-        "trained counts only on the surviving line: the groups of steps taken back are in flight again",
+        "trained counts only on the surviving line: the groups of steps taken back are in flight"
+        " again",
         "test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_repetition",
         "dataflow:RollBack.run",
         without("DELETE "),
@@ -645,7 +653,8 @@ LEDGER = (
         "test_an_upload_that_is_cut_off_is_no_checkpoint_and_is_made_again",
         "dataflow.folder.copies:Store.put",
         before(
-            "self.place.put_json(f'{name_of(step)}/{MARKER}', {**marker, 'files': {**marker['files'], LEDGER: {}}})",
+            "self.place.put_json(f'{name_of(step)}/{MARKER}', {**marker, 'files':"
+            " {**marker['files'], LEDGER: {}}})",
             "_put_files",
         ),
         "that the marker comes last",
@@ -783,7 +792,9 @@ LEDGER = (
         "who looks at a run takes no lock of it away",
         "test_a_lock_of_the_scheduler_says_that_a_run_goes_on_and_looking_at_it_does_not_open_it",
         "dataflow.runs.state:lock_kinds",
-        expression("os.close(os.open(path, os.O_RDWR)) or str(path.stat().st_ino)", "st_ino", kind=ast.Call),
+        expression(
+            "os.close(os.open(path, os.O_RDWR)) or str(path.stat().st_ino)", "st_ino", kind=ast.Call
+        ),
         "that the lock file is not opened",
     ),
 )

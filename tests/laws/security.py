@@ -1,6 +1,17 @@
 """The laws of who may speak to a run, and of what bytes may become."""
 
-from .changes import always, argument, assigned, both, condition, imports, lacking, never, returned, without
+from .changes import (
+    always,
+    argument,
+    assigned,
+    both,
+    condition,
+    imports,
+    lacking,
+    never,
+    returned,
+    without,
+)
 from .law import Law
 
 PAIR = 'b"Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID", b"D:)Q[IlAW!ahhC2ac:9*A}h:p?([4%wOTJ%JR%cs"'

@@ -1,4 +1,5 @@
-"""A change finds its code wherever that stands and however it is written, and refuses what it does not fit."""
+"""A change finds its code wherever that stands and however it is written, and refuses what it does
+not fit."""
 
 import ast
 from pathlib import Path
@@ -55,7 +56,11 @@ def changed(tmp_path: Path, change: Change, symbol: str = "house:admit", code: s
     [
         (never("limit", "<"), "if used < limit", "if False:"),
         (always("shut"), "if one.shut", "if True"),
-        (condition("not (_)", "used", "limit"), "if used < limit", "if not (used < limit and room.open):"),
+        (
+            condition("not (_)", "used", "limit"),
+            "if used < limit",
+            "if not (used < limit and room.open):",
+        ),
         (lacking("room", "open"), "and room.open", "used < limit"),
         (without("note"), "note(", "pass"),
         (without("doors"), "each.open", "pass"),
@@ -68,13 +73,17 @@ def changed(tmp_path: Path, change: Change, symbol: str = "house:admit", code: s
         (argument("open", "by", "0"), "by=used", "by=0"),
         (argument("count", 0, "None"), "count(room)", "count(None)"),
         (default("limit", "8"), "limit):", "limit=8):"),
-        (expression("max(_, 1)", "used", "==", kind=ast.Compare), "return used", "max(used == 0, 1)"),
+        (
+            expression("max(_, 1)", "used", "==", kind=ast.Compare),
+            "return used",
+            "max(used == 0, 1)",
+        ),
         (spelled(" of ", " from "), " of ", "{room} from {limit}"),
         (undecorated("cache"), "@functools.cache", "def admit"),
         (imports("pickle"), "", "import pickle"),
         (lengthened(3), "", "pass\npass\npass"),
     ],
-)  # fmt: skip
+)
 def test_each_change_does_what_it_says_and_the_module_still_parses(
     tmp_path: Path, change: Change, gone: str, came: str
 ) -> None:
@@ -85,8 +94,13 @@ def test_each_change_does_what_it_says_and_the_module_still_parses(
 
 
 def test_code_that_moves_or_is_written_in_another_way_is_still_found(tmp_path: Path) -> None:
-    written = CODE.replace("used < limit and room.open:", "(used < limit  # a word\n        and room.open):")
-    here, there = changed(tmp_path / "a", never("limit", "<")), (tmp_path / "b", never("limit", "<"))
+    written = CODE.replace(
+        "used < limit and room.open:", "(used < limit  # a word\n        and room.open):"
+    )
+    here, there = (
+        changed(tmp_path / "a", never("limit", "<")),
+        (tmp_path / "b", never("limit", "<")),
+    )
     assert here == changed(*there, "house.hall:admit", written)
 
 
@@ -97,9 +111,13 @@ def test_code_that_moves_or_is_written_in_another_way_is_still_found(tmp_path: P
         (never("limit", "<"), "garden:admit", "'admit' stands 0 times in garden"),
         (never("capacity"), "house:admit", "0 conditions mention 'capacity'"),
         (without("used"), "house:admit", "4 statements mention 'used'"),
-        (expression("_", "limit", "<", kind=ast.Compare), "house:admit", "the change changes nothing"),
+        (
+            expression("_", "limit", "<", kind=ast.Compare),
+            "house:admit",
+            "the change changes nothing",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_gone_or_does_not_fit_any_more_is_refused_by_name(
     tmp_path: Path, change: Change, symbol: str, words: str
 ) -> None:
@@ -108,5 +126,7 @@ def test_what_is_gone_or_does_not_fit_any_more_is_refused_by_name(
 
 
 def test_a_name_that_stands_twice_is_refused_and_both_places_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"stands 2 times in house; found it in .*door.py:5.*door.py:.*name a room"):
+    with pytest.raises(
+        ValueError, match=r"stands 2 times in house; found it in .*door.py:5.*door.py:.*name a room"
+    ):
         changed(tmp_path, never("limit", "<"), code=CODE + CODE)

@@ -6,7 +6,8 @@ from .law import Law
 TOOLS = (
     Law(
         "what a tool raises is told to the policy",
-        "test_what_goes_wrong_in_a_call_is_told_to_the_policy[[fetch('raise')]-error: KeyError: 'nothing there']",
+        "test_what_goes_wrong_in_a_call_is_told_to_the_policy[[fetch('raise')]-error: KeyError:"
+        " 'nothing there']",
         "operators.tools.rollout_tools:RolloutTools._result",
         instead("raise", "ValueError"),
         "the telling",

@@ -1,4 +1,5 @@
-"""Trials: a copy of the tree, one law broken in it, and the word of the test that states the law."""
+"""Trials: a copy of the tree, one law broken in it, and the word of the test that states the
+law."""
 
 import os
 import re
@@ -29,15 +30,19 @@ class Word:
     """What the tests said."""
 
     failed: bool
-    """Whether a test failed, or what looks on; an error in collecting them, or a run that is late, is no such word."""
+    """Whether a test failed, or what looks on; an error in collecting them, or a run that is late,
+    is no such word."""
     said: str
     """The first failure, or what went wrong with the run."""
 
 
 def copied(folder: Path) -> Path:
-    """A copy of the packages and their tests in an empty folder; the working tree is never written to."""
+    """A copy of the packages and their tests in an empty folder; the working tree is never written
+    to."""
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
+        )
     for name in FILES:
         shutil.copy(ROOT / name, folder / name)
     return folder
@@ -58,15 +63,31 @@ def asked(tests: Sequence[str], copy: Path, limit_s: float = LIMIT_S) -> Word:
     """Run some tests in the copy, in a process of their own that leaves none behind."""
     mark = uuid.uuid4().hex
     environment = os.environ | {
-        "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "500",
+        "PYTHONPATH": str(copy),
+        "OMP_NUM_THREADS": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "COLUMNS": "500",
         _MARK: mark,
-    }  # fmt: skip
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "--tb=line", f"--timeout={TEST_LIMIT_S}"]
+    }
+    options = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "pytest_timeout",
+        "--tb=line",
+        f"--timeout={TEST_LIMIT_S}",
+    ]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *tests],
-            cwd=copy, env=environment, capture_output=True, text=True, timeout=limit_s,
-        )  # fmt: skip
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
     except subprocess.TimeoutExpired:
         return Word(False, f"nothing within {limit_s:g} s")
     finally:
@@ -75,7 +96,10 @@ def asked(tests: Sequence[str], copy: Path, limit_s: float = LIMIT_S) -> Word:
     if done.returncode == 1 and failures:
         return Word(True, failures[0])
     return Word(
-        False, "passed" if done.returncode == 0 else f"status {done.returncode}: {(done.stdout + done.stderr)[-500:]}"
+        False,
+        "passed"
+        if done.returncode == 0
+        else f"status {done.returncode}: {(done.stdout + done.stderr)[-500:]}",
     )
 
 

@@ -1,4 +1,5 @@
-"""Python in the documentation of other projects, read where a checkout of it lies; nothing of it is kept here."""
+"""Python in the documentation of other projects, read where a checkout of it lies; nothing of it is
+kept here."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def checkout(variable: str) -> Path:
     """The folder that an environment variable names; the test is skipped where it names none."""
     folder = os.environ.get(variable)
     if not folder:
-        pytest.skip(f"{variable} does not name a checkout of the project whose documentation is read")
+        pytest.skip(
+            f"{variable} does not name a checkout of the project whose documentation is read"
+        )
     return Path(folder)
 
 
@@ -63,12 +66,17 @@ def functions(root: Path, pattern: str) -> Iterator[DocumentedFunction]:
             except SyntaxError:
                 continue
             lines = [
-                ast.unparse(node) for node in tree.body
+                ast.unparse(node)
+                for node in tree.body
                 if isinstance(node, ast.Import) and all(each.name in BUILTIN for each in node.names)
-            ]  # fmt: skip
-            following = blocks[at + 1] if at + 1 < len(blocks) and blocks[at + 1].startswith(">>>") else ""
+            ]
+            following = (
+                blocks[at + 1] if at + 1 < len(blocks) and blocks[at + 1].startswith(">>>") else ""
+            )
             for node in ast.walk(tree):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_method(tree, node):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_method(
+                    tree, node
+                ):
                     source = textwrap.dedent(ast.get_source_segment(block, node, padded=True) or "")
                     given = [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
                     text = "\n".join([*lines, source, ""])
@@ -87,13 +95,21 @@ def class_block(page: Path, name: str) -> str:
 
 def called_with(function: DocumentedFunction) -> tuple[dict[str, object], object]:
     """The keywords of the call that its example makes, and what it says comes of it."""
-    session = [line[4:] for line in function.example.splitlines() if line.startswith((">>> ", "... "))]
-    told = [line for line in function.example.splitlines() if line and not line.startswith((">>>", "..."))]
+    session = [
+        line[4:] for line in function.example.splitlines() if line.startswith((">>> ", "... "))
+    ]
+    told = [
+        line
+        for line in function.example.splitlines()
+        if line and not line.startswith((">>>", "..."))
+    ]
     names: dict[str, object] = {function.name: lambda **given: given}
     *before, call = ast.parse("\n".join(session)).body
     exec(compile(ast.Module(before, []), function.page, "exec"), names)
     assert isinstance(call, ast.Expr)
-    return eval(compile(ast.Expression(call.value), function.page, "eval"), names), ast.literal_eval("\n".join(told))
+    return eval(
+        compile(ast.Expression(call.value), function.page, "eval"), names
+    ), ast.literal_eval("\n".join(told))
 
 
 def _is_method(tree: ast.Module, node: ast.AST) -> bool:
@@ -102,8 +118,12 @@ def _is_method(tree: ast.Module, node: ast.AST) -> bool:
 
 def _blocks(text: str, kind: str) -> Iterator[str]:
     if kind == ".md":
-        for found in re.finditer(r"^([ \t]*)```(?:python|py)[^\n]*\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE):
+        for found in re.finditer(
+            r"^([ \t]*)```(?:python|py)[^\n]*\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE
+        ):
             yield textwrap.dedent(found[2])
         return
-    for found in re.finditer(r"^\.\. code(?:-block)?:: python\n((?:[ \t]*\n|[ \t]+.*\n?)+)", text, re.MULTILINE):
+    for found in re.finditer(
+        r"^\.\. code(?:-block)?:: python\n((?:[ \t]*\n|[ \t]+.*\n?)+)", text, re.MULTILINE
+    ):
         yield textwrap.dedent(found[1]).strip("\n")

@@ -1,4 +1,5 @@
-"""A small hub on loopback: what `datasets` asks Hugging Face's API of one data set in two configurations."""
+"""A small hub on loopback: what `datasets` asks Hugging Face's API of one data set in two
+configurations."""
 
 import contextlib
 import hashlib
@@ -62,11 +63,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self._send(404, b"", sends, {"X-Error-Code": "EntryNotFound"})
                 return
             digest = hashlib.sha1(self.files[name]).hexdigest()
-            self._send(200, self.files[name], sends, {"ETag": f'"{digest}"', "X-Repo-Commit": _COMMIT})
+            self._send(
+                200, self.files[name], sends, {"ETag": f'"{digest}"', "X-Repo-Commit": _COMMIT}
+            )
         elif path.startswith(f"{api}/tree/"):
             self._json(self._tree(path.removeprefix(f"{api}/tree/").partition("/")[2]), sends)
         elif path.startswith(api):
-            self._json({"id": NAME, "sha": _COMMIT, "siblings": [{"rfilename": name} for name in self.files]}, sends)
+            self._json(
+                {
+                    "id": NAME,
+                    "sha": _COMMIT,
+                    "siblings": [{"rfilename": name} for name in self.files],
+                },
+                sends,
+            )
         else:
             self._send(404, b"{}", sends, {"X-Error-Code": "RepoNotFound"})
 
@@ -78,7 +88,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             rest = name.removeprefix(f"{folder}/") if folder else name
             path = name[: len(name) - len(rest)] + rest.partition("/")[0]
             kind = "directory" if "/" in rest else "file"
-            found[path] = {"type": kind, "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            found[path] = {
+                "type": kind,
+                "path": path,
+                "size": len(data),
+                "oid": hashlib.sha1(data).hexdigest(),
+            }
         return list(found.values())
 
     def _json(self, value: Any, sends: bool) -> None:

@@ -1,4 +1,5 @@
-"""Lives of one trainer: real model folder, run folder and ledger, and groups from a list; what it has when it ends."""
+"""Lives of one trainer: real model folder, run folder and ledger, and groups from a list; what it
+has when it ends."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -54,7 +55,9 @@ class Said:
 class Life:
     """One trainer from its start to its end."""
 
-    def __init__(self, folder: RunFolder, trainer: Trainer, *, columns: Any = COLUMNS, **facts: Any) -> None:
+    def __init__(
+        self, folder: RunFolder, trainer: Trainer, *, columns: Any = COLUMNS, **facts: Any
+    ) -> None:
         torch.set_num_threads(1)
         self.folder, self.ledger, self.log = folder, Ledger.open(folder.ledger), Said()
         at_end(self.ledger.close)
@@ -62,9 +65,14 @@ class Life:
         self.acks: list[int] = []
         bounds = {"prompts": Bound(max_staleness=100, prompts_per_step=trainer.prompts_per_step)}
         self.context = Context(
-            node="trainer", columns={"prompts": columns}, bounds=bounds, folder=folder, ledger=self.ledger,
-            log=self.log, **({"writer": lambda tensors: self.plane} | facts),
-        )  # fmt: skip
+            node="trainer",
+            columns={"prompts": columns},
+            bounds=bounds,
+            folder=folder,
+            ledger=self.ledger,
+            log=self.log,
+            **({"writer": lambda tensors: self.plane} | facts),
+        )
         built = trainer.build(self.context)
         assert isinstance(built, TrainerRuntime)
         self.runtime = built
@@ -72,7 +80,9 @@ class Life:
     def push(self, *batches: pa.RecordBatch) -> None:
         """Groups, one by one."""
         for batch in batches:
-            self.runtime.push(Batch("prompts", batch, "reward", lambda group: self.acks.append(group)))
+            self.runtime.push(
+                Batch("prompts", batch, "reward", lambda group: self.acks.append(group))
+            )
 
     def work(self) -> Iterator[dict[str, Any]]:
         """Its status after each slice, until it waits for groups or is done."""

@@ -1,4 +1,5 @@
-"""Where a turn ends and what stands in front of one: a base model whose chat template ends turns by its own token."""
+"""Where a turn ends and what stands in front of one: a base model whose chat template ends turns by
+its own token."""
 
 import json
 from pathlib import Path
@@ -31,13 +32,17 @@ SPECIAL = ("<bos>", "<|im_start|>", "<|im_end|>", "<|eot|>")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose tokenizer names one end token, and has others that are special by `added_tokens_decoder` alone."""
+    """A folder whose tokenizer names one end token, and has others that are special by
+    `added_tokens_decoder` alone."""
     folder = tiny_policy(tmp_path_factory.mktemp("base"))
     return retold(folder, folder, CHATML)
 
 
-def retold(folder: Path, other: Path, template: str, *, begins: bool = False, ends: bool = False) -> Path:
-    """The folder with the special tokens and a template. begins, ends: the tokenizer adds a token there by itself."""
+def retold(
+    folder: Path, other: Path, template: str, *, begins: bool = False, ends: bool = False
+) -> Path:
+    """The folder with the special tokens and a template. begins, ends: the tokenizer adds a token
+    there by itself."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens([AddedToken(name, special=True) for name in SPECIAL])
     tokenizer.chat_template = template
@@ -45,7 +50,10 @@ def retold(folder: Path, other: Path, template: str, *, begins: bool = False, en
         end = tokenizer.eos_token_id
         tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{'<bos> ' * begins}$A{f' {tokenizer.eos_token}' * ends}",
-            special_tokens=[("<bos>", tokenizer.convert_tokens_to_ids("<bos>")), (tokenizer.eos_token, end)],
+            special_tokens=[
+                ("<bos>", tokenizer.convert_tokens_to_ids("<bos>")),
+                (tokenizer.eos_token, end),
+            ],
         )
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(len(tokenizer))
@@ -54,9 +62,13 @@ def retold(folder: Path, other: Path, template: str, *, begins: bool = False, en
     return other
 
 
-def drawn(folder: Path, prompt: Any = "ab", *, chat: bool = True, **knobs: Any) -> list[dict[str, Any]]:
+def drawn(
+    folder: Path, prompt: Any = "ab", *, chat: bool = True, **knobs: Any
+) -> list[dict[str, Any]]:
     """Rollouts of one prompt, by a random policy."""
-    generator = Generator(Model(str(folder)), chat=chat, **{"group_size": 32, "max_tokens": 40, **knobs})
+    generator = Generator(
+        Model(str(folder)), chat=chat, **{"group_size": 32, "max_tokens": 40, **knobs}
+    )
     source = Prompts([{"prompt": prompt}], chat=chat, epochs=1)
     return collect(generator(Graph("g").source(source)), rows=generator.group_size).to_pylist()
 
@@ -78,15 +90,23 @@ def test_a_turn_ends_where_the_chat_template_ends_it(base: Path) -> None:
     rows = drawn(base)
     assert ended_at([said(row) for row in rows], end) > 8
     assert all(row["finish_reason"] == "stop" for row in rows if said(row)[-1] == end)
-    laid_out = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) + "<|im_start|>a="
-    assert ended_at([said(row) for row in drawn(base, laid_out, chat=False)], end) > 8, "laid out already"
+    laid_out = (
+        tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
+        + "<|im_start|>a="
+    )
+    assert ended_at([said(row) for row in drawn(base, laid_out, chat=False)], end) > 8, (
+        "laid out already"
+    )
 
 
 def test_a_stop_that_is_special_by_its_added_token_alone_is_its_id(base: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     stop = tokenizer.convert_tokens_to_ids("<|eot|>")
     for chat in (False, True):
-        assert ended_at([said(row) for row in drawn(base, chat=chat, stop=("<|eot|>", "ab"))], stop) > 8
+        assert (
+            ended_at([said(row) for row in drawn(base, chat=chat, stop=("<|eot|>", "ab"))], stop)
+            > 8
+        )
 
 
 def test_a_turn_of_an_episode_ends_where_the_chat_template_ends_it(base: Path) -> None:
@@ -98,11 +118,15 @@ def test_a_turn_of_an_episode_ends_where_the_chat_template_ends_it(base: Path) -
 
     end = transformers.AutoTokenizer.from_pretrained(base).convert_tokens_to_ids("<|im_end|>")
     generator = Generator(Model(str(base)), chat=True, group_size=16, max_tokens=12)
-    rows = collect(talks(generator, Graph("g").source(Prompts(["ab"], chat=True, epochs=1))), rows=16).to_pylist()
+    rows = collect(
+        talks(generator, Graph("g").source(Prompts(["ab"], chat=True, epochs=1))), rows=16
+    ).to_pylist()
     turns = [
-        np.array(row["tokens"])[np.array(row["turn"]) == turn].tolist() for row in rows for turn in set(row["turn"])
+        np.array(row["tokens"])[np.array(row["turn"]) == turn].tolist()
+        for row in rows
+        for turn in set(row["turn"])
         if turn >= 0
-    ]  # fmt: skip
+    ]
     assert ended_at(turns, end) > 3
 
 
@@ -119,8 +143,16 @@ def front(row: dict[str, Any], folder: Path) -> str:
     return str(tokenizer.decode(row["tokens"][: row["mask"].index(True)]))
 
 
-def shown(folder: Path, rows: list[dict[str, Any]], *, chat: bool = True, form: str | None = None, **knobs: Any) -> Any:
-    """By prompt what the policy saw before its first token, or why it failed; of a generator and of demonstrations."""
+def shown(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    *,
+    chat: bool = True,
+    form: str | None = None,
+    **knobs: Any,
+) -> Any:
+    """By prompt what the policy saw before its first token, or why it failed; of a generator and of
+    demonstrations."""
     rows = [{"answer": "ok", **row} for row in rows]
     model, said = Model(str(folder)), []
     for maker in (
@@ -129,8 +161,16 @@ def shown(folder: Path, rows: list[dict[str, Any]], *, chat: bool = True, form: 
     ):
         source = Prompts(rows, columns=("answer",), chat=chat, form=form, epochs=1)
         table = collect(maker(Graph("g").source(source)), rows=len(rows)).sort_by("group_id")
-        errors = [(row["error"] or "").removeprefix(f"{maker.name}: unusable: ") for row in table.to_pylist()]
-        said.append([error or front(row, folder) for error, row in zip(errors, table.to_pylist(), strict=True)])
+        errors = [
+            (row["error"] or "").removeprefix(f"{maker.name}: unusable: ")
+            for row in table.to_pylist()
+        ]
+        said.append(
+            [
+                error or front(row, folder)
+                for error, row in zip(errors, table.to_pylist(), strict=True)
+            ]
+        )
     assert said[0] == said[1], "what is shown is laid out as what is drawn"
     return said[0]
 
@@ -139,7 +179,9 @@ def shown(folder: Path, rows: list[dict[str, Any]], *, chat: bool = True, form: 
 def test_what_the_assistant_has_begun_is_gone_on_with(base: Path, form: str | None) -> None:
     calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
     unanswered = [BEGUN[0], {"role": "assistant", "content": None, "tool_calls": calls}]
-    begun, no, refused = shown(base, [{"prompt": BEGUN}, {"prompt": BEGUN[:1]}, {"prompt": unanswered}], form=form)
+    begun, no, refused = shown(
+        base, [{"prompt": BEGUN}, {"prompt": BEGUN[:1]}, {"prompt": unanswered}], form=form
+    )
     assert begun == LAID_OUT and no == LAID_OUT.removesuffix("so")
     assert "cannot end with calls of tools that have no results" in refused
 
@@ -152,7 +194,10 @@ def test_an_episode_goes_on_with_what_the_assistant_has_begun(base: Path) -> Non
         await chat.say(max_tokens=4)
 
     generator = Generator(Model(str(base)), chat=True, group_size=4, temperature=0.5)
-    rows = collect(talks(generator, Graph("g").source(Prompts([{"prompt": BEGUN}], chat=True, epochs=1))), rows=4)
+    rows = collect(
+        talks(generator, Graph("g").source(Prompts([{"prompt": BEGUN}], chat=True, epochs=1))),
+        rows=4,
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     for row in rows.to_pylist():
         assert row["error"] is None and front(row, base) == LAID_OUT
@@ -163,17 +208,29 @@ def test_an_episode_goes_on_with_what_the_assistant_has_begun(base: Path) -> Non
         assert len(set(row["training_row"])) == 1 and row["mask"] == (turns >= 0).tolist()
 
 
-def test_no_end_token_of_the_tokenizers_own_stands_behind_a_prompt(base: Path, tmp_path: Path) -> None:
+def test_no_end_token_of_the_tokenizers_own_stands_behind_a_prompt(
+    base: Path, tmp_path: Path
+) -> None:
     folder = retold(base, tmp_path, CHATML, begins=True, ends=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer("ab")["input_ids"]) == f"<bos>ab{tokenizer.eos_token}"
     texts = ["ab", "<bos>ab", "<bos><|im_start|>u=hi<|im_end|>"]
-    assert shown(folder, [{"prompt": text} for text in texts], chat=False) == ["<bos>ab", *texts[1:]]
-    assert shown(folder, [{"prompt": "hi"}]) == ["<|im_start|>u=hi<|im_end|><|im_start|>a="], "a template begins itself"
+    assert shown(folder, [{"prompt": text} for text in texts], chat=False) == [
+        "<bos>ab",
+        *texts[1:],
+    ]
+    assert shown(folder, [{"prompt": "hi"}]) == ["<|im_start|>u=hi<|im_end|><|im_start|>a="], (
+        "a template begins itself"
+    )
 
 
-def test_a_chat_is_laid_out_with_the_tools_and_options_of_its_row(base: Path, tmp_path: Path) -> None:
-    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
+def test_a_chat_is_laid_out_with_the_tools_and_options_of_its_row(
+    base: Path, tmp_path: Path
+) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+        for name in "fg"
+    ]
     rows = [
         {"prompt": "a", "tools": tools, "chat_template_kwargs": {"enable_thinking": False}},
         {"prompt": "b", "tools": json.dumps(tools[:1]), "chat_template_kwargs": None},
@@ -181,11 +238,20 @@ def test_a_chat_is_laid_out_with_the_tools_and_options_of_its_row(base: Path, tm
         {"prompt": "d", "tools": "no list"},
     ]
     user = "<|im_start|>u={}<|im_end|><|im_start|>a=".format
-    for knobs, default in (({}, ""), ({"chat_template_kwargs": {"enable_thinking": True}}, "e=true-")):
+    for knobs, default in (
+        ({}, ""),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "e=true-"),
+    ):
         *good, bad = shown(base, rows, **knobs)
-        assert good == [f"fg-e=false-{user('a')}", f"f-{default}{user('b')}", f"{default}{user('c')}"]
+        assert good == [
+            f"fg-e=false-{user('a')}",
+            f"f-{default}{user('b')}",
+            f"{default}{user('c')}",
+        ]
         assert "column 'tools' holds no JSON list; found 'no list'" in bad
-    table = pa.Table.from_pylist([{"prompt": "a", "answer": "b", "tools": [{**tools[0], "strict": None}], "other": 1}])
+    table = pa.Table.from_pylist(
+        [{"prompt": "a", "answer": "b", "tools": [{**tools[0], "strict": None}], "other": 1}]
+    )
     pq.write_table(table, tmp_path / "rows.parquet")
     source = Prompts(tmp_path / "rows.parquet", columns=("answer",), chat=True, epochs=1)
     (row,) = collect(Graph("g").source(source), rows=1).to_pylist()
@@ -194,7 +260,9 @@ def test_a_chat_is_laid_out_with_the_tools_and_options_of_its_row(base: Path, tm
 
 def test_what_lays_a_chat_out_is_never_left_unread(base: Path) -> None:
     source = Prompts(["a"], rows=lambda text: {"prompt": text, "tools": [{}]}, chat=True, epochs=1)
-    with pytest.raises(RecordError, match="has 'tools', which says how its chat is laid out.*name it in columns="):
+    with pytest.raises(
+        RecordError, match="has 'tools', which says how its chat is laid out.*name it in columns="
+    ):
         collect(Graph("g").source(source), rows=1)
     for maker in (Generator, Demonstrations):
         declared = maker(Model(str(base)), chat_template_kwargs={"enable_thinking": False})
@@ -208,14 +276,22 @@ def test_an_episode_lays_a_row_out_with_its_own_tools_and_options(base: Path) ->
         await chat.say(max_tokens=2)
 
     tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in "fg"]
-    rows = [{"prompt": "a", "tools": tools[:1], "chat_template_kwargs": {"enable_thinking": False}}, {"prompt": "b"}]
+    rows = [
+        {"prompt": "a", "tools": tools[:1], "chat_template_kwargs": {"enable_thinking": False}},
+        {"prompt": "b"},
+    ]
     generator = Generator(Model(str(base)), chat=True, group_size=1)
     table = collect(talks(generator, Graph("g").source(Prompts(rows, chat=True, epochs=1))), rows=2)
     said = [front(row, base) for row in table.sort_by("group_id").to_pylist()]
     assert said[0].startswith("f-e=false-<|im_start|>u=a") and said[1].startswith("<|im_start|>u=b")
     template = ChatTemplate(transformers.AutoTokenizer.from_pretrained(base))
-    assert RowLayout(json.dumps(tools[:1])).of(template, tools)[1] == tools[:1] and RowLayout().of(template, tools)[1]
-    with pytest.raises(ValueError, match=r"the row has tools that its episode has not; found \['g'\]"):
+    assert (
+        RowLayout(json.dumps(tools[:1])).of(template, tools)[1] == tools[:1]
+        and RowLayout().of(template, tools)[1]
+    )
+    with pytest.raises(
+        ValueError, match=r"the row has tools that its episode has not; found \['g'\]"
+    ):
         RowLayout(json.dumps(tools)).of(template, tools[:1])
 
 
@@ -225,13 +301,18 @@ def test_content_may_be_null_beside_calls_of_tools(base: Path) -> None:
     done = {"role": "tool", "tool_call_id": "1", "content": "ok"}
     for first in (asked, {name: value for name, value in asked.items() if name != "content"}):
         (text,) = shown(base, [{"prompt": [BEGUN[0], first, done]}])
-        assert text == "<|im_start|>u=hi<|im_end|><|im_start|>a=<|im_end|><|im_start|>t=ok<|im_end|><|im_start|>a="
+        assert (
+            text
+            == "<|im_start|>u=hi<|im_end|><|im_start|>a=<|im_end|><|im_start|>t=ok<|im_end|><|im_start|>a="
+        )
     with pytest.raises(RecordError, match="which is no list of messages"):
         shown(base, [{"prompt": [{"role": "user", "content": None}]}])
 
 
 def test_a_demonstration_of_a_chat_ends_as_the_template_ends_a_turn(base: Path) -> None:
     source = Prompts([{"prompt": "hi", "answer": "ok"}], columns=("answer",), chat=True, epochs=1)
-    (row,) = collect(Demonstrations(Model(str(base)), chat=True)(Graph("g").source(source)), rows=1).to_pylist()
+    (row,) = collect(
+        Demonstrations(Model(str(base)), chat=True)(Graph("g").source(source)), rows=1
+    ).to_pylist()
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     assert tokenizer.decode(said(row)) == "ok<|im_end|>"

@@ -42,12 +42,23 @@ def test_the_normalized_advantage_does_not_change_with_the_rewards_unit():
     assert not np.allclose(advantage(REWARDS), advantage(100 * REWARDS))
 
 
-EQUAL = [np.full(7, 0.1), np.ones(1), np.full(5, 1e6 + 0.1), np.array([0.3, 0.1 + 0.2, 0.3]), np.zeros(4)]
+EQUAL = [
+    np.full(7, 0.1),
+    np.ones(1),
+    np.full(5, 1e6 + 0.1),
+    np.array([0.3, 0.1 + 0.2, 0.3]),
+    np.zeros(4),
+]
 
 
 @pytest.mark.parametrize("rewards", EQUAL, ids=str)
 def test_rewards_that_differ_by_rounding_alone_give_no_advantage_and_no_signal(rewards):
-    for rule in (advantage, normalized_advantage, normalized_advantage.configured(epsilon=0.0), leave_one_out):
+    for rule in (
+        advantage,
+        normalized_advantage,
+        normalized_advantage.configured(epsilon=0.0),
+        leave_one_out,
+    ):
         assert (rule(rewards) == 0).all()
     assert not has_signal(rewards)
     turns = [np.array([reward]) for reward in rewards]
@@ -70,8 +81,14 @@ def test_advantages_that_are_rounding_beside_the_rewards_are_no_signal_and_move_
     assert not rows.signal_R.any() and not whitened(rows).columns_R["advantage"].any()
     learner = tiny_learner(tiny_trainer(whiten=True))
     assert not gradient(learner, rows)[1].any()
-    level = [made.drop_columns(["advantage"]).append_column("advantage", made["reward"]) for made in groups]
-    assert rows_of(*level).signal_R.all() and not whitened(rows_of(*level)).columns_R["advantage"].any()
+    level = [
+        made.drop_columns(["advantage"]).append_column("advantage", made["reward"])
+        for made in groups
+    ]
+    assert (
+        rows_of(*level).signal_R.all()
+        and not whitened(rows_of(*level)).columns_R["advantage"].any()
+    )
 
 
 def test_advantages_are_signal_beside_large_rewards_that_differ():
@@ -106,14 +123,16 @@ def test_leave_one_out_compares_each_rollout_with_the_others_alone(rewards):
 
 @st.composite
 def judged(draw):
-    """Rewards, values and mask of a rollout whose environment speaks in between; arbitrary where it is not chosen."""
+    """Rewards, values and mask of a rollout whose environment speaks in between; arbitrary where it
+    is not chosen."""
     mask = draw(st.lists(st.booleans(), min_size=1, max_size=12))
     numbers = st.lists(st.floats(-3, 3), min_size=len(mask), max_size=len(mask))
     return draw(numbers), draw(numbers), mask
 
 
 def _backwards(rewards, values, mask, gamma, lam):
-    """GAE from its definition: a discounted sum of temporal differences, with nothing shared between tokens."""
+    """GAE from its definition: a discounted sum of temporal differences, with nothing shared
+    between tokens."""
     chosen = [at for at, marked in enumerate(mask) if marked]
     found = [0.0] * len(mask)
     for first, at in enumerate(chosen):
@@ -167,7 +186,10 @@ def test_a_perfect_critic_leaves_no_advantage():
 
 def test_token_rewards_charge_the_drift_from_the_reference_and_pay_the_reward_at_the_end():
     mask = np.array([False, True, False, True, False])
-    logprobs, reference = np.array([9.0, -1.0, 9.0, -2.0, 9.0]), np.array([0.0, -1.5, 0.0, -1.0, 0.0])
+    logprobs, reference = (
+        np.array([9.0, -1.0, 9.0, -2.0, 9.0]),
+        np.array([0.0, -1.5, 0.0, -1.0, 0.0]),
+    )
     found = token_rewards(2.0, logprobs, reference, mask, beta=0.1)
     assert np.allclose(found, [0.0, -0.05, 0.0, 0.1 + 2.0, 0.0], atol=1e-12)
     assert token_rewards(2.0, logprobs, reference, np.zeros(5, bool)).tolist() == [0.0] * 5
@@ -191,11 +213,13 @@ def test_rules_read_and_write_ragged_columns_of_a_stream_of_rows():
     columns = {"logprobs": ragged(), "ref_logprobs": ragged(), "values": ragged()}
     batch = pa.RecordBatch.from_pydict(
         {
-            GROUP_ID: pa.array([0, 0, 1, 1]), "reward": pa.array([1.0, 0.0, 0.5, 2.0]),
-            "mask": pa.array(masks, pa.list_(pa.bool_())), ERROR: pa.array([None, None, "broken", None], pa.string()),
+            GROUP_ID: pa.array([0, 0, 1, 1]),
+            "reward": pa.array([1.0, 0.0, 0.5, 2.0]),
+            "mask": pa.array(masks, pa.list_(pa.bool_())),
+            ERROR: pa.array([None, None, "broken", None], pa.string()),
             **{name: pa.array(lists, TOKEN_NUMBERS) for name, lists in columns.items()},
         }
-    )  # fmt: skip
+    )
     for made in (token_rewards.configured(beta=0.1), token_gae.configured(lam=0.5)):
         runtime = made.build(Context(node=made.name))
         runtime.push(Batch("prompts", batch, "values"))
@@ -211,8 +235,11 @@ def test_rules_read_and_write_ragged_columns_of_a_stream_of_rows():
     for row in (rows[0], rows[1], rows[3]):
         given = [np.array(row[name]) for name in ("logprobs", "ref_logprobs", "mask")]
         wanted = token_gae(
-            token_rewards(row["reward"], *given, beta=0.1), np.array(row["values"]), np.array(row["mask"]), lam=0.5
-        )  # fmt: skip
+            token_rewards(row["reward"], *given, beta=0.1),
+            np.array(row["values"]),
+            np.array(row["mask"]),
+            lam=0.5,
+        )
         assert np.allclose(row["advantage"], wanted, atol=1e-6)
 
 
@@ -225,21 +252,32 @@ def test_an_advantage_per_token_reaches_the_loss_at_its_own_token():
     wanted = [
         gae(row["reward"], np.array(row["values"]), np.array(row["mask"])).astype(np.float32)
         for row in batch.to_pylist()
-    ]  # fmt: skip
+    ]
     assert np.allclose(rows.columns_S["advantage"], np.concatenate(wanted), atol=1e-6)
     assert rows.columns_S["advantage"][rows.tokens.mask].any()
 
 
 def _with_values(batch: pa.RecordBatch) -> pa.RecordBatch:
-    values = [[0.3 * at * chosen for at, chosen in enumerate(row["mask"])] for row in batch.to_pylist()]
-    return batch.drop_columns(["advantage"]).append_column("values", pa.array(values, TOKEN_NUMBERS))
+    values = [
+        [0.3 * at * chosen for at, chosen in enumerate(row["mask"])] for row in batch.to_pylist()
+    ]
+    return batch.drop_columns(["advantage"]).append_column(
+        "values", pa.array(values, TOKEN_NUMBERS)
+    )
 
 
 def test_rewards_of_turns_stand_at_their_last_tokens_and_the_reward_at_the_last_of_all():
     mask, given = np.array([0, 1, 1, 0, 1, 0], bool), np.array([9.0, 0.0, 0.5, 9.0, 0.25, 0.0])
     assert turn_rewards(1.0, given, mask).tolist() == [0.0, 0.0, 0.5, 0.0, 1.25, 0.0]
     assert (turn_rewards.name, turn_rewards.output) == ("token_rewards", TOKEN_NUMBERS)
-    assert reward_to_go(turn_rewards(1.0, given, mask), mask).tolist() == [0.0, 1.75, 1.75, 0.0, 1.25, 0.0]
+    assert reward_to_go(turn_rewards(1.0, given, mask), mask).tolist() == [
+        0.0,
+        1.75,
+        1.75,
+        0.0,
+        1.25,
+        0.0,
+    ]
 
 
 def _conversations(tree):
@@ -250,29 +288,44 @@ def _conversations(tree):
     return {
         "turn": np.array([each for at in numbers.values() for each in (-1, at)]),
         "turn_reward": np.array([each for _, _, reward in tree.values() for each in (0.0, reward)]),
-        "training_row": np.repeat(np.arange(len(tree)), 2), "row_conversation": np.array(list(tree)),
+        "training_row": np.repeat(np.arange(len(tree)), 2),
+        "row_conversation": np.array(list(tree)),
         "row_role": [role for role, *_ in tree.values()],
         "row_branch_turn": np.array([at for _, at, _ in tree.values()]),
         "mask": np.tile([False, True], len(tree)),
-    }  # fmt: skip
+    }
 
 
 def test_branches_are_compared_with_those_that_began_where_they_did_and_others_within_their_role():
-    """Trunk 0 with branches 1 and 2 behind its turn 0, of which 2 has two more; and an agent beside it."""
+    """Trunk 0 with branches 1 and 2 behind its turn 0, of which 2 has two more; and an agent beside
+    it."""
     rollouts = [
-        _conversations({
-            0: ("", -1, 0.5), 1: ("", 0, 1.0), 2: ("", 0, 0.0), 3: ("", 2, 4.0), 4: ("", 2, 2.0),
-            6: ("black", -1, -1.0),
-        }),
+        _conversations(
+            {
+                0: ("", -1, 0.5),
+                1: ("", 0, 1.0),
+                2: ("", 0, 0.0),
+                3: ("", 2, 4.0),
+                4: ("", 2, 2.0),
+                6: ("black", -1, -1.0),
+            }
+        ),
         _conversations({0: ("", -1, 1.0), 5: ("black", -1, 3.0)}),
-    ]  # fmt: skip
+    ]
     given = {name: [each[name] for each in rollouts] for name in rollouts[0]}
     first, second = (made[1::2].tolist() for made in conversation_advantage.function(**given))
     branch_2 = 0.0 + (4.0 + 2.0) / 2
     trunk = 0.5 + (1.0 + branch_2) / 2
-    assert first == pytest.approx([
-        trunk - (trunk + 1.0) / 2, 1.0 - (1.0 + branch_2) / 2, branch_2 - (1.0 + branch_2) / 2, 1.0, -1.0, -1.0 - 1.0,
-    ])  # fmt: skip
+    assert first == pytest.approx(
+        [
+            trunk - (trunk + 1.0) / 2,
+            1.0 - (1.0 + branch_2) / 2,
+            branch_2 - (1.0 + branch_2) / 2,
+            1.0,
+            -1.0,
+            -1.0 - 1.0,
+        ]
+    )
     assert second == pytest.approx([1.0 - (trunk + 1.0) / 2, 3.0 - 1.0])
 
 

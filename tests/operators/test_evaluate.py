@@ -1,4 +1,5 @@
-"""Laws of the evaluation's sink: a round is written once, when it is whole; failures are not averaged in."""
+"""Laws of the evaluation's sink: a round is written once, when it is whole; failures are not
+averaged in."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,9 @@ def _held_out(
     batch = group(number, size=1, error=error, version=version)
     for name, value in (("min_version", step), ("round_size", size), ("reward", score)):
         place = batch.schema.get_field_index(name)
-        batch = batch.set_column(place, batch.schema.field(place), pa.array([value], batch.schema.field(place).type))
+        batch = batch.set_column(
+            place, batch.schema.field(place), pa.array([value], batch.schema.field(place).type)
+        )
     return batch
 
 
@@ -51,15 +54,20 @@ class World:
         self.acks: list[int] = []
         self.folder, self.ledger = Folder(tmp_path, self.events), FakeLedger(self.events)
         self.context = context = Context(
-            node="eval", columns=dict.fromkeys(sources, COLUMNS), folder=self.folder, ledger=self.ledger,  # type: ignore[arg-type]
-        )  # fmt: skip
+            node="eval",
+            columns=dict.fromkeys(sources, COLUMNS),
+            folder=self.folder,
+            ledger=self.ledger,  # type: ignore[arg-type]
+        )
         self.runtime = Evaluate(every_steps=5).build(context)
         assert isinstance(self.runtime, EvaluateRuntime)
 
     def push(self, *groups: pa.RecordBatch, source: str = "held_out") -> None:
         first = groups[0].column("group_id")[0].as_py()
         rows = pa.Table.from_batches(groups).combine_chunks().to_batches()[0]
-        self.runtime.push(Batch(source, rows, "reward", whole(rows, lambda: self.acks.append(first))))
+        self.runtime.push(
+            Batch(source, rows, "reward", whole(rows, lambda: self.acks.append(first)))
+        )
 
     def run(self) -> None:
         while self.runtime.work() is not None:
@@ -118,14 +126,23 @@ class Crashing:
         """The next attempt; the one before it was killed."""
         self._attempt += 1
         context = Context(
-            node="eval", attempt=self._attempt, columns={"held_out": COLUMNS}, folder=self.folder, ledger=self.ledger
+            node="eval",
+            attempt=self._attempt,
+            columns={"held_out": COLUMNS},
+            folder=self.folder,
+            ledger=self.ledger,
         )
         self.runtime = Evaluate().build(context)
 
     def push(self, *groups: pa.RecordBatch) -> None:
         rows = pa.Table.from_batches(groups).combine_chunks().to_batches()[0]
         self.runtime.push(
-            Batch("held_out", rows, "reward", whole(rows, lambda: self.acks.append(rows["group_id"].to_pylist())))
+            Batch(
+                "held_out",
+                rows,
+                "reward",
+                whole(rows, lambda: self.acks.append(rows["group_id"].to_pylist())),
+            )
         )
 
     def run(self) -> None:
@@ -146,7 +163,9 @@ def crashing(tmp_path: Path) -> Iterator[Crashing]:
     made.ledger.close()
 
 
-def test_what_was_acknowledged_is_in_its_round_after_any_crash_and_counted_once(crashing: Crashing) -> None:
+def test_what_was_acknowledged_is_in_its_round_after_any_crash_and_counted_once(
+    crashing: Crashing,
+) -> None:
     crashing.push(_held_out(0, size=3, score=1.0))
     crashing.start()
     crashing.push(_held_out(0, size=3, score=0.0), _held_out(1, size=3, score=0.5))
@@ -162,7 +181,9 @@ def test_what_was_acknowledged_is_in_its_round_after_any_crash_and_counted_once(
     assert [group.group_id for group in crashing.ledger.in_flight("held_out")] == [3]
 
 
-def test_a_round_that_was_whole_is_closed_by_the_next_attempt_with_nothing_issued_again(crashing: Crashing) -> None:
+def test_a_round_that_was_whole_is_closed_by_the_next_attempt_with_nothing_issued_again(
+    crashing: Crashing,
+) -> None:
     crashing.push(_held_out(0), _held_out(1))
     crashing.start()
     crashing.run()
@@ -173,7 +194,9 @@ def test_a_round_that_was_whole_is_closed_by_the_next_attempt_with_nothing_issue
 def test_an_acknowledgement_comes_after_the_rows_are_written(crashing: Crashing) -> None:
     found: list[int] = []
     rows = _held_out(0)
-    crashing.runtime.push(Batch("held_out", rows, "reward", whole(rows, lambda: found.append(len(crashing.kept)))))
+    crashing.runtime.push(
+        Batch("held_out", rows, "reward", whole(rows, lambda: found.append(len(crashing.kept))))
+    )
     assert found == [1]
 
 
@@ -196,14 +219,21 @@ def test_metrics_tell_of_each_round_that_the_ledger_has_and_of_no_other_wherever
 
     crashing.push(_held_out(0), _held_out(1))
     with monkeypatch.context() as patch:
-        keepers = {"write_evaluation": RolloutFiles, "commit_round": Ledger, "append_metrics": RunFolder}
+        keepers = {
+            "write_evaluation": RolloutFiles,
+            "commit_round": Ledger,
+            "append_metrics": RunFolder,
+        }
         patch.setattr(keepers[dies_in], dies_in, die)
         with pytest.raises(KeyboardInterrupt):
             crashing.run()
     recorded = crashing.ledger.last_round("eval")
     assert [line["step"] for line in crashing.folder.read_metrics()] == []
     crashing.start()
-    told = [(line["step"], line["eval_accuracy"], line["eval_n"]) for line in crashing.folder.read_metrics()]
+    told = [
+        (line["step"], line["eval_accuracy"], line["eval_n"])
+        for line in crashing.folder.read_metrics()
+    ]
     assert told == ([] if recorded is None else [(0, 1.0, 2)])
     crashing.run()
     crashing.start()
@@ -261,7 +291,10 @@ def test_rounds_that_overlap_are_told_apart_by_their_step(world):
     assert [line["step"] for line in world.folder.metrics] == [5]
     world.push(_held_out(1, step=0, score=0.0))
     world.run()
-    assert [(line["step"], line["eval_accuracy"]) for line in world.folder.metrics] == [(5, 1.0), (0, 0.0)]
+    assert [(line["step"], line["eval_accuracy"]) for line in world.folder.metrics] == [
+        (5, 1.0),
+        (0, 0.0),
+    ]
 
 
 def test_a_group_that_comes_twice_is_counted_once(world):
@@ -283,7 +316,9 @@ def test_rows_in_a_file_are_in_the_order_of_issue(world):
 
 
 def test_failures_are_counted_and_never_averaged_in(world):
-    world.push(_held_out(0, score=None, error="scorer timed out"), _held_out(1, score=1.0, version=3))
+    world.push(
+        _held_out(0, score=None, error="scorer timed out"), _held_out(1, score=1.0, version=3)
+    )
     world.run()
     (line,) = world.folder.metrics
     assert (line["eval_accuracy"], line["eval_n"], line["eval_errors"]) == (1.0, 1, 1)
@@ -301,7 +336,9 @@ def test_a_round_of_failures_has_no_accuracy(world):
 
 def test_a_rollout_to_which_the_scorer_does_not_apply_is_in_no_mean_and_no_failure():
     late = _held_out(2, score=None, error="reward: hung: no answer within 1 s")
-    found = round_metrics(pa.Table.from_batches([_held_out(0, score=None), _held_out(1, score=0.5), late]), "reward")
+    found = round_metrics(
+        pa.Table.from_batches([_held_out(0, score=None), _held_out(1, score=0.5), late]), "reward"
+    )
     assert (found["eval_accuracy"], found["eval_n"], found["eval_errors"]) == (0.5, 1, 1)
     assert (found["eval_does_not_apply"], found["eval_failed"]) == (1, {"reward: hung": 1})
 
@@ -322,7 +359,9 @@ def test_rows_of_two_sources_say_which_is_theirs_and_a_column_that_one_lacks_is_
     world.push(_held_out(0, size=1, score=1.0).append_column("level", pa.array([3])), source="hard")
     world.push(_held_out(0, size=1, score=0.0), source="easy")
     world.run()
-    rows = world.folder.evaluations[0].select(["of_source", "group_id", "reward", "level"]).to_pylist()
+    rows = (
+        world.folder.evaluations[0].select(["of_source", "group_id", "reward", "level"]).to_pylist()
+    )
     assert [tuple(row.values()) for row in rows] == [("easy", 0, 0.0, None), ("hard", 0, 1.0, 3)]
 
 
@@ -333,11 +372,15 @@ def test_rows_of_one_source_have_no_column_more(world):
 
 
 def test_rows_outside_any_round_are_refused(world):
-    with pytest.raises(OperatorError, match=r"'eval' evaluates rounds.*round_size 0.*source of another name"):
+    with pytest.raises(
+        OperatorError, match=r"'eval' evaluates rounds.*round_size 0.*source of another name"
+    ):
         world.push(_held_out(0, size=0))
 
 
-@pytest.mark.parametrize(("knobs", "said"), [({"every_steps": 0}, "every_steps=0"), ({"of": ""}, "of=''")])
+@pytest.mark.parametrize(
+    ("knobs", "said"), [({"every_steps": 0}, "every_steps=0"), ({"of": ""}, "of=''")]
+)
 def test_knobs_that_cannot_be_right_are_refused(knobs, said):
     (fault,) = Evaluate(**knobs).faults()
     assert said in fault
@@ -351,7 +394,9 @@ def test_an_evaluation_reads_the_column_it_averages():
 
 
 def test_a_row_that_failed_after_it_had_its_score_is_not_averaged_in(world):
-    world.push(_held_out(0, score=0.0, error="length: no answer within 1 s"), _held_out(1, score=1.0))
+    world.push(
+        _held_out(0, score=0.0, error="length: no answer within 1 s"), _held_out(1, score=1.0)
+    )
     world.run()
     (line,) = world.folder.metrics
     assert (line["eval_accuracy"], line["eval_n"], line["eval_errors"]) == (1.0, 1, 1)

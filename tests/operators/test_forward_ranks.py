@@ -1,4 +1,5 @@
-"""A forward operator as several ranks: the numbers of one rank, whatever the head, and a broken rank is named."""
+"""A forward operator as several ranks: the numbers of one rank, whatever the head, and a broken
+rank is named."""
 
 import contextlib
 import os
@@ -30,9 +31,11 @@ from operators.models.errors import ModelError
 from operators.models.loading import load_merged
 
 GROUPS = [
-    rollouts(0), rollouts(1, ("b", "c c", "")), rollouts(2, ("abcdefgh", "abcdefg", "a")),
+    rollouts(0),
+    rollouts(1, ("b", "c c", "")),
+    rollouts(2, ("abcdefgh", "abcdefg", "a")),
     rollouts(3, ("19", "1", "9")),
-]  # fmt: skip
+]
 
 
 def module_of(kind: str, seed: int = 0) -> Any:
@@ -55,7 +58,9 @@ def built(declaration: ForwardOperator, **context: Any) -> Iterator[Any]:
     """The runtime of a declaration on as many ranks as it says."""
     torch.set_num_threads(1)
     ranks = declaration.tensor_parallel
-    runtime = declaration.build(Context(node=declaration.name, columns={LANE: COLUMNS}, ranks=ranks, **context))
+    runtime = declaration.build(
+        Context(node=declaration.name, columns={LANE: COLUMNS}, ranks=ranks, **context)
+    )
     try:
         yield runtime
     finally:
@@ -73,8 +78,11 @@ def numbers(runtime: Runtime, *groups: pa.RecordBatch) -> list[Any]:
 
 
 @contextlib.contextmanager
-def fed(declaration: ForwardOperator, folder: Path, executor: str, device: str = "cpu") -> Iterator[Any]:
-    """The runtime of a declaration that reads trained weights, and what has it take a version of them."""
+def fed(
+    declaration: ForwardOperator, folder: Path, executor: str, device: str = "cpu"
+) -> Iterator[Any]:
+    """The runtime of a declaration that reads trained weights, and what has it take a version of
+    them."""
     trainer: list[Any] = []
     opens, ends = Opens(f"ipc://{folder}/w", str(folder), executor, device), contextlib.ExitStack()
     bound = Bound(max_staleness=0, prompts_per_step=2)
@@ -90,7 +98,12 @@ def fed(declaration: ForwardOperator, folder: Path, executor: str, device: str =
             runtime.work()
         assert runtime.status()["version"] == version
 
-    with ends, built(declaration, device=device, reader=opens, feedback=bound, bounds={LANE: bound}) as runtime:
+    with (
+        ends,
+        built(
+            declaration, device=device, reader=opens, feedback=bound, bounds={LANE: bound}
+        ) as runtime,
+    ):
         yield runtime, take
         for end in opens.end:
             end.close()
@@ -113,42 +126,57 @@ def declared(kind: str, folders: dict[str, Path], **knobs: Any) -> ForwardOperat
         return RewardModel(Model(str(folders[kind]), head="score").frozen(), **knobs)
     if kind == "values":
         return Values(Model(str(folders[kind]), head="value").frozen(), **knobs)
-    model = Model(str(folders.get(kind, folders["logprobs"])), dtype="bfloat16" if kind == "rounded" else "float32")
+    model = Model(
+        str(folders.get(kind, folders["logprobs"])),
+        dtype="bfloat16" if kind == "rounded" else "float32",
+    )
     return Logprobs(replace(model, lora=LoRA(3)) if kind == "adapted" else model.frozen(), **knobs)
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "apart"),
     [
-        ("logprobs", 2, 1e-6), ("logprobs", 4, 1e-6), ("tied", 2, 1e-6), ("values", 2, 1e-6),
-        ("judge", 2, 1e-6), ("rounded", 2, 0.03),
+        ("logprobs", 2, 1e-6),
+        ("logprobs", 4, 1e-6),
+        ("tied", 2, 1e-6),
+        ("values", 2, 1e-6),
+        ("judge", 2, 1e-6),
+        ("rounded", 2, 0.03),
     ],
-)  # fmt: skip
+)
 @in_a_fork
-def test_ranks_give_the_numbers_of_one(kind: str, ranks: int, apart: float, folders: dict[str, Path]) -> None:
+def test_ranks_give_the_numbers_of_one(
+    kind: str, ranks: int, apart: float, folders: dict[str, Path]
+) -> None:
     """With 4 ranks and 2 key/value heads, neighbouring ranks hold the same one."""
     declaration = declared(kind, folders, tensor_parallel=ranks)
     with built(declaration) as runtime:
         ours = numbers(runtime, *GROUPS)
-    assert len(ours) == 12 and None not in ours and np.ptp(np.concatenate([np.ravel(one) for one in ours])) > 1e-3
+    assert (
+        len(ours) == 12
+        and None not in ours
+        and np.ptp(np.concatenate([np.ravel(one) for one in ours])) > 1e-3
+    )
     alike(ours, of_one(declaration, *GROUPS), apart)
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "executor"),
     [
-        ("tied", 2, "shared_memory"), ("logprobs", 4, "gloo"), ("values", 2, "gloo"),
+        ("tied", 2, "shared_memory"),
+        ("logprobs", 4, "gloo"),
+        ("values", 2, "gloo"),
         pytest.param("judge", 2, "shared_memory", marks=pytest.mark.slow),
         pytest.param("tied", 2, "gloo", marks=pytest.mark.slow),
         pytest.param("logprobs", 4, "shared_memory", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 @in_a_fork
 def test_ranks_that_took_a_version_give_the_numbers_of_one(
     kind: str, ranks: int, executor: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Every rank its own part, of what two ranks of a trainer send (gloo) or one offers; twice, for the second comes
-    into another buffer."""
+    """Every rank its own part, of what two ranks of a trainer send (gloo) or one offers; twice, for
+    the second comes into another buffer."""
     declaration = declared(kind, folders, tensor_parallel=ranks)
     with fed(declaration, tmp_path, executor) as (runtime, take):
         for version in (1, 2):
@@ -176,18 +204,24 @@ def on_gpus(kind: str, folders: dict[str, Path], folder: Path) -> None:
     with fed(declaration, folder, "gloo", "cuda:0") as (runtime, take):
         take(1, dict(module.named_parameters()))
         ours = numbers(runtime, *GROUPS)
-    expected = replace(declaration, model=replace(declaration.model, source=str(saved(module, folder / "new"))))
+    expected = replace(
+        declaration, model=replace(declaration.model, source=str(saved(module, folder / "new")))
+    )
     alike(ours, of_one(expected, *GROUPS), 1e-3)
 
 
 @in_a_fork
-def test_ranks_take_the_adapters_that_belong_to_their_slices(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_ranks_take_the_adapters_that_belong_to_their_slices(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     """Merged into them, before the next group is read."""
     declaration = declared("adapted", folders, tensor_parallel=2)
     module, merged = load_merged(declaration.model)
     assert merged is not None
     draw = torch.Generator().manual_seed(1)
-    found = {name: torch.randn(each.shape, generator=draw) * 0.1 for name, each in merged.tensors.items()}
+    found = {
+        name: torch.randn(each.shape, generator=draw) * 0.1 for name, each in merged.tensors.items()
+    }
     with fed(declaration, tmp_path, "shared_memory") as (runtime, take):
         take(1, found)
         ours = numbers(runtime, *GROUPS)
@@ -200,7 +234,9 @@ def test_ranks_take_the_adapters_that_belong_to_their_slices(folders: dict[str, 
 
 
 @in_a_fork
-def test_ranks_that_are_forked_where_others_were_before_hold_their_own_part(folders: dict[str, Path]) -> None:
+def test_ranks_that_are_forked_where_others_were_before_hold_their_own_part(
+    folders: dict[str, Path],
+) -> None:
     """DTensor remembers meshes, and would take an equal one for that of rank 0."""
     declaration = declared("logprobs", folders, tensor_parallel=2)
     for _ in range(2):
@@ -224,7 +260,10 @@ def test_each_rank_reads_its_part_of_the_model_and_holds_no_more(folders: dict[s
 
     sliced_model.load_merged = never  # type: ignore[assignment]
     with built(declared("logprobs", folders, tensor_parallel=2)) as runtime:
-        shapes = {name: tuple(weight.shape) for name, weight in runtime._reading.forward.module.named_parameters()}
+        shapes = {
+            name: tuple(weight.shape)
+            for name, weight in runtime._reading.forward.module.named_parameters()
+        }
     assert shapes["model.layers.0.mlp.up_proj.weight"] == (24, 32)
     assert shapes["model.layers.1.self_attn.o_proj.weight"] == (32, 16)
     assert shapes["model.embed_tokens.weight"] == shapes["lm_head.weight"] == (24, 32)
@@ -242,7 +281,9 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_others(folders: dict[str, P
 
 
 @in_a_fork
-def test_a_rank_that_ends_while_a_version_is_waited_for_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_rank_that_ends_while_a_version_is_waited_for_is_named(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     """Without it none would come."""
     with fed(declared("logprobs", folders, tensor_parallel=2), tmp_path, "gloo") as (runtime, _):
         team = runtime._reading.forward.ranks.team
@@ -256,16 +297,24 @@ def test_a_rank_that_ends_while_a_version_is_waited_for_is_named(folders: dict[s
 @in_a_fork
 def test_heads_that_cannot_be_dealt_out_are_refused(folders: dict[str, Path]) -> None:
     wrong = declared("logprobs", folders, tensor_parallel=3)
-    with pytest.raises(ModelError, match="cannot be dealt out to 3 ranks: it has 4 attention heads"), built(wrong):
+    with (
+        pytest.raises(ModelError, match="cannot be dealt out to 3 ranks: it has 4 attention heads"),
+        built(wrong),
+    ):
         pass
 
 
 def test_knobs_that_cannot_be_right_are_refused() -> None:
-    assert "has tensor_parallel=0; give" in Logprobs(Model("policy").frozen(), tensor_parallel=0).faults()[0]
+    assert (
+        "has tensor_parallel=0; give"
+        in Logprobs(Model("policy").frozen(), tensor_parallel=0).faults()[0]
+    )
     g, policy = Graph("inline"), Model("policy")
     generator, trainer = FakeGenerator(model=policy), FakeTrainer(model=policy)
     trainer(Logprobs(policy.frozen(), tensor_parallel=2)(generator(g.source(FakePrompts()))))
     g.feedback(trainer.weights, generator, max_staleness=0)
     assert plan(g, Devices(cpus=4)).placements["ref_logprobs"].ranks == 2
-    with pytest.raises(GraphError, match="'ref_logprobs' has tensor_parallel=2, but a run in one process"):
+    with pytest.raises(
+        GraphError, match="'ref_logprobs' has tensor_parallel=2, but a run in one process"
+    ):
         plan(g, Devices(cpus=4), one_process=True)

@@ -1,8 +1,17 @@
-"""A forward operator that is refreshed with every n-th version: which one a group waits for, and what its rows say."""
+"""A forward operator that is refreshed with every n-th version: which one a group waits for, and
+what its rows say."""
 
 import numpy as np
 import pytest
-from rigs.forwards import Forwarding, Versions, forwarding, language_model, plain_logprobs, rollouts, saved
+from rigs.forwards import (
+    Forwarding,
+    Versions,
+    forwarding,
+    language_model,
+    plain_logprobs,
+    rollouts,
+    saved,
+)
 
 from dataflow import Model
 from dataflow.staleness import Bound
@@ -35,7 +44,8 @@ def test_the_version_needed_is_the_last_one_that_is_sent() -> None:
 
 
 def test_a_trainer_that_skipped_steps_holds_nobody_up_between_two_versions() -> None:
-    """It has made 4, so 3 is the newest that is sent: a group that version 6 belongs to is computed under it."""
+    """It has made 4, so 3 is the newest that is sent: a group that version 6 belongs to is computed
+    under it."""
     own = Bound(max_staleness=0, prompts_per_step=4, every=3)
     assert is_due(25, 6, Known(version=3, told=4, dropped=8), LANE, own)
     assert not is_due(25, 6, Known(version=0, told=4, dropped=8), LANE, own)
@@ -43,9 +53,14 @@ def test_a_trainer_that_skipped_steps_holds_nobody_up_between_two_versions() -> 
 
 def test_the_own_model_is_version_0_until_the_trainer_says_that_there_is_another() -> None:
     own = Bound(max_staleness=0, prompts_per_step=4, every=3)
-    assert [is_first(note, own) for note in ({}, {"version": 0}, {"version": 2}, {"version": 3})] == [
-        False, True, True, False,
-    ]  # fmt: skip
+    assert [
+        is_first(note, own) for note in ({}, {"version": 0}, {"version": 2}, {"version": 3})
+    ] == [
+        False,
+        True,
+        True,
+        False,
+    ]
     assert not is_first({"version": 0}, LANE)
 
 
@@ -66,11 +81,15 @@ def test_rows_say_which_version_they_were_read_with(model: Model) -> None:
     plane = Versions()
     rig = refreshed(model, plane)
     plane.note = {"version": 0}
-    rig.run(rollouts(0, ("b2",), version=0), rollouts(2, ("b3", "c"), version=1, errors={1: "boom"}))
+    rig.run(
+        rollouts(0, ("b2",), version=0), rollouts(2, ("b3", "c"), version=1, errors={1: "boom"})
+    )
     rig.push(rollouts(4, ("b4",), version=2))
     assert not rig.step(), "that version is not there yet"
     plane.offer(2, dict(language_model(seed=4).named_parameters()))
     rig.run()
     assert versions(rig) == [0, 0, None, 2]
     for row, seed in zip([batch.to_pylist()[0] for batch in rig.out], (1, 4), strict=True):
-        np.testing.assert_allclose(row["ref_logprobs"], plain_logprobs(language_model(seed=seed), row), atol=1e-5)
+        np.testing.assert_allclose(
+            row["ref_logprobs"], plain_logprobs(language_model(seed=seed), row), atol=1e-5
+        )

@@ -1,4 +1,5 @@
-"""A forward operator's runtime: whole groups in their order, one micro-batch a slice, weights between two rounds."""
+"""A forward operator's runtime: whole groups in their order, one micro-batch a slice, weights
+between two rounds."""
 
 import numpy as np
 import pyarrow as pa
@@ -54,7 +55,9 @@ def ids(rig: Forwarding) -> list[list[int]]:
 
 def test_rows_that_failed_or_are_to_be_dropped_are_left_alone(policy_model: Model) -> None:
     failed = rollouts(0, ("b2", "c"), errors={0: "boom"}, drop=None)
-    table = forwarding(Logprobs(policy_model)).run(failed, rollouts(1, ("x",), errors={0: "all of it"}))
+    table = forwarding(Logprobs(policy_model)).run(
+        failed, rollouts(1, ("x",), errors={0: "all of it"})
+    )
     assert table.column("error").to_pylist() == ["boom", None, "all of it"]
     assert [row is None for row in lists_of(table, "ref_logprobs")] == [True, False, True]
     dropped = forwarding(Logprobs(policy_model)).run(rollouts(2, ("b2", "c"), drop="no signal"))
@@ -71,11 +74,18 @@ def test_rows_without_tokens_are_left_alone(policy_model: Model) -> None:
 
 
 def test_nothing_but_the_new_columns_changes_and_rows_keep_their_order(policy_model: Model) -> None:
-    groups = [rollouts(4), rollouts(1, ("b", "c c")), rollouts(9, ("d",), errors={0: "boom"}), rollouts(2)]
+    groups = [
+        rollouts(4),
+        rollouts(1, ("b", "c c")),
+        rollouts(9, ("d",), errors={0: "boom"}),
+        rollouts(2),
+    ]
     table = forwarding(Logprobs(policy_model, micro_batch_tokens=20)).run(*groups)
     new = ["ref_logprobs", version_column("ref_logprobs")]
     assert table.drop_columns(new).equals(pa.Table.from_batches(groups))
-    assert [row is None for row in lists_of(table, new[1])] == [row is None for row in lists_of(table, new[0])]
+    assert [row is None for row in lists_of(table, new[1])] == [
+        row is None for row in lists_of(table, new[0])
+    ]
 
 
 def test_a_rollout_in_which_the_policy_chose_nothing_has_only_zeros(policy_model: Model) -> None:
@@ -89,7 +99,9 @@ def test_a_rollout_in_which_the_policy_chose_nothing_has_only_zeros(policy_model
 # Slices
 
 
-def test_a_slice_is_one_micro_batch_and_a_group_leaves_when_its_last_one_is_done(policy_model: Model) -> None:
+def test_a_slice_is_one_micro_batch_and_a_group_leaves_when_its_last_one_is_done(
+    policy_model: Model,
+) -> None:
     rig = forwarding(Logprobs(policy_model, micro_batch_tokens=10))
     rig.push(rollouts(0, ("abcdef", "ghijkl", "mnopqr")))
     left = []
@@ -98,7 +110,9 @@ def test_a_slice_is_one_micro_batch_and_a_group_leaves_when_its_last_one_is_done
     assert left == [(0, 3), (0, 3), (1, 0)]
     alone = forwarding(Logprobs(policy_model)).run(rollouts(0, ("abcdef", "ghijkl", "mnopqr")))
     for ours, theirs in zip(
-        lists_of(pa.Table.from_batches(rig.out), "ref_logprobs"), lists_of(alone, "ref_logprobs"), strict=True
+        lists_of(pa.Table.from_batches(rig.out), "ref_logprobs"),
+        lists_of(alone, "ref_logprobs"),
+        strict=True,
     ):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
@@ -158,7 +172,9 @@ def test_new_weights_are_adopted_between_two_rounds(policy_model: Model) -> None
         rig.run(rollouts(version, ("b2",), version=version))
     for version, seed in ((0, 3), (1, 4)):
         (row,) = rig.out[version].to_pylist()
-        np.testing.assert_allclose(row["ref_logprobs"], plain_logprobs(language_model(seed=seed), row), atol=1e-5)
+        np.testing.assert_allclose(
+            row["ref_logprobs"], plain_logprobs(language_model(seed=seed), row), atol=1e-5
+        )
 
 
 def test_a_groups_numbers_come_from_one_version(policy_model: Model) -> None:
@@ -170,7 +186,9 @@ def test_a_groups_numbers_come_from_one_version(policy_model: Model) -> None:
     plane.offer(1, weights(4))
     rig.run()
     for row in rig.out[0].to_pylist():
-        np.testing.assert_allclose(row["ref_logprobs"], plain_logprobs(language_model(seed=3), row), atol=1e-5)
+        np.testing.assert_allclose(
+            row["ref_logprobs"], plain_logprobs(language_model(seed=3), row), atol=1e-5
+        )
     assert plane.version == 1
 
 
@@ -189,7 +207,9 @@ def test_a_group_waits_for_the_critic_that_belongs_to_its_newest_token(critic: M
     assert ids(rig) == [[3], [2], [4]]
 
 
-def test_it_is_starved_while_groups_wait_for_weights_and_waits_where_there_are_none(critic: Model) -> None:
+def test_it_is_starved_while_groups_wait_for_weights_and_waits_where_there_are_none(
+    critic: Model,
+) -> None:
     plane = Versions()
     rig = forwarding(Values(critic), plane=plane)
     plane.offer(0)
@@ -275,11 +295,16 @@ def test_no_version_is_needed_that_its_trainer_will_not_make() -> None:
 def test_two_trainers_that_drop_different_groups_never_deadlock(
     policy_step: int, own_step: int, staleness: int, ahead: int, seed: int
 ) -> None:
-    """Groups are made under the policy's version, wait here, then go to both trainers, which may skip whole steps."""
+    """Groups are made under the policy's version, wait here, then go to both trainers, which may
+    skip whole steps."""
     draw = np.random.default_rng(seed)
     source = Bound(max_staleness=ahead, prompts_per_step=policy_step)
     own = Bound(max_staleness=staleness, prompts_per_step=own_step)
-    versions, dropped, taken = {"policy": 0, "own": 0}, {"policy": 0, "own": 0}, {"policy": 0, "own": 0}
+    versions, dropped, taken = (
+        {"policy": 0, "own": 0},
+        {"policy": 0, "own": 0},
+        {"policy": 0, "own": 0},
+    )
     waiting: dict[int, int] = {}
     arrived: set[int] = set()
     issued = 0
@@ -315,10 +340,13 @@ def test_without_drops_the_way_out_of_a_deadlock_allows_nothing_more() -> None:
     for version in range(6):
         for newest in range(version + 1, 8):
             for group_id in range(newest * 4, newest * 4 + 12):
-                assert not is_due(group_id, newest, Known(version=version, told=version), EQUAL, EQUAL)
+                assert not is_due(
+                    group_id, newest, Known(version=version, told=version), EQUAL, EQUAL
+                )
 
 
 def test_weights_that_are_on_their_way_are_waited_for() -> None:
-    """The trainer has spoken of version 1, so the group that only version 0 cannot do without is not the next."""
+    """The trainer has spoken of version 1, so the group that only version 0 cannot do without is
+    not the next."""
     assert not is_due(5, 1, Known(version=0, told=1, dropped=4), EQUAL, EQUAL)
     assert is_due(5, 1, Known(version=0, told=0, dropped=4), EQUAL, EQUAL)

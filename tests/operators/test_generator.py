@@ -14,14 +14,25 @@ MODEL = Model("somewhere/policy")
 
 
 def test_declaring_a_generator_imports_no_torch():
-    code = "import sys, operators.generator, operators.models.loading; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, operators.generator, operators.models.loading; sys.exit('torch' in"
+        " sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_a_plain_generator_has_no_faults():
     assert Generator(MODEL).faults() == []
     assert (
-        Generator(MODEL, temperature=0.0, top_k=3, top_p=0.5, stop=("END",), in_flight=4, context_tokens=64).faults()
+        Generator(
+            MODEL,
+            temperature=0.0,
+            top_k=3,
+            top_p=0.5,
+            stop=("END",),
+            in_flight=4,
+            context_tokens=64,
+        ).faults()
         == []
     )
 
@@ -29,15 +40,33 @@ def test_a_plain_generator_has_no_faults():
 @pytest.mark.parametrize(
     ("knob", "value"),
     [
-        ("group_size", 0), ("max_tokens", 0), ("max_tokens", 1.5), ("segment_tokens", 0), ("slots", 0),
-        ("slots", True), ("in_flight", 0), ("context_tokens", 1), ("top_k", -1), ("top_p", 0.0),
-        ("top_p", 1.5), ("temperature", -0.1), ("temperature", float("nan")), ("stop", "END"),
-        ("stop", ("",)), ("stop", (1.5,)), ("on_update", "forget"),
-        ("min_p", 1.1), ("weights", "int4"), ("engine", "sglang"), ("tensor_parallel", 0),
-        ("min_p", True), ("repetition_penalty", 0), ("cache_bytes", 0),
+        ("group_size", 0),
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("segment_tokens", 0),
+        ("slots", 0),
+        ("slots", True),
+        ("in_flight", 0),
+        ("context_tokens", 1),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("stop", "END"),
+        ("stop", ("",)),
+        ("stop", (1.5,)),
+        ("on_update", "forget"),
+        ("min_p", 1.1),
+        ("weights", "int4"),
+        ("engine", "sglang"),
+        ("tensor_parallel", 0),
+        ("min_p", True),
+        ("repetition_penalty", 0),
+        ("cache_bytes", 0),
         ("model", Model("somewhere/critic", head="value")),
     ],
-)  # fmt: skip
+)
 def test_a_knob_that_cannot_be_right_is_named_with_a_way_out(knob, value):
     knobs = {"model": MODEL, knob: value}
     (fault,) = Generator(**knobs).faults()

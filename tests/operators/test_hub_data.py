@@ -35,14 +35,18 @@ def test_data_of_the_hub_is_read_by_configuration_and_split(tmp_path: Path) -> N
     names = [f"hf:{NAME}", f"hf:{NAME}:test", f"hf:{NAME}/socratic:test"]
     with hub() as address:
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, *names], capture_output=True, text=True, timeout=100,
+            [sys.executable, "-c", PROGRAM, *names],
+            capture_output=True,
+            text=True,
+            timeout=100,
             env={**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)},
-        )  # fmt: skip
+        )
     said = done.stdout.splitlines()
     assert said[:3] == [
-        f"hf:{NAME} main train 0? 1.0", f"hf:{NAME}:test main test 0? 1.0",
+        f"hf:{NAME} main train 0? 1.0",
+        f"hf:{NAME}:test main test 0? 1.0",
         f"hf:{NAME}/socratic:test socratic test 0? 1.0",
-    ], done.stderr  # fmt: skip
+    ], done.stderr
     assert "the hub gives no data set of that id" in said[3]
 
 
@@ -54,9 +58,11 @@ def test_data_of_the_hub_is_read_by_configuration_and_split(tmp_path: Path) -> N
         ("hf:openai/gsm8k/main", None, "test", ("openai/gsm8k", "main", "test", True)),
         ("hf:openai/gsm8k:train", None, None, ("openai/gsm8k", None, "train", True)),
         ("openai/gsm8k", None, "test", ("openai/gsm8k", None, "test", False)),
-        ("hf:", None, None, None), ("hf:a/b/c/d", None, None, None), ("hf:a b", None, None, None),
+        ("hf:", None, None, None),
+        ("hf:a/b/c/d", None, None, None),
+        ("hf:a b", None, None, None),
     ],
-)  # fmt: skip
+)
 def test_an_id_says_configuration_and_split(
     source: str, config: str | None, split: str | None, wanted: tuple[object, ...] | None
 ) -> None:
@@ -82,6 +88,9 @@ def test_what_the_hub_does_not_give_is_refused_before_anything_starts(
     assert fault is not None and "the hub gives no model of that id (ConnectError" in fault
     g = Graph("g")
     FakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(Prompts(source))))
-    with pytest.raises(GraphError, match=r"'prompts': 'nobody/nothing' is no file or folder here, and the hub gives"):
+    with pytest.raises(
+        GraphError,
+        match=r"'prompts': 'nobody/nothing' is no file or folder here, and the hub gives",
+    ):
         run(g, runs=tmp_path, quiet=True)
     assert not list(tmp_path.iterdir())

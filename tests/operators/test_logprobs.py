@@ -1,4 +1,5 @@
-"""Log-probabilities and values of rollouts: those of transformers' own forward, and of a trainer with these weights."""
+"""Log-probabilities and values of rollouts: those of transformers' own forward, and of a trainer
+with these weights."""
 
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,16 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def groups() -> list[pa.RecordBatch]:
-    return [rollouts(4, TEXTS), rollouts(5, ("7", "a b c d e f g h"), prompt="what is it "), rollouts(2, TEXTS[:1])]
+    return [
+        rollouts(4, TEXTS),
+        rollouts(5, ("7", "a b c d e f g h"), prompt="what is it "),
+        rollouts(2, TEXTS[:1]),
+    ]
 
 
-def test_logprobs_are_those_of_the_plain_forward(reference: Model, groups: list[pa.RecordBatch]) -> None:
+def test_logprobs_are_those_of_the_plain_forward(
+    reference: Model, groups: list[pa.RecordBatch]
+) -> None:
     table = forwarding(Logprobs(reference)).run(*groups)
     module = load_model(reference)
     wanted = [plain_logprobs(module, row) for group in groups for row in group.to_pylist()]
@@ -66,12 +73,20 @@ def test_logprobs_are_those_of_the_plain_forward(reference: Model, groups: list[
 
 
 def test_a_rope_that_changes_with_length_is_that_of_the_longest_sequence(tmp_path: Path) -> None:
-    rope = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.5, 3.0, 5.0, 9.0],
-            "rope_theta": 1e4, "original_max_position_embeddings": 12}  # fmt: skip
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3, 1.6],
+        "long_factor": [1.5, 3.0, 5.0, 9.0],
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 12,
+    }
     module = language_model("Llama", rope_parameters=rope)
     group = rollouts(0, ("b2", "a b c d e f g h"))
-    (short, long) = lists_of(
-        forwarding(Logprobs(Model(str(saved(module, tmp_path)), context_tokens=64).frozen())).run(group), "ref_logprobs"
+    short, long = lists_of(
+        forwarding(Logprobs(Model(str(saved(module, tmp_path)), context_tokens=64).frozen())).run(
+            group
+        ),
+        "ref_logprobs",
     )
     for found, row in zip((short, long), group.to_pylist(), strict=True):
         beyond = {"tokens": row["tokens"] + [0] * 20, "mask": row["mask"] + [False] * 20}
@@ -79,14 +94,18 @@ def test_a_rope_that_changes_with_length_is_that_of_the_longest_sequence(tmp_pat
     assert abs(np.subtract(short, plain_logprobs(module, group.to_pylist()[0]))).max() > 0.1
 
 
-def test_they_are_at_the_temperature_that_is_asked_for(reference: Model, groups: list[pa.RecordBatch]) -> None:
+def test_they_are_at_the_temperature_that_is_asked_for(
+    reference: Model, groups: list[pa.RecordBatch]
+) -> None:
     table = forwarding(Logprobs(reference, temperature=0.5)).run(*groups)
     module = load_model(reference)
     wanted = [plain_logprobs(module, row, 0.5) for group in groups for row in group.to_pylist()]
     np.testing.assert_allclose(flat(lists_of(table, "ref_logprobs")), flat(wanted), atol=1e-5)
 
 
-def test_where_the_policy_drew_from_few_ids_the_distribution_is_over_these_alone(reference: Model) -> None:
+def test_where_the_policy_drew_from_few_ids_the_distribution_is_over_these_alone(
+    reference: Model,
+) -> None:
     group = rollouts(0, ("b2",), masks={0: [5, 9], 2: [7]})
     (row,) = group.to_pylist()
     (found,) = lists_of(forwarding(Logprobs(reference)).run(group), "ref_logprobs")
@@ -94,7 +113,9 @@ def test_where_the_policy_drew_from_few_ids_the_distribution_is_over_these_alone
     for at, (token, kept) in enumerate(zip(row["tokens"], row["sampling_mask"], strict=True)):
         if row["mask"][at]:
             left = logits[at - 1] if kept is None else logits[at - 1][kept]
-            assert found[at] == pytest.approx(float(logits[at - 1, token] - left.logsumexp(-1)), abs=1e-5)
+            assert found[at] == pytest.approx(
+                float(logits[at - 1, token] - left.logsumexp(-1)), abs=1e-5
+            )
     assert sum(kept is not None for kept in row["sampling_mask"]) == 2
 
 
@@ -113,16 +134,23 @@ def test_in_an_episode_the_tokenizer_is_told_by_what_the_policy_said_first() -> 
 
 
 def test_a_rollout_of_several_training_rows_has_the_logprobs_of_each(reference: Model) -> None:
-    """The second row has another beginning; where no row is longer than the model takes, their sum may be."""
+    """The second row has another beginning; where no row is longer than the model takes, their sum
+    may be."""
     (row,) = rollouts(0, ("b2=c",)).to_pylist()
     other = [row["tokens"][2], *row["tokens"]]
     mask = [False, *row["mask"]]
     both = {
-        **row, "tokens": row["tokens"] + other, "mask": row["mask"] + mask, "logprobs": [0.0] * (2 * len(mask) - 1),
-        "versions": [0] * (2 * len(mask) - 1), "training_row": [0] * len(row["mask"]) + [1] * len(mask),
-    }  # fmt: skip
+        **row,
+        "tokens": row["tokens"] + other,
+        "mask": row["mask"] + mask,
+        "logprobs": [0.0] * (2 * len(mask) - 1),
+        "versions": [0] * (2 * len(mask) - 1),
+        "training_row": [0] * len(row["mask"]) + [1] * len(mask),
+    }
     kinds = pa.schema([*rollouts(0).schema, pa.field("training_row", pa.list_(pa.int32()))])
-    group = pa.RecordBatch.from_pylist([both, {**both, "position": 1, "rollout_id": 1}], schema=kinds)
+    group = pa.RecordBatch.from_pylist(
+        [both, {**both, "position": 1, "rollout_id": 1}], schema=kinds
+    )
     module = load_model(reference)
     wanted = plain_logprobs(module, row) + plain_logprobs(module, {"tokens": other, "mask": mask})
     made = forwarding(Logprobs(reference))
@@ -135,24 +163,35 @@ def test_a_rollout_of_several_training_rows_has_the_logprobs_of_each(reference: 
 @pytest.mark.parametrize("most_logits", [policy_module.MOST_LOGITS, 0], ids=["whole", "sliced"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_with_equal_weights_they_are_the_trainers_bit_for_bit(
-    dtype: str, most_logits: int, tmp_path: Path, groups: list[pa.RecordBatch], monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    most_logits: int,
+    tmp_path: Path,
+    groups: list[pa.RecordBatch],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The trainer keeps float32 weights and computes in the model's type; the operator has the weights in that type."""
+    """The trainer keeps float32 weights and computes in the model's type; the operator has the
+    weights in that type."""
     monkeypatch.setattr(policy_module, "MOST_LOGITS", most_logits)
     module = language_model("Llama").to(getattr(torch, dtype))
     model = Model(str(saved(module, tmp_path)), dtype=dtype)
     table = forwarding(Logprobs(model, name="proximal_logprobs")).run(*groups)
     rows = step_rows(groups, ("logprobs",))
     trained = make_learner(Trainer(model), model, node="trainer", device="cpu").forward
-    new = trained.computed(pack(rows.tokens.ids, rows.tokens.mask, rows.offsets), None, ())["new_logprobs"]
+    new = trained.computed(pack(rows.tokens.ids, rows.tokens.mask, rows.offsets), None, ())[
+        "new_logprobs"
+    ]
     found = flat(lists_of(table, "proximal_logprobs"))
     assert np.array_equal(found[rows.chosen_S], new.detach().numpy().astype(np.float64))
     assert not found[~rows.chosen_S].any()
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
-def test_values_are_those_of_the_plain_forward(family: str, tmp_path: Path, groups: list[pa.RecordBatch]) -> None:
-    critic = Model(str(saved(classifier(family, "TokenClassification"), tmp_path)), head="value").frozen()
+def test_values_are_those_of_the_plain_forward(
+    family: str, tmp_path: Path, groups: list[pa.RecordBatch]
+) -> None:
+    critic = Model(
+        str(saved(classifier(family, "TokenClassification"), tmp_path)), head="value"
+    ).frozen()
     table = forwarding(Values(critic)).run(*groups)
     module = load_model(critic)
     for row in table.to_pylist():
@@ -161,9 +200,13 @@ def test_values_are_those_of_the_plain_forward(family: str, tmp_path: Path, grou
         np.testing.assert_allclose(row["values"], wanted, atol=1e-5)
 
 
-def test_a_policy_with_adapters_is_read_with_the_newest_of_them(reference: Model, groups: list[pa.RecordBatch]) -> None:
+def test_a_policy_with_adapters_is_read_with_the_newest_of_them(
+    reference: Model, groups: list[pa.RecordBatch]
+) -> None:
     model, plane = Model(reference.source, lora=LoRA(4, targets=("q_proj", "up_proj"))), Versions()
-    context = Context(node="proximal_logprobs", reader=plane, feedback=Bound(max_staleness=0, prompts_per_step=1))
+    context = Context(
+        node="proximal_logprobs", reader=plane, feedback=Bound(max_staleness=0, prompts_per_step=1)
+    )
     operator = Logprobs(model, name="proximal_logprobs")
     rig = Forwarding(operator.build(context), Clock())
     torch.manual_seed(0)
@@ -186,28 +229,45 @@ def test_a_critic_that_begins_as_a_policy_values_everything_at_0(reference: Mode
     assert found == [0.0] * len(found)
 
 
-def test_a_rollout_longer_than_the_model_takes_fails_and_its_siblings_do_not(tmp_path: Path) -> None:
-    model = Model(str(saved(language_model("Llama", max_position_embeddings=8), tmp_path)), name="short").frozen()
+def test_a_rollout_longer_than_the_model_takes_fails_and_its_siblings_do_not(
+    tmp_path: Path,
+) -> None:
+    model = Model(
+        str(saved(language_model("Llama", max_position_embeddings=8), tmp_path)), name="short"
+    ).frozen()
     table = forwarding(Logprobs(model)).run(rollouts(0, ("b2", "abcdefgh")))
     assert table.column("error").to_pylist() == [
-        None, "ref_logprobs: the rollout has 12 tokens, but 'short' takes 8; lower max_tokens",
-    ]  # fmt: skip
+        None,
+        "ref_logprobs: the rollout has 12 tokens, but 'short' takes 8; lower max_tokens",
+    ]
     assert [row is None for row in lists_of(table, "ref_logprobs")] == [False, True]
 
 
-def test_a_rollout_with_a_token_that_the_model_lacks_fails_and_its_siblings_do_not(tmp_path: Path) -> None:
-    model = Model(str(saved(language_model("Llama", vocab_size=42), tmp_path)), name="small").frozen()
+def test_a_rollout_with_a_token_that_the_model_lacks_fails_and_its_siblings_do_not(
+    tmp_path: Path,
+) -> None:
+    model = Model(
+        str(saved(language_model("Llama", vocab_size=42), tmp_path)), name="small"
+    ).frozen()
     alone = forwarding(Logprobs(model)).run(rollouts(0, ("aa",)))
     table = forwarding(Logprobs(model)).run(rollouts(0, ("a-", "aa")))
-    error = "ref_logprobs: the rollout has token 42, but 'small' knows 42; give a model with the policy's tokenizer"
+    error = (
+        "ref_logprobs: the rollout has token 42, but 'small' knows 42; give a model with the"
+        " policy's tokenizer"
+    )
     assert table.column("error").to_pylist() == [error, None]
     assert lists_of(table, "ref_logprobs") == [None, *lists_of(alone, "ref_logprobs")]
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     backwards = tokenizer_of("".join(reversed("abcdefghijklmnopqrstuvwxyz0123456789= .-")))
-    teacher = Model(str(saved(language_model("Llama"), tmp_path, backwards)), name="teacher").frozen()
-    with pytest.raises(OperatorError, match=r"'teacher', whose tokenizer is another: the policy wrote 'b2', which it"):
+    teacher = Model(
+        str(saved(language_model("Llama"), tmp_path, backwards)), name="teacher"
+    ).frozen()
+    with pytest.raises(
+        OperatorError,
+        match=r"'teacher', whose tokenizer is another: the policy wrote 'b2', which it",
+    ):
         forwarding(Logprobs(teacher, name="teacher_logprobs")).run(rollouts(0, ("b2",)))
 
 
@@ -216,13 +276,18 @@ def test_a_number_that_is_none_is_an_error_of_its_row(reference: Model) -> None:
     module.get_input_embeddings().weight.data[tokenizer_of()("q")["input_ids"][0]] = float("nan")
     rig = forwarding(Logprobs(reference), module=module)
     table = rig.run(rollouts(0, ("b2", "aq")))
-    assert table.column("error").to_pylist() == [None, "ref_logprobs: the number that the model gave is not finite"]
+    assert table.column("error").to_pylist() == [
+        None,
+        "ref_logprobs: the number that the model gave is not finite",
+    ]
     assert [row is None for row in lists_of(table, "ref_logprobs")] == [False, True]
 
 
 def test_what_a_trainer_reads_can_be_read_off_the_declarations() -> None:
     actor, critic = Model("actor"), Model("critic", head="value")
     assert (
-        Logprobs(actor).provides({})["ref_logprobs"] == Values(critic).provides({})["values"] == pa.list_(pa.float32())
+        Logprobs(actor).provides({})["ref_logprobs"]
+        == Values(critic).provides({})["values"]
+        == pa.list_(pa.float32())
     )
     assert Trainer(critic, loss=lambda new_values, values, advantage: new_values).faults() == []

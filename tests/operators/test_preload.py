@@ -1,4 +1,5 @@
-"""What a worker needs is imported before it is forked, so that one that is started again is at work at once."""
+"""What a worker needs is imported before it is forked, so that one that is started again is at work
+at once."""
 
 import subprocess
 import sys
@@ -60,8 +61,12 @@ class Light(Stumbling):
     light = True
 
 
-def test_what_cannot_be_imported_before_the_fork_is_left_for_the_worker_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_imported_before_the_fork_is_left_for_the_worker_to_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Stumbling, "calls", 0)
-    graph = SimpleNamespace(operators={"a": Stumbling(), "b": Light(), "c": Stumbling()}, feedbacks=[])
+    graph = SimpleNamespace(
+        operators={"a": Stumbling(), "b": Light(), "c": Stumbling()}, feedbacks=[]
+    )
     worker.preload(cast("Graph", graph))
     assert Stumbling.calls == 2, "light ones are not asked"

@@ -16,10 +16,15 @@ from operators.rewards import find
 
 CHAT = [{"role": "user", "content": "2+2="}]
 VERL = [
-    {"data_source": "sums", "prompt": CHAT, "ability": "math", "reward_model": {"style": "rule", "ground_truth": "4"},
-     "extra_info": {"split": "train", "index": index}}
+    {
+        "data_source": "sums",
+        "prompt": CHAT,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": index},
+    }
     for index in range(3)
-]  # fmt: skip
+]
 
 
 def issued(prompts: Prompts, rows: int) -> list[dict[str, Any]]:
@@ -43,7 +48,9 @@ def test_verls_parquet_is_read_as_it_is_and_nested_columns_reach_scorers(tmp_pat
     def right(completion: str, reward_model: dict[str, str], extra_info: Any) -> float:
         return float(reward_model["ground_truth"] == "4") + extra_info["index"]
 
-    rollouts = FakeGenerator(group_size=1)(Graph("g").source(Prompts(str(file), form="verl", epochs=1)))
+    rollouts = FakeGenerator(group_size=1)(
+        Graph("g").source(Prompts(str(file), form="verl", epochs=1))
+    )
     assert sorted(collect(right(rollouts), rows=3).column("right").to_pylist()) == [1.0, 2.0, 3.0]
 
 
@@ -55,8 +62,9 @@ def test_files_whose_nested_fields_differ_are_read_with_nulls(tmp_path: Path) ->
     for source in (tmp_path, [tmp_path / "a.parquet", tmp_path / "b.parquet"]):
         rows = issued(Prompts(source, form="verl", columns=("tests",), epochs=1), 2)
         assert [row["extra_info"] for row in rows] == [
-            {"index": 0, "hint": None, "steps": None}, {"index": 1, "hint": "h", "steps": [{"n": 1}]},
-        ]  # fmt: skip
+            {"index": 0, "hint": None, "steps": None},
+            {"index": 1, "hint": "h", "steps": [{"n": 1}]},
+        ]
         assert [row["tests"] for row in rows] == [[{"a": 1, "b": None}], [{"a": None, "b": 1}]]
 
 
@@ -83,25 +91,50 @@ def test_a_verl_experiment_is_one_line_of_data_and_one_of_reward(tmp_path: Path)
 @pytest.mark.parametrize(
     ("form", "rows", "prompt", "columns"),
     [
-        ("trl", [{"prompt": "a", "solution": "b", "task": "c"}], "a", {"solution": "b", "task": "c"}),
+        (
+            "trl",
+            [{"prompt": "a", "solution": "b", "task": "c"}],
+            "a",
+            {"solution": "b", "task": "c"},
+        ),
         ("trl", [{"prompt": "a", "completion": "not ours", "label": True}], "a", {"label": True}),
-        ("verifiers", [{"question": "a", "answer": "b", "info": {"k": 1}}], '[{"role": "user", "content": "a"}]',
-         {"answer": "b", "info": {"k": 1}}),
+        (
+            "verifiers",
+            [{"question": "a", "answer": "b", "info": {"k": 1}}],
+            '[{"role": "user", "content": "a"}]',
+            {"answer": "b", "info": {"k": 1}},
+        ),
         ("openrlhf", [{"input": "a", "label": "b", "other": 1}], "a", {"label": "b"}),
-        ("slime", [{"prompt": "a", "label": "b", "metadata": {"k": "v"}}], "a", {"label": "b", "metadata": {"k": "v"}}),
+        (
+            "slime",
+            [{"prompt": "a", "label": "b", "metadata": {"k": "v"}}],
+            "a",
+            {"label": "b", "metadata": {"k": "v"}},
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_rows_of_each_system_have_their_prompt_and_columns_found(
     form: str, rows: list[dict[str, Any]], prompt: str, columns: dict[str, Any]
 ) -> None:
     (row,) = issued(Prompts(rows, form=form), 1)
     assert row["prompt"] == prompt
     assert {name: row[name] for name in columns} == columns
-    assert set(row) - set(columns) == {"group_id", "prompt_id", "prompt", "group_size", "min_version", "round_size"}
+    assert set(row) - set(columns) == {
+        "group_id",
+        "prompt_id",
+        "prompt",
+        "group_size",
+        "min_version",
+        "round_size",
+    }
 
 
 def test_what_a_row_of_a_form_lacks_is_null_and_a_scorer_that_reads_it_does_not_apply() -> None:
-    rows = [{"prompt": "a", "solution": "1"}, {"prompt": "b", "solution": None}, {"prompt": "c", "tests": "x"}]
+    rows = [
+        {"prompt": "a", "solution": "1"},
+        {"prompt": "b", "solution": None},
+        {"prompt": "c", "tests": "x"},
+    ]
 
     @scorer(isolate=False)
     def solved(completion: str, solution: str) -> float:
@@ -115,14 +148,20 @@ def test_what_a_row_of_a_form_lacks_is_null_and_a_scorer_that_reads_it_does_not_
 
 def test_null_is_a_value_where_the_columns_type_says_so() -> None:
     rows = [{"prompt": "a", "hint": "h"}, {"prompt": "b", "hint": None}]
-    assert [row["hint"] for row in issued(Prompts(rows, columns={"hint": str | None}), 2)] == ["h", None]
+    assert [row["hint"] for row in issued(Prompts(rows, columns={"hint": str | None}), 2)] == [
+        "h",
+        None,
+    ]
     with pytest.raises(RecordError, match="has null in 'hint'"):
         issued(Prompts(rows, columns={"hint": str}), 2)
 
 
 def test_a_key_that_the_first_rows_did_not_have_is_refused_and_never_left_out() -> None:
     rows = [{"prompt": "a", "info": {"k": 1}}] * 60 + [{"prompt": "b", "info": {"k": 1, "new": 2}}]
-    with pytest.raises(RecordError, match="where others have struct<k: int64>; make them alike, or write it as JSON"):
+    with pytest.raises(
+        RecordError,
+        match="where others have struct<k: int64>; make them alike, or write it as JSON",
+    ):
         issued(Prompts(rows, columns=("info",)), 61)
 
 

@@ -20,7 +20,15 @@ from rigs.policy import CHAT_TEMPLATE
 from dataflow import Graph, Model, collect
 from dataflow.errors import RecordError
 from dataflow.folder.ledger import InFlight
-from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, PROMPT_COLUMNS, PROMPT_ID, ROUND_SIZE
+from dataflow.records import (
+    GROUP_ID,
+    GROUP_SIZE,
+    MIN_VERSION,
+    PROMPT,
+    PROMPT_COLUMNS,
+    PROMPT_ID,
+    ROUND_SIZE,
+)
 from dataflow.runtime import Context, Runtime
 from dataflow.staleness import Bound
 from operators import Generator
@@ -114,7 +122,9 @@ def write_saved_data_set(path: Path) -> Path:
     path.mkdir()
     write_ipc(path / "data-00000-of-00001.arrow", pa.ipc.new_stream)
     (path / "dataset_info.json").write_text("{}")
-    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (path / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
+    )
     return path
 
 
@@ -127,7 +137,8 @@ def write_folder(path: Path) -> Path:
 
 
 class Frame:
-    """As data frames of every library are: Arrow on demand, and iterated over by the names of its columns."""
+    """As data frames of every library are: Arrow on demand, and iterated over by the names of its
+    columns."""
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
@@ -159,8 +170,12 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
     "arrow stream": lambda folder: write_ipc(folder / "x.feather", pa.ipc.new_stream),
     "saved data set": lambda folder: write_saved_data_set(folder / "saved"),
     "folder": lambda folder: write_folder(folder / "files"),
-    "names of files": lambda folder: [str(file) for file in sorted(write_folder(folder / "files").glob("*.jsonl"))],
-    "paths, one by one": lambda folder: iter(sorted(write_folder(folder / "files").glob("*.jsonl"))),
+    "names of files": lambda folder: [
+        str(file) for file in sorted(write_folder(folder / "files").glob("*.jsonl"))
+    ],
+    "paths, one by one": lambda folder: iter(
+        sorted(write_folder(folder / "files").glob("*.jsonl"))
+    ),
     "list": lambda folder: ROWS,
     "generator": lambda folder: (row for row in ROWS),
     "table": lambda folder: pa.Table.from_pylist(ROWS),
@@ -183,7 +198,9 @@ def test_every_kind_of_source_gives_the_same_typed_prompts(kind: str, tmp_path: 
     assert table.column(PROMPT_ID).to_pylist() == ["0", "1", "2", "3", "4"]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow file", "saved data set", "folder", "list"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "parquet", "arrow file", "saved data set", "folder", "list"]
+)
 def test_rows_are_counted_without_issuing_them(kind: str, tmp_path: Path) -> None:
     source = SOURCES[kind](tmp_path)
     assert Prompts(source).count() == 5
@@ -208,7 +225,9 @@ def test_a_function_turns_one_row_into_none_one_or_many_prompts() -> None:
 
 def test_a_function_may_return_a_text_and_columns_of_its_own() -> None:
     assert texts(build(Prompts([1, 2], rows=lambda row: f"{row}!", epochs=1))) == ["1!", "2!"]
-    made = Prompts([1, 2], rows=lambda row: {"prompt": "p", "half": row / 2}, columns=("half",), epochs=1)
+    made = Prompts(
+        [1, 2], rows=lambda row: {"prompt": "p", "half": row / 2}, columns=("half",), epochs=1
+    )
     assert made.extra_columns() == {"half": pa.float64()}
     assert issued(build(made)).column("half").to_pylist() == [0.5, 1.0]
 
@@ -243,13 +262,17 @@ def test_an_endless_iterator_is_read_only_as_far_as_the_limit() -> None:
 
 
 def test_a_renamed_source_keeps_its_rows_and_its_function() -> None:
-    prompts = Prompts((row for row in ROWS), rows=lambda row: row["note"], epochs=1).renamed("held_out")
+    prompts = Prompts((row for row in ROWS), rows=lambda row: row["note"], epochs=1).renamed(
+        "held_out"
+    )
     assert prompts.name == "held_out"
     assert texts(build(prompts)) == ["n0", "n1", "n2", "n3", "n4"]
 
 
 def test_group_size_stands_on_every_row() -> None:
-    assert set(issued(build(Prompts(ROWS, epochs=1, group_size=3))).column(GROUP_SIZE).to_pylist()) == {3}
+    assert set(
+        issued(build(Prompts(ROWS, epochs=1, group_size=3))).column(GROUP_SIZE).to_pylist()
+    ) == {3}
     assert set(issued(build(Prompts(ROWS, epochs=1))).column(GROUP_SIZE).to_pylist()) == {0}
 
 
@@ -261,8 +284,12 @@ def test_prompts_for_which_the_context_has_no_room_are_counted_at_the_start_and_
     chat: bool, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if chat:
-        monkeypatch.setattr(loading, "load_tokenizer", lambda model: chatting(load_tokenizer(model)))
-    generator = Generator(Model(str(policy)).frozen(), group_size=1, max_tokens=1, context_tokens=12, chat=chat)
+        monkeypatch.setattr(
+            loading, "load_tokenizer", lambda model: chatting(load_tokenizer(model))
+        )
+    generator = Generator(
+        Model(str(policy)).frozen(), group_size=1, max_tokens=1, context_tokens=12, chat=chat
+    )
     texts = ["ab=", "abcdefghijklmnop=", "abc=", "abcdefghijklmno="]
 
     def looked_at(*texts: str) -> Any:
@@ -270,20 +297,34 @@ def test_prompts_for_which_the_context_has_no_room_are_counted_at_the_start_and_
         return Prompts(list(texts), epochs=1, chat=chat).build(context).status().get("notice")
 
     assert looked_at("ab=", "abc=") is None
-    said = "2 of 4 prompts can never be trained: they are too long for 'generator', whose context is 12 tokens"
+    said = (
+        "2 of 4 prompts can never be trained: they are too long for 'generator', whose context is"
+        " 12 tokens"
+    )
     assert str(looked_at(*texts)).startswith(said)
     with pytest.raises(RecordError, match="'prompts': 2 of 2 prompts can never be trained"):
         looked_at(texts[1], texts[3])
     if not chat:
         g = Graph("long")
-        errors = collect(generator(g.source(Prompts(texts, epochs=1))), rows=4).column("error").to_pylist()
-        assert [error and error.partition("the prompt")[0] for error in errors] == [None, "generator: too_long: "] * 2
+        errors = (
+            collect(generator(g.source(Prompts(texts, epochs=1))), rows=4)
+            .column("error")
+            .to_pylist()
+        )
+        assert [error and error.partition("the prompt")[0] for error in errors] == [
+            None,
+            "generator: too_long: ",
+        ] * 2
 
 
-def test_of_very_many_long_prompts_some_are_looked_at(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_very_many_long_prompts_some_are_looked_at(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenize, "_LOOKED_BYTES", 400)
     generator = Generator(Model(str(policy)).frozen(), max_tokens=1, context_tokens=12)
-    prompts = Prompts(["abcdefghijklmno=", "ab="] * 50, epochs=1).build(Context(node="prompts", takers=(generator,)))
+    prompts = Prompts(["abcdefghijklmno=", "ab="] * 50, epochs=1).build(
+        Context(node="prompts", takers=(generator,))
+    )
     found = re.match(r"about (\d+) of 100 prompts", str(prompts.status()["notice"]))
     assert found and 20 <= int(found[1]) <= 80
 
@@ -319,17 +360,29 @@ def with_bad_line(folder: Path, line: bytes) -> Path:
 
 @pytest.mark.parametrize("rest", [["\ud83d"], {"a": "\ud83d"}, [{"a": ["\udce9"]}]])
 def test_half_a_character_within_a_column_is_named(rest: Any) -> None:
-    good = json.loads(json.dumps(rest, ensure_ascii=True).replace("\\ud83d", "x").replace("\\udce9", "x"))
+    good = json.loads(
+        json.dumps(rest, ensure_ascii=True).replace("\\ud83d", "x").replace("\\udce9", "x")
+    )
     rows = [{"prompt": "a", "rest": good}, {"prompt": "b", "rest": rest}]
     with pytest.raises(RecordError, match="half a character in 'rest'"):
         build(Prompts(rows, columns=("rest",)))
 
 
-@pytest.mark.parametrize("worth", [float("nan"), np.float32("inf"), [1.0, float("-inf")], {"a": [float("nan")]}])
+@pytest.mark.parametrize(
+    "worth", [float("nan"), np.float32("inf"), [1.0, float("-inf")], {"a": [float("nan")]}]
+)
 def test_a_number_that_is_not_finite_is_named(worth: Any) -> None:
-    good = 1.0 if isinstance(worth, float | np.floating) else [1.0, 2.0] if isinstance(worth, list) else {"a": [1.0]}
+    good = (
+        1.0
+        if isinstance(worth, float | np.floating)
+        else [1.0, 2.0]
+        if isinstance(worth, list)
+        else {"a": [1.0]}
+    )
     rows = [{"prompt": "a", "worth": good}, {"prompt": "b", "worth": worth}]
-    with pytest.raises(RecordError, match=r"in 'worth', which is no number that is finite; fill it"):
+    with pytest.raises(
+        RecordError, match=r"in 'worth', which is no number that is finite; fill it"
+    ):
         build(Prompts(rows, columns=("worth",)))
     dropping = Prompts(rows, columns=("worth",), on_bad="drop", epochs=1)
     assert build(dropping).status()["bad_rows"] == 1
@@ -347,13 +400,17 @@ def test_a_bad_line_is_named_with_its_file_when_the_run_starts(kind: str, tmp_pa
 
 
 @pytest.mark.parametrize("kind", BAD_LINES)
-def test_a_dropped_line_is_counted_logged_and_never_gets_a_group_id(kind: str, tmp_path: Path) -> None:
+def test_a_dropped_line_is_counted_logged_and_never_gets_a_group_id(
+    kind: str, tmp_path: Path
+) -> None:
     log = Log()
     path = with_bad_line(tmp_path, BAD_LINES[kind][0])
     runtime = build(Prompts(path, columns=("answer",), epochs=1, on_bad="drop"), log=log)
     assert texts(runtime) == [row["prompt"] for row in ROWS]
     assert runtime.status()["bad_rows"] == 1
-    assert ("prompts left out", kind, 1) in [(e, f.get("reason"), f.get("rows")) for e, f in log.said]
+    assert ("prompts left out", kind, 1) in [
+        (e, f.get("reason"), f.get("rows")) for e, f in log.said
+    ]
 
 
 def test_a_column_that_no_row_has_is_a_fault_of_the_graph(tmp_path: Path) -> None:
@@ -373,8 +430,12 @@ def test_a_missing_file_is_refused_by_the_graph_and_at_the_start(tmp_path: Path)
 
 
 @pytest.mark.parametrize("rows", [[], [None], [{"prompt": "a", "skip": True}]])
-def test_a_source_without_a_prompt_is_refused_even_when_bad_rows_are_dropped(rows: list[Any]) -> None:
-    prompts = Prompts(rows, rows=lambda row: None if row and row.get("skip") else row, on_bad="drop")
+def test_a_source_without_a_prompt_is_refused_even_when_bad_rows_are_dropped(
+    rows: list[Any],
+) -> None:
+    prompts = Prompts(
+        rows, rows=lambda row: None if row and row.get("skip") else row, on_bad="drop"
+    )
     with pytest.raises(RecordError, match=r"no prompt is left|no rows at all|skipped all"):
         build(prompts)
 
@@ -463,7 +524,9 @@ def test_equal_prompts_are_issued_each_and_reported() -> None:
     table = issued(build(Prompts(["a", "b", "a"], epochs=1), log=log))
     assert table.column(PROMPT).to_pylist() == ["a", "b", "a"]
     assert len(set(table.column(PROMPT_ID).to_pylist())) == 3
-    assert [facts["equal_to_another"] for event, facts in log.said if event == "prompts read"] == [1]
+    assert [facts["equal_to_another"] for event, facts in log.said if event == "prompts read"] == [
+        1
+    ]
 
 
 def test_a_stated_type_wins_over_the_first_rows() -> None:
@@ -478,11 +541,20 @@ def test_a_stated_type_wins_over_the_first_rows() -> None:
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"epochs": 0}, {"limit": 0}, {"start": -1}, {"group_size": 0}, {"shuffle_seed": "a"}, {"limit": True},
-        {"on_bad": "ignore"}, {"rows": 3}, {"columns": {3: str}}, {"columns": ("tokens",)},
-        {"columns": ("prompt",)}, {"columns": {"answer": dict}},
+        {"epochs": 0},
+        {"limit": 0},
+        {"start": -1},
+        {"group_size": 0},
+        {"shuffle_seed": "a"},
+        {"limit": True},
+        {"on_bad": "ignore"},
+        {"rows": 3},
+        {"columns": {3: str}},
+        {"columns": ("tokens",)},
+        {"columns": ("prompt",)},
+        {"columns": {"answer": dict}},
     ],
-)  # fmt: skip
+)
 def test_a_knob_that_cannot_be_right_is_a_fault(knobs: dict[str, Any]) -> None:
     (fault,) = Prompts(ROWS, **knobs).faults()
     assert "'prompts'" in fault
@@ -506,11 +578,26 @@ def test_a_source_that_is_none_is_a_fault(source: Any) -> None:
         (lambda file: ["missing.parquet", str(file)], "file 'missing.parquet' does not exist"),
         (lambda file: [str(file.parent / "notes.txt")], "give a folder with files ending in"),
         (lambda file: ["train.csv", "more.csv"], "file 'train.csv' does not exist"),
-        (lambda file: MixedFrame(), "make the values of each column alike, or give its rows as dicts"),
+        (
+            lambda file: MixedFrame(),
+            "make the values of each column alike, or give its rows as dicts",
+        ),
     ],
-    ids=["open file", "set", "splits", "file and text", "text and file", "missing", "other kind", "csv", "frame"],
+    ids=[
+        "open file",
+        "set",
+        "splits",
+        "file and text",
+        "text and file",
+        "missing",
+        "other kind",
+        "csv",
+        "frame",
+    ],
 )
-def test_what_iterates_over_texts_by_accident_is_a_fault_of_the_graph(source: Any, do: str, tmp_path: Path) -> None:
+def test_what_iterates_over_texts_by_accident_is_a_fault_of_the_graph(
+    source: Any, do: str, tmp_path: Path
+) -> None:
     (tmp_path / "notes.txt").mkdir()
     source = source(write_jsonl(tmp_path / "x.jsonl", ROWS))
     (fault,) = Prompts(source).faults()
@@ -521,16 +608,23 @@ def test_what_iterates_over_texts_by_accident_is_a_fault_of_the_graph(source: An
 
 def test_the_name_of_a_file_among_prompts_is_no_prompt() -> None:
     found = (f"{number}+1=" if number < 2000 else "train.parquet" for number in range(2001))
-    with pytest.raises(RecordError, match=r"row 2000 of Replay is the name of a file, not a prompt"):
+    with pytest.raises(
+        RecordError, match=r"row 2000 of Replay is the name of a file, not a prompt"
+    ):
         build(Prompts(found, epochs=1))
-    assert texts(build(Prompts([{"prompt": "train.parquet"}, {"prompt": "b"}], epochs=1))) == ["train.parquet", "b"]
+    assert texts(build(Prompts([{"prompt": "train.parquet"}, {"prompt": "b"}], epochs=1))) == [
+        "train.parquet",
+        "b",
+    ]
 
 
 # Order
 
 
 @given(seed=st.integers(0, 2**32), epoch=st.integers(0, 1000), rows=st.integers(1, 200))
-def test_an_epoch_is_a_permutation_and_a_function_of_its_numbers(seed: int, epoch: int, rows: int) -> None:
+def test_an_epoch_is_a_permutation_and_a_function_of_its_numbers(
+    seed: int, epoch: int, rows: int
+) -> None:
     order = permutation(seed, epoch, rows)
     assert sorted(order.tolist()) == list(range(rows))
     assert (order == permutation(seed, epoch, rows)).all()
@@ -582,7 +676,9 @@ def test_groups_without_an_outcome_are_issued_again_first_under_their_numbers() 
 def test_a_round_that_was_cut_off_begins_anew_with_the_numbers_that_it_had(known: int) -> None:
     ledger = Ledger(10 + known)
     ledger.waiting = waiting(range(10, 10 + known))
-    runtime = build(Prompts([str(i) for i in range(40)], name="held_out"), on_demand=True, ledger=ledger)
+    runtime = build(
+        Prompts([str(i) for i in range(40)], name="held_out"), on_demand=True, ledger=ledger
+    )
     assert runtime.work() is None
     runtime.tell({"evaluate": 50})
     texts(runtime)
@@ -592,7 +688,9 @@ def test_a_round_that_was_cut_off_begins_anew_with_the_numbers_that_it_had(known
 
 def test_an_open_round_is_issued_once_more_on_demand() -> None:
     ledger = Ledger()
-    runtime = build(Prompts([str(i) for i in range(40)], name="held_out"), on_demand=True, ledger=ledger)
+    runtime = build(
+        Prompts([str(i) for i in range(40)], name="held_out"), on_demand=True, ledger=ledger
+    )
     runtime.tell({"evaluate": 50})
     runtime.work()
     ledger.waiting = waiting(range(32))
@@ -603,7 +701,8 @@ def test_an_open_round_is_issued_once_more_on_demand() -> None:
 
 @pytest.mark.parametrize("again", [{}, {"again": True}])
 def test_a_round_that_is_recorded_is_not_issued_whoever_asks(again: dict[str, bool]) -> None:
-    """A scheduler that has just taken over may not have heard of it, and a source that restarted of nothing."""
+    """A scheduler that has just taken over may not have heard of it, and a source that restarted of
+    nothing."""
     ledger = Ledger()
     ledger.judged = 50
     runtime = build(Prompts(ROWS, name="held_out"), on_demand=True, ledger=ledger)
@@ -648,7 +747,9 @@ def test_draining_ends_the_source() -> None:
 
 def test_rounds_are_issued_only_on_demand_each_row_once_and_numbered_on() -> None:
     ledger = Ledger()
-    runtime = build(Prompts([str(i) for i in range(40)], name="held_out"), on_demand=True, ledger=ledger)
+    runtime = build(
+        Prompts([str(i) for i in range(40)], name="held_out"), on_demand=True, ledger=ledger
+    )
     assert runtime.work() is None
     runtime.tell({"evaluate": 0})
     runtime.tell({"evaluate": 7})
@@ -670,22 +771,36 @@ def test_prompts_of_training_belong_to_no_round() -> None:
 
 def test_a_declaration_shows_its_knobs() -> None:
     prompts = Prompts(ROWS, columns=("answer",), shuffle_seed=1, rows=str)
-    assert prompts.knobs() == {"source": "list", "columns": ("answer",), "shuffle_seed": 1, "rows": "str"}
+    assert prompts.knobs() == {
+        "source": "list",
+        "columns": ("answer",),
+        "shuffle_seed": 1,
+        "rows": "str",
+    }
 
 
 @pytest.mark.parametrize("on_demand", [False, True])
-def test_what_got_an_outcome_while_the_other_nodes_were_built_is_not_issued_again(on_demand: bool) -> None:
-    """Issued again without end, it would never be acknowledged: whoever ended it waits for it no more."""
+def test_what_got_an_outcome_while_the_other_nodes_were_built_is_not_issued_again(
+    on_demand: bool,
+) -> None:
+    """Issued again without end, it would never be acknowledged: whoever ended it waits for it no
+    more."""
     ledger = Ledger(40)
     ledger.waiting = waiting(range(40))
-    runtime = build(Prompts([str(i) for i in range(40)], epochs=1), on_demand=on_demand, ledger=ledger)
+    runtime = build(
+        Prompts([str(i) for i in range(40)], epochs=1), on_demand=on_demand, ledger=ledger
+    )
     ledger.waiting = waiting([7, 9])
     runtime.tell({"evaluate": 50})
     texts(runtime)
-    assert [group for group, _ in ledger.issued] == ([7, 9, *range(40, 78)] if on_demand else [7, 9])
+    assert [group for group, _ in ledger.issued] == (
+        [7, 9, *range(40, 78)] if on_demand else [7, 9]
+    )
 
 
-def test_a_round_that_is_asked_for_again_and_again_is_issued_once_until_it_is_asked_for_as_new() -> None:
+def test_a_round_that_is_asked_for_again_and_again_is_issued_once_until_it_is_asked_for_as_new() -> (
+    None
+):
     runtime = build(Prompts(["a", "b"]), on_demand=True)
     for _ in range(3):
         runtime.tell({"evaluate": 10})

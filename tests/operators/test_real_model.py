@@ -1,4 +1,5 @@
-"""A real language model, where it is installed: engine and trainer against transformers, on real text."""
+"""A real language model, where it is installed: engine and trainer against transformers, on real
+text."""
 
 from __future__ import annotations
 
@@ -28,11 +29,20 @@ if file_fault(MODEL.source) is not None:
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TEXTS = (
-    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did "
-    "Natalia sell altogether in April and May? Natalia sold 48/2 = 24 clips in May. She sold 48+24 = 72 clips in all.",
-    "The river rose for three days and then, without warning, fell again. Farmers on the eastern bank had moved their "
-    "cattle to the hills; those on the western bank, who had trusted the old dam, lost most of the harvest.",
-    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n\n# 2023-11-05",
+    (
+        "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in"
+        " May. How many clips did Natalia sell altogether in April and May? Natalia sold 48/2 = 24"
+        " clips in May. She sold 48+24 = 72 clips in all."
+    ),
+    (
+        "The river rose for three days and then, without warning, fell again. Farmers on the"
+        " eastern bank had moved their cattle to the hills; those on the western bank, who had"
+        " trusted the old dam, lost most of the harvest."
+    ),
+    (
+        "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n   "
+        " return a\n\n# 2023-11-05"
+    ),
 )
 
 
@@ -47,7 +57,9 @@ def reference() -> Any:
 @torch.no_grad()
 def logprobs_of(ids: Sequence[int], start: int) -> np.ndarray[Any, Any]:
     """By transformers, of each token from `start` on, one whole pass."""
-    logits = reference()(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].log_softmax(-1)
+    logits = (
+        reference()(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].log_softmax(-1)
+    )
     return np.array([float(logits[at - 1, ids[at]]) for at in range(start, len(ids))])
 
 
@@ -56,13 +68,18 @@ def engine_of(model: Model = MODEL, **knobs: Any) -> BuiltEngine:
     return build_native(generator, Context(node="generator"))
 
 
-def drawn(built: BuiltEngine, prompts: Sequence[Sequence[int]], rollouts: int, tokens: int) -> list[Any]:
+def drawn(
+    built: BuiltEngine, prompts: Sequence[Sequence[int]], rollouts: int, tokens: int
+) -> list[Any]:
     starts = [
         PromptStart(
-            prompt=np.asarray(prompt, np.int64), limit=len(prompt) + tokens,
-            tickets=range(place * rollouts, (place + 1) * rollouts), seeds=range(rollouts),
-        ) for place, prompt in enumerate(prompts)
-    ]  # fmt: skip
+            prompt=np.asarray(prompt, np.int64),
+            limit=len(prompt) + tokens,
+            tickets=range(place * rollouts, (place + 1) * rollouts),
+            seeds=range(rollouts),
+        )
+        for place, prompt in enumerate(prompts)
+    ]
     ended = list(built.engine.step(starts))
     while built.engine.live:
         ended += built.engine.step()
@@ -70,7 +87,8 @@ def drawn(built: BuiltEngine, prompts: Sequence[Sequence[int]], rollouts: int, t
 
 
 def distances(built: BuiltEngine) -> np.ndarray[Any, Any]:
-    """How far the log-probabilities that the engine drew by lie from those of transformers in float32."""
+    """How far the log-probabilities that the engine drew by lie from those of transformers in
+    float32."""
     prompts = [built.tokenizer(text)["input_ids"][:32] for text in TEXTS]
     found = [
         np.abs(row.tokens.logprobs[row.start :] - logprobs_of(row.tokens.ids.tolist(), row.start))
@@ -91,17 +109,20 @@ def test_the_engine_draws_by_the_log_probabilities_of_transformers() -> None:
         ({"weights": "int8_dynamic"}, 0.35, 3.0),
         ({"dtype": "bfloat16"}, 0.03, 0.3),
     ],
-)  # fmt: skip
+)
 def test_what_fewer_bits_change_is_bounded(
     knobs: dict[str, Any], mean: float, most: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nats between the log-probabilities of drawn tokens and those of float32, measured on an AMD EPYC with one
-    thread: int8 0.052 in the mean and 0.31 at most of 270 tokens, int8_dynamic 0.19 and 1.4 of 246, bfloat16 0.013 and
-    0.09 of 270."""
+    """Nats between the log-probabilities of drawn tokens and those of float32, measured on an AMD
+    EPYC with one thread: int8 0.052 in the mean and 0.31 at most of 270 tokens, int8_dynamic 0.19
+    and 1.4 of 246, bfloat16 0.013 and 0.09 of 270."""
     dtype = {"dtype": knobs.pop("dtype")} if "dtype" in knobs else {}
     found = distances(engine_of(Model(MODEL.source, **dtype), **knobs))
     with capsys.disabled():
-        print(f"\n{dtype or knobs}: mean {found.mean():.4f}, most {found.max():.4f} of {len(found)} tokens")
+        print(
+            f"\n{dtype or knobs}: mean {found.mean():.4f}, most {found.max():.4f} of {len(found)}"
+            " tokens"
+        )
     assert 0 < found.mean() < mean and found.max() < most
 
 
@@ -120,12 +141,27 @@ def test_the_trainer_computes_the_log_probabilities_of_transformers() -> None:
         ids = tokenizer(text)["input_ids"]
         wanted.append(logprobs_of(ids, 4))
         mask = [False] * 4 + [True] * (len(ids) - 4)
-        rows.append({
-            "group_id": number, "prompt_id": str(number), "prompt": "?", "group_size": 1, "min_version": 0,
-            "round_size": 0, "rollout_id": number, "position": 0, "completion": "!", "tokens": ids, "mask": mask,
-            "logprobs": [0.0] * len(ids), "versions": [0] * len(ids), "finish_reason": "stop", "error": None,
-            "reward": 1.0, "advantage": 1.0,
-        })  # fmt: skip
+        rows.append(
+            {
+                "group_id": number,
+                "prompt_id": str(number),
+                "prompt": "?",
+                "group_size": 1,
+                "min_version": 0,
+                "round_size": 0,
+                "rollout_id": number,
+                "position": 0,
+                "completion": "!",
+                "tokens": ids,
+                "mask": mask,
+                "logprobs": [0.0] * len(ids),
+                "versions": [0] * len(ids),
+                "finish_reason": "stop",
+                "error": None,
+                "reward": 1.0,
+                "advantage": 1.0,
+            }
+        )
     groups = [pa.RecordBatch.from_pylist([row], schema=schema(COLUMNS)) for row in rows]
     trainer = Trainer(MODEL, prompts_per_step=len(rows), lr=1e-9)
     learner = learner_of(trainer, Policy(load_model(MODEL), temperature=1.0), node="trainer")
@@ -147,15 +183,24 @@ def test_each_turn_of_a_chat_is_what_the_template_lays_out_to_the_id() -> None:
 
     built = engine_of(chat=True, temperature=0.0)
     tokenizer = built.tokenizer
-    conversation = Conversation(ChatFormat(tokenizer), [{"role": "user", "content": "What is 37 + 14?"}])
+    conversation = Conversation(
+        ChatFormat(tokenizer), [{"role": "user", "content": "What is 37 + 14?"}]
+    )
     for question in ("And  12 - 5?", "Thank you! Say goodbye.", ""):
         prompt = conversation.prompt().tolist()
-        laid_out = tokenizer.apply_chat_template(conversation.messages, add_generation_prompt=True, tokenize=False)
+        laid_out = tokenizer.apply_chat_template(
+            conversation.messages, add_generation_prompt=True, tokenize=False
+        )
         assert prompt == tokenizer(laid_out, add_special_tokens=False)["input_ids"]
         if not conversation.turns:
             asked = json.dumps(conversation.messages)
             (ids,) = encode(
-                tokenizer, [asked], [RowLayout()], node="n", template=ChatTemplate(tokenizer), context_tokens=256
+                tokenizer,
+                [asked],
+                [RowLayout()],
+                node="n",
+                template=ChatTemplate(tokenizer),
+                context_tokens=256,
             )
             assert list(ids) == prompt
         (row,) = drawn(built, [prompt], 1, 40)

@@ -1,4 +1,5 @@
-"""Laws of the column sampling_mask: the trainer's distribution is the truncated one that a token was drawn from."""
+"""Laws of the column sampling_mask: the trainer's distribution is the truncated one that a token
+was drawn from."""
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,9 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def _generated(sampling: Sampling, *, size: int = 4, seed: int = 0, prompt: int = 4) -> pa.RecordBatch:
+def _generated(
+    sampling: Sampling, *, size: int = 4, seed: int = 0, prompt: int = 4
+) -> pa.RecordBatch:
     """One group whose completions a tiny policy wrote, with its log-probabilities and masks."""
     module = tiny_llama()
     given = torch.randint(2, VOCABULARY, (prompt,), generator=torch.Generator().manual_seed(seed))
@@ -41,14 +44,23 @@ def _generated(sampling: Sampling, *, size: int = 4, seed: int = 0, prompt: int 
             tokens.append(int(drawn.tokens))
             logprobs.append(float(drawn.logprobs))
             masks.append(None if drawn.left is None else drawn.left[0].nonzero()[:, 0].tolist())
-        row |= {"tokens": tokens, "logprobs": logprobs, "mask": [at >= prompt for at in range(len(tokens))]}
-        row |= {"versions": [0 if at >= prompt else -1 for at in range(len(tokens))], SAMPLING_MASK: masks}
+        row |= {
+            "tokens": tokens,
+            "logprobs": logprobs,
+            "mask": [at >= prompt for at in range(len(tokens))],
+        }
+        row |= {
+            "versions": [0 if at >= prompt else -1 for at in range(len(tokens))],
+            SAMPLING_MASK: masks,
+        }
     fields = [*group(0).schema, pa.field(SAMPLING_MASK, SAMPLING_MASK_TYPE)]
     return pa.RecordBatch.from_pylist(rows, schema=pa.schema(fields))
 
 
 def _with_masks(batch: pa.RecordBatch, masks: list) -> pa.RecordBatch:
-    return batch.drop_columns([SAMPLING_MASK]).append_column(SAMPLING_MASK, pa.array(masks, SAMPLING_MASK_TYPE))
+    return batch.drop_columns([SAMPLING_MASK]).append_column(
+        SAMPLING_MASK, pa.array(masks, SAMPLING_MASK_TYPE)
+    )
 
 
 TRUNCATED = [
@@ -66,7 +78,9 @@ def test_at_equal_weights_the_trainers_logprobs_are_those_recorded(sampling, pac
     rows = rows_of(*(_generated(sampling, seed=seed) for seed in range(3)))
     tree = pack(rows.tokens.ids, rows.tokens.mask, rows.offsets)
     policy = Policy(tiny_llama(), temperature=sampling.temperature, packed=packed)
-    kept = None if rows.tokens.sampling_mask is None else rows.tokens.sampling_mask.take(tree.flat_T)
+    kept = (
+        None if rows.tokens.sampling_mask is None else rows.tokens.sampling_mask.take(tree.flat_T)
+    )
     found, _ = policy.logprobs(tree, kept)
     recorded = torch.from_numpy(rows.tokens.logprobs[tree.flat_T])
     torch.testing.assert_close(found.detach(), recorded, atol=1e-5, rtol=0)
@@ -96,7 +110,9 @@ def test_logprobs_entropy_and_gradients_are_those_of_a_float64_reference(tempera
         for token, size in zip(tokens, sizes, strict=True)
     ]
     kept = SamplingMask(ids=np.concatenate(ids), offsets=np.r_[0, np.cumsum([len(x) for x in ids])])
-    logits = torch.from_numpy(3 * random.normal(size=(len(tree.heads_U), VOCABULARY))).requires_grad_()
+    logits = torch.from_numpy(
+        3 * random.normal(size=(len(tree.heads_U), VOCABULARY))
+    ).requires_grad_()
     weights = torch.from_numpy(random.normal(size=(2, len(tree.flat_T))))
 
     logprobs, entropies = [], []
@@ -132,10 +148,14 @@ def test_small_restricted_shares_do_not_underflow():
     tree = pack(np.array([5, 7]), np.array([False, True]), np.array([0, 2]))
     policy = Policy(tiny_llama())
     policy.logits = lambda packed: torch.tensor([[500.0] + [0.0] * 6 + [1.0] + [0.0] * 15])
-    found, entropy = policy.logprobs(tree, SamplingMask(ids=np.array([6, 7]), offsets=np.array([0, 2])), entropy=True)
+    found, entropy = policy.logprobs(
+        tree, SamplingMask(ids=np.array([6, 7]), offsets=np.array([0, 2])), entropy=True
+    )
     share = 1 / (1 + np.e)
     assert float(found) == pytest.approx(np.log(1 - share), abs=1e-6)
-    assert float(entropy) == pytest.approx(-share * np.log(share) - (1 - share) * np.log(1 - share), abs=1e-6)
+    assert float(entropy) == pytest.approx(
+        -share * np.log(share) - (1 - share) * np.log(1 - share), abs=1e-6
+    )
 
 
 def test_rows_without_a_mask_train_as_if_there_were_no_such_column():
@@ -144,7 +164,10 @@ def test_rows_without_a_mask_train_as_if_there_were_no_such_column():
     _, wanted, _ = gradient(tiny_learner(tiny_trainer()), rows_of(bare))
     assert rows_of(bare).tokens.sampling_mask is None
     for nothing in (None, [None], [[]]):
-        masks = [None if nothing is None else nothing * len(tokens) for tokens in batch.column("tokens").to_pylist()]
+        masks = [
+            None if nothing is None else nothing * len(tokens)
+            for tokens in batch.column("tokens").to_pylist()
+        ]
         rows = rows_of(_with_masks(batch, masks))
         assert rows.tokens.sampling_mask is None
         _, found, _ = gradient(tiny_learner(tiny_trainer()), rows)
@@ -162,7 +185,12 @@ def test_masks_stay_with_their_tokens_when_rows_fail_or_have_none():
         first.schema.get_field_index("error"), "error", pa.array(errors, pa.string())
     )
     rows = rows_of(first, second)
-    wanted = [masks[0], [None] * len(first["tokens"][1]), masks[3], *second.column(SAMPLING_MASK).to_pylist()]
+    wanted = [
+        masks[0],
+        [None] * len(first["tokens"][1]),
+        masks[3],
+        *second.column(SAMPLING_MASK).to_pylist(),
+    ]
     flat = [mask or [] for row in wanted for mask in row]
     assert rows.tokens.sampling_mask is not None
     for at, mask in enumerate(flat):
@@ -177,5 +205,7 @@ def test_a_mask_of_another_length_or_without_the_token_drawn_is_refused_by_rollo
         rows_of(_with_masks(batch, [masks[0], masks[1][:2], *masks[2:]]))
     token = batch.column("tokens")[2][-1].as_py()
     masks[2][-1] = [other for other in range(VOCABULARY) if other != token]
-    with pytest.raises(RecordError, match=rf"'sampling_mask' of rollout 6 leaves out token {token} at 8"):
+    with pytest.raises(
+        RecordError, match=rf"'sampling_mask' of rollout 6 leaves out token {token} at 8"
+    ):
         rows_of(_with_masks(batch, masks))

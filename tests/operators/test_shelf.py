@@ -1,4 +1,5 @@
-"""Tensors that are put aside have their values again, and their memory is at others' disposal meanwhile."""
+"""Tensors that are put aside have their values again, and their memory is at others' disposal
+meanwhile."""
 
 import os
 from pathlib import Path
@@ -16,7 +17,9 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_shelf_takes_other_tensors_each_time_and_those_that_share_memory_once(tmp_path: Path) -> None:
+def test_a_shelf_takes_other_tensors_each_time_and_those_that_share_memory_once(
+    tmp_path: Path,
+) -> None:
     shelf = Shelf(tmp_path)
     first = torch.arange(6.0)
     shelf.park([first])
@@ -27,7 +30,9 @@ def test_a_shelf_takes_other_tensors_each_time_and_those_that_share_memory_once(
     assert other.untyped_storage().nbytes() == 0
     shelf.park([first])
     shelf.back()
-    assert torch.equal(other, torch.arange(10.0, 20.0)) and torch.equal(part, torch.arange(12.0, 15.0))
+    assert torch.equal(other, torch.arange(10.0, 20.0)) and torch.equal(
+        part, torch.arange(12.0, 15.0)
+    )
     assert torch.equal(first, torch.arange(6.0))
     shelf.close()
 

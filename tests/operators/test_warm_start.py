@@ -1,4 +1,5 @@
-"""Laws of the warm start: a real Hugging Face folder, the same for the same spec, never half-made."""
+"""Laws of the warm start: a real Hugging Face folder, the same for the same spec, never
+half-made."""
 
 import contextlib
 import json
@@ -39,7 +40,8 @@ def made(forked, tmp_path_factory):
 
 @pytest.fixture
 def fake_training(monkeypatch):
-    """Stands in for the process: notes each spec and saves a policy folder that is nothing but its record."""
+    """Stands in for the process: notes each spec and saves a policy folder that is nothing but its
+    record."""
     specs = []
 
     def train(work, spec, report, timeout_s):
@@ -55,7 +57,10 @@ def fake_training(monkeypatch):
 def test_the_folder_loads_as_any_hugging_face_policy_and_generates(made):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(made),
+        AutoTokenizer.from_pretrained(made),
+    )
     assert model.config.architectures == ["LlamaForCausalLM"]
     assert model.config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
     inputs = tokenizer(["ab=", "b="], return_tensors="pt", padding=True)
@@ -84,12 +89,18 @@ def test_what_is_promised_of_a_policy_is_what_its_files_tell(made):
 
 def test_the_record_tells_what_made_the_folder(made):
     record = json.loads((made / RECORD_FILE).read_text())
-    assert WarmStartSpec(**record["spec"]).fingerprint == record["fingerprint"] == recorded_fingerprint(made)
+    assert (
+        WarmStartSpec(**record["spec"]).fingerprint
+        == record["fingerprint"]
+        == recorded_fingerprint(made)
+    )
     assert record["examples"] == len(EXAMPLES)
     assert record["spec"]["steps"] == 4
 
 
-def test_a_folder_of_the_same_spec_is_reused_and_one_of_another_spec_replaced(tmp_path, fake_training):
+def test_a_folder_of_the_same_spec_is_reused_and_one_of_another_spec_replaced(
+    tmp_path, fake_training
+):
     for _ in range(2):
         assert warm_start(tmp_path / "p", examples=EXAMPLES, **SMALL) == tmp_path / "p"
     assert len(fake_training) == 1
@@ -103,9 +114,18 @@ def test_a_folder_of_the_same_spec_is_reused_and_one_of_another_spec_replaced(tm
 def test_every_field_of_the_spec_changes_its_fingerprint(fake_training, tmp_path):
     warm_start(tmp_path / "p", examples=EXAMPLES, **SMALL)
     changes = {
-        "alphabet": "ba=", "layers": 2, "width": 32, "heads": 4, "mlp_width": 24, "max_positions": 9,
-        "steps": 5, "batch_size": 2, "learning_rate": 1e-4, "seed": 1, "threads": 2,
-    }  # fmt: skip
+        "alphabet": "ba=",
+        "layers": 2,
+        "width": 32,
+        "heads": 4,
+        "mlp_width": 24,
+        "max_positions": 9,
+        "steps": 5,
+        "batch_size": 2,
+        "learning_rate": 1e-4,
+        "seed": 1,
+        "threads": 2,
+    }
     for change in changes.items():
         warm_start(tmp_path / "p", examples=EXAMPLES, **SMALL | dict([change]))
     assert len({spec.fingerprint for spec in fake_training}) == len(changes) + 1
@@ -160,7 +180,9 @@ def test_a_folder_that_no_warm_start_made_is_never_replaced(tmp_path, fake_train
         ({"learning_rate": 2.0}, "between 0 and 1"),
     ],
 )
-def test_arguments_that_could_not_train_are_refused_before_any_process_starts(tmp_path, fake_training, change, message):
+def test_arguments_that_could_not_train_are_refused_before_any_process_starts(
+    tmp_path, fake_training, change, message
+):
     with pytest.raises(GraphError, match=message):
         warm_start(tmp_path / "p", **{"examples": EXAMPLES, **SMALL} | change)
     assert not fake_training and not list(tmp_path.iterdir())
@@ -216,8 +238,16 @@ def test_a_process_that_is_killed_is_started_again_twice_and_makes_the_same_poli
 
 def test_the_process_ends_when_its_parent_is_gone(tmp_path):
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "operators.warm_start", str(tmp_path), "--parent", str(theirs.fileno())]
-    os.mkfifo(tmp_path / "spec.json")  # reading it blocks: without the watch the process would stay for ever
+    command = [
+        sys.executable,
+        "-m",
+        "operators.warm_start",
+        str(tmp_path),
+        "--parent",
+        str(theirs.fileno()),
+    ]
+    # reading it blocks: without the watch the process would stay for ever
+    os.mkfifo(tmp_path / "spec.json")
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     theirs.close()
     ours.close()
@@ -230,7 +260,13 @@ def test_the_policy_and_its_loss_repeat_and_only_answers_and_their_end_are_learn
     from operators.warm_start.policy import character_tokenizer, small_llama
     from operators.warm_start.train import IGNORED, encode, train
 
-    fields = SMALL | {"mlp_width": 24, "batch_size": 2, "learning_rate": 0.01, "threads": 1, "steps": 30}
+    fields = SMALL | {
+        "mlp_width": 24,
+        "batch_size": 2,
+        "learning_rate": 0.01,
+        "threads": 1,
+        "steps": 30,
+    }
     spec = WarmStartSpec(examples_sha256="", **fields)
     tokenizer = character_tokenizer(ALPHABET, 8)
     tokens, labels, lengths = encode(tokenizer, EXAMPLES, 8)
@@ -257,4 +293,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path, fake_train
 @pytest.mark.usefixtures("fresh")
 def test_the_caller_never_imports_torch(tmp_path):
     code = "import sys, operators.warm_start; print('torch' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).strip() == "False"
+    assert (
+        subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).strip()
+        == "False"
+    )

@@ -1,4 +1,5 @@
-"""Writes docs/refused.md from the code; what it lacks afterwards is said: python -m tests.refused."""
+"""Writes docs/refused.md from the code; what it lacks afterwards is said: python -m
+tests.refused."""
 
 import sys
 

@@ -9,29 +9,48 @@ ROOT = Path(__file__).parent.parent.parent
 PARTS = {
     "Graphs": ("dataflow/check.py", "dataflow/graph.py", "dataflow/group_bytes.py"),
     "Devices, hosts, ranks and replicas": (
-        "dataflow/planning/*.py", "dataflow/launchers/hosted_run.py", "dataflow/launchers/own_folders.py",
+        "dataflow/planning/*.py",
+        "dataflow/launchers/hosted_run.py",
+        "dataflow/launchers/own_folders.py",
         "dataflow/agent/digest.py",
     ),
-    "Models": ("dataflow/model.py", "dataflow/model_files.py", "dataflow/gguf/*.py", "operators/models/*.py"),
+    "Models": (
+        "dataflow/model.py",
+        "dataflow/model_files.py",
+        "dataflow/gguf/*.py",
+        "operators/models/*.py",
+    ),
     "Generators": (
-        "operators/engine/knobs.py", "operators/engine/build.py", "operators/engine/kv_cache.py",
-        "operators/engine/self_test.py", "operators/engine/parallel/*.py", "operators/engine/precision/*.py",
+        "operators/engine/knobs.py",
+        "operators/engine/build.py",
+        "operators/engine/kv_cache.py",
+        "operators/engine/self_test.py",
+        "operators/engine/parallel/*.py",
+        "operators/engine/precision/*.py",
         "operators/engine/vllm/*.py",
     ),
     "Trainers": (
-        "operators/training/knobs.py", "operators/training/steps.py",
-        "operators/training/parallel/*.py", "operators/training/learner/*.py",
+        "operators/training/knobs.py",
+        "operators/training/steps.py",
+        "operators/training/parallel/*.py",
+        "operators/training/learner/*.py",
     ),
     "Operators in a live run": ("dataflow/worker/swapped.py", "dataflow/scheduler/swaps/*.py"),
     "Episodes": (
-        "operators/episodes/declaration.py", "operators/episodes/knobs.py", "operators/episodes/signature.py",
+        "operators/episodes/declaration.py",
+        "operators/episodes/knobs.py",
+        "operators/episodes/signature.py",
     ),
     "Environments": (
-        "operators/environments/declaration.py", "operators/environments/addresses.py",
+        "operators/environments/declaration.py",
+        "operators/environments/addresses.py",
         "operators/environments/systems.py",
     ),
-    "References, judges and values": ("operators/forward_pass/knobs.py", "operators/forward_pass/build.py"),
-}  # fmt: skip
+    "References, judges and values": (
+        "operators/forward_pass/knobs.py",
+        "operators/forward_pass/build.py",
+    ),
+}
 """Where graphs, plans, knobs and models are refused, by heading of the page."""
 RAISED = ("GraphError", "DoesNotFit", "GGUFError", "ModelError")
 BLANK = "…"
@@ -54,8 +73,8 @@ def refusals() -> dict[str, dict[str, tuple[str, str]]]:
 
 
 def messages(tree: ast.AST) -> Iterator[str]:
-    """What a program's GraphErrors, GGUFErrors and ModelErrors say, and all else in three parts: in these faults
-    are told.
+    """What a program's GraphErrors, GGUFErrors and ModelErrors say, and all else in three parts: in
+    these faults are told.
 
     What an `explain` tells, docstrings, constants and other errors are none."""
     for node in ast.iter_child_nodes(tree):
@@ -65,7 +84,9 @@ def messages(tree: ast.AST) -> Iterator[str]:
             continue
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
-        error = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        error = (
+            node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        )
         if isinstance(node, ast.Call) and error in RAISED and node.args:
             if _says(message := template(node.args[0])):
                 yield message
@@ -79,7 +100,8 @@ def messages(tree: ast.AST) -> Iterator[str]:
 
 
 def template(node: ast.AST) -> str:
-    """The text of a string expression, with a blank for what is filled in; empty where it is none."""
+    """The text of a string expression, with a blank for what is filled in; empty where it is
+    none."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

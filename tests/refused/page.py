@@ -27,7 +27,9 @@ def written(page: str, refusals: Refusals) -> str:
     parts = [page.partition("\n## ")[0].rstrip() + "\n"]
     for heading, refused in refusals.items():
         parts.append(f"\n## {heading}\n\n{TABLE}")
-        parts += [row(what, known.get(what, ("", ""))[0], todo) for what, (todo, _) in refused.items()]
+        parts += [
+            row(what, known.get(what, ("", ""))[0], todo) for what, (todo, _) in refused.items()
+        ]
     return "".join(parts)
 
 
@@ -38,21 +40,32 @@ def row(what: str, why: str, todo: str) -> str:
 
 def lacks(page: str, refusals: Refusals) -> list[str]:
     """What has to be added to a page or taken from it, a sentence each."""
-    known, found = rows(page), {what: told for refused in refusals.values() for what, told in refused.items()}
+    known, found = (
+        rows(page),
+        {what: told for refused in refusals.values() for what, told in refused.items()},
+    )
     added = [
-        f"{where} refuses what {PAGE.name} does not say; run python -m tests.refused, write why into its line: {what}"
-        for what, (_, where) in found.items() if what not in known
-    ]  # fmt: skip
+        f"{where} refuses what {PAGE.name} does not say; run python -m tests.refused, write why"
+        f" into its line: {what}"
+        for what, (_, where) in found.items()
+        if what not in known
+    ]
     gone = [
-        f"{PAGE.name} says what nothing refuses any more; run python -m tests.refused, or delete its line: {what}"
-        for what in known if what not in found
-    ]  # fmt: skip
-    silent = [f"{PAGE.name} does not say why; write it into the line: {what}" for what, told in known.items()
-              if what in found and not told[0]]  # fmt: skip
+        f"{PAGE.name} says what nothing refuses any more; run python -m tests.refused, or delete"
+        f" its line: {what}"
+        for what in known
+        if what not in found
+    ]
+    silent = [
+        f"{PAGE.name} does not say why; write it into the line: {what}"
+        for what, told in known.items()
+        if what in found and not told[0]
+    ]
     moved = [
         f"{PAGE.name} says to do another thing than {where}; run python -m tests.refused: {what}"
-        for what, (todo, where) in found.items() if what in known and known[what][1] != todo
-    ]  # fmt: skip
+        for what, (todo, where) in found.items()
+        if what in known and known[what][1] != todo
+    ]
     return added + gone + silent + moved
 
 

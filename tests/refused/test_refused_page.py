@@ -7,14 +7,23 @@ import pytest
 from .code import PARTS, RAISED, ROOT, messages, refusals
 from .page import PAGE, lacks, row, rows, written
 
-ROOMS = ("dataflow/planning", "operators/engine", "operators/training", "operators/models", "operators/forward_pass")
+ROOMS = (
+    "dataflow/planning",
+    "operators/engine",
+    "operators/training",
+    "operators/models",
+    "operators/forward_pass",
+)
 ELSEWHERE = {
-    "operators/engine/attention.py", "operators/engine/cuda/paged_attention.py", "operators/engine/native/attention.py",
+    "operators/engine/attention.py",
+    "operators/engine/cuda/paged_attention.py",
+    "operators/engine/native/attention.py",
     "operators/engine/native/fused.py",  # kernels, which only the engine calls
-    "operators/engine/parking.py", "operators/engine/stop_strings.py",  # requests
+    "operators/engine/parking.py",
+    "operators/engine/stop_strings.py",  # requests
     "operators/training/journal.py",  # `check` says it first
     "operators/training/retrain.py",  # a replay
-}  # fmt: skip
+}
 """Files of these rooms that raise such errors where they refuse no graph, plan or model."""
 
 
@@ -31,19 +40,27 @@ def test_no_file_that_refuses_is_overlooked():
     looked = {path for places in PARTS.values() for place in places for path in ROOT.glob(place)}
     assert all(list(ROOT.glob(place)) for places in PARTS.values() for place in places)
     refuse = {
-        str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.py")
-        if path not in looked and any(f"raise {error}(" in path.read_text("utf-8") for error in RAISED)
-    }  # fmt: skip
+        str(path.relative_to(ROOT))
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*.py")
+        if path not in looked
+        and any(f"raise {error}(" in path.read_text("utf-8") for error in RAISED)
+    }
     assert refuse == ELSEWHERE, "name it in PARTS of tests/refused/code.py, or here"
 
 
 @pytest.fixture
 def made() -> dict[str, dict[str, tuple[str, str]]]:
-    return {"Graphs": {"'…' is | and *": ("do", "a.py"), "b": ("", "b.py")}, "Devices": {"c": ("x; y", "c.py")}}
+    return {
+        "Graphs": {"'…' is | and *": ("do", "a.py"), "b": ("", "b.py")},
+        "Devices": {"c": ("x; y", "c.py")},
+    }
 
 
 def test_a_page_is_read_as_it_was_written(made):
-    page = written("# T\n\nText.\n\n## Graphs\n" + row("b", "as so", "") + row("gone", "why", "what"), made)
+    page = written(
+        "# T\n\nText.\n\n## Graphs\n" + row("b", "as so", "") + row("gone", "why", "what"), made
+    )
     assert rows(page) == {"'…' is | and *": ("", "do"), "b": ("as so", ""), "c": ("", "x; y")}
     assert written(page, made) == page
     assert page.startswith("# T\n\nText.\n\n## Graphs\n\n| refused |") and "gone" not in page
@@ -51,14 +68,20 @@ def test_a_page_is_read_as_it_was_written(made):
 
 def test_what_a_page_lacks_is_said_by_its_line(made):
     page = (
-        "# T\n\n" + row("'…' is | and *", "why", "do") + row("b", "", "") + row("gone", "why", "") + row("c", "w", "y")
+        "# T\n\n"
+        + row("'…' is | and *", "why", "do")
+        + row("b", "", "")
+        + row("gone", "why", "")
+        + row("c", "w", "y")
     )
     said = lacks(page, made)
     assert len(said) == 3
     assert said[0].endswith("delete its line: gone")
     assert said[1].endswith("write it into the line: b")
     assert "another thing than c.py" in said[2]
-    assert lacks(page, {"Graphs": {"new": ("", "n.py")}})[0].startswith("n.py refuses what refused.md does not say;")
+    assert lacks(page, {"Graphs": {"new": ("", "n.py")}})[0].startswith(
+        "n.py refuses what refused.md does not say;"
+    )
 
 
 def test_refusals_are_found_wherever_a_program_makes_them():
@@ -80,5 +103,9 @@ def explain():
     return ["told; not refused"]
 '''
     assert list(messages(ast.parse(program))) == [
-        "'…' needs …; raise it", "listed; do", "yielded … twice; do", "raised ……", "… of it all; do",
-    ]  # fmt: skip
+        "'…' needs …; raise it",
+        "listed; do",
+        "yielded … twice; do",
+        "raised ……",
+        "… of it all; do",
+    ]

@@ -9,11 +9,14 @@ from dataflow.tokens.ragged import group_slices
 
 
 def check_columns(batch: pa.RecordBatch, columns: Columns) -> None:
-    assert dict(zip(columns, batch.select(list(columns)).schema.types, strict=True)) == dict(columns)
+    assert dict(zip(columns, batch.select(list(columns)).schema.types, strict=True)) == dict(
+        columns
+    )
 
 
 def whole(records: pa.RecordBatch, ack: Callable[[], object]) -> Callable[[int], None]:
-    """What a `Batch` calls with each group; ack: called with the last of them. A group twice is an error."""
+    """What a `Batch` calls with each group; ack: called with the last of them. A group twice is an
+    error."""
     left = {group for group, _, _ in group_slices(records)}
 
     def release(group: int) -> None:

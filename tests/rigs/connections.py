@@ -1,4 +1,5 @@
-"""SQLite connections that nobody closes are told of on every Python, with their file; 3.13 does it by itself."""
+"""SQLite connections that nobody closes are told of on every Python, with their file; 3.13 does it
+by itself."""
 
 import sqlite3
 import warnings
@@ -15,7 +16,10 @@ class Watched(sqlite3.Connection):
     def __del__(self) -> None:
         if _is_open(self):
             warnings.warn(
-                f"nobody closed the connection to {self._database}", ResourceWarning, source=self, stacklevel=1
+                f"nobody closed the connection to {self._database}",
+                ResourceWarning,
+                source=self,
+                stacklevel=1,
             )
 
 

@@ -1,4 +1,5 @@
-"""How often a law is tried: in full where the slow tests run too, for a quarter of it in the quick ones."""
+"""How often a law is tried: in full where the slow tests run too, for a quarter of it in the quick
+ones."""
 
 from hypothesis import HealthCheck, settings
 

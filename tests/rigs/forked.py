@@ -1,9 +1,10 @@
-"""Python programs that are forked in the place of interpreters that start: torch takes seconds to import, a fork none.
+"""Python programs that are forked in the place of interpreters that start: torch takes seconds to
+import, a fork none.
 
-A process of its own, forked when all tests are collected and before the first runs, has what they import and has
-computed nothing. From it a program is forked, which gets what `subprocess.Popen` gives it (arguments, environment,
-folder, files, group) and becomes a child of the test's process, as any other.
-"""
+A process of its own, forked when all tests are collected and before the first runs, has what they
+import and has computed nothing. From it a program is forked, which gets what `subprocess.Popen`
+gives it (arguments, environment, folder, files, group) and becomes a child of the test's process,
+as any other."""
 
 import _posixsubprocess
 import atexit
@@ -40,7 +41,8 @@ _HIGH = 512
 """No number of a file to keep is as high."""
 _ADOPTED_S = 10.0
 _HEEDED = ("-P", "-B")
-"""Options: the path stays without the program's folder (it is there already), and no compiled file is written."""
+"""Options: the path stays without the program's folder (it is there already), and no compiled file
+is written."""
 _INTERRUPTED = 128 + signal.SIGINT
 _start = _posixsubprocess.fork_exec
 _source: socket.socket | None = None
@@ -49,7 +51,8 @@ _source: socket.socket | None = None
 
 @pytest.fixture(scope="module")
 def forked() -> Iterator[None]:
-    """Python programs that this module's tests start are forked, those of `subprocess` and of `multiprocessing`."""
+    """Python programs that this module's tests start are forked, those of `subprocess` and of
+    `multiprocessing`."""
     with pytest.MonkeyPatch.context() as patch:
         _start_by(patch, _fork_exec)
         yield
@@ -67,7 +70,8 @@ def _start_by(patch: pytest.MonkeyPatch, function: Callable[..., int]) -> None:
 
 
 def prepare() -> None:
-    """Fork what programs are forked from; nothing where a child cannot be handed to another process."""
+    """Fork what programs are forked from; nothing where a child cannot be handed to another
+    process."""
     global _source
     if sys.platform != "linux" or has_used_cuda():
         return
@@ -93,28 +97,73 @@ def _is_program(command: Sequence[str]) -> bool:
 
 
 def _fork_exec(
-    arguments: Sequence[bytes | str], files: object, close: bool, keep: Sequence[int], folder: str | None,
-    environment: Sequence[bytes] | None, stdin: int, stdin_end: int, stdout_end: int, stdout: int, stderr_end: int,
-    stderr: int, failure_end: int, failure: int, signals: bool, session: bool, group: int, *others: object,
-) -> int:  # fmt: skip
-    """As `_posixsubprocess.fork_exec`: a failure to start is told through `failure`, which is closed in the program."""
+    arguments: Sequence[bytes | str],
+    files: object,
+    close: bool,
+    keep: Sequence[int],
+    folder: str | None,
+    environment: Sequence[bytes] | None,
+    stdin: int,
+    stdin_end: int,
+    stdout_end: int,
+    stdout: int,
+    stderr_end: int,
+    stderr: int,
+    failure_end: int,
+    failure: int,
+    signals: bool,
+    session: bool,
+    group: int,
+    *others: object,
+) -> int:
+    """As `_posixsubprocess.fork_exec`: a failure to start is told through `failure`, which is
+    closed in the program."""
     command = [os.fsdecode(word) for word in arguments]
     if _source is None or not _is_program(command):
-        return int(_start(
-            arguments, files, close, keep, folder, environment, stdin, stdin_end, stdout_end, stdout, stderr_end,
-            stderr, failure_end, failure, signals, session, group, *others,
-        ))  # fmt: skip
-    pairs = [pair.split(b"=", 1) for pair in environment] if environment is not None else list(os.environb.items())
+        return int(
+            _start(
+                arguments,
+                files,
+                close,
+                keep,
+                folder,
+                environment,
+                stdin,
+                stdin_end,
+                stdout_end,
+                stdout,
+                stderr_end,
+                stderr,
+                failure_end,
+                failure,
+                signals,
+                session,
+                group,
+                *others,
+            )
+        )
+    pairs = (
+        [pair.split(b"=", 1) for pair in environment]
+        if environment is not None
+        else list(os.environb.items())
+    )
     kept = [number for number in keep if number != failure]
     standard = [given if given >= 0 else at for at, given in enumerate((stdin, stdout, stderr))]
-    asked = {"command": command, "environment": pairs, "folder": os.fspath(folder or Path.cwd()), "kept": kept,
-             "session": session, "group": group}  # fmt: skip
+    asked = {
+        "command": command,
+        "environment": pairs,
+        "folder": os.fspath(folder or Path.cwd()),
+        "kept": kept,
+        "session": session,
+        "group": group,
+    }
     socket.send_fds(_source, [msgpack.packb(asked)], [failure, *standard, *kept])
     return int(msgpack.unpackb(_source.recv(_BYTES)))
 
 
 def _serve(asked: socket.socket) -> NoReturn:
-    """Fork a program for each request, by way of a process that ends at once: then it is a child of the tests'."""
+    """Fork a program for each request, by way of a process that ends at once: then it is a child of
+    the tests'."""
     status = 1
     try:
         die_with_parent()
@@ -136,7 +185,9 @@ def _serve(asked: socket.socket) -> NoReturn:
         os._exit(status)
 
 
-def _hand_over(asked: socket.socket, request: Mapping[str, Any], files: Sequence[int], tests: int) -> NoReturn:
+def _hand_over(
+    asked: socket.socket, request: Mapping[str, Any], files: Sequence[int], tests: int
+) -> NoReturn:
     pid = fork()
     if pid:
         asked.send(msgpack.packb(pid))
@@ -158,7 +209,8 @@ def _hand_over(asked: socket.socket, request: Mapping[str, Any], files: Sequence
 
 
 def _set_up(request: Mapping[str, Any], files: Sequence[int], tests: int) -> None:
-    """The environment, folder, files and group of the program, once it is a child of the tests' process."""
+    """The environment, folder, files and group of the program, once it is a child of the tests'
+    process."""
     deadline = time.monotonic() + _ADOPTED_S
     while os.getppid() != tests:
         assert time.monotonic() < deadline, f"process {tests} did not become the parent"
@@ -176,7 +228,9 @@ def _set_up(request: Mapping[str, Any], files: Sequence[int], tests: int) -> Non
     flow = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(
+        2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty(), write_through=flow)
     for each in logging._handlerList:  # type: ignore[attr-defined]
         if type(handler := each()) is logging.StreamHandler:
@@ -184,7 +238,8 @@ def _set_up(request: Mapping[str, Any], files: Sequence[int], tests: int) -> Non
 
 
 def _forget_the_parent() -> None:
-    """Signals, hooks, warnings and what is to happen at the end are those of an interpreter that starts."""
+    """Signals, hooks, warnings and what is to happen at the end are those of an interpreter that
+    starts."""
     faulthandler.disable()
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():

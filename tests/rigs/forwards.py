@@ -1,4 +1,5 @@
-"""What tests of forward operators share: folders of tiny models, rollouts with a text, a runtime among fakes."""
+"""What tests of forward operators share: folders of tiny models, rollouts with a text, a runtime
+among fakes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,13 @@ import pyarrow as pa
 import torch
 import transformers
 
-from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE, schema
+from dataflow.records import (
+    PROMPT_COLUMNS,
+    ROLLOUT_COLUMNS,
+    SAMPLING_MASK,
+    SAMPLING_MASK_TYPE,
+    schema,
+)
 from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from operators.forward import ForwardOperator
@@ -59,21 +66,30 @@ def rollouts(
 ) -> pa.RecordBatch:
     """A group: the prompt's tokens, the completion's, and the end token.
 
-    errors: by row. drop: the reason of the group. masks: by token of the completion the ids that truncation left.
-    """
+    errors: by row. drop: the reason of the group. masks: by token of the completion the ids that
+    truncation left."""
     tokenizer = tokenizer or tokenizer_of()
     rows = []
     for position, text in enumerate(texts):
         asked = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         new = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         row: dict[str, Any] = {
-            "group_id": group_id, "prompt_id": f"p{group_id}", "prompt": prompt, "group_size": len(texts),
-            "min_version": 0, "round_size": 0, "rollout_id": group_id * len(texts) + position, "position": position,
-            "completion": text, "tokens": asked + new, "mask": [False] * len(asked) + [True] * len(new),
+            "group_id": group_id,
+            "prompt_id": f"p{group_id}",
+            "prompt": prompt,
+            "group_size": len(texts),
+            "min_version": 0,
+            "round_size": 0,
+            "rollout_id": group_id * len(texts) + position,
+            "position": position,
+            "completion": text,
+            "tokens": asked + new,
+            "mask": [False] * len(asked) + [True] * len(new),
             "logprobs": [0.0] * len(asked) + [-1.0] * len(new),
-            "versions": [-1] * len(asked) + [version] * len(new), "finish_reason": "stop",
+            "versions": [-1] * len(asked) + [version] * len(new),
+            "finish_reason": "stop",
             "error": (errors or {}).get(position),
-        }  # fmt: skip
+        }
         if masks is not None:
             left = [[*masks[at], token] if at in masks else None for at, token in enumerate(new)]
             row[SAMPLING_MASK] = [None] * len(asked) + left
@@ -114,7 +130,9 @@ class Versions:
         self.tensors = tensors
         return self
 
-    def offer(self, version: int, weights: Mapping[str, torch.Tensor] | None = None, dropped: int = 0) -> None:
+    def offer(
+        self, version: int, weights: Mapping[str, torch.Tensor] | None = None, dropped: int = 0
+    ) -> None:
         """Publish a version, and say so."""
         self.offers[version] = self.tensors if weights is None else weights
         self.note = {"version": version, "dropped": dropped}
@@ -154,7 +172,9 @@ class Forwarding:
         """One batch; its ack is written down by its first group."""
         records = together(*groups)
         first = records.column("group_id")[0].as_py()
-        self.runtime.push(Batch(source, records, "generator", whole(records, lambda: self.acks.append(first))))
+        self.runtime.push(
+            Batch(source, records, "generator", whole(records, lambda: self.acks.append(first)))
+        )
 
     def step(self) -> bool:
         """One slice; whether anything was done."""
@@ -181,15 +201,19 @@ def forwarding(
     source_prompts: int | None = None,
     module: Any | None = None,
 ) -> Forwarding:
-    """source_prompts: groups per step of the policy's trainer; prompts_per_step: of the operator's own."""
+    """source_prompts: groups per step of the policy's trainer; prompts_per_step: of the operator's
+    own."""
     clock = Clock()
     facts: dict[str, Any] = {}
     if plane is not None:
         source = Bound(max_staleness=4, prompts_per_step=source_prompts or prompts_per_step)
         facts = {
-            "reader": plane, "bounds": {LANE: source},
-            "feedback": Bound(max_staleness=max_staleness, prompts_per_step=prompts_per_step, every=every),
-        }  # fmt: skip
+            "reader": plane,
+            "bounds": {LANE: source},
+            "feedback": Bound(
+                max_staleness=max_staleness, prompts_per_step=prompts_per_step, every=every
+            ),
+        }
     context = Context(node=declaration.name, columns={LANE: COLUMNS}, clock=clock, **facts)
     loaded = load_model(declaration.model).requires_grad_(False) if module is None else module
     reading = reading_of(declaration, declaration.name, loaded, is_alone=True)

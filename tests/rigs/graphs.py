@@ -1,5 +1,5 @@
-"""Graphs to run: of fakes, which are over in milliseconds, and of the real operators around a tiny policy; and the
-losses that runs leave."""
+"""Graphs to run: of fakes, which are over in milliseconds, and of the real operators around a tiny
+policy; and the losses that runs leave."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,14 +12,16 @@ from dataflow.node import Generate, Learn, Source
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 NO_BOUND = 1_000_000
-"""Staleness: the fake trainer makes no versions, so its generator falls behind by one with each step."""
+"""Staleness: the fake trainer makes no versions, so its generator falls behind by one with each
+step."""
 
 Scorer = Callable[..., Any]
 
 
 @scorer(isolate=False)
 def reward(completion: str) -> float:
-    """The share of letters that stand early in the alphabet: varied for a random policy, and easy to raise."""
+    """The share of letters that stand early in the alphabet: varied for a random policy, and easy
+    to raise."""
     return sum(letter in "abcdefgh" for letter in completion) / max(1, len(completion))
 
 
@@ -71,7 +73,12 @@ def tiny_graph(
     from operators.losses import aipo
 
     g, model = Graph("tiny"), Model(str(policy), **(model_knobs or {}))
-    knobs: dict[str, Any] = {"group_size": 4, "max_tokens": max_tokens, "segment_tokens": 4, "slots": 32}
+    knobs: dict[str, Any] = {
+        "group_size": 4,
+        "max_tokens": max_tokens,
+        "segment_tokens": 4,
+        "slots": 32,
+    }
     generator = Generator(model, **(knobs | (generator_knobs or {})))
     knobs = {"prompts_per_step": prompts_per_step, "lr": 1e-2, "normalize": "rollouts"}
     trainer = Trainer(model, loss=partial(aipo, rho=4.0), **(knobs | trainer_knobs))

@@ -1,5 +1,5 @@
-"""The keeper of a run's trackers with the priority of others: where a machine has much else to do, its own gives it
-nothing, and a test that waits for a tracker would wait for that."""
+"""The keeper of a run's trackers with the priority of others: where a machine has much else to do,
+its own gives it nothing, and a test that waits for a tracker would wait for that."""
 
 import os
 import subprocess
@@ -15,7 +15,9 @@ TESTS = Path(__file__).parent.parent
 
 def stays_in_front() -> None:
     """The trackers of this process's runs are kept so."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH", ""))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(TESTS), os.environ.get("PYTHONPATH", "")))
+    )
     following.step_back = _as_it_is  # type: ignore[attr-defined]
     following.program = _started  # type: ignore[attr-defined]
 

@@ -74,7 +74,9 @@ class Around(Runtime):
 def wrapped(operator: O, wrap: Callable[[Runtime], Runtime]) -> O:
     """The same operator, with something around its runtime."""
     other = copy.copy(operator)
-    object.__setattr__(other, "build", lambda context: wrap(type(operator).build(operator, context)))
+    object.__setattr__(
+        other, "build", lambda context: wrap(type(operator).build(operator, context))
+    )
     return other
 
 
@@ -144,8 +146,8 @@ class _Paced(Around):
 
 
 def paced(operator: O, seconds: float, *, spins: bool = False) -> O:
-    """The same operator, which takes so much longer for each group, or for a slice that gives none: of sleep, or of a
-    processor."""
+    """The same operator, which takes so much longer for each group, or for a slice that gives none:
+    of sleep, or of a processor."""
     return wrapped(operator, lambda inner: _Paced(inner, seconds, spins))
 
 
@@ -166,7 +168,8 @@ class _Withheld(Around):
 
 
 def withheld(operator: O, seconds: float) -> O:
-    """The same operator, which begins nothing until so long after the last, as one whose weights come that seldom."""
+    """The same operator, which begins nothing until so long after the last, as one whose weights
+    come that seldom."""
     return wrapped(operator, lambda inner: _Withheld(inner, seconds))
 
 

@@ -38,7 +38,12 @@ def endless(folder: Path) -> Graph:
 
     source = slow(FakePrompts(size=None), seconds=0.02)
     trainer = FakeTrainer(model=MODEL, prompts_per_step=32)
-    return fake_graph(source=source, generator=FakeGenerator(model=MODEL), scorers=(reward, isolated), trainer=trainer)
+    return fake_graph(
+        source=source,
+        generator=FakeGenerator(model=MODEL),
+        scorers=(reward, isolated),
+        trainer=trainer,
+    )
 
 
 def deaf_trainer(folder: Path) -> Graph:
@@ -79,8 +84,9 @@ def learning(folder: Path) -> Graph:
 
 
 def ranks(folder: Path) -> Graph:
-    """The real operators on two ranks each, which wait for each other for most of the time: in collectives, since the
-    second rank of the trainer is slow, and in exchanges of weights, since both send late."""
+    """The real operators on two ranks each, which wait for each other for most of the time: in
+    collectives, since the second rank of the trainer is slow, and in exchanges of weights, since
+    both send late."""
     preload = worker.preload
 
     def dawdle(graph: object) -> None:
@@ -107,9 +113,13 @@ def ranks(folder: Path) -> Graph:
 
 
 KINDS: dict[str, Callable[[Path], Graph]] = {
-    "endless": endless, "deaf_trainer": deaf_trainer, "late": late, "learning": learning, "loading": loading,
+    "endless": endless,
+    "deaf_trainer": deaf_trainer,
+    "late": late,
+    "learning": learning,
+    "loading": loading,
     "ranks": ranks,
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -131,10 +141,16 @@ def go(kind: str, folder: Path) -> None:
     more = {"ranks": {"trainer": 2}, "weights": "gloo"} if kind == "ranks" else {}
     latest = (folder / "runs" / "latest").resolve() if how.get("resume") else None
     result = run(
-        KINDS[kind](folder), runs=folder / "runs", quiet=how.get("quiet", True), steps=how.get("steps"), resume=latest,
-        standby=how.get("standby", False), track=how.get("track"),
-        limits=Limits(adopt_s=how.get("adopt_s", 60.0), **how.get("limits", {})), **more,
-    )  # fmt: skip
+        KINDS[kind](folder),
+        runs=folder / "runs",
+        quiet=how.get("quiet", True),
+        steps=how.get("steps"),
+        resume=latest,
+        standby=how.get("standby", False),
+        track=how.get("track"),
+        limits=Limits(adopt_s=how.get("adopt_s", 60.0), **how.get("limits", {})),
+        **more,
+    )
     say(f"ended after {result.steps} steps: {result.verdict.line}", sys.stdout)
 
 

@@ -34,7 +34,10 @@ class Program:
     def steps(self) -> int:
         latest = self.runs / "latest"
         return (
-            sum("loss" in line or "dropped" in line for line in RunFolder.open(latest).read_metrics())
+            sum(
+                "loss" in line or "dropped" in line
+                for line in RunFolder.open(latest).read_metrics()
+            )
             if latest.exists()
             else 0
         )
@@ -55,7 +58,11 @@ class Program:
 
     def outcome(self) -> str:
         folder = RunFolder.open((self.runs / "latest").resolve())
-        return str(folder.read_json("times.json")["outcome"]) if (folder.path / "times.json").exists() else ""
+        return (
+            str(folder.read_json("times.json")["outcome"])
+            if (folder.path / "times.json").exists()
+            else ""
+        )
 
     def output(self) -> str:
         return (self.folder / "output").read_text()
@@ -78,12 +85,16 @@ def program(machine: None, tmp_path: Path, policy: Path) -> Iterator[Callable[..
         environment.pop("CI", None)
         with (tmp_path / "output").open("a") as file:
             to = file if output is None else output
-            process = subprocess.Popen(command, stdout=to, stderr=to, text=True, env=environment, process_group=0)
+            process = subprocess.Popen(
+                command, stdout=to, stderr=to, text=True, env=environment, process_group=0
+            )
         started.append(Program(process, tmp_path))
         return started[-1]
 
     yield start
-    left = [made for each in started if each.ended_by_itself() for made in each.made() if made.exists()]
+    left = [
+        made for each in started if each.ended_by_itself() for made in each.made() if made.exists()
+    ]
     for each in started:
         each.process.kill()
         each.process.wait(10)

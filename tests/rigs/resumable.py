@@ -1,4 +1,5 @@
-"""A program as a user writes one, around a tiny policy: python resumable.py --policy FOLDER --steps 6 ..."""
+"""A program as a user writes one, around a tiny policy: python resumable.py --policy FOLDER --steps
+6 ..."""
 
 import os
 import sys
@@ -12,13 +13,21 @@ from rigs.graphs import tiny_graph  # noqa: E402
 
 
 def build(
-    *, policy: str, max_staleness: int = 0, eval_every: int = 4, checkpoint_every: int = 2, sampling_mask: bool = False
+    *,
+    policy: str,
+    max_staleness: int = 0,
+    eval_every: int = 4,
+    checkpoint_every: int = 2,
+    sampling_mask: bool = False,
 ) -> Graph:
     """A tiny run."""
     return tiny_graph(
-        Path(policy), max_staleness=max_staleness, eval_every=eval_every, checkpoint_every=checkpoint_every,
+        Path(policy),
+        max_staleness=max_staleness,
+        eval_every=eval_every,
+        checkpoint_every=checkpoint_every,
         generator_knobs={"sampling_mask": sampling_mask},
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

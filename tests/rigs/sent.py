@@ -1,7 +1,8 @@
-"""What was sent in runs. Over the weight plane: counted where it enters gloo, or a segment, and by the kernel.
+"""What was sent in runs. Over the weight plane: counted where it enters gloo, or a segment, and by
+the kernel.
 
-It is put around what sends before a run, whose workers are forked with it; each of them writes down what it sees in a
-file of its own.
+It is put around what sends before a run, whose workers are forked with it; each of them writes down
+what it sees in a file of its own.
 """
 
 import fcntl
@@ -39,8 +40,11 @@ class Sent:
         self._folder = folder
         now, pack = threading.local(), put.Deposit.pack
         connect, send, begin, transfer = (
-            ProcessGroup.__init__, ProcessGroup.send, Sending.__init__, Sending.transfer,
-        )  # fmt: skip
+            ProcessGroup.__init__,
+            ProcessGroup.send,
+            Sending.__init__,
+            Sending.transfer,
+        )
 
         def connecting(group: Any, *args: Any, **knobs: Any) -> None:
             before = set(_connections())
@@ -49,21 +53,37 @@ class Sent:
 
         def sending(group: Any, tensor: Any, peer: int, tag: int) -> Any:
             end = getattr(now, "end", None)
-            if end is None or (end._deposits is not None and tag < SUMS_TAG):  # a greeting; a word that bytes are there
+            # a greeting; a word that bytes are there
+            if end is None or (end._deposits is not None and tag < SUMS_TAG):
                 return send(group, tensor, peer, tag)
-            self._write(to=group.to, sender=group.rank, receiver=peer - group.sources, tag=tag, nbytes=tensor.nbytes)
+            self._write(
+                to=group.to,
+                sender=group.rank,
+                receiver=peer - group.sources,
+                tag=tag,
+                nbytes=tensor.nbytes,
+            )
             return send(group, tensor, peer, tag)
 
         def beginning(end: Any, writer: Any, form: Any, stop: Any) -> None:
             begin(end, writer, form, stop)
             group = end._exchange._group
             group.to, group.sources = form.group, form.sources
-            for fragment in [each for chunks in end._chunks.values() for chunk in chunks for each in chunk.fragments]:
+            for fragment in [
+                each
+                for chunks in end._chunks.values()
+                for chunk in chunks
+                for each in chunk.fragments
+            ]:
                 copy = fragment.copy
                 self._write(
-                    to=form.group, sender=writer.rank, receiver=copy.destination_rank, epoch=form.epoch,
-                    tensor=copy.tensor, part=fragment.nbytes,
-                )  # fmt: skip
+                    to=form.group,
+                    sender=writer.rank,
+                    receiver=copy.destination_rank,
+                    epoch=form.epoch,
+                    tensor=copy.tensor,
+                    part=fragment.nbytes,
+                )
 
         def transferring(end: Any, version: int, deadline: float) -> Any:
             now.end = end
@@ -72,7 +92,9 @@ class Sent:
             finally:
                 del now.end
             group = end._exchange._group
-            self._write(to=group.to, sender=group.rank, version=version, kernel=_bytes_sent(group.sockets))
+            self._write(
+                to=group.to, sender=group.rank, version=version, kernel=_bytes_sent(group.sockets)
+            )
             return outcome
 
         class Counting(put.Copier):
@@ -83,9 +105,12 @@ class Sent:
         def packing(deposit: Any) -> Any:
             group = now.end._exchange._group
             self._write(
-                to=group.to, sender=group.rank, receiver=deposit.peer - group.sources, tag=deposit.tag,
+                to=group.to,
+                sender=group.rank,
+                receiver=deposit.peer - group.sources,
+                tag=deposit.tag,
                 nbytes=deposit._copier.nbytes,
-            )  # fmt: skip
+            )
             return pack(deposit)
 
         patch.setattr(put, "Copier", Counting)
@@ -104,14 +129,16 @@ class Sent:
         return dict(found)
 
     def transfers(self, to: str) -> dict[tuple[int, int], int]:
-        """How many versions each pair brought to their end: the sums of its bytes are what it sends last."""
+        """How many versions each pair brought to their end: the sums of its bytes are what it sends
+        last."""
         found: dict[tuple[int, int], int] = defaultdict(int)
         for line in self._lines(to):
             found[line.get("sender"), line.get("receiver")] += line.get("tag") == SUMS_TAG
         return {pair: count for pair, count in found.items() if count}
 
     def kernel(self, to: str) -> dict[int, int]:
-        """By trainer's rank, bytes that the kernel has sent over the sockets of its process groups."""
+        """By trainer's rank, bytes that the kernel has sent over the sockets of its process
+        groups."""
         groups: dict[tuple[int, str], int] = {}
         for line in self._lines(to):
             for number, nbytes in line.get("kernel", {}).items():
@@ -127,7 +154,9 @@ class Sent:
         found: dict[tuple[Any, ...], int] = defaultdict(int)
         for line in self._lines(to):
             if "part" in line:
-                found[line["tensor"], line["sender"], line["receiver"], line["epoch"]] += line["part"]
+                found[line["tensor"], line["sender"], line["receiver"], line["epoch"]] += line[
+                    "part"
+                ]
         most: dict[str, int] = {}
         for (tensor, *_), nbytes in found.items():
             most[tensor] = max(most.get(tensor, 0), nbytes)
@@ -153,7 +182,10 @@ def _connections() -> Iterator[tuple[int, str]]:
             if not name.startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as found:
-                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                if (
+                    found.family in (socket.AF_INET, socket.AF_INET6)
+                    and found.type == socket.SOCK_STREAM
+                ):
                     found.getpeername()
                     yield int(entry.name), name
         except OSError:
@@ -186,6 +218,8 @@ def agree(folder: Path) -> dict[str, dict[str, list[int]]]:
     """The same, once it is sure that no end has counted what the other cannot have."""
     found = crossed(folder)
     for edge, ends in found.items():
-        for least, count, most in zip(ends["acknowledged"], ends["received"], ends["sent"], strict=True):
+        for least, count, most in zip(
+            ends["acknowledged"], ends["received"], ends["sent"], strict=True
+        ):
             assert 0 < least <= count <= most, (edge, ends)
     return found

@@ -23,7 +23,7 @@ class Spreading(FakeTrainer):
     def traits(self) -> Traits:
         return dataclasses.replace(
             super().traits, tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate
-        )  # fmt: skip
+        )
 
     def follower(self, context: Any, told: Mapping[str, Any]) -> Callable[[int, int], int]:
         raise AssertionError("it is planned alone")

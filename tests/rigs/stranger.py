@@ -1,4 +1,5 @@
-"""Somebody without the keys of a run, who tries every port that its processes listen at; says what he got to."""
+"""Somebody without the keys of a run, who tries every port that its processes listen at; says what
+he got to."""
 
 import json
 import socket
@@ -27,7 +28,8 @@ def ports_of(pid: int) -> set[int]:
 
 
 def knock(context: "zmq.Context[zmq.Socket[bytes]]", port: int, keyed: bool) -> list[str]:
-    """Connect, with keys of my own or with none, and say something; what became of the connection."""
+    """Connect, with keys of my own or with none, and say something; what became of the
+    connection."""
     dealer = context.socket(zmq.DEALER)
     dealer.set(zmq.LINGER, 0)
     dealer.set(zmq.IDENTITY, b"trainer-0")
@@ -49,7 +51,8 @@ def knock(context: "zmq.Context[zmq.Socket[bytes]]", port: int, keyed: bool) -> 
 
 
 def main(pid: int, awaited: int, ready: str, report: str) -> None:
-    """Once the file `ready` is there, try the ports of a process, of which `awaited` must come; write a report."""
+    """Once the file `ready` is there, try the ports of a process, of which `awaited` must come;
+    write a report."""
     deadline = time.monotonic() + DEADLINE_S
     while not Path(ready).exists() or len(ports_of(pid)) < awaited:
         if time.monotonic() > deadline:

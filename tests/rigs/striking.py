@@ -17,10 +17,14 @@ WAIT_S = 120.0
 
 
 class Striking(threading.Thread):
-    """Strikes one rank after the other, each when the run has made a step since the last one was made up for."""
+    """Strikes one rank after the other, each when the run has made a step since the last one was
+    made up for."""
 
-    def __init__(self, runs: Path, sizes: Mapping[str, int], victims: list[tuple[str, int]]) -> None:
-        """runs: folder of the run. sizes: of workers that have to be complete before one is struck, in ranks."""
+    def __init__(
+        self, runs: Path, sizes: Mapping[str, int], victims: list[tuple[str, int]]
+    ) -> None:
+        """runs: folder of the run. sizes: of workers that have to be complete before one is struck,
+        in ranks."""
         super().__init__(daemon=True)
         self._runs, self._sizes, self._victims = runs, sizes, victims
         self.struck: list[tuple[str, int]] = []
@@ -30,7 +34,12 @@ class Striking(threading.Thread):
         try:
             for worker, rank in self._victims:
                 self._next_step()
-                wait_until(lambda: all(len(processes_of(name)) == size for name, size in self._sizes.items()), WAIT_S)
+                wait_until(
+                    lambda: all(
+                        len(processes_of(name)) == size for name, size in self._sizes.items()
+                    ),
+                    WAIT_S,
+                )
                 self.strike(processes_of(worker)[rank])
                 self.struck.append((worker, rank))
         except BaseException as error:
@@ -42,10 +51,17 @@ class Striking(threading.Thread):
         wait_until(lambda: len(self.faults()) > before, WAIT_S, "the fault on record")
 
     def faults(self) -> list[dict[str, Any]]:
-        return read_faults((self._runs / "latest").resolve()) if (self._runs / "latest").exists() else []
+        return (
+            read_faults((self._runs / "latest").resolve())
+            if (self._runs / "latest").exists()
+            else []
+        )
 
     def step(self) -> int:
-        return max((int(path.stem.split("-")[1]) for path in self._runs.glob("*/rollouts/step-*.arrow")), default=0)
+        return max(
+            (int(path.stem.split("-")[1]) for path in self._runs.glob("*/rollouts/step-*.arrow")),
+            default=0,
+        )
 
     def _next_step(self) -> None:
         begin = self.step()
@@ -57,14 +73,15 @@ class Stopping(Striking):
 
     def __init__(
         self, runs: Path, sizes: Mapping[str, int], victims: list[tuple[str, int]], stopped_s: float
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(runs, sizes, victims)
         self._stopped_s = stopped_s
 
     def strike(self, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
         deadline = time.monotonic() + self._stopped_s
-        while alive([pid]) and time.monotonic() < deadline:  # its worker may be started again meanwhile
+        # its worker may be started again meanwhile
+        while alive([pid]) and time.monotonic() < deadline:
             time.sleep(0.05)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)

@@ -1,4 +1,5 @@
-"""A program: a generator and a trainer, in turns on one memory or not. POLICY FOLDER WAY STEPS RANKS.
+"""A program: a generator and a trainer, in turns on one memory or not. POLICY FOLDER WAY STEPS
+RANKS.
 
 The generator has RANKS. It prints what it made.
 Each leaves its process's number in FOLDER/pids as it begins to be built.
@@ -38,11 +39,16 @@ def graph(policy: str, pids: Path, ranks: int) -> Graph:
     g, model = Graph("pair"), Model(policy)
     generator = marked(
         Generator(
-            model, group_size=2, max_tokens=8, segment_tokens=4, slots=8, cache_bytes=64 << 20,
+            model,
+            group_size=2,
+            max_tokens=8,
+            segment_tokens=4,
+            slots=8,
+            cache_bytes=64 << 20,
             tensor_parallel=ranks,
         ),
         pids,
-    )  # fmt: skip
+    )
     trainer = marked(Trainer(model, loss=partial(aipo, rho=4.0), prompts_per_step=2, lr=1e-4), pids)
     trainer(advantage(reward(generator(g.source(Prompts(words(), columns=("answer",)))))))
     g.feedback(trainer.weights, generator, max_staleness=0)
@@ -57,11 +63,18 @@ def main(policy: str, folder: str, way: str, steps: str, ranks: str) -> None:
     gpus: Any = "shared" if way == "shared" else None
     made = graph(policy, pids, int(ranks))
     result = run(made, steps=int(steps), gpus=gpus, runs=Path(folder) / "runs", quiet=True)
-    rollouts = [RunFolder.open(result.folder).rollouts_of().read(step + 1) for step in range(result.steps)]
-    print(json.dumps({
-        "clean": result.verdict.clean, "losses": [(line["loss"], line["grad_norm"]) for line in result.metrics],
-        "tokens": [table.column("tokens").to_pylist() for table in rollouts],
-    }))  # fmt: skip
+    rollouts = [
+        RunFolder.open(result.folder).rollouts_of().read(step + 1) for step in range(result.steps)
+    ]
+    print(
+        json.dumps(
+            {
+                "clean": result.verdict.clean,
+                "losses": [(line["loss"], line["grad_norm"]) for line in result.metrics],
+                "tokens": [table.column("tokens").to_pylist() for table in rollouts],
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

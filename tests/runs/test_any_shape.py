@@ -68,7 +68,11 @@ class Shape:
         draw = Random(seed)
         prompts_per_step = draw.choice([1, 2, 3, 5, 8, 16, 17, 40, 130, 600])
         has_feedback = draw.random() < 0.8
-        critic = draw.choice([prompts_per_step, 1, 7, 2 * prompts_per_step]) if draw.random() < 0.3 else None
+        critic = (
+            draw.choice([prompts_per_step, 1, 7, 2 * prompts_per_step])
+            if draw.random() < 0.3
+            else None
+        )
         most = max(prompts_per_step, critic or 0)
         steps, epochs = draw.randint(1, 3), draw.choice([None, None, None, 1, 2])
         return cls(
@@ -84,7 +88,9 @@ class Shape:
             has_reference=draw.random() < 0.3,
             critic_prompts_per_step=critic,
             critic_staleness=draw.choice([0, 1, 3]),
-            prompts=max(most, draw.choice([1, 40, most * steps])) if epochs else draw.choice([1, 3, 40]),
+            prompts=max(most, draw.choice([1, 40, most * steps]))
+            if epochs
+            else draw.choice([1, 3, 40]),
             epochs=epochs,
             every_steps=draw.choice([None, None, 1, 2]) if has_feedback else None,
             questions=draw.choice([1, 6, 50]),
@@ -113,22 +119,36 @@ def build(shape: Shape, policy: Path) -> Graph:
     g, model = Graph("shape"), Model(str(policy), name="policy")
     trained = model if shape.max_staleness is not None else Model(str(policy), name="student")
     generator = Generator(
-        model, group_size=shape.group_size, max_tokens=shape.max_tokens, segment_tokens=2, slots=shape.slots,
+        model,
+        group_size=shape.group_size,
+        max_tokens=shape.max_tokens,
+        segment_tokens=2,
+        slots=shape.slots,
         in_flight=shape.in_flight,
-    )  # fmt: skip
+    )
     actor = Trainer(
-        trained, loss=partial(aipo, rho=4.0), prompts_per_step=shape.prompts_per_step, lr=1e-3, normalize="rollouts",
+        trained,
+        loss=partial(aipo, rho=4.0),
+        prompts_per_step=shape.prompts_per_step,
+        lr=1e-3,
+        normalize="rollouts",
         checkpoint_every=shape.checkpoint_every,
-    )  # fmt: skip
+    )
     trainers, keeps = [actor], some_of(shape.kept)
-    stream = reward(generator(g.source(Prompts(words(shape.prompts), columns=("answer",), epochs=shape.epochs))))
+    stream = reward(
+        generator(g.source(Prompts(words(shape.prompts), columns=("answer",), epochs=shape.epochs)))
+    )
     stream = stream if shape.is_late else keeps(stream)
     if shape.critic_prompts_per_step is not None:
         expected = Model(str(policy), head="value", name="critic")
         values = Values(expected)
         critic = Trainer(
-            expected, name="critic", loss=value_loss, prompts_per_step=shape.critic_prompts_per_step, lr=1e-3
-        )  # fmt: skip
+            expected,
+            name="critic",
+            loss=value_loss,
+            prompts_per_step=shape.critic_prompts_per_step,
+            lr=1e-3,
+        )
         trainers.append(critic)
         stream = token_rewards(join(Logprobs(model.frozen())(stream), values(stream)), beta=0.01)
         stream = token_gae(stream, lam=0.95)
@@ -140,7 +160,9 @@ def build(shape: Shape, policy: Path) -> Graph:
     for trainer in trainers:
         trainer(stream)
     if shape.every_steps is not None:
-        held_out = Prompts(words(shape.questions), columns=("answer",), name="held_out", group_size=2)
+        held_out = Prompts(
+            words(shape.questions), columns=("answer",), name="held_out", group_size=2
+        )
         Evaluate(every_steps=shape.every_steps)(reward(generator(g.source(held_out))))
     if shape.max_staleness is not None:
         g.feedback(actor.weights, generator, max_staleness=shape.max_staleness)
@@ -168,10 +190,18 @@ def holds(policy: Path, tmp_path: Path) -> Holds:
 
     def check(seed: int, *, in_processes: bool = False) -> None:
         shape = Shape.of(seed)
-        how: dict[str, Any] = {"replicas": {"generator": shape.generators}} if in_processes else {"on": inline()}
+        how: dict[str, Any] = (
+            {"replicas": {"generator": shape.generators}} if in_processes else {"on": inline()}
+        )
         limits = Limits() if in_processes else Limits(stall_s=10.0)
         result = run(
-            build(shape, policy), steps=shape.steps, seed=seed, runs=tmp_path, quiet=True, limits=limits, **how
+            build(shape, policy),
+            steps=shape.steps,
+            seed=seed,
+            runs=tmp_path,
+            quiet=True,
+            limits=limits,
+            **how,
         )
         verdict = verify(result.folder)
         assert verdict.clean, f"seed {seed}: {verdict.line}"
@@ -199,7 +229,9 @@ def test_graphs_of_300_shapes_make_their_steps(first: int, holds: Holds) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(300, 316))
-def test_a_graph_of_any_shape_makes_its_steps_in_processes(seed: int, holds: Holds, machine: None) -> None:
+def test_a_graph_of_any_shape_makes_its_steps_in_processes(
+    seed: int, holds: Holds, machine: None
+) -> None:
     holds(seed, in_processes=True)
 
 
@@ -213,7 +245,9 @@ def edges_do_not_know_the_longest_step(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("broken", [rows_are_acknowledged_with_their_batch_alone, edges_do_not_know_the_longest_step])
+@pytest.mark.parametrize(
+    "broken", [rows_are_acknowledged_with_their_batch_alone, edges_do_not_know_the_longest_step]
+)
 def test_some_shape_stands_still_where(
     broken: Callable[[pytest.MonkeyPatch], None], holds: Holds, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,9 +26,13 @@ if __name__ == "__main__":
 def said(policy: Path, rows: str) -> tuple[str, str]:
     program = PROGRAM.replace("ROWS", rows)
     done = subprocess.run(
-        [sys.executable, "-c", program, str(policy)], cwd=Path(__file__).parents[2], capture_output=True, text=True,
-        timeout=110, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", program, str(policy)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 

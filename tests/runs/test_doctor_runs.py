@@ -1,4 +1,5 @@
-"""The doctor at runs of fakes in processes: one that is well, one with a stopped worker, one that never moves."""
+"""The doctor at runs of fakes in processes: one that is well, one with a stopped worker, one that
+never moves."""
 
 import contextlib
 import ctypes
@@ -22,14 +23,22 @@ from dataflow.scheduler.control import Limits
 from dataflow.scheduler.requests import ask_for_facts
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
-pytestmark = [pytest.mark.usefixtures("one_core", "light"), pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.usefixtures("one_core", "light"),
+    pytest.mark.timeout(180),
+    pytest.mark.slow,
+]
 
 MODEL = Model("fake-policy")
 PATIENT = Limits(stop_s=2.0, hang_s=150.0, stopped_s=150.0)
 
 
 def endless(reward: Callable[..., float]) -> Graph:
-    return fake_graph(source=slow(FakePrompts(size=None), 0.05), trainer=FakeTrainer(model=MODEL), scorers=(reward,))
+    return fake_graph(
+        source=slow(FakePrompts(size=None), 0.05),
+        trainer=FakeTrainer(model=MODEL),
+        scorers=(reward,),
+    )
 
 
 @contextlib.contextmanager
@@ -87,7 +96,10 @@ def test_the_doctor_finds_a_run_well_then_names_the_worker_that_is_stopped_and_a
         pid = pid_of("judge-0", well)
         os.kill(pid, signal.SIGSTOP)
         try:
-            said(folder, rf"waits? for 'judge': judge-0 \(pid {pid}\) is stopped \(state T in /proc\)")
+            said(
+                folder,
+                rf"waits? for 'judge': judge-0 \(pid {pid}\) is stopped \(state T in /proc\)",
+            )
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_until(lambda: list(folder.glob("doctor-*.txt")), 60.0, "the report")
         finally:
@@ -100,7 +112,9 @@ def test_the_doctor_finds_a_run_well_then_names_the_worker_that_is_stopped_and_a
     assert "is stopped (state T" in next(result.folder.glob("doctor-*.txt")).read_text()
 
 
-def test_a_worker_that_holds_its_interpreter_is_told_apart_and_its_log_says_where_it_is(tmp_path: Path) -> None:
+def test_a_worker_that_holds_its_interpreter_is_told_apart_and_its_log_says_where_it_is(
+    tmp_path: Path,
+) -> None:
     held = tmp_path / "held"
 
     @scorer(isolate=False)
@@ -113,17 +127,23 @@ def test_a_worker_that_holds_its_interpreter_is_told_apart_and_its_log_says_wher
     def visit(folder: Path) -> None:
         text = said(folder, r"judge-0 \(pid \d+\) does not answer \(state [SD] in /proc\)")
         os.kill(pid_of("judge-0", text), signal.SIGKILL)
-        assert re.search(r"judge-0 does not answer .*; its log now has\n(.*\n)?.*in judge\b", text), text
+        assert re.search(
+            r"judge-0 does not answer .*; its log now has\n(.*\n)?.*in judge\b", text
+        ), text
 
     with beside(visit, tmp_path), contextlib.suppress(RunError):
         run(endless(judge), runs=tmp_path, quiet=True, limits=PATIENT)
 
 
-def test_a_run_in_which_nothing_moves_ends_with_the_root_and_a_report_in_its_folder(tmp_path: Path) -> None:
+def test_a_run_in_which_nothing_moves_ends_with_the_root_and_a_report_in_its_folder(
+    tmp_path: Path,
+) -> None:
     graph = fake_graph(generator=mute(FakeGenerator(model=MODEL)))
     with pytest.raises(
         DeadlineError, match=r"'generator', which holds \d+ rows .*doctor-.*\.txt says who waits"
     ) as ended:
         run(graph, runs=tmp_path, quiet=True, limits=Limits(stop_s=2.0, stall_s=3.0))
     path = re.search(r"(\S*doctor-\S*\.txt)", str(ended.value))
-    assert path and "generator-0 MainThread" in Path(path[1]).read_text(), "with the stacks of all workers"
+    assert path and "generator-0 MainThread" in Path(path[1]).read_text(), (
+        "with the stacks of all workers"
+    )

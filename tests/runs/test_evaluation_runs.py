@@ -1,4 +1,5 @@
-"""Evaluations of a run: several that are due at one step, and one that has the rows of several sources."""
+"""Evaluations of a run: several that are due at one step, and one that has the rows of several
+sources."""
 
 import collections
 from functools import partial
@@ -28,7 +29,9 @@ def rows(count: int) -> list[dict[str, str]]:
     return [{"prompt": f"{chr(97 + n % 26)}{n}="} for n in range(count)]
 
 
-def test_evaluations_that_are_due_at_one_step_each_keep_their_rows(policy: Path, tmp_path: Path) -> None:
+def test_evaluations_that_are_due_at_one_step_each_keep_their_rows(
+    policy: Path, tmp_path: Path
+) -> None:
     g, model = Graph("rounds"), Model(str(policy))
     generator = Generator(model, group_size=2, max_tokens=4, slots=16)
     trainer = Trainer(model, loss=partial(aipo, rho=4.0), prompts_per_step=4, lr=1e-3)
@@ -36,14 +39,18 @@ def test_evaluations_that_are_due_at_one_step_each_keep_their_rows(policy: Path,
 
     for name, count in (("often", 6), ("seldom", 3)):
         held_out = Prompts(rows(count), name=f"{name}_asked", group_size=1)
-        Evaluate(every_steps=1 if name == "often" else 2, name=name)(reward(generator(g.source(held_out))))
+        Evaluate(every_steps=1 if name == "often" else 2, name=name)(
+            reward(generator(g.source(held_out)))
+        )
     g.feedback(trainer.weights, generator, max_staleness=0)
     result = run(g, on=inline(), steps=2, runs=tmp_path, quiet=True)
     assert result.verdict.clean, result.verdict.line
     found = {(line["node"], line["eval_n"]) for line in result.metrics if "eval_n" in line}
     assert found == {("often", 6), ("seldom", 3)}
     read = collections.Counter(row["node"] for row in Run(result.folder).rollouts().to_pylist())
-    assert read["often"] == 6 * 3 and read["seldom"] == 3 * 2, "before the first step, and as each is due"
+    assert read["often"] == 6 * 3 and read["seldom"] == 3 * 2, (
+        "before the first step, and as each is due"
+    )
 
 
 def test_one_evaluation_of_two_sources_is_whole_though_their_groups_have_the_same_numbers(
@@ -75,5 +82,8 @@ def test_one_evaluation_of_two_sources_is_whole_though_their_groups_have_the_sam
     for source, ended in (("easy", 0), ("hard", 1)):
         found = find_rollout(folder, 2, source=source, group_id=2 - ended)
         assert (found.row["of_source"], [fate.step for fate in found.fates]) == (source, [0])
-    groups = [one(read_arrow(folder.rollouts_of().evaluation_file(0)), row)["group_count"] for row in (0, 5)]
+    groups = [
+        one(read_arrow(folder.rollouts_of().evaluation_file(0)), row)["group_count"]
+        for row in (0, 5)
+    ]
     assert groups == [1, 2], "the group beside a rollout is of its source"

@@ -1,4 +1,5 @@
-"""Real runs beside their simulation: one rule for both, and what a run's folder tells of its seconds."""
+"""Real runs beside their simulation: one rule for both, and what a run's folder tells of its
+seconds."""
 
 import asyncio
 from pathlib import Path
@@ -29,15 +30,25 @@ BOUND = 2
 
 def oldest(policy: Path, folder: Path) -> int:
     """Versions that the oldest trained token of a run was behind."""
-    found = run(tiny_graph(policy, max_staleness=BOUND), steps=6, on=inline(), runs=folder, quiet=True)
+    found = run(
+        tiny_graph(policy, max_staleness=BOUND), steps=6, on=inline(), runs=folder, quiet=True
+    )
     return max(line["staleness_max"] for line in found.metrics if "loss" in line)
 
 
 def simulated() -> int:
-    found = simulate(Scenario(
-        steps=20, prompts_per_step=4, group_size=4, max_staleness=BOUND, lengths=Lengths.of([8.0]), prompt_tokens=4,
-        generator=GeneratorCosts(step_s=np.full(33, 1e-3)), trainer=TrainerCosts(step_s=0.2),
-    ))  # fmt: skip
+    found = simulate(
+        Scenario(
+            steps=20,
+            prompts_per_step=4,
+            group_size=4,
+            max_staleness=BOUND,
+            lengths=Lengths.of([8.0]),
+            prompt_tokens=4,
+            generator=GeneratorCosts(step_s=np.full(33, 1e-3)),
+            trainer=TrainerCosts(step_s=0.2),
+        )
+    )
     return max(found.staleness)
 
 
@@ -46,7 +57,9 @@ def test_a_rule_that_is_changed_changes_the_run_and_its_simulation(
 ) -> None:
     """One step's groups fewer may be under way: neither falls as far behind as before."""
     before = oldest(policy, tmp_path / "before"), simulated()
-    monkeypatch.setattr("dataflow.staleness.capacity", lambda prompts, staleness: staleness * prompts)
+    monkeypatch.setattr(
+        "dataflow.staleness.capacity", lambda prompts, staleness: staleness * prompts
+    )
     after = oldest(policy, tmp_path / "after"), simulated()
     assert before == (BOUND, BOUND) and after == (BOUND - 1, BOUND - 1)
 
@@ -58,14 +71,21 @@ def pooled(completion: str) -> float:
 
 
 def test_a_run_folder_calibrates_and_says_what_was_foreseen(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("dataflow.scheduler.execute.activity_every", lambda seconds: 0.0)
     foreseen: dict[str, Any] = {"step_s": 0.5, "efficiency": 1.0, "staleness_mean": 1.5}
     made = run(
-        tiny_graph(policy, max_staleness=0, scorers=(pooled,)), steps=16, on=inline(), runs=tmp_path, quiet=True,
+        tiny_graph(policy, max_staleness=0, scorers=(pooled,)),
+        steps=16,
+        on=inline(),
+        runs=tmp_path,
+        quiet=True,
         foreseen=foreseen,
-    )  # fmt: skip
+    )
     seen = look(made.folder)
     assert seen.calls_at_once["reward"] == 6 and seen.calls_at_once["advantage"] == 1
     assert seen.scorers == {"reward", "advantage"}
@@ -74,12 +94,21 @@ def test_a_run_folder_calibrates_and_says_what_was_foreseen(
     out = tmp_path / "constants.json"
     assert calibrate((made.folder,), out=out) == 0 and out.is_file()
     assert "a decode step" in capsys.readouterr().out
-    told_of_run = told(tiny_graph(policy, max_staleness=2), str(made.folder), gpus=None, workload="", steps=20)
-    assert f"rates: calibrated on {made.folder.name}" in told_of_run and "as a run had them" in told_of_run
+    told_of_run = told(
+        tiny_graph(policy, max_staleness=2), str(made.folder), gpus=None, workload="", steps=20
+    )
+    assert (
+        f"rates: calibrated on {made.folder.name}" in told_of_run
+        and "as a run had them" in told_of_run
+    )
     assert f"prompts of {seen.prompt_tokens:,.0f} tokens" in told_of_run
     assert told_of_run.count("1 x cpu") == 2
     said: Summary = summarize(RunFolder.open(made.folder), "", is_clean=True)
-    assert [line.split()[0] for line in said.foreseen] == ["0.5", "1", "1.5"] and "came 0" in said.foreseen[2]
+    assert [line.split()[0] for line in said.foreseen] == [
+        "0.5",
+        "1",
+        "1.5",
+    ] and "came 0" in said.foreseen[2]
     (made.folder / "activity.jsonl").unlink()
     with pytest.raises(GraphError, match=r"has no activity.jsonl"):
         look(made.folder)
@@ -119,5 +148,7 @@ def test_a_run_of_episodes_tells_its_turns_and_the_seconds_of_its_world(
 
 def test_a_run_that_is_too_short_calibrates_nothing(policy: Path, tmp_path: Path) -> None:
     made = run(tiny_graph(policy, max_staleness=1), steps=4, on=inline(), runs=tmp_path, quiet=True)
-    with pytest.raises(GraphError, match=r"has 4 steps, of which 0 can be counted; .* let it make 19 or more"):
+    with pytest.raises(
+        GraphError, match=r"has 4 steps, of which 0 can be counted; .* let it make 19 or more"
+    ):
         look(made.folder)

@@ -13,7 +13,8 @@ from dataflow import run, scorer
 
 
 def collect_and_compute() -> float:
-    """What any worker does now and then; hangs in one that inherited threads which it does not have."""
+    """What any worker does now and then; hangs in one that inherited threads which it does not
+    have."""
     gc.collect()
     past.compute()
     return 1.0
@@ -33,7 +34,8 @@ def in_the_pool(answer: str) -> float:
 
 @pytest.fixture
 def eventful_past() -> Iterator[None]:
-    """This process has computed on two threads, and leaves a process group of torch for the collector."""
+    """This process has computed on two threads, and leaves a process group of torch for the
+    collector."""
     before = torch.get_num_threads()
     past.compute()
     gc.disable()
@@ -45,6 +47,10 @@ def eventful_past() -> Iterator[None]:
 
 
 @pytest.mark.timeout(60)
-def test_nobody_waits_for_threads_that_the_program_had(eventful_past: None, light: None, tmp_path: Path) -> None:
-    result = run(fake_graph(scorers=(in_the_worker, in_the_pool), count=8), runs=tmp_path, quiet=True)
+def test_nobody_waits_for_threads_that_the_program_had(
+    eventful_past: None, light: None, tmp_path: Path
+) -> None:
+    result = run(
+        fake_graph(scorers=(in_the_worker, in_the_pool), count=8), runs=tmp_path, quiet=True
+    )
     assert (result.verdict.clean, result.steps) == (True, 1), result.verdict.line

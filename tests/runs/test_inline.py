@@ -1,4 +1,5 @@
-"""Inline runs of the real operators: bit for bit the same for a seed, versions right, staleness within its bound."""
+"""Inline runs of the real operators: bit for bit the same for a seed, versions right, staleness
+within its bound."""
 
 import os
 import signal
@@ -37,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(policy: Path, folder: Path, **how: Any) -> Result:
     seed = how.pop("seed", 0)
     how = {"max_staleness": BOUND, "checkpoint_every": 1, **how}
-    return run(tiny_graph(policy, **how), steps=STEPS, seed=seed, on=inline(), runs=folder, quiet=True)
+    return run(
+        tiny_graph(policy, **how), steps=STEPS, seed=seed, on=inline(), runs=folder, quiet=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,10 @@ def _one_core(patch: pytest.MonkeyPatch) -> None:
 
 
 def rollouts(result: Result) -> list[pa.Table]:
-    return [RunFolder.open(result.folder).rollouts_of().read(step) for step in range(1, result.steps + 1)]
+    return [
+        RunFolder.open(result.folder).rollouts_of().read(step)
+        for step in range(1, result.steps + 1)
+    ]
 
 
 # The same seed
@@ -75,13 +81,17 @@ def test_the_same_seed_gives_the_same_losses_bit_for_bit(
     assert losses(again.folder) == losses(first.folder)
     for one, other in zip(rollouts(first), rollouts(again), strict=True):
         assert other.equals(one)
-    last = [RunFolder.open(r.folder).latest_checkpoint() / "model.safetensors" for r in (first, again)]  # type: ignore[operator]
+    last = [
+        RunFolder.open(r.folder).latest_checkpoint() / "model.safetensors" for r in (first, again)
+    ]  # type: ignore[operator]
     assert last[0].read_bytes() == last[1].read_bytes()
 
 
 def test_another_seed_gives_other_losses(asynchronous: Result, policy: Path, folder: Path) -> None:
     other = trained(policy, folder, seed=1)
-    assert all(a != b for a, b in zip(losses(asynchronous.folder), losses(other.folder), strict=True))
+    assert all(
+        a != b for a, b in zip(losses(asynchronous.folder), losses(other.folder), strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -100,7 +110,9 @@ def test_the_timing_of_scorers_leaves_no_trace(policy: Path, folder: Path) -> No
     assert losses_with(pauses=True) == losses_with(pauses=False)
 
 
-def test_who_waits_for_a_process_sleeps_until_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_a_process_sleeps_until_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """0.6 s of waiting are a hundred looks or so, and not thousands."""
     turns, turn = list[str](), NodeLoop.turn
 
@@ -115,7 +127,9 @@ def test_who_waits_for_a_process_sleeps_until_it_answers(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(NodeLoop, "turn", counted)
     g = Graph("slow")
-    found = collect(reward(FakeGenerator(model=MODEL, group_size=1)(g.source(FakePrompts(size=1)))), rows=1)
+    found = collect(
+        reward(FakeGenerator(model=MODEL, group_size=1)(g.source(FakePrompts(size=1)))), rows=1
+    )
     assert found.column("reward").to_pylist() == [1.0]
     assert 2 < turns.count("reward") < 600
 
@@ -123,7 +137,9 @@ def test_who_waits_for_a_process_sleeps_until_it_answers(tmp_path: Path, monkeyp
 def test_evaluation_leaves_no_trace_in_the_losses_of_a_synchronous_run(
     synchronous: Result, policy: Path, folder: Path
 ) -> None:
-    assert losses(trained(policy, folder, max_staleness=0, eval_every=2).folder) == losses(synchronous.folder)
+    assert losses(trained(policy, folder, max_staleness=0, eval_every=2).folder) == losses(
+        synchronous.folder
+    )
 
 
 # Versions
@@ -143,10 +159,15 @@ def test_no_rollout_is_trained_older_than_the_bound_and_some_are_older_than_the_
 
 def test_a_synchronous_rollout_is_trained_by_the_weights_that_made_it(synchronous: Result) -> None:
     for step, table in enumerate(rollouts(synchronous), start=1):
-        assert {v for versions in table.column("versions").to_pylist() for v in versions} == {-1, step - 1}
+        assert {v for versions in table.column("versions").to_pylist() for v in versions} == {
+            -1,
+            step - 1,
+        }
 
 
-def test_some_rollouts_go_on_under_newer_weights_and_never_under_older_ones(asynchronous: Result) -> None:
+def test_some_rollouts_go_on_under_newer_weights_and_never_under_older_ones(
+    asynchronous: Result,
+) -> None:
     spans = 0
     for table in rollouts(asynchronous):
         for versions in table.column("versions").to_pylist():
@@ -156,8 +177,11 @@ def test_some_rollouts_go_on_under_newer_weights_and_never_under_older_ones(asyn
     assert spans > 0
 
 
-def test_every_token_has_the_log_probability_of_the_version_it_names(asynchronous: Result, policy: Path) -> None:
-    """Each step's checkpoint is loaded anew, and asked for the tokens of the rollouts that name its version."""
+def test_every_token_has_the_log_probability_of_the_version_it_names(
+    asynchronous: Result, policy: Path
+) -> None:
+    """Each step's checkpoint is loaded anew, and asked for the tokens of the rollouts that name its
+    version."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -176,11 +200,15 @@ def test_every_token_has_the_log_probability_of_the_version_it_names(asynchronou
             with torch.no_grad():
                 all_logprobs = model(tokens[None]).logits[0].float().log_softmax(-1)
             found = all_logprobs[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
-            np.testing.assert_allclose(np.array(row["logprobs"])[1:][mask[1:]], found[mask[1:]], atol=2e-4)
+            np.testing.assert_allclose(
+                np.array(row["logprobs"])[1:][mask[1:]], found[mask[1:]], atol=2e-4
+            )
     assert set(seen) >= {0, 1, 2}
 
 
-def test_the_verdicts_are_clean_and_name_the_largest_staleness(asynchronous: Result, synchronous: Result) -> None:
+def test_the_verdicts_are_clean_and_name_the_largest_staleness(
+    asynchronous: Result, synchronous: Result
+) -> None:
     assert asynchronous.verdict.clean and synchronous.verdict.clean
     assert f"max staleness {BOUND} of {BOUND}" in asynchronous.verdict.line
     assert "max staleness 0 of 0" in synchronous.verdict.line
@@ -195,7 +223,9 @@ def test_an_operator_that_raises_ends_the_run_with_its_name_and_line(tmp_path: P
 
     generator = struck(FakeGenerator(model=MODEL), boom)
     graph = fake_graph(generator=generator, trainer=FakeTrainer(model=MODEL))
-    with pytest.raises(OperatorError, match=r"'generator' failed while working: ValueError: boom .*test_inline\.py"):
+    with pytest.raises(
+        OperatorError, match=r"'generator' failed while working: ValueError: boom .*test_inline\.py"
+    ):
         run(graph, on=inline(), runs=tmp_path, quiet=True)
 
 
@@ -203,7 +233,9 @@ def test_an_inline_run_that_cannot_go_on_says_so_instead_of_waiting_for_ever(
     tmp_path: Path,
 ) -> None:
     graph = fake_graph(generator=mute(FakeGenerator(model=MODEL)), trainer=FakeTrainer(model=MODEL))
-    with pytest.raises(DeadlineError, match=r"nothing has moved .* one of them waits for rows that never come"):
+    with pytest.raises(
+        DeadlineError, match=r"nothing has moved .* one of them waits for rows that never come"
+    ):
         run(graph, on=inline(), runs=tmp_path, quiet=True, limits=Limits(stall_s=0.05))
 
 
@@ -224,7 +256,9 @@ class _Unclosed(Around):
         raise OSError("this cannot be closed")
 
 
-def test_what_cannot_be_closed_leaves_nothing_else_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_closed_leaves_nothing_else_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Ledger] = []
     closed: list[Ledger] = []
     begin, close = Ledger.__init__, Ledger.close
@@ -242,7 +276,11 @@ def test_what_cannot_be_closed_leaves_nothing_else_open(tmp_path: Path, monkeypa
     model = Model("no-such-folder")
     generator = wrapped(FakeGenerator(model=model), _Unclosed)
     with pytest.raises(OSError, match="this cannot be closed"):
-        run(fake_graph(generator=generator, trainer=FakeTrainer(model=model), count=16), on=inline(), runs=tmp_path)
+        run(
+            fake_graph(generator=generator, trainer=FakeTrainer(model=model), count=16),
+            on=inline(),
+            runs=tmp_path,
+        )
     assert made and not {id(each) for each in made} - {id(each) for each in closed}
 
 

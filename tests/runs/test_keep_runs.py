@@ -1,4 +1,5 @@
-"""Whole runs with a filter: what it drops is counted under its name, and others are made in its place."""
+"""Whole runs with a filter: what it drops is counted under its name, and others are made in its
+place."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,9 @@ def trained(result: Result) -> list[int]:
     return [group for table in tables for group in table.column("group_id").unique().to_pylist()]
 
 
-def test_what_a_filter_drops_is_counted_and_made_up_for(policy: Path, runs: Callable[..., Result]) -> None:
+def test_what_a_filter_drops_is_counted_and_made_up_for(
+    policy: Path, runs: Callable[..., Result]
+) -> None:
     graph = tiny_graph(policy, scorers=(reward, two_of_three, halved), max_staleness=1)
     result = runs(graph, steps=4)
     wanted = [group for group in range(24) if group % 3]
@@ -61,17 +64,25 @@ def one_of_seven(group_id: Array) -> bool:
     return bool(group_id[0] % 7 == 0)
 
 
-def test_a_filter_that_drops_nearly_all_does_not_stop_the_run(policy: Path, runs: Callable[..., Result]) -> None:
+def test_a_filter_that_drops_nearly_all_does_not_stop_the_run(
+    policy: Path, runs: Callable[..., Result]
+) -> None:
     graph = tiny_graph(
-        policy, scorers=(reward, one_of_seven), max_staleness=0, prompts_per_step=16, max_tokens=4,
+        policy,
+        scorers=(reward, one_of_seven),
+        max_staleness=0,
+        prompts_per_step=16,
+        max_tokens=4,
         generator_knobs={"slots": 128},
-    )  # fmt: skip
+    )
     result = runs(graph, steps=2)
     assert trained(result) == [group for group in range(32 * 7) if group % 7 == 0]
     assert result.verdict.clean, result.verdict.line
 
 
-def test_a_source_that_ends_is_used_up_whatever_is_dropped(policy: Path, runs: Callable[..., Result]) -> None:
+def test_a_source_that_ends_is_used_up_whatever_is_dropped(
+    policy: Path, runs: Callable[..., Result]
+) -> None:
     graph = tiny_graph(policy, scorers=(reward, two_of_three), prompts=words(20), epochs=1)
     result = runs(graph)
     assert trained(result) == [group for group in range(20) if group % 3][:12]
@@ -79,13 +90,18 @@ def test_a_source_that_ends_is_used_up_whatever_is_dropped(policy: Path, runs: C
     assert "7 two_of_three" in result.verdict.line and "1 too few for a step" in result.verdict.line
 
 
-def test_a_filter_that_drops_everything_ends_the_run_and_is_named(policy: Path, tmp_path: Path) -> None:
+def test_a_filter_that_drops_everything_ends_the_run_and_is_named(
+    policy: Path, tmp_path: Path
+) -> None:
     @keep(isolate=False)
     def never(reward: Array) -> bool:
         return False
 
-    with pytest.raises(OperatorError, match=r"dropped \d+ groups in a row and trained none; found \{'never': \d+\}.*"
-                       r"loosen the filter 'never'"):  # fmt: skip
+    with pytest.raises(
+        OperatorError,
+        match=r"dropped \d+ groups in a row and trained none; found \{'never': \d+\}.*"
+        r"loosen the filter 'never'",
+    ):
         run(tiny_graph(policy, scorers=(reward, never)), on=inline(), runs=tmp_path, quiet=True)
 
 
@@ -94,13 +110,17 @@ def test_groups_of_a_filter_that_raises_are_dropped_as_failed(policy: Path, tmp_
     def picky(group_id: Array) -> bool:
         return bool(1 / (group_id[0] % 3))
 
-    result = run(tiny_graph(policy, scorers=(reward, picky)), steps=2, on=inline(), runs=tmp_path, quiet=True)
+    result = run(
+        tiny_graph(policy, scorers=(reward, picky)), steps=2, on=inline(), runs=tmp_path, quiet=True
+    )
     assert trained(result) == [1, 2, 4, 5, 7, 8, 10, 11]
     assert [line["dropped"] for line in result.metrics if "loss" in line] == [{"failed": 2}] * 2
     assert result.verdict.clean
 
 
-def test_a_trainer_that_starts_again_finds_the_drops_of_its_filters(policy: Path, tmp_path: Path) -> None:
+def test_a_trainer_that_starts_again_finds_the_drops_of_its_filters(
+    policy: Path, tmp_path: Path
+) -> None:
     from dataflow.runtime import Batch, Context
     from dataflow.staleness import Bound
     from operators.trainer import Trainer
@@ -112,11 +132,18 @@ def test_a_trainer_that_starts_again_finds_the_drops_of_its_filters(policy: Path
     rows = folder.rollouts_of().read(3)
     with Ledger.open(folder.ledger) as ledger:
         (plan, _) = ledger.roll_back_to(2, "trainer")
-        assert (plan.trained, dict(plan.dropped)) == ((13, 14, 16, 17), {12: "two_of_three", 15: "two_of_three"})
+        assert (plan.trained, dict(plan.dropped)) == (
+            (13, 14, 16, 17),
+            {12: "two_of_three", 15: "two_of_three"},
+        )
         context = Context(
-            node="trainer", steps=3, columns={"prompts": dict(zip(rows.column_names, rows.schema.types, strict=True))},
-            bounds={"prompts": Bound(max_staleness=9, prompts_per_step=4)}, folder=folder, ledger=ledger,
-        )  # fmt: skip
+            node="trainer",
+            steps=3,
+            columns={"prompts": dict(zip(rows.column_names, rows.schema.types, strict=True))},
+            bounds={"prompts": Bound(max_staleness=9, prompts_per_step=4)},
+            folder=folder,
+            ledger=ledger,
+        )
         trainer: Any = graph.operators["trainer"]
         assert isinstance(trainer, Trainer)
         runtime = trainer.build(context)

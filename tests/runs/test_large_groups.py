@@ -1,4 +1,5 @@
-"""Runs whose groups are larger than a message: whoever dies, every group is trained once and whole."""
+"""Runs whose groups are larger than a message: whoever dies, every group is trained once and
+whole."""
 
 import os
 import signal
@@ -27,13 +28,15 @@ pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]
 MODEL = Model("fake-policy")
 PROMPTS = 32
 IDS = LEAST_MESSAGE_BYTES
-"""Of the one token of each rollout: four bytes each, so a group of four rollouts goes in sixteen parts or more."""
+"""Of the one token of each rollout: four bytes each, so a group of four rollouts goes in sixteen
+parts or more."""
 QUICK = Limits(stop_s=2.0, patience=Patience(first_s=0.05, of_one=2))
 
 
 @dataclass(frozen=True, eq=False)
 class Wide(FakeGenerator):
-    """Its rollouts record a very wide sampling mask: as many ids as said, counted up from the group's number."""
+    """Its rollouts record a very wide sampling mask: as many ids as said, counted up from the
+    group's number."""
 
     name: str = field(default="generator", kw_only=True)
     ids: int = IDS
@@ -57,13 +60,18 @@ class _Widening(Around):
     def _widened(self, records: pa.RecordBatch) -> pa.RecordBatch:
         groups_R = records.column(GROUP_ID).to_numpy()
         ids = pa.array((groups_R[:, None] + np.arange(self._ids)).astype(np.int32).reshape(-1))
-        inner = pa.ListArray.from_arrays(np.arange(len(groups_R) + 1, dtype=np.int32) * self._ids, ids)
+        inner = pa.ListArray.from_arrays(
+            np.arange(len(groups_R) + 1, dtype=np.int32) * self._ids, ids
+        )
         outer = pa.ListArray.from_arrays(np.arange(len(groups_R) + 1, dtype=np.int32), inner)
         return records.append_column(SAMPLING_MASK, outer)
 
 
 def graph_with(blow: Callable[[], None] = lambda: None, at: str = "") -> Graph:
-    parts: dict[str, Operator] = {"source": FakePrompts(size=PROMPTS), "generator": Wide(model=MODEL)}
+    parts: dict[str, Operator] = {
+        "source": FakePrompts(size=PROMPTS),
+        "generator": Wide(model=MODEL),
+    }
     parts["trainer"] = FakeTrainer(model=MODEL)
     if at:
         parts[at] = struck(parts[at], blow, after=2)
@@ -78,7 +86,9 @@ def check_whole(result: Result) -> None:
     seen: list[int] = []
     for file in files:
         table = read_arrow(file)
-        for group, mask in zip(table.column(GROUP_ID).to_pylist(), table.column(SAMPLING_MASK), strict=True):
+        for group, mask in zip(
+            table.column(GROUP_ID).to_pylist(), table.column(SAMPLING_MASK), strict=True
+        ):
             ids = mask.values.flatten().to_numpy()
             assert len(ids) == IDS and ids[0] == group and ids[-1] == group + IDS - 1
             seen.append(group)
@@ -86,13 +96,18 @@ def check_whole(result: Result) -> None:
 
 
 def test_groups_above_the_cap_are_trained_in_a_run_in_one_process(tmp_path: Path) -> None:
-    check_whole(run(graph_with(), on=inline(), runs=tmp_path, quiet=True, message_bytes=LEAST_MESSAGE_BYTES))
+    check_whole(
+        run(graph_with(), on=inline(), runs=tmp_path, quiet=True, message_bytes=LEAST_MESSAGE_BYTES)
+    )
 
 
 @pytest.mark.parametrize(
-    "killed", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("", "generator")), "trainer"]
+    "killed",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("", "generator")), "trainer"],
 )
-def test_groups_above_the_cap_are_trained_once_and_whole_whoever_dies(killed: str, light: None, tmp_path: Path) -> None:
+def test_groups_above_the_cap_are_trained_once_and_whole_whoever_dies(
+    killed: str, light: None, tmp_path: Path
+) -> None:
     mark = tmp_path / "struck"
 
     def blow() -> None:
@@ -101,5 +116,13 @@ def test_groups_above_the_cap_are_trained_once_and_whole_whoever_dies(killed: st
             os.kill(os.getpid(), signal.SIGKILL)
 
     graph = graph_with(blow, killed)
-    check_whole(run(graph, runs=tmp_path / "runs", quiet=True, limits=QUICK, message_bytes=LEAST_MESSAGE_BYTES))
+    check_whole(
+        run(
+            graph,
+            runs=tmp_path / "runs",
+            quiet=True,
+            limits=QUICK,
+            message_bytes=LEAST_MESSAGE_BYTES,
+        )
+    )
     assert mark.exists() == bool(killed)

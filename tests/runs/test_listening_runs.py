@@ -1,4 +1,5 @@
-"""Runs that listen at an address: with keys of their own, closed to everybody else, and nobody notices who tries."""
+"""Runs that listen at an address: with keys of their own, closed to everybody else, and nobody
+notices who tries."""
 
 import json
 import os
@@ -21,7 +22,8 @@ from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 
 ENDS = 3
-"""Ports of a run of fakes with one scorer: of the scheduler, and of the edges to generator, scorer and trainer."""
+"""Ports of a run of fakes with one scorer: of the scheduler, and of the edges to generator, scorer
+and trainer."""
 PATIENCE_S = 90.0
 
 
@@ -45,7 +47,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[RunKeys]:
 
 @pytest.fixture
 def attack(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Somebody tries every port of this process and its children as soon as the run is under way."""
+    """Somebody tries every port of this process and its children as soon as the run is under
+    way."""
     command = [sys.executable, stranger.__file__, str(os.getpid()), str(ENDS), "ready", "report"]
     child = subprocess.Popen(command, cwd=tmp_path)
     yield child
@@ -102,7 +105,9 @@ def test_a_run_has_keys_of_its_own_where_it_listens_and_none_elsewhere(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_worker_of_a_run_that_listens_is_found_again_after_a_restart(light: None, tmp_path: Path) -> None:
+def test_a_worker_of_a_run_that_listens_is_found_again_after_a_restart(
+    light: None, tmp_path: Path
+) -> None:
     struck = tmp_path / "struck"
 
     @scorer(isolate=False)

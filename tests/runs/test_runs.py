@@ -1,4 +1,5 @@
-"""Whole runs, in processes and inline: they end by themselves, and their folder bears out what they say."""
+"""Whole runs, in processes and inline: they end by themselves, and their folder bears out what they
+say."""
 
 import contextlib
 import sqlite3
@@ -51,7 +52,9 @@ def test_every_group_is_trained_once_and_in_the_order_of_issue(runs: Runner) -> 
     result = runs(fake_graph(count=40, prompts_per_step=4))
     trained = []
     for step in range(1, result.steps + 1):
-        trained += RunFolder.open(result.folder).rollouts_of().read(step).column("group_id").to_pylist()
+        trained += (
+            RunFolder.open(result.folder).rollouts_of().read(step).column("group_id").to_pylist()
+        )
     assert trained == [group for group in range(40) for _ in range(4)]
 
 
@@ -61,7 +64,9 @@ def test_prompts_that_end_before_the_steps_end_the_run_with_fewer_steps(runs: Ru
     assert result.verdict.clean, result.verdict.line
 
 
-def test_a_graph_without_a_trainer_ends_when_its_last_prompt_has_reached_the_sink(runs: Runner, tmp_path: Path) -> None:
+def test_a_graph_without_a_trainer_ends_when_its_last_prompt_has_reached_the_sink(
+    runs: Runner, tmp_path: Path
+) -> None:
     g = Graph("no-trainer")
     keep = Keep(path=tmp_path / "kept")
     keep(reward(FakeGenerator()(g.source(FakePrompts(size=30)))))
@@ -74,7 +79,9 @@ def test_a_graph_without_a_trainer_ends_when_its_last_prompt_has_reached_the_sin
 def test_nothing_is_lost_when_the_trainer_is_slower_than_all_before_it(runs: Runner) -> None:
     model = Model("m")
     trainer = slow(FakeTrainer(model=model, prompts_per_step=50), seconds=0.01)
-    graph = fake_graph(generator=FakeGenerator(model=model, group_size=16), trainer=trainer, count=1_000)
+    graph = fake_graph(
+        generator=FakeGenerator(model=model, group_size=16), trainer=trainer, count=1_000
+    )
     result = runs(graph)
     assert result.steps == 20
     assert result.verdict.clean, result.verdict.line
@@ -91,7 +98,9 @@ def test_scores_reach_the_trainer_beside_the_rows_they_were_made_of(runs: Runner
 
     result = runs(fake_graph(scorers=(number, largest), count=16))
     table = RunFolder.open(result.folder).rollouts_of().read(2)
-    assert table.column("number").to_pylist() == [float(g) for g in table.column("group_id").to_pylist()]
+    assert table.column("number").to_pylist() == [
+        float(g) for g in table.column("group_id").to_pylist()
+    ]
     assert table.column("largest").equals(table.column("number"))
 
 
@@ -99,11 +108,18 @@ def test_the_folder_tells_what_ran(runs: Runner) -> None:
     result = runs(fake_graph(count=16), seed=7, steps=2)
     folder = RunFolder.open(result.folder)
     graph, config = folder.read_json("graph.json"), folder.read_json("config.json")
-    assert [node["name"] for node in graph["nodes"]] == ["prompts", "generator", "reward", "trainer"]
+    assert [node["name"] for node in graph["nodes"]] == [
+        "prompts",
+        "generator",
+        "reward",
+        "trainer",
+    ]
     assert {(e["from"], e["to"], e["plane"]) for e in graph["edges"]} == {
-        ("prompts", "generator", "data"), ("generator", "reward", "data"), ("reward", "trainer", "data"),
+        ("prompts", "generator", "data"),
+        ("generator", "reward", "data"),
+        ("reward", "trainer", "data"),
         ("trainer", "generator", "weights"),
-    }  # fmt: skip
+    }
     assert (config["seed"], config["steps"]) == (7, 2)
     assert folder.graph_svg.read_text().startswith(("<svg", "<?xml"))
 
@@ -111,11 +127,18 @@ def test_the_folder_tells_what_ran(runs: Runner) -> None:
 def test_every_worker_has_a_log(light: None, tmp_path: Path) -> None:
     result = run(fake_graph(count=16), runs=tmp_path, quiet=True)
     names = {path.name for path in RunFolder.open(result.folder).logs.glob("*.log")}
-    assert names == {"prompts-0.log", "generator-0.log", "reward-0.log", "trainer-0.log", "forkserver.log"}
+    assert names == {
+        "prompts-0.log",
+        "generator-0.log",
+        "reward-0.log",
+        "trainer-0.log",
+        "forkserver.log",
+    }
 
 
 def test_what_a_worker_logs_stands_in_its_log(light: None, tmp_path: Path) -> None:
-    """Also where the caller has put something of its own in the place of sys.stderr, as a notebook does."""
+    """Also where the caller has put something of its own in the place of sys.stderr, as a notebook
+    does."""
     result = run(fake_graph(count=16), runs=tmp_path, quiet=True)
     assert "event='started'" in (RunFolder.open(result.folder).log("generator")).read_text()
 
@@ -163,13 +186,17 @@ def test_collect_of_no_rows_is_refused() -> None:
         collect(g.source(FakePrompts()), rows=0)
 
 
-def test_collected_rollouts_are_those_of_the_first_prompts_whatever_their_length(policy: Path) -> None:
+def test_collected_rollouts_are_those_of_the_first_prompts_whatever_their_length(
+    policy: Path,
+) -> None:
     """Groups of a real generator are complete in the order of their lengths, not of their issue."""
     from operators import Generator, Prompts
 
     def collected(rows: int) -> Any:
         g = Graph("collect")
-        generator = Generator(Model(str(policy)), group_size=2, max_tokens=40, segment_tokens=4, slots=16)
+        generator = Generator(
+            Model(str(policy)), group_size=2, max_tokens=40, segment_tokens=4, slots=16
+        )
         return collect(generator(g.source(Prompts(words(60), epochs=1))), rows=rows)
 
     some, more = collected(10), collected(60)
@@ -211,7 +238,15 @@ def test_an_asynchronous_run_of_the_real_operators_in_processes_keeps_every_law(
     assert max(line["staleness_max"] for line in steps) <= 2
     rounds = [step for step, _ in result.evaluations]
     assert rounds in ([0, 6], [0, 3, 6])  # 3 is passed over while 0 or 6 is under way
-    assert set(result.busy_seconds) == {"prompts", "generator", "reward", "advantage", "trainer", "held_out", "eval"}
+    assert set(result.busy_seconds) == {
+        "prompts",
+        "generator",
+        "reward",
+        "advantage",
+        "trainer",
+        "held_out",
+        "eval",
+    }
 
     from transformers import AutoModelForCausalLM
 
@@ -226,7 +261,9 @@ def test_a_synchronous_run_in_processes_trains_only_what_its_own_weights_made(
     result = run(tiny_graph(policy, max_staleness=0), steps=3, runs=tmp_path, quiet=True)
     assert result.verdict.clean, result.verdict.line
     for step in (1, 2, 3):
-        versions = pc.list_flatten(RunFolder.open(result.folder).rollouts_of().read(step).column("versions"))
+        versions = pc.list_flatten(
+            RunFolder.open(result.folder).rollouts_of().read(step).column("versions")
+        )
         assert set(pc.unique(versions).to_pylist()) == {-1, step - 1}
 
 
@@ -272,6 +309,8 @@ def test_a_program_that_reads_the_ledger_for_ever_holds_no_checkpoint_and_no_end
         result = run(graph, steps=3, on=inline(), runs=tmp_path, quiet=True)
     assert any("some program reads ledger.db" in line["event"] for line in logs)
     with contextlib.closing(readers[0]) as reader:
-        assert reader.execute("SELECT count(*) FROM steps").fetchone() == (0,), "it still reads what it began with"
+        assert reader.execute("SELECT count(*) FROM steps").fetchone() == (0,), (
+            "it still reads what it began with"
+        )
     assert result.verdict.clean and result.steps == 3, result.verdict
     assert RunFolder.open(result.folder).checkpoints.steps() == [1, 2, 3]

@@ -1,4 +1,5 @@
-"""Generators join and leave while a run goes on: no group is lost, none is trained twice, the ledger bears it out."""
+"""Generators join and leave while a run goes on: no group is lost, none is trained twice, the
+ledger bears it out."""
 
 import json
 import os
@@ -47,7 +48,8 @@ Holds = Mapping[int, Callable[[], object]]
 
 @dataclass
 class Runs:
-    """Runs graphs into a folder, and tells from the logs there who has started and who has stopped."""
+    """Runs graphs into a folder, and tells from the logs there who has started and who has
+    stopped."""
 
     path: Path
 
@@ -86,7 +88,8 @@ class Heard:
             out.write(json.dumps(line) + "\n")
 
     def credit(self, edge: str, links: int) -> Callable[[], bool]:
-        """Over so many links credit has come: their receivers may get rows, however many others have."""
+        """Over so many links credit has come: their receivers may get rows, however many others
+        have."""
         return lambda: len(set(self._lines("credit", edge))) >= links
 
     def retired(self, edge: str, links: int) -> Callable[[], bool]:
@@ -147,15 +150,21 @@ def held(trainer: Any, holds: Holds) -> Any:
 def fakes(holds: Holds, count: int = 400, **knobs: Any) -> Graph:
     return fake_graph(
         generator=knobs.pop("generator", None) or FakeGenerator(model=MODEL),
-        trainer=held(FakeTrainer(model=MODEL, prompts_per_step=4), holds), count=count, **knobs,
-    )  # fmt: skip
+        trainer=held(FakeTrainer(model=MODEL, prompts_per_step=4), holds),
+        count=count,
+        **knobs,
+    )
 
 
 def trained(result: Result) -> list[int]:
     """The group of every row that was trained, in order."""
     folder = RunFolder.open(result.folder)
     steps = range(1, result.steps + 1)
-    return [group for step in steps for group in folder.rollouts_of().read(step).column("group_id").to_pylist()]
+    return [
+        group
+        for step in steps
+        for group in folder.rollouts_of().read(step).column("group_id").to_pylist()
+    ]
 
 
 def each_once(count: int) -> list[int]:
@@ -163,8 +172,8 @@ def each_once(count: int) -> list[int]:
 
 
 def nothing_lost(result: Result) -> bool:
-    """The fakes' versions are all 0: a bound of staleness, which keeps a source from giving all to the first replica,
-    is all that may be broken."""
+    """The fakes' versions are all 0: a bound of staleness, which keeps a source from giving all to
+    the first replica, is all that may be broken."""
     return all("versions old" in fault for fault in result.verdict.faults)
 
 
@@ -175,24 +184,37 @@ def test_one_replica_becomes_three_and_one_again_and_every_group_is_trained_once
     runs: Runs, heard: Heard, tmp_path: Path
 ) -> None:
     noted, fake = Noted(tmp_path / "noted"), FakeGenerator(model=MODEL)
-    generator = built_by(fake, lambda context: _Noting(FakeGenerator.build(fake, context), context, noted))
+    generator = built_by(
+        fake, lambda context: _Noting(FakeGenerator.build(fake, context), context, noted)
+    )
     holds = {
-        5: heard.credit(PROMPTS, 3), 60: heard.retired(PROMPTS, 2),
+        5: heard.credit(PROMPTS, 3),
+        60: heard.retired(PROMPTS, 2),
         90: runs.stopped("generator-1", "generator-2"),
-    }  # fmt: skip
-    result = runs(fakes(holds, generator=generator, max_staleness=4), scale={5: {"generator": 3}, 60: {"generator": 1}})
+    }
+    result = runs(
+        fakes(holds, generator=generator, max_staleness=4),
+        scale={5: {"generator": 3}, 60: {"generator": 1}},
+    )
     assert trained(result) == each_once(400)
     assert nothing_lost(result), result.verdict.line
     took = [
-        {group for first, last, _ in noted.of("took", rank) for group in range(first, last + 1)} for rank in range(3)
+        {group for first, last, _ in noted.of("took", rank) for group in range(first, last + 1)}
+        for rank in range(3)
     ]
     assert len(took[1]) > 40 and len(took[2]) > 40 and max(took[1] | took[2]) < 90 * 4
 
 
 @pytest.mark.slow
 def test_who_takes_turns_is_joined_and_left_in_its_nodes_turns(runs: Runs) -> None:
-    holds = {4: runs.started("generator-1", "generator-2"), 20: runs.stopped("generator-1", "generator-2")}
-    generator, scale = FakeGenerator(model=MODEL, in_flight=8), {2: {"generator": 3}, 12: {"generator": 1}}
+    holds = {
+        4: runs.started("generator-1", "generator-2"),
+        20: runs.stopped("generator-1", "generator-2"),
+    }
+    generator, scale = (
+        FakeGenerator(model=MODEL, in_flight=8),
+        {2: {"generator": 3}, 12: {"generator": 1}},
+    )
     result = runs(fakes(holds, count=120, generator=generator), gpus="shared", scale=scale)
     assert trained(result) == each_once(120)
     assert result.verdict.clean, result.verdict.line
@@ -208,7 +230,11 @@ def test_a_newcomer_gets_the_threads_that_the_plan_gives_each_process(runs: Runs
 
 @pytest.mark.slow
 def test_a_number_is_never_used_again(runs: Runs) -> None:
-    holds = {2: runs.started("generator-1"), 30: runs.stopped("generator-1"), 60: runs.started("generator-2")}
+    holds = {
+        2: runs.started("generator-1"),
+        30: runs.stopped("generator-1"),
+        60: runs.started("generator-2"),
+    }
     scale = {2: {"generator": 2}, 30: {"generator": 1}, 60: {"generator": 2}}
     result = runs(fakes(holds), scale=scale)
     assert trained(result) == each_once(400)
@@ -256,13 +282,19 @@ def test_two_stages_in_a_row_may_change_at_once(runs: Runs, heard: Heard) -> Non
     holds = {
         2: lambda: heard.credit(PROMPTS, 3)() and heard.credit(staged, 3 * 2)(),
         50: lambda: heard.retired(PROMPTS, 1)() and heard.retired(staged, 3)(),
-        65: runs.stopped("generator-2", "stage-1"), 80: heard.retired(PROMPTS, 2), 100: runs.stopped("generator-1"),
+        65: runs.stopped("generator-2", "stage-1"),
+        80: heard.retired(PROMPTS, 2),
+        100: runs.stopped("generator-1"),
         101: runs.started("stage-2", "stage-3"),
-    }  # fmt: skip
+    }
     trainer = held(FakeTrainer(model=MODEL, prompts_per_step=4), holds)
     trainer(reward(Stage(name="stage")(first(g.source(FakePrompts(size=600))))))
     g.feedback(trainer.weights, first, max_staleness=4)
-    scale = {2: {"generator": 3, "stage": 2}, 50: {"stage": 1, "generator": 2}, 80: {"stage": 3, "generator": 1}}
+    scale = {
+        2: {"generator": 3, "stage": 2},
+        50: {"stage": 1, "generator": 2},
+        80: {"stage": 3, "generator": 1},
+    }
     result = runs(g, scale=scale)
     assert trained(result) == each_once(600)
     assert nothing_lost(result), result.verdict.line
@@ -302,9 +334,12 @@ class _Noting(Around):
 
 
 class _Bounded(_Noting):
-    """Lets no group start that runs more than `ahead` steps ahead of the trainer, as the real generator does."""
+    """Lets no group start that runs more than `ahead` steps ahead of the trainer, as the real
+    generator does."""
 
-    def __init__(self, inner: Runtime, context: Context, step: Path, noted: Noted, ahead: int, per_step: int) -> None:
+    def __init__(
+        self, inner: Runtime, context: Context, step: Path, noted: Noted, ahead: int, per_step: int
+    ) -> None:
         super().__init__(inner, context, noted)
         self._step, self._ahead, self._per_step = step, ahead, per_step
         self._held: list[Batch] = []
@@ -362,7 +397,10 @@ def test_a_leaver_waits_until_its_prompts_may_start_and_none_of_them_is_lost(
         return _Held(_Telling(inner, step), holds)
 
     holds = {1: heard.credit(PROMPTS, 2), 10: far_ahead, 20: heard.retired(PROMPTS, 1)}
-    generator = built_by(fake, lambda context: _Bounded(FakeGenerator.build(fake, context), context, step, noted, 2, 4))
+    generator = built_by(
+        fake,
+        lambda context: _Bounded(FakeGenerator.build(fake, context), context, step, noted, 2, 4),
+    )
     trainer = wrapped(FakeTrainer(model=MODEL, prompts_per_step=4), hold)
     graph = fake_graph(generator=generator, trainer=trainer, count=600, max_staleness=40)
     result = runs(graph, scale={1: {"generator": 2}, 20: {"generator": 1}})
@@ -374,19 +412,26 @@ def test_a_leaver_waits_until_its_prompts_may_start_and_none_of_them_is_lost(
 
 
 @pytest.mark.slow
-def test_a_replica_that_joins_during_an_evaluation_takes_part_in_it(runs: Runs, tmp_path: Path) -> None:
+def test_a_replica_that_joins_during_an_evaluation_takes_part_in_it(
+    runs: Runs, tmp_path: Path
+) -> None:
     noted, fake, g = Noted(tmp_path / "noted"), FakeGenerator(model=MODEL), Graph("evaluated")
 
     class Keeping(_Noting):
         def room(self) -> int:
             """The first replica finishes none before those that join have some."""
-            waits = self.rank == 0 and not all(noted.of("took", rank, "held_out") for rank in (1, 2))
+            waits = self.rank == 0 and not all(
+                noted.of("took", rank, "held_out") for rank in (1, 2)
+            )
             return 0 if waits else super().room()
 
-    generator = built_by(fake, lambda context: Keeping(FakeGenerator.build(fake, context), context, noted))
+    generator = built_by(
+        fake, lambda context: Keeping(FakeGenerator.build(fake, context), context, noted)
+    )
     trainer = FakeTrainer(model=MODEL, prompts_per_step=4)
     trainer(reward(generator(g.source(Prompts(words(40), columns=("answer",))))))
-    held_out = Prompts(words(1_500), columns=("answer",), name="held_out")  # one replica may have 512
+    # one replica may have 512
+    held_out = Prompts(words(1_500), columns=("answer",), name="held_out")
     Evaluate(every_steps=1_000)(reward(generator(g.source(held_out))))
     g.feedback(trainer.weights, generator, max_staleness=NO_BOUND)
     result = runs(g, steps=10, scale={0: {"generator": 3}})
@@ -401,7 +446,9 @@ def test_a_replica_that_joins_during_an_evaluation_takes_part_in_it(runs: Runs, 
 
 
 @pytest.mark.slow
-def test_a_newcomer_that_dies_before_it_is_ready_is_started_again_and_joins(runs: Runs, tmp_path: Path) -> None:
+def test_a_newcomer_that_dies_before_it_is_ready_is_started_again_and_joins(
+    runs: Runs, tmp_path: Path
+) -> None:
     fake, struck = FakeGenerator(model=MODEL), tmp_path / "struck"
 
     def build(context: Context) -> Runtime:
@@ -411,7 +458,9 @@ def test_a_newcomer_that_dies_before_it_is_ready_is_started_again_and_joins(runs
         return FakeGenerator.build(fake, context)
 
     holds = {5: runs.started("generator-1")}
-    result = runs(fakes(holds, count=100, generator=built_by(fake, build)), scale={2: {"generator": 2}})
+    result = runs(
+        fakes(holds, count=100, generator=built_by(fake, build)), scale={2: {"generator": 2}}
+    )
     assert struck.exists() and trained(result) == each_once(100)
     assert result.verdict.clean, result.verdict.line
 
@@ -428,11 +477,21 @@ def test_a_newcomer_that_is_not_built_in_time_ends_the_run_and_says_what_it_wait
         return FakeGenerator.build(fake, context)
 
     graph = fakes({2: runs.stopped("generator-1")}, generator=built_by(fake, build))
-    with pytest.raises(DeadlineError, match=r"waited 3 s for 'generator-1' to join.*its operator to be built"):
-        run(graph, runs=runs.path, quiet=True, limits=Limits(start_s=3.0, stop_s=1.0), scale={2: {"generator": 2}})
+    with pytest.raises(
+        DeadlineError, match=r"waited 3 s for 'generator-1' to join.*its operator to be built"
+    ):
+        run(
+            graph,
+            runs=runs.path,
+            quiet=True,
+            limits=Limits(start_s=3.0, stop_s=1.0),
+            scale={2: {"generator": 2}},
+        )
 
 
-def test_a_leaver_that_dies_is_started_again_and_leaves_when_all_it_had_was_sent_on(runs: Runs, tmp_path: Path) -> None:
+def test_a_leaver_that_dies_is_started_again_and_leaves_when_all_it_had_was_sent_on(
+    runs: Runs, tmp_path: Path
+) -> None:
     fake, struck = FakeGenerator(model=MODEL), tmp_path / "struck"
 
     class Dying(Around):
@@ -483,17 +542,25 @@ def typed(runs: Runs, *wishes: str) -> tuple[int, str]:
     """The command as a user types it: its status, and what it prints."""
     program = "from dataflow.cli import main; main()"
     words = [sys.executable, "-c", program, "scale", str(runs.path / "latest"), *wishes]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, timeout=60
+    )
     return done.returncode, " ".join(done.stdout.split())
 
 
-def test_the_command_reaches_the_run_which_does_what_can_be_and_says_what_cannot(runs: Runs, tmp_path: Path) -> None:
+def test_the_command_reaches_the_run_which_does_what_can_be_and_says_what_cannot(
+    runs: Runs, tmp_path: Path
+) -> None:
     """A thread asks, since the run has the main one."""
     heard: dict[str, object] = {}
 
     def ask() -> None:
         try:
-            wait_until(lambda: any(runs.path.glob("latest/rollouts/*.arrow")), 30.0, "a run that has made a step")
+            wait_until(
+                lambda: any(runs.path.glob("latest/rollouts/*.arrow")),
+                30.0,
+                "a run that has made a step",
+            )
             heard["done"] = typed(runs, "generator=2")
             for node in ("generater", "trainer"):
                 with pytest.raises(RunError) as refused:
@@ -504,7 +571,9 @@ def test_the_command_reaches_the_run_which_does_what_can_be_and_says_what_cannot
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    result = runs(fakes({5: (tmp_path / "heard").exists, 6: runs.started("generator-1")}, count=100))
+    result = runs(
+        fakes({5: (tmp_path / "heard").exists, 6: runs.started("generator-1")}, count=100)
+    )
     thread.join(60)
     assert trained(result) == each_once(100)
     assert heard["done"] == (0, "generator: 1 joining, 1 live")
@@ -531,7 +600,9 @@ def test_a_run_whose_scheduler_was_killed_takes_no_command_either(runs: Runs) ->
         ask_to_scale(runs.folder, {"generator": 2})
 
 
-def test_a_scheduler_that_does_not_answer_is_not_waited_for_longer_than_the_deadline(tmp_path: Path) -> None:
+def test_a_scheduler_that_does_not_answer_is_not_waited_for_longer_than_the_deadline(
+    tmp_path: Path,
+) -> None:
     folder = RunFolder.create(tmp_path, "silent")
     listening: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = listening.socket(zmq.ROUTER)
@@ -562,4 +633,6 @@ def test_real_generators_join_work_and_leave_and_every_step_trains_what_it_shoul
     assert sorted(trained(result)) == each_once(64)
     events = json.loads(runs.folder.trace.read_text())["traceEvents"]
     processes = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert {*others, "generator-0"} <= {processes[event["pid"]] for event in events if event["name"] == "generator"}
+    assert {*others, "generator-0"} <= {
+        processes[event["pid"]] for event in events if event["name"] == "generator"
+    }

@@ -28,7 +28,9 @@ def reward(completion: str, scale: float = 1.0) -> float:
 
 
 def rates(folder: Path) -> dict[int, float]:
-    return {line["step"]: line["lr"] for line in RunFolder.open(folder).read_metrics() if "lr" in line}
+    return {
+        line["step"]: line["lr"] for line in RunFolder.open(folder).read_metrics() if "lr" in line
+    }
 
 
 def test_knobs_that_are_set_count_from_a_step_on_that_the_ledger_names_and_for_who_resumes(
@@ -37,12 +39,20 @@ def test_knobs_that_are_set_count_from_a_step_on_that_the_ledger_names_and_for_w
     told: list[str] = []
 
     def ask(folder: RunFolder, go_on: Callable[[], None]) -> None:
-        for wrong in ({"trainer.lr": "much"}, {"trainer.prompts_per_step": 2}, {"generator.max_staleness": -1}):
+        for wrong in (
+            {"trainer.lr": "much"},
+            {"trainer.prompts_per_step": 2},
+            {"generator.max_staleness": -1},
+        ):
             with pytest.raises(RunError) as refused:
                 ask_to_set(folder, wrong)
             told.append(str(refused.value))
         go_on()
-        told.append(ask_to_set(folder, {"trainer.lr": 0.25, "generator.max_staleness": MORE}, by="anna@here"))
+        told.append(
+            ask_to_set(
+                folder, {"trainer.lr": 0.25, "generator.max_staleness": MORE}, by="anna@here"
+            )
+        )
         told.append(ask_to_set(folder, {"reward.scale": 3}))
         told.append(ask_for_checkpoint(folder))
 
@@ -50,16 +60,25 @@ def test_knobs_that_are_set_count_from_a_step_on_that_the_ledger_names_and_for_w
     assert "cannot take 'much'; give a number" in told[0] and "trainer.lr = 1.0" in told[1], told
     assert "cannot be -1" in told[2] and told[2].endswith("(the run goes on as it was)")
     assert told[3] == f"trainer.lr = 0.25, generator.max_staleness = {MORE} from now on"
-    assert told[4] == "reward.scale = 3.0 from now on" and told[5].startswith("'trainer' has the checkpoint of step")
+    assert told[4] == "reward.scale = 3.0 from now on" and told[5].startswith(
+        "'trainer' has the checkpoint of step"
+    )
     assert result.verdict.clean and not (result.folder / FILE).exists()
-    changes = {f"{each.node}.{each.knob}": each for each in read_changes(RunFolder.open(result.folder))}
+    changes = {
+        f"{each.node}.{each.knob}": each for each in read_changes(RunFolder.open(result.folder))
+    }
     assert set(changes) == {"trainer.lr", "generator.max_staleness", "reward.scale"}
     lr: KnobChange = changes["trainer.lr"]
     assert (lr.was, lr.value, lr.by) == (1.0, 0.25, "anna@here") and lr.step > STEP
-    assert all(rate == (0.25 if step >= lr.step else 1.0) for step, rate in rates(result.folder).items())
+    assert all(
+        rate == (0.25 if step >= lr.step else 1.0) for step, rate in rates(result.folder).items()
+    )
     assert all(rewards(result, step) == {1.0} for step in range(1, changes["reward.scale"].step))
     assert rewards(result, 60) == {3.0}
-    assert any(note.startswith("set: trainer.lr = 0.25 (was 1.0) from step") for note in result.verdict.notes)
+    assert any(
+        note.startswith("set: trainer.lr = 0.25 (was 1.0) from step")
+        for note in result.verdict.notes
+    )
     asked = [line["request"] for line in read_requests(result.folder) if not line["refused"]]
     assert f"trainer.lr = 0.25, generator.max_staleness = {MORE}" in asked
     again = resumed(result, FakeTrainer(model=MODEL, prompts_per_step=8), 64, reward)

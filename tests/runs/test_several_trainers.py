@@ -1,4 +1,5 @@
-"""Several trainers in one run, as an actor and a critic: each with its own steps, rollouts, checkpoints, outcomes."""
+"""Several trainers in one run, as an actor and a critic: each with its own steps, rollouts,
+checkpoints, outcomes."""
 
 import dataclasses
 import json
@@ -33,7 +34,8 @@ STEPS = 4
 
 @dataclass(frozen=True, eq=False)
 class Judge(Transform):
-    """Reads a second model, as a critic's forward operator does: adds the version it has, once the bound lets it."""
+    """Reads a second model, as a critic's forward operator does: adds the version it has, once the
+    bound lets it."""
 
     model: Model
     name: str = field(default="judge", kw_only=True)
@@ -49,9 +51,13 @@ class _Judging(Runtime):
     def __init__(self, judge: Judge, context: Context) -> None:
         from operators.models.loading import load_model
 
-        self._tensors = dict(load_model(judge.model, device="cpu", dtype="float32").named_parameters())
+        self._tensors = dict(
+            load_model(judge.model, device="cpu", dtype="float32").named_parameters()
+        )
         assert context.reader is not None
-        self._reader = context.reader({name: tensor.detach() for name, tensor in self._tensors.items()})
+        self._reader = context.reader(
+            {name: tensor.detach() for name, tensor in self._tensors.items()}
+        )
         self._bound = context.feedback
         self._held: list[QueuedGroup] = []
 
@@ -89,11 +95,17 @@ class _Judging(Runtime):
     def _in_time(self, group_id: int) -> bool:
         bound, version = self._bound, self._reader.version
         dropped = int(self._reader.note.get("dropped", 0))
-        return version >= 0 and admit(group_id, dropped, version, bound.prompts_per_step, bound.max_staleness)
+        return version >= 0 and admit(
+            group_id, dropped, version, bound.prompts_per_step, bound.max_staleness
+        )
 
 
 def actor_and_critic(
-    policy: Path, *, max_staleness: int = 0, critic_prompts: int = 4, generator_knobs: dict[str, Any] | None = None
+    policy: Path,
+    *,
+    max_staleness: int = 0,
+    critic_prompts: int = 4,
+    generator_knobs: dict[str, Any] | None = None,
 ) -> Graph:
     g, actor, critic = Graph("two"), Model(str(policy)), Model(str(policy), name="critic")
     knobs: dict[str, Any] = {"group_size": 4, "max_tokens": 12, "segment_tokens": 4, "slots": 32}
@@ -101,7 +113,9 @@ def actor_and_critic(
     rows = advantage(reward(judge(generator(g.source(Prompts(words(), columns=("answer",)))))))
     shared: dict[str, Any] = {"loss": partial(aipo, rho=4.0), "lr": 1e-2, "normalize": "rollouts"}
     train_actor = Trainer(actor, name="train_actor", prompts_per_step=4, **shared)
-    train_critic = Trainer(critic, name="train_critic", prompts_per_step=critic_prompts, checkpoint_every=2, **shared)
+    train_critic = Trainer(
+        critic, name="train_critic", prompts_per_step=critic_prompts, checkpoint_every=2, **shared
+    )
     train_actor(rows)
     train_critic(rows)
     g.feedback(train_actor.weights, generator, max_staleness=max_staleness)
@@ -127,7 +141,9 @@ def test_two_trainers_of_one_stream_train_each_group_once_each_and_keep_their_ow
     wanted = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert groups_by_step(folder, "train_actor") == groups_by_step(folder, "train_critic") == wanted
     made = [(line["node"], line["step"]) for line in result.metrics]
-    assert sorted(made) == [(node, step) for node in ("train_actor", "train_critic") for step in range(1, STEPS + 1)]
+    assert sorted(made) == [
+        (node, step) for node in ("train_actor", "train_critic") for step in range(1, STEPS + 1)
+    ]
 
     from transformers import AutoModelForCausalLM
 
@@ -165,10 +181,16 @@ def test_trainers_whose_steps_differ_in_size_both_come_to_the_last_one(
     assert trained == [4 * STEPS, critic_prompts * STEPS]
 
 
-def test_the_critic_s_version_makes_no_group_stale(policy: Path, machine: None, one_core: None, tmp_path: Path) -> None:
+def test_the_critic_s_version_makes_no_group_stale(
+    policy: Path, machine: None, one_core: None, tmp_path: Path
+) -> None:
     """Its steps are four times as many as those that made the tokens."""
     result = run(
-        actor_and_critic(policy, max_staleness=0, critic_prompts=1), steps=STEPS, on=inline(), runs=tmp_path, quiet=True
+        actor_and_critic(policy, max_staleness=0, critic_prompts=1),
+        steps=STEPS,
+        on=inline(),
+        runs=tmp_path,
+        quiet=True,
     )
     assert result.verdict.clean, result.verdict
     assert all(line["dropped"] == {} for line in result.metrics)
@@ -201,7 +223,9 @@ def two_fakes(critic_slow_s: float, count: int = 64) -> Graph:
     return g
 
 
-def test_a_run_ends_when_the_slowest_of_its_trainers_has_made_its_steps(light: None, tmp_path: Path) -> None:
+def test_a_run_ends_when_the_slowest_of_its_trainers_has_made_its_steps(
+    light: None, tmp_path: Path
+) -> None:
     result = run(two_fakes(0.02), steps=5, runs=tmp_path, quiet=True)
     folder = RunFolder.open(result.folder)
     assert result.verdict.clean, result.verdict
@@ -212,19 +236,29 @@ def test_a_run_ends_when_the_slowest_of_its_trainers_has_made_its_steps(light: N
 def test_one_trainer_keeps_what_it_makes_where_it_always_did(light: None, tmp_path: Path) -> None:
     result = run(fake_graph(), steps=2, runs=tmp_path, quiet=True)
     folder = RunFolder.open(result.folder)
-    assert sorted(path.name for path in folder.rollouts.iterdir()) == ["step-000001.arrow", "step-000002.arrow"]
+    assert sorted(path.name for path in folder.rollouts.iterdir()) == [
+        "step-000001.arrow",
+        "step-000002.arrow",
+    ]
     assert dataclasses.asdict(folder.checkpoints)["path"] == folder.path / "checkpoints"
 
 
 @pytest.mark.parametrize(
-    "is_behind", [pytest.param(False, marks=pytest.mark.slow), True], ids=["both at the last step", "the critic behind"]
+    "is_behind",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["both at the last step", "the critic behind"],
 )
 def test_both_trainers_go_on_from_their_copies_at_an_address_under_one_ledger(
     policy: Path, machine: None, one_core: None, tmp_path: Path, is_behind: bool
 ) -> None:
     there = tmp_path / "there"
     begun = run(
-        actor_and_critic(policy), steps=STEPS, on=inline(), runs=tmp_path / "one", quiet=True, checkpoint_to=str(there)
+        actor_and_critic(policy),
+        steps=STEPS,
+        on=inline(),
+        runs=tmp_path / "one",
+        quiet=True,
+        checkpoint_to=str(there),
     )
     [place] = (there / begun.folder.name).glob("part-*/checkpoints")
     if is_behind:
@@ -232,7 +266,9 @@ def test_both_trainers_go_on_from_their_copies_at_an_address_under_one_ledger(
     folder = bring_back(str(there), tmp_path / "two")
     assert folder.checkpoints_of("train_actor").steps() == [4]
     assert folder.checkpoints_of("train_critic").steps() == [2 if is_behind else 4]
-    result = run(actor_and_critic(policy), steps=STEPS + 2, on=inline(), resume=folder.path, quiet=True)
+    result = run(
+        actor_and_critic(policy), steps=STEPS + 2, on=inline(), resume=folder.path, quiet=True
+    )
     assert result.verdict.clean, result.verdict
     with Ledger.open(folder.ledger, readonly=True) as ledger:
         for node in ("train_actor", "train_critic"):

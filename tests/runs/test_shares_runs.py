@@ -1,4 +1,5 @@
-"""How nodes of real runs spend their time: each state for itself, all of it together, and which node bounds the run."""
+"""How nodes of real runs spend their time: each state for itself, all of it together, and which
+node bounds the run."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -31,11 +32,13 @@ def gone(where: RunFolder, patience_s: float) -> Mapping[str, Any]:
 
 
 def spent(result: Result) -> tuple[dict[str, dict[str, float]], float]:
-    """By node its seconds between two lines of activity.jsonl, and how many seconds passed meanwhile, by the run's own
-    clock: the first lies behind the start, the last before the end."""
+    """By node its seconds between two lines of activity.jsonl, and how many seconds passed
+    meanwhile, by the run's own clock: the first lies behind the start, the last before the end."""
     lines = RunFolder.open(result.folder).read_activity()
     last = lines[-1]
-    first = next(line for line in lines if line["seconds"] and line["nodes"].keys() == last["nodes"].keys())
+    first = next(
+        line for line in lines if line["seconds"] and line["nodes"].keys() == last["nodes"].keys()
+    )
     nodes = {
         name: {key: said[key] - first["nodes"][name][key] for key in (*STATES, "measured")}
         for name, said in last["nodes"].items()
@@ -45,7 +48,10 @@ def spent(result: Result) -> tuple[dict[str, dict[str, float]], float]:
 
 def shares(result: Result) -> dict[str, dict[str, float]]:
     nodes, _ = spent(result)
-    return {name: {state: said[state] / said["measured"] for state in STATES} for name, said in nodes.items()}
+    return {
+        name: {state: said[state] / said["measured"] for state in STATES}
+        for name, said in nodes.items()
+    }
 
 
 @scorer(isolate=False)
@@ -76,12 +82,24 @@ async def talk(chat: Any, answer: str) -> float:
 
 
 def actor_and_critic(policy: Path) -> Graph:
-    """Each trained on the rows of one generator, which a reference and the critic look at side by side."""
-    g, model, expected = Graph("two"), Model(str(policy)), Model(str(policy), head="value", name="critic")
-    generator, values = Generator(model, group_size=4, max_tokens=12, segment_tokens=4, slots=32), Values(expected)
+    """Each trained on the rows of one generator, which a reference and the critic look at side by
+    side."""
+    g, model, expected = (
+        Graph("two"),
+        Model(str(policy)),
+        Model(str(policy), head="value", name="critic"),
+    )
+    generator, values = (
+        Generator(model, group_size=4, max_tokens=12, segment_tokens=4, slots=32),
+        Values(expected),
+    )
     stream = reward(generator(g.source(Prompts(words(), columns=("answer",)))))
-    stream = token_gae(token_rewards(join(Logprobs(model.frozen())(stream), values(stream)), beta=0.01), lam=0.95)
-    trainer = Trainer(model, loss=partial(aipo, rho=4.0), prompts_per_step=4, lr=1e-3, normalize="rollouts")
+    stream = token_gae(
+        token_rewards(join(Logprobs(model.frozen())(stream), values(stream)), beta=0.01), lam=0.95
+    )
+    trainer = Trainer(
+        model, loss=partial(aipo, rho=4.0), prompts_per_step=4, lr=1e-3, normalize="rollouts"
+    )
     critic = Trainer(expected, name="critic", loss=value_loss, prompts_per_step=4, lr=1e-3)
     trainer(stream)
     critic(stream)
@@ -92,16 +110,25 @@ def actor_and_critic(policy: Path) -> Graph:
 
 SHAPES: dict[str, Callable[[Path, Path], Result]] = {
     "light operators in one worker, and a pool": lambda policy, runs: run(
-        fake_graph(scorers=(judged, quick, ranked), trainer=paced(FakeTrainer(model=MODEL), 0.2), count=400),
-        runs=runs, quiet=True,
+        fake_graph(
+            scorers=(judged, quick, ranked), trainer=paced(FakeTrainer(model=MODEL), 0.2), count=400
+        ),
+        runs=runs,
+        quiet=True,
     ),
     "replicas": lambda policy, runs: run(
-        fake_graph(generator=paced(FakeGenerator(model=MODEL), 0.05), count=400), replicas={"generator": 3}, runs=runs,
+        fake_graph(generator=paced(FakeGenerator(model=MODEL), 0.05), count=400),
+        replicas={"generator": 3},
+        runs=runs,
         quiet=True,
     ),
     "one process": lambda policy, runs: run(
-        fake_graph(scorers=(judged, quick, ranked), trainer=paced(FakeTrainer(model=MODEL), 0.1), count=400),
-        on=inline(), runs=runs, quiet=True,
+        fake_graph(
+            scorers=(judged, quick, ranked), trainer=paced(FakeTrainer(model=MODEL), 0.1), count=400
+        ),
+        on=inline(),
+        runs=runs,
+        quiet=True,
     ),
     "synchronous, with evaluation": lambda policy, runs: run(
         tiny_graph(policy, max_staleness=0, eval_every=30), steps=300, runs=runs, quiet=True
@@ -118,7 +145,7 @@ SHAPES: dict[str, Callable[[Path, Path], Result]] = {
     "episodes": lambda policy, runs: run(
         episode_graph(policy, talk, reward, eval_every=20), steps=180, runs=runs, quiet=True
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -131,7 +158,10 @@ def test_the_states_of_every_node_add_up_to_the_time_of_the_run(
     replicas = RunFolder.open(result.folder).read_activity()[-1]["nodes"]
     assert passed > 3.0, "too short to tell"
     for name, said in nodes.items():
-        assert sum(said[state] for state in STATES) == pytest.approx(said["measured"], rel=0.001), (name, said)
+        assert sum(said[state] for state in STATES) == pytest.approx(said["measured"], rel=0.001), (
+            name,
+            said,
+        )
         whole = passed * replicas[name]["replicas"]
         assert said["measured"] == pytest.approx(whole, rel=0.03, abs=0.25), (name, said, whole)
 
@@ -139,10 +169,13 @@ def test_the_states_of_every_node_add_up_to_the_time_of_the_run(
 def test_operators_of_known_spin_and_sleep_are_busy_and_one_that_finds_no_room_before_them_is_blocked(
     light: None, tmp_path: Path
 ) -> None:
-    """A step takes 80 ms of a processor, the groups for it 24 ms of sleep, and 32 groups may be under way."""
+    """A step takes 80 ms of a processor, the groups for it 24 ms of sleep, and 32 groups may be
+    under way."""
     generator = paced(FakeGenerator(model=MODEL), 0.003)
     trainer = paced(FakeTrainer(model=MODEL), 0.08, spins=True)
-    graph = fake_graph(generator=generator, trainer=trainer, scorers=(quick,), count=None, max_staleness=3)
+    graph = fake_graph(
+        generator=generator, trainer=trainer, scorers=(quick,), count=None, max_staleness=3
+    )
     found = shares(run(graph, steps=60, runs=tmp_path, quiet=True))
     assert found["trainer"]["busy"] > 0.8
     assert 0.05 < found["generator"]["busy"] < 0.7 and found["generator"]["waiting"] > 0.3
@@ -150,12 +183,18 @@ def test_operators_of_known_spin_and_sleep_are_busy_and_one_that_finds_no_room_b
     assert max(of["starved"] for of in found.values()) == 0
 
 
-def test_one_whose_weights_are_withheld_is_starved_and_who_waits_for_it_waits(light: None, tmp_path: Path) -> None:
-    """It has rows, and may not begin any before 400 ms; then it sleeps 10 ms for each group that it takes."""
+def test_one_whose_weights_are_withheld_is_starved_and_who_waits_for_it_waits(
+    light: None, tmp_path: Path
+) -> None:
+    """It has rows, and may not begin any before 400 ms; then it sleeps 10 ms for each group that it
+    takes."""
     generator = withheld(paced(FakeGenerator(model=MODEL), 0.01), 0.4)
     graph = fake_graph(generator=generator, scorers=(quick,), count=None, max_staleness=3)
     found = shares(run(graph, steps=4, runs=tmp_path, quiet=True))
-    assert found["generator"]["starved"] > 0.6 and found["generator"]["starved"] + found["generator"]["busy"] > 0.9
+    assert (
+        found["generator"]["starved"] > 0.6
+        and found["generator"]["starved"] + found["generator"]["busy"] > 0.9
+    )
     assert found["trainer"]["waiting"] > 0.8 and found["trainer"]["starved"] == 0
 
 
@@ -194,9 +233,12 @@ class Pace:
             return quick
 
         graph = fake_graph(
-            generator=paced(FakeGenerator(model=MODEL), pace.generator / 8), count=None, max_staleness=3,
-            scorers=(judged, quick, ranked), trainer=paced(FakeTrainer(model=MODEL), pace.trainer),
-        )  # fmt: skip
+            generator=paced(FakeGenerator(model=MODEL), pace.generator / 8),
+            count=None,
+            max_staleness=3,
+            scorers=(judged, quick, ranked),
+            trainer=paced(FakeTrainer(model=MODEL), pace.trainer),
+        )
         return run(graph, steps=20, replicas={"generator": pace.replicas}, runs=runs, quiet=True)
 
 
@@ -219,14 +261,18 @@ def test_the_node_that_is_named_is_the_one_that_made_twice_as_fast_gains_most(
     named = Looks(RunFolder.open(result.folder), gone).look()["bottleneck"]
     assert named == bound.partition(",")[0], shares(result)
     faster = {
-        node: replace(pace, **{node: getattr(pace, node) / 2}).run(tmp_path / node).seconds for node in NODES
-    }  # fmt: skip
+        node: replace(pace, **{node: getattr(pace, node) / 2}).run(tmp_path / node).seconds
+        for node in NODES
+    }
     assert min(faster, key=lambda node: faster[node]) == named, (result.seconds, faster)
     assert faster[named] < 0.9 * result.seconds
 
 
-def test_in_a_synchronous_run_too_it_is_the_node_that_is_named_that_gains_most(policy: Path, tmp_path: Path) -> None:
-    """There no two of them work at a time, and what any of them saves is saved: most where most is spent."""
+def test_in_a_synchronous_run_too_it_is_the_node_that_is_named_that_gains_most(
+    policy: Path, tmp_path: Path
+) -> None:
+    """There no two of them work at a time, and what any of them saves is saved: most where most is
+    spent."""
 
     def made(generator: float, trainer: float, runs: Path) -> Result:
         graph = tiny_graph(policy, max_staleness=0)
@@ -242,4 +288,8 @@ def test_in_a_synchronous_run_too_it_is_the_node_that_is_named_that_gains_most(p
         "generator": made(0.05, 0.05, tmp_path / "g").seconds,
         "trainer": made(0.1, 0.025, tmp_path / "t").seconds,
     }
-    assert named == "generator" == min(faster, key=lambda node: faster[node]), (result.seconds, faster, shares(result))
+    assert named == "generator" == min(faster, key=lambda node: faster[node]), (
+        result.seconds,
+        faster,
+        shares(result),
+    )

@@ -1,4 +1,5 @@
-"""Another reward in a run of fakes, which go on: asked for while it runs, and found again by who goes on with it."""
+"""Another reward in a run of fakes, which go on: asked for while it runs, and found again by who
+goes on with it."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -34,14 +35,16 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "rewards_to_swap.py"
     path.write_text(
-        "from dataflow import scorer\n\n"
-        f"@scorer(isolate=False)\ndef better(completion: str, bonus: float = 0.0) -> float:\n    return {NEW} + bonus\n"
+        "from dataflow import scorer\n\n@scorer(isolate=False)\ndef better(completion: str, bonus:"
+        f" float = 0.0) -> float:\n    return {NEW} + bonus\n"
     )
     yield path
     sys.modules.pop("rewards_to_swap", None)
 
 
-def test_a_swap_is_taken_in_by_a_live_run_and_by_who_resumes_it(light: None, module: Path, tmp_path: Path) -> None:
+def test_a_swap_is_taken_in_by_a_live_run_and_by_who_resumes_it(
+    light: None, module: Path, tmp_path: Path
+) -> None:
     told: list[str] = []
 
     def ask(folder: RunFolder, go_on: Callable[[], None]) -> None:
@@ -52,13 +55,23 @@ def test_a_swap_is_taken_in_by_a_live_run_and_by_who_resumes_it(light: None, mod
         told.append(ask_to_swap(folder, "reward", BETTER))
 
     result = changed_run(ask, FakeTrainer(prompts_per_step=8), tmp_path, 40)
-    assert "'generator' generates" in told[0] and "has no 'worse'" in told[1] and told[1].endswith("as it was)")
+    assert (
+        "'generator' generates" in told[0]
+        and "has no 'worse'" in told[1]
+        and told[1].endswith("as it was)")
+    )
     assert told[2].startswith(f"'reward' is '{BETTER}' from now on"), told
     assert result.verdict.clean and not (result.folder / FILE).exists()
-    assert [max(rewards(result, step)) >= NEW for step in (1, 2, STEP)] == [False] * 3 and rewards(result, 40) == {NEW}
+    assert [max(rewards(result, step)) >= NEW for step in (1, 2, STEP)] == [False] * 3 and rewards(
+        result, 40
+    ) == {NEW}
     (swap,) = read_swaps(RunFolder.open(result.folder))
-    assert 0 < swap.step <= STEP and swap.source == module.read_text(), "as far as the scheduler had heard"
-    assert any(note.startswith(f"swapped: reward = {BETTER} (sha256") for note in result.verdict.notes)
+    assert 0 < swap.step <= STEP and swap.source == module.read_text(), (
+        "as far as the scheduler had heard"
+    )
+    assert any(
+        note.startswith(f"swapped: reward = {BETTER} (sha256") for note in result.verdict.notes
+    )
     module.unlink()
     again = resumed(result, FakeTrainer(prompts_per_step=8), 44)
     assert again.verdict.clean and rewards(again, 44) == {NEW}
@@ -80,8 +93,13 @@ def test_knobs_of_the_operator_in_place_are_set_and_those_of_the_one_before_are_
         told.append(ask_to_set(folder, {"reward.bonus": 50}))
 
     result = changed_run(ask, FakeTrainer(prompts_per_step=8), tmp_path, 40, reward)
-    assert told[0] == "reward.scale = 3.0 from now on" and told[1].startswith(f"'reward' is '{BETTER}' from now on")
-    assert "these may: reward.bonus = 0.0" in told[2] and "cannot take 'much'; give a number" in told[3]
+    assert told[0] == "reward.scale = 3.0 from now on" and told[1].startswith(
+        f"'reward' is '{BETTER}' from now on"
+    )
+    assert (
+        "these may: reward.bonus = 0.0" in told[2]
+        and "cannot take 'much'; give a number" in told[3]
+    )
     assert told[4] == "reward.bonus = 50.0 from now on"
     assert result.verdict.clean and not (result.folder / FILE).exists()
     assert rewards(result, 1) == {1.0} and rewards(result, 40) == {NEW + 50}
@@ -89,6 +107,8 @@ def test_knobs_of_the_operator_in_place_are_set_and_those_of_the_one_before_are_
     changes = {each.knob: each for each in read_changes(folder)}
     assert (changes["scale"].swap, changes["bonus"].swap, changes["bonus"].was) == (0, 1, 0.0)
     assert all(each.step > 0 for each in changes.values())
-    assert [(knob["name"], knob["value"]) for knob in settable_now(folder)["reward"]] == [("bonus", "50.0")]
+    assert [(knob["name"], knob["value"]) for knob in settable_now(folder)["reward"]] == [
+        ("bonus", "50.0")
+    ]
     again = resumed(result, FakeTrainer(prompts_per_step=8), 44, reward)
     assert again.verdict.clean and rewards(again, 44) == {NEW + 50}

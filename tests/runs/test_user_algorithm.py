@@ -1,4 +1,5 @@
-"""A new algorithm as a user would write it: one short file outside the packages that runs, and learns."""
+"""A new algorithm as a user would write it: one short file outside the packages that runs, and
+learns."""
 
 import itertools
 import json
@@ -35,16 +36,37 @@ def test_the_file_has_fewer_than_forty_lines() -> None:
 def test_an_algorithm_of_ones_own_runs_and_learns_in_a_folder_of_ones_own(tmp_path: Path) -> None:
     rows = tasks()
     policy = warm_start(
-        tmp_path / "policy", examples=[(row["prompt"], row["answer"]) for row in rows], alphabet=LETTERS + "=",
-        layers=1, width=64, heads=2, steps=18, seed=0, max_positions=16, learning_rate=2e-3,
-    )  # fmt: skip
+        tmp_path / "policy",
+        examples=[(row["prompt"], row["answer"]) for row in rows],
+        alphabet=LETTERS + "=",
+        layers=1,
+        width=64,
+        heads=2,
+        steps=18,
+        seed=0,
+        max_positions=16,
+        learning_rate=2e-3,
+    )
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my_algorithm.py").write_text(FILE.read_text())
-    flags = ["--policy", str(policy), "--prompts", "prompts.jsonl", "--inline", "--quiet", "--runs", "runs"]
+    flags = [
+        "--policy",
+        str(policy),
+        "--prompts",
+        "prompts.jsonl",
+        "--inline",
+        "--quiet",
+        "--runs",
+        "runs",
+    ]
     done = subprocess.run(
-        [sys.executable, "my_algorithm.py", *flags], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
+        [sys.executable, "my_algorithm.py", *flags],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
     assert done.returncode == 0, done.stderr
     (folder,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
     assert verify(folder).clean, verify(folder).line

@@ -20,7 +20,12 @@ def main() -> int:
     asked.add_argument("--seed", type=int, help="repeat this one, with its log")
     asked.add_argument("--seeds", type=int, nargs=2, metavar=("FROM", "TO"), help="try these")
     asked.add_argument("--channels", action="store_true", help="senders and receivers alone")
-    asked.add_argument("--having", nargs="*", choices=[*FEATURES, HOSTS, SWAPS], help="instead of what the seed draws")
+    asked.add_argument(
+        "--having",
+        nargs="*",
+        choices=[*FEATURES, HOSTS, SWAPS],
+        help="instead of what the seed draws",
+    )
     wishes = asked.parse_args()
     seeds = range(*wishes.seeds) if wishes.seeds else [wishes.seed or 0]
     more = "" if wishes.having is None else " ".join([" --having", *wishes.having])
@@ -36,7 +41,10 @@ def main() -> int:
         except Broken as law:
             broken += 1
             print(
-                *(world.log or ()), f"seed {seed}: {law}", f"python -m tests.simulation --seed {seed}{more}", sep="\n"
+                *(world.log or ()),
+                f"seed {seed}: {law}",
+                f"python -m tests.simulation --seed {seed}{more}",
+                sep="\n",
             )
         else:
             print(*(world.log or ()), sep="\n", end="\n" * bool(world.log))

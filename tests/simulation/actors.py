@@ -1,4 +1,5 @@
-"""Light operators of a simulated run: they draw, score and train without a meaning, by the product's rules.
+"""Light operators of a simulated run: they draw, score and train without a meaning, by the
+product's rules.
 
 The source, admission, staleness, the reorder buffer and the weight plane are the product's own.
 """
@@ -15,7 +16,15 @@ import torch
 
 from dataflow.model import Model
 from dataflow.node import Generate, Source, Traits, Transform
-from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, ROLLOUT_COLUMNS, Columns, schema
+from dataflow.records import (
+    GROUP_ID,
+    GROUP_SIZE,
+    MIN_VERSION,
+    PROMPT,
+    ROLLOUT_COLUMNS,
+    Columns,
+    schema,
+)
 from dataflow.rules.admission import Admission
 from dataflow.runtime import Batch, Context, Runtime
 from operators.sources.prompt_rows import Report
@@ -27,7 +36,9 @@ STOP, NONE = pa.array(["stop"] * 64), pa.nulls(64, pa.string())
 
 def digest(*parts: bytes | int) -> int:
     """A number of 32 bits that any change of the parts changes."""
-    return zlib.crc32(b"|".join(part if isinstance(part, bytes) else str(part).encode() for part in parts))
+    return zlib.crc32(
+        b"|".join(part if isinstance(part, bytes) else str(part).encode() for part in parts)
+    )
 
 
 def tensors(version: int, content: int) -> dict[str, torch.Tensor]:
@@ -55,9 +66,14 @@ class SimulatedPrompts(Source):
         numbers = [str(number) for number in range(self.rows)]
         table = pa.table({"prompt_id": numbers, "prompt": numbers})
         return PromptRuntime(
-            table, Report(), context, name=self.name, shuffle_seed=self.shuffle_seed, group_size=self.group_size,
+            table,
+            Report(),
+            context,
+            name=self.name,
+            shuffle_seed=self.shuffle_seed,
+            group_size=self.group_size,
             epochs=self.epochs,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +92,11 @@ class SimulatedGenerator(Generate):
     def traits(self) -> Traits:
         """What a graph is checked for."""
         return Traits(
-            temperature=self.temperature, in_flight=self.in_flight, max_tokens=self.max_tokens, slots=self.slots,
-        )  # fmt: skip
+            temperature=self.temperature,
+            in_flight=self.in_flight,
+            max_tokens=self.max_tokens,
+            slots=self.slots,
+        )
 
     @property
     def rollouts_per_prompt(self) -> int:
@@ -120,7 +139,8 @@ class _Drawing(Runtime):
         self._live: list[_Group] = []
 
     def room(self) -> int:
-        """Room while any source that may arrive has none waiting, as in the product: no source keeps another out."""
+        """Room while any source that may arrive has none waiting, as in the product: no source
+        keeps another out."""
         sources = self._admission.sources
         return max(0, 16 - min(len(sources.get(source, ())) for source in self._context.columns))
 
@@ -131,7 +151,10 @@ class _Drawing(Runtime):
             size = asked or self._operator.group_size
             lengths = lengths_of(group, size, self._operator.max_tokens)
             self._admission.add(
-                batch.source, _Group(group, least, batch.source, rows.slice(at, 1), batch, lengths, unstarted=size)
+                batch.source,
+                _Group(
+                    group, least, batch.source, rows.slice(at, 1), batch, lengths, unstarted=size
+                ),
             )
 
     def pending(self) -> int:
@@ -149,12 +172,18 @@ class _Drawing(Runtime):
         dropped = int(self._reader.note.get("dropped", 0))
         slots = self._operator.slots
         free = slots - sum(
-            len(row) < wanted for group in self._live for row, wanted in zip(group.drawn, group.lengths, strict=False)
+            len(row) < wanted
+            for group in self._live
+            for row, wanted in zip(group.drawn, group.lengths, strict=False)
         )
         for _, group, count in self._admission.start(
-            free=free, slots=slots, idle=not self._live, version=version, dropped=dropped,
+            free=free,
+            slots=slots,
+            idle=not self._live,
+            version=version,
+            dropped=dropped,
             fit=lambda group, wanted: wanted,
-        ):  # fmt: skip
+        ):
             if not group.drawn:
                 self._probe.starts(group.source, group.group_id, group.min_version, version)
                 self._live.append(group)
@@ -187,14 +216,22 @@ class _Drawing(Runtime):
         versions = np.concatenate([np.asarray(row, np.int32) for row in group.drawn])
         position = np.arange(size, dtype=np.int32)
         ragged = {
-            "tokens": np.full(count, group.group_id, np.int32), "mask": np.ones(count, bool),
-            "logprobs": np.zeros(count, np.float32), "versions": versions,
-        }  # fmt: skip
+            "tokens": np.full(count, group.group_id, np.int32),
+            "mask": np.ones(count, bool),
+            "logprobs": np.zeros(count, np.float32),
+            "versions": versions,
+        }
         made: dict[str, pa.Array] = {
-            "rollout_id": pa.array(group.group_id * size + position.astype(np.int64)), "position": pa.array(position),
-            "completion": rows.column(PROMPT), "finish_reason": STOP.slice(0, size), "error": NONE.slice(0, size),
-            **{name: pa.ListArray.from_arrays(offsets, pa.array(values)) for name, values in ragged.items()},
-        }  # fmt: skip
+            "rollout_id": pa.array(group.group_id * size + position.astype(np.int64)),
+            "position": pa.array(position),
+            "completion": rows.column(PROMPT),
+            "finish_reason": STOP.slice(0, size),
+            "error": NONE.slice(0, size),
+            **{
+                name: pa.ListArray.from_arrays(offsets, pa.array(values))
+                for name, values in ragged.items()
+            },
+        }
         columns = {**self._context.columns[group.source], **ROLLOUT_COLUMNS}
         arrays = [made[name] if name in made else rows.column(name) for name in columns]
         return pa.RecordBatch.from_arrays(arrays, schema=schema(columns))
@@ -206,7 +243,8 @@ def lengths_of(group: int, size: int, most: int) -> list[int]:
 
 
 def fails(group: int, filters: bool) -> bool:
-    """Whether a group is dropped, as if all of its rollouts had failed: one in 7, or all but one in 7."""
+    """Whether a group is dropped, as if all of its rollouts had failed: one in 7, or all but one in
+    7."""
     return (digest(group, 7) % 7 == 0) != filters
 
 
@@ -261,7 +299,12 @@ class _Scoring(Runtime):
         made = []
         for batch in ready:
             rewards = (batch.records.column(GROUP_ID).to_numpy() % 5).astype(np.float64)
-            made.append(Batch(batch.source, batch.records.append_column(self._operator.name, pa.array(rewards))))
+            made.append(
+                Batch(
+                    batch.source,
+                    batch.records.append_column(self._operator.name, pa.array(rewards)),
+                )
+            )
             batch.ack()
         return made
 

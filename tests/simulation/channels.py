@@ -1,4 +1,5 @@
-"""Senders and receivers of `transport.data` alone, in processes that crash over a network that breaks."""
+"""Senders and receivers of `transport.data` alone, in processes that crash over a network that
+breaks."""
 
 from collections import deque
 from random import Random
@@ -22,14 +23,16 @@ MOST_EVENTS = 100_000
 class ChannelWorld:
     """Some senders with items of their own, some receivers, and what has been done for good.
 
-    A sender that restarts sends again whatever is not done; a receiver does an item for good before it acknowledges.
-    """
+    A sender that restarts sends again whatever is not done; a receiver does an item for good before
+    it acknowledges."""
 
     def __init__(self, seed: int, *, keep_log: bool = False) -> None:
         random = Random(seed)
         self.seed, self.random, self.clock = seed, random, Clock()
         self.log: list[str] | None = [] if keep_log else None
-        weather = Weather(delay_s=random.choice((1e-4, 1e-3, 2e-2)), slow=random.choice((0.0, 0.02, 0.2)))
+        weather = Weather(
+            delay_s=random.choice((1e-4, 1e-3, 2e-2)), slow=random.choice((0.0, 0.02, 0.2))
+        )
         self.network = SimulatedNetwork(self.clock, random, weather)
         senders, receivers = random.randint(1, 3), random.choice((1, 1, 1, 2))
         self.expected = random.randint(1, senders)
@@ -37,9 +40,11 @@ class ChannelWorld:
         self.capacity = random.randint(2 * senders, 8 * senders)
         most = max(1, self.capacity // senders // 2)
         self.beyond = senders * (most - 1)
-        """Rows above the capacity: a batch that is larger than its sender's window travels alone."""
+        """Rows above the capacity: a batch that is larger than its sender's window travels
+        alone."""
         self.sizes = {
-            sender: [random.randint(1, most) for _ in range(random.randint(1, 12))] for sender in range(senders)
+            sender: [random.randint(1, most) for _ in range(random.randint(1, 12))]
+            for sender in range(senders)
         }
         self.message_bytes = (64 << 20, 200)[seed % 2]
         """Every other room's batches go in parts."""
@@ -49,9 +54,19 @@ class ChannelWorld:
         self.ways = [f"way-{index}" for index in range(receivers)]
         self.sending = [SendingProcess(self, index) for index in self.sizes]
         self.receiving = [ReceivingProcess(self, way) for way in self.ways]
-        self.processes = [*(one.process for one in self.sending), *(one.process for one in self.receiving)]
+        self.processes = [
+            *(one.process for one in self.sending),
+            *(one.process for one in self.receiving),
+        ]
         self._begin()
-        Nemesis(self.clock, random, lambda: self.network, lambda: self.processes, Trouble(points=20), self.say)
+        Nemesis(
+            self.clock,
+            random,
+            lambda: self.network,
+            lambda: self.processes,
+            Trouble(points=20),
+            self.say,
+        )
 
     def say(self, who: str, what: str) -> None:
         """A line of the log."""
@@ -76,7 +91,11 @@ class ChannelWorld:
         """Until all is done; raises Broken."""
         while not self.over:
             check(self._step(), "the world stands still", self.who_waits)
-            check(self.clock.events < MOST_EVENTS, "messages go back and forth without end", self.who_waits)
+            check(
+                self.clock.events < MOST_EVENTS,
+                "messages go back and forth without end",
+                self.who_waits,
+            )
             check(self.clock.now < LONGEST_S, f"not done after {LONGEST_S:.0f} s", self.who_waits)
             for one in self.receiving:
                 one.laws()
@@ -103,7 +122,9 @@ class SendingProcess:
 
     def __init__(self, world: ChannelWorld, index: int) -> None:
         self.world, self.index = world, index
-        self.process = Process(f"sender-{index}", world.clock, world.random, pace_s=world.random.choice((1e-3, 1e-2)))
+        self.process = Process(
+            f"sender-{index}", world.clock, world.random, pace_s=world.random.choice((1e-3, 1e-2))
+        )
         self.sender: Sender | None = None
         self.orders: dict[int, list[int]] = {}
         """By epoch, the items that were taken, in order."""
@@ -118,18 +139,27 @@ class SendingProcess:
         world, process = self.world, self.process
         if self.sender is None:
             self.left = deque(
-                item for item in range(len(world.sizes[self.index])) if (self.index, item) not in world.done
+                item
+                for item in range(len(world.sizes[self.index]))
+                if (self.index, item) not in world.done
             )
             self.order = self.orders[process.attempt] = []
             self.sender = Sender(
-                edge="edge", sender_id=process.name, epoch=process.attempt, schema=SCHEMA, receivers=world.ways,
-                network=world.network.of(process), clock=world.clock,
-            )  # fmt: skip
+                edge="edge",
+                sender_id=process.name,
+                epoch=process.attempt,
+                schema=SCHEMA,
+                receivers=world.ways,
+                network=world.network.of(process),
+                clock=world.clock,
+            )
         self.sender.poll()
         process.point()
         if self.left:
             item = self.left[0]
-            batch = pa.RecordBatch.from_arrays([pa.array([item] * world.sizes[self.index][item])], schema=SCHEMA)
+            batch = pa.RecordBatch.from_arrays(
+                [pa.array([item] * world.sizes[self.index][item])], schema=SCHEMA
+            )
             self.order.append(item)
             if not self.sender.send(batch):
                 self.order.pop()
@@ -144,14 +174,19 @@ class SendingProcess:
     @property
     def drained(self) -> bool:
         """Whether all is acknowledged."""
-        return self.process.alive and self.sender is not None and not self.left and self.sender.drained
+        return (
+            self.process.alive and self.sender is not None and not self.left and self.sender.drained
+        )
 
     def waits(self) -> str:
         """What it waits for."""
         if self.sender is None or not self.process.alive:
             return f"{self.process.name} is not there"
         unacknowledged = self.sender.unacknowledged
-        return f"{self.process.name} has {len(self.left)} items to send, {unacknowledged} batches unacknowledged"
+        return (
+            f"{self.process.name} has {len(self.left)} items to send, {unacknowledged} batches"
+            " unacknowledged"
+        )
 
 
 class ReceivingProcess:
@@ -159,7 +194,9 @@ class ReceivingProcess:
 
     def __init__(self, world: ChannelWorld, way: str) -> None:
         self.world, self.way = world, way
-        self.process = Process(f"receiver-{way}", world.clock, world.random, pace_s=world.random.choice((1e-3, 2e-2)))
+        self.process = Process(
+            f"receiver-{way}", world.clock, world.random, pace_s=world.random.choice((1e-3, 2e-2))
+        )
         self.receiver: Receiver | None = None
         self.held: list[tuple[int, int, Delivery]] = []
 
@@ -175,10 +212,16 @@ class ReceivingProcess:
             self.last: dict[tuple[int, int], int] = {}
             self.seen: set[tuple[int, int, int]] = set()
             self.receiver = Receiver(
-                edge="edge", schema=SCHEMA, address=self.way, capacity_rows=world.capacity, senders=world.expected,
+                edge="edge",
+                schema=SCHEMA,
+                address=self.way,
+                capacity_rows=world.capacity,
+                senders=world.expected,
                 max_message_bytes=world.message_bytes,
-                network=world.network.of(self.process), epoch=random.getrandbits(62), on_refused=self.refused,
-            )  # fmt: skip
+                network=world.network.of(self.process),
+                epoch=random.getrandbits(62),
+                on_refused=self.refused,
+            )
         moved = False
         for _ in range(random.randint(0, 3)):
             delivery = self.receiver.receive()
@@ -201,17 +244,35 @@ class ReceivingProcess:
         world = self.world
         sender, item = int(delivery.sender.split("-")[1]), delivery.batch["item"][0].as_py()
         stream = sender, delivery.epoch
-        world.say(self.process.name, f"takes item {item} of {delivery.sender} as {delivery.epoch}:{delivery.sequence}")
-        check(delivery.batch.num_rows == world.sizes[sender][item], f"item {item} of sender-{sender} has lost rows")
-        check((*stream, item) not in self.seen, f"item {item} of sender-{sender} is delivered twice")
+        world.say(
+            self.process.name,
+            f"takes item {item} of {delivery.sender} as {delivery.epoch}:{delivery.sequence}",
+        )
+        check(
+            delivery.batch.num_rows == world.sizes[sender][item],
+            f"item {item} of sender-{sender} has lost rows",
+        )
+        check(
+            (*stream, item) not in self.seen, f"item {item} of sender-{sender} is delivered twice"
+        )
         self.seen.add((*stream, item))
         last = self.last.get(stream, -1)
-        check(delivery.sequence > last, f"batch {delivery.sequence} of sender-{sender} comes after {last}")
+        check(
+            delivery.sequence > last,
+            f"batch {delivery.sequence} of sender-{sender} comes after {last}",
+        )
         self.last[stream] = delivery.sequence
         if world.in_order:
             order = world.sending[sender].orders[delivery.epoch]
-            check(order[delivery.sequence] == item, f"batch {delivery.sequence} of sender-{sender} is another item")
-            left_out = [one for one in order[last + 1 : delivery.sequence] if (sender, one) not in world.done]
+            check(
+                order[delivery.sequence] == item,
+                f"batch {delivery.sequence} of sender-{sender} is another item",
+            )
+            left_out = [
+                one
+                for one in order[last + 1 : delivery.sequence]
+                if (sender, one) not in world.done
+            ]
             check(not left_out, f"items {left_out} of sender-{sender} are left out")
         self.held.append((sender, item, delivery))
 

@@ -1,4 +1,5 @@
-"""The scheduler's control server in a simulated world, where there are no sockets and no forkserver."""
+"""The scheduler's control server in a simulated world, where there are no sockets and no
+forkserver."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,12 +56,15 @@ class Room:
     """Requests that nobody answered; whoever made them asks the next scheduler."""
 
     def is_fenced(self, process: Process) -> bool:
-        """Whether the scheduler has started another attempt of its worker, so that it can commit nothing."""
-        return isinstance(self.forks, Hosts) and process.attempt < self.forks.attempts.get(process.name, 0)
+        """Whether the scheduler has started another attempt of its worker, so that it can commit
+        nothing."""
+        return isinstance(self.forks, Hosts) and process.attempt < self.forks.attempts.get(
+            process.name, 0
+        )
 
     def waits(self, process: Process) -> bool:
-        """Whether a process stands still until the ledger's service can be reached, as some do; without a scheduler,
-        with which the service ends, all do."""
+        """Whether a process stands still until the ledger's service can be reached, as some do;
+        without a scheduler, with which the service ends, all do."""
         if isinstance(self.forks, Hosts) and not self.forks.is_led:
             process.stopped_until = self.clock.now + _LOOK_S
         apart_s = self.machines.apart(process.host, SCHEDULER)
@@ -69,8 +73,8 @@ class Room:
         return process.stopped_until > self.clock.now
 
     def may_write(self, process: Process) -> None:
-        """The ledger's service takes words of the newest attempts alone. Raises Crash where it is out of reach for too
-        long."""
+        """The ledger's service takes words of the newest attempts alone. Raises Crash where it is
+        out of reach for too long."""
         if self.machines.apart(process.host, SCHEDULER):
             process.die()
             raise Crash(process.name)
@@ -85,8 +89,11 @@ class SimulatedControlServer:
     number, lives, keys = 0, False, None
     sockets: Sequence[Path] = ()
 
-    def __init__(self, room: Room, handed: Sequence[Event] = (), alone_s: float = 0.0, *, keeps: bool = False) -> None:
-        """handed, alone_s: of workers that are taken over. keeps: whether decisions are written down first."""
+    def __init__(
+        self, room: Room, handed: Sequence[Event] = (), alone_s: float = 0.0, *, keeps: bool = False
+    ) -> None:
+        """handed, alone_s: of workers that are taken over. keeps: whether decisions are written
+        down first."""
         self.folder = self.left = room.folder
         self.handed, self.alone_s = handed, alone_s
         self.ahead: Callable[[], None] = lambda: None
@@ -118,7 +125,9 @@ class SimulatedControlServer:
         """The forkserver tells something of such a one."""
         self._events.append(event)
 
-    def wait(self, wait_s: float) -> tuple[list[Received], list[tuple[Client, Scale | SwapNode]], list[Event]]:
+    def wait(
+        self, wait_s: float
+    ) -> tuple[list[Received], list[tuple[Client, Scale | SwapNode]], list[Event]]:
         """What is sent, and what the forkserver tells; the world goes on meanwhile."""
         if self._outgoing and self._keeps:
             self._room.point()
@@ -133,7 +142,11 @@ class SimulatedControlServer:
         while not (self._received or self._requested or self._events) and clock.now < deadline:
             self._room.step()
             self._hear()
-        received, requested, events = list(self._received), list(self._requested), list(self._events)
+        received, requested, events = (
+            list(self._received),
+            list(self._requested),
+            list(self._events),
+        )
         for queue in (self._received, self._requested, self._events):
             queue.clear()
         return received, requested, events
@@ -173,7 +186,9 @@ class SimulatedControlServer:
         """From now on workers outlive the scheduler, where this world has another one."""
         self._outgoing.append(self._stay)
 
-    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
+    def spawn(
+        self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False
+    ) -> None:
         """Ask for a process."""
         if name.startswith(f"{swap_trial.NAME}-"):
             self._outgoing.append(lambda: self._swappers.try_(name, settings))
@@ -231,7 +246,9 @@ class SimulatedControlServer:
 class SimulatedHostsControlServer(SimulatedControlServer):
     """Over the product's `Agents`."""
 
-    def __init__(self, room: Room, agents: Agents, alone_s: float = 0.0, *, keeps: bool = False) -> None:
+    def __init__(
+        self, room: Room, agents: Agents, alone_s: float = 0.0, *, keeps: bool = False
+    ) -> None:
         self._agents = agents
         super().__init__(room, (), alone_s, keeps=keeps)
 

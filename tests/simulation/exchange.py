@@ -1,8 +1,8 @@
-"""What a scheduler has of its workers on one machine: lines, which break when it dies and find the next one by
-themselves, and the forkserver, which outlives it.
+"""What a scheduler has of its workers on one machine: lines, which break when it dies and find the
+next one by themselves, and the forkserver, which outlives it.
 
-As with ZeroMQ: what a worker says while nobody is there waits in its own memory; what the dead scheduler had received
-is lost; and a new scheduler reaches no worker before that has found it.
+As with ZeroMQ: what a worker says while nobody is there waits in its own memory; what the dead
+scheduler had received is lost; and a new scheduler reaches no worker before that has found it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Line:
             self._kept.append(item)
 
     def say(self, item: Any) -> None:
-        """The scheduler says something; nobody hears it where the worker has not found this scheduler."""
+        """The scheduler says something; nobody hears it where the worker has not found this
+        scheduler."""
         if self._down is not None:
             self._down.send(item)
 
@@ -71,7 +72,8 @@ class Line:
         self._up = self._down = None
 
     def cut(self) -> None:
-        """The worker is dead: of what it said the first words may still arrive, and none reaches it."""
+        """The worker is dead: of what it said the first words may still arrive, and none reaches
+        it."""
         self.cut_off = True
         self._kept.clear()
         for pipe in (self._up, self._down):
@@ -110,7 +112,9 @@ class Exchange:
         """A scheduler is there; the lines that wait for one find it, one after the other."""
         self._scheduler = scheduler
         for line in self._lines.values():
-            self._network.clock.after(RETURN_S * self._network.random.random(), partial(self._find, line, scheduler))
+            self._network.clock.after(
+                RETURN_S * self._network.random.random(), partial(self._find, line, scheduler)
+            )
 
     def lose(self) -> None:
         """The scheduler is dead."""
@@ -140,7 +144,9 @@ class _Child:
 class Forks:
     """The processes of one machine room."""
 
-    def __init__(self, clock: Clock, random: Random, fork: Callable[[str, Mapping[str, Any]], None]) -> None:
+    def __init__(
+        self, clock: Clock, random: Random, fork: Callable[[str, Mapping[str, Any]], None]
+    ) -> None:
         """fork: a process begins."""
         self._clock, self._random, self._fork = clock, random, fork
         self._children: dict[str, _Child] = {}
@@ -165,7 +171,8 @@ class Forks:
         self._clock.after(0.1 * self._random.random(), lambda: self._tell(name, child))
 
     def hand_over(self) -> list[Event]:
-        """Every worker, as it is, for a scheduler that takes them over; what was asked for before is done first."""
+        """Every worker, as it is, for a scheduler that takes them over; what was asked for before
+        is done first."""
         for request in list(self._waiting):
             self._start(request)
         handed = []

@@ -1,5 +1,5 @@
-"""Wishes while a run goes on, from the seed: for more or fewer replicas, and when all of them are fulfilled; for other
-scorers, and which somebody was told to have got."""
+"""Wishes while a run goes on, from the seed: for more or fewer replicas, and when all of them are
+fulfilled; for other scorers, and which somebody was told to have got."""
 
 from __future__ import annotations
 
@@ -30,10 +30,16 @@ class Guests:
     """Asks for replicas of some nodes, as somebody does with `dataflow scale`."""
 
     def __init__(
-        self, clock: Clock, random: Random, nodes: Mapping[str, int], ask: Callable[[Scale], None],
-        *, over_s: float,
-    ) -> None:  # fmt: skip
-        """nodes: replicas that each begins with. ask: takes a request to the scheduler. over_s: wishes come in time."""
+        self,
+        clock: Clock,
+        random: Random,
+        nodes: Mapping[str, int],
+        ask: Callable[[Scale], None],
+        *,
+        over_s: float,
+    ) -> None:
+        """nodes: replicas that each begins with. ask: takes a request to the scheduler. over_s:
+        wishes come in time."""
         self._random, self._nodes, self._ask = random, nodes, ask
         self.wished: dict[str, int] = {}
         """By node, since the run was last taken up."""
@@ -45,7 +51,11 @@ class Guests:
         """Whether nobody is on the way, in or out, and all is as it was wished."""
         found = {node: scaling.replicas(table, node) for node in self._nodes}
         settled = not any(counts["joining"] or counts["leaving"] for counts in found.values())
-        return not self._to_come and settled and all(found[node]["live"] == n for node, n in self.wished.items())
+        return (
+            not self._to_come
+            and settled
+            and all(found[node]["live"] == n for node, n in self.wished.items())
+        )
 
     def forget(self) -> None:
         """The run is taken up again with the replicas of its plan."""
@@ -60,7 +70,8 @@ class Guests:
 
 
 class Swappers:
-    """Ask for other scorers, as somebody does with `dataflow swap`; play the processes that try them."""
+    """Ask for other scorers, as somebody does with `dataflow swap`; play the processes that try
+    them."""
 
     def __init__(self, world: World, *, over_s: float) -> None:
         """over_s: they come in time."""
@@ -74,9 +85,16 @@ class Swappers:
 
     def try_(self, name: str, settings: Mapping[str, Any]) -> None:
         """A process tries an operator: in time or not, or it ends without a word."""
-        world, outcome, takes_s = self._world, self._random.random(), 3.0 * self._random.random() ** 4
+        world, outcome, takes_s = (
+            self._world,
+            self._random.random(),
+            3.0 * self._random.random() ** 4,
+        )
         exited = {"event": "exited", "name": name, "pid": 1, "status": -9}
-        fits, does_not = Swap(**settings["tries"]), Tried(attempt=0, swap=None, error="it does not fit")
+        fits, does_not = (
+            Swap(**settings["tries"]),
+            Tried(attempt=0, swap=None, error="it does not fit"),
+        )
         if outcome < 0.1:
             world.clock.after(takes_s, lambda: world.server.note(exited))
         elif outcome < 0.95:
@@ -90,16 +108,28 @@ class Swappers:
         world.say("somebody", f"is told {reply}")
         swaps = world.scheduler.table.swaps
         if isinstance(reply, Swapped) and not swaps.worker:
-            self._told, numbers = swaps.made[-1].number, [swap.number for swap in recorded(world.ledger.facts())]
-            check(self._told in numbers, f"swap {self._told} is at work, but not on record, only {numbers}")
+            self._told, numbers = (
+                swaps.made[-1].number,
+                [swap.number for swap in recorded(world.ledger.facts())],
+            )
+            check(
+                self._told in numbers,
+                f"swap {self._told} is at work, but not on record, only {numbers}",
+            )
 
     def start(self, name: str, settings: Mapping[str, Any]) -> None:
         """A worker starts: with what somebody was told that it would, whoever has died since."""
         world = self._world
         assert world.scheduler is not None
-        if name.startswith("reward-") and settings["attempt"] == world.scheduler.table.workers[name].attempt:
+        if (
+            name.startswith("reward-")
+            and settings["attempt"] == world.scheduler.table.workers[name].attempt
+        ):
             runs = max((swap["number"] for swap in settings["swaps"]), default=0)
-            check(runs >= self._told, f"'{name}' starts with swap {runs}, but was told to have {self._told}")
+            check(
+                runs >= self._told,
+                f"'{name}' starts with swap {runs}, but was told to have {self._told}",
+            )
 
     def _ask(self, request: SwapNode) -> None:
         world = self._world

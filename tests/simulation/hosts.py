@@ -1,7 +1,8 @@
-"""The hosts of a simulated world: an agent on each, which plays the product's, and speaks to the product's `Agents`.
+"""The hosts of a simulated world: an agent on each, which plays the product's, and speaks to the
+product's `Agents`.
 
-Connections are those of the simulated network: what is under way over a cut link waits, and is lost with the connection
-where the cut lasts; both ends number what they say, as the product does.
+Connections are those of the simulated network: what is under way over a cut link waits, and is lost
+with the connection where the cut lasts; both ends number what they say, as the product does.
 """
 
 from __future__ import annotations
@@ -152,7 +153,10 @@ class _Agent:
         if self._up is not None:
             self._up.cut()
             self._up = None
-        if self._router is not None and (down := self._router.lines.pop(self.identity, None)) is not None:
+        if (
+            self._router is not None
+            and (down := self._router.lines.pop(self.identity, None)) is not None
+        ):
             down.cut()
 
     def _beat(self) -> None:
@@ -161,7 +165,9 @@ class _Agent:
             return
         now = hosts.clock.now
         apart = hosts.network.machines.apart(self.host.name, SCHEDULER) > 0
-        self._apart_since = (now if self._apart_since is None else self._apart_since) if apart else None
+        self._apart_since = (
+            (now if self._apart_since is None else self._apart_since) if apart else None
+        )
         if self._apart_since is not None and now - self._apart_since >= GIVEN_UP_S:
             self.lose()
         if now - max(self._heard, self._sought) > SEEK_S:
@@ -179,7 +185,13 @@ class _Agent:
 
     def _connect(self, apart: bool) -> None:
         hosts, router, name = self._hosts, self._router, self.host.name
-        if self._up is not None or apart or router is None or not hosts.is_led or router is not hosts.router:
+        if (
+            self._up is not None
+            or apart
+            or router is None
+            or not hosts.is_led
+            or router is not hosts.router
+        ):
             return
 
         def arrive(frames: Frames) -> None:
@@ -188,11 +200,16 @@ class _Agent:
         self._up = Pipe(hosts.network, arrive, name, SCHEDULER)
         router.lines[self.identity] = down = Pipe(
             hosts.network, lambda frames: self._hear(down, frames), SCHEDULER, name
-        )  # fmt: skip
+        )
 
     def _hear(self, down: Pipe, frames: Frames) -> None:
         router, now = self._router, self._hosts.clock.now
-        if not self.alive or self._hosts.closed or router is None or router.lines.get(self.identity) is not down:
+        if (
+            not self.alive
+            or self._hosts.closed
+            or router is None
+            or router.lines.get(self.identity) is not down
+        ):
             return
         self._heard = now
         message = self._numbered.take(frames, now)
@@ -224,10 +241,18 @@ class _Agent:
 
     def _join(self) -> None:
         host = self.host
-        self._say(Join(
-            name=host.name, cpus=host.cpus, address=host.name, sockets="", folder="", pid=1, versions=versions(),
-            digest=self._built,
-        ))  # fmt: skip
+        self._say(
+            Join(
+                name=host.name,
+                cpus=host.cpus,
+                address=host.name,
+                sockets="",
+                folder="",
+                pid=1,
+                versions=versions(),
+                digest=self._built,
+            )
+        )
 
     def _beaten(self) -> None:
         for name in list(self._beats):
@@ -242,11 +267,17 @@ class _Agent:
         """Without a scheduler it waits for the next one."""
         if self._messages and self.alive and self._hosts.clock.now - self._heard < SEEK_S:
             messages, self._messages = self._messages, []
-            self._say(FromWorkers(names=[name for name, _ in messages], messages=[said for _, said in messages]))
+            self._say(
+                FromWorkers(
+                    names=[name for name, _ in messages], messages=[said for _, said in messages]
+                )
+            )
 
     def _say(self, message: FromAgent) -> None:
         now = self._hosts.clock.now
-        self._send(self._numbered.frames(FROM_AGENT.encode(message), now, is_kept=not is_repeated(message)))
+        self._send(
+            self._numbered.frames(FROM_AGENT.encode(message), now, is_kept=not is_repeated(message))
+        )
 
     def _send(self, frames: Frames) -> None:
         if self._up is not None:
@@ -257,11 +288,25 @@ class Hosts:
     """All of them; in the place of `Forks` and of `Exchange`."""
 
     def __init__(
-        self, clock: Clock, random: Random, network: SimulatedNetwork, hosts: Sequence[Host],
-        fork: Callable[[str, Mapping[str, Any]], None], end: Callable[[str, str], None], step: Callable[[], None],
-    ) -> None:  # fmt: skip
-        """fork: a process begins. end: one ends, by name and host. step: lets the next event happen."""
-        self.clock, self.random, self.network, self.fork, self.end, self._step = clock, random, network, fork, end, step
+        self,
+        clock: Clock,
+        random: Random,
+        network: SimulatedNetwork,
+        hosts: Sequence[Host],
+        fork: Callable[[str, Mapping[str, Any]], None],
+        end: Callable[[str, str], None],
+        step: Callable[[], None],
+    ) -> None:
+        """fork: a process begins. end: one ends, by name and host. step: lets the next event
+        happen."""
+        self.clock, self.random, self.network, self.fork, self.end, self._step = (
+            clock,
+            random,
+            network,
+            fork,
+            end,
+            step,
+        )
         self.attempts: dict[str, int] = {}
         """By worker, the newest."""
         self.stays = self.closed = self.is_led = False
@@ -306,8 +351,8 @@ class Hosts:
             self.clock.after(0.1 * self.random.random(), lambda: agent.exited(name))
 
     def die(self, host: str, back_s: float, *, is_told: bool) -> None:
-        """A host dies with all that it has; another agent is there so much later. is_told: the scheduler's end sees
-        that the connection is closed."""
+        """A host dies with all that it has; another agent is there so much later. is_told: the
+        scheduler's end sees that the connection is closed."""
         agent = self._agents[host]
         if not agent.alive:
             return

@@ -1,5 +1,5 @@
-"""What goes wrong, and when: crashes at any point, processes that hang, connections that break, and the end of them
-all at once; all from the seed."""
+"""What goes wrong, and when: crashes at any point, processes that hang, connections that break, and
+the end of them all at once; all from the seed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,19 +33,32 @@ class Nemesis:
     """Plans the faults of one seed and carries them out."""
 
     def __init__(
-        self, clock: Clock, random: Random, network: Callable[[], SimulatedNetwork],
-        victims: Callable[[], Sequence[Process]], trouble: Trouble, say: Callable[[str, str], None],
-    ) -> None:  # fmt: skip
+        self,
+        clock: Clock,
+        random: Random,
+        network: Callable[[], SimulatedNetwork],
+        victims: Callable[[], Sequence[Process]],
+        trouble: Trouble,
+        say: Callable[[str, str], None],
+    ) -> None:
         """network, victims: those of the moment; where there are no victims, nothing happens."""
-        self._random, self._network, self._victims, self._trouble = random, network, victims, trouble
+        self._random, self._network, self._victims, self._trouble = (
+            random,
+            network,
+            victims,
+            trouble,
+        )
         self._clock, self._say = clock, say
         for _ in range(random.randint(0, trouble.faults)):
             clock.after(random.random() * trouble.over_s, self._strike)
 
     def strike_soon(self, within_s: float, favourites: Callable[[], Sequence[Process]]) -> None:
-        """One fault more, as something has begun that it may come in the midst of; most often to one of those."""
+        """One fault more, as something has begun that it may come in the midst of; most often to
+        one of those."""
         of = self._victims if self._random.random() < 0.3 else favourites
-        self._clock.after(self._random.random() * within_s, lambda: self._strike(of() if self._victims() else ()))
+        self._clock.after(
+            self._random.random() * within_s, lambda: self._strike(of() if self._victims() else ())
+        )
 
     def _strike(self, of: Sequence[Process] | None = None) -> None:
         random, victims = self._random, self._victims() if of is None else of
@@ -72,14 +85,28 @@ class Nemesis:
 
 
 class Blackouts:
-    """Plans the moments at which the scheduler and all workers die at once: between two turns, or at a touch of one."""
+    """Plans the moments at which the scheduler and all workers die at once: between two turns, or
+    at a touch of one."""
 
     def __init__(
-        self, clock: Clock, random: Random, everybody: Callable[[], Sequence[Process]], go_dark: Callable[[], None],
-        say: Callable[[str, str], None], *, over_s: float, points: int = 40,
-    ) -> None:  # fmt: skip
+        self,
+        clock: Clock,
+        random: Random,
+        everybody: Callable[[], Sequence[Process]],
+        go_dark: Callable[[], None],
+        say: Callable[[str, str], None],
+        *,
+        over_s: float,
+        points: int = 40,
+    ) -> None:
         """everybody: the processes of the moment, the scheduler's first. go_dark: ends them all."""
-        self._random, self._everybody, self._go_dark, self._say, self._points = random, everybody, go_dark, say, points
+        self._random, self._everybody, self._go_dark, self._say, self._points = (
+            random,
+            everybody,
+            go_dark,
+            say,
+            points,
+        )
         for _ in range(random.choice((1, 1, 2))):
             clock.after(random.random() ** 2 * over_s, self._strike)
 
@@ -91,7 +118,10 @@ class Blackouts:
         else:
             first = random.choice(everybody) if kind == "worker" else everybody[0]
             points = random.randint(0, self._points)
-            self._say(first.name, f"will die at its touch {points} of the outside, and all the others with it")
+            self._say(
+                first.name,
+                f"will die at its touch {points} of the outside, and all the others with it",
+            )
             first.on_death.append(self._go_dark)
             first.light(points)
 
@@ -100,11 +130,23 @@ class SchedulerDeaths:
     """Plans the moments at which the scheduler dies alone, whichever it is then."""
 
     def __init__(
-        self, clock: Clock, random: Random, chair: Callable[[], Process], say: Callable[[str, str], None],
-        *, over_s: float, points: int = 30,
-    ) -> None:  # fmt: skip
+        self,
+        clock: Clock,
+        random: Random,
+        chair: Callable[[], Process],
+        say: Callable[[str, str], None],
+        *,
+        over_s: float,
+        points: int = 30,
+    ) -> None:
         """chair: where the scheduler of the moment sits."""
-        self._clock, self._random, self._chair, self._say, self._points = clock, random, chair, say, points
+        self._clock, self._random, self._chair, self._say, self._points = (
+            clock,
+            random,
+            chair,
+            say,
+            points,
+        )
         self._left = MOST_SCHEDULERS
         for _ in range(random.choice((1, 1, 2, 3))):
             self.strike_soon(2.0 + over_s)
@@ -128,14 +170,20 @@ class SchedulerDeaths:
 
 
 class HostTrouble:
-    """Plans what becomes of hosts: they die, and come back; links are cut, for less or more than the limits, in one
-    direction or both; some are slow."""
+    """Plans what becomes of hosts: they die, and come back; links are cut, for less or more than
+    the limits, in one direction or both; some are slow."""
 
     def __init__(
-        self, clock: Clock, random: Random, network: Callable[[], SimulatedNetwork],
+        self,
+        clock: Clock,
+        random: Random,
+        network: Callable[[], SimulatedNetwork],
         agents: Callable[[], Hosts | None],
-        everybody: Callable[[], Sequence[Process]], say: Callable[[str, str], None], *, over_s: float,
-    ) -> None:  # fmt: skip
+        everybody: Callable[[], Sequence[Process]],
+        say: Callable[[str, str], None],
+        *,
+        over_s: float,
+    ) -> None:
         """agents: those of the moment; None: nothing happens yet."""
         self._clock, self._random, self._network, self._agents = clock, random, network, agents
         self._everybody, self._say = everybody, say
@@ -147,7 +195,8 @@ class HostTrouble:
             clock.after(random.random() * 2 * over_s, self._strike)
 
     def cut_off(self, process: Process) -> None:
-        """The host of a process is cut off for longer than the limits, now; the process goes on afterwards."""
+        """The host of a process is cut off for longer than the limits, now; the process goes on
+        afterwards."""
         agents, for_s = self._agents(), 4.0 + 4.0 * self._random.random()
         if agents is not None and self._left:
             self._left -= 1
@@ -185,7 +234,9 @@ class HostTrouble:
             self._say("host " + host, f"is {kind} for {for_s:.3f} s from {to}")
             self._cut(host, to, for_s, hears=kind != "mute", speaks=kind != "deaf")
 
-    def _cut(self, host: str, others: Sequence[str], for_s: float, *, hears: bool, speaks: bool) -> None:
+    def _cut(
+        self, host: str, others: Sequence[str], for_s: float, *, hears: bool, speaks: bool
+    ) -> None:
         """hears, speaks: whether what it hears, or says, is cut."""
         network, until = self._network(), self._clock.now + for_s
         for process in self._everybody():

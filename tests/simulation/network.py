@@ -1,8 +1,9 @@
-"""A seeded network for `transport.data`: delays, connections that break and lose what was under way.
+"""A seeded network for `transport.data`: delays, connections that break and lose what was under
+way.
 
-Within one connection nothing is reordered, as with TCP and ipc. Like a ZeroMQ socket, an end keeps what it is given
-while there is no connection, and what was read from a connection before it broke may be heard after that news.
-"""
+Within one connection nothing is reordered, as with TCP and ipc. Like a ZeroMQ socket, an end keeps
+what it is given while there is no connection, and what was read from a connection before it broke
+may be heard after that news."""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -68,7 +69,11 @@ class Machines:
 
     def opens(self, from_: str, to: str) -> float:
         """When something can pass from one to the other; now, where nothing is cut."""
-        return max(self._clock.now, self._cut.get((from_, to), 0.0)) if from_ != to else self._clock.now
+        return (
+            max(self._clock.now, self._cut.get((from_, to), 0.0))
+            if from_ != to
+            else self._clock.now
+        )
 
     def apart(self, one: str, other: str) -> float:
         """Seconds until both can speak to each other again; 0 where they can."""
@@ -80,10 +85,15 @@ class Machines:
 
 
 class Pipe:
-    """One direction of one connection: messages arrive in order, each after a delay, until it breaks."""
+    """One direction of one connection: messages arrive in order, each after a delay, until it
+    breaks."""
 
     def __init__(
-        self, network: "SimulatedNetwork", deliver: Callable[[Any], None], from_: str = "", to: str = ""
+        self,
+        network: "SimulatedNetwork",
+        deliver: Callable[[Any], None],
+        from_: str = "",
+        to: str = "",
     ) -> None:
         """from_, to: hosts."""
         self._network, self._deliver, self._from, self._to = network, deliver, from_, to
@@ -116,7 +126,9 @@ class Pipe:
     def _arrive(self) -> None:
         wait_s = self._network.machines.opens(self._from, self._to) - self._network.clock.now
         if wait_s > 0:  # and until it is tried again, which other connections do sooner or later
-            self._network.clock.after(min(wait_s, RETRY_S) + RETRY_S * self._network.random.random(), self._arrive)
+            self._network.clock.after(
+                min(wait_s, RETRY_S) + RETRY_S * self._network.random.random(), self._arrive
+            )
         elif self._under_way:
             self._deliver(self._under_way.popleft())
 
@@ -125,14 +137,19 @@ class Wire:
     """What lies between a connection and a listener while both are there."""
 
     def __init__(
-        self, network: "SimulatedNetwork", connection: "SimulatedConnection", listener: "SimulatedListener", token: int
+        self,
+        network: "SimulatedNetwork",
+        connection: "SimulatedConnection",
+        listener: "SimulatedListener",
+        token: int,
     ) -> None:
         self.connection, self.listener, self.token = connection, listener, token
         self.hosts = (connection.host, listener.host)
         self.forth = Pipe(network, listener.arrive, *self.hosts)
         self.back = Pipe(network, connection.hear, *reversed(self.hosts))
         self.swallows = network.random.randrange(3)
-        """After it broke, and before the connection notices, so many messages go nowhere; later ones are kept."""
+        """After it broke, and before the connection notices, so many messages go nowhere; later
+        ones are kept."""
 
     @property
     def whole(self) -> bool:
@@ -178,7 +195,10 @@ class SimulatedNetwork:
         """A wire breaks; its connection notices later."""
         if wire.whole:
             wire.cut()
-            self.clock.after(self.weather.notice_s * 2 * self.random.random(), lambda: wire.connection.noticed(wire))
+            self.clock.after(
+                self.weather.notice_s * 2 * self.random.random(),
+                lambda: wire.connection.noticed(wire),
+            )
 
 
 class NetworkOf:
@@ -192,10 +212,14 @@ class NetworkOf:
         self._process.point()
         return SimulatedConnection(self._network, self._process, address)
 
-    def listen(self, address: str, *, max_message_bytes: int, queue_messages: int) -> "SimulatedListener":
+    def listen(
+        self, address: str, *, max_message_bytes: int, queue_messages: int
+    ) -> "SimulatedListener":
         """Listen at an address."""
         self._process.point()
-        return SimulatedListener(self._network, self._process, address.replace("ipc://", f"ipc://{self._process.host}"))
+        return SimulatedListener(
+            self._network, self._process, address.replace("ipc://", f"ipc://{self._process.host}")
+        )
 
 
 class SimulatedConnection:
@@ -248,7 +272,9 @@ class SimulatedConnection:
             self._wire = None
             self._news.append(ConnectionEvent.LOST)
             self._process.wake()
-            self._network.clock.after(self._network.weather.notice_s * self._network.random.random(), self._connect)
+            self._network.clock.after(
+                self._network.weather.notice_s * self._network.random.random(), self._connect
+            )
 
     def wait(self, timeout_s: float) -> None:
         """Nobody waits here: time passes between events."""
@@ -265,7 +291,8 @@ class SimulatedConnection:
         listener = self._network.listeners.get(self.address)
         if listener is None or self._network.machines.apart(self.host, listener.host):
             self._network.clock.after(
-                self._network.weather.notice_s * (0.5 + self._network.random.random()), self._connect
+                self._network.weather.notice_s * (0.5 + self._network.random.random()),
+                self._connect,
             )
             return
         self._wire = self._network.connect(self, listener)
@@ -276,7 +303,9 @@ class SimulatedConnection:
 
     def _send(self, message: Message, payload: Any) -> None:
         assert self._wire is not None
-        self._wire.forth.send(Arrival(connection=self._wire.token, message=message, payload=payload))
+        self._wire.forth.send(
+            Arrival(connection=self._wire.token, message=message, payload=payload)
+        )
 
 
 class SimulatedListener:
@@ -321,7 +350,10 @@ class SimulatedListener:
     def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
         """The batch, checked as if it had come from elsewhere."""
         which = (message.sender, message.epoch, message.sequence)
-        if which not in self._spared and self._network.random.random() < self._network.weather.damage:
+        if (
+            which not in self._spared
+            and self._network.random.random() < self._network.weather.damage
+        ):
             self._spared.add(which)
             raise FrameError(DAMAGED)
         batch = cast(pa.RecordBatch, body)

@@ -33,7 +33,8 @@ class Probe:
 
     @property
     def _is_nobodys(self) -> bool:
-        """Whether another attempt has taken its place: what it does then counts nowhere, and it cannot commit."""
+        """Whether another attempt has taken its place: what it does then counts nowhere, and it
+        cannot commit."""
         return self._world.room.is_fenced(self._process)
 
     def point(self) -> None:
@@ -52,22 +53,31 @@ class Probe:
     # the generator
 
     def starts(self, source: str, group: int, least: int, version: int) -> None:
-        """A group starts to be generated: not again where it is kept, and not too far ahead of the trainer."""
+        """A group starts to be generated: not again where it is kept, and not too far ahead of the
+        trainer."""
         world, shape = self._world, self._world.shape
         if self._is_nobodys:
             return
-        check(version >= least, f"group {group} of '{source}' starts under version {version} instead of {least}")
+        check(
+            version >= least,
+            f"group {group} of '{source}' starts under version {version} instead of {least}",
+        )
         if source != TRAINED:
             world.say(self._process.name, f"starts group {group} of {source}")
             return
         world.say(self._process.name, f"starts group {group}")
         if group in world.trained or group in world.given_up:
             return  # it had gone to another replica too, before its source died
-        given_up = sum(other in world.given_up or fails(other, shape.filters) for other in range(group + 1))
+        given_up = sum(
+            other in world.given_up or fails(other, shape.filters) for other in range(group + 1)
+        )
         step = (group - given_up) // shape.prompts_per_step
         ahead = step > version + shape.max_staleness and self.watches_admission
         check(not ahead, f"group {group} of step {step + 1} starts under version {version}")
-        check(group not in world.kept, f"group {group} is generated again, though it was finished and kept")
+        check(
+            group not in world.kept,
+            f"group {group} is generated again, though it was finished and kept",
+        )
 
     def adopted(self, before: int, after: int) -> None:
         """A reader took a version that is recorded, and none older than it had."""
@@ -78,7 +88,10 @@ class Probe:
         """Under weights of a version tokens are drawn: they are what was published."""
         known = self._world.contents.get(version)
         check(held[0] == version, f"a reader holds version {held[0]} and calls it {version}")
-        check(known is None or held[1] == known, f"a reader holds another version {version} than was published")
+        check(
+            known is None or held[1] == known,
+            f"a reader holds another version {version} than was published",
+        )
 
     # the evaluation
 
@@ -113,20 +126,32 @@ class Probe:
         check(version == newest, f"version {version} is published after {newest} was recorded")
 
     def commits(self, step: int, content: int, rows: pa.Table, groups: Sequence[int]) -> None:
-        """A step is about to be recorded: whole groups, none of them for the second time, none too old."""
+        """A step is about to be recorded: whole groups, none of them for the second time, none too
+        old."""
         world, size = self._world, self._world.shape.group_size
         world.say(self._process.name, f"commits step {step} of groups {groups}")
         self._about_to_train = list(groups)
         if self._is_nobodys:
             return
-        check(step == world.newest_committed + 1, f"step {step} is committed after {world.newest_committed}")
-        check(list(groups) == sorted(set(groups)), f"step {step} trains groups {groups} out of order")
+        check(
+            step == world.newest_committed + 1,
+            f"step {step} is committed after {world.newest_committed}",
+        )
+        check(
+            list(groups) == sorted(set(groups)), f"step {step} trains groups {groups} out of order"
+        )
         twice = [group for group in groups if group in world.trained]
         last = max(world.trained, default=-1)
         check(not twice, f"groups {twice} are trained again at step {step}")
         check(groups[0] > last, f"step {step} trains groups {groups} after group {last}")
-        check(rows.column(GROUP_ID).to_pylist() == [g for g in groups for _ in range(size)], "a group has lost rows")
-        check(rows.column(POSITION).to_pylist() == [*range(size)] * len(groups), "a group has lost a rollout")
+        check(
+            rows.column(GROUP_ID).to_pylist() == [g for g in groups for _ in range(size)],
+            "a group has lost rows",
+        )
+        check(
+            rows.column(POSITION).to_pylist() == [*range(size)] * len(groups),
+            "a group has lost a rollout",
+        )
         oldest = int(oldest_versions(rows.column(VERSIONS)).min())
         age = step - 1 - oldest
         check(age <= world.shape.max_staleness, f"step {step} trains tokens {age} versions old")
@@ -134,7 +159,8 @@ class Probe:
     def committed(self, node: str, step: int, **facts: Any) -> None:
         """It is recorded."""
         check(
-            not self._is_nobodys, f"attempt {self._process.attempt} of '{node}' commits step {step}, and is another's"
+            not self._is_nobodys,
+            f"attempt {self._process.attempt} of '{node}' commits step {step}, and is another's",
         )
         self._world.newest_committed = step
         self._world.trained.update(dict.fromkeys(self._about_to_train, step))
@@ -150,4 +176,6 @@ class Probe:
         world.newest_committed = step
         world.trained = {group: at for group, at in world.trained.items() if at <= step}
         world.given_up = {group: at for group, at in world.given_up.items() if at <= step}
-        world.contents = {version: content for version, content in world.contents.items() if version <= step}
+        world.contents = {
+            version: content for version, content in world.contents.items() if version <= step
+        }

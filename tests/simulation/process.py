@@ -1,4 +1,5 @@
-"""A simulated process: takes turns, sleeps until something arrives, and may die at every touch of the outside."""
+"""A simulated process: takes turns, sleeps until something arrives, and may die at every touch of
+the outside."""
 
 from collections.abc import Callable
 from random import Random
@@ -7,7 +8,8 @@ from .clock import Clock
 
 
 class Crash(BaseException):
-    """SIGKILL at this point; a BaseException, so that no handler of the product takes it for an error."""
+    """SIGKILL at this point; a BaseException, so that no handler of the product takes it for an
+    error."""
 
 
 class Process:
@@ -16,7 +18,9 @@ class Process:
     body: one turn of the program, True when anything moved; set anew at each start.
     """
 
-    def __init__(self, name: str, clock: Clock, random: Random, *, pace_s: float, nap_s: float = 0.4) -> None:
+    def __init__(
+        self, name: str, clock: Clock, random: Random, *, pace_s: float, nap_s: float = 0.4
+    ) -> None:
         """pace_s: about as long as a turn takes; nap_s: an idle process looks around that often."""
         self.name = name
         self.clock = clock

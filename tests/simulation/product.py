@@ -1,4 +1,5 @@
-"""The places of the product that a simulated world takes: its sockets, its control server, what leaves a process."""
+"""The places of the product that a simulated world takes: its sockets, its control server, what
+leaves a process."""
 
 from __future__ import annotations
 
@@ -44,12 +45,18 @@ def product(world: World) -> Iterator[None]:
 
     with _replaced(
         (ports, "SocketNetwork", network),
-        (agents, "AgentsSocket", lambda listen, keys, number: SimulatedAgentsSocket(world.hosts, number)),
-        (control, "ControlServer", lambda *_, **__: world.server), (finished.Finished, "append", appended),
+        (
+            agents,
+            "AgentsSocket",
+            lambda listen, keys, number: SimulatedAgentsSocket(world.hosts, number),
+        ),
+        (control, "ControlServer", lambda *_, **__: world.server),
+        (finished.Finished, "append", appended),
         (resume, "_ledger", lambda folder, _: opened(folder.ledger)),
         (prompt_runtime, "ROWS_AT_ONCE", world.at_once),
-        (policy, "Scorer", SimulatedScorer), (host, "Scorer", SimulatedScorer),
-    ):  # fmt: skip
+        (policy, "Scorer", SimulatedScorer),
+        (host, "Scorer", SimulatedScorer),
+    ):
         yield
 
 

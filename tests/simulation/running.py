@@ -19,9 +19,12 @@ def having(*features: str) -> Kind:
 
 
 def hold(kind: Kind, seeds: Iterable[int]) -> None:
-    """All laws hold for these seeds. AssertionError: which does not, and the command that repeats it."""
+    """All laws hold for these seeds. AssertionError: which does not, and the command that repeats
+    it."""
     law, seed = first_broken(kind, seeds)
-    assert law is None, f"{law}\nrepeat it with: python -m tests.simulation --seed {seed}{_options(kind)}"
+    assert law is None, (
+        f"{law}\nrepeat it with: python -m tests.simulation --seed {seed}{_options(kind)}"
+    )
 
 
 def first_broken(kind: Kind, seeds: Iterable[int]) -> tuple[str | None, int]:
@@ -38,7 +41,9 @@ def first_broken(kind: Kind, seeds: Iterable[int]) -> tuple[str | None, int]:
 def notice(kind: Kind, seeds: range, found: str) -> None:
     """One of the seeds breaks a law, and says so in words that `found` matches."""
     law, _ = first_broken(kind, seeds)
-    assert law is not None, f"no seed from {seeds.start} to {seeds.stop - 1} noticed it; look for one in others"
+    assert law is not None, (
+        f"no seed from {seeds.start} to {seeds.stop - 1} noticed it; look for one in others"
+    )
     assert re.search(found, law), law
 
 

@@ -1,4 +1,5 @@
-"""What kind of run a seed gets: its graph, its plan, and the empty run folder that it begins with."""
+"""What kind of run a seed gets: its graph, its plan, and the empty run folder that it begins
+with."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 FEATURES = {"evaluation": 0.2, "scaling": 0.15, "resume": 0.2, "successor": 0.25, "filter": 0.05}
 """What a run may have beside its steps, and how many of all have it."""
 HOSTS, HOSTED = "hosts", 0.15
-"""The feature of a run over several hosts, which no other seed draws for, and how many of all have it."""
+"""The feature of a run over several hosts, which no other seed draws for, and how many of all have
+it."""
 SWAPS = "swaps"
 """The feature of a run whose scorer is swapped, which no seed draws: it has to be asked for."""
 
@@ -63,7 +65,8 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        """Rollouts that a generator draws at once: many groups travel together where most are dropped."""
+        """Rollouts that a generator draws at once: many groups travel together where most are
+        dropped."""
         return 48 if self.filters else 4
 
     @classmethod
@@ -75,18 +78,26 @@ class Shape:
         heavy = random.random() < (0.5 if scales else 0.15)
         filters = "filter" in features
         return cls(
-            group_size=random.choice((1, 2, 3)), prompts_per_step=random.choice((1, 2, 3)) * (6 if filters else 1),
-            max_staleness=random.choice((0, 1, 2)), steps=2 if filters else random.randint(2, 5),
+            group_size=random.choice((1, 2, 3)),
+            prompts_per_step=random.choice((1, 2, 3)) * (6 if filters else 1),
+            max_staleness=random.choice((0, 1, 2)),
+            steps=2 if filters else random.randint(2, 5),
             generators=random.choice((1, 1, 2)),
             checkpoint_every=random.choice((1, 2, 3)),
-            scorers=random.choice((1, 2)) if heavy and SWAPS not in features else 0, swaps=SWAPS in features,
-            every_steps=random.choice((1, 2, 3)) * evaluates, questions=random.randint(1, 5) * evaluates,
-            answers=random.choice((1, 2)) * evaluates, scales=scales, resumes="resume" in features,
-            succeeds="successor" in features, filters=filters,
-        )  # fmt: skip
+            scorers=random.choice((1, 2)) if heavy and SWAPS not in features else 0,
+            swaps=SWAPS in features,
+            every_steps=random.choice((1, 2, 3)) * evaluates,
+            questions=random.randint(1, 5) * evaluates,
+            answers=random.choice((1, 2)) * evaluates,
+            scales=scales,
+            resumes="resume" in features,
+            succeeds="successor" in features,
+            filters=filters,
+        )
 
     def over_hosts(self, random: Random) -> Shape:
-        """The same over several hosts; where the scheduler dies, another one is started on one of them."""
+        """The same over several hosts; where the scheduler dies, another one is started on one of
+        them."""
         return replace(self, hosts=random.choice((2, 2, 3)))
 
 
@@ -126,7 +137,9 @@ def made(shape: Shape) -> Made:
         )
         Evaluate(every_steps=shape.every_steps)(scorer(generator(graph.source(questions))))
     graph.feedback(trainer.weights, generator, max_staleness=shape.max_staleness)
-    replicas = {"generator": shape.generators} | ({scorer.name: shape.scorers} if shape.scorers else {})
+    replicas = {"generator": shape.generators} | (
+        {scorer.name: shape.scorers} if shape.scorers else {}
+    )
     devices = Devices.of(machines(shape.hosts)) if shape.hosts else Devices(cpus=4)
     planned = plan(graph, devices, replicas=replicas, steps=shape.steps)
     facts = {
@@ -136,4 +149,9 @@ def made(shape: Shape) -> Made:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         path = Path(folder) / "ledger.db"
         Ledger.create(path, consumers(graph)).close()
-        return Made(graph, planned, path.read_bytes(), {name: json.dumps(fact) for name, fact in facts.items()})
+        return Made(
+            graph,
+            planned,
+            path.read_bytes(),
+            {name: json.dumps(fact) for name, fact in facts.items()},
+        )

@@ -1,4 +1,5 @@
-"""Senders and receivers among crashes and broken connections: every batch in order, none lost, none twice."""
+"""Senders and receivers among crashes and broken connections: every batch in order, none lost, none
+twice."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -88,7 +89,11 @@ def batches_are_acknowledged_before_they_are_done(monkeypatch: pytest.MonkeyPatc
 
 WITHOUT: list[tuple[Callable[[pytest.MonkeyPatch], None], range, str]] = [
     (credit_is_ignored, range(100), "without credit"),
-    (what_came_before_is_new, range(300), "delivered twice|comes after|another item|without end|not done"),
+    (
+        what_came_before_is_new,
+        range(300),
+        "delivered twice|comes after|another item|without end|not done",
+    ),
     (gaps_are_not_seen, range(2000), "left out"),
     (a_restarted_sender_is_taken_for_the_one_before, range(100), "."),
     (nothing_is_sent_again_to_a_restarted_receiver, range(200), "not done"),
@@ -97,16 +102,26 @@ WITHOUT: list[tuple[Callable[[pytest.MonkeyPatch], None], range, str]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("broken", "seeds", "found"), WITHOUT, ids=[broken.__name__ for broken, *_ in WITHOUT])
+@pytest.mark.parametrize(
+    ("broken", "seeds", "found"), WITHOUT, ids=[broken.__name__ for broken, *_ in WITHOUT]
+)
 def test_some_seed_breaks_a_law_where(
-    broken: Callable[[pytest.MonkeyPatch], None], seeds: range, found: str, monkeypatch: pytest.MonkeyPatch
+    broken: Callable[[pytest.MonkeyPatch], None],
+    seeds: range,
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken(monkeypatch)
     notice(ChannelWorld, seeds, found)
 
 
 def make_inbox(epoch: int) -> Inbox:
-    return Inbox(edge="edge", epoch=epoch, capacity=inbox.Credit(rows=8, bytes=1 << 20), max_message_bytes=1 << 20)
+    return Inbox(
+        edge="edge",
+        epoch=epoch,
+        capacity=inbox.Credit(rows=8, bytes=1 << 20),
+        max_message_bytes=1 << 20,
+    )
 
 
 def make_outbox() -> Outbox:
@@ -126,7 +141,11 @@ def test_words_of_a_dead_receiver_count_no_more_once_its_successor_was_greeted(k
     sender, dead, successor = make_outbox(), make_inbox(1), make_inbox(2)
     [(_, welcome)] = dead.hello("connection", sender.hello())
     sender.welcome(welcome)
-    sender.add(OutgoingBatch(rows=1, cost=inbox.cost(1, 8), payload=SimpleNamespace(size_bytes=8, checksum=0)))
+    sender.add(
+        OutgoingBatch(
+            rows=1, cost=inbox.cost(1, 8), payload=SimpleNamespace(size_bytes=8, checksum=0)
+        )
+    )
     for outgoing in sender.due():
         for header in sender.headers(outgoing):
             dead.take(header)

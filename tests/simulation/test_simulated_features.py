@@ -1,5 +1,5 @@
-"""Evaluation, replicas that come and go, runs that are taken up again, schedulers that are replaced: simulated, with
-all laws."""
+"""Evaluation, replicas that come and go, runs that are taken up again, schedulers that are
+replaced: simulated, with all laws."""
 
 from collections import deque
 from collections.abc import Callable
@@ -31,16 +31,35 @@ from .shape import FEATURES, HOSTS, SWAPS
 from .world import World
 
 EVALUATION, SCALING, RESUME, SUCCESSOR, FILTER = [(name,) for name in FEATURES]
-TOGETHER = [EVALUATION, SCALING, RESUME, EVALUATION + SCALING, SCALING + RESUME, EVALUATION + RESUME]
+TOGETHER = [
+    EVALUATION,
+    SCALING,
+    RESUME,
+    EVALUATION + SCALING,
+    SCALING + RESUME,
+    EVALUATION + RESUME,
+]
 TOGETHER.append(EVALUATION + SCALING + RESUME)
 TOGETHER += [FILTER, FILTER + SCALING + RESUME]
 TOGETHER += [SUCCESSOR, *(SUCCESSOR + features for features in TOGETHER)]
 OVER_HOSTS = (HOSTS,)
-TOGETHER += [OVER_HOSTS, *(OVER_HOSTS + features for features in (EVALUATION, SCALING, RESUME, SCALING + RESUME))]
-TOGETHER += [OVER_HOSTS + SUCCESSOR, OVER_HOSTS + SUCCESSOR + SCALING, OVER_HOSTS + SUCCESSOR + RESUME]
+TOGETHER += [
+    OVER_HOSTS,
+    *(OVER_HOSTS + features for features in (EVALUATION, SCALING, RESUME, SCALING + RESUME)),
+]
+TOGETHER += [
+    OVER_HOSTS + SUCCESSOR,
+    OVER_HOSTS + SUCCESSOR + SCALING,
+    OVER_HOSTS + SUCCESSOR + RESUME,
+]
 
 SWAPPED = (SWAPS,)
-TOGETHER += [SWAPPED, SWAPPED + SUCCESSOR, SWAPPED + EVALUATION + RESUME, SWAPPED + SCALING + SUCCESSOR + RESUME]
+TOGETHER += [
+    SWAPPED,
+    SWAPPED + SUCCESSOR,
+    SWAPPED + EVALUATION + RESUME,
+    SWAPPED + SCALING + SUCCESSOR + RESUME,
+]
 TOGETHER += [SWAPPED + OVER_HOSTS + SUCCESSOR + RESUME]
 
 Patch = pytest.MonkeyPatch
@@ -58,7 +77,9 @@ def test_all_laws_hold_in_200_schedules_of_links_and_kills_over_three_hosts() ->
     hold(having(HOSTS), three[:200])
 
 
-def test_all_laws_hold_in_20_seeds_over_hosts_whose_scheduler_dies_and_is_followed_by_another() -> None:
+def test_all_laws_hold_in_20_seeds_over_hosts_whose_scheduler_dies_and_is_followed_by_another() -> (
+    None
+):
     hold(having(HOSTS, *SUCCESSOR), range(20))
 
 
@@ -69,7 +90,9 @@ def test_all_laws_hold_in_500_seeds_with(features: tuple[str, ...]) -> None:
     hold(having(*features), range(500))
 
 
-def test_all_laws_hold_in_10_seeds_whose_scorer_is_swapped_while_schedulers_and_all_others_die() -> None:
+def test_all_laws_hold_in_10_seeds_whose_scorer_is_swapped_while_schedulers_and_all_others_die() -> (
+    None
+):
     hold(having(SWAPS, *SUCCESSOR, *RESUME), range(10))
 
 
@@ -82,7 +105,11 @@ def what_a_sink_acknowledged_dies_with_it(patch: Patch) -> None:
 
 def a_source_does_not_hear_of_an_open_round_when_it_is_back(patch: Patch) -> None:
     def commands(self: RunStateMachine, node: str, **how: Any) -> list[Any]:
-        return [command for command in commands_for(self, node, **how) if "evaluate" not in command.message]
+        return [
+            command
+            for command in commands_for(self, node, **how)
+            if "evaluate" not in command.message
+        ]
 
     commands_for = RunStateMachine.commands_for
     patch.setattr(RunStateMachine, "commands_for", commands)
@@ -112,7 +139,9 @@ def rounds_do_not_wait_for_their_weights(patch: Patch) -> None:
 
 def the_run_ends_before_its_last_round(patch: Patch) -> None:
     waiting = RunStateMachine._waiting
-    patch.setattr(RunStateMachine, "_waiting", lambda self: self.phase != "last_evaluation" and waiting(self))
+    patch.setattr(
+        RunStateMachine, "_waiting", lambda self: self.phase != "last_evaluation" and waiting(self)
+    )
 
 
 def a_round_that_was_recorded_is_open_to_a_sink_that_is_back(patch: Patch) -> None:
@@ -181,7 +210,11 @@ def a_run_that_goes_on_does_not_know_its_rounds(patch: Patch) -> None:
 
 def a_source_that_is_ready_late_does_not_hear_what_was_dropped(patch: Patch) -> None:
     begin = RunStateMachine.start
-    patch.setattr(RunStateMachine, "start", lambda self: [c for c in begin(self) if "dropped" not in c.message])
+    patch.setattr(
+        RunStateMachine,
+        "start",
+        lambda self: [c for c in begin(self) if "dropped" not in c.message],
+    )
 
 
 def finished_rollouts_are_not_looked_for(patch: Patch) -> None:
@@ -273,7 +306,11 @@ def a_leaver_waits_for_ends_that_an_earlier_scheduler_heard_of(patch: Patch) -> 
         commands = repeat(table)
         for each in table:
             each.may_miss_ends = False
-        return [each for each in commands if not (isinstance(each, Send) and isinstance(each.message, SenderEnded))]
+        return [
+            each
+            for each in commands
+            if not (isinstance(each, Send) and isinstance(each.message, SenderEnded))
+        ]
 
     repeat = scaling.repeat
     patch.setattr(scaling, "repeat", forgetful)
@@ -320,7 +357,9 @@ def a_worker_is_spoken_to_where_an_agent_has_last_said_that_it_is(patch: Patch) 
     take, fork, say = Agents._handed_over, Agents.spawn, HostMessages.say
     patch.setattr(Agents, "_handed_over", handed_over)
     patch.setattr(Agents, "spawn", spawn)
-    patch.setattr(HostMessages, "say", lambda self, name, host, message: say(self, name, where[name], message))
+    patch.setattr(
+        HostMessages, "say", lambda self, name, host, message: say(self, name, where[name], message)
+    )
 
 
 def the_next_scheduler_does_not_meet_what_hosts_have(patch: Patch) -> None:
@@ -363,26 +402,66 @@ WITHOUT: list[Case] = [
     (a_leaver_that_died_is_taken_for_done, SCALING, range(400), "."),
     (joins_begin_while_somebody_is_away, SCALING, range(400), "not over"),
     (a_run_that_goes_on_does_not_know_its_rounds, EVALUATION + RESUME, range(50), "."),
-    (a_source_that_is_ready_late_does_not_hear_what_was_dropped, RESUME, range(1700, 1800), "not over"),
+    (
+        a_source_that_is_ready_late_does_not_hear_what_was_dropped,
+        RESUME,
+        range(1700, 1800),
+        "not over",
+    ),
     (finished_rollouts_are_not_looked_for, RESUME, range(50), "generated again"),
     (a_run_that_goes_on_counts_its_prompts_from_the_start, RESUME, range(400), "."),
     (a_run_that_goes_on_issues_nothing_again, RESUME, range(50), "not over"),
-    (a_scheduler_speaks_to_workers_that_have_not_found_it, SUCCESSOR + EVALUATION, range(50), "not over"),
-    (what_the_dead_scheduler_may_not_have_said_is_not_said_again, SUCCESSOR + SCALING, range(100), "not over"),
+    (
+        a_scheduler_speaks_to_workers_that_have_not_found_it,
+        SUCCESSOR + EVALUATION,
+        range(50),
+        "not over",
+    ),
+    (
+        what_the_dead_scheduler_may_not_have_said_is_not_said_again,
+        SUCCESSOR + SCALING,
+        range(100),
+        "not over",
+    ),
     (a_successor_does_not_know_what_nodes_were_told, SUCCESSOR + EVALUATION, range(50), "."),
-    (what_nodes_may_have_missed_is_not_said_to_those_that_go_on, SUCCESSOR + EVALUATION, range(50), "not over"),
+    (
+        what_nodes_may_have_missed_is_not_said_to_those_that_go_on,
+        SUCCESSOR + EVALUATION,
+        range(50),
+        "not over",
+    ),
     (a_successor_counts_attempts_from_the_start, SUCCESSOR, range(100), "restarts as attempt"),
     (decisions_are_written_once_only, SUCCESSOR + SCALING, range(100), "."),
-    (one_that_was_starting_is_taken_for_one_at_work, SUCCESSOR + EVALUATION + SCALING, range(100), "."),
+    (
+        one_that_was_starting_is_taken_for_one_at_work,
+        SUCCESSOR + EVALUATION + SCALING,
+        range(100),
+        ".",
+    ),
     (all_are_started_again, SUCCESSOR, range(10), "is at work"),
-    (a_leaver_waits_for_ends_that_an_earlier_scheduler_heard_of, SUCCESSOR + SCALING, range(400), "not over"),
+    (
+        a_leaver_waits_for_ends_that_an_earlier_scheduler_heard_of,
+        SUCCESSOR + SCALING,
+        range(400),
+        "not over",
+    ),
     (an_older_attempt_may_commit, OVER_HOSTS, range(100), "is another's|other rows"),
     (a_host_that_is_back_keeps_what_it_has, OVER_HOSTS, range(100), "goes on at|beside"),
     (silent_hosts_are_not_missed, OVER_HOSTS, range(100), "not over"),
     (nobody_hears_where_a_worker_is_that_moved, OVER_HOSTS, range(100), "not over"),
     (what_a_lost_host_tells_counts, OVER_HOSTS, range(400), "."),
-    (a_worker_is_spoken_to_where_an_agent_has_last_said_that_it_is, OVER_HOSTS, range(200), "not over"),
-    (the_next_scheduler_does_not_meet_what_hosts_have, OVER_HOSTS + SUCCESSOR, range(50), "not over"),
+    (
+        a_worker_is_spoken_to_where_an_agent_has_last_said_that_it_is,
+        OVER_HOSTS,
+        range(200),
+        "not over",
+    ),
+    (
+        the_next_scheduler_does_not_meet_what_hosts_have,
+        OVER_HOSTS + SUCCESSOR,
+        range(50),
+        "not over",
+    ),
     (what_was_swapped_in_is_not_put_down, SWAPPED, range(50), "not on record"),
     (a_successor_knows_of_no_swap, SWAPPED + SUCCESSOR, range(100), "was told to have"),
     (groups_wait_for_those_that_they_travelled_with, FILTER, range(400), "not over"),
@@ -390,9 +469,15 @@ WITHOUT: list[Case] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("broken", "features", "seeds", "found"), WITHOUT, ids=[case[0].__name__ for case in WITHOUT])
+@pytest.mark.parametrize(
+    ("broken", "features", "seeds", "found"), WITHOUT, ids=[case[0].__name__ for case in WITHOUT]
+)
 def test_some_seed_breaks_a_law_where(
-    broken: Callable[[Patch], None], features: tuple[str, ...], seeds: range, found: str, monkeypatch: Patch
+    broken: Callable[[Patch], None],
+    features: tuple[str, ...],
+    seeds: range,
+    found: str,
+    monkeypatch: Patch,
 ) -> None:
     broken(monkeypatch)
     notice(having(*features), seeds, found)

@@ -1,4 +1,5 @@
-"""Whole runs under a virtual clock and a seeded network, with crashes at every touch of the outside: all laws hold."""
+"""Whole runs under a virtual clock and a seeded network, with crashes at every touch of the
+outside: all laws hold."""
 
 import subprocess
 import sys
@@ -42,9 +43,14 @@ def test_a_seed_repeats_event_by_event_in_another_process() -> None:
     def log(hashing: str) -> str:
         command = [sys.executable, "-m", "tests.simulation", "--seed", "11"]
         done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True,
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
             env={"PYTHONHASHSEED": hashing, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
         return done.stdout
 
     first = log("1")
@@ -75,7 +81,9 @@ def what_was_finished_is_not_found_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_group_that_comes_twice_is_done_twice(patch: pytest.MonkeyPatch) -> None:
-    def always_new(self: Acknowledgements, source: str, origin: str, groups: Any, ack: Any) -> list[int]:
+    def always_new(
+        self: Acknowledgements, source: str, origin: str, groups: Any, ack: Any
+    ) -> list[int]:
         numbers = list(groups)
         arrive(self, source, origin, numbers, ack)
         return numbers
@@ -139,7 +147,11 @@ WITHOUT: list[tuple[Callable[[pytest.MonkeyPatch], None], range, str]] = [
     (admission_knows_no_bound, range(100), "starts under"),
     (nothing_is_swept_and_admission_knows_no_bound, range(100), "versions old"),
     (groups_are_trained_as_they_come, range(100), "after group|out of order|not over"),
-    (a_restarted_trainer_does_not_ask_the_ledger_what_is_done, range(100), "not over|would end group"),
+    (
+        a_restarted_trainer_does_not_ask_the_ledger_what_is_done,
+        range(100),
+        "not over|would end group",
+    ),
     (a_restarted_trainer_does_not_catch_up, range(100), "was recorded"),
     (a_writer_does_not_wait_until_readers_have_left_a_segment, range(500), "a reader holds"),
     (nobody_is_started_again, range(50), "not over"),
@@ -148,9 +160,14 @@ WITHOUT: list[tuple[Callable[[pytest.MonkeyPatch], None], range, str]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("broken", "seeds", "found"), WITHOUT, ids=[broken.__name__ for broken, *_ in WITHOUT])
+@pytest.mark.parametrize(
+    ("broken", "seeds", "found"), WITHOUT, ids=[broken.__name__ for broken, *_ in WITHOUT]
+)
 def test_some_seed_breaks_a_law_where(
-    broken: Callable[[pytest.MonkeyPatch], None], seeds: range, found: str, monkeypatch: pytest.MonkeyPatch
+    broken: Callable[[pytest.MonkeyPatch], None],
+    seeds: range,
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken(monkeypatch)
     notice(World, seeds, found)

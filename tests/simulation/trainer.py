@@ -1,4 +1,5 @@
-"""A light trainer: a version is a function of all that was trained, and its steps are recorded as in the product."""
+"""A light trainer: a version is a function of all that was trained, and its steps are recorded as
+in the product."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from .laws import check
 
 @dataclass(frozen=True, eq=False)
 class SimulatedTrainer(Learn):
-    """Makes of every `prompts_per_step` groups a version that is a function of all that was trained so far."""
+    """Makes of every `prompts_per_step` groups a version that is a function of all that was trained
+    so far."""
 
     name: str = field(default="trainer", kw_only=True)
     model: Model | None = None
@@ -54,7 +56,8 @@ class SimulatedTrainer(Learn):
 
 
 class _Training(Runtime):
-    """Order of a step as in operators/training: rollouts, ledger, publish, checkpoint, acknowledgements."""
+    """Order of a step as in operators/training: rollouts, ledger, publish, checkpoint,
+    acknowledgements."""
 
     def __init__(self, operator: SimulatedTrainer, context: Context) -> None:
         self._operator, self._context, self._probe = operator, context, context.log
@@ -123,13 +126,19 @@ class _Training(Runtime):
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """The end of the rows does not come before the last step."""
-        check(self._done or not message.get("end"), f"the trainer hears the end of its rows at step {self._step}")
+        check(
+            self._done or not message.get("end"),
+            f"the trainer hears the end of its rows at step {self._step}",
+        )
 
     def status(self) -> dict[str, float | int | str]:
         following = self._buffer.following
         found: dict[str, float | int | str] = {
-            "step": self._step, "dropped": self._told_dropped, "waits_for": following, "queue": len(self._buffer),
-        }  # fmt: skip
+            "step": self._step,
+            "dropped": self._told_dropped,
+            "waits_for": following,
+            "queue": len(self._buffer),
+        }
         return found | ({"done": 1} if self._done and self._probe.may_end() else {})
 
     def _reason_to_drop(self, group: QueuedGroup) -> str | None:
@@ -169,9 +178,14 @@ class _Training(Runtime):
         context.folder.rollouts_of().write(self._step, table)
         self._probe.commits(self._step, self._content, table, [group.group_id for group in groups])
         context.ledger.commit_step(
-            context.node, self._step, version=self._step, source=self._source,
-            trained=[group.group_id for group in groups], dropped=self._reasons, metrics={},
-        )  # fmt: skip
+            context.node,
+            self._step,
+            version=self._step,
+            source=self._source,
+            trained=[group.group_id for group in groups],
+            dropped=self._reasons,
+            metrics={},
+        )
         self._publish()
         is_last = self._step == context.steps
         if is_last or self._step % self._operator.checkpoint_every == 0:
@@ -184,8 +198,11 @@ class _Training(Runtime):
         self._done = is_last
 
 
-def catch_up(content: int, step: int, made: int, recorded: Callable[[int], pa.Table | None]) -> tuple[int, int]:
-    """From a checkpoint to the last step of the ledger, as far as the rows of each step are there."""
+def catch_up(
+    content: int, step: int, made: int, recorded: Callable[[int], pa.Table | None]
+) -> tuple[int, int]:
+    """From a checkpoint to the last step of the ledger, as far as the rows of each step are
+    there."""
     while step < made and (rows := recorded(step + 1)) is not None:
         content, step = trained(content, rows), step + 1
     return content, step

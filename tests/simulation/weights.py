@@ -1,7 +1,8 @@
-"""A site of the weight plane between simulated processes: segments with gates, and words that may be lost.
+"""A site of the weight plane between simulated processes: segments with gates, and words that may
+be lost.
 
-`WeightWriter` and `WeightReader` run on it as they do on shared memory; a dead process holds no gate shut.
-"""
+`WeightWriter` and `WeightReader` run on it as they do on shared memory; a dead process holds no
+gate shut."""
 
 from __future__ import annotations
 
@@ -150,9 +151,13 @@ class WriterSegment:
 class Meeting:
     """A connection of one reader to one writer."""
 
-    def __init__(self, network: SimulatedNetwork, reader: ReaderPort, writer: WriterPort, peer: bytes) -> None:
+    def __init__(
+        self, network: SimulatedNetwork, reader: ReaderPort, writer: WriterPort, peer: bytes
+    ) -> None:
         self.peer = peer
-        self.forth = Pipe(network, lambda message: writer.arrive((peer, message)), reader.host, writer.host)
+        self.forth = Pipe(
+            network, lambda message: writer.arrive((peer, message)), reader.host, writer.host
+        )
         self.back = Pipe(network, reader.arrive, writer.host, reader.host)
 
     def cut(self) -> None:

@@ -1,4 +1,5 @@
-"""One simulated worker: what `dataflow.worker.worker.Worker` does with its host, ports and loops, without a process."""
+"""One simulated worker: what `dataflow.worker.worker.Worker` does with its host, ports and loops,
+without a process."""
 
 from __future__ import annotations
 
@@ -47,10 +48,14 @@ class Touching:
     """Something outside of the process: it may die before each call and after it."""
 
     def __init__(
-        self, inner: Any, process: Process, done: Mapping[str, Callable[..., None]] | None = None,
+        self,
+        inner: Any,
+        process: Process,
+        done: Mapping[str, Callable[..., None]] | None = None,
         pass_: Callable[[Process], None] = lambda process: None,
-    ) -> None:  # fmt: skip
-        """done: by name, told of calls that have had their effect. pass_: whether the process may call; raises."""
+    ) -> None:
+        """done: by name, told of calls that have had their effect. pass_: whether the process may
+        call; raises."""
         self._inner, self._process, self._done, self._pass = inner, process, done or {}, pass_
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +89,8 @@ class TouchingFolder(Touching):
 
 
 class Hearing(Worker):
-    """The product's worker as far as it hears messages and answers them; when it takes turns is the world's to say."""
+    """The product's worker as far as it hears messages and answers them; when it takes turns is the
+    world's to say."""
 
     def __init__(self, host: NodeLoops, ports: Ports, link: Any, attempt: int) -> None:
         self._host, self._ports, self._link, self._attempt = host, ports, link, attempt
@@ -107,14 +113,19 @@ class Hearing(Worker):
 
 
 class SimulatedHost(NodeLoops):
-    """The host, with a virtual clock, a probe in place of the log, and crashes around ledger and folder."""
+    """The host, with a virtual clock, a probe in place of the log, and crashes around ledger and
+    folder."""
 
     def __init__(self, *values: Any, process: Process, probe: Probe, **named: Any) -> None:
         super().__init__(*values, **named)
         self.probe = probe
         if self.ledger is not None:
             process.on_death.append(self.ledger._db.close)
-        told = {"commit_step": probe.committed, "drop": probe.gave_up, "commit_round": probe.recorded_round}
+        told = {
+            "commit_step": probe.committed,
+            "drop": probe.gave_up,
+            "commit_round": probe.recorded_round,
+        }
         self.ledger = Touching(self.ledger, process, told, probe.may_write)  # type: ignore[assignment]
         told_of = {"write_evaluation": probe.judges}
         self.folder = TouchingFolder(self.folder, process, told_of, probe.may_write)  # type: ignore[assignment]
@@ -137,8 +148,14 @@ class SimulatedWorker:
     def start(self, plain: Mapping[str, Any]) -> None:
         """An attempt begins."""
         settings = Settings.from_plain({**plain, "sockets": ""})
-        check(settings.attempt > self.process.attempt, f"'{self.name}' restarts as attempt {settings.attempt}")
-        check(not self.process.alive, f"'{self.name}' starts beside its attempt {self.process.attempt}")
+        check(
+            settings.attempt > self.process.attempt,
+            f"'{self.name}' restarts as attempt {settings.attempt}",
+        )
+        check(
+            not self.process.alive,
+            f"'{self.name}' starts beside its attempt {self.process.attempt}",
+        )
         self.host = self.ports = None
         self._messages: deque[ToWorker] = deque()
         self.weights: list[Any] = []
@@ -161,7 +178,8 @@ class SimulatedWorker:
             self.send(Bye(attempt=self.process.attempt))
             self.process.die()
             return False
-        except Exception as error:  # nothing in this world should fail, but what is done by one that is nobody's
+        except Exception as error:
+            # nothing in this world should fail, but what is done by one that is nobody's
             if world.room.is_fenced(self.process):
                 self.process.die()
                 return False
@@ -193,7 +211,12 @@ class SimulatedWorker:
 
         def reader_of(trainer: str, reader: str) -> Any:
             def opened(tensors: Mapping[str, Any]) -> WeightReader:
-                end = WeightReader(site, f"{reader}-{settings.replica}", clock=world.clock, attempt=settings.attempt)
+                end = WeightReader(
+                    site,
+                    f"{reader}-{settings.replica}",
+                    clock=world.clock,
+                    attempt=settings.attempt,
+                )
                 end.attach(tensors)
                 self.weights.append(end)
                 return end
@@ -201,9 +224,15 @@ class SimulatedWorker:
             return opened
 
         host = self.host = SimulatedHost(
-            world.graph, world.plan, nodes, settings, writer_of=writer_of, reader_of=reader_of,
-            process=process, probe=Probe(world, process),
-        )  # fmt: skip
+            world.graph,
+            world.plan,
+            nodes,
+            settings,
+            writer_of=writer_of,
+            reader_of=reader_of,
+            process=process,
+            probe=Probe(world, process),
+        )
         self.send(Hello(attempt=process.attempt, pid=1, addresses=ports.open_inlets(host)))
         yield True
         while (wire := self._take(Wire)) is None:
@@ -212,7 +241,9 @@ class SimulatedWorker:
         host.build()
         host.wire(ports.inlets, ports.open_outlets(host, wire.addresses))
         if any(swap.reference == UNBUILT for swap in settings.swaps):
-            self.send(Failed(attempt=process.attempt, message="it is not to be built", lasting=True))
+            self.send(
+                Failed(attempt=process.attempt, message="it is not to be built", lasting=True)
+            )
             yield True
             self.process.die()
             raise Crash(self.name)
@@ -274,7 +305,11 @@ class SimulatedWorker:
 
     def send(self, message: FromWorker) -> None:
         """Send a message to the scheduler."""
-        self.out.send(Received(self.name, TO_SCHEDULER.decode(TO_SCHEDULER.encode(message)), self.process.host))
+        self.out.send(
+            Received(
+                self.name, TO_SCHEDULER.decode(TO_SCHEDULER.encode(message)), self.process.host
+            )
+        )
 
     def _heartbeat(self, attempt: int) -> None:
         if self.process.alive and self.process.attempt == attempt:
@@ -301,6 +336,14 @@ class SimulatedWorker:
             )
             for node, loop in self.host.loops.items()
         }
-        owed = {} if self.ports is None else {name: out.unacknowledged for name, out in self.ports.outlets.items()}
-        depths = {} if self.ports is None else {name: end.depth[0] for name, end in self.ports.inlets.items()}
+        owed = (
+            {}
+            if self.ports is None
+            else {name: out.unacknowledged for name, out in self.ports.outlets.items()}
+        )
+        depths = (
+            {}
+            if self.ports is None
+            else {name: end.depth[0] for name, end in self.ports.inlets.items()}
+        )
         return f"{self.name} ({self.state}): {nodes}, owed {owed}, holds {depths}"

@@ -1,4 +1,5 @@
-"""A whole run in one process: the real scheduler, hosts, loops and transports among simulated workers."""
+"""A whole run in one process: the real scheduler, hosts, loops and transports among simulated
+workers."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ KEYS = RunKeys.make()
 class World:
     """One run of one seed."""
 
-    def __init__(self, seed: int, *, having: Collection[str] | None = None, keep_log: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, having: Collection[str] | None = None, keep_log: bool = False
+    ) -> None:
         """having: the features (see `shape`) of the run; None: those that the seed draws."""
         self.seed, self.random, self.clock = seed, Random(seed), Clock()
         self.log: list[str] | None = [] if keep_log else None
@@ -63,7 +66,9 @@ class World:
         if HOSTS in having if having is not None else Random(f"{seed} {HOSTS}").random() < HOSTED:
             self.shape = self.shape.over_hosts(random)
         self._weather = Weather(
-            delay_s=random.choice((1e-4, 1e-3, 1e-2)), slow=random.choice((0.0, 0.02, 0.1)), damage=0.0
+            delay_s=random.choice((1e-4, 1e-3, 1e-2)),
+            slow=random.choice((0.0, 0.02, 0.1)),
+            damage=0.0,
         )
         self._over_s = random.choice((0.4, 1.0, 3.0))
         self.at_once = random.choice((2, prompt_runtime.ROWS_AT_ONCE, prompt_runtime.ROWS_AT_ONCE))
@@ -88,7 +93,8 @@ class World:
         self.durable: set[int] = set()
         """Groups whose rollouts were finished and written down."""
         self._durable_before: set[int] = set()
-        """Those of them that were it when the run was last taken up, so that everybody found them."""
+        """Those of them that were it when the run was last taken up, so that everybody found
+        them."""
         self._guests: Guests | None = None
         self._swappers: Swappers | None = None
         self._checked = 0
@@ -111,12 +117,20 @@ class World:
         if hosts:
             exchange = forks = Hosts(
                 self.clock, self.random, self.network, hosts, self._fork, self._end, self._step
-            )  # fmt: skip
+            )
         self.room = Room(
-            clock=self.clock, folder=self.folder.path, exchange=exchange, forks=forks, step=self._step,
-            point=lambda: self.chair.point(), kill=self._kill, told=self._told, host_of=self._host_of,
-            machines=self.network.machines, swappers=lambda: self._swappers,
-        )  # fmt: skip
+            clock=self.clock,
+            folder=self.folder.path,
+            exchange=exchange,
+            forks=forks,
+            step=self._step,
+            point=lambda: self.chair.point(),
+            kill=self._kill,
+            told=self._told,
+            host_of=self._host_of,
+            machines=self.network.machines,
+            swappers=lambda: self._swappers,
+        )
 
     def say(self, who: str, what: str) -> None:
         """A line of the log."""
@@ -129,9 +143,14 @@ class World:
         return self.durable if self.one_generator else self._durable_before
 
     def may_end(self) -> bool:
-        """Whether nothing is left to see when the trainer is done: joins and leaves that are under way."""
+        """Whether nothing is left to see when the trainer is done: joins and leaves that are under
+        way."""
         assert self.scheduler is not None
-        return not self._waits_for_guests or self._guests is None or self._guests.fulfilled(self.scheduler.table)
+        return (
+            not self._waits_for_guests
+            or self._guests is None
+            or self._guests.fulfilled(self.scheduler.table)
+        )
 
     def run(self) -> None:
         """From the scheduler's start to its end; raises Broken."""
@@ -159,9 +178,16 @@ class World:
     def _trouble(self) -> None:
         clock, random, shape = self.clock, self.random, self.shape
         self.nemesis = Nemesis(
-            clock, random, lambda: self.network, self._victims, Trouble(hang_s=8.0, over_s=self._over_s), self.say
+            clock,
+            random,
+            lambda: self.network,
+            self._victims,
+            Trouble(hang_s=8.0, over_s=self._over_s),
+            self.say,
         )
-        nodes = {"generator": shape.generators} | ({"reward": shape.scorers} if shape.scorers else {})
+        nodes = {"generator": shape.generators} | (
+            {"reward": shape.scorers} if shape.scorers else {}
+        )
         if shape.scales:
             self._guests = Guests(clock, random, nodes, self._request, over_s=self._over_s)
         if shape.swaps:
@@ -170,11 +196,18 @@ class World:
             Blackouts(clock, random, self._everybody, self._go_dark, self.say, over_s=2.0)
         if shape.hosts:
             self._host_trouble = HostTrouble(
-                clock, random, lambda: self.network, lambda: self._agents if self.scheduler else None,
-                self._everybody, self.say, over_s=self._over_s,
-            )  # fmt: skip
+                clock,
+                random,
+                lambda: self.network,
+                lambda: self._agents if self.scheduler else None,
+                self._everybody,
+                self.say,
+                over_s=self._over_s,
+            )
         if shape.succeeds:
-            self._deaths = SchedulerDeaths(clock, random, lambda: self.chair, self.say, over_s=self._over_s)
+            self._deaths = SchedulerDeaths(
+                clock, random, lambda: self.chair, self.say, over_s=self._over_s
+            )
 
     def _victims(self) -> list[Process]:
         """Who may die alone."""
@@ -185,20 +218,27 @@ class World:
 
     def _of(self, *nodes: str) -> list[Process]:
         """The processes of some nodes."""
-        return [each.process for each in self.workers.values() if each.name.rpartition("-")[0] in nodes]
+        return [
+            each.process for each in self.workers.values() if each.name.rpartition("-")[0] in nodes
+        ]
 
     def _on_the_way(self) -> list[Process]:
         """Those that join or leave."""
         assert self.scheduler is not None
         on_the_way = (Membership.JOINING, Membership.LEAVING, Membership.STOPPING)
         records = self.scheduler.table.workers
-        return [each.process for each in self.workers.values() if records[each.name].membership in on_the_way]
+        return [
+            each.process
+            for each in self.workers.values()
+            if records[each.name].membership in on_the_way
+        ]
 
     def _go_dark(self) -> None:
         self._dark = True
 
     def _part(self) -> bool:
-        """The run from its start, or from where it is taken up, to its end; False: all of it died before that."""
+        """The run from its start, or from where it is taken up, to its end; False: all of it died
+        before that."""
         self._clear()
         self.part += 1
         try:
@@ -216,8 +256,11 @@ class World:
         self.graph, self.plan = begin.graph, begin.plan
         self.one_generator = shape.generators == 1 and not shape.scales
         settings = Settings(
-            folder=str(self.folder.path), seed=self.seed, steps=shape.steps, swaps=recorded(self.ledger.facts())
-        )  # fmt: skip
+            folder=str(self.folder.path),
+            seed=self.seed,
+            steps=shape.steps,
+            swaps=recorded(self.ledger.facts()),
+        )
         limits = Limits(hang_s=HANG_S, host_s=60.0, patience=Patience(of_one=50, quiet_s=1.0))
         self.server = self._served()
         self.scheduler = Scheduler(self.graph, self.plan, settings, limits=limits, clock=self.clock)
@@ -229,12 +272,18 @@ class World:
                 raise Crash("all")
             left = self._wait_for_another()
             self.scheduler = Scheduler(
-                self.graph, self.plan, settings, limits=limits, clock=self.clock,
-                server=self.server, left=left,  # type: ignore[arg-type]
-            )  # fmt: skip
+                self.graph,
+                self.plan,
+                settings,
+                limits=limits,
+                clock=self.clock,
+                server=self.server,
+                left=left,  # type: ignore[arg-type]
+            )
 
     def _serves(self, scheduler: Scheduler, left: Mapping[str, Any]) -> bool:
-        """What a scheduler does, to the end of the run; False: it died before that. left: by the one before it."""
+        """What a scheduler does, to the end of the run; False: it died before that. left: by the
+        one before it."""
         if not left and self.random.random() < 0.5:
             self.nemesis.strike_soon(0.2, self._victims)
         try:
@@ -263,10 +312,14 @@ class World:
             worker = self.workers.get(f"{name}@{host}" if host else name)
             if known["life"] == Life.READY and worker is not None and worker.process.alive:
                 state = scheduler.table.workers[name].state
-                check(state in ("ready", "left"), f"'{name}' is at work, but {state} for the next scheduler")
+                check(
+                    state in ("ready", "left"),
+                    f"'{name}' is at work, but {state} for the next scheduler",
+                )
 
     def _wait_for_another(self) -> Mapping[str, Any]:
-        """Time passes without a scheduler; then another one takes the workers over. What the last one left."""
+        """Time passes without a scheduler; then another one takes the workers over. What the last
+        one left."""
         since, alone_s = self.clock.now, self.random.choice((0.05, 0.5, 5.0)) * self.random.random()
         self.say("scheduler", f"is dead; the next one comes in {alone_s:.3f} s")
         self.clock.after(alone_s, lambda: None)
@@ -278,15 +331,17 @@ class World:
         return snapshot.read(self.folder.path)
 
     def _served(self, alone_s: float | None = None) -> SimulatedControlServer:
-        """The control server of a scheduler. alone_s: how long there was none, before one that takes the workers over;
-        None: it is the first."""
+        """The control server of a scheduler. alone_s: how long there was none, before one that
+        takes the workers over; None: it is the first."""
         room, keeps = self.room, self.shape.succeeds
         if isinstance(room.forks, Forks):
             handed = [] if alone_s is None else room.forks.hand_over()
             return SimulatedControlServer(room, handed, alone_s or 0.0, keeps=keeps)
         self._schedulers += 1
         names = room.forks.names
-        agents = Agents("", KEYS, self.folder.path, self._schedulers, hang_s=HANG_S, clock=self.clock)
+        agents = Agents(
+            "", KEYS, self.folder.path, self._schedulers, hang_s=HANG_S, clock=self.clock
+        )
         if alone_s is None:
             agents.assemble(len(names), LONGEST_S)
             agents.build(BEGIN, BUILT, LONGEST_S)
@@ -322,8 +377,16 @@ class World:
 
     def _event(self) -> None:
         check(self.clock.step(), "the world stands still", self.who_waits)
-        check(self.clock.events < MOST_EVENTS, "messages go back and forth without end", self.who_waits)
-        check(self.clock.now < LONGEST_S, f"the run is not over after {LONGEST_S:.0f} s", self.who_waits)
+        check(
+            self.clock.events < MOST_EVENTS,
+            "messages go back and forth without end",
+            self.who_waits,
+        )
+        check(
+            self.clock.now < LONGEST_S,
+            f"the run is not over after {LONGEST_S:.0f} s",
+            self.who_waits,
+        )
         if self.newest_committed != self._checked:
             self._checked = self.newest_committed
             self._ledger_laws()
@@ -338,7 +401,10 @@ class World:
         for worker in self.workers.values() if hosts else ():
             process = worker.process
             is_older = process.alive and self.room.is_fenced(process)
-            check(not is_older or not hosts[process.host].is_alive, f"'{process.name}' goes on at '{process.host}'")
+            check(
+                not is_older or not hosts[process.host].is_alive,
+                f"'{process.name}' goes on at '{process.host}'",
+            )
 
     def _ledger_laws(self) -> None:
         counts = self.ledger.counts("trainer")
@@ -351,11 +417,19 @@ class World:
     def _final_laws(self) -> None:
         self._ledger_laws()
         counts, shape = self.ledger.counts("trainer"), self.shape
-        check(self.newest_committed == shape.steps, f"{self.newest_committed} of {shape.steps} steps were made")
-        check(counts.trained == shape.steps * shape.prompts_per_step, f"not all was trained: {counts}")
+        check(
+            self.newest_committed == shape.steps,
+            f"{self.newest_committed} of {shape.steps} steps were made",
+        )
+        check(
+            counts.trained == shape.steps * shape.prompts_per_step, f"not all was trained: {counts}"
+        )
         for step in range(1, shape.steps + 1):
             again = trained(self.contents[step - 1], self.folder.rollouts_of().read(step))
-            check(again == self.contents[step], f"the file of step {step} has other rows than were trained")
+            check(
+                again == self.contents[step],
+                f"the file of step {step} has other rows than were trained",
+            )
         left = self.ledger.in_flight("prompts")
         check(not left, f"groups {left} have no outcome at the end")
         if shape.every_steps:
@@ -409,7 +483,9 @@ class World:
         if step is not None and self.rounds.ask(step):
             self.say("scheduler", f"asks for the round of step {step}")
             if self.random.random() < 0.4:
-                self.nemesis.strike_soon(0.2, lambda: self._of("questions", "eval", "reward", "generator"))
+                self.nemesis.strike_soon(
+                    0.2, lambda: self._of("questions", "eval", "reward", "generator")
+                )
         if self.shape.succeeds and self.random.random() < 0.02:
             self._deaths.strike_soon(0.1)
 

@@ -45,7 +45,12 @@ class FakeSender:
 def made(askers: dict[int, list[int]], replicas: int = 2) -> tuple[AnswerSender, list[FakeSender]]:
     senders = [FakeSender(f"at {number}") for number in range(replicas)]
     whole: list[Any] = senders
-    return AnswerSender(whole, lambda batch: [askers[number] for number in batch.column("number").to_pylist()]), senders
+    return (
+        AnswerSender(
+            whole, lambda batch: [askers[number] for number in batch.column("number").to_pylist()]
+        ),
+        senders,
+    )
 
 
 def answers(*numbers: int) -> pa.RecordBatch:
@@ -77,7 +82,9 @@ def test_an_answer_that_several_asked_for_is_acknowledged_when_all_have_it() -> 
     assert told == [[], [0, 1]]
 
 
-def test_a_replica_that_is_away_holds_up_nobody_else_and_has_its_answers_in_order_when_it_is_back() -> None:
+def test_a_replica_that_is_away_holds_up_nobody_else_and_has_its_answers_in_order_when_it_is_back() -> (
+    None
+):
     outlet, (first, second) = made({number: [number % 2] for number in range(6)})
     first.has_credit = False
     for number in range(6):

@@ -95,20 +95,60 @@ def few(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
 
 EVERYTHING = st.builds(
     Everything,
-    whole=INTS, number=FLOATS, is_so=st.booleans(), text=TEXTS, raw=RAWS, nothing=st.none(), colour=COLOURS,
-    points=few(POINTS).map(tuple), pair=st.tuples(INTS, TEXTS), empty=st.just(()), counts=few(NATURALS).map(tuple),
-    names=few(TEXTS), rows=few(few(INTS).map(tuple)).map(tuple), by_name=st.dictionaries(TEXTS, POINTS, max_size=2),
-    by_number=st.dictionaries(INTS, COLOURS, max_size=2), maybe=st.none() | POINTS,
-    shape=st.none() | POINTS | CIRCLES, value=st.none() | INTS | TEXTS | RAWS | few(CIRCLES), scale=INTS | FLOATS,
-    word=st.sampled_from(["yes", "no"]), plain=PLAIN, late=INTS, more=st.dictionaries(TEXTS, PLAIN, max_size=2),
-)  # fmt: skip
-MESSAGES = EVERYTHING | POINTS | CIRCLES | st.just(Empty()) | st.builds(Even, INTS.map(lambda one: one // 4 * 2))
+    whole=INTS,
+    number=FLOATS,
+    is_so=st.booleans(),
+    text=TEXTS,
+    raw=RAWS,
+    nothing=st.none(),
+    colour=COLOURS,
+    points=few(POINTS).map(tuple),
+    pair=st.tuples(INTS, TEXTS),
+    empty=st.just(()),
+    counts=few(NATURALS).map(tuple),
+    names=few(TEXTS),
+    rows=few(few(INTS).map(tuple)).map(tuple),
+    by_name=st.dictionaries(TEXTS, POINTS, max_size=2),
+    by_number=st.dictionaries(INTS, COLOURS, max_size=2),
+    maybe=st.none() | POINTS,
+    shape=st.none() | POINTS | CIRCLES,
+    value=st.none() | INTS | TEXTS | RAWS | few(CIRCLES),
+    scale=INTS | FLOATS,
+    word=st.sampled_from(["yes", "no"]),
+    plain=PLAIN,
+    late=INTS,
+    more=st.dictionaries(TEXTS, PLAIN, max_size=2),
+)
+MESSAGES = (
+    EVERYTHING
+    | POINTS
+    | CIRCLES
+    | st.just(Empty())
+    | st.builds(Even, INTS.map(lambda one: one // 4 * 2))
+)
 ONE = Everything(
-    whole=1, number=2.5, is_so=True, text="t", raw=b"r", nothing=None, colour=Colour.RED, points=(Point(1, 2.0),),
-    pair=(1, "a"), empty=(), counts=(0, 1), names=["n"], rows=((1,),), by_name={"p": Point(1, 1.0)},
-    by_number={4: Colour.BLUE}, maybe=None, shape=Circle(centre=Point(0, 0.0), radius=1), value=None, scale=1,
-    word="no", plain={"a": [1]},
-)  # fmt: skip
+    whole=1,
+    number=2.5,
+    is_so=True,
+    text="t",
+    raw=b"r",
+    nothing=None,
+    colour=Colour.RED,
+    points=(Point(1, 2.0),),
+    pair=(1, "a"),
+    empty=(),
+    counts=(0, 1),
+    names=["n"],
+    rows=((1,),),
+    by_name={"p": Point(1, 1.0)},
+    by_number={4: Colour.BLUE},
+    maybe=None,
+    shape=Circle(centre=Point(0, 0.0), radius=1),
+    value=None,
+    scale=1,
+    word="no",
+    plain={"a": [1]},
+)
 
 
 def wire(message: Any) -> list[Any]:
@@ -133,7 +173,13 @@ def test_junk_is_never_a_message(junk: bytes) -> None:
 def test_other_fields_are_never_a_message(plain: Any, kind: str) -> None:
     if plain == {} and kind == "Empty":
         return
-    for found in (plain, [plain], [plain, kind, {}], ["test/2", plain, {}], ["test/2", kind, plain]):
+    for found in (
+        plain,
+        [plain],
+        [plain, kind, {}],
+        ["test/2", plain, {}],
+        ["test/2", kind, plain],
+    ):
         with pytest.raises(MessageError):
             CODEC.decode(msgpack.packb(found))
 
@@ -148,7 +194,9 @@ def test_a_truncated_message_is_refused(message: Everything, data: st.DataObject
 
 
 @given(EVERYTHING, st.data())
-def test_a_damaged_message_is_refused_or_another_that_fits(message: Everything, data: st.DataObject) -> None:
+def test_a_damaged_message_is_refused_or_another_that_fits(
+    message: Everything, data: st.DataObject
+) -> None:
     packed = bytearray(CODEC.encode(message))
     packed[data.draw(st.integers(0, len(packed) - 1))] ^= data.draw(st.integers(1, 255))
     try:
@@ -159,20 +207,42 @@ def test_a_damaged_message_is_refused_or_another_that_fits(message: Everything, 
 
 
 WRONG = [
-    ("whole", True, "int"), ("whole", 1.0, "int"), ("whole", None, "int"), ("number", "1", "float"),
-    ("number", True, "float"), ("is_so", 1, "bool"), ("text", b"t", "str"), ("raw", "r", "bytes"),
-    ("nothing", 0, "NoneType"), ("colour", "GREEN", "one of RED, BLUE"), ("colour", 1, "one of RED, BLUE"),
-    ("points", {}, "a list, each a Point"), ("points.0", 1, "a map of x, y"), ("points.0.y", "z", "float"),
-    ("pair", [1], "a list of int, str"), ("pair.1", 2, "str"), ("empty", [1], "a list of nothing"),
-    ("counts.1", -1, "int of at least 0"), ("counts.0", True, "int"), ("names.0", 5, "str"),
-    ("rows", None, "a list"), ("by_name", [], "a map of str to a Point"), ("by_name.p", None, "a map of x, y"),
-    ("maybe", 3, "NoneType or a Point"), ("shape", ["Square", {}], "a Point or a Circle"),
-    ("shape.1.radius", -1, "int of at least 0"), ("value", 1.5, "int or str or bytes"), ("scale", "1", "int or float"),
-    ("word", "perhaps", "one of 'yes', 'no'"), ("word", None, "one of 'yes', 'no'"),
-]  # fmt: skip
+    ("whole", True, "int"),
+    ("whole", 1.0, "int"),
+    ("whole", None, "int"),
+    ("number", "1", "float"),
+    ("number", True, "float"),
+    ("is_so", 1, "bool"),
+    ("text", b"t", "str"),
+    ("raw", "r", "bytes"),
+    ("nothing", 0, "NoneType"),
+    ("colour", "GREEN", "one of RED, BLUE"),
+    ("colour", 1, "one of RED, BLUE"),
+    ("points", {}, "a list, each a Point"),
+    ("points.0", 1, "a map of x, y"),
+    ("points.0.y", "z", "float"),
+    ("pair", [1], "a list of int, str"),
+    ("pair.1", 2, "str"),
+    ("empty", [1], "a list of nothing"),
+    ("counts.1", -1, "int of at least 0"),
+    ("counts.0", True, "int"),
+    ("names.0", 5, "str"),
+    ("rows", None, "a list"),
+    ("by_name", [], "a map of str to a Point"),
+    ("by_name.p", None, "a map of x, y"),
+    ("maybe", 3, "NoneType or a Point"),
+    ("shape", ["Square", {}], "a Point or a Circle"),
+    ("shape.1.radius", -1, "int of at least 0"),
+    ("value", 1.5, "int or str or bytes"),
+    ("scale", "1", "int or float"),
+    ("word", "perhaps", "one of 'yes', 'no'"),
+    ("word", None, "one of 'yes', 'no'"),
+]
 
 
-@pytest.mark.parametrize(("path", "value", "wanted"), WRONG, ids=[f"{path}={value}" for path, value, _ in WRONG])
+@pytest.mark.parametrize(
+    ("path", "value", "wanted"), WRONG, ids=[f"{path}={value}" for path, value, _ in WRONG]
+)
 def test_a_value_of_another_type_is_refused_by_name(path: str, value: Any, wanted: str) -> None:
     found = wire(ONE)
     place: Any = found[2]
@@ -181,7 +251,9 @@ def test_a_value_of_another_type_is_refused_by_name(path: str, value: Any, wante
         place = place[int(step) if isinstance(place, list) else step]
     place[int(last) if isinstance(place, list) else last] = value
     shown = ".".join(step for step in path.split(".") if path != "shape.1.radius" or step != "1")
-    with pytest.raises(MessageError, match=re.escape(f"'Everything.{shown}' should be {wanted}")) as error:
+    with pytest.raises(
+        MessageError, match=re.escape(f"'Everything.{shown}' should be {wanted}")
+    ) as error:
         CODEC.decode(msgpack.packb(found))
     assert f"found {type(value).__name__}" in str(error.value)
 
@@ -197,14 +269,22 @@ def test_every_field_must_be_there_and_no_other() -> None:
 @pytest.mark.parametrize(
     ("head", "error"),
     [
-        (("test/1", "Empty"), "is of another protocol or version; found str 'test/1'; run the same release"),
+        (
+            ("test/1", "Empty"),
+            "is of another protocol or version; found str 'test/1'; run the same release",
+        ),
         (("data/2", "Empty"), "is of another protocol or version; found str 'data/2'"),
-        (("test/2", "Square"), "has an unknown kind; found str 'Square', known are Everything, Empty, Even"),
+        (
+            ("test/2", "Square"),
+            "has an unknown kind; found str 'Square', known are Everything, Empty, Even",
+        ),
         (("test/2", 4), "cannot be read"),
         ((2, "Empty"), "cannot be read"),
     ],
 )
-def test_other_versions_and_unknown_kinds_are_refused_by_name(head: tuple[Any, Any], error: str) -> None:
+def test_other_versions_and_unknown_kinds_are_refused_by_name(
+    head: tuple[Any, Any], error: str
+) -> None:
     with pytest.raises(MessageError, match=error):
         CODEC.decode(msgpack.packb([*head, {}]))
 
@@ -225,7 +305,9 @@ def test_size_and_depth_have_bounds_on_both_sides() -> None:
     assert CODEC.decode(CODEC.encode(dataclasses.replace(ONE, plain=deep[0]))).plain == deep[0]
 
 
-@pytest.mark.parametrize("value", [object(), 2**64, {1, 2}, "\ud800", Point], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [object(), 2**64, {1, 2}, "\ud800", Point], ids=lambda value: type(value).__name__
+)
 def test_what_cannot_travel_is_refused_where_it_is_sent(value: Any) -> None:
     with pytest.raises(MessageError, match="'Everything' of test/2 cannot be sent"):
         CODEC.encode(dataclasses.replace(ONE, plain=value))

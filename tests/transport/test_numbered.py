@@ -1,4 +1,5 @@
-"""Messages between a scheduler and an agent: each arrives once and in order, whatever a connection loses."""
+"""Messages between a scheduler and an agent: each arrives once and in order, whatever a connection
+loses."""
 
 import random
 
@@ -20,7 +21,8 @@ def alive(end: Numbered, now: float = 0.0) -> Frames:
 def test_a_message_that_a_connection_lost_is_sent_again_as_soon_as_the_other_is_heard() -> None:
     one, other = Numbered(), Numbered()
     said = [one.frames(b"%d" % number, 0.0, is_kept=True) for number in range(3)]
-    assert heard(other, said[0], said[2]) == [b"0"]  # the second was lost: what comes after it waits
+    # the second was lost: what comes after it waits
+    assert heard(other, said[0], said[2]) == [b"0"]
     heard(one, alive(other), now=AGAIN_S / 2)
     assert one.missing(AGAIN_S / 2) == []  # perhaps it is on its way
     heard(one, alive(other), now=AGAIN_S)
@@ -39,7 +41,10 @@ def test_what_is_not_heard_is_sent_again_less_and_less_often() -> None:
         heard(one, alive(other), now=tenth / 10)
         times += [tenth / 10] * len(one.missing(tenth / 10))
     waits = [after - before for before, after in zip([0.0, *times], times, strict=False)]
-    assert waits[:3] == pytest.approx([AGAIN_S, 2 * AGAIN_S, 4 * AGAIN_S]) and max(waits) <= MOST_AGAIN_S + 0.1
+    assert (
+        waits[:3] == pytest.approx([AGAIN_S, 2 * AGAIN_S, 4 * AGAIN_S])
+        and max(waits) <= MOST_AGAIN_S + 0.1
+    )
 
 
 def test_what_is_said_again_by_itself_is_heard_out_of_turn_and_not_kept() -> None:
@@ -69,7 +74,9 @@ def test_what_was_forgotten_never_arrives_and_what_comes_after_it_does() -> None
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_another_scheduler_is_understood_and_hears_nothing_that_was_said_to_the_one_before_it(is_known: bool) -> None:
+def test_another_scheduler_is_understood_and_hears_nothing_that_was_said_to_the_one_before_it(
+    is_known: bool,
+) -> None:
     """is_known: whether the agent turns to it; it may also listen where the one before it did."""
     agent, before, after = Numbered(), Numbered(1), Numbered(1 << 32)
     assert heard(before, agent.frames(b"a", 0.0, is_kept=True)) == [b"a"]
@@ -119,6 +126,8 @@ def test_one_that_follows_another_in_the_same_session_is_heard_from_its_first_me
     reader, found = Numbered(), []
     for writer in (Numbered(), Numbered(), Numbered()):
         heard(writer, reader.frames(b"join", 0.0, is_kept=True))
-        found += heard(reader, *[writer.frames(b"%d" % number, 0.0, is_kept=True) for number in range(3)])
+        found += heard(
+            reader, *[writer.frames(b"%d" % number, 0.0, is_kept=True) for number in range(3)]
+        )
         heard(writer, alive(reader))
     assert found == [b"0", b"1", b"2"] * 3

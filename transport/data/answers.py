@@ -1,4 +1,5 @@
-"""The sending end of an edge of answers whose receivers are several replicas: each gets what it has asked for."""
+"""The sending end of an edge of answers whose receivers are several replicas: each gets what it has
+asked for."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -13,7 +14,8 @@ Acked = Callable[[Iterable[int]], None]
 
 
 class AnswerSender:
-    """A sender to each replica of those who ask: all are there from the start, and none joins or leaves.
+    """A sender to each replica of those who ask: all are there from the start, and none joins or
+    leaves.
 
     Consumes: answers, in any number: there are never more than requests, which have credit.
     Produces: each to whoever asked, in order; a replica that is away holds up its own alone.
@@ -22,10 +24,12 @@ class AnswerSender:
     """
 
     def __init__(
-        self, senders: Sequence[Sender], askers: Callable[[pa.RecordBatch], Sequence[Collection[int]]]
+        self,
+        senders: Sequence[Sender],
+        askers: Callable[[pa.RecordBatch], Sequence[Collection[int]]],
     ) -> None:
-        """senders: to one replica each, in their order. askers: of a batch, by row the numbers of the replicas that
-        asked for it."""
+        """senders: to one replica each, in their order. askers: of a batch, by row the numbers of
+        the replicas that asked for it."""
         self._senders, self._askers = list(senders), askers
         self._waiting: list[deque[tuple[pa.RecordBatch, Acked]]] = [deque() for _ in senders]
         self._is_ending = False
@@ -49,8 +53,8 @@ class AnswerSender:
         """Nothing: requests are the bound."""
 
     def send(self, batch: pa.RecordBatch, acked: Acked) -> bool:
-        """Take answers; always True. acked: as of `Sender.send`; with a row that several asked for, once all have it.
-        One of which nobody knows who asked goes to all."""
+        """Take answers; always True. acked: as of `Sender.send`; with a row that several asked for,
+        once all have it. One of which nobody knows who asked goes to all."""
         rows_of: dict[int, list[int]] = {}
         for row, asked in enumerate(self._askers(batch)):
             for replica in asked or range(len(self._senders)):
@@ -68,7 +72,8 @@ class AnswerSender:
         return True
 
     def poll(self) -> None:
-        """Take in grants and acknowledgements, and send what has credit now. Raises as `Sender.poll`."""
+        """Take in grants and acknowledgements, and send what has credit now. Raises as
+        `Sender.poll`."""
         for sender in self._senders:
             sender.poll()
         self._flush()
@@ -79,11 +84,14 @@ class AnswerSender:
         self._flush()
 
     def add_receiver(self, address: str) -> None:
-        """Nothing: all that there are were known from the start, and one that moved is told of as such."""
+        """Nothing: all that there are were known from the start, and one that moved is told of as
+        such."""
 
     def move_receiver(self, before: str, now: str) -> None:
         """As `Sender.move_receiver`."""
-        next(sender for sender in self._senders if before in sender.receivers).move_receiver(before, now)
+        next(sender for sender in self._senders if before in sender.receivers).move_receiver(
+            before, now
+        )
 
     def close(self, linger_s: float = 0.0) -> None:
         """Let go of the connections; what is unacknowledged is lost."""

@@ -1,7 +1,7 @@
 """Between what a channel promises and how its bytes travel: `Network`, `Connection`, `Listener`.
 
-`Sender` and `Receiver` keep the promises (order, credit, acknowledgement, redelivery) on any `Network`, as
-`SocketNetwork` is. Within one process no bytes travel (`local`).
+`Sender` and `Receiver` keep the promises (order, credit, acknowledgement, redelivery) on any
+`Network`, as `SocketNetwork` is. Within one process no bytes travel (`local`).
 """
 
 from collections.abc import Hashable, Sequence
@@ -72,10 +72,12 @@ class Connection(Protocol):
     """What a poller may watch; the first carries the messages."""
 
     def pack(self, batch: pa.RecordBatch, encoder: BatchEncoder, size_bytes: int) -> Packed:
-        """What travels for a batch; the same may go over several connections, and more than once."""
+        """What travels for a batch; the same may go over several connections, and more than
+        once."""
 
     def put(self, message: Message, payload: Any = None) -> bool:
-        """Send, of the payload the part that a Data message names; False when the connection takes nothing now."""
+        """Send, of the payload the part that a Data message names; False when the connection takes
+        nothing now."""
 
     def get(self) -> Message | ConnectionEvent | Junk | None:
         """The next thing that happened; None when nothing did. Never blocks."""
@@ -102,12 +104,15 @@ class Listener(Protocol):
         """Whether something arrived that `get` did not return yet."""
 
     def put(self, connection: Hashable, message: Message) -> None:
-        """Answer; a connection that is gone is ignored, for its sender says Hello when it is back."""
+        """Answer; a connection that is gone is ignored, for its sender says Hello when it is
+        back."""
 
     def assemble(self, begun: Any, payload: Any, message: Data) -> Any:
-        """What has come of a batch: `begun`, which is None at its first part, and the part in this payload.
+        """What has come of a batch: `begun`, which is None at its first part, and the part in this
+        payload.
 
-        Raises FrameError for a part of another length, or of a batch that does not fit into memory."""
+        Raises FrameError for a part of another length, or of a batch that does not fit into
+        memory."""
 
     def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
         """The batch that `assemble` has whole, checked; raises FrameError."""

@@ -1,14 +1,17 @@
-"""Whether the columns of an Arrow message are compressed, from its flatbuffer: pyarrow tells only by decompressing."""
+"""Whether the columns of an Arrow message are compressed, from its flatbuffer: pyarrow tells only
+by decompressing."""
 
 import struct
 from typing import Any, cast
 
 _HEADER_KIND, _HEADER, _DICTIONARY_BATCH, _RECORD_BATCH, _DATA, _COMPRESSION = 1, 2, 2, 3, 1, 3
-"""Of Arrow's Message.fbs: fields of Message, its kinds of header, and fields of DictionaryBatch and RecordBatch."""
+"""Of Arrow's Message.fbs: fields of Message, its kinds of header, and fields of DictionaryBatch and
+RecordBatch."""
 
 
 def is_compressed(metadata: Any) -> bool:
-    """Whether the columns of a message are; `metadata` is its flatbuffer, which Arrow has verified."""
+    """Whether the columns of a message are; `metadata` is its flatbuffer, which Arrow has
+    verified."""
     data = memoryview(metadata)
     message = _follow(data, 0)
     kind = _field(data, message, _HEADER_KIND)

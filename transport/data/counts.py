@@ -1,4 +1,5 @@
-"""What has crossed an edge, as one of its ends counts it: batches, rows and bytes of their bodies."""
+"""What has crossed an edge, as one of its ends counts it: batches, rows and bytes of their
+bodies."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -47,9 +48,9 @@ class EdgeCounts:
 class EndCounts:
     """What one process counts of an edge that begins there, ends there, or both.
 
-    What is sent is counted before it leaves, again each time that it is sent again; what is received, when it is here,
-    though it had been here before; what is acknowledged, when its sender lets go of it. So at any time, whoever was
-    killed meanwhile, if counts outlive their process,
+    What is sent is counted before it leaves, again each time that it is sent again; what is
+    received, when it is here, though it had been here before; what is acknowledged, when its sender
+    lets go of it. So at any time, whoever was killed meanwhile, if counts outlive their process,
 
         acknowledged <= received <= sent
 

@@ -1,8 +1,9 @@
-"""Credit in rows and bytes: what a sender may have in flight, and how receivers share out what they can hold.
+"""Credit in rows and bytes: what a sender may have in flight, and how receivers share out what they
+can hold.
 
 Pure: values in, values out, no clock. A receiver gives each sender a *window*, the most it may have
-unacknowledged. A window is a statement, not a token, so a lost or repeated message cannot make it drift.
-"""
+unacknowledged. A window is a statement, not a token, so a lost or repeated message cannot make it
+drift."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,18 +64,18 @@ def check_fits(batch: Credit, capacity: Credit, *, edge: str) -> None:
     """Raise BatchTooLarge for what a receiver will never take."""
     if not batch.within(capacity):
         raise BatchTooLarge(
-            f"a batch on edge '{edge}' can never be sent; got {batch.rows} rows and {batch.bytes} bytes, the receiver "
-            f"holds {capacity.rows} and {capacity.bytes}; send less at once, or raise capacity_rows and capacity_bytes "
-            f"of the receiver"
+            f"a batch on edge '{edge}' can never be sent; got {batch.rows} rows and {batch.bytes}"
+            f" bytes, the receiver holds {capacity.rows} and {capacity.bytes}; send less at once,"
+            " or raise capacity_rows and capacity_bytes of the receiver"
         )
 
 
 def may_send(batch: Credit, used: Credit, window: Credit) -> bool:
     """Whether a batch may leave now.
 
-    A batch larger than the window travels alone: it waits until nothing else is in flight. So a window
-    that shrank, because more senders joined, delays a large batch and never blocks it for ever.
-    """
+    A batch larger than the window travels alone: it waits until nothing else is in flight. So a
+    window that shrank, because more senders joined, delays a large batch and never blocks it for
+    ever."""
     return ONE.within(window) and (used == NONE or (used + batch).within(window))
 
 
@@ -85,8 +86,9 @@ def room_rows(used: Credit, window: Credit) -> int:
 
 
 def next_receiver(rooms: Sequence[int], *, last: int = -1, slack: int = 0) -> int | None:
-    """Which receiver takes the next batch: the next after `last` of those whose room in rows is the most, or `slack`
-    less at most; None: none has any. By room alone whoever has just given back a step's would take all of another one.
+    """Which receiver takes the next batch: the next after `last` of those whose room in rows is the
+    most, or `slack` less at most; None: none has any. By room alone whoever has just given back a
+    step's would take all of another one.
 
     >>> next_receiver([2, 5, 5]), next_receiver([2, 5, 5], last=1), next_receiver([2, 5, 5], last=2, slack=3)
     (1, 2, 0)
@@ -99,9 +101,9 @@ def next_receiver(rooms: Sequence[int], *, last: int = -1, slack: int = 0) -> in
 def allot(capacity: Credit, expected: int, holdings: Mapping[str, Holding]) -> dict[str, Credit]:
     """The window of every sender, by name: an equal share of what is held for nobody else.
 
-    `expected` senders (or as many as are known, if more) share the capacity. Whoever comes when others
-    still use larger windows gets what is left, and the rest as soon as they gave it back: promises and
-    held batches together stay within the capacity.
+    `expected` senders (or as many as are known, if more) share the capacity. Whoever comes when
+    others still use larger windows gets what is left, and the rest as soon as they gave it back:
+    promises and held batches together stay within the capacity.
     """
     count = max(1, expected, len(holdings))
     share = Credit(rows=capacity.rows // count, bytes=capacity.bytes // count).most(ONE)

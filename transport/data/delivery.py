@@ -17,7 +17,8 @@ class Delivery:
     epoch: int
     """Incarnation of the sender."""
     sequence: int
-    """Its number, 0, 1, 2, ... per sender and epoch; it goes on when this receiver left and joins again."""
+    """Its number, 0, 1, 2, ... per sender and epoch; it goes on when this receiver left and joins
+    again."""
     acknowledge: Callable[[str, int, int], None]
     """The receiver's side, of all rows."""
     acknowledge_rows: Callable[[str, int, int, int, int], None]
@@ -30,13 +31,15 @@ class Delivery:
         self.left = self.batch.num_rows
 
     def ack(self) -> None:
-        """The consumer is done with all rows: credit returns, the sender forgets the batch. Twice does no harm."""
+        """The consumer is done with all rows: credit returns, the sender forgets the batch. Twice
+        does no harm."""
         self.left = 0
         self.acknowledge(self.sender, self.epoch, self.sequence)
 
     def ack_rows(self, first: int, count: int) -> None:
-        """The consumer is done with some rows, each of which it names once. With the last of them all is as after
-        `ack`; before that the sender hears of them with the next `flush`, and the batch keeps its credit."""
+        """The consumer is done with some rows, each of which it names once. With the last of them
+        all is as after `ack`; before that the sender hears of them with the next `flush`, and the
+        batch keeps its credit."""
         self.left -= count
         if self.left > 0:
             self.acknowledge_rows(self.sender, self.epoch, self.sequence, first, count)

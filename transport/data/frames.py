@@ -1,8 +1,8 @@
 """Record batches as bytes on the wire: Arrow IPC streams with a checksum.
 
-The body frame of a `Data` message is a whole Arrow stream: schema, dictionaries, one batch; `checksum` in its header
-covers it. (Sending the schema with every batch costs about 15 us; it spares dictionary columns a protocol of their
-own.)
+The body frame of a `Data` message is a whole Arrow stream: schema, dictionaries, one batch;
+`checksum` in its header covers it. (Sending the schema with every batch costs about 15 us; it
+spares dictionary columns a protocol of their own.)
 """
 
 import struct
@@ -17,8 +17,16 @@ from transport.errors import FrameError, SchemaMismatch
 
 _ALIGNMENT_BYTES = 8
 _UNREADABLE = (
-    pa.ArrowException, ValueError, TypeError, KeyError, IndexError, OSError, MemoryError, StopIteration, struct.error,
-)  # fmt: skip
+    pa.ArrowException,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    OSError,
+    MemoryError,
+    StopIteration,
+    struct.error,
+)
 
 
 def encode_schema(schema: pa.Schema) -> bytes:
@@ -31,7 +39,9 @@ def decode_schema(data: bytes) -> pa.Schema:
     try:
         return pa.ipc.read_schema(pa.py_buffer(data))
     except _UNREADABLE as error:
-        raise FrameError(f"a schema cannot be read; {error}; run the same version on both sides") from error
+        raise FrameError(
+            f"a schema cannot be read; {error}; run the same version on both sides"
+        ) from error
 
 
 class BatchEncoder:
@@ -50,7 +60,8 @@ class BatchEncoder:
         return int(self._frame_bytes + pa.ipc.get_record_batch_size(batch))
 
     def encode(self, batch: pa.RecordBatch, size_bytes: int) -> pa.Buffer:
-        """The body frame of a batch: one copy of its columns, into a buffer of exactly `size_bytes`."""
+        """The body frame of a batch: one copy of its columns, into a buffer of exactly
+        `size_bytes`."""
         body = pa.allocate_buffer(size_bytes)
         _write(pa.FixedSizeBufferWriter(body), batch)
         return body
@@ -73,15 +84,16 @@ def checksum(body: Any) -> int:
 
 
 def put_together(begun: pa.Buffer | None, part: Any, header: Data) -> pa.Buffer:
-    """The body frame of a batch that comes in parts, with one more of them; `begun` is None at the first.
+    """The body frame of a batch that comes in parts, with one more of them; `begun` is None at the
+    first.
 
     It takes the memory of what has come: pages that no part has reached yet are the system's."""
     try:
         body = pa.allocate_buffer(header.bytes) if begun is None else begun
     except MemoryError as error:
         raise FrameError(
-            f"batch {header.sequence} of '{header.sender}' does not fit into memory; got {header.bytes} bytes; "
-            f"send less at once"
+            f"batch {header.sequence} of '{header.sender}' does not fit into memory; got"
+            f" {header.bytes} bytes; send less at once"
         ) from error
     memoryview(body).cast("B")[header.offset : header.offset + header.part_bytes] = part
     return body
@@ -90,26 +102,31 @@ def put_together(begun: pa.Buffer | None, part: Any, header: Data) -> pa.Buffer:
 def decode_batch(body: Any, header: Data, schema: pa.Schema) -> pa.RecordBatch:
     """The batch of a body frame, without a copy where the bytes lie well.
 
-    Length, checksum, schema and every offset are checked before anyone touches the data; compressed columns are
-    refused, because they would take more memory than the credit that was given for them. Raises FrameError, or
-    SchemaMismatch.
+    Length, checksum, schema and every offset are checked before anyone touches the data; compressed
+    columns are refused, because they would take more memory than the credit that was given for
+    them. Raises FrameError, or SchemaMismatch.
     """
     buffer = body if isinstance(body, pa.Buffer) else pa.py_buffer(body)
     if buffer.size != header.bytes:
-        raise FrameError(f"a batch is cut; got {buffer.size} bytes of {header.bytes}; send it again")
+        raise FrameError(
+            f"a batch is cut; got {buffer.size} bytes of {header.bytes}; send it again"
+        )
     found = checksum(buffer)
     if found != header.checksum:
         raise FrameError(
-            f"batch {header.sequence} of '{header.sender}' is damaged; its checksum is {found:016x}, "
-            f"its header says {header.checksum:016x}; send it again"
+            f"batch {header.sequence} of '{header.sender}' is damaged; its checksum is"
+            f" {found:016x}, its header says {header.checksum:016x}; send it again"
         )
     if buffer.address % _ALIGNMENT_BYTES:
         buffer = pa.py_buffer(buffer.to_pybytes())
     try:
-        if any(is_compressed(message.metadata) for message in pa.ipc.MessageReader.open_stream(buffer)):
+        if any(
+            is_compressed(message.metadata) for message in pa.ipc.MessageReader.open_stream(buffer)
+        ):
             raise FrameError(
-                f"batch {header.sequence} of '{header.sender}' is compressed; got {buffer.size} bytes that would take "
-                f"an unknown number; send what BatchEncoder makes of a record batch"
+                f"batch {header.sequence} of '{header.sender}' is compressed; got {buffer.size}"
+                " bytes that would take an unknown number; send what BatchEncoder makes of a"
+                " record batch"
             )
         reader = pa.ipc.open_stream(buffer)
         check_schema(reader.schema, schema, edge=header.edge)
@@ -119,14 +136,15 @@ def decode_batch(body: Any, header: Data, schema: pa.Schema) -> pa.RecordBatch:
     except _UNREADABLE as error:
         raise FrameError(
             f"batch {header.sequence} of '{header.sender}' is no Arrow stream; {error}; "
-            f"send what BatchEncoder makes of a record batch"
+            "send what BatchEncoder makes of a record batch"
         ) from error
     check_batch(batch, header)
     return batch
 
 
 def check_schema(found: pa.Schema, wanted: pa.Schema, *, edge: str) -> None:
-    """Raise SchemaMismatch unless both have the same fields in the same order; metadata does not count."""
+    """Raise SchemaMismatch unless both have the same fields in the same order; metadata does not
+    count."""
     if found.equals(wanted):
         return
     ours = {field.name: field for field in wanted}
@@ -136,8 +154,8 @@ def check_schema(found: pa.Schema, wanted: pa.Schema, *, edge: str) -> None:
     both = ours.keys() & theirs.keys()
     other = sorted(str(theirs[name]) for name in both if ours[name] != theirs[name])
     raise SchemaMismatch(
-        f"edge '{edge}' carries another schema; missing {missing}, not expected {extra}, "
-        f"different {other or ('order' if not missing + extra else [])}; send batches with {wanted.names}"
+        f"edge '{edge}' carries another schema; missing {missing}, not expected {extra}, different"
+        f" {other or ('order' if not missing + extra else [])}; send batches with {wanted.names}"
     )
 
 
@@ -156,6 +174,6 @@ def check_batch(batch: pa.RecordBatch, header: Data) -> None:
     check_valid(batch, f"batch {header.sequence} of '{header.sender}'")
     if batch.num_rows != header.rows:
         raise FrameError(
-            f"batch {header.sequence} of '{header.sender}' has {batch.num_rows} rows; its header says "
-            f"{header.rows}; send it again"
+            f"batch {header.sequence} of '{header.sender}' has {batch.num_rows} rows; its header"
+            f" says {header.rows}; send it again"
         )

@@ -1,7 +1,8 @@
-"""One receiver and all its senders: who may send how much, what is new, what came twice, what is missing.
+"""One receiver and all its senders: who may send how much, what is new, what came twice, what is
+missing.
 
-Pure: messages in, replies out; no socket, no clock. A `ConnectionId` is whatever names a connection.
-"""
+Pure: messages in, replies out; no socket, no clock. A `ConnectionId` is whatever names a
+connection."""
 
 import dataclasses
 from collections import deque
@@ -16,8 +17,9 @@ from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome
 ConnectionId = Hashable
 Replies = list[tuple[ConnectionId, Message]]
 Verdict = Literal["new", "part", "duplicate", "ahead", "stray", "overrun"]
-"""new: take it. part: keep it, the rest of its batch follows. duplicate: had it. ahead: something before it is missing.
-stray: no Hello came over this connection for this sender and epoch. overrun: sent without credit."""
+"""new: take it. part: keep it, the rest of its batch follows. duplicate: had it. ahead: something
+before it is missing. stray: no Hello came over this connection for this sender and epoch. overrun:
+sent without credit."""
 
 UNSAID_SHARE = 4
 """While more has arrived, acknowledgements are gathered up to this part (1/4) of a window."""
@@ -68,11 +70,14 @@ class _Peer:
         return reduce(Credit.most, (window for _, window in self.windows))
 
     def goes_on(self, message: Data) -> bool:
-        """Whether it is the next part of the batch that has begun, or the first of one where none has."""
+        """Whether it is the next part of the batch that has begun, or the first of one where none
+        has."""
         begun = self.begun
         if begun is None:
             return message.offset == 0
-        return message == dataclasses.replace(begun, offset=begun.bytes - begun.left, left=message.left)
+        return message == dataclasses.replace(
+            begun, offset=begun.bytes - begun.left, left=message.left
+        )
 
     def let_go(self, sequence: int) -> Credit:
         """Forget a batch that is held; its cost."""
@@ -92,13 +97,18 @@ class _Peer:
 
     def announce(self, number: int, window: Credit) -> None:
         """Tell it another window; an earlier one that is no larger makes no difference any more."""
-        self.windows = [*(one for one in self.windows if not one[1].within(window)), (number, window)]
+        self.windows = [
+            *(one for one in self.windows if not one[1].within(window)),
+            (number, window),
+        ]
 
 
 class Inbox:
     """The state of one receiver towards all its senders."""
 
-    def __init__(self, *, edge: str, epoch: int, capacity: Credit, senders: int = 1, max_message_bytes: int) -> None:
+    def __init__(
+        self, *, edge: str, epoch: int, capacity: Credit, senders: int = 1, max_message_bytes: int
+    ) -> None:
         self._edge, self._epoch, self.capacity = edge, epoch, capacity
         self._senders, self._max_message_bytes = senders, max_message_bytes
         self._peers: dict[str, _Peer] = {}
@@ -106,7 +116,8 @@ class Inbox:
         self._earlier: dict[str, dict[tuple[int, int], Credit]] = {}
         self._settled = True
         self._said = epoch
-        """Number of the window that was announced last, to whomever; it tells incarnations apart too."""
+        """Number of the window that was announced last, to whomever; it tells incarnations apart
+        too."""
 
     @property
     def depth(self) -> Credit:
@@ -117,7 +128,12 @@ class Inbox:
     @property
     def early_rows(self) -> int:
         """Of these, rows that the consumer is done with."""
-        return sum(count for peer in self._peers.values() for rows in peer.early.values() for _, count in rows)
+        return sum(
+            count
+            for peer in self._peers.values()
+            for rows in peer.early.values()
+            for _, count in rows
+        )
 
     @property
     def ended(self) -> bool:
@@ -126,11 +142,13 @@ class Inbox:
         return come >= self._senders and all(peer.ended for peer in self._peers.values())
 
     def awaited(self, senders: int) -> int:
-        """How many may still send when so many are expected: not come yet, or come and not ended."""
+        """How many may still send when so many are expected: not come yet, or come and not
+        ended."""
         return max(senders, len(self._peers)) - sum(peer.ended for peer in self._peers.values())
 
     def over(self, sender: str) -> None:
-        """A sender that ended its stream towards an earlier incarnation of this receiver need not come."""
+        """A sender that ended its stream towards an earlier incarnation of this receiver need not
+        come."""
         self._over.add(sender)
 
     def expect(self, senders: int) -> Replies:
@@ -155,7 +173,10 @@ class Inbox:
                 earlier = self._earlier.setdefault(message.sender, {})
                 earlier |= {(peer.epoch, number): held for number, held in peer.held.items()}
             peer = _Peer(
-                connection=connection, epoch=message.epoch, expected=message.base, gone=frozenset(message.gone)
+                connection=connection,
+                epoch=message.epoch,
+                expected=message.base,
+                gone=frozenset(message.gone),
             )
             self._peers[message.sender] = peer
         self._go_by(peer, connection, message)
@@ -171,15 +192,18 @@ class Inbox:
             return "stray", []
         if message.sequence < peer.expected:
             waits = message.sequence in peer.held or message.sequence in peer.unsaid
-            return "duplicate", [] if waits else [(connection, self._ack(peer, (message.sequence,)))]
+            return "duplicate", (
+                [] if waits else [(connection, self._ack(peer, (message.sequence,)))]
+            )
         if message.sequence > peer.expected or not peer.goes_on(message):
             if peer.asked == peer.expected:
                 return "ahead", []
             return "ahead", self._ask_again(peer)
         if not may_send(cost(message.rows, message.bytes), peer.used, peer.promised):
             reason = (
-                f"'{message.sender}' sent without credit on edge '{self._edge}'; got {message.rows} rows and "
-                f"{message.bytes} bytes; run the same version of this project on both sides"
+                f"'{message.sender}' sent without credit on edge '{self._edge}'; got {message.rows}"
+                f" rows and {message.bytes} bytes; run the same version of this project on both"
+                " sides"
             )
             return "overrun", [(connection, Refusal(edge=self._edge, reason=reason))]
         return "part" if message.left else "new", []
@@ -199,7 +223,8 @@ class Inbox:
         peer.faults, peer.asked, peer.begun = 0, None, None
 
     def fault(self, message: Data, reason: str) -> Replies:
-        """A new batch was not sound: ask for it again, and give up on its sender when that does not help."""
+        """A new batch was not sound: ask for it again, and give up on its sender when that does not
+        help."""
         peer = self._peers[message.sender]
         peer.faults, peer.begun = peer.faults + 1, None
         if peer.faults < MAX_FAULTS:
@@ -207,7 +232,8 @@ class Inbox:
         return [(peer.connection, Refusal(edge=self._edge, reason=reason))]
 
     def acknowledge(self, sender: str, epoch: int, sequence: int) -> Replies:
-        """The consumer is done with a batch: its credit goes back, at once or with the next `flush`.
+        """The consumer is done with a batch: its credit goes back, at once or with the next
+        `flush`.
 
         A second time, or unknown: nothing.
         """
@@ -227,8 +253,11 @@ class Inbox:
             del self._earlier[sender]
         return self._announce()
 
-    def acknowledge_rows(self, sender: str, epoch: int, sequence: int, first: int, count: int) -> None:
-        """The consumer is done with rows of a batch that it holds: its sender hears of it with the next `flush`."""
+    def acknowledge_rows(
+        self, sender: str, epoch: int, sequence: int, first: int, count: int
+    ) -> None:
+        """The consumer is done with rows of a batch that it holds: its sender hears of it with the
+        next `flush`."""
         peer = self._peers.get(sender)
         if peer is not None and peer.epoch == epoch and sequence in peer.held:
             peer.early.setdefault(sequence, []).append((first, count))
@@ -236,10 +265,15 @@ class Inbox:
 
     def flush(self) -> Replies:
         """Acknowledgements that were held back, to be sent when nothing more has arrived."""
-        return [(peer.connection, self._ack(peer)) for peer in self._peers.values() if peer.unsaid or peer.unsaid_early]
+        return [
+            (peer.connection, self._ack(peer))
+            for peer in self._peers.values()
+            if peer.unsaid or peer.unsaid_early
+        ]
 
     def forget(self, sender: str) -> Replies:
-        """A sender that will not come back: it counts as ended, and its share goes to the others."""
+        """A sender that will not come back: it counts as ended, and its share goes to the
+        others."""
         peer = self._peers.get(sender)
         if peer is None:
             return []
@@ -249,39 +283,46 @@ class Inbox:
     def _outdated(self, peer: _Peer, message: Hello) -> str | None:
         if message.epoch < peer.epoch:
             return (
-                f"'{message.sender}' was replaced on edge '{self._edge}'; this is epoch {message.epoch}, "
-                f"the present one {peer.epoch}; end this process"
+                f"'{message.sender}' was replaced on edge '{self._edge}'; this is epoch"
+                f" {message.epoch}, the present one {peer.epoch}; end this process"
             )
         if message.epoch == peer.epoch and message.next < peer.expected:
             return (
-                f"'{message.sender}' came again on edge '{self._edge}' under its old epoch; its next batch "
-                f"is {message.next}, {peer.expected} had arrived; give it a larger epoch after each restart"
+                f"'{message.sender}' came again on edge '{self._edge}' under its old epoch; its"
+                f" next batch is {message.next}, {peer.expected} had arrived; give it a larger"
+                " epoch after each restart"
             )
         return None
 
     def _go_by(self, peer: _Peer, connection: ConnectionId, message: Hello) -> None:
         """What a sender says of itself: the window it uses, and what it will not send (again).
 
-        It uses none that it was not told: by a claim beyond that, a liar would take the room of all others.
+        It uses none that it was not told: by a claim beyond that, a liar would take the room of all
+        others.
 
-        What it says will not come, although it lies here, it took back: nobody waits for its acknowledgement,
-        and until the consumer is done with it, it takes room like a batch of an earlier incarnation.
-        """
+        What it says will not come, although it lies here, it took back: nobody waits for its
+        acknowledgement, and until the consumer is done with it, it takes room like a batch of an
+        earlier incarnation."""
         known = self._epoch < message.window_number <= self._said
         unheard = [one for one in peer.windows[:-1] if not known or one[0] > message.window_number]
         if connection != peer.connection or (peer.end is not None and not message.ended):
-            unheard = []  # whatever was said over another connection, or before it began again, it does not go by
+            # whatever was said over another connection, or before it began again, it does not go by
+            unheard = []
         stated = Credit(rows=message.window_rows, bytes=message.window_bytes).least(peer.promised)
         peer.windows = [(message.window_number, stated), *unheard, peer.windows[-1]]
         peer.gone, peer.expected = frozenset(message.gone), max(peer.expected, message.base)
         peer.skip()
-        for number in [number for number in peer.held if number < message.base or number in peer.gone]:
+        for number in [
+            number for number in peer.held if number < message.base or number in peer.gone
+        ]:
             freed = peer.let_go(number)
             self._earlier.setdefault(message.sender, {})[peer.epoch, number] = freed
 
     def _windows(self) -> dict[str, Credit]:
         live = {
-            name: peer for name, peer in self._peers.items() if not peer.ended or peer.held or name in self._earlier
+            name: peer
+            for name, peer in self._peers.items()
+            if not peer.ended or peer.held or name in self._earlier
         }
         holdings = {
             name: Holding(
@@ -329,7 +370,9 @@ class Inbox:
     def _welcome(self, peer: _Peer) -> Welcome:
         """All that it has; of early rows what no longer fits follows with acknowledgements."""
         peer.unsaid, peer.unsaid_cost = [], NONE
-        peer.unsaid_early = deque((number, *rows) for number, early in peer.early.items() for rows in early)
+        peer.unsaid_early = deque(
+            (number, *rows) for number, early in peer.early.items() for rows in early
+        )
         return Welcome(
             edge=self._edge,
             epoch=self._epoch,

@@ -1,5 +1,5 @@
-"""An edge within one process: batches are handed on as they are, by the rules of credit and acknowledgement that hold
-between processes. Drive both ends from one thread."""
+"""An edge within one process: batches are handed on as they are, by the rules of credit and
+acknowledgement that hold between processes. Drive both ends from one thread."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,12 +19,20 @@ class LocalInlet:
     """The end that receives. Its sender is one, and is there as long as it is."""
 
     def __init__(
-        self, *, edge: str, schema: pa.Schema, sender: str, capacity_rows: int, capacity_bytes: int,
+        self,
+        *,
+        edge: str,
+        schema: pa.Schema,
+        sender: str,
+        capacity_rows: int,
+        capacity_bytes: int,
         counts: EndCounts | None = None,
-    ) -> None:  # fmt: skip
-        """Of what is unacknowledged it holds so many rows and bytes at most. counts: of both ends."""
+    ) -> None:
+        """Of what is unacknowledged it holds so many rows and bytes at most. counts: of both
+        ends."""
         self.counts = counts or EndCounts()
-        """What has crossed the edge, by the bytes that it would have on a wire, which credit counts, too."""
+        """What has crossed the edge, by the bytes that it would have on a wire, which credit
+        counts, too."""
         self.edge, self.schema, self.sender = edge, schema, sender
         self.capacity = Credit(rows=capacity_rows, bytes=capacity_bytes)
         self.used = NONE
@@ -35,8 +43,8 @@ class LocalInlet:
         """Acknowledgements that the sending end has not heard of."""
         self._ready: deque[Delivery] = deque()
         self._held: dict[int, tuple[Credit, Acked, set[int], int]] = {}
-        """By number of a batch: what it takes, who hears of its rows, those that are not acknowledged, and how many it
-        has."""
+        """By number of a batch: what it takes, who hears of its rows, those that are not
+        acknowledged, and how many it has."""
         self._next = 0
 
     def grow(self, capacity_rows: int) -> None:
@@ -45,7 +53,8 @@ class LocalInlet:
 
     @property
     def depth(self) -> tuple[int, int]:
-        """Rows that are not acknowledged, delivered or not; and bytes of the batches that have any."""
+        """Rows that are not acknowledged, delivered or not; and bytes of the batches that have
+        any."""
         return self.rows, self.used.bytes
 
     @property
@@ -71,10 +80,14 @@ class LocalInlet:
         self.used += takes
         self._ready.append(
             Delivery(
-                batch=batch, sender=self.sender, epoch=0, sequence=self._next,
-                acknowledge=self._acknowledge, acknowledge_rows=self._acknowledge_rows,
+                batch=batch,
+                sender=self.sender,
+                epoch=0,
+                sequence=self._next,
+                acknowledge=self._acknowledge,
+                acknowledge_rows=self._acknowledge_rows,
             )
-        )  # fmt: skip
+        )
         self._next += 1
 
     def receive(self, timeout_s: float = 0.0) -> Delivery | None:
@@ -94,7 +107,9 @@ class LocalInlet:
             self.counts.acknowledged.add(1, count, takes.bytes)
             self.heard.append((acked, sorted(rows)))
 
-    def _acknowledge_rows(self, sender: str, epoch: int, number: int, first: int, count: int) -> None:
+    def _acknowledge_rows(
+        self, sender: str, epoch: int, number: int, first: int, count: int
+    ) -> None:
         if number in self._held:
             _, acked, left, _ = self._held[number]
             self.heard.append((acked, sorted(left.intersection(range(first, first + count)))))
@@ -127,10 +142,13 @@ class LocalOutlet:
     def send(self, batch: pa.RecordBatch, acked: Acked = lambda rows: None) -> bool:
         """As `Sender.send`: False when there is no credit, and then nothing was taken.
 
-        Raises SchemaMismatch, FrameError for a batch that is not valid, BatchTooLarge (it would never fit)."""
+        Raises SchemaMismatch, FrameError for a batch that is not valid, BatchTooLarge (it would
+        never fit)."""
         inlet = self._inlet
         if inlet.ended:
-            raise TransportError(f"edge '{inlet.edge}' has ended; got one more batch; send before finish")
+            raise TransportError(
+                f"edge '{inlet.edge}' has ended; got one more batch; send before finish"
+            )
         frames.check_schema(batch.schema, inlet.schema, edge=inlet.edge)
         need = cost(batch.num_rows, self._encoder.size_bytes(batch))
         check_fits(need, inlet.capacity, edge=inlet.edge)

@@ -1,14 +1,17 @@
 """What senders and receivers of one edge say to each other: five messages.
 
-sender -> receiver    Hello     who I am, what I send, where I stand; repeated after every reconnection,
-                                when a window shrank, at the end of the stream, and when it begins again
+sender -> receiver    Hello     who I am, what I send, where I stand; repeated after every
+                      reconnection,
+                                when a window shrank, at the end of the stream, and when it begins
+                                again
                       Data      one record batch, or a part of one that is too large for a message
 receiver -> sender    Welcome   your window, and what I have of you: the rest is sent again
-                      Ack       these batches are done with, and of others these rows; your window from now on
+                      Ack       these batches are done with, and of others these rows; your window
+                                from now on
                       Refusal   no, and why
 
-A message is one header frame, and for `Data` one body frame (`frames`). The header is what the codec makes of the
-message, followed by its own xxh3_64, so that no byte of it can change unnoticed.
+A message is one header frame, and for `Data` one body frame (`frames`). The header is what the
+codec makes of the message, followed by its own xxh3_64, so that no byte of it can change unnoticed.
 """
 
 from dataclasses import dataclass
@@ -50,12 +53,14 @@ class Hello:
     ended: bool
     """Whether no batch will follow."""
     number: Natural = 0
-    """Larger in each later Hello of this sender and epoch: so one read late, from a connection that broke, is known."""
+    """Larger in each later Hello of this sender and epoch: so one read late, from a connection that
+    broke, is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """The header of one record batch, or of a part of it: its parts follow each other, and nothing comes between."""
+    """The header of one record batch, or of a part of it: its parts follow each other, and nothing
+    comes between."""
 
     edge: str
     """Name of the edge."""
@@ -109,7 +114,8 @@ class Welcome:
     ended: bool
     """Whether it knows where the stream ends."""
     answers: Natural = 0
-    """Number of the newest Hello that it has of this sender, so that an answer read late is known."""
+    """Number of the newest Hello that it has of this sender, so that an answer read late is
+    known."""
     early: tuple[Natural, ...] = ()
     """Of the batches that it holds, rows that are done with: as in Ack."""
 
@@ -131,8 +137,8 @@ class Ack:
     window_number: Natural
     """Number of the window."""
     early: tuple[Natural, ...] = ()
-    """Rows that the consumer is done with before the rest of their batches, which stay unacknowledged and keep their
-    credit: sequence number, first row, number of rows; and so on."""
+    """Rows that the consumer is done with before the rest of their batches, which stay
+    unacknowledged and keep their credit: sequence number, first row, number of rows; and so on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +152,9 @@ class Refusal:
 
 
 Message = Hello | Data | Welcome | Ack | Refusal
-_CODEC: Codec[Message] = Codec("data", 1, Hello, Data, Welcome, Ack, Refusal, max_bytes=MAX_HEADER_BYTES - SEAL_BYTES)
+_CODEC: Codec[Message] = Codec(
+    "data", 1, Hello, Data, Welcome, Ack, Refusal, max_bytes=MAX_HEADER_BYTES - SEAL_BYTES
+)
 
 
 def encode_message(message: Message) -> bytes:
@@ -159,8 +167,12 @@ def decode_message(frame: Any) -> Message:
     """The message of a header frame; FrameError for anything that `encode_message` did not make."""
     data = bytes(frame)
     if not SEAL_BYTES < len(data) <= MAX_HEADER_BYTES:
-        raise FrameError(f"a header frame has the wrong size; got {len(data)} bytes; use one protocol")
+        raise FrameError(
+            f"a header frame has the wrong size; got {len(data)} bytes; use one protocol"
+        )
     packed, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
     if xxhash.xxh3_64_digest(packed) != seal:
-        raise FrameError(f"a header is damaged; its seal does not fit its {len(packed)} bytes; send it again")
+        raise FrameError(
+            f"a header is damaged; its seal does not fit its {len(packed)} bytes; send it again"
+        )
     return _CODEC.decode(packed)

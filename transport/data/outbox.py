@@ -31,7 +31,8 @@ class OutgoingBatch:
     payload: Any
     """What the transport made of it."""
     acked: Callable[[Iterable[int]], None] = field(default=lambda rows: None, compare=False)
-    """Called with rows by their number, once the receiver has acknowledged them: with each row once."""
+    """Called with rows by their number, once the receiver has acknowledged them: with each row
+    once."""
     early: set[int] = field(default_factory=set, compare=False)
     """Rows that it has acknowledged before the rest."""
 
@@ -47,8 +48,11 @@ class OutgoingBatch:
 class Outbox:
     """The state of one sender towards one receiver."""
 
-    def __init__(self, *, edge: str, sender: str, epoch: int, schema: bytes, first: int = 0) -> None:
-        """`first` is the number of the first batch: for a receiver that left and comes back, where it left."""
+    def __init__(
+        self, *, edge: str, sender: str, epoch: int, schema: bytes, first: int = 0
+    ) -> None:
+        """`first` is the number of the first batch: for a receiver that left and comes back, where
+        it left."""
         self._edge, self._sender, self._epoch, self._schema = edge, sender, epoch, schema
         self._outgoing: dict[int, OutgoingBatch] = {}
         self._unsent: deque[int] = deque()
@@ -96,13 +100,18 @@ class Outbox:
 
     def room(self, cost: Credit | None = None) -> int:
         """Rows that may leave now; with `cost`, 0 unless a batch of that cost may leave now."""
-        if self._unsent or self._ended or (cost is not None and not may_send(cost, self._used, self._window)):
+        if (
+            self._unsent
+            or self._ended
+            or (cost is not None and not may_send(cost, self._used, self._window))
+        ):
             return 0
         rows = room_rows(self._used, self._window)
         return max(1, rows) if cost is not None else rows
 
     def add(self, outgoing: OutgoingBatch) -> None:
-        """Take a batch that `room(cost)` allowed, be it that of another receiver; it leaves with the next `due`."""
+        """Take a batch that `room(cost)` allowed, be it that of another receiver; it leaves with
+        the next `due`."""
         outgoing = dataclasses.replace(outgoing, sequence=self._next)
         self._outgoing[outgoing.sequence] = outgoing
         self._unsent.append(outgoing.sequence)
@@ -113,7 +122,8 @@ class Outbox:
         self._ended = True
 
     def reopen(self) -> bool:
-        """Batches will follow after all, once a Hello is answered; False: not before the end is confirmed.
+        """Batches will follow after all, once a Hello is answered; False: not before the end is
+        confirmed.
 
         By then every earlier Welcome has come, so that none of them can be taken for the answer.
         """
@@ -124,8 +134,9 @@ class Outbox:
         return True
 
     def take_back(self, *, sent: bool) -> list[OutgoingBatch]:
-        """Batches that shall not go to this receiver after all, in order: those that never left for its present
-        incarnation, or with `sent` all that it did not acknowledge. The next Hello says so."""
+        """Batches that shall not go to this receiver after all, in order: those that never left for
+        its present incarnation, or with `sent` all that it did not acknowledge. The next Hello says
+        so."""
         numbers = {number: None for number in self._outgoing if sent or number >= self._reached}
         self._unsent = deque(number for number in self._unsent if number not in numbers)
         return [self._outgoing.pop(number) for number in numbers]
@@ -168,7 +179,9 @@ class Outbox:
             schema=self._schema,
             base=base,
             next=self._next,
-            gone=tuple(number for number in range(base, self._next) if number not in self._outgoing),
+            gone=tuple(
+                number for number in range(base, self._next) if number not in self._outgoing
+            ),
             window_rows=self._window.rows,
             window_bytes=self._window.bytes,
             window_number=self._window_number,
@@ -184,10 +197,10 @@ class Outbox:
     def welcome(self, message: Welcome) -> bool:
         """Go by what the receiver has: forget what it acknowledged, send the rest again.
 
-        True when the window shrank, and a Hello has to confirm it. One that knows an end where there is none
-        any more was said before the stream began again: it counts for nothing. Nor does one that was read late, from a
-        connection that broke: the last Hello promised what the receiver would miss then.
-        """
+        True when the window shrank, and a Hello has to confirm it. One that knows an end where
+        there is none any more was said before the stream began again: it counts for nothing. Nor
+        does one that was read late, from a connection that broke: the last Hello promised what the
+        receiver would miss then."""
         if message.answers < self._lost_at or (message.ended and not self._ended):
             return False
         if message.epoch != self._receiver_epoch:
@@ -205,7 +218,8 @@ class Outbox:
         return self._go_by(message)
 
     def ack(self, message: Ack) -> bool:
-        """Forget what is acknowledged; True when the window shrank, and a Hello has to confirm it."""
+        """Forget what is acknowledged; True when the window shrank, and a Hello has to confirm
+        it."""
         if message.epoch != self._receiver_epoch or not self._live:
             return False
         for number in message.sequences:
@@ -223,11 +237,18 @@ class Outbox:
     def _hear_early(self, early: tuple[int, ...]) -> None:
         for number, first, count in zip(early[::3], early[1::3], early[2::3], strict=False):
             outgoing, rows = self._outgoing.get(number), range(first, first + count)
-            if outgoing is not None and first + count <= outgoing.rows and outgoing.early.isdisjoint(rows):
+            if (
+                outgoing is not None
+                and first + count <= outgoing.rows
+                and outgoing.early.isdisjoint(rows)
+            ):
                 outgoing.early.update(rows)
                 outgoing.acked(rows)
 
     def _go_by(self, message: Welcome | Ack) -> bool:
-        before, self._window = self._window, Credit(rows=message.window_rows, bytes=message.window_bytes)
+        before, self._window = (
+            self._window,
+            Credit(rows=message.window_rows, bytes=message.window_bytes),
+        )
         self._window_number = message.window_number
         return not before.within(self._window) and not self.finished

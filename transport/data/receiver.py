@@ -41,13 +41,13 @@ def _warn(edge: str, peer: str, reason: str) -> None:
 class Receiver:
     """Receives record batches of one edge; not thread-safe.
 
-    At any time the unacknowledged batches stay within `capacity_rows` and `capacity_bytes`, shared equally
-    among the senders. A batch within the capacity but larger than its sender's share travels alone; choose
-    capacity_bytes >= senders * bytes of the largest batch, and the bound holds for those too. One that is larger than
-    max_message_bytes comes in parts, under the credit of the whole, and is put together here.
-    Redelivery: a batch is delivered once by one receiver. When a receiver restarts, what was unacknowledged
-    comes again, so a consumer that acted on a batch and died before `ack` sees it twice.
-    """
+    At any time the unacknowledged batches stay within `capacity_rows` and `capacity_bytes`, shared
+    equally among the senders. A batch within the capacity but larger than its sender's share
+    travels alone; choose capacity_bytes >= senders * bytes of the largest batch, and the bound
+    holds for those too. One that is larger than max_message_bytes comes in parts, under the credit
+    of the whole, and is put together here. Redelivery: a batch is delivered once by one receiver.
+    When a receiver restarts, what was unacknowledged comes again, so a consumer that acted on a
+    batch and died before `ack` sees it twice."""
 
     def __init__(
         self,
@@ -64,14 +64,19 @@ class Receiver:
         on_refused: Callable[[str, str, str], None] = _warn,
         counts: EndCounts | None = None,
     ) -> None:
-        """Bind to `address`: `ipc://PATH` in a 0700 folder, `tcp://127.0.0.1:*`, or elsewhere with keys.
+        """Bind to `address`: `ipc://PATH` in a 0700 folder, `tcp://127.0.0.1:*`, or elsewhere with
+        keys.
 
-        `senders` are expected: `finished` waits for as many, and until they come their share is kept for
-        them. `on_refused(edge, peer, reason)` hears once of every peer that sends what cannot be taken. `counts`:
-        go on from those of an earlier attempt; None: from nothing.
+        `senders` are expected: `finished` waits for as many, and until they come their share is
+        kept for them. `on_refused(edge, peer, reason)` hears once of every peer that sends what
+        cannot be taken. `counts`: go on from those of an earlier attempt; None: from nothing.
         Raises AddressError, and ValueError for a capacity that holds no row per sender.
         """
-        if capacity_rows < max(1, senders) or capacity_bytes < max(1, senders) or max_message_bytes < 1:
+        if (
+            capacity_rows < max(1, senders)
+            or capacity_bytes < max(1, senders)
+            or max_message_bytes < 1
+        ):
             raise ValueError(
                 f"edge '{edge}' could hold nothing of its {senders} senders; got {capacity_rows=}, "
                 f"{capacity_bytes=}, {max_message_bytes=}; raise them"
@@ -89,7 +94,9 @@ class Receiver:
         self._begun: dict[str, Any] = {}
         """By sender, what has come of a batch whose later parts have not."""
         self._listener = (network or SocketNetwork()).listen(
-            address, max_message_bytes=max_message_bytes, queue_messages=min(capacity_rows, _MOST_QUEUED)
+            address,
+            max_message_bytes=max_message_bytes,
+            queue_messages=min(capacity_rows, _MOST_QUEUED),
         )
         self._ready: deque[Delivery] = deque()
         self._on_refused = on_refused
@@ -112,12 +119,14 @@ class Receiver:
 
     @property
     def sockets(self) -> "list[zmq.Socket[bytes]]":
-        """All that a poller should watch for reading: `receive` or `poll` when any of them is ready."""
+        """All that a poller should watch for reading: `receive` or `poll` when any of them is
+        ready."""
         return list(self._listener.sockets)
 
     @property
     def depth(self) -> tuple[int, int]:
-        """Rows that arrived and are not acknowledged, delivered or not; and bytes of the batches that have any."""
+        """Rows that arrived and are not acknowledged, delivered or not; and bytes of the batches
+        that have any."""
         depth = self._inbox.depth
         return depth.rows - self._inbox.early_rows, depth.bytes
 
@@ -127,7 +136,8 @@ class Receiver:
         return self._inbox.ended and not self._ready
 
     def receive(self, timeout_s: float = 0.0) -> Delivery | None:
-        """The next batch; None when none came within the timeout, or at once when the stream has ended."""
+        """The next batch; None when none came within the timeout, or at once when the stream has
+        ended."""
         deadline = time.monotonic() + timeout_s
         for _ in range(_STEPS_PER_CALL):
             if self._ready:
@@ -141,7 +151,8 @@ class Receiver:
         return None
 
     def poll(self) -> None:
-        """Take in what arrived, without delivering it, and send what is due: call it when not receiving."""
+        """Take in what arrived, without delivering it, and send what is due: call it when not
+        receiving."""
         for _ in range(_STEPS_PER_CALL):
             if not self._step(0.0):
                 break
@@ -154,19 +165,19 @@ class Receiver:
     def expect(self, senders: int) -> None:
         """From now on `senders` are expected in all, those that ended or were forgotten included.
 
-        `finished` waits for as many, and the capacity is shared out anew: at once to whoever gains by it, and to
-        a joiner as soon as the others confirmed their smaller windows. Say it before the present senders end,
-        because a consumer acts on `finished`; a joiner whose stream begins later is served too, and makes
-        `finished` false again. A sender counts once by its name, whatever its epoch: a joiner needs a name that
-        nobody had. Lower the number for one that will never come; after one that ended, it need not change.
-        Raises ValueError when the capacity holds no row or byte for each that may still send.
-        """
+        `finished` waits for as many, and the capacity is shared out anew: at once to whoever gains
+        by it, and to a joiner as soon as the others confirmed their smaller windows. Say it before
+        the present senders end, because a consumer acts on `finished`; a joiner whose stream begins
+        later is served too, and makes `finished` false again. A sender counts once by its name,
+        whatever its epoch: a joiner needs a name that nobody had. Lower the number for one that
+        will never come; after one that ended, it need not change. Raises ValueError when the
+        capacity holds no row or byte for each that may still send."""
         awaited = self._inbox.awaited(senders)
         if senders < 0 or min(self._inbox.capacity.rows, self._inbox.capacity.bytes) < awaited:
             raise ValueError(
-                f"edge '{self.edge}' cannot expect {senders} senders; got room for {self._inbox.capacity.rows} rows "
-                f"and {self._inbox.capacity.bytes} bytes among the {awaited} that may still send; expect fewer, or "
-                f"raise the capacity"
+                f"edge '{self.edge}' cannot expect {senders} senders; got room for"
+                f" {self._inbox.capacity.rows} rows and {self._inbox.capacity.bytes} bytes among"
+                f" the {awaited} that may still send; expect fewer, or raise the capacity"
             )
         self._reply(self._inbox.expect(senders))
 
@@ -175,7 +186,8 @@ class Receiver:
         self._reply(self._inbox.grow(capacity_rows))
 
     def over(self, sender: str) -> None:
-        """A sender whose stream an earlier incarnation of this receiver had to its end counts as ended here.
+        """A sender whose stream an earlier incarnation of this receiver had to its end counts as
+        ended here.
 
         If it comes all the same, it is served like any other.
         """
@@ -184,8 +196,8 @@ class Receiver:
     def forget(self, sender: str) -> None:
         """A sender that will not come back counts as ended, and its share goes to the others.
 
-        What arrived of it is taken in first, and delivered. One of whom nothing ever arrived is unknown here: for
-        that, `expect` one less.
+        What arrived of it is taken in first, and delivered. One of whom nothing ever arrived is
+        unknown here: for that, `expect` one less.
         """
         self.poll()
         self._begun.pop(sender, None)
@@ -219,7 +231,7 @@ class Receiver:
             if hello.edge != self.edge:
                 raise FrameError(
                     f"'{hello.sender}' sends on edge '{hello.edge}'; this is edge '{self.edge}'; "
-                    f"give it the address of its own edge"
+                    "give it the address of its own edge"
                 )
             frames.check_schema(frames.decode_schema(hello.schema), self.schema, edge=self.edge)
         except FrameError as error:
@@ -243,18 +255,22 @@ class Receiver:
         elif verdict == "duplicate":
             self.duplicates += not data.left
         elif verdict == "overrun":
-            self._refuse(arrival.connection, f"'{data.sender}' sent {data.rows} rows without credit")
+            self._refuse(
+                arrival.connection, f"'{data.sender}' sent {data.rows} rows without credit"
+            )
         self._reply(replies)
 
     def _open(self, payload: Any, data: Data) -> pa.RecordBatch | None:
-        """The batch, or None until its last part is here. Raises FrameError; then nothing is left of it."""
+        """The batch, or None until its last part is here. Raises FrameError; then nothing is left
+        of it."""
         begun = self._begun.pop(data.sender, None)
         if not data.offset:
             begun = None  # of a batch that is sent again from its first part on
         if data.part_bytes < 1 or data.bytes > self._inbox.capacity.bytes:
             raise FrameError(
-                f"a batch of '{data.sender}' has no room here; got {data.part_bytes} of {data.bytes} bytes, this "
-                f"receiver holds {self._inbox.capacity.bytes}; send smaller batches or raise capacity_bytes"
+                f"a batch of '{data.sender}' has no room here; got {data.part_bytes} of"
+                f" {data.bytes} bytes, this receiver holds {self._inbox.capacity.bytes}; send"
+                " smaller batches or raise capacity_bytes"
             )
         body = self._listener.assemble(begun, payload, data)
         if data.left:
@@ -293,4 +309,8 @@ class Receiver:
         self.refused += 1
         if connection not in self._blamed and len(self._blamed) < _REMEMBERED_PEERS:
             self._blamed.add(connection)
-            self._on_refused(self.edge, connection.hex() if isinstance(connection, bytes) else str(connection), reason)
+            self._on_refused(
+                self.edge,
+                connection.hex() if isinstance(connection, bytes) else str(connection),
+                reason,
+            )

@@ -1,4 +1,5 @@
-"""One receiver as a sender sees it: the connection, what is owed over it, and since when the receiver is away."""
+"""One receiver as a sender sees it: the connection, what is owed over it, and since when the
+receiver is away."""
 
 from typing import Any
 
@@ -14,8 +15,15 @@ class ReceiverPeer:
     """One receiver, as one sender sees it; never blocks."""
 
     def __init__(
-        self, connection: Connection, outbox: Outbox, *, edge: str, sender: str, now: float, sent: EdgeCounts
-    ) -> None:  # fmt: skip
+        self,
+        connection: Connection,
+        outbox: Outbox,
+        *,
+        edge: str,
+        sender: str,
+        now: float,
+        sent: EdgeCounts,
+    ) -> None:
         """sent: counts what goes out."""
         self.connection = connection
         self._sent = sent
@@ -35,14 +43,16 @@ class ReceiverPeer:
         return self.connection.address
 
     def move(self, connection: Connection, now: float) -> None:
-        """The receiver was started again, and is at the other end of this connection: it is owed what it was."""
+        """The receiver was started again, and is at the other end of this connection: it is owed
+        what it was."""
         self.connection.close()
         self.connection, self.failures, self._greet = connection, 0, False
         self.outbox.lost()
         self.away_since = now if self.away_since is None else self.away_since
 
     def poll(self, now: float) -> int:
-        """Handle what came back, and send what is due; how many messages were none. Raises SenderRefused."""
+        """Handle what came back, and send what is due; how many messages were none. Raises
+        SenderRefused."""
         strange = 0
         while (event := self.connection.get()) is not None:
             strange += not self._handle(event, now)
@@ -58,13 +68,17 @@ class ReceiverPeer:
     def transmit(self) -> None:
         """Send what may leave."""
         for outgoing in self.outbox.due():
-            if not all(self._put(header, outgoing.payload.content) for header in self.outbox.headers(outgoing)):
+            if not all(
+                self._put(header, outgoing.payload.content)
+                for header in self.outbox.headers(outgoing)
+            ):
                 self.outbox.lost()
                 self._greet = True
                 return
 
     def _put(self, header: Data, content: Any) -> bool:
-        """Send a part, counted before it leaves: so no end has more of it than this one has sent."""
+        """Send a part, counted before it leaves: so no end has more of it than this one has
+        sent."""
         self._sent.add(not header.left, 0 if header.left else header.rows, header.part_bytes)
         return self.connection.put(header, content)
 
@@ -74,7 +88,8 @@ class ReceiverPeer:
         self.greet()
 
     def reopen(self) -> None:
-        """Say that batches will follow after all, once the receiver confirmed that it knew of the end."""
+        """Say that batches will follow after all, once the receiver confirmed that it knew of the
+        end."""
         if self.outbox.reopen():
             self.greet()
 
@@ -97,8 +112,8 @@ class ReceiverPeer:
                 self.failures += 1
             case ConnectionEvent.REJECTED:
                 raise SenderRefused(
-                    f"'{self._sender}' may not send on edge '{self._edge}'; {self.address} does not "
-                    f"accept its key; give both sides the keys of this run"
+                    f"'{self._sender}' may not send on edge '{self._edge}'; {self.address} does not"
+                    " accept its key; give both sides the keys of this run"
                 )
             case Welcome() if event.edge == self._edge:
                 self._greet = self.outbox.welcome(event) or self._greet

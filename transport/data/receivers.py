@@ -1,4 +1,5 @@
-"""The receivers of one edge as their sender has them: they come and go, and what one leaves behind goes to others."""
+"""The receivers of one edge as their sender has them: they come and go, and what one leaves behind
+goes to others."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ from transport.errors import PeerGone
 
 
 class ReceiverSet:
-    """Who takes the batches of one sender: joined, retired, forgotten and moved by its owner, or given up as away for
-    too long."""
+    """Who takes the batches of one sender: joined, retired, forgotten and moved by its owner, or
+    given up as away for too long."""
 
     def __init__(
         self,
@@ -37,7 +38,9 @@ class ReceiverSet:
     ) -> None:
         """As `Sender`."""
         if not receivers:
-            raise ValueError(f"edge '{edge}' has no receiver; got an empty list; give at least one address")
+            raise ValueError(
+                f"edge '{edge}' has no receiver; got an empty list; give at least one address"
+            )
         self.edge, self.sender_id, self.epoch, self.schema = edge, sender_id, epoch, schema
         self._peer_timeout_s, self._clock, self._most_rows = peer_timeout_s, clock, most_rows
         self._slack_rows, self._last = slack_rows, -1
@@ -64,11 +67,12 @@ class ReceiverSet:
         return [peer.address for peer in self._peers]
 
     def add_receiver(self, address: str) -> None:
-        """From now on batches go to `address` too, as soon as it appears and gives credit; read `sockets` again.
+        """From now on batches go to `address` too, as soon as it appears and gives credit; read
+        `sockets` again.
 
-        After `finish` it is told the end with the next `poll`, so that `forget_receiver` before that can still give
-        it the batches of another. A receiver that left may come back, restarted or not.
-        Raises ValueError for an address that it has; AddressError.
+        After `finish` it is told the end with the next `poll`, so that `forget_receiver` before
+        that can still give it the batches of another. A receiver that left may come back, restarted
+        or not. Raises ValueError for an address that it has; AddressError.
         """
         known = next((peer for peer in self._peers if peer.address == address), None)
         if known is not None:
@@ -80,17 +84,19 @@ class ReceiverSet:
         self._connect(address)
 
     def retire_receiver(self, address: str) -> None:
-        """Nothing new goes to `address`; it is told the end of this stream, and leaves when it owes nothing.
+        """Nothing new goes to `address`; it is told the end of this stream, and leaves when it owes
+        nothing.
 
-        What it was sent is still its own, comes again if it restarts, and is acknowledged as usual. What never
-        left goes to the others. Once all is acknowledged and it knows the end, `poll` closes the peer; read `sockets`
-        again. If it stays away for `peer_timeout_s` before that, it is forgotten like one that `forget_receiver` names.
-        Raises ValueError for an unknown address, one that retires already, and the last receiver.
-        """
+        What it was sent is still its own, comes again if it restarts, and is acknowledged as usual.
+        What never left goes to the others. Once all is acknowledged and it knows the end, `poll`
+        closes the peer; read `sockets` again. If it stays away for `peer_timeout_s` before that, it
+        is forgotten like one that `forget_receiver` names. Raises ValueError for an unknown
+        address, one that retires already, and the last receiver."""
         peer = self._find(address)
         if peer.retiring:
             raise ValueError(
-                f"edge '{self.edge}' lets the receiver {address} go already; got it again; wait, or forget_receiver"
+                f"edge '{self.edge}' lets the receiver {address} go already; got it again; wait, or"
+                " forget_receiver"
             )
         self._check_not_last(peer)
         peer.retiring = True
@@ -98,27 +104,31 @@ class ReceiverSet:
         peer.end()
 
     def forget_receiver(self, address: str) -> None:
-        """`address` is known to be dead: everything that it did not acknowledge goes to the others, oldest first.
+        """`address` is known to be dead: everything that it did not acknowledge goes to the others,
+        oldest first.
 
-        That waits for their credit, and goes before new batches: until it is placed, `room` is 0 and `send`
-        False. After `finish` the streams of the others begin again for it: a receiver that was `finished` is not
-        any more. To replace a receiver, add the new one first. One that comes back at the same address is welcome
-        (`add_receiver`), even if it was not dead; then it may deliver what others deliver too.
-        Raises ValueError for an unknown address, and the last receiver.
-        """
+        That waits for their credit, and goes before new batches: until it is placed, `room` is 0
+        and `send` False. After `finish` the streams of the others begin again for it: a receiver
+        that was `finished` is not any more. To replace a receiver, add the new one first. One that
+        comes back at the same address is welcome (`add_receiver`), even if it was not dead; then it
+        may deliver what others deliver too. Raises ValueError for an unknown address, and the last
+        receiver."""
         peer = self._find(address)
         self._check_not_last(peer)
         self._forget(peer)
         self._place_returned()
 
     def move_receiver(self, before: str, now: str) -> None:
-        """The receiver at `before` was started again and listens at `now`: what it has not acknowledged goes there.
+        """The receiver at `before` was started again and listens at `now`: what it has not
+        acknowledged goes there.
 
-        Read `sockets` again. Raises ValueError for an unknown address, and for one that another receiver has."""
+        Read `sockets` again. Raises ValueError for an unknown address, and for one that another
+        receiver has."""
         peer = self._find(before)
         if now in self.receivers:
             raise ValueError(
-                f"edge '{self.edge}' has a receiver at {now}; got it for the one at {before}, too; each has its own"
+                f"edge '{self.edge}' has a receiver at {now}; got it for the one at {before}, too;"
+                " each has its own"
             )
         peer.move(self._network.connect(now), self._clock())
 
@@ -133,19 +143,31 @@ class ReceiverSet:
         connection = self._network.connect(address)
         self._peers.append(
             ReceiverPeer(
-                connection, outbox, edge=self.edge, sender=self.sender_id, now=self._clock(), sent=self.counts.sent
+                connection,
+                outbox,
+                edge=self.edge,
+                sender=self.sender_id,
+                now=self._clock(),
+                sent=self.counts.sent,
             )
-        )  # fmt: skip
+        )
 
     def _staying(self) -> list[ReceiverPeer]:
         return [peer for peer in self._peers if not peer.retiring]
 
     def _choose(self, need: Credit) -> ReceiverPeer | None:
-        """Whom a batch goes to now, by credit and in turn; None while there is none. Raises BatchTooLarge."""
+        """Whom a batch goes to now, by credit and in turn; None while there is none. Raises
+        BatchTooLarge."""
         peers = self._staying()
-        if self._most_rows is not None and (under_way := self._rows()) and under_way + need.rows > self._most_rows:
+        if (
+            self._most_rows is not None
+            and (under_way := self._rows())
+            and under_way + need.rows > self._most_rows
+        ):
             return None
-        found = next_receiver([peer.outbox.room(need) for peer in peers], last=self._last, slack=self._slack_rows)
+        found = next_receiver(
+            [peer.outbox.room(need) for peer in peers], last=self._last, slack=self._slack_rows
+        )
         if found is None:
             for peer in peers:
                 peer.check_fits(need)
@@ -185,14 +207,15 @@ class ReceiverSet:
             if peer.address == address:
                 return peer
         raise ValueError(
-            f"edge '{self.edge}' has no receiver {address}; it has {', '.join(self.receivers)}; name one of those"
+            f"edge '{self.edge}' has no receiver {address}; it has {', '.join(self.receivers)};"
+            " name one of those"
         )
 
     def _check_not_last(self, peer: ReceiverPeer) -> None:
         if self._staying() == [peer]:
             raise ValueError(
-                f"nobody would take the batches of edge '{self.edge}'; {peer.address} is its last receiver; "
-                f"add_receiver another one first, or finish"
+                f"nobody would take the batches of edge '{self.edge}'; {peer.address} is its last"
+                " receiver; add_receiver another one first, or finish"
             )
 
     def _away_s(self, peer: ReceiverPeer, now: float) -> float:
@@ -201,9 +224,11 @@ class ReceiverSet:
     def _check_presence(self, peer: ReceiverPeer, now: float) -> None:
         away_s = self._away_s(peer, now)
         if away_s > self._peer_timeout_s and not peer.outbox.finished:
-            failed = f" after {peer.failures} failed handshakes (wrong keys?)" if peer.failures else ""
+            failed = (
+                f" after {peer.failures} failed handshakes (wrong keys?)" if peer.failures else ""
+            )
             raise PeerGone(
-                f"'{self.sender_id}' waited for the receiver of edge '{self.edge}'; {peer.address} was "
-                f"away for {away_s:.1f} s{failed}, {peer.outbox.unacknowledged} batches are unacknowledged; "
-                f"look into the log of its worker, or raise peer_timeout_s"
+                f"'{self.sender_id}' waited for the receiver of edge '{self.edge}'; {peer.address}"
+                f" was away for {away_s:.1f} s{failed}, {peer.outbox.unacknowledged} batches are"
+                " unacknowledged; look into the log of its worker, or raise peer_timeout_s"
             )

@@ -1,8 +1,9 @@
-"""Channels between processes: ZeroMQ, a DEALER for every sender's connection and a ROUTER at every receiver.
+"""Channels between processes: ZeroMQ, a DEALER for every sender's connection and a ROUTER at every
+receiver.
 
-Credit bounds what is in flight, so senders have no high-water mark that could drop anything. Liveness comes
-from ZeroMQ's own heartbeats, which its I/O thread answers while a worker computes for minutes.
-"""
+Credit bounds what is in flight, so senders have no high-water mark that could drop anything.
+Liveness comes from ZeroMQ's own heartbeats, which its I/O thread answers while a worker computes
+for minutes."""
 
 import contextlib
 import time
@@ -26,7 +27,8 @@ _REPLY_LINGER_MS = 1_000
 _UNBIND_TIMEOUT_S = 2.0
 _SPARE_MESSAGES = 1_000
 _COPY_BELOW_BYTES = 4 << 20
-"""Lending memory to ZeroMQ wakes a thread that needs the GIL: below this, one more copy costs less."""
+"""Lending memory to ZeroMQ wakes a thread that needs the GIL: below this, one more copy costs
+less."""
 _STATE, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 _EVENTS = {
     int(zmq.Event.HANDSHAKE_SUCCEEDED): ConnectionEvent.UP,
@@ -35,13 +37,19 @@ _EVENTS = {
     int(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL): ConnectionEvent.FAILED,
     int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL): ConnectionEvent.FAILED,
 }
-_FAILURES = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
+_FAILURES = (
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
 
 
 class SocketNetwork:
     """Channels over ipc and tcp; with the keys of a run, encrypted and closed to all others."""
 
-    def __init__(self, *, keys: Keys | None = None, context: "zmq.Context[Any] | None" = None) -> None:
+    def __init__(
+        self, *, keys: Keys | None = None, context: "zmq.Context[Any] | None" = None
+    ) -> None:
         self._keys = keys
         self._context = context
 
@@ -50,7 +58,9 @@ class SocketNetwork:
         check_address(address, self._keys)
         return SocketConnection(self._context or zmq.Context.instance(), address, self._keys)
 
-    def listen(self, address: str, *, max_message_bytes: int, queue_messages: int) -> "SocketListener":
+    def listen(
+        self, address: str, *, max_message_bytes: int, queue_messages: int
+    ) -> "SocketListener":
         """Listen at an address; port `*` takes a free one. Raises AddressError."""
         check_address(address, self._keys)
         context = self._context or zmq.Context.instance()
@@ -101,7 +111,9 @@ class SocketConnection:
         parts = self._socket.recv_multipart(zmq.NOBLOCK)
         try:
             if len(parts) != 1:
-                raise FrameError(f"a reply has one frame; got {len(parts)}; it is not of this protocol")
+                raise FrameError(
+                    f"a reply has one frame; got {len(parts)}; it is not of this protocol"
+                )
             return decode_message(parts[0])
         except FrameError as error:
             return Junk(connection=0, reason=str(error))
@@ -148,7 +160,8 @@ class SocketListener:
         except zmq.ZMQError as error:
             self._release()
             raise AddressError(
-                f"cannot listen at {address}; {error.strerror}; choose an address that nobody else has"
+                f"cannot listen at {address}; {error.strerror}; choose an address that nobody"
+                " else has"
             ) from error
         self.address = self._socket.last_endpoint.decode()
 
@@ -157,26 +170,37 @@ class SocketListener:
         if _readable(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             if int(event["event"]) & _FAILURES:
-                return Junk(connection="a peer without a handshake", reason=str(zmq.Event(event["event"]).name))
+                return Junk(
+                    connection="a peer without a handshake",
+                    reason=str(zmq.Event(event["event"]).name),
+                )
         if self._deaf:
             return self._deaf.popleft()
-        if not _readable(self._socket) and (timeout_s <= 0 or not self._socket.poll(max(1, round(timeout_s * 1000)))):
+        if not _readable(self._socket) and (
+            timeout_s <= 0 or not self._socket.poll(max(1, round(timeout_s * 1000)))
+        ):
             return None
         parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         connection = parts[0].bytes
         sizes = [len(part) for part in parts[1:]]
         try:
-            if not 1 <= len(sizes) <= 2 or max(sizes) > max(self._max_message_bytes, MAX_HEADER_BYTES):
+            if not 1 <= len(sizes) <= 2 or max(sizes) > max(
+                self._max_message_bytes, MAX_HEADER_BYTES
+            ):
                 raise FrameError(
-                    f"a message has the wrong form; got frames of {sizes[:4]} bytes; send a header and one "
-                    f"batch of at most {self._max_message_bytes} bytes"
+                    f"a message has the wrong form; got frames of {sizes[:4]} bytes; send a header"
+                    f" and one batch of at most {self._max_message_bytes} bytes"
                 )
             message = decode_message(parts[1].buffer)
             if (len(sizes) == 2) != isinstance(message, Data):
-                raise FrameError(f"a message has the wrong form; got frames of {sizes} bytes; send it whole")
+                raise FrameError(
+                    f"a message has the wrong form; got frames of {sizes} bytes; send it whole"
+                )
         except FrameError as error:
             return Junk(connection=connection, reason=str(error))
-        return Arrival(connection=connection, message=message, payload=parts[2] if len(sizes) == 2 else None)
+        return Arrival(
+            connection=connection, message=message, payload=parts[2] if len(sizes) == 2 else None
+        )
 
     def waiting(self) -> bool:
         """Whether something arrived that `get` did not return yet."""
@@ -185,13 +209,15 @@ class SocketListener:
     def put(self, connection: Hashable, message: Message) -> None:
         """Answer; a connection that is gone is ignored.
 
-        More answers than a sender with all its credit can have open only wait for one that asks and never reads.
-        """
+        More answers than a sender with all its credit can have open only wait for one that asks and
+        never reads."""
         assert isinstance(connection, bytes)
         try:
             self._socket.send_multipart([connection, encode_message(message)], zmq.NOBLOCK)
         except zmq.Again:
-            self._deaf.append(Junk(connection=connection, reason="it does not read what it is answered"))
+            self._deaf.append(
+                Junk(connection=connection, reason="it does not read what it is answered")
+            )
         except zmq.ZMQError:
             return
 
@@ -199,7 +225,9 @@ class SocketListener:
         """The memory of a message that has all; else of the batch, which fills part by part."""
         part = payload.buffer
         if len(part) != message.part_bytes:
-            raise FrameError(f"a batch is cut; got {len(part)} bytes of {message.part_bytes}; send it again")
+            raise FrameError(
+                f"a batch is cut; got {len(part)} bytes of {message.part_bytes}; send it again"
+            )
         return part if len(part) == message.bytes else frames.put_together(begun, part, message)
 
     def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
@@ -228,7 +256,8 @@ class SocketListener:
 
 
 def _part(content: zmq.Frame, message: Message) -> zmq.Frame:
-    """What of an encoded batch travels with a message: a part is lent from it or copied, as a whole one is."""
+    """What of an encoded batch travels with a message: a part is lent from it or copied, as a whole
+    one is."""
     if not isinstance(message, Data) or message.part_bytes == message.bytes:
         return content
     part = content.buffer[message.offset : message.offset + message.part_bytes]

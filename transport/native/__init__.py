@@ -1,4 +1,5 @@
-"""Moving and checking bytes in C: one pass that copies, casts and sums; the same numbers without a compiler."""
+"""Moving and checking bytes in C: one pass that copies, casts and sums; the same numbers without a
+compiler."""
 
 from transport.native.copier import Copier
 from transport.native.follower import Follower

@@ -1,4 +1,5 @@
-"""Which copies the C kernel can do: rows of bytes at even distances, as they are or cast from float32."""
+"""Which copies the C kernel can do: rows of bytes at even distances, as they are or cast from
+float32."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ SHORTEST_ROW = 64
 
 
 class Box(NamedTuple):
-    """One copy as the kernel takes it: `rows` rows of `row` bytes at the destination, distances in bytes."""
+    """One copy as the kernel takes it: `rows` rows of `row` bytes at the destination, distances in
+    bytes."""
 
     to: int
     source: int
@@ -25,11 +27,19 @@ class Box(NamedTuple):
 
 
 def box(destination: torch.Tensor, source: torch.Tensor) -> Box | None:
-    """The copy of source into destination, of one shape, both on the CPU; None where torch has to do it."""
+    """The copy of source into destination, of one shape, both on the CPU; None where torch has to
+    do it."""
     cast = 0 if destination.dtype == source.dtype else CASTS.get(destination.dtype)
-    if cast is None or (cast and source.dtype != torch.float32) or destination.shape != source.shape:
+    if (
+        cast is None
+        or (cast and source.dtype != torch.float32)
+        or destination.shape != source.shape
+    ):
         return None
-    if any(tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() for tensor in (destination, source)):
+    if any(
+        tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg()
+        for tensor in (destination, source)
+    ):
         return None
     size, from_size = destination.element_size(), source.element_size()
     axes = merged(destination.shape, destination.stride(), source.stride())
@@ -37,18 +47,29 @@ def box(destination: torch.Tensor, source: torch.Tensor) -> Box | None:
         axes = [(1, 1, 1)]
     if len(axes) == 1 and axes[0][1:] == (1, 1):
         axes = [(1, 0, 0), *axes]
-    if len(axes) != 2 or axes[1][1:] != (1, 1) or (axes[0][0] > 1 and axes[1][0] * size < SHORTEST_ROW):
+    if (
+        len(axes) != 2
+        or axes[1][1:] != (1, 1)
+        or (axes[0][0] > 1 and axes[1][0] * size < SHORTEST_ROW)
+    ):
         return None
     (rows, to_stride, from_stride), (items, _, _) = axes
     return Box(
-        destination.data_ptr(), source.data_ptr(), rows, items * size, to_stride * size, from_stride * from_size, cast
-    )  # fmt: skip
+        destination.data_ptr(),
+        source.data_ptr(),
+        rows,
+        items * size,
+        to_stride * size,
+        from_stride * from_size,
+        cast,
+    )
 
 
 def merged(
     shape: tuple[int, ...], to_strides: tuple[int, ...], from_strides: tuple[int, ...]
 ) -> list[tuple[int, int, int]]:
-    """(length, stride there, stride here) of the fewest axes that mean the same, outermost first."""
+    """(length, stride there, stride here) of the fewest axes that mean the same, outermost
+    first."""
     axes: list[tuple[int, int, int]] = []
     for length, to_stride, from_stride in zip(shape, to_strides, from_strides, strict=True):
         if length == 1:

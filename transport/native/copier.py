@@ -1,4 +1,5 @@
-"""Copies many tensors into others in one call, and sums what it writes: no Python per tensor once it is compiled."""
+"""Copies many tensors into others in one call, and sums what it writes: no Python per tensor once
+it is compiled."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ NOTHING = Box(0, 0, 0, 0, 0, 0, 0)
 
 
 class Copier:
-    """Copies sources into destinations of the same shapes: strides may be any, dtypes are cast, devices may differ.
+    """Copies sources into destinations of the same shapes: strides may be any, dtypes are cast,
+    devices may differ.
 
-    Dense runs of bytes, and casts from float32 to bfloat16 or float16 (to nearest, ties to even), are done by the C
-    kernel without the GIL, past the caches where there is much to copy; dense words of one dtype within a GPU by one
-    launch that sums them too; everything else by torch."""
+    Dense runs of bytes, and casts from float32 to bfloat16 or float16 (to nearest, ties to even),
+    are done by the C kernel without the GIL, past the caches where there is much to copy; dense
+    words of one dtype within a GPU by one launch that sums them too; everything else by torch."""
 
     def __init__(
         self,
@@ -32,10 +34,12 @@ class Copier:
         base: torch.Tensor | None = None,
         progress: torch.Tensor | None = None,
     ) -> None:
-        """`sources`: held, and compiled now; without them each `run` names its own. `threads`: of the kernel.
+        """`sources`: held, and compiled now; without them each `run` names its own. `threads`: of
+        the kernel.
 
-        `progress`: its second element (int64[2]) tells, while they are written, how many bytes from the start of
-        `base` are whole; the destinations lie dense in `base` then, in ascending order, none overlapping."""
+        `progress`: its second element (int64[2]) tells, while they are written, how many bytes from
+        the start of `base` are whole; the destinations lie dense in `base` then, in ascending
+        order, none overlapping."""
         self._destinations = [tensor.detach() for tensor in destinations]
         self._threads, self._base, self._progress = threads, base, progress
         self._sources = None if sources is None else [tensor.detach() for tensor in sources]
@@ -47,9 +51,11 @@ class Copier:
             self._compile(self._sources)
 
     def run(self, sources: Sequence[torch.Tensor] | None = None) -> list[int]:
-        """Copy all; the checksum (`wordsum`) of each destination's bytes, densely laid out, in order.
+        """Copy all; the checksum (`wordsum`) of each destination's bytes, densely laid out, in
+        order.
 
-        `sources` that lie elsewhere than those of the last run are compiled first; they are not held."""
+        `sources` that lie elsewhere than those of the last run are compiled first; they are not
+        held."""
         if sources is None:
             sources = self._sources
         else:
@@ -71,10 +77,18 @@ class Copier:
     def _compile(self, sources: Sequence[torch.Tensor]) -> None:
         both = list(zip(self._destinations, sources, strict=True))
         boxes = [box(there, here) if library() else None for there, here in both]
-        self._table = np.array([one or NOTHING for one in boxes], np.int64).reshape(len(boxes), len(Box._fields))
+        self._table = np.array([one or NOTHING for one in boxes], np.int64).reshape(
+            len(boxes), len(Box._fields)
+        )
         self._groups, at = [], 0
-        words = [one is None and _dense_words(there, here) for one, (there, here) in zip(boxes, both, strict=True)]
-        kinds = ["boxes" if one else "words" if other else "torch" for one, other in zip(boxes, words, strict=True)]
+        words = [
+            one is None and _dense_words(there, here)
+            for one, (there, here) in zip(boxes, both, strict=True)
+        ]
+        kinds = [
+            "boxes" if one else "words" if other else "torch"
+            for one, other in zip(boxes, words, strict=True)
+        ]
         for kind, run in groupby(kinds):
             length = len(list(run))
             self._groups.append((kind, at, at + length))
@@ -92,17 +106,26 @@ class Copier:
             if end < len(self._destinations):
                 behind = self._destinations[end].data_ptr() - base.data_ptr()
         kernels.dataflow_copy(
-            self._table[first:end].ctypes.data, end - first, self._sums[first:end].ctypes.data,
-            base.data_ptr() if mark and base is not None else None, mark or None, behind, self._threads,
-        )  # fmt: skip
+            self._table[first:end].ctypes.data,
+            end - first,
+            self._sums[first:end].ctypes.data,
+            base.data_ptr() if mark and base is not None else None,
+            mark or None,
+            behind,
+            self._threads,
+        )
 
     def _copy_by_torch(self, sources: Sequence[torch.Tensor], first: int, end: int) -> None:
         destinations = self._destinations[first:end]
         with torch.no_grad():
             torch._foreach_copy_(destinations, [source.detach() for source in sources[first:end]])
         if self._base is not None:
-            offsets = [destination.data_ptr() - self._base.data_ptr() for destination in destinations]
-            self._sums[first:end] = pairs(self._base, offsets, [destination.nbytes for destination in destinations])
+            offsets = [
+                destination.data_ptr() - self._base.data_ptr() for destination in destinations
+            ]
+            self._sums[first:end] = pairs(
+                self._base, offsets, [destination.nbytes for destination in destinations]
+            )
             return
         for index, destination in enumerate(destinations, first):
             data = dense_bytes(destination)
@@ -113,7 +136,9 @@ class Copier:
 
         there = self._destinations[first:end]
         plan = word_plan(tuple(tensor.nbytes for tensor in there), there[0].device)
-        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in (there, sources[first:end])]
+        addresses = [
+            [tensor.data_ptr() for tensor in tensors] for tensors in (there, sources[first:end])
+        ]
         self._sums[first:end] = plan.copy(*addresses)
 
 

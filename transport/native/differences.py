@@ -1,4 +1,5 @@
-"""Where two buffers differ, in blocks of 64 bytes and in 16-bit words: by the C kernel, or by numpy and torch.
+"""Where two buffers differ, in blocks of 64 bytes and in 16-bit words: by the C kernel, or by numpy
+and torch.
 
 A page is 65,536 words, so that a word's place within it is 16 bits.
 """
@@ -29,30 +30,42 @@ class Differences:
     counts: torch.Tensor
     """int32[ceil(n / 131072)]: words of each page that differ."""
     lows: torch.Tensor | None
-    """int16[k]: their places within their pages, modulo 2^16, ascending; None when they are more than was asked for."""
+    """int16[k]: their places within their pages, modulo 2^16, ascending; None when they are more
+    than was asked for."""
     values: torch.Tensor | None
     """int16[k]: what the newer buffer has there."""
 
 
 def differences(old: torch.Tensor, new: torch.Tensor, most_words: int) -> Differences:
-    """Where two dense buffers, uint8[n] that begin at multiples of 8 bytes, differ; a last odd byte is not looked at.
+    """Where two dense buffers, uint8[n] that begin at multiples of 8 bytes, differ; a last odd byte
+    is not looked at.
 
     Of no more words than `most_words` are places and values taken down."""
     kernels = built("delta.c") if old.device.type == new.device.type == "cpu" else None
-    return _by_torch(old, new, most_words) if kernels is None else _by_kernel(kernels, old, new, most_words)
+    return (
+        _by_torch(old, new, most_words)
+        if kernels is None
+        else _by_kernel(kernels, old, new, most_words)
+    )
 
 
-def _by_kernel(kernels: ctypes.CDLL, old: torch.Tensor, new: torch.Tensor, most_words: int) -> Differences:
+def _by_kernel(
+    kernels: ctypes.CDLL, old: torch.Tensor, new: torch.Tensor, most_words: int
+) -> Differences:
     words, most = len(new) // 2, max(0, most_words)
     blocks = torch.zeros(-(-len(new) // (8 * BLOCK)), dtype=torch.uint8)
     counts = torch.zeros(-(-words // PAGE_WORDS), dtype=torch.int32)
     lows, values = (torch.empty(min(most, words) + BLOCK // 2, dtype=torch.int16) for _ in range(2))
-    kernels.dataflow_differences.argtypes = (ctypes.c_void_p,) * 2 + (ctypes.c_int64,) * 2 + (ctypes.c_void_p,) * 4
+    kernels.dataflow_differences.argtypes = (
+        (ctypes.c_void_p,) * 2 + (ctypes.c_int64,) * 2 + (ctypes.c_void_p,) * 4
+    )
     kernels.dataflow_differences.restype = ctypes.c_int64
     buffers = (tensor.data_ptr() for tensor in (blocks, counts, lows, values))
     found = kernels.dataflow_differences(old.data_ptr(), new.data_ptr(), words, most, *buffers)
     known = found <= most
-    return Differences(blocks, counts, lows[:found] if known else None, values[:found] if known else None)
+    return Differences(
+        blocks, counts, lows[:found] if known else None, values[:found] if known else None
+    )
 
 
 def _by_torch(old: torch.Tensor, new: torch.Tensor, most_words: int) -> Differences:
@@ -73,9 +86,9 @@ def _by_torch(old: torch.Tensor, new: torch.Tensor, most_words: int) -> Differen
             found = [*found, at] if known <= most_words else None
         pages = torch.bincount((at - low) // PAGE_WORDS, minlength=-(-len(differs) // PAGE_WORDS))
         counts[low // PAGE_WORDS :][: len(pages)] = pages.to(torch.int32)
-    packed = (changed.view(-1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=new.device)).sum(
-        1, dtype=torch.uint8
-    )
+    packed = (
+        changed.view(-1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=new.device)
+    ).sum(1, dtype=torch.uint8)
     places = None if found is None else torch.cat(found)
     lows = None if places is None else (places % PAGE_WORDS).to(torch.int16)
     return Differences(packed, counts, lows, None if places is None else after[places])

@@ -1,4 +1,5 @@
-"""Sums many tensors where they lie, whatever their strides: no Python per tensor once it is compiled."""
+"""Sums many tensors where they lie, whatever their strides: no Python per tensor once it is
+compiled."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Summer:
         sums = np.zeros((len(self._tensors), 2), np.uint64)
         if kernels := library():
             read = np.zeros((len(self._read), 2), np.uint64)
-            kernels.dataflow_copy(self._table.ctypes.data, len(read), read.ctypes.data, None, None, 0, 1)
+            kernels.dataflow_copy(
+                self._table.ctypes.data, len(read), read.ctypes.data, None, None, 0, 1
+            )
             sums[self._read] = read
         for at in self._laid:
             data = dense_bytes(self._tensors[at])

@@ -1,8 +1,9 @@
-"""The cheap checksum of bytes: by the C kernel, by numpy where there is no compiler, by Triton or torch on GPUs.
+"""The cheap checksum of bytes: by the C kernel, by numpy where there is no compiler, by Triton or
+torch on GPUs.
 
-With w_0, w_1, .. as the 64-bit little-endian words of the bytes (the last one filled up with zeros), s1 = sum w_i and
-s2 = sum (i + 1) w_i, it is s1 + rotl(s2, 32), all modulo 2^64. A changed bit changes it, and so do misplaced words.
-"""
+With w_0, w_1, .. as the 64-bit little-endian words of the bytes (the last one filled up with
+zeros), s1 = sum w_i and s2 = sum (i + 1) w_i, it is s1 + rotl(s2, 32), all modulo 2^64. A changed
+bit changes it, and so do misplaced words."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def wordsum(buffer: torch.Tensor) -> int:
 
 
 def wordsums(buffer: torch.Tensor, offsets: Ints, sizes: Ints) -> list[int]:
-    """The checksums of the ranges [offset, offset + size) of a dense buffer, uint8[n], on any device."""
+    """The checksums of the ranges [offset, offset + size) of a dense buffer, uint8[n], on any
+    device."""
     found: list[int] = folded(pairs(buffer, offsets, sizes)).tolist()
     return found
 
@@ -47,10 +49,17 @@ def pairs(buffer: torch.Tensor, offsets: Ints, sizes: Ints) -> Pairs:
     kernels = library()
     if buffer.device.type == "cpu" and kernels is not None:
         kernels.dataflow_sums(
-            buffer.data_ptr(), begins.ctypes.data, lengths.ctypes.data, len(begins), found.ctypes.data
+            buffer.data_ptr(),
+            begins.ctypes.data,
+            lengths.ctypes.data,
+            len(begins),
+            found.ctypes.data,
         )
         return found
-    parts = [buffer[begin : begin + size] for begin, size in zip(begins.tolist(), lengths.tolist(), strict=True)]
+    parts = [
+        buffer[begin : begin + size]
+        for begin, size in zip(begins.tolist(), lengths.tolist(), strict=True)
+    ]
     if buffer.device.type == "cpu":
         for row, part in zip(found, parts, strict=True):
             row[:] = _by_numpy(part.numpy())
@@ -91,7 +100,10 @@ def _by_numpy(data: NDArray[np.uint8]) -> Pairs:
     whole = len(data) // 8 * 8
     tail = np.zeros(8, np.uint8)
     tail[: len(data) - whole] = data[whole:]
-    parts = [(at // 8, data[at : min(at + 8 * CHUNK_WORDS, whole)]) for at in range(0, whole, 8 * CHUNK_WORDS)]
+    parts = [
+        (at // 8, data[at : min(at + 8 * CHUNK_WORDS, whole)])
+        for at in range(0, whole, 8 * CHUNK_WORDS)
+    ]
     found = np.zeros(2, np.uint64)
     for before, part in [*parts, (whole // 8, tail)]:
         words = part.view("<u8")

@@ -1,9 +1,11 @@
-"""Sums of words, and copies that sum what they move, on a GPU: one launch for all tensors, each byte read once.
+"""Sums of words, and copies that sum what they move, on a GPU: one launch for all tensors, each
+byte read once.
 
-The checksum is that of `transport.native.sums`. Triton is imported here, and this only where there is a GPU.
-"""
+The checksum is that of `transport.native.sums`. Triton is imported here, and this only where there
+is a GPU."""
 
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, import-not-found, unused-ignore"
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-not-found, unused-ignore"
 from __future__ import annotations
 
 import functools
@@ -16,13 +18,15 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 CHUNK_WORDS = 1 << 15
-"""Words that one program moves: of an H200's 132 multiprocessors each gets hundreds of programs for a large model."""
+"""Words that one program moves: of an H200's 132 multiprocessors each gets hundreds of programs for
+a large model."""
 BLOCK_WORDS = 2048
 """Of them at once: 8 for each of 256 threads."""
 
 
 class WordPlan:
-    """Ranges of memory on one GPU, cut into chunks. Made once for a layout; the ranges may lie elsewhere each time."""
+    """Ranges of memory on one GPU, cut into chunks. Made once for a layout; the ranges may lie
+    elsewhere each time."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         """`sizes`: bytes of each range."""
@@ -30,7 +34,9 @@ class WordPlan:
         words = -(-nbytes // 8)
         chunks = -(-words // CHUNK_WORDS)
         owner = np.repeat(np.arange(len(words)), chunks)
-        first = CHUNK_WORDS * (np.arange(len(owner)) - np.repeat(np.cumsum(chunks) - chunks, chunks))
+        first = CHUNK_WORDS * (
+            np.arange(len(owner)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
+        )
         count = np.minimum(words[owner] - first, CHUNK_WORDS)
         spare = np.where(first + count == words[owner], 8 * words[owner] - nbytes[owner], 0)
         keep = np.where(spare == 0, -1, (1 << (64 - 8 * np.maximum(spare, 1))) - 1)
@@ -39,18 +45,22 @@ class WordPlan:
         self._ranges = len(words)
 
     def sums(self, addresses: Sequence[int]) -> NDArray[np.uint64]:
-        """s1 and s2 of the ranges at these addresses (multiples of 8, readable up to the next one): uint64[ranges, 2].
+        """s1 and s2 of the ranges at these addresses (multiples of 8, readable up to the next one):
+        uint64[ranges, 2].
 
         Waits for the device."""
         return self._run(addresses, addresses, copies=False)
 
     def copy(self, destinations: Sequence[int], sources: Sequence[int]) -> NDArray[np.uint64]:
-        """Copy each range, of whole words, from one address to another; its s1 and s2: uint64[ranges, 2].
+        """Copy each range, of whole words, from one address to another; its s1 and s2:
+        uint64[ranges, 2].
 
         Waits for the device."""
         return self._run(destinations, sources, copies=True)
 
-    def _run(self, destinations: Sequence[int], sources: Sequence[int], copies: bool) -> NDArray[np.uint64]:
+    def _run(
+        self, destinations: Sequence[int], sources: Sequence[int], copies: bool
+    ) -> NDArray[np.uint64]:
         owner, first, count, keep = self._table
         programs, device = owner.numel(), self._table.device
         found = torch.zeros((self._ranges, 2), dtype=torch.int64, device=device)
@@ -72,8 +82,19 @@ def word_plan(sizes: tuple[int, ...], device: torch.device) -> WordPlan:
 
 
 @triton.jit
-def _move(destinations, sources, owners, firsts, counts, keeps, parts, copies: tl.constexpr, block: tl.constexpr):
-    """One chunk: its words, and their sums, for which of the last word some bits count; a copy is of whole words."""
+def _move(
+    destinations,
+    sources,
+    owners,
+    firsts,
+    counts,
+    keeps,
+    parts,
+    copies: tl.constexpr,
+    block: tl.constexpr,
+):
+    """One chunk: its words, and their sums, for which of the last word some bits count; a copy is
+    of whole words."""
     program = tl.program_id(0)
     owner, first = tl.load(owners + program), tl.load(firsts + program)
     count, keep = tl.load(counts + program).to(tl.int32), tl.load(keeps + program)
@@ -94,4 +115,6 @@ def _move(destinations, sources, owners, firsts, counts, keeps, parts, copies: t
     last = tl.load(source + count - 1)
     spare = (last & keep) - last
     tl.store(parts + 2 * program, tl.sum(here) + spare)
-    tl.store(parts + 2 * program + 1, tl.sum(here * places - sums * block) + spare * (first + count))
+    tl.store(
+        parts + 2 * program + 1, tl.sum(here * places - sums * block) + spare * (first + count)
+    )

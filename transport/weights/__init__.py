@@ -1,4 +1,5 @@
-"""The weight plane: one model's tensors, version by version, from a trainer's memory into its generators'.
+"""The weight plane: one model's tensors, version by version, from a trainer's memory into its
+generators'.
 
 Layouts and the protocol never import torch; what moves bytes does, and is imported at first use.
 """

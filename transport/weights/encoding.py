@@ -17,7 +17,8 @@ SCALE = ":scale"
 
 @dataclass(frozen=True)
 class QuantizedFormat:
-    """Values of one byte: number = value * scale, and the largest number of a row is the largest value."""
+    """Values of one byte: number = value * scale, and the largest number of a row is the largest
+    value."""
 
     dtype: str
     """Of the values."""
@@ -29,7 +30,8 @@ QUANTIZED = {"int8": QuantizedFormat("int8", 127.0), "fp8": QuantizedFormat("flo
 """The formats by name."""
 
 KEPT = ("*embed*", "*norm*", "*.wte.*", "*.wpe.*", "*lm_head*", "*.gate.*", "*.router.*")
-"""Names that stay wide where no others are given: embeddings, norms, heads, and the routers of a mixture."""
+"""Names that stay wide where no others are given: embeddings, norms, heads, and the routers of a
+mixture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,35 +39,47 @@ class Encoding:
     """Which tensors travel as what."""
 
     dtype: str | None = None
-    """Floating tensors are cast to it, before they are quantized too; None: they stay as they are."""
+    """Floating tensors are cast to it, before they are quantized too; None: they stay as they
+    are."""
     quantized: str | None = None
     """The format of the tensors that are quantized, int8 or fp8; None: none is."""
     names: frozenset[str] | None = None
-    """Those tensors, by name; None: floating ones of two dimensions or more that match no pattern of `kept`."""
+    """Those tensors, by name; None: floating ones of two dimensions or more that match no pattern
+    of `kept`."""
     kept: tuple[str, ...] = KEPT
     """Patterns, as of a shell, of names that are not quantized. Where `names` is None."""
 
     def __post_init__(self) -> None:
-        for what, found, known in (("dtype", self.dtype, FLOATING), ("quantized", self.quantized, QUANTIZED)):
+        for what, found, known in (
+            ("dtype", self.dtype, FLOATING),
+            ("quantized", self.quantized, QUANTIZED),
+        ):
             if found is not None and found not in known:
                 raise LayoutMismatch(
-                    f"weights cannot travel with that {what}; found {found!r}; use one of {sorted(known)}"
+                    f"weights cannot travel with that {what}; found {found!r}; use one of"
+                    f" {sorted(known)}"
                 )
 
     def quantizes(self, name: str, shape: tuple[int, ...], dtype: str) -> bool:
         """Whether this tensor is quantized."""
         if self.quantized is None or dtype not in FLOATING or len(shape) < 2:
             return False
-        return name in self.names if self.names is not None else not any(fnmatchcase(name, each) for each in self.kept)
+        return (
+            name in self.names
+            if self.names is not None
+            else not any(fnmatchcase(name, each) for each in self.kept)
+        )
 
     def travels_as(self, dtype: str) -> str:
         """The dtype of what is not quantized."""
         return self.dtype if self.dtype and dtype in FLOATING else dtype
 
     def flat_layout(self, tensors: Mapping[str, Any]) -> FlatLayout:
-        """The layout of what travels for these torch tensors: a quantized one is followed by `NAME:scale`.
+        """The layout of what travels for these torch tensors: a quantized one is followed by
+        `NAME:scale`.
 
-        Tied tensors travel once. LayoutMismatch where `names` has one that is not there, or cannot be quantized."""
+        Tied tensors travel once. LayoutMismatch where `names` has one that is not there, or cannot
+        be quantized."""
         whole = FlatLayout.of(tensors)
         chosen = self._chosen((spec.name, spec.shape, spec.dtype) for spec in whole.tensors)
         entries: list[tuple[str, tuple[int, ...], str]] = []
@@ -78,9 +92,11 @@ class Encoding:
         return FlatLayout.build(entries, whole.aliases)
 
     def layout(self, full: Layout) -> Layout:
-        """The layout of what travels from ranks that hold `full`; who holds a part of a row holds its scale.
+        """The layout of what travels from ranks that hold `full`; who holds a part of a row holds
+        its scale.
 
-        LayoutMismatch as `flat_layout`, and where a tensor to be quantized lies in one of another name."""
+        LayoutMismatch as `flat_layout`, and where a tensor to be quantized lies in one of another
+        name."""
         chosen = self._chosen((held.name, held.shape, held.dtype) for held in full.tensors.values())
         tensors: dict[str, TensorLayout] = {}
         for name, held in full.tensors.items():
@@ -89,13 +105,17 @@ class Encoding:
                 continue
             if held.into != name:
                 raise LayoutMismatch(
-                    f"'{name}' cannot be quantized by the ranks that hold it; found it fused into '{held.into}'; "
-                    "offer it as a tensor of its own"
+                    f"'{name}' cannot be quantized by the ranks that hold it; found it fused into"
+                    f" '{held.into}'; offer it as a tensor of its own"
                 )
             tensors[name] = replace(held, dtype=chosen[name].dtype)
             scale = name + SCALE
             tensors[scale] = TensorLayout(
-                name=scale, shape=(*held.shape[:-1], 1), dtype="float32", shards=held.shards.of_rows(), into=scale
+                name=scale,
+                shape=(*held.shape[:-1], 1),
+                dtype="float32",
+                shards=held.shards.of_rows(),
+                into=scale,
             )
         return replace(full, tensors=tensors)
 
@@ -107,22 +127,35 @@ class Encoding:
     def to_plain(self) -> dict[str, Any]:
         """In strings and lists, for a message."""
         names = None if self.names is None else sorted(self.names)
-        return {"dtype": self.dtype, "quantized": self.quantized, "names": names, "kept": list(self.kept)}
+        return {
+            "dtype": self.dtype,
+            "quantized": self.quantized,
+            "names": names,
+            "kept": list(self.kept),
+        }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Encoding:
         """The encoding that `to_plain` wrote."""
         names = None if plain["names"] is None else frozenset(plain["names"])
-        return cls(dtype=plain["dtype"], quantized=plain["quantized"], names=names, kept=tuple(plain["kept"]))
+        return cls(
+            dtype=plain["dtype"],
+            quantized=plain["quantized"],
+            names=names,
+            kept=tuple(plain["kept"]),
+        )
 
-    def _chosen(self, tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> dict[str, QuantizedFormat]:
+    def _chosen(
+        self, tensors: Iterable[tuple[str, tuple[int, ...], str]]
+    ) -> dict[str, QuantizedFormat]:
         """The format of those of (name, shape, dtype) that are quantized."""
         if self.quantized is None:
             return {}
         chosen = {each[0]: QUANTIZED[self.quantized] for each in tensors if self.quantizes(*each)}
         if left := (self.names or frozenset()) - chosen.keys():
             raise LayoutMismatch(
-                f"a tensor that is to be quantized is no floating matrix of this model; found '{min(left)}' among "
-                f"{len(self.names or ())} names; name tensors of two dimensions or more, tied ones by their first name"
+                "a tensor that is to be quantized is no floating matrix of this model; found"
+                f" '{min(left)}' among {len(self.names or ())} names; name tensors of two"
+                " dimensions or more, tied ones by their first name"
             )
         return chosen

@@ -39,8 +39,11 @@ class SegmentError(WeightError):
     """A buffer for a version could not be allocated."""
 
 
-def waited(who: str, version: int, timeout_s: float, held: int, heard: bool) -> WaitTimeout | PeerGone:
-    """What a reader raises that waited in vain: PeerGone when the writer was not `heard` in all that time."""
+def waited(
+    who: str, version: int, timeout_s: float, held: int, heard: bool
+) -> WaitTimeout | PeerGone:
+    """What a reader raises that waited in vain: PeerGone when the writer was not `heard` in all
+    that time."""
     found = f"version {held}" if heard else "no word from the writer"
     return (WaitTimeout if heard else PeerGone)(
         f"{who} waited {timeout_s:g} s for weights of version {version}; found {found}; "

@@ -1,4 +1,5 @@
-"""Encodes one rank's shards of a model as one rank would encode the whole of it: scales are of whole rows."""
+"""Encodes one rank's shards of a model as one rank would encode the whole of it: scales are of
+whole rows."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from transport.weights.layout.layout import Layout, TensorLayout
 from transport.weights.tensor_encoder import BaseEncoder, QuantizeJob, jobs_of, magnitudes
 
 Agree = Callable[[torch.Tensor], object]
-"""Replaces numbers, int32[n], by the largest that any rank has at their places; all ranks call it together."""
+"""Replaces numbers, int32[n], by the largest that any rank has at their places; all ranks call it
+together."""
 
 Box = tuple[slice, ...]
 
@@ -35,21 +37,29 @@ class _CutRows:
     def pairs(self, agreed: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(where they are agreed on, their scales) as int32."""
         shared = agreed[self.first : self.first + math.prod(self.shape)].view(self.shape)
-        return [(shared[outer], self.job.scale.view(torch.int32)[inner]) for outer, inner in self.boxes]
+        return [
+            (shared[outer], self.job.scale.view(torch.int32)[inner]) for outer, inner in self.boxes
+        ]
 
 
 class ShardEncoder(BaseEncoder):
     """Encodes the local tensors of one of the ranks that hold a model.
 
-    What travels is bit for bit what `Encoder` makes of whole tensors. Where rows (the last dimension) are cut, the
-    ranks agree on the largest magnitude of each, by one exchange per version of 4 bytes a row; all ranks encode the
-    same versions in the same order. Where no row is cut there is no exchange.
-    """
+    What travels is bit for bit what `Encoder` makes of whole tensors. Where rows (the last
+    dimension) are cut, the ranks agree on the largest magnitude of each, by one exchange per
+    version of 4 bytes a row; all ranks encode the same versions in the same order. Where no row is
+    cut there is no exchange."""
 
     def __init__(
-        self, encoding: Encoding, full: Layout, rank: int, local: Mapping[str, torch.Tensor], agree: Agree
+        self,
+        encoding: Encoding,
+        full: Layout,
+        rank: int,
+        local: Mapping[str, torch.Tensor],
+        agree: Agree,
     ) -> None:
-        """`full`: of all ranks, before it is encoded. `local`: this rank's local tensors, on one device.
+        """`full`: of all ranks, before it is encoded. `local`: this rank's local tensors, on one
+        device.
 
         Takes the memory of its quantized tensors. LayoutMismatch as `Encoding.layout`."""
         self.layout = encoding.layout(full)
@@ -73,7 +83,8 @@ class ShardEncoder(BaseEncoder):
     def _quantize(self, full: Sequence[torch.Tensor]) -> None:
         """Each tensor by its job, with scales that are agreed on where rows are cut.
 
-        As int32 the bits of magnitudes are ordered as these are, and what is no number is above all that are."""
+        As int32 the bits of magnitudes are ordered as these are, and what is no number is above all
+        that are."""
         agreed = torch.zeros(self._rows, dtype=torch.int32, device=self._device)
         for job, numbers in zip(self._jobs, full, strict=True):
             if job.names[0] in self._cut:
@@ -101,12 +112,18 @@ def _boxes(scale: TensorLayout, rank: int) -> tuple[tuple[Box, Box], ...]:
     shards = scale.shards
     own = shards.ranks == rank
     start, size, at = shards.start[own], (shards.stop - shards.start)[own], shards.local_start[own]
-    if (found := int(size.prod(axis=1).sum())) != (local := math.prod(shards.local_shape[own][0].tolist())):
+    if (found := int(size.prod(axis=1).sum())) != (
+        local := math.prod(shards.local_shape[own][0].tolist())
+    ):
         raise LayoutMismatch(
-            f"'{scale.name.removesuffix(SCALE)}' cannot be quantized on rank {rank}; found {local} rows in its local "
-            f"tensor for {found} of the full one; let each local row hold parts of one row alone"
+            f"'{scale.name.removesuffix(SCALE)}' cannot be quantized on rank {rank}; found {local}"
+            f" rows in its local tensor for {found} of the full one; let each local row hold parts"
+            " of one row alone"
         )
-    outer, inner = ([_box(*each) for each in zip(low.tolist(), size.tolist(), strict=True)] for low in (start, at))
+    outer, inner = (
+        [_box(*each) for each in zip(low.tolist(), size.tolist(), strict=True)]
+        for low in (start, at)
+    )
     return tuple(zip(outer, inner, strict=True))
 
 

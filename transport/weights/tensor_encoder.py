@@ -1,4 +1,5 @@
-"""Makes what travels out of a trainer's tensors, into memory that is taken once, and turns it back."""
+"""Makes what travels out of a trainer's tensors, into memory that is taken once, and turns it
+back."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from transport.weights.encoding import QUANTIZED, SCALE, Encoding
 from transport.weights.errors import LayoutMismatch
 
 SLICE = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Numbers quantized at once: what keeps the float32 copies of a slice in a processor's cache, or a GPU busy."""
+"""Numbers quantized at once: what keeps the float32 copies of a slice in a processor's cache, or a
+GPU busy."""
 
 TINY = torch.finfo(torch.float32).tiny
 """Least scale: rows of zeros become zeros."""
@@ -42,7 +44,9 @@ class QuantizeJob:
 
     def quantize(self, numbers: torch.Tensor, largest: torch.Tensor | None = None) -> None:
         """As `quantize`."""
-        quantize(numbers, self.values, self.scale, top=self.top, through=self.through, largest=largest)
+        quantize(
+            numbers, self.values, self.scale, top=self.top, through=self.through, largest=largest
+        )
 
 
 class BaseEncoder:
@@ -55,8 +59,9 @@ class BaseEncoder:
         self._jobs = jobs
 
     def encode(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A version as it travels: the quantized tensors in this encoder's own memory, until the next version, and
-        the others as they are; they are cast when they are copied into a buffer of `layout`.
+        """A version as it travels: the quantized tensors in this encoder's own memory, until the
+        next version, and the others as they are; they are cast when they are copied into a buffer
+        of `layout`.
 
         LayoutMismatch when a tensor that is to be quantized is missing, or has another shape."""
         travelling = dict(tensors)
@@ -77,7 +82,8 @@ class Encoder(BaseEncoder):
     def __init__(self, encoding: Encoding, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors`: the model's, of whose shapes, dtypes and devices every version is.
 
-        Takes the memory of the quantized tensors, on the devices of the full ones. Raises as `flat_layout`."""
+        Takes the memory of the quantized tensors, on the devices of the full ones. Raises as
+        `flat_layout`."""
         self.layout = encoding.flat_layout(tensors)
         """What travels."""
         if encoding.quantized is not None:
@@ -87,13 +93,19 @@ class Encoder(BaseEncoder):
 
 
 def jobs_of(
-    encoding: Encoding, names: Collection[str], aliases: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
+    encoding: Encoding,
+    names: Collection[str],
+    aliases: Mapping[str, str],
+    tensors: Mapping[str, torch.Tensor],
 ) -> list[QuantizeJob]:
     """What is to be quantized of `tensors`, where tensors of these names travel."""
     return [
-        QuantizeJob.of((name, *(alias for alias, of in aliases.items() if of == name)), tensors[name], encoding)
-        for name in names if name + SCALE in names
-    ]  # fmt: skip
+        QuantizeJob.of(
+            (name, *(alias for alias, of in aliases.items() if of == name)), tensors[name], encoding
+        )
+        for name in names
+        if name + SCALE in names
+    ]
 
 
 def _taken(job: QuantizeJob, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -109,7 +121,8 @@ def _taken(job: QuantizeJob, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class EncodedWriter:
-    """A writer that is given tensors as they are and publishes them encoded; in all else it is that writer."""
+    """A writer that is given tensors as they are and publishes them encoded; in all else it is that
+    writer."""
 
     def __init__(self, writer: Any, encoder: BaseEncoder) -> None:
         """`writer`: a WeightWriter or ShardedWriter, made with the layout of `encoder`."""
@@ -121,7 +134,8 @@ class EncodedWriter:
         return self._encoder.full_share
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """As the writer's; quantized tensors are read now, even where the version goes out later."""
+        """As the writer's; quantized tensors are read now, even where the version goes out
+        later."""
         sent: bool = self._writer.publish(version, self._encoder.encode(tensors))
         return sent
 
@@ -139,17 +153,20 @@ def quantize(
     through: torch.dtype,
     largest: torch.Tensor | None = None,
 ) -> None:
-    """Round `numbers` [..., rows, columns] to `values` (same shape) times `scale` float32 [..., rows, 1], in place.
+    """Round `numbers` [..., rows, columns] to `values` (same shape) times `scale` float32 [...,
+    rows, 1], in place.
 
-    They are cast to `through` first; where that is bfloat16, scales are numbers of bfloat16 too, so that a product
-    may take them in that dtype. At most a slice is held in float32. A row that is not finite gets such a scale.
-    `largest`: as `magnitudes`, shaped as `scale` (or `scale` itself), of rows of which these are parts."""
+    They are cast to `through` first; where that is bfloat16, scales are numbers of bfloat16 too, so
+    that a product may take them in that dtype. At most a slice is held in float32. A row that is
+    not finite gets such a scale. `largest`: as `magnitudes`, shaped as `scale` (or `scale` itself),
+    of rows of which these are parts."""
     into, scales = values.view(-1, values.shape[-1]), scale.view(-1, 1)
     found = None if largest is None else largest.view(-1, 1)
     for low, block in _slices(numbers, values, through):
         high = low + len(block)
         fine = block.abs().amax(-1, keepdim=True) if found is None else found[low:high]
-        # By a number of Python's a GPU multiplies its reciprocal, which rounds otherwise than a processor divides.
+        # By a number of Python's a GPU multiplies its reciprocal, which rounds otherwise than a
+        # processor divides.
         fine = (fine / torch.full((), top, device=fine.device)).clamp_(min=TINY)
         if through is torch.bfloat16:
             fine = fine.bfloat16().float()
@@ -160,15 +177,18 @@ def quantize(
 
 @torch.no_grad()
 def magnitudes(numbers: torch.Tensor, largest: torch.Tensor, *, through: torch.dtype) -> None:
-    """The largest magnitude of each row of `numbers` [..., rows, columns], cast to `through`, into `largest`
-    float32 [..., rows, 1]."""
+    """The largest magnitude of each row of `numbers` [..., rows, columns], cast to `through`, into
+    `largest` float32 [..., rows, 1]."""
     into = largest.view(-1, 1)
     for low, block in _slices(numbers, largest, through):
         into[low : low + len(block)] = block.abs().amax(-1, keepdim=True)
 
 
-def _slices(numbers: torch.Tensor, beside: torch.Tensor, through: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, rows in float32 on the device of `beside`), slice by slice; callers may not write into them."""
+def _slices(
+    numbers: torch.Tensor, beside: torch.Tensor, through: torch.dtype
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, rows in float32 on the device of `beside`), slice by slice; callers may not write
+    into them."""
     columns = numbers.shape[-1]
     rows = numbers.reshape(-1, columns)
     step = max(1, SLICE.get(beside.device.type, 1 << 26) // max(1, columns))
@@ -178,7 +198,8 @@ def _slices(numbers: torch.Tensor, beside: torch.Tensor, through: torch.dtype) -
 
 @torch.no_grad()
 def decode(travelled: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]) -> None:
-    """Fill `destinations` with the numbers, rounded to their dtypes, that tensors under the same names stand for.
+    """Fill `destinations` with the numbers, rounded to their dtypes, that tensors under the same
+    names stand for.
 
     KeyError where one of them has not travelled."""
     for name, into in destinations.items():

@@ -1,4 +1,5 @@
-"""The trainer's end of the weight plane: write each version once, offer it, never wait for a slow reader."""
+"""The trainer's end of the weight plane: write each version once, offer it, never wait for a slow
+reader."""
 
 from __future__ import annotations
 
@@ -23,26 +24,35 @@ from transport.weights.protocol.segments import SegmentOffers
 
 
 class WeightWriter:
-    """Publishes versions of one model's tensors to any number of readers. For a single-threaded loop.
+    """Publishes versions of one model's tensors to any number of readers. For a single-threaded
+    loop.
 
     Consumes: tensors from the trainer; messages of the readers. Produces: offers.
     Waits for: a segment that every reader has left, at most `wait_s` per publish.
-    Unblocked by: readers that adopt, leave or die; `pace.release_s` for those that do none of these.
-    """
+    Unblocked by: readers that adopt, leave or die; `pace.release_s` for those that do none of
+    these."""
 
     def __init__(
-        self, layout: FlatLayout, address: str | Site, *, wait_s: float = 0.0,
-        checksum: Literal["buffer", "tensors"] = "buffer", threads: int = 1, pace: Timing | None = None,
+        self,
+        layout: FlatLayout,
+        address: str | Site,
+        *,
+        wait_s: float = 0.0,
+        checksum: Literal["buffer", "tensors"] = "buffer",
+        threads: int = 1,
+        pace: Timing | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`address`: ipc:///folder/name.sock or tcp://127.0.0.1:port, or a `Hub` in one process.
 
-        `wait_s`: how long one publish may wait for a free segment. `checksum`: "buffer" has every version verified by
-        the cheap sum per tensor alone, which is made while copying; "tensors" by xxh3 per tensor as well, another
-        pass on either side. `threads`: for the copy into the segment.
-        AddressTaken when another live writer has the address."""
+        `wait_s`: how long one publish may wait for a free segment. `checksum`: "buffer" has every
+        version verified by the cheap sum per tensor alone, which is made while copying; "tensors"
+        by xxh3 per tensor as well, another pass on either side. `threads`: for the copy into the
+        segment. AddressTaken when another live writer has the address."""
         self.layout = layout
-        self._port = (SharedMemory(address) if isinstance(address, str) else address).writer(self.poll)
+        self._port = (SharedMemory(address) if isinstance(address, str) else address).writer(
+            self.poll
+        )
         self._offers = SegmentOffers(layout.to_plain(), writer=secrets.randbits(62), pace=pace)
         self._segments: dict[str, WriterSegment] = {}
         self._abandoned: dict[str, WriterSegment] = {}
@@ -83,20 +93,23 @@ class WeightWriter:
 
     @property
     def sent(self) -> Mapping[str, Sent]:
-        """What the newest version that each reader has taken has cost: readers on this machine share a segment, which
-        is written once."""
+        """What the newest version that each reader has taken has cost: readers on this machine
+        share a segment, which is written once."""
         return self._offers.sent
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Write a version and offer it: True. False: no segment is free yet, and a later `poll` writes it.
+        """Write a version and offer it: True. False: no segment is free yet, and a later `poll`
+        writes it.
 
-        The tensors are read at that later time, so they must keep their values until then, or until the next
-        publish, which replaces them: change them in place and publish them with no poll in between.
-        Versions must rise; any may be left out. Names and shapes must be the layout's (LayoutMismatch)."""
+        The tensors are read at that later time, so they must keep their values until then, or until
+        the next publish, which replaces them: change them in place and publish them with no poll in
+        between. Versions must rise; any may be left out. Names and shapes must be the layout's
+        (LayoutMismatch)."""
         self._require_open()
         if version <= self._newest:
             raise WeightError(
-                f"versions must rise; found {version} after {self._newest}; publish each step once, in order"
+                f"versions must rise; found {version} after {self._newest}; publish each step once,"
+                " in order"
             )
         self._newest, self._pending = version, (version, self._arranged(tensors))
         deadline = self._clock() + self._wait_s
@@ -107,7 +120,8 @@ class WeightWriter:
         return self._pending is None
 
     def settle(self, timeout_s: float) -> bool:
-        """The tensors are about to change: forget a version that is not written yet. Never waits; True."""
+        """The tensors are about to change: forget a version that is not written yet. Never waits;
+        True."""
         self._pending = None
         return True
 
@@ -142,8 +156,11 @@ class WeightWriter:
         self._port.close()
 
     def _arranged(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The layout's tensors, in its order; names are looked up when they are others than at the last publish."""
-        if list(tensors) == self._named and all(tensors[name].shape == shape for name, shape in self._chosen):
+        """The layout's tensors, in its order; names are looked up when they are others than at the
+        last publish."""
+        if list(tensors) == self._named and all(
+            tensors[name].shape == shape for name, shape in self._chosen
+        ):
             return [tensors[name] for name, _ in self._chosen]
         arranged = [tied[0] for tied in self.layout.arrange(tensors, "the writer")]
         first: dict[str, str] = {}
@@ -178,19 +195,26 @@ class WeightWriter:
         began = self._clock()
         self._offers.writing(segment.key)
         if segment.progress is not None:
-            # Before the message: readers sum a version only in a segment that is being written for it.
+            # Before the message: readers sum a version only in a segment that is being written for
+            # it.
             segment.progress[0] = version
             self._send(self._offers.upcoming(segment.key, version))
         whole = False
         try:
             with buffers.copying(self._threads):
                 sums = buffers.fill(self._fillers[segment.key], sources)
-            digests = buffers.whole(buffers.digested(self.layout, segment.buffer, None)) if self._per_tensor else b""
+            digests = (
+                buffers.whole(buffers.digested(self.layout, segment.buffer, None))
+                if self._per_tensor
+                else b""
+            )
             whole = True
         finally:
             segment.unseal(version if whole else -1)
         now = self._clock()
-        told = self._offers.written(segment.key, version, sums, digests, now, now - began, self.layout.nbytes)
+        told = self._offers.written(
+            segment.key, version, sums, digests, now, now - began, self.layout.nbytes
+        )
         self._send(told)
 
     def _send(self, out: Outgoing) -> None:

@@ -1,4 +1,5 @@
-"""Does one thing at an address: python -m dataflow.folder.copies JSON FD, started by `taking.ask`."""
+"""Does one thing at an address: python -m dataflow.folder.copies JSON FD, started by
+`taking.ask`."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""A place for files that any `pyarrow.fs.FileSystem` knows, a folder or an object store; refusals in one sentence."""
+"""A place for files that any `pyarrow.fs.FileSystem` knows, a folder or an object store; refusals
+in one sentence."""
 
 import contextlib
 import io
@@ -39,14 +40,15 @@ class Address:
 
     @classmethod
     def of(cls, text: str) -> "Address":
-        """What `pyarrow.fs.FileSystem.from_uri` takes, or a path. Errors: GraphError for what it does not know."""
+        """What `pyarrow.fs.FileSystem.from_uri` takes, or a path. Errors: GraphError for what it
+        does not know."""
         text = checked(text)
         try:
             system, path = fs.FileSystem.from_uri(text)
         except (OSError, pa.ArrowException, ValueError, TypeError) as error:
             raise GraphError(
-                f"checkpoints cannot go to '{text}': {_said(error)}; give a path, or an address as pyarrow.fs knows "
-                f"them, such as s3://bucket/folder"
+                f"checkpoints cannot go to '{text}': {_said(error)}; give a path, or an address as"
+                " pyarrow.fs knows them, such as s3://bucket/folder"
             ) from error
         local = Path(path) if isinstance(system, fs.LocalFileSystem) else None
         return cls(text, fs.SubTreeFileSystem(path, system), local)
@@ -73,7 +75,9 @@ class Address:
             found = self.files.get_file_info(fs.FileSelector(folder, allow_not_found=True))
         return sorted(each.base_name for each in found)
 
-    def put(self, name: str, source: IO[bytes], moved: Moved = lambda count: None) -> dict[str, Any]:
+    def put(
+        self, name: str, source: IO[bytes], moved: Moved = lambda count: None
+    ) -> dict[str, Any]:
         """Write a file; its facts, as a commit marker has them."""
         digest, size = xxhash.xxh3_64(), 0
         with self._said("writing", name):
@@ -106,7 +110,8 @@ class Address:
         return {"bytes": size, "xxh3_64": digest.hexdigest()}
 
     def put_json(self, name: str, value: Any) -> None:
-        """Write a small file, in the place of one that is there; in a folder of this machine all of it or nothing."""
+        """Write a small file, in the place of one that is there; in a folder of this machine all of
+        it or nothing."""
         content = to_json(value, indent=1).encode()
         if self.local is None:
             self.put(name, io.BytesIO(content))
@@ -150,18 +155,21 @@ class Address:
         try:
             yield
         except (OSError, pa.ArrowException, ValueError) as error:
-            raise CopyError(f"{doing} '{joined(self.text, name)}' failed: {_said(error)}") from error
+            raise CopyError(
+                f"{doing} '{joined(self.text, name)}' failed: {_said(error)}"
+            ) from error
 
 
 def checked(text: str) -> str:
-    """An address as it is written down, the same however it is given: a path is made whole, a slash at its end goes.
-    Errors: GraphError for one that holds a password."""
+    """An address as it is written down, the same however it is given: a path is made whole, a slash
+    at its end goes. Errors: GraphError for one that holds a password."""
     if is_folder(text):
         return str(Path(urlsplit(text).path if "://" in text else text).absolute())
     if (given := urlsplit(text)).password is not None:
         raise GraphError(
-            f"'{given.scheme}://...@{given.hostname}' holds a password, which would stand in the run folder; leave it "
-            f"out, and give it as the file system's client reads it (for S3 AWS_SECRET_ACCESS_KEY)"
+            f"'{given.scheme}://...@{given.hostname}' holds a password, which would stand in the"
+            " run folder; leave it out, and give it as the file system's client reads it (for S3"
+            " AWS_SECRET_ACCESS_KEY)"
         )
     return joined(text, "")
 
@@ -178,7 +186,8 @@ def is_own(text: str) -> bool:
 
 
 def joined(text: str, name: str) -> str:
-    """An address below another one; what follows a question mark is for the file system, and stays at the end."""
+    """An address below another one; what follows a question mark is for the file system, and stays
+    at the end."""
     place, mark, how = text.partition("?")
     return f"{place.rstrip('/')}/{name}".rstrip("/") + mark + how
 

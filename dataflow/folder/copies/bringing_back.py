@@ -1,4 +1,5 @@
-"""A run folder out of the copies at an address: checkpoints, the ledger that goes with them, in a part of its own."""
+"""A run folder out of the copies at an address: checkpoints, the ledger that goes with them, in a
+part of its own."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -23,20 +24,20 @@ from dataflow.system.files import disk, flush_to_disk, to_json
 
 def bring_back(
     text: str, runs: str | Path, told: Callable[[str], object] = lambda text: None
-) -> RunFolder:  # fmt: skip
+) -> RunFolder:
     """Make the run folder of a run whose copies are at an address, ready for a resume.
 
-    text: of the run, or of a place with one run. runs: where the folder goes; it has the name that it had. Nobody else
-    writes at the address for this run from then on. A crash on the way leaves no run folder.
-    Errors: GraphError; RunError where there is no whole copy, or the folder is there already.
-    """
+    text: of the run, or of a place with one run. runs: where the folder goes; it has the name that
+    it had. Nobody else writes at the address for this run from then on. A crash on the way leaves
+    no run folder. Errors: GraphError; RunError where there is no whole copy, or the folder is there
+    already."""
     found = FoundCopy(**ask("find", checked(text), 3 * ANSWER_S, text=checked(text)))
     place, run = Address.of(found.place), found.run
     path = Path(runs).absolute() / run
     if path.exists():
         raise RunError(
-            f"'{path}' is there already, and may have more than the copies at '{text}'; go on with it (dataflow resume "
-            f"{path}), or give another folder with --runs"
+            f"'{path}' is there already, and may have more than the copies at '{text}'; go on with"
+            f" it (dataflow resume {path}), or give another folder with --runs"
         )
     part = place.below(run).below(part_name(found.part))
     making = path.with_name(f".{run}.bringing")
@@ -45,10 +46,19 @@ def bring_back(
         for below in ("logs", "rollouts", "checkpoints"):
             (making / below).mkdir(parents=True)
     steps = {
-        trainer: _bring_newest(Store(part, trainer), of, making, told) for trainer, of in found.steps.items() if of
+        trainer: _bring_newest(Store(part, trainer), of, making, told)
+        for trainer, of in found.steps.items()
+        if of
     }
     _put_ledger(making, steps)
-    taken = ask("claim", place.text, text=place.text, run=run, trainers=list(found.steps), after=found.newest)
+    taken = ask(
+        "claim",
+        place.text,
+        text=place.text,
+        run=run,
+        trainers=list(found.steps),
+        after=found.newest,
+    )
     _note(making, steps, taken)
     with disk("making", path):
         flush_to_disk(making)
@@ -62,8 +72,9 @@ def bring_back(
 def bring_checkpoint(
     copies: Copies, trainer: str, folder: Path, above: int, upto: int, told: Callable[[str], object]
 ) -> int | None:
-    """Put the newest undamaged copy of a trainer's checkpoint into the folder of its run, which has the ledger; its
-    step. None where none of a step above `above`, and not above `upto`, is there. Errors: GraphError; RunError."""
+    """Put the newest undamaged copy of a trainer's checkpoint into the folder of its run, which has
+    the ledger; its step. None where none of a step above `above`, and not above `upto`, is there.
+    Errors: GraphError; RunError."""
     found = FoundCopy(**ask("find", copies.place, 3 * ANSWER_S, text=copies.place))
     steps = [step for step in found.steps.get(trainer, ()) if above < step <= upto]
     if not steps:
@@ -74,7 +85,9 @@ def bring_checkpoint(
     return step
 
 
-def _bring_newest(store: Store, steps: Sequence[int], making: Path, told: Callable[[str], object]) -> int:
+def _bring_newest(
+    store: Store, steps: Sequence[int], making: Path, told: Callable[[str], object]
+) -> int:
     """Bring the newest copy of a trainer that is undamaged; its step."""
     why = ""
     for step in reversed(steps):
@@ -94,11 +107,14 @@ def _bring_newest(store: Store, steps: Sequence[int], making: Path, told: Callab
         (into / MARKER).write_text(to_json(marker, indent=1))
         flush_to_disk(into)
         return step
-    raise RunError(f"no checkpoint at '{store.place.text}' is whole: {why}; look at what stands there")
+    raise RunError(
+        f"no checkpoint at '{store.place.text}' is whole: {why}; look at what stands there"
+    )
 
 
 def _put_ledger(making: Path, steps: Mapping[str, int]) -> None:
-    """Of the ledgers that came with the checkpoints the latest, which knows the steps of all of them."""
+    """Of the ledgers that came with the checkpoints the latest, which knows the steps of all of
+    them."""
     made: dict[str, int] = {}
     for trainer in steps:
         made[trainer] = unpack(making / _packed(trainer), making / f"{_packed(trainer)}.db")

@@ -1,10 +1,11 @@
-"""Copies checkpoints to the run's address beside the training, for as long as it takes, and says how that goes.
+"""Copies checkpoints to the run's address beside the training, for as long as it takes, and says
+how that goes.
 
-Its thread reads the files of a committed checkpoint from the disk, and waits for the network. So a step is held up by
-nothing but the processor's time of reading and summing, and a checkpoint is good in the run folder long before: the
-address may be slow, or away for hours. What is copied stays in the folder until it is, though a newer one is there; of
-temporary ones that wait meanwhile only the newest is copied.
-"""
+Its thread reads the files of a committed checkpoint from the disk, and waits for the network. So a
+step is held up by nothing but the processor's time of reading and summing, and a checkpoint is good
+in the run folder long before: the address may be slow, or away for hours. What is copied stays in
+the folder until it is, though a newer one is there; of temporary ones that wait meanwhile only the
+newest is copied."""
 
 import threading
 import time
@@ -75,11 +76,21 @@ class CheckpointCopier:
     """
 
     def __init__(
-        self, copies: Copies, *, trainer: str, folder: Callable[[int], Path], pack: Callable[[Path], None],
-        log: Any, node: str, open_address: Callable[[str], Address] = Address.of, again_s: float = AGAIN_S,
-        told_s: float = Limits().copy_s, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        """folder: of the checkpoint of a step. pack: as `BaseLedger.pack`. told_s: between two warnings."""
+        self,
+        copies: Copies,
+        *,
+        trainer: str,
+        folder: Callable[[int], Path],
+        pack: Callable[[Path], None],
+        log: Any,
+        node: str,
+        open_address: Callable[[str], Address] = Address.of,
+        again_s: float = AGAIN_S,
+        told_s: float = Limits().copy_s,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """folder: of the checkpoint of a step. pack: as `BaseLedger.pack`. told_s: between two
+        warnings."""
         self.place = copies.place
         """For people."""
         self._copies, self._trainer, self._folder, self._pack = copies, trainer, folder, pack
@@ -103,7 +114,8 @@ class CheckpointCopier:
         """Why nothing is copied any more: another process has the run."""
 
     def start(self, last: int) -> None:
-        """Begin. last: step of the trainer that is committed; copies of later ones go, as those were taken back."""
+        """Begin. last: step of the trainer that is committed; copies of later ones go, as those
+        were taken back."""
         self._last = last
         self._thread = threading.Thread(target=self._run, name="copies of checkpoints", daemon=True)
         self._thread.start()
@@ -149,7 +161,9 @@ class CheckpointCopier:
             with self._changed:
                 self.under_way = 0
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._stops or (self.ended is None and self._waiting.next))
+                self._changed.wait_for(
+                    lambda: self._stops or (self.ended is None and self._waiting.next)
+                )
                 if self._stops:
                     return
                 step, is_temporary = self._waiting.take()
@@ -173,15 +187,20 @@ class CheckpointCopier:
         if self._last is not None:
             store.take_back(self._last)
             self._last = None
-        store.put(step, self._folder(step), self._pack, self._moved, lambda: self._copies.check(address))
+        store.put(
+            step, self._folder(step), self._pack, self._moved, lambda: self._copies.check(address)
+        )
         self.copied = max(self.copied, step)
         store.clear(self.copied)
         self._clear_older_parts(address)
 
     def _clear_older_parts(self, address: Address) -> None:
-        """Once a run could go on from this part alone, temporary copies of those before it are needed no more."""
+        """Once a run could go on from this part alone, temporary copies of those before it are
+        needed no more."""
         place = self._copies.at(address)
-        if self._copies.part > 1 and all(Store(place, each).whole() for each in self._copies.trainers):
+        if self._copies.part > 1 and all(
+            Store(place, each).whole() for each in self._copies.trainers
+        ):
             for part in range(1, self._copies.part):
                 before = Copies(**{**self._copies.to_plain(), "part": part}).at(address)
                 store = Store(before, self._trainer)
@@ -195,7 +214,9 @@ class CheckpointCopier:
 
     def _succeeded(self, step: int) -> None:
         if self._fails:
-            self._log.info("checkpoints are copied again", node=self._node, step=step, to=self._copies.place)
+            self._log.info(
+                "checkpoints are copied again", node=self._node, step=step, to=self._copies.place
+            )
         with self._changed:
             self._fails, self.error, self._told = 0, "", float("-inf")
 
@@ -209,8 +230,11 @@ class CheckpointCopier:
         if self._clock() - self._told >= self._told_s:
             self._told = self._clock()
             self._log.warning(
-                "checkpoint not copied, and tried again; training goes on", node=self._node, step=step,
-                error=str(error), newest=self.copied or "none",
-            )  # fmt: skip
+                "checkpoint not copied, and tried again; training goes on",
+                node=self._node,
+                step=step,
+                error=str(error),
+                newest=self.copied or "none",
+            )
         with self._changed:
             self._changed.wait_for(lambda: self._stops, pause_s)

@@ -29,7 +29,8 @@ class FoundCopy:
 
 
 def choose(whole: Mapping[int, Mapping[str, Sequence[int]]]) -> int:
-    """The part to go on from: the newest from which every trainer can, else the newest with any copy; 0: there is none.
+    """The part to go on from: the newest from which every trainer can, else the newest with any
+    copy; 0: there is none.
 
     whole: by part, by trainer, the steps that are there.
     """
@@ -41,19 +42,23 @@ def choose(whole: Mapping[int, Mapping[str, Sequence[int]]]) -> int:
 
 
 def find(text: str) -> FoundCopy:
-    """text: address of a run, or of a place with one run. Errors: GraphError; RunError where there is no whole copy, or
-    several runs are; CopyError."""
+    """text: address of a run, or of a place with one run. Errors: GraphError; RunError where there
+    is no whole copy, or several runs are; CopyError."""
     place, name = _run_at(Address.of(text))
     run = place.below(name)
     whole: dict[int, dict[str, list[int]]] = {}
     for part in parts(run):
-        trainers = [trainer for each in claims(run, part).values() for trainer in each.get("trainers", [])]
-        whole[part] = {trainer: Store(run.below(part_name(part)), trainer).whole() for trainer in trainers}
+        trainers = [
+            trainer for each in claims(run, part).values() for trainer in each.get("trainers", [])
+        ]
+        whole[part] = {
+            trainer: Store(run.below(part_name(part)), trainer).whole() for trainer in trainers
+        }
     chosen, newest = choose(whole), max(whole, default=0)
     if not chosen:
         raise RunError(
-            f"there is no whole checkpoint at '{run.text}', but {newest or 'no'} parts; give the address that the run "
-            f"printed, or start a new run"
+            f"there is no whole checkpoint at '{run.text}', but {newest or 'no'} parts; give the"
+            " address that the run printed, or start a new run"
         )
     return FoundCopy(place=place.text, run=name, part=chosen, newest=newest, steps=whole[chosen])
 
@@ -65,7 +70,7 @@ def _run_at(address: Address) -> tuple[Address, str]:
     runs = [name for name in address.names() if newest_part(address.below(name))]
     if len(runs) > 1:
         raise RunError(
-            f"'{address.text}' holds {len(runs)} runs: {', '.join(runs[-8:])}; give the address of one, as in "
-            f"{address.below(runs[-1]).text}"
+            f"'{address.text}' holds {len(runs)} runs: {', '.join(runs[-8:])}; give the address of"
+            f" one, as in {address.below(runs[-1]).text}"
         )
     return (address, runs[0]) if runs else (address.parent, address.name)

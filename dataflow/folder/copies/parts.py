@@ -1,7 +1,8 @@
-"""Who may write at a run's address: each process that takes the run up there has a part of its own, with a number.
+"""Who may write at a run's address: each process that takes the run up there has a part of its own,
+with a number.
 
-Two that cannot see each other cannot spoil each other's copies so, and who finds a part above its own was replaced.
-"""
+Two that cannot see each other cannot spoil each other's copies so, and who finds a part above its
+own was replaced."""
 
 import contextlib
 import os
@@ -85,22 +86,29 @@ def claims(run: Address, part: int) -> dict[str, Mapping[str, Any]]:
     return {token: place.get_json(_claim_name(token)) for token in _tokens(run, part)}
 
 
-def claim(address: Address, text: str, run: str, trainers: Sequence[str], after: int | None) -> Copies:
-    """Have the next part of a run for this process. after: the last part that is known; None: the run is new.
+def claim(
+    address: Address, text: str, run: str, trainers: Sequence[str], after: int | None
+) -> Copies:
+    """Have the next part of a run for this process. after: the last part that is known; None: the
+    run is new.
 
-    Of several that claim one at a time none has it, or one: each writes its claim, and then looks for others.
-    Errors: GraphError, RunError where it belongs to somebody else; CopyError.
+    Of several that claim one at a time none has it, or one: each writes its claim, and then looks
+    for others. Errors: GraphError, RunError where it belongs to somebody else; CopyError.
     """
     place = address.below(run)
     newest = newest_part(place)
     if after is None and newest:
         raise GraphError(
-            f"'{place.text}' has checkpoints of a run of this name; give the address as that run knows it, or another "
-            f"one"
+            f"'{place.text}' has checkpoints of a run of this name; give the address as that run"
+            " knows it, or another one"
         )
     if after is not None and newest > after:
-        raise RunError(f"'{place.text}' was taken up by another process at this moment; leave the run to it")
-    made = Copies(address=text, run=run, part=newest + 1, token=secrets.token_hex(8), trainers=tuple(trainers))
+        raise RunError(
+            f"'{place.text}' was taken up by another process at this moment; leave the run to it"
+        )
+    made = Copies(
+        address=text, run=run, part=newest + 1, token=secrets.token_hex(8), trainers=tuple(trainers)
+    )
     mine = f"{part_name(made.part)}/{_claim_name(made.token)}"
     who = {"host": socket.gethostname(), "process": os.getpid(), "trainers": list(trainers)}
     try:
@@ -113,15 +121,17 @@ def claim(address: Address, text: str, run: str, trainers: Sequence[str], after:
     if others:
         place.remove(mine)
         raise RunError(
-            f"'{place.text}' is being taken up by {len(others) + 1} processes at once, so that none of them has it; "
-            f"try again with one"
+            f"'{place.text}' is being taken up by {len(others) + 1} processes at once, so that none"
+            " of them has it; try again with one"
         )
     return made
 
 
 def _tokens(run: Address, part: int) -> set[str]:
     names = run.below(part_name(part)).names()
-    return {name.removeprefix(_CLAIM).removesuffix(".json") for name in names if name.startswith(_CLAIM)}
+    return {
+        name.removeprefix(_CLAIM).removesuffix(".json") for name in names if name.startswith(_CLAIM)
+    }
 
 
 def _claim_name(token: str) -> str:
@@ -131,7 +141,7 @@ def _claim_name(token: str) -> str:
 def replaced(copies: Copies, part: int, found: Sequence[Mapping[str, Any]]) -> TakenUp:
     """That a run goes on elsewhere, as another part. found: who claimed that."""
     return TakenUp(
-        f"'{copies.run}' was taken up from '{copies.place}' by process {found[0].get('process')} on host "
-        f"'{found[0].get('host')}', as part {part} where this one is part {copies.part}; leave it to that one, or "
-        f"start a new run"
+        f"'{copies.run}' was taken up from '{copies.place}' by process {found[0].get('process')} on"
+        f" host '{found[0].get('host')}', as part {part} where this one is part {copies.part};"
+        " leave it to that one, or start a new run"
     )

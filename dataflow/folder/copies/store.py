@@ -1,4 +1,5 @@
-"""Copies of one trainer's checkpoints in a part: whole from the moment on at which their marker is there."""
+"""Copies of one trainer's checkpoints in a part: whole from the moment on at which their marker is
+there."""
 
 import contextlib
 import json
@@ -14,7 +15,8 @@ from dataflow.folder.copies.address import Address, CopyError, Moved
 from dataflow.system.files import RunFolderError
 
 LEDGER = "ledger.db.zst"
-"""Beside a checkpoint's files: the ledger as it was when they were copied, or later than their step."""
+"""Beside a checkpoint's files: the ledger as it was when they were copied, or later than their
+step."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -38,7 +40,8 @@ class Store:
         return sorted(int(match[1]) for match in found if match)
 
     def marker(self, step: int) -> dict[str, Any]:
-        """What its marker says; empty where there is none, or a torn one: no copy. Errors: CopyError."""
+        """What its marker says; empty where there is none, or a torn one: no copy. Errors:
+        CopyError."""
         found = self.place.get_json(f"{name_of(step)}/{MARKER}")
         return found if found.get("step") == step and LEDGER in found.get("files", {}) else {}
 
@@ -47,14 +50,19 @@ class Store:
         return [step for step in self.steps() if self.marker(step)]
 
     def put(
-        self, step: int, folder: Path, snapshot: Callable[[Path], None], moved: Moved, check: Callable[[], None]
+        self,
+        step: int,
+        folder: Path,
+        snapshot: Callable[[Path], None],
+        moved: Moved,
+        check: Callable[[], None],
     ) -> None:
         """Copy a committed checkpoint: its files, the ledger as it is now, and then its marker.
 
-        snapshot: writes the ledger. check: raises where nothing may be written any more; asked before the marker.
-        Where all that is there but the marker, which says otherwise, that alone is written. Errors: CopyError;
-        RunFolderError where the folder is not what its marker says: then nothing is whole that was not before.
-        """
+        snapshot: writes the ledger. check: raises where nothing may be written any more; asked
+        before the marker. Where all that is there but the marker, which says otherwise, that alone
+        is written. Errors: CopyError; RunFolderError where the folder is not what its marker says:
+        then nothing is whole that was not before."""
         marker = local_marker(folder)
         if not (known := self.marker(step)) or _but_ledger(known) != dict(marker["files"]):
             if known:
@@ -66,7 +74,12 @@ class Store:
             self.place.put_json(f"{name_of(step)}/{MARKER}", wanted)
 
     def _put_files(
-        self, step: int, folder: Path, marker: Mapping[str, Any], snapshot: Callable[[Path], None], moved: Moved
+        self,
+        step: int,
+        folder: Path,
+        marker: Mapping[str, Any],
+        snapshot: Callable[[Path], None],
+        moved: Moved,
     ) -> dict[str, Any]:
         found = {}
         for name, wanted in marker["files"].items():
@@ -74,7 +87,8 @@ class Store:
                 found[name] = self.place.put(f"{name_of(step)}/{name}", source, moved)
             if found[name] != wanted:
                 raise RunFolderError(
-                    f"'{folder / name}' is not as it was written: {found[name]} instead of {wanted}; look at the disk"
+                    f"'{folder / name}' is not as it was written: {found[name]} instead of"
+                    f" {wanted}; look at the disk"
                 )
         with tempfile.TemporaryDirectory(prefix="dataflow-ledger-") as aside:
             snapshot(Path(aside) / LEDGER)
@@ -83,19 +97,19 @@ class Store:
         return {"files": found}
 
     def get(self, step: int, into: Path, moved: Moved) -> None:
-        """Bring a whole checkpoint here, into an empty folder; the ledger lies beside its files. Errors: CopyError,
-        also where a file is not as the marker says."""
+        """Bring a whole checkpoint here, into an empty folder; the ledger lies beside its files.
+        Errors: CopyError, also where a file is not as the marker says."""
         marker = self.marker(step)
         for name, wanted in marker["files"].items():
             if (found := self.place.get(f"{name_of(step)}/{name}", into / name, moved)) != wanted:
                 raise CopyError(
-                    f"'{name}' of the checkpoint of step {step} at '{self.place.text}' is damaged: {found} instead of "
-                    f"{wanted}"
+                    f"'{name}' of the checkpoint of step {step} at '{self.place.text}' is damaged:"
+                    f" {found} instead of {wanted}"
                 )
 
     def clear(self, before: int, but: int | None = None) -> None:
-        """Remove copies of steps below `before` that are temporary, or were never whole; the marker first. but: a step
-        that stays. Errors: CopyError."""
+        """Remove copies of steps below `before` that are temporary, or were never whole; the marker
+        first. but: a step that stays. Errors: CopyError."""
         for step in self.steps():
             if step < before and step != but:
                 marker = self.marker(step)
@@ -103,8 +117,8 @@ class Store:
                     self._remove(step)
 
     def take_back(self, last: int) -> None:
-        """Remove what is of later steps than `last`: those were taken back, and others will have their numbers. Errors:
-        CopyError."""
+        """Remove what is of later steps than `last`: those were taken back, and others will have
+        their numbers. Errors: CopyError."""
         for step in self.steps():
             if step > last:
                 self._remove(step)
@@ -124,7 +138,9 @@ def local_marker(folder: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads((folder / MARKER).read_text())
     except (OSError, ValueError) as error:
-        raise RunFolderError(f"'{folder}' is no committed checkpoint: {error}; it may be gone by now") from error
+        raise RunFolderError(
+            f"'{folder}' is no committed checkpoint: {error}; it may be gone by now"
+        ) from error
     return found
 
 
@@ -137,7 +153,9 @@ def _opened(path: Path) -> Any:
     try:
         return path.open("rb")
     except OSError as error:
-        raise RunFolderError(f"'{path}' cannot be copied: {error.strerror}; it may be gone by now") from error
+        raise RunFolderError(
+            f"'{path}' cannot be copied: {error.strerror}; it may be gone by now"
+        ) from error
 
 
 def is_gone(folder: Path) -> bool:

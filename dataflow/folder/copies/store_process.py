@@ -1,4 +1,5 @@
-"""What a process of its own does at an address, as a file system may hang: who asks for it gives it up then."""
+"""What a process of its own does at an address, as a file system may hang: who asks for it gives it
+up then."""
 
 import json
 import os
@@ -23,13 +24,16 @@ def _claim(text: str, run: str, trainers: list[str], after: int | None) -> dict[
 
 
 TASKS: Mapping[str, Callable[..., Any]] = {
-    "check": _check, "claim": _claim, "find": lambda text: find(text).to_plain(),
+    "check": _check,
+    "claim": _claim,
+    "find": lambda text: find(text).to_plain(),
     "sleep": lambda seconds: time.sleep(seconds),
-}  # fmt: skip
+}
 
 
 def answer(do: str, given: Mapping[str, Any], pipe: int) -> int:
-    """Do one of the tasks; say that it has begun, and then what came of it, a line each. 0: the exit status."""
+    """Do one of the tasks; say that it has begun, and then what came of it, a line each. 0: the
+    exit status."""
     os.write(pipe, b"begun\n")
     try:
         said = {"value": TASKS[do](**given)}

@@ -1,4 +1,5 @@
-"""At the end of a run, what its hosts have made comes into the scheduler's folder, as far as that is cheap."""
+"""At the end of a run, what its hosts have made comes into the scheduler's folder, as far as that
+is cheap."""
 
 import contextlib
 import time
@@ -25,38 +26,55 @@ class Bringing:
     """One call of `bring`.
 
     consumes: rows of the ledger that say who has what; files of the hosts
-    produces: logs/HOST/, rollouts and the last checkpoint of each trainer in this folder; what stays, in one sentence
-    waits for: the hosts, up to a deadline
+    produces: logs/HOST/, rollouts and the last checkpoint of each trainer in this folder; what
+    stays, in one sentence waits for: the hosts, up to a deadline
     unblocked by: they
     """
 
     def __init__(
-        self, folder: RunFolder, ledger: BaseLedger, addresses: Mapping[str, str], keys: RunKeys,
+        self,
+        folder: RunFolder,
+        ledger: BaseLedger,
+        addresses: Mapping[str, str],
+        keys: RunKeys,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        """folder: the scheduler's. ledger: one whose `placing` brings what it sees. addresses: of the hosts' files."""
+    ) -> None:
+        """folder: the scheduler's. ledger: one whose `placing` brings what it sees. addresses: of
+        the hosts' files."""
         self._folder, self._ledger, self._addresses, self._keys = folder, ledger, addresses, keys
         self._clock, self._until, self._bytes = clock, clock() + BRING_S, BRING_BYTES
         self._sizes: dict[str, int] = {}
         self._trouble: list[str] = []
 
     def bring(self, trainers: Mapping[str | None, int]) -> str:
-        """Bring what there is. trainers: by their own folder, the last step. What stays on its host, and why, for the
-        user; empty: nothing of it."""
+        """Bring what there is. trainers: by their own folder, the last step. What stays on its
+        host, and why, for the user; empty: nothing of it."""
         for host, address in self._addresses.items():
             with contextlib.closing(HostPeer(host, address, self._keys)) as peer:
                 try:
                     self._sizes |= listed(peer, "rollouts") | listed(peer, "checkpoints")
                     for name, size in listed(peer, "logs").items():
                         if size <= LOG_BYTES and self._may(size):
-                            fetch(peer, name, self._folder.logs / host / Path(name).relative_to("logs"))
+                            fetch(
+                                peer,
+                                name,
+                                self._folder.logs / host / Path(name).relative_to("logs"),
+                            )
                 except RunFolderError as error:
                     self._trouble.append(str(error))
-        stays = self._rollouts() + [name for own, last in trainers.items() for name in self._checkpoint(own, last)]
+        stays = self._rollouts() + [
+            name for own, last in trainers.items() for name in self._checkpoint(own, last)
+        ]
         if not stays and not self._trouble:
             return ""
-        why = "; ".join(dict.fromkeys(self._trouble)) or f"they are more than {BRING_BYTES >> 20} MiB, or took too long"
-        return f"{len(stays)} of the files that hosts have made stay there, as '{stays[0] if stays else 'logs'}': {why}"
+        why = (
+            "; ".join(dict.fromkeys(self._trouble))
+            or f"they are more than {BRING_BYTES >> 20} MiB, or took too long"
+        )
+        return (
+            f"{len(stays)} of the files that hosts have made stay there, as"
+            f" '{stays[0] if stays else 'logs'}': {why}"
+        )
 
     def _rollouts(self) -> list[str]:
         """What stays of them."""

@@ -1,4 +1,5 @@
-"""What a worker of a run over hosts sees of files that others have made: those of its own disk, the rest by need."""
+"""What a worker of a run over hosts sees of files that others have made: those of its own disk, the
+rest by need."""
 
 import contextlib
 import shutil
@@ -31,19 +32,23 @@ class Disks:
     """
 
     def __init__(
-        self, ledger: BaseLedger, disk: str, at_home: Callable[[ListFiles | ReadFile], Answer],
-        addresses: Mapping[str, str], keys: RunKeys | None,
-    ) -> None:  # fmt: skip
-        """ledger: of the run; its folder is that of this host. disk: `HOME`, or the name of this host, whose folder no
-        other sees. at_home: asks for files of the scheduler's folder. addresses: by host with a folder of its own that
-        is there, of its files."""
+        self,
+        ledger: BaseLedger,
+        disk: str,
+        at_home: Callable[[ListFiles | ReadFile], Answer],
+        addresses: Mapping[str, str],
+        keys: RunKeys | None,
+    ) -> None:
+        """ledger: of the run; its folder is that of this host. disk: `HOME`, or the name of this
+        host, whose folder no other sees. at_home: asks for files of the scheduler's folder.
+        addresses: by host with a folder of its own that is there, of its files."""
         self._ledger, self._disk, self._root = ledger, disk, ledger.path.parent
         self._at_home, self._addresses, self._keys = at_home, addresses, keys
         self._log = structlog.get_logger(disk=disk)
 
     def see(self, path: Path) -> None:
-        """Have what counts as this file here, where anybody gives it. Errors: RunFolderError where those who have it do
-        not; a file that nobody ever had is none."""
+        """Have what counts as this file here, where anybody gives it. Errors: RunFolderError where
+        those who have it do not; a file that nobody ever had is none."""
         name = self._name(path)
         if name == METRICS:
             if self._disk != HOME and listed(_AtHome(self._at_home), METRICS):
@@ -55,26 +60,37 @@ class Disks:
         self._from_any(name, have, lambda host: self._bring(host, name))
 
     def see_newest(self, path: Path, at_most: int | None) -> None:
-        """Have the newest checkpoint here that anybody gives, and let none count that stands here and is another's.
-        path: of the folder with checkpoints."""
+        """Have the newest checkpoint here that anybody gives, and let none count that stands here
+        and is another's. path: of the folder with checkpoints."""
         here, name = Checkpoints(path), self._name(path)
         rows = self._ledger.do(ListPlaces(f"{name}/"))
         if not rows and self._disk == HOME:
             return
-        have = {step: holders(rows, f"{name}/{each.name}") for step, each in _folders(here, rows, name).items()}
+        have = {
+            step: holders(rows, f"{name}/{each.name}")
+            for step, each in _folders(here, rows, name).items()
+        }
         if self._disk != HOME:
             have |= {step: (HOME,) for step in self._home_steps(name) if step not in have}
         for step in here.steps():
             if self._disk not in have.get(step, ()):
                 _set_aside(here.folder(step))
-        for step in sorted((step for step in have if at_most is None or step <= at_most), reverse=True):
+        for step in sorted(
+            (step for step in have if at_most is None or step <= at_most), reverse=True
+        ):
             if self._disk in have[step] and here.damage(step) is None:
                 return
             try:
-                self._from_any(f"{name}/{here.folder(step).name}", have[step], self._bringer(here, name, step))
+                self._from_any(
+                    f"{name}/{here.folder(step).name}", have[step], self._bringer(here, name, step)
+                )
                 return
             except RunFolderError as error:
-                self._log.warning("a checkpoint cannot be had; taking the one before it", step=step, error=str(error))
+                self._log.warning(
+                    "a checkpoint cannot be had; taking the one before it",
+                    step=step,
+                    error=str(error),
+                )
 
     def _from_any(self, name: str, have: Sequence[str], bring: Callable[[str], None]) -> None:
         """From the first that gives it. Errors: RunFolderError with what each said."""
@@ -92,8 +108,9 @@ class Disks:
                 self._log.info("fetched", path=name, host=host or "the scheduler's")
             return
         raise RunFolderError(
-            f"'{name}' is not on this host, and is not to be had: {'; '.join(said) or 'nobody else has it'}; have the "
-            f"host take part that made it, or go on from copies at an address (dataflow resume --from)"
+            f"'{name}' is not on this host, and is not to be had:"
+            f" {'; '.join(said) or 'nobody else has it'}; have the host take part that made it, or"
+            " go on from copies at an address (dataflow resume --from)"
         )
 
     def _bring(self, host: str, name: str) -> None:
@@ -118,8 +135,14 @@ class Disks:
 
     def _home_steps(self, name: str) -> list[int]:
         """Of checkpoints in the scheduler's folder."""
-        below = {Path(each).parts[len(Path(name).parts)] for each in listed(_AtHome(self._at_home), name)}
-        return [int(each.removeprefix("step-")) for each in below if each.removeprefix("step-").isdecimal()]
+        below = {
+            Path(each).parts[len(Path(name).parts)] for each in listed(_AtHome(self._at_home), name)
+        }
+        return [
+            int(each.removeprefix("step-"))
+            for each in below
+            if each.removeprefix("step-").isdecimal()
+        ]
 
     @contextlib.contextmanager
     def _peer(self, host: str) -> Iterator[Peer]:
@@ -146,7 +169,10 @@ class _AtHome:
 def _folders(here: Checkpoints, rows: Mapping[str, Sequence[str]], name: str) -> dict[int, Path]:
     """Of the steps that are here, or that the ledger knows of."""
     known = {each.removeprefix(f"{name}/step-") for each in rows}
-    return {step: here.folder(step) for step in {*here.steps(), *(int(each) for each in known if each.isdecimal())}}
+    return {
+        step: here.folder(step)
+        for step in {*here.steps(), *(int(each) for each in known if each.isdecimal())}
+    }
 
 
 def _set_aside(folder: Path) -> None:

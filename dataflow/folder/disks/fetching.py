@@ -1,4 +1,5 @@
-"""Files of a run from whoever has them: the agent of a host, or the ledger's service on the scheduler's."""
+"""Files of a run from whoever has them: the agent of a host, or the ledger's service on the
+scheduler's."""
 
 import itertools
 import time
@@ -53,8 +54,10 @@ class HostPeer:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in (
-            (zmq.LINGER, 0), (zmq.MAXMSGSIZE, FROM_FILES.max_bytes), (zmq.IPV6, int("[" in address)),
-        ):  # fmt: skip
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, FROM_FILES.max_bytes),
+            (zmq.IPV6, int("[" in address)),
+        ):
             self._socket.set(option, value)
         present(self._socket, keys.senders)
         give_up_soon(self._socket, address)
@@ -77,8 +80,9 @@ class HostPeer:
             if answered.ticket == ticket:
                 return answered.what
         raise RunFolderError(
-            f"host '{self._host}' has not answered within {self._answer_s:.0f} s at {self._address}, where it gives "
-            f"'{what.path}'; see that it lives and is reached from here"
+            f"host '{self._host}' has not answered within {self._answer_s:.0f} s at"
+            f" {self._address}, where it gives '{what.path}'; see that it lives and is reached from"
+            " here"
         )
 
     def close(self) -> None:
@@ -111,7 +115,9 @@ def fetch(peer: Peer, path: str, into: Path) -> int:
                 file.truncate()
                 stamp = ""
             else:
-                raise RunFolderError(f"'{path}' is written again and again where it lies; ask for it later")
+                raise RunFolderError(
+                    f"'{path}' is written again and again where it lies; ask for it later"
+                )
             if not chunk.data and not size:
                 return
 
@@ -127,5 +133,7 @@ def _chunk(peer: Peer, path: str, offset: int) -> FileChunk:
         raise RunFolderError(found.why)
     assert isinstance(found, FileChunk), "the answer to that"
     if xxhash.xxh3_64_hexdigest(found.data) != found.checksum:
-        raise RunFolderError(f"'{path}' was damaged on its way from another host; look at its memory and network")
+        raise RunFolderError(
+            f"'{path}' was damaged on its way from another host; look at its memory and network"
+        )
     return found

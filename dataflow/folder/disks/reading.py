@@ -5,7 +5,14 @@ from pathlib import Path
 
 import xxhash
 
-from dataflow.folder.disks.messages import Answer, CannotRead, FileChunk, Listed, ListFiles, ReadFile
+from dataflow.folder.disks.messages import (
+    Answer,
+    CannotRead,
+    FileChunk,
+    Listed,
+    ListFiles,
+    ReadFile,
+)
 
 CHUNK_BYTES = 4 << 20
 GIVEN = ("checkpoints", "logs", "metrics.jsonl", "rollouts")
@@ -16,13 +23,17 @@ def answer(folder: Path, asked: ListFiles | ReadFile) -> Answer:
     """What is asked for; what cannot be read is told as such."""
     path = Path(asked.path)
     if path.is_absolute() or ".." in path.parts or not path.parts or path.parts[0] not in GIVEN:
-        return CannotRead(f"'{asked.path}' is none of the files that a host gives ({', '.join(GIVEN)})")
+        return CannotRead(
+            f"'{asked.path}' is none of the files that a host gives ({', '.join(GIVEN)})"
+        )
     try:
         if isinstance(asked, ListFiles):
             return Listed(_files(folder, folder / path))
         return _chunk(folder / path, asked.offset)
     except (OSError, ValueError) as error:  # of a name that no file can have
-        return CannotRead(f"'{asked.path}' cannot be read there: {getattr(error, 'strerror', None) or error}")
+        return CannotRead(
+            f"'{asked.path}' cannot be read there: {getattr(error, 'strerror', None) or error}"
+        )
 
 
 def _files(folder: Path, path: Path) -> dict[str, int]:
@@ -41,6 +52,8 @@ def _chunk(path: Path, offset: int) -> FileChunk:
         file.seek(offset)
         data = file.read(CHUNK_BYTES)
     return FileChunk(
-        data=data, size=facts.st_size, stamp=f"{facts.st_ino}/{facts.st_mtime_ns}/{facts.st_size}",
+        data=data,
+        size=facts.st_size,
+        stamp=f"{facts.st_ino}/{facts.st_mtime_ns}/{facts.st_size}",
         checksum=xxhash.xxh3_64_hexdigest(data),
-    )  # fmt: skip
+    )

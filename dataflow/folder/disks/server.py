@@ -27,12 +27,15 @@ class FileServer:
     """
 
     def __init__(self, folder: Path, address: str, keys: RunKeys) -> None:
-        """folder: of the run, on this host. address: of this host. Errors: RunError where it cannot listen there."""
+        """folder: of the run, on this host. address: of this host. Errors: RunError where it cannot
+        listen there."""
         self._folder, self._guard = folder, Guard(keys.receivers)
         self._socket: zmq.Socket[Any] = self._guard.context.socket(zmq.ROUTER)
         for option, value in (
-            (zmq.LINGER, 0), (zmq.MAXMSGSIZE, TO_FILES.max_bytes), (zmq.IPV6, int(":" in address)),
-        ):  # fmt: skip
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, TO_FILES.max_bytes),
+            (zmq.IPV6, int(":" in address)),
+        ):
             self._socket.set(option, value)
         self._guard.protect(self._socket)
         try:
@@ -41,8 +44,9 @@ class FileServer:
             self._socket.close(0)
             self._guard.close()
             raise RunError(
-                f"this host gives its files at {address}, but cannot listen there: {error.strerror}; name an address "
-                f"or an interface of this host (DATAFLOW_AGENT_ADDRESS)"
+                f"this host gives its files at {address}, but cannot listen there:"
+                f" {error.strerror}; name an address or an interface of this host"
+                " (DATAFLOW_AGENT_ADDRESS)"
             ) from None
         self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT)
         """Where it listens."""

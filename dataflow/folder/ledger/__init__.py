@@ -1,4 +1,5 @@
-"""The ledger: what became of every prompt group, in SQLite, consistent at any moment and after any crash."""
+"""The ledger: what became of every prompt group, in SQLite, consistent at any moment and after any
+crash."""
 
 from dataflow.folder.ledger.base import BaseLedger
 from dataflow.folder.ledger.ledger import Ledger

@@ -1,4 +1,5 @@
-"""The calls of a ledger, whoever answers them: the process itself, or the one that has the file open for all."""
+"""The calls of a ledger, whoever answers them: the process itself, or the one that has the file
+open for all."""
 
 import os
 from abc import abstractmethod
@@ -17,8 +18,8 @@ T = TypeVar("T")
 
 
 class BaseLedger(GroupLedger):
-    """What became of every prompt group; for the process that opened it alone, and there for one thread, but `flush`,
-    `pack` and `wal_bytes`.
+    """What became of every prompt group; for the process that opened it alone, and there for one
+    thread, but `flush`, `pack` and `wal_bytes`.
     """
 
     @property
@@ -27,7 +28,8 @@ class BaseLedger(GroupLedger):
         return Placing()
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
-        """Put down what the run says of itself, by name, in place of what it said before under these names."""
+        """Put down what the run says of itself, by name, in place of what it said before under
+        these names."""
         self.do(upkeep.SetFacts({name: to_json(value) for name, value in facts.items()}))
 
     def facts(self) -> dict[str, Any]:
@@ -35,26 +37,28 @@ class BaseLedger(GroupLedger):
         return self.do(questions.ReadFacts())
 
     def reissue(self, source: str, group_ids: Iterable[int]) -> None:
-        """Set groups back to issued: the work on them was lost. Errors: LedgerError for unknown ones."""
+        """Set groups back to issued: the work on them was lost. Errors: LedgerError for unknown
+        ones."""
         self.do(upkeep.Reissue(source, numbers_of(group_ids)))
 
     def record_checkpoint(self, node: str, step: int, checkpoint: str | None) -> None:
-        """Note where the checkpoint of a committed step stands; None: nowhere any more. Errors: LedgerError without
-        such a step."""
+        """Note where the checkpoint of a committed step stands; None: nowhere any more. Errors:
+        LedgerError without such a step."""
         self.do(upkeep.RecordCheckpoint(node, int(step), checkpoint))
 
     def roll_back_to(self, step: int, node: str) -> list[PlannedStep]:
         """Take back every step of `node` after `step`: its groups are scored, and in flight again.
 
         The abandoned line stays readable. Returns replay_plan(): what to train again, in order.
-        A roll back to the last step takes nothing back, and records that the run went on from there.
-        Errors: LedgerError when `node` never came to `step`.
+        A roll back to the last step takes nothing back, and records that the run went on from
+        there. Errors: LedgerError when `node` never came to `step`.
         """
         self.do(upkeep.RollBack(int(step), node))
         return self.replay_plan(node)
 
     def replay_plan(self, node: str) -> list[PlannedStep]:
-        """What abandoned lines made after the last step of `node`: groups and drops per step, to repeat."""
+        """What abandoned lines made after the last step of `node`: groups and drops per step, to
+        repeat."""
         return self.do(questions.ReplayPlan(node))
 
     def next_group_id(self, source: str) -> int:
@@ -70,15 +74,18 @@ class BaseLedger(GroupLedger):
         return self.do(questions.LastStep(node, ever=True))
 
     def steps(self, node: str, after: int = 0, upto: int | None = None) -> list[MadeStep]:
-        """The committed steps of `node` above `after` and not above `upto`, with what each consumed, ascending."""
+        """The committed steps of `node` above `after` and not above `upto`, with what each
+        consumed, ascending."""
         return self.do(questions.ListSteps(node, after, upto))
 
     def step_times(self, node: str, after: int = 0) -> list[tuple[int, float]]:
-        """The committed steps of `node` above `after`, and when each was, in seconds since 1970; ascending."""
+        """The committed steps of `node` above `after`, and when each was, in seconds since 1970;
+        ascending."""
         return [(int(step), float(at)) for step, at in self.do(questions.StepTimes(node, after))]
 
     def drops_at(self, node: str, step: int) -> dict[int, str]:
-        """Groups that `node` gave up for a step, and why; drops of the next one may be known before it is made."""
+        """Groups that `node` gave up for a step, and why; drops of the next one may be known before
+        it is made."""
         return self.do(questions.DropsAt(node, step))
 
     def last_round(self, node: str) -> int | None:
@@ -97,12 +104,16 @@ class BaseLedger(GroupLedger):
         """What each sink did with a group; none while it is in flight."""
         return self.do(questions.ListFates(source, int(group_id)))
 
-    def in_flight(self, source: str, node: str | None = None, among: Iterable[int] | None = None) -> list[InFlight]:
+    def in_flight(
+        self, source: str, node: str | None = None, among: Iterable[int] | None = None
+    ) -> list[InFlight]:
         """Groups of `source` that some sink still waits for, or that `node` does, in issue order.
 
-        among: look at these alone, which takes no longer in a long run; None: at all that were ever issued.
-        """
-        return self.do(questions.ListInFlight(source, node, None if among is None else numbers_of(among)))
+        among: look at these alone, which takes no longer in a long run; None: at all that were ever
+        issued."""
+        return self.do(
+            questions.ListInFlight(source, node, None if among is None else numbers_of(among))
+        )
 
     def counts(self, node: str) -> OutcomeCounts:
         """What became of the groups of the sources that `node` consumes, counted from the rows."""
@@ -115,21 +126,23 @@ class BaseLedger(GroupLedger):
 
     @abstractmethod
     def flush(self) -> None:
-        """Bring all that was committed to the disk itself; from any thread, and whoever reads meanwhile.
+        """Bring all that was committed to the disk itself; from any thread, and whoever reads
+        meanwhile.
 
-        Called before a checkpoint is marked, so that no power cut leaves one whose step the ledger forgot.
-        Errors: RunFolderError when the disk refuses.
+        Called before a checkpoint is marked, so that no power cut leaves one whose step the ledger
+        forgot. Errors: RunFolderError when the disk refuses.
         """
 
     @abstractmethod
     def pack(self, into: Path) -> None:
-        """Write all that was committed, of one moment, into a file (`copying`); from any thread, and whoever writes
-        meanwhile. Errors: LedgerError; RunFolderError; DeadlineError."""
+        """Write all that was committed, of one moment, into a file (`copying`); from any thread,
+        and whoever writes meanwhile. Errors: LedgerError; RunFolderError; DeadlineError."""
 
     @property
     @abstractmethod
     def wal_bytes(self) -> int:
-        """Size of the database's log: bounded, unless somebody reads in a transaction that does not end."""
+        """Size of the database's log: bounded, unless somebody reads in a transaction that does not
+        end."""
 
     @abstractmethod
     def close(self) -> None:
@@ -144,6 +157,6 @@ class BaseLedger(GroupLedger):
     def _check_owner(self) -> None:
         if os.getpid() != self._owner:
             raise LedgerError(
-                f"ledger '{self.path}' was opened by process {self._owner} and is used by {os.getpid()}; "
-                f"open it anew in each process"
+                f"ledger '{self.path}' was opened by process {self._owner} and is used by"
+                f" {os.getpid()}; open it anew in each process"
             )

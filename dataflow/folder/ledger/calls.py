@@ -1,4 +1,5 @@
-"""What can be done to a ledger, a class each: done here in a transaction, or sent to the process that has it open.
+"""What can be done to a ledger, a class each: done here in a transaction, or sent to the process
+that has it open.
 
 Here what a group goes through, from its issue to its outcome.
 """
@@ -17,14 +18,21 @@ Outcome: TypeAlias = tuple[str, int, str, str, int | None, str | None]
 """source, group_id, node, outcome, step, reason."""
 
 _ADVANCE = {
-    state: f"UPDATE groups SET state = '{state}' WHERE source = ? AND group_id = ? AND state IN "
-    f"({', '.join(repr(earlier) for earlier in STATES[:rank])})"
+    state: (
+        f"UPDATE groups SET state = '{state}' WHERE source = ? AND group_id = ? AND state IN "
+        f"({', '.join(repr(earlier) for earlier in STATES[:rank])})"
+    )
     for rank, state in enumerate(STATES)
     if rank > 0
 }
 """How groups move forward to a state; those that are there or further are left alone."""
-_OUTCOME = "INSERT INTO outcomes (source, group_id, node, outcome, step, reason) VALUES (?, ?, ?, ?, ?, ?)"
-_STEP = "INSERT INTO steps (node, step, version, source, metrics, checkpoint, at) VALUES (?, ?, ?, ?, ?, ?, ?)"
+_OUTCOME = (
+    "INSERT INTO outcomes (source, group_id, node, outcome, step, reason) VALUES (?, ?, ?, ?, ?, ?)"
+)
+_STEP = (
+    "INSERT INTO steps (node, step, version, source, metrics, checkpoint, at) VALUES (?, ?, ?, ?,"
+    " ?, ?, ?)"
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,8 @@ class LedgerCall(ABC, Generic[T]):
 
     @abstractmethod
     def run(self, db: sqlite3.Connection, now: float) -> T:
-        """Do it, in a transaction that the caller has begun. now: seconds since 1970. Errors: LedgerError."""
+        """Do it, in a transaction that the caller has begun. now: seconds since 1970. Errors:
+        LedgerError."""
 
 
 class Write(LedgerCall[None]):
@@ -79,8 +88,8 @@ class Issue(Write):
                 new.append((self.source, group, prompt))
             else:
                 raise LedgerError(
-                    f"source '{self.source}' issued group {group} where {following + len(new)} is the next; "
-                    f"number groups from next_group_id() on, in order and without gaps"
+                    f"source '{self.source}' issued group {group} where {following + len(new)} is"
+                    " the next; number groups from next_group_id() on, in order and without gaps"
                 )
         db.executemany("INSERT INTO groups VALUES (?, ?, ?, 'issued', 1)", new)
 
@@ -99,7 +108,8 @@ class Advance(Write):
         """Do it."""
         if self.state not in _ADVANCE:
             raise LedgerError(
-                f"groups cannot advance to '{self.state}'; use one of {list(_ADVANCE)}, reissue() or an outcome"
+                f"groups cannot advance to '{self.state}'; use one of {list(_ADVANCE)}, reissue()"
+                " or an outcome"
             )
         update_groups(db, _ADVANCE[self.state], self.source, self.group_ids)
 
@@ -124,12 +134,15 @@ class CommitStep(Write):
         last = last_step(db, self.node)
         if self.step != last + 1:
             raise LedgerError(
-                f"'{self.node}' committed step {self.step} but its last one is {last}; commit step {last + 1}, "
-                f"or roll_back_to() an earlier one first"
+                f"'{self.node}' committed step {self.step} but its last one is {last}; commit step"
+                f" {last + 1}, or roll_back_to() an earlier one first"
             )
         outcomes = _ended(self.node, self.source, "trained", self.trained, self.step)
         outcomes += _dropped(self.node, self.source, self.dropped, self.step)
-        db.execute(_STEP, (self.node, self.step, self.version, self.source, self.metrics, self.checkpoint, now))
+        db.execute(
+            _STEP,
+            (self.node, self.step, self.version, self.source, self.metrics, self.checkpoint, now),
+        )
         _end(db, self.node, self.source, outcomes)
 
 
@@ -162,7 +175,9 @@ class CommitRound(Write):
     def run(self, db: sqlite3.Connection, now: float) -> None:
         """Do it."""
         for source, group_ids in self.groups.items():
-            _end(db, self.node, source, _ended(self.node, source, "evaluated", group_ids, self.step))
+            _end(
+                db, self.node, source, _ended(self.node, source, "evaluated", group_ids, self.step)
+            )
 
 
 def next_group_id(db: sqlite3.Connection, source: str) -> int:
@@ -182,34 +197,46 @@ def register(db: sqlite3.Connection, node: str, source: str) -> None:
     db.execute("INSERT OR IGNORE INTO consumers VALUES (?, ?)", (node, source))
 
 
-def _ended(node: str, source: str, outcome: str, group_ids: Iterable[int], step: int) -> list[Outcome]:
+def _ended(
+    node: str, source: str, outcome: str, group_ids: Iterable[int], step: int
+) -> list[Outcome]:
     """Rows of groups that were trained or evaluated at a step."""
     return [(source, int(group), node, outcome, step, None) for group in group_ids]
 
 
 def _dropped(node: str, source: str, reasons: Mapping[int, str], step: int | None) -> list[Outcome]:
     """Rows of groups that were given up."""
-    return [(source, int(group), node, "dropped", step, str(reason)) for group, reason in reasons.items()]
+    return [
+        (source, int(group), node, "dropped", step, str(reason))
+        for group, reason in reasons.items()
+    ]
 
 
 def _end(db: sqlite3.Connection, node: str, source: str, outcomes: list[Outcome]) -> None:
-    """Insert outcomes; a group that has one has been scored, whatever message about it is still under way."""
+    """Insert outcomes; a group that has one has been scored, whatever message about it is still
+    under way."""
     register(db, node, source)
     try:
         db.executemany(_OUTCOME, outcomes)
     except sqlite3.IntegrityError as error:
         db.execute("ROLLBACK")
-        raise LedgerError(conflict(db, node, source, [row[1] for row in outcomes], error)) from error
+        raise LedgerError(
+            conflict(db, node, source, [row[1] for row in outcomes], error)
+        ) from error
     db.executemany(_ADVANCE["scored"], [row[:2] for row in outcomes])
 
 
-def update_groups(db: sqlite3.Connection, statement: str, source: str, group_ids: Iterable[int]) -> None:
-    """Change groups by a statement, which names source and group. LedgerError where one was never issued."""
+def update_groups(
+    db: sqlite3.Connection, statement: str, source: str, group_ids: Iterable[int]
+) -> None:
+    """Change groups by a statement, which names source and group. LedgerError where one was never
+    issued."""
     ids = [int(group) for group in group_ids]
     if db.executemany(statement, [(source, group) for group in ids]).rowcount == len(ids):
         return
     following = next_group_id(db, source)
     if unknown := [group for group in ids if not 0 <= group < following]:
         raise LedgerError(
-            f"groups {some(unknown)} of '{source}' were never issued (the next one is {following}); issue() them first"
+            f"groups {some(unknown)} of '{source}' were never issued (the next one is {following});"
+            " issue() them first"
         )

@@ -1,4 +1,5 @@
-"""A copy of a ledger that others go on writing to: of one moment, packed; and a ledger out of such a copy."""
+"""A copy of a ledger that others go on writing to: of one moment, packed; and a ledger out of such
+a copy."""
 
 import contextlib
 import secrets
@@ -27,8 +28,9 @@ class _Kept:
 
 
 def pack(path: Path, into: IO[bytes]) -> None:
-    """Write what was committed to the ledger at `path`, compressed; nobody is held up. From any thread of any process
-    of its host, beside its own connections. Errors: LedgerError; RunFolderError."""
+    """Write what was committed to the ledger at `path`, compressed; nobody is held up. From any
+    thread of any process of its host, beside its own connections. Errors: LedgerError;
+    RunFolderError."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.copy")
     try:
         with (
@@ -51,8 +53,8 @@ def pack(path: Path, into: IO[bytes]) -> None:
 def unpack(packed: Path, path: Path) -> int:
     """Make a ledger out of such a copy, for a run that goes on from it: nobody writes there yet.
 
-    Returns how many steps were ever committed there: of two copies of one run the one with more is the later one.
-    Errors: LedgerError; RunFolderError.
+    Returns how many steps were ever committed there: of two copies of one run the one with more is
+    the later one. Errors: LedgerError; RunFolderError.
     """
     with disk("unpacking", packed):
         try:

@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 
 class Ledger(BaseLedger):
-    """One connection to the ledger of a run; several processes of one machine may have the same one open."""
+    """One connection to the ledger of a run; several processes of one machine may have the same one
+    open."""
 
     def __init__(self, db: sqlite3.Connection, path: Path, clock: Callable[[], float]) -> None:
         super().__init__(path)
@@ -59,8 +60,11 @@ class Ledger(BaseLedger):
         return cls(db, path, clock)
 
     @classmethod
-    def open(cls, path: str | Path, *, readonly: bool = False, clock: Callable[[], float] = time.time) -> "Ledger":
-        """The ledger that stands at `path`. Errors: LedgerError when there is none, or of another release."""
+    def open(
+        cls, path: str | Path, *, readonly: bool = False, clock: Callable[[], float] = time.time
+    ) -> "Ledger":
+        """The ledger that stands at `path`. Errors: LedgerError when there is none, or of another
+        release."""
         path = Path(path)
         db = connect(path, mode="ro" if readonly else "rw")
         with closed_on_error(db):
@@ -77,21 +81,23 @@ class Ledger(BaseLedger):
     def prove(cls, path: Path) -> None:
         """Read the whole database. Errors: LedgerError when it is not as it was written.
 
-        Before anybody opens it to write: what its log cannot give back is gone then, and nothing tells of it."""
+        Before anybody opens it to write: what its log cannot give back is gone then, and nothing
+        tells of it."""
         with cls.open(path, readonly=True) as ledger, snapshot(ledger._db, path, "be read"):
             prove(path, ledger._db)
 
     def flush(self) -> None:
-        """As the base has it: what was committed is in the log of the database, or was moved from there into it and
-        flushed by SQLite. The database itself is not opened here: closing it would end the locks that SQLite has on it
-        in this process.
+        """As the base has it: what was committed is in the log of the database, or was moved from
+        there into it and flushed by SQLite. The database itself is not opened here: closing it
+        would end the locks that SQLite has on it in this process.
         """
         self.flush_log()
         with disk("flushing", self.path.parent):
             flush_to_disk(self.path.parent)
 
     def flush_log(self) -> None:
-        """The same for one who has flushed since the ledger was opened: the log is where it was. Errors: as flush()."""
+        """The same for one who has flushed since the ledger was opened: the log is where it was.
+        Errors: as flush()."""
         self._check_owner()
         with disk("flushing", self._wal), contextlib.suppress(FileNotFoundError):
             flush_to_disk(self._wal)

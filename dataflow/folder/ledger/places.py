@@ -1,5 +1,6 @@
-"""On which hosts the files of a run lie whose hosts have no folder in common: rows of the ledger, so that they are
-written in their turn, by the newest attempt alone, and taken back with the steps that they belong to.
+"""On which hosts the files of a run lie whose hosts have no folder in common: rows of the ledger,
+so that they are written in their turn, by the newest attempt alone, and taken back with the steps
+that they belong to.
 
 A path without a row lies in the scheduler's folder, or nowhere.
 """
@@ -17,7 +18,9 @@ _COLUMNS = """
     host TEXT NOT NULL"""
 TABLE = table("places", _COLUMNS, "PRIMARY KEY (path, host)) WITHOUT ROWID")
 _IS_THERE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'places'"
-_OF_STEP = re.compile(r"(?:checkpoints|rollouts)/(?:(?P<node>[^/]+)/)?step-(?P<step>\d+)(?:\.arrow)?")
+_OF_STEP = re.compile(
+    r"(?:checkpoints|rollouts)/(?:(?P<node>[^/]+)/)?step-(?P<step>\d+)(?:\.arrow)?"
+)
 
 
 def prepare(db: sqlite3.Connection) -> None:
@@ -26,7 +29,8 @@ def prepare(db: sqlite3.Connection) -> None:
 
 
 def set_place(db: sqlite3.Connection, path: str, host: str) -> None:
-    """What stands at a path was made on this host: nobody else has it any more. For `HOME`, as if nothing was known."""
+    """What stands at a path was made on this host: nobody else has it any more. For `HOME`, as if
+    nothing was known."""
     prepare(db)
     db.execute("DELETE FROM places WHERE path = ?", (path,))
     if host != HOME:
@@ -44,11 +48,13 @@ def add_place(db: sqlite3.Connection, path: str, host: str) -> None:
 
 
 def places(db: sqlite3.Connection, prefix: str = "") -> dict[str, list[str]]:
-    """By path that begins so, who has it; those that the scheduler's folder alone has are not among them."""
+    """By path that begins so, who has it; those that the scheduler's folder alone has are not among
+    them."""
     found: dict[str, list[str]] = {}
     if db.execute(_IS_THERE).fetchone():
         for path, host in db.execute(
-            "SELECT path, host FROM places WHERE substr(path, 1, ?) = ? ORDER BY path, host", (len(prefix), prefix)
+            "SELECT path, host FROM places WHERE substr(path, 1, ?) = ? ORDER BY path, host",
+            (len(prefix), prefix),
         ):
             found.setdefault(path, []).append(host)
     return found
@@ -63,7 +69,8 @@ def forget_after(db: sqlite3.Connection, node: str, step: int) -> None:
 
 
 def least_return(db: sqlite3.Connection) -> int | None:
-    """The earliest step that a trainer ever went back to, giving up steps that it had made; None: none ever did."""
+    """The earliest step that a trainer ever went back to, giving up steps that it had made; None:
+    none ever did."""
     found = db.execute("SELECT min(to_step) FROM lines WHERE from_step > to_step").fetchone()
     return None if found[0] is None else int(found[0])
 

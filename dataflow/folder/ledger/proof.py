@@ -1,4 +1,5 @@
-"""Whether a ledger is as it was written: its pages, what its rows say, and the log of what was committed last."""
+"""Whether a ledger is as it was written: its pages, what its rows say, and the log of what was
+committed last."""
 
 import contextlib
 import functools
@@ -27,17 +28,19 @@ Words: TypeAlias = npt.NDArray[np.uint32]
 
 
 def prove(path: Path, db: sqlite3.Connection) -> None:
-    """Errors: LedgerError where a ledger, of which `db` is a connection, is not as it was written."""
+    """Errors: LedgerError where a ledger, of which `db` is a connection, is not as it was
+    written."""
     if found := damages(path, db):
         raise LedgerError(
-            f"ledger '{path}' is damaged: {'; '.join(found[:_MOST])}; take it from a backup, go on from copies at an "
-            f"address (dataflow resume --from), or begin a new run from a checkpoint's folder: Model('FOLDER')"
+            f"ledger '{path}' is damaged: {'; '.join(found[:_MOST])}; take it from a backup, go on"
+            " from copies at an address (dataflow resume --from), or begin a new run from a"
+            " checkpoint's folder: Model('FOLDER')"
         )
 
 
 def damages(path: Path, db: sqlite3.Connection) -> list[str]:
-    """What is wrong with a ledger; within a transaction that reads. What the log lost can be told only as long as
-    nobody has written: SQLite then begins behind what it could read."""
+    """What is wrong with a ledger; within a transaction that reads. What the log lost can be told
+    only as long as nobody has written: SQLite then begins behind what it could read."""
     found = _log_damage(path.with_name(f"{path.name}-wal"))
     if db.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
         found.append("its first page says that it has no log")
@@ -53,12 +56,16 @@ def damages(path: Path, db: sqlite3.Connection) -> list[str]:
         columns = [column for _, column, *_, hidden in of_table if not hidden]
         query = f"SELECT count(*) FROM {name} WHERE {SUM} IS NOT {summed(columns)}"
         if len(columns) < len(of_table) and (count := db.execute(query).fetchone()[0]):
-            found.append(f"{count} row{'s' if count > 1 else ''} of its table {name} are not as they were written")
+            found.append(
+                f"{count} row{'s' if count > 1 else ''} of its table {name} are not as they were"
+                " written"
+            )
     return found
 
 
 def _log_damage(log: Path) -> list[str]:
-    """What cannot be read of a log that was committed; none where a crash cut it off, which commits nothing."""
+    """What cannot be read of a log that was committed; none where a crash cut it off, which commits
+    nothing."""
     while True:
         content = b""
         with contextlib.suppress(FileNotFoundError):
@@ -76,30 +83,46 @@ def _head(log: Path) -> bytes:
 
 
 def _lost_in(content: bytes) -> list[str]:
-    """SQLite reads a log up to the first page whose sum is not right. A page behind that follows on from the one before
-    it, and ends a transaction, was committed; so was a last one that ends a transaction, and the file."""
+    """SQLite reads a log up to the first page whose sum is not right. A page behind that follows on
+    from the one before it, and ends a transaction, was committed; so was a last one that ends a
+    transaction, and the file."""
     if len(content) < _HEADER_BYTES:
         return []
     head = np.frombuffer(content, ">u4", 8)
     order, page = _MAGIC.get(int(head[0])), int(head[2])
     words = np.frombuffer(content, order or ">u4", 6).astype(np.uint32)
-    if order is None or page < 512 or tuple(_sums(words[None], np.zeros((1, 2), np.uint32))[0]) != tuple(head[6:]):
+    if (
+        order is None
+        or page < 512
+        or tuple(_sums(words[None], np.zeros((1, 2), np.uint32))[0]) != tuple(head[6:])
+    ):
         return ["the first bytes of its log, ledger.db-wal, are not as they were written"]
     count = (len(content) - _HEADER_BYTES) // (_FRAME_BYTES + page)
-    frames = np.frombuffer(content, np.uint8, count * (_FRAME_BYTES + page), _HEADER_BYTES).reshape(count, -1)
+    frames = np.frombuffer(content, np.uint8, count * (_FRAME_BYTES + page), _HEADER_BYTES).reshape(
+        count, -1
+    )
     heads = np.ascontiguousarray(frames[:, :_FRAME_BYTES]).view(">u4")
-    body = np.concatenate([frames[:, :8], frames[:, _FRAME_BYTES:]], axis=1).view(order).astype(np.uint32)
+    body = (
+        np.concatenate([frames[:, :8], frames[:, _FRAME_BYTES:]], axis=1)
+        .view(order)
+        .astype(np.uint32)
+    )
     before = np.concatenate([head[None, 6:], heads[:-1, 4:]]).astype(np.uint32)
     is_own = (heads[:, 2:4] == head[4:6]).all(axis=1)
     is_next = is_own & (_sums(body, before) == heads[:, 4:]).all(axis=1)
     broken = np.flatnonzero(~is_next)
     is_next[-1:] |= is_own[-1:]
     lost = broken.size and (is_next & (heads[:, 1] != 0))[broken[0] :].any()
-    return [f"its log, ledger.db-wal, cannot be read behind page {broken[0]} of {count}"] if lost else []
+    return (
+        [f"its log, ledger.db-wal, cannot be read behind page {broken[0]} of {count}"]
+        if lost
+        else []
+    )
 
 
 def _sums(words: Words, before: Words) -> Words:
-    """The sums of rows of words, each going on from its two sums before; uint32 [rows, 2], modulo 2**32."""
+    """The sums of rows of words, each going on from its two sums before; uint32 [rows, 2], modulo
+    2**32."""
     weights, start = _weights(words.shape[1] // 2)
     found: Words = words @ weights + before @ start
     return found
@@ -107,8 +130,8 @@ def _sums(words: Words, before: Words) -> Words:
 
 @functools.cache
 def _weights(pairs: int) -> tuple[Words, Words]:
-    """What each word, and each of the two sums before, adds to the two sums: of a pair, s0 += first + s1, and then
-    s1 += second + s0."""
+    """What each word, and each of the two sums before, adds to the two sums: of a pair, s0 += first
+    + s1, and then s1 += second + s0."""
     step, own = np.array([[1, 1], [1, 2]], np.uint32), np.array([[1, 0], [1, 1]], np.uint32)
     of_pair, power = [], np.eye(2, dtype=np.uint32)
     for _ in range(pairs):

@@ -97,7 +97,9 @@ class LastStep(LedgerCall[int]):
 
     def run(self, db: sqlite3.Connection, now: float) -> int:
         """Do it."""
-        return max(last_step(db, self.node), reads.furthest_return(db, self.node) if self.ever else 0)
+        return max(
+            last_step(db, self.node), reads.furthest_return(db, self.node) if self.ever else 0
+        )
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,19 @@ class LeastReturn(LedgerCall[int | None]):
 
 
 AnyRead: TypeAlias = (
-    ReadFacts | ReplayPlan | NextGroupId | LastStep | ListSteps | StepTimes | DropsAt | LastRound | IsJudged | Sources
-    | ListFates | ListInFlight | Count | ListPlaces | LeastReturn
-)  # fmt: skip
+    ReadFacts
+    | ReplayPlan
+    | NextGroupId
+    | LastStep
+    | ListSteps
+    | StepTimes
+    | DropsAt
+    | LastRound
+    | IsJudged
+    | Sources
+    | ListFates
+    | ListInFlight
+    | Count
+    | ListPlaces
+    | LeastReturn
+)

@@ -27,7 +27,12 @@ class OutcomeCounts:
     @property
     def missing(self) -> int:
         """Groups lost (above 0) or counted twice (below 0); 0 is the law of the ledger."""
-        known = self.trained + self.evaluated + sum(self.dropped.values()) + sum(self.in_flight.values())
+        known = (
+            self.trained
+            + self.evaluated
+            + sum(self.dropped.values())
+            + sum(self.in_flight.values())
+        )
         return self.issued - known
 
     def __str__(self) -> str:
@@ -35,9 +40,10 @@ class OutcomeCounts:
         if self.evaluated:
             done = f"{self.evaluated:,} evaluated" + (f" + {done}" if self.trained else "")
         return (
-            f"{self.issued:,} group{'' if self.issued == 1 else 's'} issued {'=' if self.missing == 0 else '!='} {done}"
-            f" + {_sum(self.dropped):,} dropped{_parts(self.dropped)}"
-            f" + {_sum(self.in_flight):,} in flight{_parts(self.in_flight)}"
+            f"{self.issued:,} group{'' if self.issued == 1 else 's'} issued"
+            f" {'=' if self.missing == 0 else '!='} {done} + {_sum(self.dropped):,}"
+            f" dropped{_parts(self.dropped)} + {_sum(self.in_flight):,} in"
+            f" flight{_parts(self.in_flight)}"
         )
 
 
@@ -72,7 +78,8 @@ class MadeStep(PlannedStep):
     """A committed step of the surviving line."""
 
     metrics: Mapping[str, Any]
-    """As the commit was given them: its line in metrics.jsonl, without the seconds that recording took."""
+    """As the commit was given them: its line in metrics.jsonl, without the seconds that recording
+    took."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +104,14 @@ def counts(db: sqlite3.Connection, node: str) -> OutcomeCounts:
     """Count the rows of all groups that `node` consumes."""
     sources = "SELECT source FROM consumers WHERE node = :node"
     key = {"node": node}
-    issued = db.execute(f"SELECT count(*) FROM groups WHERE source IN ({sources})", key).fetchone()[0]
+    issued = db.execute(f"SELECT count(*) FROM groups WHERE source IN ({sources})", key).fetchone()[
+        0
+    ]
     totals = {"trained": 0, "evaluated": 0}
     dropped: dict[str, int] = {}
     for outcome, reason, number in db.execute(
-        "SELECT outcome, reason, count(*) FROM outcomes WHERE node = ? GROUP BY outcome, reason", (node,)
+        "SELECT outcome, reason, count(*) FROM outcomes WHERE node = ? GROUP BY outcome, reason",
+        (node,),
     ):
         if outcome == "dropped":
             dropped[reason] = number
@@ -110,8 +120,8 @@ def counts(db: sqlite3.Connection, node: str) -> OutcomeCounts:
     waiting = dict(
         db.execute(
             f"SELECT state, count(*) FROM groups g WHERE source IN ({sources}) AND NOT EXISTS ("
-            " SELECT 1 FROM outcomes o"
-            " WHERE o.source = g.source AND o.group_id = g.group_id AND o.node = :node) GROUP BY state",
+            " SELECT 1 FROM outcomes o WHERE o.source = g.source AND o.group_id = g.group_id AND"
+            " o.node = :node) GROUP BY state",
             key,
         )
     )
@@ -127,19 +137,25 @@ def counts(db: sqlite3.Connection, node: str) -> OutcomeCounts:
 def in_flight(
     db: sqlite3.Connection, source: str, node: str | None = None, among: Iterable[int] | None = None
 ) -> list[InFlight]:
-    """Groups of `source` that some sink, or `node`, still waits for, in issue order; all while no sink is known.
+    """Groups of `source` that some sink, or `node`, still waits for, in issue order; all while no
+    sink is known.
 
     among: look at these alone, which costs what they cost; None: at all that were ever issued."""
     chosen = "" if among is None else "group_id IN (SELECT value FROM json_each(:among)) AND"
     rows = db.execute(
         f"SELECT group_id, prompt_id, state FROM groups g WHERE source = :source AND {chosen} ("
         " SELECT count(*) FROM outcomes o WHERE o.source = g.source AND o.group_id = g.group_id"
-        " AND (:node IS NULL OR o.node = :node)"
-        ") < CASE WHEN :node IS NULL THEN max(1, (SELECT count(*) FROM consumers WHERE source = :source)) ELSE 1 END"
-        " ORDER BY group_id",
-        {"source": source, "node": node, "among": None if among is None else json.dumps(list(among))},
+        " AND (:node IS NULL OR o.node = :node)) < CASE WHEN :node IS NULL THEN max(1, (SELECT"
+        " count(*) FROM consumers WHERE source = :source)) ELSE 1 END ORDER BY group_id",
+        {
+            "source": source,
+            "node": node,
+            "among": None if among is None else json.dumps(list(among)),
+        },
     )
-    return [InFlight(group_id=group, prompt_id=prompt, state=state) for group, prompt, state in rows]
+    return [
+        InFlight(group_id=group, prompt_id=prompt, state=state) for group, prompt, state in rows
+    ]
 
 
 def facts(db: sqlite3.Connection) -> dict[str, Any]:
@@ -168,18 +184,23 @@ def steps(db: sqlite3.Connection, node: str, after: int, upto: int | None) -> li
             dropped=dropped.get(step, {}),
             metrics=json.loads(metrics),
         )
-        for step, source, metrics in db.execute(f"SELECT step, source, metrics FROM steps {within} ORDER BY step", key)
+        for step, source, metrics in db.execute(
+            f"SELECT step, source, metrics FROM steps {within} ORDER BY step", key
+        )
     ]
 
 
 def furthest_return(db: sqlite3.Connection, node: str) -> int:
     """The last step from which `node` ever went back; 0 where it did not."""
-    row = db.execute("SELECT coalesce(max(from_step), 0) FROM lines WHERE node = ?", (node,)).fetchone()
+    row = db.execute(
+        "SELECT coalesce(max(from_step), 0) FROM lines WHERE node = ?", (node,)
+    ).fetchone()
     return int(row[0])
 
 
 def step_times(db: sqlite3.Connection, node: str, after: int) -> list[tuple[int, float]]:
-    """The steps of `node` above `after`, and when each was committed, in seconds since 1970; ascending."""
+    """The steps of `node` above `after`, and when each was committed, in seconds since 1970;
+    ascending."""
     query = "SELECT step, at FROM steps WHERE node = ? AND step > ? ORDER BY step"
     return [(int(step), float(at)) for step, at in db.execute(query, (node, after))]
 
@@ -188,8 +209,8 @@ def drops_at(db: sqlite3.Connection, node: str, step: int) -> dict[int, str]:
     """Groups that `node` gave up for a step, which may be the one that it has not committed yet."""
     return dict(
         db.execute(
-            "SELECT group_id, reason FROM outcomes WHERE node = ? AND step = ? AND outcome = 'dropped' "
-            "ORDER BY group_id",
+            "SELECT group_id, reason FROM outcomes WHERE node = ? AND step = ? AND outcome ="
+            " 'dropped' ORDER BY group_id",
             (node, step),
         )
     )
@@ -207,28 +228,39 @@ def is_judged(db: sqlite3.Connection, source: str, step: int) -> bool:
 
 def last_round(db: sqlite3.Connection, node: str) -> int | None:
     """Step of the last round that an evaluation has recorded; None before the first."""
-    found = db.execute("SELECT max(step) FROM outcomes WHERE node = ? AND outcome = 'evaluated'", (node,)).fetchone()[0]
+    found = db.execute(
+        "SELECT max(step) FROM outcomes WHERE node = ? AND outcome = 'evaluated'", (node,)
+    ).fetchone()[0]
     return None if found is None else int(found)
 
 
 def sources(db: sqlite3.Connection, node: str | None) -> list[str]:
     """The sources whose groups `node` consumes, or anybody."""
-    query = "SELECT DISTINCT source FROM consumers WHERE :node IS NULL OR node = :node ORDER BY source"
+    query = (
+        "SELECT DISTINCT source FROM consumers WHERE :node IS NULL OR node = :node ORDER BY source"
+    )
     return [source for (source,) in db.execute(query, {"node": node})]
 
 
 def fates(db: sqlite3.Connection, source: str, group_id: int) -> list[Fate]:
     """What each sink did with a group."""
     rows = db.execute(
-        "SELECT node, outcome, step, reason FROM outcomes WHERE source = ? AND group_id = ? ORDER BY node",
+        "SELECT node, outcome, step, reason FROM outcomes WHERE source = ? AND group_id = ? ORDER"
+        " BY node",
         (source, group_id),
     )
-    return [Fate(node=node, outcome=outcome, step=step, reason=reason) for node, outcome, step, reason in rows]
+    return [
+        Fate(node=node, outcome=outcome, step=step, reason=reason)
+        for node, outcome, step, reason in rows
+    ]
 
 
 def replay_plan(db: sqlite3.Connection, node: str) -> list[PlannedStep]:
-    """The steps that abandoned lines of `node` made after its last committed one, while they fit."""
-    step = db.execute("SELECT coalesce(max(step), 0) FROM steps WHERE node = ?", (node,)).fetchone()[0]
+    """The steps that abandoned lines of `node` made after its last committed one, while they
+    fit."""
+    step = db.execute(
+        "SELECT coalesce(max(step), 0) FROM steps WHERE node = ?", (node,)
+    ).fetchone()[0]
     taken = set(db.execute("SELECT source, group_id FROM outcomes WHERE node = ?", (node,)))
     plan: list[PlannedStep] = []
     while (planned := _planned(db, node, step + 1)) is not None:
@@ -244,14 +276,16 @@ def replay_plan(db: sqlite3.Connection, node: str) -> list[PlannedStep]:
 def _planned(db: sqlite3.Connection, node: str, step: int) -> PlannedStep | None:
     """What the newest abandoned line that made `step` did in it."""
     found = db.execute(
-        "SELECT line, source FROM abandoned_steps WHERE node = ? AND step = ? ORDER BY line DESC LIMIT 1",
+        "SELECT line, source FROM abandoned_steps WHERE node = ? AND step = ? ORDER BY line DESC"
+        " LIMIT 1",
         (node, step),
     ).fetchone()
     if found is None:
         return None
     line, source = found
     rows = db.execute(
-        "SELECT group_id, reason FROM abandoned_outcomes WHERE line = ? AND node = ? AND step = ? ORDER BY group_id",
+        "SELECT group_id, reason FROM abandoned_outcomes WHERE line = ? AND node = ? AND step = ?"
+        " ORDER BY group_id",
         (line, node, step),
     ).fetchall()
     return PlannedStep(
@@ -267,4 +301,6 @@ def _sum(parts: Mapping[str, int]) -> int:
 
 
 def _parts(parts: Mapping[str, int]) -> str:
-    return f" ({', '.join(f'{number:,} {name}' for name, number in parts.items())})" if parts else ""
+    return (
+        f" ({', '.join(f'{number:,} {name}' for name, number in parts.items())})" if parts else ""
+    )

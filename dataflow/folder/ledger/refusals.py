@@ -16,7 +16,9 @@ def some(groups: Iterable[Any]) -> str:
 def check_same_prompt(db: sqlite3.Connection, source: str, group: int, prompt: str) -> None:
     """LedgerError unless a known group was issued for this prompt."""
     key = (source, int(group))
-    found = db.execute("SELECT prompt_id FROM groups WHERE source = ? AND group_id = ?", key).fetchone()
+    found = db.execute(
+        "SELECT prompt_id FROM groups WHERE source = ? AND group_id = ?", key
+    ).fetchone()
     if found is None or found[0] != str(prompt):
         raise LedgerError(
             f"group {group} of '{source}' was issued for prompt {found and found[0]!r}, "
@@ -24,16 +26,25 @@ def check_same_prompt(db: sqlite3.Connection, source: str, group: int, prompt: s
         )
 
 
-def conflict(db: sqlite3.Connection, node: str, source: str, groups: list[int], error: sqlite3.IntegrityError) -> str:
+def conflict(
+    db: sqlite3.Connection, node: str, source: str, groups: list[int], error: sqlite3.IntegrityError
+) -> str:
     """Why outcomes were refused."""
     if double := {group for group in groups if groups.count(group) > 1}:
-        return f"'{node}' gave groups {some(double)} of '{source}' two outcomes in one call; give each one"
+        return (
+            f"'{node}' gave groups {some(double)} of '{source}' two outcomes in one call; give"
+            " each one"
+        )
     for group in groups:
         key = (source, group)
         if not db.execute("SELECT 1 FROM groups WHERE source = ? AND group_id = ?", key).fetchone():
-            return f"'{node}' ended group {group} of '{source}', which was never issued; issue() it first"
+            return (
+                f"'{node}' ended group {group} of '{source}', which was never issued; issue() it"
+                " first"
+            )
         found = db.execute(
-            "SELECT outcome, step, reason FROM outcomes WHERE source = ? AND group_id = ? AND node = ?",
+            "SELECT outcome, step, reason FROM outcomes WHERE source = ? AND group_id = ? AND"
+            " node = ?",
             (*key, node),
         ).fetchone()
         if found:
@@ -41,7 +52,9 @@ def conflict(db: sqlite3.Connection, node: str, source: str, groups: list[int], 
             at = f" at step {step}" if step is not None else ""
             because = f" ({reason})" if reason else ""
             return (
-                f"'{node}' would end group {group} of '{source}' twice: it was {outcome}{at}{because}; "
-                f"leave out groups that have an outcome"
+                f"'{node}' would end group {group} of '{source}' twice: it was"
+                f" {outcome}{at}{because}; leave out groups that have an outcome"
             )
-    return f"'{node}' gave outcomes of '{source}' that break a rule: {error}; look at the groups given"
+    return (
+        f"'{node}' gave outcomes of '{source}' that break a rule: {error}; look at the groups given"
+    )

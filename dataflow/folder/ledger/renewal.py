@@ -1,4 +1,5 @@
-"""A ledger is put in a new file under its name: who has the old one open, and is not to write, writes for nobody."""
+"""A ledger is put in a new file under its name: who has the old one open, and is not to write,
+writes for nobody."""
 
 import contextlib
 import secrets
@@ -14,12 +15,12 @@ _MADE = ".renewed"
 
 
 def renew(path: Path) -> None:
-    """Copy what was committed, and put the copy in the place of the file. No lock is waited for: who holds one may be
-    stopped, or on a host that is cut off.
+    """Copy what was committed, and put the copy in the place of the file. No lock is waited for:
+    who holds one may be stopped, or on a host that is cut off.
 
-    A crash on the way leaves the old file, or a copy that the next call puts in place; nobody else may have the ledger
-    open meanwhile but who writes for nobody. Nothing is done where there is no ledger. Errors: LedgerError;
-    RunFolderError.
+    A crash on the way leaves the old file, or a copy that the next call puts in place; nobody else
+    may have the ledger open meanwhile but who writes for nobody. Nothing is done where there is no
+    ledger. Errors: LedgerError; RunFolderError.
     """
     made = path.with_name(f"{path.name}{_MADE}")
     if made.exists():

@@ -32,7 +32,10 @@ def summed(columns: Sequence[str]) -> str:
 def table(name: str, columns: str, laws: str) -> str:
     """The statement that makes a table whose rows are summed. columns: one a line."""
     names = [line.split()[0] for line in columns.strip().splitlines()]
-    return f"CREATE TABLE IF NOT EXISTS {name} ({columns}\n    , {SUM} INTEGER AS ({summed(names)}) STORED, {laws}"
+    return (
+        f"CREATE TABLE IF NOT EXISTS {name} ({columns}\n    , {SUM} INTEGER AS ({summed(names)})"
+        f" STORED, {laws}"
+    )
 
 
 _OUTCOME_COLUMNS = """
@@ -69,19 +72,36 @@ _LINE_COLUMNS = """
 TABLES = (
     "CREATE TABLE schema (version INTEGER NOT NULL)",
     # What a run says of itself, as JSON: copies for people stand in the run folder.
-    table("facts", "\n    name TEXT,\n    value TEXT NOT NULL", "PRIMARY KEY (name)) WITHOUT ROWID"),
-    table("consumers", "\n    node TEXT,\n    source TEXT", "PRIMARY KEY (node, source)) WITHOUT ROWID"),
+    table(
+        "facts", "\n    name TEXT,\n    value TEXT NOT NULL", "PRIMARY KEY (name)) WITHOUT ROWID"
+    ),
+    table(
+        "consumers",
+        "\n    node TEXT,\n    source TEXT",
+        "PRIMARY KEY (node, source)) WITHOUT ROWID",
+    ),
     table("groups", _GROUP_COLUMNS, "PRIMARY KEY (source, group_id)) WITHOUT ROWID"),
-    table("outcomes", _OUTCOME_COLUMNS, f"""{_OUTCOME_LAWS},
+    table(
+        "outcomes",
+        _OUTCOME_COLUMNS,
+        f"""{_OUTCOME_LAWS},
     PRIMARY KEY (source, group_id, node),
-    FOREIGN KEY (source, group_id) REFERENCES groups (source, group_id)) WITHOUT ROWID"""),
+    FOREIGN KEY (source, group_id) REFERENCES groups (source, group_id)) WITHOUT ROWID""",
+    ),
     table("steps", _STEP_COLUMNS, "PRIMARY KEY (node, step)) WITHOUT ROWID"),
-    # One row per return to a checkpoint; what it took back stays readable in the two tables after it.
+    # One row per return to a checkpoint; what it took back stays readable in the two tables after
+    # it.
     table("lines", _LINE_COLUMNS, "CHECK (line > 0))"),
-    table("abandoned_outcomes", _OF_LINE + _OUTCOME_COLUMNS, f"""{_OUTCOME_LAWS},
-    PRIMARY KEY (line, node, step, source, group_id)) WITHOUT ROWID"""),
-    table("abandoned_steps", _OF_LINE + _STEP_COLUMNS, "PRIMARY KEY (node, step, line)) WITHOUT ROWID"),
-)  # fmt: skip
+    table(
+        "abandoned_outcomes",
+        _OF_LINE + _OUTCOME_COLUMNS,
+        f"""{_OUTCOME_LAWS},
+    PRIMARY KEY (line, node, step, source, group_id)) WITHOUT ROWID""",
+    ),
+    table(
+        "abandoned_steps", _OF_LINE + _STEP_COLUMNS, "PRIMARY KEY (node, step, line)) WITHOUT ROWID"
+    ),
+)
 
 
 class LedgerError(RunError):
@@ -92,7 +112,10 @@ def connect(path: Path, *, mode: str, busy_timeout_s: float = BUSY_TIMEOUT_S) ->
     """Open the database; mode is SQLite's: ro, rw or rwc. Errors: LedgerError."""
     with explained("open", path):
         db = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=busy_timeout_s, isolation_level=None
+            f"{path.absolute().as_uri()}?mode={mode}",
+            uri=True,
+            timeout=busy_timeout_s,
+            isolation_level=None,
         )
         with closed_on_error(db):
             db.create_function(_SUM_FUNCTION, -1, _row_sum, deterministic=True)
@@ -136,12 +159,14 @@ def check_schema(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _row_sum(*values: object) -> int:
-    return xxhash.xxh32_intdigest(repr(values).encode("utf-8", "surrogateescape")) >> 1  # 4 bytes of SQLite's
+    # 4 bytes of SQLite's
+    return xxhash.xxh32_intdigest(repr(values).encode("utf-8", "surrogateescape")) >> 1
 
 
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection, path: Path, doing: str) -> Iterator[None]:
-    """All or nothing: what the block writes is committed when it ends well, undone when it raises."""
+    """All or nothing: what the block writes is committed when it ends well, undone when it
+    raises."""
     with _bracket(db, path, doing, "BEGIN IMMEDIATE"):
         yield
 
@@ -159,11 +184,15 @@ def explained(doing: str, path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise LedgerError(f"ledger '{path}' could not {doing}: {error}; {_advice(str(error))}") from error
+        raise LedgerError(
+            f"ledger '{path}' could not {doing}: {error}; {_advice(str(error))}"
+        ) from error
     except ValueError as error:
         if isinstance(error, RunError):
             raise
-        raise LedgerError(f"ledger '{path}' could not {doing}: {error}; {_advice('malformed')}") from error
+        raise LedgerError(
+            f"ledger '{path}' could not {doing}: {error}; {_advice('malformed')}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -181,16 +210,30 @@ def _bracket(db: sqlite3.Connection, path: Path, doing: str, begin: str) -> Iter
 
 def _advice(said: str) -> str:
     for sign, advice in (
-        ("locked", "another process writes to it: look for a stopped worker of this run, or a program that edits it"),
+        (
+            "locked",
+            (
+                "another process writes to it: look for a stopped worker of this run, or a program"
+                " that edits it"
+            ),
+        ),
         ("full", "make room on that disk, then resume: what was committed is whole"),
         ("readonly", "give this user write permission on the run folder"),
-        ("unable to open", "check that the run folder exists and that this user may read and write it"),
+        (
+            "unable to open",
+            "check that the run folder exists and that this user may read and write it",
+        ),
         (
             "no such table",
-            "this is not the ledger of a run, or its log, ledger.db-wal, is not there any more: put both back as they "
-            "were; where its creation was cut short, start a new run",
+            (
+                "this is not the ledger of a run, or its log, ledger.db-wal, is not there any more:"
+                " put both back as they were; where its creation was cut short, start a new run"
+            ),
         ),
-        ("not a database", "this is not the ledger of a run, or it was overwritten: take it from a backup"),
+        (
+            "not a database",
+            "this is not the ledger of a run, or it was overwritten: take it from a backup",
+        ),
         ("malformed", "it was damaged from outside: take it from a backup"),
     ):
         if sign in said:

@@ -1,5 +1,5 @@
-"""What else can be done to a ledger: what the run says of itself, groups issued again, checkpoints, steps taken back,
-where files lie."""
+"""What else can be done to a ledger: what the run says of itself, groups issued again, checkpoints,
+steps taken back, where files lie."""
 
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,9 @@ from dataflow.folder.ledger.calls import (
 )
 from dataflow.folder.ledger.schema import LedgerError
 
-_REISSUE = "UPDATE groups SET state = 'issued', issues = issues + 1 WHERE source = ? AND group_id = ?"
+_REISSUE = (
+    "UPDATE groups SET state = 'issued', issues = issues + 1 WHERE source = ? AND group_id = ?"
+)
 _STEP_KEYS = "node, step, version, source, metrics, checkpoint, at"
 _OUTCOME_KEYS = "source, group_id, node, outcome, step, reason"
 
@@ -64,9 +66,13 @@ class RecordCheckpoint(Write):
     def run(self, db: sqlite3.Connection, now: float) -> None:
         """Do it."""
         key = (self.checkpoint, self.node, self.step)
-        if db.execute("UPDATE steps SET checkpoint = ? WHERE node = ? AND step = ?", key).rowcount != 1:
+        if (
+            db.execute("UPDATE steps SET checkpoint = ? WHERE node = ? AND step = ?", key).rowcount
+            != 1
+        ):
             raise LedgerError(
-                f"'{self.node}' has a checkpoint of step {self.step}, which it did not commit; commit the step first"
+                f"'{self.node}' has a checkpoint of step {self.step}, which it did not commit;"
+                " commit the step first"
             )
 
 
@@ -84,10 +90,12 @@ class RollBack(Write):
         node, step, last = self.node, self.step, last_step(db, self.node)
         if not 0 <= step <= last:
             raise LedgerError(
-                f"'{node}' cannot go back to step {step}: its last one is {last}; use an older checkpoint"
+                f"'{node}' cannot go back to step {step}: its last one is {last}; use an older"
+                " checkpoint"
             )
         line = db.execute(
-            "INSERT INTO lines (node, to_step, from_step, at) VALUES (?, ?, ?, ?)", (node, step, last, now)
+            "INSERT INTO lines (node, to_step, from_step, at) VALUES (?, ?, ?, ?)",
+            (node, step, last, now),
         ).lastrowid
         for table, keys in (("outcomes", _OUTCOME_KEYS), ("steps", _STEP_KEYS)):
             later = f"FROM {table} WHERE node = ? AND step > ?"
@@ -126,6 +134,14 @@ class AddPlace(Write):
 
 
 AnyWrite: TypeAlias = (
-    SetFacts | Issue | Advance | Reissue | CommitStep | Drop | CommitRound | RecordCheckpoint | RollBack
+    SetFacts
+    | Issue
+    | Advance
+    | Reissue
+    | CommitStep
+    | Drop
+    | CommitRound
+    | RecordCheckpoint
+    | RollBack
     | AddPlace
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""Who may write where one process has the ledger open for all: the newest attempt of each worker, each write once."""
+"""Who may write where one process has the ledger open for all: the newest attempt of each worker,
+each write once."""
 
 import sqlite3
 from dataclasses import dataclass
@@ -55,7 +56,8 @@ class PrepareWriters(Write):
     """Have a place for what is known of writers."""
 
     floor: int | None
-    """Who was started by an earlier scheduler than that of this number writes no more; None: as it was."""
+    """Who was started by an earlier scheduler than that of this number writes no more; None: as it
+    was."""
 
     doing = "prepare for several hosts"
 
@@ -116,7 +118,8 @@ class NumberedWrite(Write):
 
 @dataclass(frozen=True)
 class NotMade(Write):
-    """That a write was refused: one who did not hear of it is told so again, whatever has happened since."""
+    """That a write was refused: one who did not hear of it is told so again, whatever has happened
+    since."""
 
     worker: str
     number: int

@@ -1,1 +1,2 @@
-"""One process has the ledger open, for workers on any host: the service, its clients, and what they say."""
+"""One process has the ledger open, for workers on any host: the service, its clients, and what they
+say."""

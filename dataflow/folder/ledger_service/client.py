@@ -41,12 +41,15 @@ from dataflow.system.security import RunKeys
 
 T = TypeVar("T")
 
-AnyAside: TypeAlias = Flush | AskWalBytes | Pack | ReadPacked | PutInPlace | AppendLine | ListFiles | ReadFile
+AnyAside: TypeAlias = (
+    Flush | AskWalBytes | Pack | ReadPacked | PutInPlace | AppendLine | ListFiles | ReadFile
+)
 """What changes no row of the ledger."""
 PATIENCE_S = 30.0
 """For a service that is away."""
 AGAIN_S = 1.0
-"""Without an answer for so long a client asks again, and looks where the service is; then after twice as much."""
+"""Without an answer for so long a client asks again, and looks where the service is; then after
+twice as much."""
 MOST_AGAIN_S = 8.0
 UNHEARD = 64
 """Writes under way that nobody waits for; the next one waits."""
@@ -54,31 +57,44 @@ CLOSE_S = 5.0
 _POLL_S = 0.05
 
 _ERRORS: dict[str, type[RunError]] = {
-    "LedgerError": LedgerError, "RunFolderError": RunFolderError, "Replaced": Replaced,
-}  # fmt: skip
+    "LedgerError": LedgerError,
+    "RunFolderError": RunFolderError,
+    "Replaced": Replaced,
+}
 
 
 class LedgerClient(BaseLedger):
     """The ledger of a run, from a worker on any host.
 
     consumes: answers of the service
-    produces: questions and writes, in the order of the calls; a write that is posted is not waited for
-    waits for: the answer, up to `patience_s` without one
-    unblocked by: it; a service that was started in the place of one that has ended, which `seek` finds
+    produces: questions and writes, in the order of the calls; a write that is posted is not waited
+    for waits for: the answer, up to `patience_s` without one
+    unblocked by: it; a service that was started in the place of one that has ended, which `seek`
+    finds
 
-    A write has a number, and is sent again until it is known to be made; so is a question. `Replaced` is raised by
-    every call once another process writes for this worker: this one is to end.
-    """
+    A write has a number, and is sent again until it is known to be made; so is a question.
+    `Replaced` is raised by every call once another process writes for this worker: this one is to
+    end."""
 
     def __init__(
-        self, path: Path, address: str, *, worker: str, holder: int = 0, attempt: int = 0, keys: RunKeys | None = None,
-        seek: Callable[[], str] = lambda: "", patience_s: float = PATIENCE_S, clock: Callable[[], float] | None = None,
-        disk: str = HOME, disks: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        """Join the service at `address`. path: where the ledger's file is, as this host has it. worker, holder,
-        attempt: who writes, as `Token` has it. seek: as `ServiceSocket` has it. clock: of this process, which stands
-        still while it is stopped. disk, disks: as `Disks` has them. Errors: Replaced; DeadlineError when nobody
-        answers."""
+        self,
+        path: Path,
+        address: str,
+        *,
+        worker: str,
+        holder: int = 0,
+        attempt: int = 0,
+        keys: RunKeys | None = None,
+        seek: Callable[[], str] = lambda: "",
+        patience_s: float = PATIENCE_S,
+        clock: Callable[[], float] | None = None,
+        disk: str = HOME,
+        disks: Mapping[str, str] | None = None,
+    ) -> None:
+        """Join the service at `address`. path: where the ledger's file is, as this host has it.
+        worker, holder, attempt: who writes, as `Token` has it. seek: as `ServiceSocket` has it.
+        clock: of this process, which stands still while it is stopped. disk, disks: as `Disks` has
+        them. Errors: Replaced; DeadlineError when nobody answers."""
         super().__init__(path)
         self._disk = disk
         self._disks = Disks(self, disk, self._ask_from_any_thread, disks or {}, keys)
@@ -110,12 +126,17 @@ class LedgerClient(BaseLedger):
 
     @property
     def placing(self) -> Placing:
-        """How what this process wrote in the run folder gets its name: the service gives it, in its turn."""
+        """How what this process wrote in the run folder gets its name: the service gives it, in its
+        turn."""
         token = self._token
         return Placing(
-            f"{token.holder}-{token.attempt}-{token.session:x}", self._place, self._append, self._disk,
-            self._disks.see, self._disks.see_newest,
-        )  # fmt: skip
+            f"{token.holder}-{token.attempt}-{token.session:x}",
+            self._place,
+            self._append,
+            self._disk,
+            self._disks.see,
+            self._disks.see_newest,
+        )
 
     def do(self, call: LedgerCall[T]) -> T:
         """Have it done. Errors: LedgerError; Replaced; DeadlineError."""
@@ -151,7 +172,8 @@ class LedgerClient(BaseLedger):
                 offset += len(some)
 
     def close(self) -> None:
-        """Have what was posted made, and let go of the service; it is no error when that does not come about."""
+        """Have what was posted made, and let go of the service; it is no error when that does not
+        come about."""
         try:
             if self._broken is None and self._unheard:
                 self._patience_s = min(self._patience_s, CLOSE_S)
@@ -250,8 +272,8 @@ class LedgerClient(BaseLedger):
             self._line.say(record)
 
     def _ask_from_any_thread(self, what: AnyAside) -> Any:
-        """What changes no row of the ledger: on a line of its own where the thread is not the owner's, so that nobody
-        waits for the disk who need not."""
+        """What changes no row of the ledger: on a line of its own where the thread is not the
+        owner's, so that nobody waits for the disk who need not."""
         if threading.get_ident() == self._thread:
             return self._ask(what)
         self._check_owner()
@@ -265,7 +287,10 @@ class LedgerClient(BaseLedger):
             again_s = AGAIN_S
             while True:
                 for answer in line.heard(_POLL_S):
-                    if isinstance(answer, QueryResult | Refused) and answer.ticket == question.ticket:
+                    if (
+                        isinstance(answer, QueryResult | Refused)
+                        and answer.ticket == question.ticket
+                    ):
                         return _value(answer)
                 now = clock()
                 if now - began > self._patience_s:
@@ -279,8 +304,8 @@ class LedgerClient(BaseLedger):
         self._check_owner()
         if threading.get_ident() != self._thread:
             raise LedgerError(
-                f"ledger '{self.path}' was opened by one thread and is used by another; open it anew in each, only "
-                f"flush() may be called from any"
+                f"ledger '{self.path}' was opened by one thread and is used by another; open it"
+                " anew in each, only flush() may be called from any"
             )
         if self._broken is None and self._errors:  # of what was posted
             self._broken = self._errors[min(self._errors)]
@@ -289,8 +314,9 @@ class LedgerClient(BaseLedger):
 
     def _nobody(self, doing: str, address: str) -> DeadlineError:
         return DeadlineError(
-            f"'{self._token.worker}' waited {self._patience_s:.0f} s for the ledger's service at {address}, to "
-            f"{doing}: nobody answered; look whether the scheduler's host lives and is reached from here, then resume"
+            f"'{self._token.worker}' waited {self._patience_s:.0f} s for the ledger's service at"
+            f" {address}, to {doing}: nobody answered; look whether the scheduler's host lives and"
+            " is reached from here, then resume"
         )
 
 

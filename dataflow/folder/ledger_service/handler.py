@@ -1,4 +1,5 @@
-"""What the ledger's service answers, whoever brings it what clients say: the newest attempt writes, each write once."""
+"""What the ledger's service answers, whoever brings it what clients say: the newest attempt writes,
+each write once."""
 
 import tempfile
 from collections.abc import Callable
@@ -64,15 +65,17 @@ class RequestHandler:
     waits for: the disk; a program that has the database locked, as any ledger
     unblocked by: -
 
-    Of each worker the newest process that has joined may write, and no other one from then on: its number is the
-    scheduler's, so the service need not be told of attempts, and who replaces a scheduler neither. A process joins
-    before it reads anything: what the one before it wrote, it finds; nothing of that one comes later.
-    """
+    Of each worker the newest process that has joined may write, and no other one from then on: its
+    number is the scheduler's, so the service need not be told of attempts, and who replaces a
+    scheduler neither. A process joins before it reads anything: what the one before it wrote, it
+    finds; nothing of that one comes later."""
 
-    def __init__(self, ledger: Ledger, *, floor: int | None = None, holds: Callable[[], None] = lambda: None) -> None:
-        """floor: processes that an earlier scheduler than that of this number has started write no more; None: as it
-        was, for workers that were taken over. holds: raises Replaced once somebody else holds the run. Errors:
-        LedgerError."""
+    def __init__(
+        self, ledger: Ledger, *, floor: int | None = None, holds: Callable[[], None] = lambda: None
+    ) -> None:
+        """floor: processes that an earlier scheduler than that of this number has started write no
+        more; None: as it was, for workers that were taken over. holds: raises Replaced once
+        somebody else holds the run. Errors: LedgerError."""
         self._ledger, self._folder, self._holds = ledger, ledger.path.parent, holds
         ledger.do(PrepareWriters(floor))
         ledger.flush()
@@ -82,14 +85,17 @@ class RequestHandler:
         self._floor = self._writers[FLOOR].token.holder if FLOOR in self._writers else 0
 
     def hear(self, message: ToLedger) -> Answer | Deferred:
-        """Do what is said, or say why not. Errors: Replaced, once somebody else holds the run: nothing was done."""
+        """Do what is said, or say why not. Errors: Replaced, once somebody else holds the run:
+        nothing was done."""
         ticket, number = (0, message.number) if isinstance(message, Record) else (message.ticket, 0)
         try:
             self._holds()
         except RunFolderError as error:  # the disk does not say
             return Refused(ticket, number, "RunFolderError", str(error))
         try:
-            return self._recorded(message) if isinstance(message, Record) else self._answered(message)
+            return (
+                self._recorded(message) if isinstance(message, Record) else self._answered(message)
+            )
         except (Replaced, LedgerError, RunFolderError) as error:
             return Refused(ticket, number, _kind(error), str(error))
 
@@ -99,7 +105,8 @@ class RequestHandler:
             file.close()
 
     def flush(self) -> None:
-        """Bring all that was made to the disk itself. Errors: RunFolderError when the disk refuses."""
+        """Bring all that was made to the disk itself. Errors: RunFolderError when the disk
+        refuses."""
         self._ledger.flush_log()
 
     def _recorded(self, message: Record) -> Answer:
@@ -110,10 +117,15 @@ class RequestHandler:
             writer = self._made(message)
         if writer.refusal is None:
             return Recorded(writer.number)
-        return Refused(0, number, "LedgerError", writer.refusal) if number == writer.number else Recorded(number)
+        return (
+            Refused(0, number, "LedgerError", writer.refusal)
+            if number == writer.number
+            else Recorded(number)
+        )
 
     def _made(self, message: Record) -> Writer:
-        """Make a write, or note why it is not made. Errors: LedgerError when the disk takes neither."""
+        """Make a write, or note why it is not made. Errors: LedgerError when the disk takes
+        neither."""
         worker, refusal = message.token.worker, None
         try:
             self._ledger.do(NumberedWrite(worker, message.number, message.call))
@@ -137,7 +149,11 @@ class RequestHandler:
             case Pack():
                 return Deferred(partial(self._aside, message, partial(self._pack, message)))
             case ReadPacked():
-                return Deferred(partial(self._aside, message, partial(self._read_packed, token.worker, what.offset)))
+                return Deferred(
+                    partial(
+                        self._aside, message, partial(self._read_packed, token.worker, what.offset)
+                    )
+                )
             case AskWalBytes():
                 return QueryResult(message.ticket, Value(self._ledger.wal_bytes))
             case PutInPlace():
@@ -149,10 +165,13 @@ class RequestHandler:
                 append_line(self._inside(what.path), what.line)
                 return QueryResult(message.ticket, Value(None))
             case _:
-                return QueryResult(message.ticket, what.travels_as(self._ledger.do(cast("LedgerCall[Any]", what))))
+                return QueryResult(
+                    message.ticket, what.travels_as(self._ledger.do(cast("LedgerCall[Any]", what)))
+                )
 
     def _put_in_place(self, what: PutInPlace) -> None:
-        """In this folder; or note that the worker's host does so in its own, and has what counts from now on."""
+        """In this folder; or note that the worker's host does so in its own, and has what counts
+        from now on."""
         path, at = self._inside(what.path), self._inside(what.at)
         aside = None if what.aside is None else self._inside(what.aside)
         if not what.disk:
@@ -183,8 +202,8 @@ class RequestHandler:
     def _read_packed(self, worker: str, offset: int) -> bytes:
         if worker not in self._packed:
             raise LedgerError(
-                f"'{worker}' asked for a copy of the ledger that is not there: the service was started again "
-                f"meanwhile; ask for a new one"
+                f"'{worker}' asked for a copy of the ledger that is not there: the service was"
+                " started again meanwhile; ask for a new one"
             )
         file = self._packed[worker][1]
         with disk("reading", self._ledger.path):
@@ -222,9 +241,13 @@ def _kind(error: RunError) -> Literal["LedgerError", "RunFolderError", "Replaced
 
 
 def _replaced(token: Token, known: Writer | None) -> Replaced:
-    other: Any = "none" if known is None else f"attempt {known.token.attempt} of scheduler {known.token.holder}"
+    other: Any = (
+        "none"
+        if known is None
+        else f"attempt {known.token.attempt} of scheduler {known.token.holder}"
+    )
     return Replaced(
-        f"attempt {token.attempt} of '{token.worker}', started by scheduler {token.holder} of this run, may write "
-        f"nothing any more: another one was started in its place (found {other}); it was cut off or stopped for too "
-        f"long, and ends without touching the run"
+        f"attempt {token.attempt} of '{token.worker}', started by scheduler {token.holder} of this"
+        f" run, may write nothing any more: another one was started in its place (found {other});"
+        " it was cut off or stopped for too long, and ends without touching the run"
     )

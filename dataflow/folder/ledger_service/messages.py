@@ -35,12 +35,14 @@ class PutInPlace:
     at: str
     aside: str | None
     disk: str = ""
-    """The host whose folder that is, where it has one of its own: then it is noted only, and its process renames."""
+    """The host whose folder that is, where it has one of its own: then it is noted only, and its
+    process renames."""
 
 
 @dataclass(frozen=True)
 class AppendLine:
-    """Append a line to a file that several hosts have something to say in; twice is as good as once."""
+    """Append a line to a file that several hosts have something to say in; twice is as good as
+    once."""
 
     path: str
     line: str
@@ -48,7 +50,8 @@ class AppendLine:
 
 @dataclass(frozen=True)
 class Pack:
-    """Keep a copy of the ledger as it is now, packed, in the place of the last one for this worker; its size."""
+    """Keep a copy of the ledger as it is now, packed, in the place of the last one for this worker;
+    its size."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,18 @@ class Query:
     ticket: Natural
     after: Natural
     """The last write that is to be made before."""
-    what: AnyRead | Join | Flush | AskWalBytes | Pack | ReadPacked | PutInPlace | AppendLine | ListFiles | ReadFile
+    what: (
+        AnyRead
+        | Join
+        | Flush
+        | AskWalBytes
+        | Pack
+        | ReadPacked
+        | PutInPlace
+        | AppendLine
+        | ListFiles
+        | ReadFile
+    )
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,8 @@ class Behind:
 
 @dataclass(frozen=True)
 class Refused:
-    """It was not done. Of a question by its ticket, of a write by its number; the other one is 0."""
+    """It was not done. Of a question by its ticket, of a write by its number; the other one is
+    0."""
 
     ticket: Natural
     number: Natural
@@ -119,4 +134,6 @@ class Refused:
 ToLedger: TypeAlias = Query | Record
 Answer: TypeAlias = QueryResult | Recorded | Behind | Refused
 TO_LEDGER: Codec[ToLedger] = Codec("dataflow.to-ledger", 1, Query, Record)
-FROM_LEDGER: Codec[Answer] = Codec("dataflow.from-ledger", 1, QueryResult, Recorded, Behind, Refused)
+FROM_LEDGER: Codec[Answer] = Codec(
+    "dataflow.from-ledger", 1, QueryResult, Recorded, Behind, Refused
+)

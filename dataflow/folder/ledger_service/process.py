@@ -1,4 +1,5 @@
-"""The ledger's service as a child of the scheduler: forked before there are threads, started again when it falls."""
+"""The ledger's service as a child of the scheduler: forked before there are threads, started again
+when it falls."""
 
 import contextlib
 import os
@@ -69,31 +70,38 @@ _CODEC: Codec[_Said] = Codec("dataflow.ledger-process", 1, Serve, Listening, Can
 class LedgerProcess:
     """The service in the hands of the scheduler, with which it ends, however that ends.
 
-    A process between the two, without threads, raises the counter of who holds the run, also while the scheduler waits
-    for hosts or is stopped by Ctrl-Z, and starts the service again at the same address when it falls: the scheduler
-    itself cannot fork any more by then.
+    A process between the two, without threads, raises the counter of who holds the run, also while
+    the scheduler waits for hosts or is stopped by Ctrl-Z, and starts the service again at the same
+    address when it falls: the scheduler itself cannot fork any more by then.
     """
 
     def __init__(self, holds: Holds = lambda: None, log: Path | None = None) -> None:
-        """Fork it; call this before the process has threads. log: where it writes what it would print."""
+        """Fork it; call this before the process has threads. log: where it writes what it would
+        print."""
         self._channel, theirs = Channel.pair(_CODEC, START_S)
         self._process = fork(
-            partial(_Supervisor(holds, log).run, theirs), keep=[theirs.fileno()], ends_with_parent=signal.SIGKILL
+            partial(_Supervisor(holds, log).run, theirs),
+            keep=[theirs.fileno()],
+            ends_with_parent=signal.SIGKILL,
         )
         theirs.close()
         self.address = ""
         """Where clients ask; empty before it serves."""
 
-    def serve(self, ledger: Path, address: str, keys: RunKeys | None = None, floor: int | None = None) -> str:
-        """Serve a ledger, which need not be there before the first client asks; where, once it does. Errors: RunError
-        when it does not listen in time; Replaced."""
+    def serve(
+        self, ledger: Path, address: str, keys: RunKeys | None = None, floor: int | None = None
+    ) -> str:
+        """Serve a ledger, which need not be there before the first client asks; where, once it
+        does. Errors: RunError when it does not listen in time; Replaced."""
         plain = {} if keys is None else keys.to_plain()
         try:
             self._channel.send(Serve(ledger=str(ledger), address=address, keys=plain, floor=floor))
             said = self._channel.receive(START_S)
         except (EOFError, OSError) as error:
             self.check()
-            raise RunError(f"the ledger's service did not start: {error}; see logs/ledger.log") from error
+            raise RunError(
+                f"the ledger's service did not start: {error}; see logs/ledger.log"
+            ) from error
         if isinstance(said, Listening):
             self.address = said.address
             return said.address
@@ -101,15 +109,20 @@ class LedgerProcess:
         raise RunError(said.why)
 
     def check(self) -> None:
-        """Errors: Replaced once it has found that somebody else holds the run; RunError when it has ended."""
+        """Errors: Replaced once it has found that somebody else holds the run; RunError when it has
+        ended."""
         status = self._process.poll()
         if status == _REPLACED:
             raise Replaced(
-                f"this scheduler (process {os.getpid()}) was not heard for too long, so another one holds its run, and "
-                f"it ends without touching it; `dataflow doctor` tells how that goes on"
+                f"this scheduler (process {os.getpid()}) was not heard for too long, so another one"
+                " holds its run, and it ends without touching it; `dataflow doctor` tells how that"
+                " goes on"
             )
         if status is not None:
-            raise RunError(f"the ledger's service has ended with status {status}; see logs/ledger.log, then resume")
+            raise RunError(
+                f"the ledger's service has ended with status {status}; see logs/ledger.log, then"
+                " resume"
+            )
 
     def close(self) -> None:
         """End it; what was committed stays."""
@@ -129,10 +142,11 @@ class _Supervisor:
     consumes: what is to be served; the end of the service
     produces: the service, started again when it falls; a counter that is raised
     waits for: either, for a moment
-    unblocked by: the scheduler, which closes the channel; its end, with which the kernel ends this process
+    unblocked by: the scheduler, which closes the channel; its end, with which the kernel ends this
+    process
 
-    Signals to all processes of a job, a terminal or a run are for the scheduler, which still needs the ledger then.
-    """
+    Signals to all processes of a job, a terminal or a run are for the scheduler, which still needs
+    the ledger then."""
 
     def __init__(self, holds: Holds, log: Path | None) -> None:
         self._holds, self._log = holds, log
@@ -158,7 +172,8 @@ class _Supervisor:
             self._stop()
 
     def _turn(self, channel: Channel[_Said]) -> None:
-        with contextlib.suppress(RunFolderError):  # the disk does not say; the service asks before it does anything
+        # the disk does not say; the service asks before it does anything
+        with contextlib.suppress(RunFolderError):
             self._holds()
         if channel.readable(_TURN_S):
             for message in channel.arrived():
@@ -168,16 +183,25 @@ class _Supervisor:
                 if isinstance(said, Listening):
                     self._wanted = Serve(**{**vars(message), "address": said.address})
                 channel.send(said)
-        if self._child is not None and self._wanted is not None and (status := self._child.poll()) is not None:
+        if (
+            self._child is not None
+            and self._wanted is not None
+            and (status := self._child.poll()) is not None
+        ):
             if status == _REPLACED:
                 raise Replaced("the service has found that somebody else holds the run")
-            print(f"the ledger's service has ended with status {status}: starting it again", flush=True)
+            print(
+                f"the ledger's service has ended with status {status}: starting it again",
+                flush=True,
+            )
             time.sleep(_AGAIN_S)
             self._start(self._wanted)
 
     def _start(self, wanted: Serve) -> Listening | CannotStart:
         heard, ends = Channel.pair(_CODEC, START_S)
-        self._child = fork(partial(_serve, wanted, self._holds, ends), ends_with_parent=signal.SIGKILL)
+        self._child = fork(
+            partial(_serve, wanted, self._holds, ends), ends_with_parent=signal.SIGKILL
+        )
         ends.close()
         try:
             said = heard.receive(START_S)

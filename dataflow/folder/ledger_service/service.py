@@ -13,7 +13,14 @@ import zmq
 from dataflow.errors import RunError
 from dataflow.folder.ledger.calls import Advance
 from dataflow.folder.ledger_service.handler import Deferred, RequestHandler
-from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, Join, Record, ToLedger
+from dataflow.folder.ledger_service.messages import (
+    FROM_LEDGER,
+    TO_LEDGER,
+    Answer,
+    Join,
+    Record,
+    ToLedger,
+)
 from dataflow.system.messages import MessageError
 from dataflow.system.security import Guard, RunKeys, reachable
 
@@ -38,9 +45,11 @@ class LedgerService:
     unblocked by: either; `stop`, from a signal handler
     """
 
-    def __init__(self, handler: Callable[[], RequestHandler], address: str, keys: RunKeys | None) -> None:
-        """handler: opened when somebody asks for the first time. address: tcp://HOST:PORT, with the run's keys, or
-        ipc://PATH. Errors: RunError when it cannot be had."""
+    def __init__(
+        self, handler: Callable[[], RequestHandler], address: str, keys: RunKeys | None
+    ) -> None:
+        """handler: opened when somebody asks for the first time. address: tcp://HOST:PORT, with the
+        run's keys, or ipc://PATH. Errors: RunError when it cannot be had."""
         self._open = handler
         self._opened: RequestHandler | None = None
         self._aside = ThreadPoolExecutor(1, "flush")
@@ -59,8 +68,8 @@ class LedgerService:
         except zmq.ZMQError as error:
             self.close()
             raise RunError(
-                f"the ledger's service cannot listen at {address}: {error.strerror}; give an address of this machine, "
-                f"with a port that is free"
+                f"the ledger's service cannot listen at {address}: {error.strerror}; give an"
+                " address of this machine, with a port that is free"
             ) from None
         self.address = reachable(self._router.get_string(zmq.LAST_ENDPOINT))
         """Where it listens."""
@@ -79,8 +88,9 @@ class LedgerService:
             self.turn(dict(poller.poll()))
 
     def turn(self, ready: "dict[Any, int]") -> None:
-        """Take in what has come. What is waited for is on the disk itself before it is answered: this host may end, and
-        with it what the disk has not, while those go on who were told that it is done."""
+        """Take in what has come. What is waited for is on the disk itself before it is answered:
+        this host may end, and with it what the disk has not, while those go on who were told that
+        it is done."""
         if self._woken.fileno() in ready:
             self._woken.recv(_WAKES)
             while self._done:
@@ -136,7 +146,8 @@ class LedgerService:
 
 
 def _must_last(message: ToLedger) -> bool:
-    """Whether who hears the answer relies on what was done: on all but marks of groups under way."""
+    """Whether who hears the answer relies on what was done: on all but marks of groups under
+    way."""
     if isinstance(message, Record):
         return not isinstance(message.call, Advance)
     return isinstance(message.what, Join)

@@ -1,4 +1,5 @@
-"""One socket from a client to the ledger's service: finds it again where another one has taken its place."""
+"""One socket from a client to the ledger's service: finds it again where another one has taken its
+place."""
 
 import contextlib
 from collections.abc import Callable

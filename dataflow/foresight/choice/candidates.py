@@ -35,7 +35,8 @@ class Candidate:
     gpus: Mapping[str, int] = field(default_factory=dict)
     """Accelerators by node; none on cores."""
     in_turn: tuple[str, ...] = ()
-    """Nodes that take turns on the accelerators of the first, which alone has a number; none: each has its own."""
+    """Nodes that take turns on the accelerators of the first, which alone has a number; none: each
+    has its own."""
     replicas: Mapping[str, int] = field(default_factory=dict)
     ranks: Mapping[str, int] = field(default_factory=dict)
     knobs: Mapping[str, Any] = field(default_factory=dict)
@@ -69,26 +70,41 @@ class Candidate:
         return repr((sorted(self.knobs.items()), sorted(self.learner.items())))
 
     def placed(self, graph: Graph) -> Graph:
-        """The graph with these knobs; the one that is given stays as it is. GraphError where it refuses them."""
+        """The graph with these knobs; the one that is given stays as it is. GraphError where it
+        refuses them."""
         for operator, knobs in self._declares(graph):
             graph = graph.swap(operator.name, dataclasses.replace(operator, **knobs))
         return graph
 
     def on(self, devices: Devices) -> Devices:
         """The devices that are taken."""
-        return Devices.of([each for each in devices.hosts if each.kind in self.kinds]) if self.kinds else devices
+        return (
+            Devices.of([each for each in devices.hosts if each.kind in self.kinds])
+            if self.kinds
+            else devices
+        )
 
     def asked(self, graph: Graph, devices: Devices) -> str:
         """How one asks for it: flags, and knobs that are to be declared."""
         found = []
         if self.kinds:
-            counts = {kind: sum(each.gpus for each in devices.hosts if each.kind == kind) for kind in self.kinds}
-            found.append("--foresee " + "+".join(f"{count}x{kind}" for kind, count in counts.items()))
+            counts = {
+                kind: sum(each.gpus for each in devices.hosts if each.kind == kind)
+                for kind in self.kinds
+            }
+            found.append(
+                "--foresee " + "+".join(f"{count}x{kind}" for kind, count in counts.items())
+            )
         for flag in ("gpus", "replicas", "ranks"):
             if wishes := self.wishes if flag == "gpus" else getattr(self, flag):
-                found.append(f"--{flag} " + ",".join(f"{node}={count}" for node, count in wishes.items()))
+                found.append(
+                    f"--{flag} " + ",".join(f"{node}={count}" for node, count in wishes.items())
+                )
         if self.place:
-            found.append("--place " + ",".join(f"{node}={'+'.join(hosts)}" for node, hosts in self.place.items()))
+            found.append(
+                "--place "
+                + ",".join(f"{node}={'+'.join(hosts)}" for node, hosts in self.place.items())
+            )
         for operator, chosen in self._declares(graph):
             knobs = ", ".join(f"{knob}={value!r}" for knob, value in chosen.items())
             found.append(f"{type(operator).__name__}({knobs})")
@@ -104,21 +120,30 @@ class Candidate:
 
 
 def candidates(
-    graph: Graph, devices: Devices, *, knobs: bool = True, idle: bool = False, workload: Workload | None = None,
+    graph: Graph,
+    devices: Devices,
+    *,
+    knobs: bool = True,
+    idle: bool = False,
+    workload: Workload | None = None,
     rates: Rates = ASSUMED,
-) -> list[Candidate]:  # fmt: skip
+) -> list[Candidate]:
     """Ways to place it on these devices, about a thousand at most.
 
-    knobs: the generator's parallelism and precision, and for each number of ranks how the trainer's share its model
-    out, are chosen too; else they are as declared. idle: devices may be left unused. workload, rates: by which a
-    trainer's ways are compared."""
+    knobs: the generator's parallelism and precision, and for each number of ranks how the trainer's
+    share its model out, are chosen too; else they are as declared. idle: devices may be left
+    unused. workload, rates: by which a trainer's ways are compared."""
     if not devices.gpus:
         return _on_cores(graph, devices.cpus)
     names = list(dict.fromkeys(host.kind for host in devices.hosts if host.gpus))
     chosen: list[tuple[str, ...]] = [()]
     if knobs and len(names) > 1:
-        chosen += [each for count in range(1, len(names)) for each in itertools.combinations(names, count)]
-    deals = [(kinds, kind) for kinds in chosen for kind in _trainer_kinds(kinds or tuple(names), knobs)]
+        chosen += [
+            each for count in range(1, len(names)) for each in itertools.combinations(names, count)
+        ]
+    deals = [
+        (kinds, kind) for kinds in chosen for kind in _trainer_kinds(kinds or tuple(names), knobs)
+    ]
     found = []
     for kinds, kind in deals:
         there = Candidate(kinds=kinds).on(devices)
@@ -147,13 +172,14 @@ def _learner(
 
 
 def _trainer_kinds(kinds: Sequence[str], chosen: bool) -> list[str]:
-    """Kinds of devices that a trainer is tried on: the plan gives it the first ones, on others it is to be placed."""
+    """Kinds of devices that a trainer is tried on: the plan gives it the first ones, on others it
+    is to be placed."""
     return ["", *kinds[1:]] if chosen else [""]
 
 
 def seats(hosts: Sequence[Host], count: int) -> tuple[str, ...]:
-    """The fewest hosts, the first ones, on which so many ranks of a trainer find room, as many on each; none: there is
-    no such number.
+    """The fewest hosts, the first ones, on which so many ranks of a trainer find room, as many on
+    each; none: there is no such number.
 
     >>> from dataflow.foresight.spec import read_devices
     >>> seats(read_devices("24xL40S").hosts, 16)
@@ -167,9 +193,15 @@ def seats(hosts: Sequence[Host], count: int) -> tuple[str, ...]:
 
 
 def _on_gpus(
-    graph: Graph, devices: Devices, kinds: tuple[str, ...], trains_on: str, knobs: bool, idle: bool, most: int,
+    graph: Graph,
+    devices: Devices,
+    kinds: tuple[str, ...],
+    trains_on: str,
+    knobs: bool,
+    idle: bool,
+    most: int,
     learner: Callable[[int], Mapping[str, Any]],
-) -> list[Candidate]:  # fmt: skip
+) -> list[Candidate]:
     trainer, generator = only(graph, Learn), only(graph, Generate)
     others = {
         name: each.traits.tensor_parallel * each.traits.dp_replicate
@@ -178,69 +210,107 @@ def _on_gpus(
     }
     free = devices.gpus - sum(others.values())
     ways = generators(generator, devices) if knobs else [{}]
-    totals = range(2, free + 1) if idle and free <= 16 else sorted(
-        {int(free * share) for share in (_SHARES if idle else (1.0,)) if free * share >= 2}, reverse=True
-    )  # fmt: skip
+    totals = (
+        range(2, free + 1)
+        if idle and free <= 16
+        else sorted(
+            {int(free * share) for share in (_SHARES if idle else (1.0,)) if free * share >= 2},
+            reverse=True,
+        )
+    )
     each_way = max(4, min(SPLITS, most // (len(ways) * max(1, len(totals))))) if knobs else SPLITS
     hosts = [host for host in devices.hosts if host.gpus and trains_on in ("", host.kind)]
     seated = cache(lambda ranks: seats(hosts, ranks))
     apart = [
         Candidate(
-            gpus={generator.name: makes, trainer.name: total - makes, **others}, knobs=way, kinds=kinds,
-            learner=learner(total - makes), trains_on=trains_on,
+            gpus={generator.name: makes, trainer.name: total - makes, **others},
+            knobs=way,
+            kinds=kinds,
+            learner=learner(total - makes),
+            trains_on=trains_on,
             place={trainer.name: seated(total - makes)} if trains_on else {},
         )
-        for way in ways for total in totals
+        for way in ways
+        for total in totals
         for makes in splits(
-            total, way.get("tensor_parallel", generator.traits.tensor_parallel),
-            1 if knobs else trainer.traits.tensor_parallel * trainer.traits.dp_replicate, each_way,
+            total,
+            way.get("tensor_parallel", generator.traits.tensor_parallel),
+            1 if knobs else trainer.traits.tensor_parallel * trainer.traits.dp_replicate,
+            each_way,
             lambda ranks: bool(seated(ranks)),
         )
-    ]  # fmt: skip
+    ]
     sharing = (generator.name, trainer.name, *others)
     most_shared = max((host.gpus for host in hosts), default=0)  # the turn is on one host
     return apart + [
         Candidate(
-            gpus={generator.name: total}, in_turn=sharing, knobs=way, kinds=kinds, learner=learner(total),
+            gpus={generator.name: total},
+            in_turn=sharing,
+            knobs=way,
+            kinds=kinds,
+            learner=learner(total),
             trains_on=trains_on,
         )
-        for way in ways for total in dict.fromkeys([devices.gpus, *totals] if not idle else [1, *totals])
-        if total <= most_shared and not trains_on
+        for way in ways
+        for total in dict.fromkeys([devices.gpus, *totals] if not idle else [1, *totals])
+        if total <= most_shared
+        and not trains_on
         and total % way.get("tensor_parallel", generator.traits.tensor_parallel) == 0
-        and total % (1 if knobs else trainer.traits.tensor_parallel * trainer.traits.dp_replicate) == 0
-    ]  # fmt: skip
+        and total % (1 if knobs else trainer.traits.tensor_parallel * trainer.traits.dp_replicate)
+        == 0
+    ]
 
 
 def generators(generator: Operator, devices: Devices) -> list[dict[str, Any]]:
-    """Knobs of a generator that may differ from what it declares: ranks that share out its heads and stand on one host,
-    fp8 where all devices multiply in it; the declared ones first."""
+    """Knobs of a generator that may differ from what it declares: ranks that share out its heads
+    and stand on one host, fp8 where all devices multiply in it; the declared ones first."""
     fields = {each.name for each in dataclasses.fields(generator)}
     declared, widths = generator.traits.tensor_parallel, [1]
     assert generator.uses is not None, "a generator has a model"
     if "tensor_parallel" in fields:
         decoder = decoder_of(generator.uses.source)
         most = max((host.gpus for host in devices.hosts), default=devices.cpus)
-        widths = [each for each in PARALLEL if each <= most and deals_out(decoder.heads, decoder.kv_heads, each)]
-    ways: list[dict[str, Any]] = [{}, *({"tensor_parallel": each} for each in widths if each != declared)]
-    kinds: list[DeviceKind] = [device_kind(host.kind) for host in devices.hosts if host.gpus and host.kind]
+        widths = [
+            each
+            for each in PARALLEL
+            if each <= most and deals_out(decoder.heads, decoder.kv_heads, each)
+        ]
+    ways: list[dict[str, Any]] = [
+        {},
+        *({"tensor_parallel": each} for each in widths if each != declared),
+    ]
+    kinds: list[DeviceKind] = [
+        device_kind(host.kind) for host in devices.hosts if host.gpus and host.kind
+    ]
     narrow = bool(kinds) and all("fp8" in kind.operations_per_s for kind in kinds)
-    if narrow and getattr(generator, "weights", None) == "model" and generator.uses.dtype == "bfloat16":
+    if (
+        narrow
+        and getattr(generator, "weights", None) == "model"
+        and generator.uses.dtype == "bfloat16"
+    ):
         ways += [{**way, "weights": "fp8"} for way in ways]
     return ways
 
 
 def splits(
-    free: int, unit: int, trainer_unit: int, most: int, seated: Callable[[int], bool] = lambda ranks: True
+    free: int,
+    unit: int,
+    trainer_unit: int,
+    most: int,
+    seated: Callable[[int], bool] = lambda ranks: True,
 ) -> list[int]:
-    """Devices of the generator, in whole replicas of so many; the trainer has the rest, where such ranks find seats.
-    Of too many, those that leave the trainer whole hosts of eight, and of these as many, evenly.
+    """Devices of the generator, in whole replicas of so many; the trainer has the rest, where such
+    ranks find seats. Of too many, those that leave the trainer whole hosts of eight, and of these
+    as many, evenly.
 
     >>> splits(8, 2, 1, 64)
     [2, 4, 6]
     """
     found = [
-        makes for makes in range(unit, free, unit) if (free - makes) % trainer_unit == 0 and seated(free - makes)
-    ]  # fmt: skip
+        makes
+        for makes in range(unit, free, unit)
+        if (free - makes) % trainer_unit == 0 and seated(free - makes)
+    ]
     if len(found) > most:
         found = [makes for makes in found if (free - makes) % 8 == 0] or found
     step = max(1, -(-len(found) // most))
@@ -254,12 +324,16 @@ def _on_cores(graph: Graph, cores: int) -> list[Candidate]:
     unit = trainer.traits.tensor_parallel * trainer.traits.dp_replicate
     return [
         Candidate(
-            replicas={generator.name: replicas}, ranks={trainer.name: ranks}, knobs=way,
+            replicas={generator.name: replicas},
+            ranks={trainer.name: ranks},
+            knobs=way,
         )
         for way in generators(generator, Devices(cpus=cores))
-        for replicas in counts if replicas * way.get("tensor_parallel", generator.traits.tensor_parallel) <= 2 * cores
-        for ranks in counts if ranks % unit == 0
-    ]  # fmt: skip
+        for replicas in counts
+        if replicas * way.get("tensor_parallel", generator.traits.tensor_parallel) <= 2 * cores
+        for ranks in counts
+        if ranks % unit == 0
+    ]
 
 
 def _counts(most: int) -> Sequence[int]:

@@ -42,12 +42,15 @@ class Gain:
 
 
 def gains(graph: Graph, candidate: Candidate, devices: Devices, **how: Any) -> Sequence[Gain]:
-    """Changes that make a step shorter by a hundredth or more, the one that saves most first; what `check` or `plan`
-    refuses is no change.
+    """Changes that make a step shorter by a hundredth or more, the one that saves most first; what
+    `check` or `plan` refuses is no change.
 
-    how: as `foresee` has it; of each change a stretch of some steps is simulated, with the same lengths."""
+    how: as `foresee` has it; of each change a stretch of some steps is simulated, with the same
+    lengths."""
     how["steps"] = min(how.get("steps") or STEPS, STEPS)
-    before = _step_s(Change(text="", graph=candidate.placed(graph), candidate=candidate, devices=devices), how)
+    before = _step_s(
+        Change(text="", graph=candidate.placed(graph), candidate=candidate, devices=devices), how
+    )
     found = []
     for change in changes(graph, candidate, devices):
         try:
@@ -73,12 +76,21 @@ def changes(graph: Graph, candidate: Candidate, devices: Devices) -> Iterator[Ch
     candidate = replace(candidate, kinds=())
     now = Change(text="", graph=placed, candidate=candidate, devices=devices)
     trainer, generator = only(placed, Learn), only(placed, Generate)
-    bound = next((each.max_staleness for each in placed.feedbacks if each.reader is generator), None)
+    bound = next(
+        (each.max_staleness for each in placed.feedbacks if each.reader is generator), None
+    )
     if bound is not None:
-        yield replace(now, text=f"staleness {bound + 1} instead of {bound}", graph=staler(placed, generator, bound + 1))
+        yield replace(
+            now,
+            text=f"staleness {bound + 1} instead of {bound}",
+            graph=staler(placed, generator, bound + 1),
+        )
     tried: list[dict[str, Any]] = [
-        {knob: value} for way in generators(generator, devices) for knob, value in way.items() if len(way) == 1
-    ]  # fmt: skip
+        {knob: value}
+        for way in generators(generator, devices)
+        for knob, value in way.items()
+        if len(way) == 1
+    ]
     slots = getattr(generator, "slots", None)
     tried += [{"slots": 2 * slots}] if slots else []
     unit = generator.traits.tensor_parallel
@@ -92,18 +104,21 @@ def changes(graph: Graph, candidate: Candidate, devices: Devices) -> Iterator[Ch
     if not candidate.gpus:
         more = candidate.replicas.get(generator.name, 1) + 1
         yield replace(
-            now, text="one more replica of the generator",
+            now,
+            text="one more replica of the generator",
             candidate=replace(candidate, replicas={**candidate.replicas, generator.name: more}),
-        )  # fmt: skip
+        )
         return
     if candidate.in_turn:
         alone = candidate.count(generator.name)
         gpus = {**candidate.gpus, **dict.fromkeys(candidate.in_turn[1:], alone)}
         more = alone * (len(candidate.in_turn) - 1)
         yield replace(
-            now, text=f"devices of its own for each ({more} more)", devices=more_of(devices, more),
+            now,
+            text=f"devices of its own for each ({more} more)",
+            devices=more_of(devices, more),
             candidate=replace(candidate, gpus=gpus, in_turn=()),
-        )  # fmt: skip
+        )
         return
     for each, count, what in (
         (generator, unit, "one more replica of the generator"),
@@ -112,14 +127,20 @@ def changes(graph: Graph, candidate: Candidate, devices: Devices) -> Iterator[Ch
         there = sum(candidate.gpus.values())
         gpus = {**candidate.gpus, each.name: candidate.gpus[each.name] + count}
         rented = more_of(devices, max(0, there + count - devices.gpus))
-        yield replace(now, text=f"{what} ({count} more)", candidate=replace(candidate, gpus=gpus), devices=rented)
+        yield replace(
+            now,
+            text=f"{what} ({count} more)",
+            candidate=replace(candidate, gpus=gpus),
+            devices=rented,
+        )
 
 
 def staler(graph: Graph, reader: Generate, bound: int) -> Graph:
     """The graph with another bound; the one that is given stays as it is."""
     made = copy.copy(graph)
     made.feedbacks = [
-        dataclasses.replace(each, max_staleness=bound) if each.reader is reader else each for each in graph.feedbacks
+        dataclasses.replace(each, max_staleness=bound) if each.reader is reader else each
+        for each in graph.feedbacks
     ]
     return made
 
@@ -131,7 +152,7 @@ def more_of(devices: Devices, count: int) -> Devices:
     last = next(host for host in devices.hosts if host.kind == devices.hosts[-1].kind)
     more = [
         replace(last, name=f"{last.kind}-more{number}") for number in range(-(-count // last.gpus))
-    ]  # fmt: skip
+    ]
     return Devices.of([*devices.hosts, *more])
 
 

@@ -1,4 +1,5 @@
-"""How a trainer's ranks share its model out: the way that fits into their memory and takes the least time."""
+"""How a trainer's ranks share its model out: the way that fits into their memory and takes the
+least time."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ PARALLEL = (1, 2, 4, 8)
 
 
 def deals_out(heads: int, kv_heads: int, ranks: int) -> bool:
-    """Whether a model's heads can be dealt out to so many ranks; several may hold the same keys and values.
+    """Whether a model's heads can be dealt out to so many ranks; several may hold the same keys and
+    values.
 
     >>> [ranks for ranks in (1, 2, 3, 4, 8) if deals_out(12, 2, ranks)]
     [1, 2, 4]
@@ -34,23 +36,33 @@ def deals_out(heads: int, kv_heads: int, ranks: int) -> bool:
 
 
 def learners(trainer: Learn, hosts: Sequence[Host]) -> list[dict[str, Any]]:
-    """Knobs of a trainer that may differ from what it declares: ranks that share out its heads and stand on one host,
-    copies of the model, a power of two; the declared ones first, then those that cut and copy least."""
+    """Knobs of a trainer that may differ from what it declares: ranks that share out its heads and
+    stand on one host, copies of the model, a power of two; the declared ones first, then those that
+    cut and copy least."""
     fields = {each.name for each in dataclasses.fields(trainer)}
     if trainer.uses is None or not {"tensor_parallel", "dp_replicate"} <= fields:
         return [{}]
     decoder, there = decoder_of(trainer.uses.source), sum(host.gpus for host in hosts)
     most = max((host.gpus for host in hosts), default=1)
-    widths = [each for each in PARALLEL if each <= most and deals_out(decoder.heads, decoder.kv_heads, each)]
+    widths = [
+        each
+        for each in PARALLEL
+        if each <= most and deals_out(decoder.heads, decoder.kv_heads, each)
+    ]
     copies = [1 << power for power in range(there.bit_length())]
     traits = trainer.traits
     ways = [
         {"tensor_parallel": width, "dp_replicate": count}
-        for width in widths for count in copies
-        if width * count <= there and (width, count) != (traits.tensor_parallel, traits.dp_replicate)
-    ]  # fmt: skip
+        for width in widths
+        for count in copies
+        if width * count <= there
+        and (width, count) != (traits.tensor_parallel, traits.dp_replicate)
+    ]
     declared = {"tensor_parallel": traits.tensor_parallel, "dp_replicate": traits.dp_replicate}
-    return [{}, *({knob: size for knob, size in way.items() if size != declared[knob]} for way in ways)]
+    return [
+        {},
+        *({knob: size for knob, size in way.items() if size != declared[knob]} for way in ways),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +75,9 @@ class LearnerStep:
     rates: Rates
 
 
-def step_of(graph: Graph, trainer: Learn, generator: Operator, workload: Workload, rates: Rates) -> LearnerStep:
+def step_of(
+    graph: Graph, trainer: Learn, generator: Operator, workload: Workload, rates: Rates
+) -> LearnerStep:
     """As graph and workload have it."""
     sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
     group = max(filter(None, sizes), default=1)
@@ -79,8 +93,8 @@ def best_learner(
     ranks: int,
     step: LearnerStep,
 ) -> Mapping[str, Any]:
-    """By which of these ways so many ranks make a step in the least time, of those whose model fits; of equals the
-    first. The first one where none fits: `plan` says why.
+    """By which of these ways so many ranks make a step in the least time, of those whose model
+    fits; of equals the first. The first one where none fits: `plan` says why.
 
     hosts: on which they are; of unlike ones the slowest and the smallest count."""
     if len(ways) == 1:
@@ -98,13 +112,21 @@ def best_learner(
         need = need_of(graph, made, size, ranks, on_gpu=True)
         if need is not None and need.total > room:
             continue
-        taken = Learners(model=model, kind=kind, ranks=ranks, tensor_parallel=traits.tensor_parallel)
+        taken = Learners(
+            model=model, kind=kind, ranks=ranks, tensor_parallel=traits.tensor_parallel
+        )
         forward = taken.forward + traits.gradient_checkpointing
-        passes = taken.passes(step.rollouts, step.tokens, forward=forward, sequences=step.rollouts).seconds(step.rates)
+        passes = taken.passes(
+            step.rollouts, step.tokens, forward=forward, sequences=step.rollouts
+        ).seconds(step.rates)
         seconds = passes + waits_s(
-            taken, traits.dp_replicate, step.rates, tokens=step.rollouts * step.tokens,
-            at_once=traits.micro_batch_tokens, computing_s=passes,
-        )  # fmt: skip
+            taken,
+            traits.dp_replicate,
+            step.rates,
+            tokens=step.rollouts * step.tokens,
+            at_once=traits.micro_batch_tokens,
+            computing_s=passes,
+        )
         if seconds < least * (1 - 1e-9):
             best, least = way, seconds
     return best

@@ -1,5 +1,5 @@
-"""Which way of placing a graph takes the shortest step, or the least cost: many by closed forms, the best of them by
-simulation."""
+"""Which way of placing a graph takes the shortest step, or the least cost: many by closed forms,
+the best of them by simulation."""
 
 from __future__ import annotations
 
@@ -24,18 +24,23 @@ from dataflow.planning.memory_need import DoesNotFit, need_of
 BEST = 10
 """Ways that are told of."""
 FAR = 1.75
-"""A way that takes so many times as much by closed forms as another by simulation is not simulated."""
+"""A way that takes so many times as much by closed forms as another by simulation is not
+simulated."""
 ALIKE = 0.02
-"""On cores, where each process is in the way of the others: ways that differ from the best by less are as good, as far
-as anybody can foresee."""
+"""On cores, where each process is in the way of the others: ways that differ from the best by less
+are as good, as far as anybody can foresee."""
 _SIMULATED_ON_CORES, _OTHERS = 40, 6
 _REASONS = (
-    ("does not fit into", "do not fit into memory"), ("leaves no room for a rollout", "do not fit into memory"),
-    ("in a row on one host", "find no room on their hosts"), ("no host", "find no room on their hosts"),
-    ("hosts have", "need more devices"), ("this machine has", "need more devices"),
+    ("does not fit into", "do not fit into memory"),
+    ("leaves no room for a rollout", "do not fit into memory"),
+    ("in a row on one host", "find no room on their hosts"),
+    ("no host", "find no room on their hosts"),
+    ("hosts have", "need more devices"),
+    ("this machine has", "need more devices"),
     ("has no measured", "are of a kind that was not measured"),
-    ("does not divide", "do not divide evenly"), ("give it a multiple of", "do not divide evenly"),
-)  # fmt: skip
+    ("does not divide", "do not divide evenly"),
+    ("give it a multiple of", "do not divide evenly"),
+)
 """What is said in messages, and what is told of those that are alike."""
 _ROW = re.compile(r"needs \d+ GPUs? of ([\d.]+) (\w+) in a row.*?GPUs? of ([\d.]+) (\w+) free")
 """A rank needs this, and devices have that."""
@@ -72,7 +77,11 @@ class Objective:
 
     def of(self, found: Foreseen) -> tuple[float, float]:
         """What is compared: the least first."""
-        return (cost_of(found, self.prices), found.step_s) if self.cost else (found.step_s, cost_of(found, self.prices))
+        return (
+            (cost_of(found, self.prices), found.step_s)
+            if self.cost
+            else (found.step_s, cost_of(found, self.prices))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,35 +98,48 @@ class SearchResult:
 
 
 def cost_of(found: Foreseen, prices: Mapping[str, float] | None = None) -> float:
-    """Of a step: seconds of all devices that it has, or money, where prices of an hour are given by kind."""
+    """Of a step: seconds of all devices that it has, or money, where prices of an hour are given by
+    kind."""
     if prices is None:
         return found.step_s * sum(found.taken.values())
     return found.step_s / 3600 * sum(count * prices[kind] for kind, count in found.taken.items())
 
 
 def best_ways(
-    graph: Graph, devices: Devices, *, workload: Workload | None = None, steps: int | None = None,
+    graph: Graph,
+    devices: Devices,
+    *,
+    workload: Workload | None = None,
+    steps: int | None = None,
     constants: Constants = ASSUMED_CONSTANTS,
-) -> Sequence[Way]:  # fmt: skip
-    """The best ten ways to deal all devices out as the graph declares, the one with the shortest step first.
+) -> Sequence[Way]:
+    """The best ten ways to deal all devices out as the graph declares, the one with the shortest
+    step first.
 
     GraphError as `choose`."""
     return choose(
         graph, devices, workload=workload, steps=steps, constants=constants, knobs=False
-    ).ways  # fmt: skip
+    ).ways
 
 
 def choose(
-    graph: Graph, devices: Devices, *, workload: Workload | None = None, steps: int | None = None,
-    constants: Constants = ASSUMED_CONSTANTS, objective: Objective | None = None, knobs: bool = True,
-) -> SearchResult:  # fmt: skip
+    graph: Graph,
+    devices: Devices,
+    *,
+    workload: Workload | None = None,
+    steps: int | None = None,
+    constants: Constants = ASSUMED_CONSTANTS,
+    objective: Objective | None = None,
+    knobs: bool = True,
+) -> SearchResult:
     """The best ten of a thousand ways, the best first; the graph stays as it is.
 
-    knobs: parallelism of generator and trainer, the generator's precision and of unlike devices which each has are
-    chosen too. Simulated are, of each setting of the generator's knobs and kinds, the best by closed forms unless it
-    is far off, the best ten of all, and some more of the setting that leads; briefly, and whatever then leads at
-    length, until that stays the best. On cores, of which closed forms know little, all are, where they are few.
-    GraphError where no way fits: why the last with the declared knobs did not."""
+    knobs: parallelism of generator and trainer, the generator's precision and of unlike devices
+    which each has are chosen too. Simulated are, of each setting of the generator's knobs and
+    kinds, the best by closed forms unless it is far off, the best ten of all, and some more of the
+    setting that leads; briefly, and whatever then leads at length, until that stays the best. On
+    cores, of which closed forms know little, all are, where they are few. GraphError where no way
+    fits: why the last with the declared knobs did not."""
     objective = objective or Objective()
     how = {"workload": workload, "steps": steps, "constants": constants}
 
@@ -135,7 +157,7 @@ def choose(
     lacks_memory = LacksMemory()
     tried = candidates(
         graph, devices, knobs=knobs, idle=objective.cost, workload=workload, rates=constants.learner
-    )  # fmt: skip
+    )
     for number, candidate in enumerate(tried):
         try:
             placed = _placed(graph, candidate, swapped)
@@ -150,7 +172,8 @@ def choose(
     if not found:
         _blame(graph, tried, devices, **how)
         raise GraphError(
-            f"devices are too few for trainer and generator; found {devices.gpus}; name more, as in 16xH100"
+            f"devices are too few for trainer and generator; found {devices.gpus}; name more, as in"
+            " 16xH100"
         )
     found.sort(key=lambda each: each[:2])
     taken = _promising([each[2] for each in found], all_of=not devices.gpus)
@@ -163,18 +186,25 @@ def choose(
     for at in _others([each[2] for each in found], found[leads][2], taken):
         best[at] = simulated(at, brief=brief)
     at_length: set[int] = set()
-    while brief and (leads := min(best, key=lambda at: objective.of(best[at].foreseen))) not in at_length:
+    while (
+        brief
+        and (leads := min(best, key=lambda at: objective.of(best[at].foreseen))) not in at_length
+    ):
         best[leads] = simulated(leads, brief=False)
         at_length.add(leads)
     ways = ranked([*best.values()], objective, 0.0 if devices.gpus else ALIKE)
     return SearchResult(
-        ways=ways[:BEST], tried=len(tried), simulated=len(best), refused=dict(refused.most_common()),
+        ways=ways[:BEST],
+        tried=len(tried),
+        simulated=len(best),
+        refused=dict(refused.most_common()),
         objective=objective,
-    )  # fmt: skip
+    )
 
 
 def _blame(graph: Graph, tried: Sequence[Candidate], devices: Devices, **how: Any) -> None:
-    """Raise why no way is accepted: that of the declared ways which lacks least memory, else that of the last one."""
+    """Raise why no way is accepted: that of the declared ways which lacks least memory, else that
+    of the last one."""
     errors: list[GraphError] = []
     for candidate in [each for each in tried if not each.knobs] or tried:
         try:
@@ -187,7 +217,8 @@ def _blame(graph: Graph, tried: Sequence[Candidate], devices: Devices, **how: An
 
 
 def ranked(ways: Sequence[Way], objective: Objective, alike: float) -> list[Way]:
-    """The best first; of those that are as good as the best, the one with the fewest processes, of these the best."""
+    """The best first; of those that are as good as the best, the one with the fewest processes, of
+    these the best."""
     found = sorted(ways, key=lambda way: objective.of(way.foreseen))
     least = objective.of(found[0].foreseen)[0]
     many = sum(objective.of(way.foreseen)[0] <= (1 + alike) * least for way in found)
@@ -197,14 +228,19 @@ def ranked(ways: Sequence[Way], objective: Objective, alike: float) -> list[Way]
 def _ground(graph: Graph, candidate: Candidate, devices: Devices, **how: Any) -> Foreground:
     """As `foreseen_of`, before anything is counted."""
     return ground_of(
-        graph, candidate.on(devices), gpus=candidate.wishes or None, replicas=candidate.replicas, ranks=candidate.ranks,
-        place=candidate.place or None, **how,
-    )  # fmt: skip
+        graph,
+        candidate.on(devices),
+        gpus=candidate.wishes or None,
+        replicas=candidate.replicas,
+        ranks=candidate.ranks,
+        place=candidate.place or None,
+        **how,
+    )
 
 
 class LacksMemory:
-    """Tells ways of which no device could hold a rank: most ways of a large model are such, and to plan each of them to
-    be refused takes a while."""
+    """Tells ways of which no device could hold a rank: most ways of a large model are such, and to
+    plan each of them to be refused takes a while."""
 
     def __init__(self) -> None:
         self._needs: dict[tuple[str, str, int, bool], int] = {}
@@ -218,14 +254,19 @@ class LacksMemory:
         trainer = only(graph, Learn)
         return any(
             self._need(graph, each, candidate, ranks) > max(rooms)
-            for each, ranks in ((generator, generator.traits.tensor_parallel), (trainer, candidate.count(trainer.name)))
+            for each, ranks in (
+                (generator, generator.traits.tensor_parallel),
+                (trainer, candidate.count(trainer.name)),
+            )
         )
 
     def _need(self, graph: Graph, operator: Operator, candidate: Candidate, ranks: int) -> int:
         in_turn = operator.name in candidate.in_turn
         key = (operator.name, candidate.declared, ranks, in_turn)
         if key not in self._needs and operator.uses is not None:
-            need = need_of(graph, operator, size_of(operator.uses.source), ranks, on_gpu=True, in_turn=in_turn)
+            need = need_of(
+                graph, operator, size_of(operator.uses.source), ranks, on_gpu=True, in_turn=in_turn
+            )
             self._needs[key] = need.total if need is not None else 0
         return self._needs.get(key, 0)
 
@@ -233,9 +274,14 @@ class LacksMemory:
 def foreseen_of(graph: Graph, candidate: Candidate, devices: Devices, **how: object) -> Foreseen:
     """What a candidate takes; graph: with its knobs."""
     return foresee(
-        graph, candidate.on(devices), gpus=candidate.wishes or None, replicas=candidate.replicas, ranks=candidate.ranks,
-        place=candidate.place or None, **how,  # type: ignore[arg-type]
-    )  # fmt: skip
+        graph,
+        candidate.on(devices),
+        gpus=candidate.wishes or None,
+        replicas=candidate.replicas,
+        ranks=candidate.ranks,
+        place=candidate.place or None,
+        **how,  # type: ignore[arg-type]
+    )
 
 
 def reason(message: str) -> str:
@@ -246,12 +292,16 @@ def reason(message: str) -> str:
     >>> reason("'generator' got a temper of 3; use 1")
     "are refused: '..' got a temper of .."
     """
-    if (row := _ROW.search(message)) is not None and _bytes(row[1], row[2]) > _bytes(row[3], row[4]):
+    if (row := _ROW.search(message)) is not None and _bytes(row[1], row[2]) > _bytes(
+        row[3], row[4]
+    ):
         return _REASONS[0][1]
     for said, told in _REASONS:
         if said in message:
             return told
-    return "are refused: " + re.sub(r"\d[\d,.]*", "..", re.sub(r"'[^']*'", "'..'", re.split("[;:]", message)[0]))
+    return "are refused: " + re.sub(
+        r"\d[\d,.]*", "..", re.sub(r"'[^']*'", "'..'", re.split("[;:]", message)[0])
+    )
 
 
 def _bytes(number: str, unit: str) -> float:
@@ -273,7 +323,8 @@ def _placed(graph: Graph, candidate: Candidate, known: dict[str, Graph | GraphEr
 
 
 def _promising(found: Sequence[Candidate], *, all_of: bool) -> list[int]:
-    """Which are simulated, of those in the order of closed forms: the best ten, and the best of each setting."""
+    """Which are simulated, of those in the order of closed forms: the best ten, and the best of
+    each setting."""
     if all_of and len(found) <= _SIMULATED_ON_CORES:
         return [*range(len(found))]
     firsts: dict[str, int] = {}
@@ -283,8 +334,11 @@ def _promising(found: Sequence[Candidate], *, all_of: bool) -> list[int]:
 
 
 def _others(found: Sequence[Candidate], leads: Candidate, taken: Sequence[int]) -> list[int]:
-    """A few more of the setting that leads, far apart: closed forms know no tails, and may have looked aside."""
-    rest = [at for at, each in enumerate(found) if each.setting == leads.setting and at not in taken]
+    """A few more of the setting that leads, far apart: closed forms know no tails, and may have
+    looked aside."""
+    rest = [
+        at for at, each in enumerate(found) if each.setting == leads.setting and at not in taken
+    ]
     rest.sort(key=lambda at: (sum(found[at].gpus.values()), *found[at].gpus.values()))
     step = max(1, len(rest) // _OTHERS)
     return rest[step // 2 :: step][:_OTHERS]

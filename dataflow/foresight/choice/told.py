@@ -19,10 +19,16 @@ def ways(choice: SearchResult) -> str:
         cost = cost_of(found, prices)
         least = cost_of(best.foreseen, prices) if sought else best.foreseen.step_s
         more = "" if way is best else f"{(cost if sought else found.step_s) / least - 1:+.0%}"
-        rows.append((
-            way.asked, number(found.step_s), *([number(cost)] if found.taken else []), more,
-            f"'{found.bottleneck.node}' is busy longest", f"staleness {found.staleness:.1f}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                way.asked,
+                number(found.step_s),
+                *([number(cost)] if found.taken else []),
+                more,
+                f"'{found.bottleneck.node}' is busy longest",
+                f"staleness {found.staleness:.1f}",
+            )
+        )
     said = f"{choice.tried:,} ways looked at, {choice.simulated} simulated"
     if choice.refused:
         refused = ", ".join(f"{count:,} {why}" for why, count in choice.refused.items())
@@ -35,10 +41,14 @@ def to_plain(choice: SearchResult) -> dict[str, Any]:
     return {
         "ways": [
             {
-                "asked": way.asked, "step_s": way.foreseen.step_s, "taken": way.foreseen.taken,
+                "asked": way.asked,
+                "step_s": way.foreseen.step_s,
+                "taken": way.foreseen.taken,
                 "cost_of_a_step": cost_of(way.foreseen, choice.objective.prices),
             }
             for way in choice.ways
         ],
-        "ways_tried": choice.tried, "ways_simulated": choice.simulated, "ways_refused": dict(choice.refused),
-    }  # fmt: skip
+        "ways_tried": choice.tried,
+        "ways_simulated": choice.simulated,
+        "ways_refused": dict(choice.refused),
+    }

@@ -1,4 +1,5 @@
-"""What would make a plan fit that does not: knobs are tried, and named by their flags where the program has them."""
+"""What would make a plan fit that does not: knobs are tried, and named by their flags where the
+program has them."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,8 @@ from dataflow.planning.plan import Plan, plan
 FLAGS: ContextVar[frozenset[str]] = ContextVar("flags", default=frozenset())
 """Names of the flags of the program that asks, as gradient_checkpointing."""
 SPARE = 0.93
-"""Of a device's memory, what a plan that is advised may take: frameworks, and holes between tensors, have the rest."""
+"""Of a device's memory, what a plan that is advised may take: frameworks, and holes between
+tensors, have the rest."""
 _LEAST_TOKENS = 1024
 """Of a micro-batch: smaller ones keep a device waiting."""
 
@@ -49,21 +51,26 @@ def plan_or_advise(graph: Graph, devices: Devices, **how: Any) -> Plan:
     try:
         return plan(graph, devices, **how)
     except DoesNotFit as error:
-        raise advised(error, graph, lambda changed: bool(plan(changed, roomy(devices), **how))) from None
+        raise advised(
+            error, graph, lambda changed: bool(plan(changed, roomy(devices), **how))
+        ) from None
 
 
 def advised(error: DoesNotFit, graph: Graph, fits: Callable[[Graph], bool]) -> GraphError:
-    """The same refusal, with what would mend it: the first change with which the graph fits, or the fewest together."""
+    """The same refusal, with what would mend it: the first change with which the graph fits, or the
+    fewest together."""
     found = ways_out(graph, fits)
-    do = f"{' and '.join(map(str, found))} would make it fit" if found else (
-        "give it more devices or a smaller model: no knob that was tried makes it fit"
-    )  # fmt: skip
+    do = (
+        f"{' and '.join(map(str, found))} would make it fit"
+        if found
+        else ("give it more devices or a smaller model: no knob that was tried makes it fit")
+    )
     return GraphError(f"{str(error).rpartition('; ')[0]}; {do}")
 
 
 def ways_out(graph: Graph, fits: Callable[[Graph], bool]) -> Sequence[Remedy] | None:
-    """The first change with which it fits; else the changes, the first ones, that do so together and are all needed;
-    None: none do."""
+    """The first change with which it fits; else the changes, the first ones, that do so together
+    and are all needed; None: none do."""
     tried = list(changes(graph))
     for change in tried:
         if _fits([change], graph, fits):
@@ -82,14 +89,22 @@ def roomy(devices: Devices) -> Devices:
     """Devices of which so much memory is left as a plan that is advised may take."""
     if not devices.hosts:
         return dataclasses.replace(devices, gpu_memory_bytes=int(SPARE * devices.gpu_memory_bytes))
-    hosts = [dataclasses.replace(each, gpu_memory_bytes=int(SPARE * each.gpu_memory_bytes)) for each in devices.hosts]
+    hosts = [
+        dataclasses.replace(each, gpu_memory_bytes=int(SPARE * each.gpu_memory_bytes))
+        for each in devices.hosts
+    ]
     return Devices.of(hosts, devices.link_bytes_per_s)
 
 
 def changes(graph: Graph) -> Iterator[Remedy]:
-    """What is tried, that first which costs least: what is learned stays the same but with adapters."""
+    """What is tried, that first which costs least: what is learned stays the same but with
+    adapters."""
     trainers = [each for each in graph.operators.values() if each.trains and each.uses is not None]
-    generators = [each for each in graph.operators.values() if isinstance(each, Generate) and each.uses is not None]
+    generators = [
+        each
+        for each in graph.operators.values()
+        if isinstance(each, Generate) and each.uses is not None
+    ]
     longest = max((each.traits.max_tokens or 0 for each in generators), default=0)
     for each in trainers:
         if not each.traits.gradient_checkpointing:
@@ -135,12 +150,16 @@ def _model(model: Model, owner: Operator, knob: str, value: Any) -> Remedy:
 
     def made(graph: Graph) -> Graph:
         now = graph.operators[owner.name].uses
-        return graph.swap_all({
-            name: dataclasses.replace(each, model=dataclasses.replace(each.uses, **knobs))  # type: ignore[call-arg]
-            for name, each in graph.operators.items()
-            if each.uses is not None and now is not None and each.uses.source == now.source
-            and (knob != "lora" or not each.uses.is_frozen)
-        })  # fmt: skip
+        return graph.swap_all(
+            {
+                name: dataclasses.replace(each, model=dataclasses.replace(each.uses, **knobs))  # type: ignore[call-arg]
+                for name, each in graph.operators.items()
+                if each.uses is not None
+                and now is not None
+                and each.uses.source == now.source
+                and (knob != "lora" or not each.uses.is_frozen)
+            }
+        )
 
     return Remedy(knob=knob, value=value, of=f"model '{model.name}'", made=made)
 

@@ -10,12 +10,13 @@ from itertools import count
 
 @dataclass(frozen=True, kw_only=True)
 class Processors:
-    """What the processes of a host share: each of them keeps one core at work, as long as there are enough."""
+    """What the processes of a host share: each of them keeps one core at work, as long as there are
+    enough."""
 
     cores: float = float("inf")
     alone: float = 1.0
-    """Speed of one process while all other cores are idle, where it is 1 when all are at work: they share caches and
-    memory."""
+    """Speed of one process while all other cores are idle, where it is 1 when all are at work: they
+    share caches and memory."""
 
     def speed(self, busy: int) -> float:
         """Of each, where so many are at work."""
@@ -35,7 +36,8 @@ class Event:
 
 
 class Clock:
-    """Time, and a queue of events: by seconds, and by seconds of work where processors are shared out evenly."""
+    """Time, and a queue of events: by seconds, and by seconds of work where processors are shared
+    out evenly."""
 
     def __init__(self, processors: Processors | None = None) -> None:
         self.now = 0.0
@@ -50,8 +52,8 @@ class Clock:
         return self._work if shared else self.now
 
     def after(self, seconds: float, act: Callable[[], None], *, shared: int = 0) -> Event:
-        """Act after so many seconds; shared: after so many of work, for which so many processors are taken from now on,
-        one for each of the processes that work together."""
+        """Act after so many seconds; shared: after so many of work, for which so many processors
+        are taken from now on, one for each of the processes that work together."""
         return self.at(self.reading(shared) + seconds, act, shared=shared)
 
     def at(self, reading: float, act: Callable[[], None], *, shared: int = 0) -> Event:

@@ -1,4 +1,5 @@
-"""A generator's replica by the clock: a batch of rollouts that decode steps carry on; as some end, others begin."""
+"""A generator's replica by the clock: a batch of rollouts that decode steps carry on; as some end,
+others begin."""
 
 from __future__ import annotations
 
@@ -24,18 +25,26 @@ SOURCE, NODE = "prompts", "generator"
 
 
 class SimulatedReplica:
-    """Time is counted in strides of `scenario.stride` decode steps: one of n strides that starts at s ends at s + n.
+    """Time is counted in strides of `scenario.stride` decode steps: one of n strides that starts at
+    s ends at s + n.
 
-    Of rollouts that end most change nothing but how many are carried on: there is one event for as many of them as
-    end until groups leave, or whoever waits may start."""
+    Of rollouts that end most change nothing but how many are carried on: there is one event for as
+    many of them as end until groups leave, or whoever waits may start."""
 
     def __init__(
-        self, scenario: Scenario, costs: GeneratorCosts, clock: Clock, bound: Bound, lengths: Iterator[int],
-        usage: Usage, out: Callable[[list[SimulatedGroup]], None], dropped: Callable[[], int],
+        self,
+        scenario: Scenario,
+        costs: GeneratorCosts,
+        clock: Clock,
+        bound: Bound,
+        lengths: Iterator[int],
+        usage: Usage,
+        out: Callable[[list[SimulatedGroup]], None],
+        dropped: Callable[[], int],
         shared: SimulatedTurns,
-    ) -> None:  # fmt: skip
-        """lengths: of completions in strides, without end. out: takes groups that are complete; dropped: how many
-        were given up. shared: turns on its devices."""
+    ) -> None:
+        """lengths: of completions in strides, without end. out: takes groups that are complete;
+        dropped: how many were given up. shared: turns on its devices."""
         self._shared = shared
         self._scenario, self._clock, self._lengths, self._usage = scenario, clock, lengths, usage
         self._costs = costs
@@ -48,16 +57,16 @@ class SimulatedReplica:
         self._ends: list[Ending] = []
         """Live rollouts, those first whose turn ends first."""
         self._back: deque[tuple[SimulatedGroup, float, Sequence[int]]] = deque()
-        """Rollouts whose world has answered, and that have no slot yet: tokens before their next turn, strides of all
-        that are to come."""
+        """Rollouts whose world has answered, and that have no slot yet: tokens before their next
+        turn, strides of all that are to come."""
         self._away: Counter[SimulatedGroup] = Counter()
         """Groups of rollouts that wait for the world."""
         self._lives = 0
         """How often it has lost everything."""
         self._begun = 0
         self._looks_back = 0.0
-        """Tokens that all live rollouts would have had at stride 0: their contexts are that long, and a token longer
-        with each decode step since."""
+        """Tokens that all live rollouts would have had at stride 0: their contexts are that long,
+        and a token longer with each decode step since."""
         self._complete: list[SimulatedGroup] = []
         self._since = 0
         """Stride at whose end the first of them was complete."""
@@ -105,7 +114,9 @@ class SimulatedReplica:
     def wants(self) -> bool:
         """Whether rollouts are under way, or may start."""
         return bool(
-            self._ends or self._back or self.admission.has_due(max(self.version, self._offered), self._dropped())
+            self._ends
+            or self._back
+            or self.admission.has_due(max(self.version, self._offered), self._dropped())
         )
 
     def go_on(self) -> None:
@@ -119,7 +130,9 @@ class SimulatedReplica:
             self._clock.cancel(self._event)
             self._event = None
             self._usage.ends()
-        lost = {id(group): group for _, _, group, *_ in self._ends} | {id(group): group for group in self._complete}
+        lost = {id(group): group for _, _, group, *_ in self._ends} | {
+            id(group): group for group in self._complete
+        }
         lost |= {id(group): group for group in (*self._away, *(group for group, *_ in self._back))}
         self._ends, self._complete, self._looks_back, self._alive = [], [], 0.0, False
         self._owed_s = 0.0
@@ -175,9 +188,12 @@ class SimulatedReplica:
                 return
 
     def _lets_in(self, ended: int, wanted: int) -> bool:
-        """Whether somebody who waits for so many slots may start once so many live rollouts have ended."""
+        """Whether somebody who waits for so many slots may start once so many live rollouts have
+        ended."""
         free = self._slots - len(self._ends) + ended
-        return wanted > 0 and starts(min(wanted, free), wanted, idle=ended == len(self._ends), slots=self._slots)
+        return wanted > 0 and starts(
+            min(wanted, free), wanted, idle=ended == len(self._ends), slots=self._slots
+        )
 
     def _go_on(self) -> None:
         if not self._shared.has(NODE):
@@ -194,12 +210,19 @@ class SimulatedReplica:
             return
         wanted = self._wanted()
         self._stretches = carried_on(
-            self._ends, costs, self._step_s, stride, at=self._at, now=self._clock.reading(costs.shared),
-            owed_s=self._owed_s, looks_back=self._looks_back, linger=self._linger,
+            self._ends,
+            costs,
+            self._step_s,
+            stride,
+            at=self._at,
+            now=self._clock.reading(costs.shared),
+            owed_s=self._owed_s,
+            looks_back=self._looks_back,
+            linger=self._linger,
             until=max(self._since + self._linger, self._at) if self._complete else None,
             few=self._enough - len(self._complete),
             stops=(lambda ended: self._lets_in(ended, wanted)) if wanted else None,
-        )  # fmt: skip
+        )
         self._usage.begins()
         self._event = self._clock.at(self._stretches[-1][0], self._reached, shared=costs.shared)
 
@@ -212,24 +235,36 @@ class SimulatedReplica:
         free = self._slots - len(ends)
         if free and self.admission:
             for _, group, count in self.admission.start(
-                free=free, slots=self._slots, idle=not ends, version=self.version, dropped=self._dropped(),
+                free=free,
+                slots=self._slots,
+                idle=not ends,
+                version=self.version,
+                dropped=self._dropped(),
                 fit=lambda group, wanted: wanted,
-            ):  # fmt: skip
+            ):
                 if not group.from_versions:
                     self._owed_s += self._costs.prompt_s
                 group.unstarted -= count
                 group.from_versions.append((self.version, count))
-                rollouts = [turns_of(strides, scenario.turns) for strides in islice(self._lengths, count)]
+                rollouts = [
+                    turns_of(strides, scenario.turns) for strides in islice(self._lengths, count)
+                ]
                 group.tokens += sum(map(sum, rollouts)) * scenario.stride
                 self._begin(group, scenario.prompt_tokens, rollouts)
         if len(ends) > begun:
             ends.sort()
 
-    def _begin(self, group: SimulatedGroup, context: float, rollouts: Sequence[Sequence[int]]) -> None:
-        """Turns of rollouts have slots from now on. rollouts: strides of all turns that are to come."""
+    def _begin(
+        self, group: SimulatedGroup, context: float, rollouts: Sequence[Sequence[int]]
+    ) -> None:
+        """Turns of rollouts have slots from now on. rollouts: strides of all turns that are to
+        come."""
         at, first = self._at, self._begun
         base = context - at * self._scenario.stride
-        begun = [(at + turns[0], number, group, base, turns[1:]) for number, turns in enumerate(rollouts, first)]
+        begun = [
+            (at + turns[0], number, group, base, turns[1:])
+            for number, turns in enumerate(rollouts, first)
+        ]
         group.last = max(group.last, max(begun)[0])
         self._ends += begun
         self._begun += len(begun)

@@ -6,7 +6,16 @@ from __future__ import annotations
 class SimulatedGroup:
     """What stands for `PromptGroup`: admission takes either."""
 
-    __slots__ = ("from_versions", "group_id", "last", "left", "min_version", "replica", "tokens", "unstarted")
+    __slots__ = (
+        "from_versions",
+        "group_id",
+        "last",
+        "left",
+        "min_version",
+        "replica",
+        "tokens",
+        "unstarted",
+    )
 
     def __init__(self, group_id: int, size: int, replica: int) -> None:
         self.group_id, self.min_version, self.replica = group_id, 0, replica

@@ -17,7 +17,8 @@ class GeneratorCosts:
     """Seconds of one replica."""
 
     step_s: NDArray[np.float64]
-    """Of a decode step of 0, 1, .. slots rollouts, besides what they look back at, float64[slots + 1]."""
+    """Of a decode step of 0, 1, .. slots rollouts, besides what they look back at, float64[slots +
+    1]."""
     context_s: float = 0.0
     """Of each token that a decode step looks back at."""
     prompt_s: float = 0.0
@@ -110,8 +111,8 @@ class Scenario:
     hop_s: float = 0.0
     """From one operator to the next."""
     moves_s: Mapping[str, float] = field(default_factory=dict)
-    """Of nodes that take turns on shared devices ("generator", "trainer", a scorer's name): seconds in which memory
-    comes and goes, once for each turn."""
+    """Of nodes that take turns on shared devices ("generator", "trainer", a scorer's name): seconds
+    in which memory comes and goes, once for each turn."""
     processors: Processors = field(default_factory=Processors)
     failures: Failures = field(default_factory=Failures)
     seed: int = 0
@@ -128,6 +129,7 @@ class Scenario:
 
 
 def coarse(scenario: Scenario, most: float = 200_000.0) -> Scenario:
-    """With strides, where so many decode steps would be looked at; up to a 32nd of the mean length."""
+    """With strides, where so many decode steps would be looked at; up to a 32nd of the mean
+    length."""
     wanted = min(scenario.decode_steps / most, scenario.lengths.mean / scenario.turns / 32)
     return replace(scenario, stride=max(1, int(wanted)))

@@ -1,4 +1,5 @@
-"""Operators between generator and trainer by the clock: groups one after the other, each through all of them."""
+"""Operators between generator and trainer by the clock: groups one after the other, each through
+all of them."""
 
 from __future__ import annotations
 
@@ -16,15 +17,28 @@ class SimulatedScorer:
     """One that computes does a group at a time; one that waits has `at_once` calls open."""
 
     def __init__(
-        self, costs: ScorerCosts, rows: int, clock: Clock, usage: Usage,
+        self,
+        costs: ScorerCosts,
+        rows: int,
+        clock: Clock,
+        usage: Usage,
         out: Callable[[Sequence[SimulatedGroup]], None],
-        turns: SimulatedTurns, node: str, *, shared: bool,
-    ) -> None:  # fmt: skip
-        """rows: of a group. turns: on devices that `node` shares. shared: whether it computes on the processors that
-        others share."""
+        turns: SimulatedTurns,
+        node: str,
+        *,
+        shared: bool,
+    ) -> None:
+        """rows: of a group. turns: on devices that `node` shares. shared: whether it computes on
+        the processors that others share."""
         self._turns, self._node = turns, node
         turns.join(node, lambda: bool(self._queue), self._begin)
-        self._costs, self._rows, self._clock, self._usage, self._out = costs, rows, clock, usage, out
+        self._costs, self._rows, self._clock, self._usage, self._out = (
+            costs,
+            rows,
+            clock,
+            usage,
+            out,
+        )
         self._shared = shared
         self._queue: deque[SimulatedGroup] = deque()
         self._is_busy = False

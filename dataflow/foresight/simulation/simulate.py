@@ -1,4 +1,5 @@
-"""Runs a scenario: issues prompts, carries groups from operator to operator, and says what came of it."""
+"""Runs a scenario: issues prompts, carries groups from operator to operator, and says what came of
+it."""
 
 from __future__ import annotations
 
@@ -64,13 +65,18 @@ class Simulated:
     @property
     def mean_staleness(self) -> float:
         """Versions."""
-        return sum(versions * count for versions, count in self.staleness.items()) / self.staleness.total()
+        return (
+            sum(versions * count for versions, count in self.staleness.items())
+            / self.staleness.total()
+        )
 
 
 def simulate(scenario: Scenario) -> Simulated:
-    """Run it to its last step. GraphError where it comes to a standstill, or needs more than 50 million events.
+    """Run it to its last step. GraphError where it comes to a standstill, or needs more than 50
+    million events.
 
-    Python looks for no rings of objects meanwhile: there are none among the many that come and go."""
+    Python looks for no rings of objects meanwhile: there are none among the many that come and
+    go."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -86,26 +92,42 @@ class _World:
         clock = self._clock
         self._random = np.random.Generator(np.random.PCG64(scenario.seed))
         per_step, ahead = scenario.prompts_per_step, scenario.max_staleness
-        bound = Bound(max_staleness=ahead, prompts_per_step=per_step)  # no end: it is a stretch of a longer run
+        # no end: it is a stretch of a longer run
+        bound = Bound(max_staleness=ahead, prompts_per_step=per_step)
         self._usage: dict[str, Usage] = {}
         self._turns = SimulatedTurns(clock, scenario.moves_s)
         lengths = _drawn(scenario.lengths, scenario.stride, self._random)
         self._replicas = [
             SimulatedReplica(
-                scenario, scenario.costs_of(number), clock, bound, lengths,
-                self._used(_name("generator", number, scenario.replicas)), self._pass_on, lambda: self._told,
+                scenario,
+                scenario.costs_of(number),
+                clock,
+                bound,
+                lengths,
+                self._used(_name("generator", number, scenario.replicas)),
+                self._pass_on,
+                lambda: self._told,
                 self._turns,
             )
             for number in range(scenario.replicas)
-        ]  # fmt: skip
+        ]
         self._first = counted_from(scenario.steps, ahead)
         self._trainer = SimulatedTrainer(
-            scenario, clock, self._used("trainer"), self._publish, self._settle, self._turns, first=self._first
-        )  # fmt: skip
-        self._turns.join(GENERATOR, lambda: any(each.wants() for each in self._replicas), self._generate)
+            scenario,
+            clock,
+            self._used("trainer"),
+            self._publish,
+            self._settle,
+            self._turns,
+            first=self._first,
+        )
+        self._turns.join(
+            GENERATOR, lambda: any(each.wants() for each in self._replicas), self._generate
+        )
         self._turns.join(TRAINER, self._trainer.wants, self._trainer.go_on)
         self._hops: list[int] = []
-        """Before each of these scorers, and before the trainer: those that take no time are hops alone."""
+        """Before each of these scorers, and before the trainer: those that take no time are hops
+        alone."""
         self._scorers = self._chain()
         self._dropping = 1 - math.prod(1 - costs.drops for costs in scenario.scorers.values())
         self._following = 0
@@ -131,28 +153,34 @@ class _World:
         while trainer.steps < scenario.steps:
             if not clock.next():
                 raise GraphError(
-                    f"the simulation stands still after {trainer.steps} of {scenario.steps} steps: its trainer waits "
-                    f"for groups that nobody may start; look at in_flight ({scenario.in_flight}) and prompts_per_step "
-                    f"({scenario.prompts_per_step})"
+                    f"the simulation stands still after {trainer.steps} of {scenario.steps} steps:"
+                    " its trainer waits for groups that nobody may start; look at in_flight"
+                    f" ({scenario.in_flight}) and prompts_per_step ({scenario.prompts_per_step})"
                 )
             events += 1
             if events > _EVENTS:
                 raise GraphError(
-                    f"the simulation had {events:,} events after {trainer.steps} of {scenario.steps} steps; ask for "
-                    f"fewer steps"
+                    f"the simulation had {events:,} events after {trainer.steps} of"
+                    f" {scenario.steps} steps; ask for fewer steps"
                 )
         began, before = self._counted
         seconds = clock.now - began
-        busy = {name: (usage.so_far() - before.get(name, 0.0)) / seconds for name, usage in self._usage.items()}
+        busy = {
+            name: (usage.so_far() - before.get(name, 0.0)) / seconds
+            for name, usage in self._usage.items()
+        }
         merged: dict[str, list[float]] = {}
         for name, share in busy.items():
             merged.setdefault(name.partition(" ")[0], []).append(share)
         return Simulated(
-            step_ends=np.array(trainer.step_ends), staleness=trainer.staleness, dropped=trainer.dropped,
+            step_ends=np.array(trainer.step_ends),
+            staleness=trainer.staleness,
+            dropped=trainer.dropped,
             busy={name: sum(each) / len(each) for name, each in merged.items()},
-            in_flight=float(np.mean(self._in_flight)), first=self._first,
+            in_flight=float(np.mean(self._in_flight)),
+            first=self._first,
             spans={name: usage.spans for name, usage in self._usage.items()},
-        )  # fmt: skip
+        )
 
     def _used(self, name: str) -> Usage:
         return self._usage.setdefault(name, Usage(self._clock))
@@ -167,15 +195,24 @@ class _World:
                 continue
             self._hops.append(hops)
             hops = 1
-            found.append(SimulatedScorer(
-                costs, self._scenario.group_size, self._clock, usage, partial(self._pass_on, to=len(found) + 1),
-                self._turns, name, shared=bool(self._scenario.generator.shared),
-            ))  # fmt: skip
+            found.append(
+                SimulatedScorer(
+                    costs,
+                    self._scenario.group_size,
+                    self._clock,
+                    usage,
+                    partial(self._pass_on, to=len(found) + 1),
+                    self._turns,
+                    name,
+                    shared=bool(self._scenario.generator.shared),
+                )
+            )
         self._hops.append(hops)
         return found
 
     def _hop(self, act: Callable[[], None], hops: int = 1) -> None:
-        """Act when that is there, and never at once: whoever sends may be in the middle of something."""
+        """Act when that is there, and never at once: whoever sends may be in the middle of
+        something."""
         self._clock.after(hops * self._scenario.hop_s, act)
 
     def _issue(self) -> None:
@@ -188,8 +225,9 @@ class _World:
                 return
             number = next_receiver(
                 [max(0, self._room - held) for held in self._without_outcome],
-                last=self._last_sent, slack=scenario.prompts_slack,
-            )  # fmt: skip
+                last=self._last_sent,
+                slack=scenario.prompts_slack,
+            )
             if number is None:
                 return
             groups = [
@@ -206,9 +244,12 @@ class _World:
         self._hop(partial(receive, groups), self._hops[to])
 
     def _train(self, groups: Sequence[SimulatedGroup]) -> None:
-        self._trainer.push([
-            (group, self._dropping > 0 and self._random.random() < self._dropping) for group in groups
-        ])  # fmt: skip
+        self._trainer.push(
+            [
+                (group, self._dropping > 0 and self._random.random() < self._dropping)
+                for group in groups
+            ]
+        )
 
     def _generate(self) -> None:
         for replica in self._replicas:
@@ -229,7 +270,10 @@ class _World:
         if steps > len(self._in_flight):
             self._in_flight.append(sum(self._without_outcome))
             if steps == self._first:
-                self._counted = self._clock.now, {name: usage.so_far() for name, usage in self._usage.items()}
+                self._counted = (
+                    self._clock.now,
+                    {name: usage.so_far() for name, usage in self._usage.items()},
+                )
         self._issue()
 
     def _tell_dropped(self) -> None:
@@ -272,8 +316,9 @@ class _World:
 
 
 def counted_from(steps: int, max_staleness: int) -> int:
-    """The step from which on steps are counted: the pipeline is full, and whole rounds follow. At the bound a generator
-    may start the prompts of several steps at once, so steps are unlike in rounds of `max_staleness + 1`.
+    """The step from which on steps are counted: the pipeline is full, and whole rounds follow. At
+    the bound a generator may start the prompts of several steps at once, so steps are unlike in
+    rounds of `max_staleness + 1`.
 
     >>> counted_from(60, 2), counted_from(24, 2), counted_from(2, 0)
     (12, 9, 1)

@@ -24,17 +24,26 @@ class SimulatedTrainer:
     """All its ranks, which work together."""
 
     def __init__(
-        self, scenario: Scenario, clock: Clock, usage: Usage, published: Callable[[int], None],
-        ended: Callable[[list[SimulatedGroup]], None], shared: SimulatedTurns, *, first: int = 0,
-    ) -> None:  # fmt: skip
-        """shared: turns on its devices. first: steps after which staleness is counted. published: told of a version
-        that is there now; ended: of groups that have an outcome."""
+        self,
+        scenario: Scenario,
+        clock: Clock,
+        usage: Usage,
+        published: Callable[[int], None],
+        ended: Callable[[list[SimulatedGroup]], None],
+        shared: SimulatedTurns,
+        *,
+        first: int = 0,
+    ) -> None:
+        """shared: turns on its devices. first: steps after which staleness is counted. published:
+        told of a version that is there now; ended: of groups that have an outcome."""
         self._scenario, self._clock, self._usage, self._shared = scenario, clock, usage, shared
         self._published, self._ended, self._first = published, ended, first
         self._queue: InOrder[tuple[SimulatedGroup, bool]] = InOrder()
         self._arrivals: deque[tuple[SimulatedGroup, bool]] = deque()
         """Wait for room in the queue."""
-        self._most = queue_prompts(scenario.queue_prompts, scenario.prompts_per_step, scenario.max_staleness)
+        self._most = queue_prompts(
+            scenario.queue_prompts, scenario.prompts_per_step, scenario.max_staleness
+        )
         self._groups: list[SimulatedGroup] = []
         """Of the step that is to come, or under way."""
         self._event: Event | None = None
@@ -78,7 +87,9 @@ class SimulatedTrainer:
             return
         costs, size = scenario.trainer, scenario.group_size
         rollouts = size * len(self._groups)
-        tokens = sum(group.tokens + scenario.prompt_tokens for group in self._groups) - LAST * rollouts
+        tokens = (
+            sum(group.tokens + scenario.prompt_tokens for group in self._groups) - LAST * rollouts
+        )
         seconds = costs.step_s + costs.rollout_s * rollouts + costs.token_s * tokens
         self._usage.begins()
         self._event = self._clock.after(seconds, self._made, shared=costs.shared)
@@ -102,7 +113,11 @@ class SimulatedTrainer:
 
     def _let_in(self) -> None:
         size = self._scenario.group_size
-        while self._arrivals and row_room(self._most, size, len(self._queue) * size, is_ready=self._queue.is_ready) > 0:
+        while (
+            self._arrivals
+            and row_room(self._most, size, len(self._queue) * size, is_ready=self._queue.is_ready)
+            > 0
+        ):
             group, drop = self._arrivals.popleft()
             self._queue.put(group.group_id, (group, drop))
 

@@ -1,4 +1,5 @@
-"""Turns on shared devices by the clock: one node has them, and memory moves before another one begins."""
+"""Turns on shared devices by the clock: one node has them, and memory moves before another one
+begins."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class SimulatedTurns:
     """Nodes that share devices; one that is not among them has its own."""
 
     def __init__(self, clock: Clock, moves_s: Mapping[str, float]) -> None:
-        """moves_s: by node, seconds in which its memory comes and goes, once for each of its turns."""
+        """moves_s: by node, seconds in which its memory comes and goes, once for each of its
+        turns."""
         self._clock, self._moves_s = clock, moves_s
         self._members: dict[str, _Member] = {}
         self._asking: dict[str, None] = {}
@@ -28,12 +30,14 @@ class SimulatedTurns:
         self._moving = False
 
     def join(self, node: str, wants: Callable[[], bool], go_on: Callable[[], None]) -> None:
-        """Tell who a node is: whether it has work, and how it goes on once the devices are its own."""
+        """Tell who a node is: whether it has work, and how it goes on once the devices are its
+        own."""
         if node in self._moves_s:
             self._members[node] = _Member(wants, go_on)
 
     def has(self, node: str) -> bool:
-        """Whether a node may compute now; where not, it asks for its turn, and goes on when that comes."""
+        """Whether a node may compute now; where not, it asks for its turn, and goes on when that
+        comes."""
         if node not in self._members or (self._awake == node and not self._moving):
             return True
         self._asking[node] = None
@@ -45,11 +49,15 @@ class SimulatedTurns:
         if self._moving:
             return
         takes = [
-            node for node in self._asking
+            node
+            for node in self._asking
             if decide(awake=False, wants=self._members[node].wants(), wanted=False) == "take"
-        ]  # fmt: skip
+        ]
         awake = self._members.get(self._awake)
-        if awake is not None and decide(awake=True, wants=awake.wants(), wanted=bool(takes)) == "stay":
+        if (
+            awake is not None
+            and decide(awake=True, wants=awake.wants(), wanted=bool(takes)) == "stay"
+        ):
             return
         if takes:
             self._awake, self._moving = takes[0], True

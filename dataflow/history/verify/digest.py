@@ -1,4 +1,5 @@
-"""What the laws need of Arrow files of rollouts, looked at many at a time: small ones cost little more than one."""
+"""What the laws need of Arrow files of rollouts, looked at many at a time: small ones cost little
+more than one."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,13 @@ from dataflow.staleness import newest_versions, oldest_versions
 from dataflow.system.files import RunFolderError
 
 _NEEDED = (records.GROUP_ID, records.POSITION, records.VERSIONS)
-_OPTIONAL = (records.GROUP_SIZE, records.MIN_VERSION, records.ROLLOUT_ID, records.ERROR, records.OF_SOURCE)
+_OPTIONAL = (
+    records.GROUP_SIZE,
+    records.MIN_VERSION,
+    records.ROLLOUT_ID,
+    records.ERROR,
+    records.OF_SOURCE,
+)
 MOST_FILES, MOST_BYTES = 256, 64 << 20
 """That are looked at together."""
 
@@ -47,10 +54,11 @@ Read: TypeAlias = tuple[int, Path, pa.Table]
 def digests(
     files: Iterable[tuple[int, Path]], findings: Findings, is_gone: Callable[[int], bool]
 ) -> Iterator[tuple[int, Path, RolloutFile]]:
-    """What stands in the file of each step, in their order, without those that cannot be judged, which are faults.
+    """What stands in the file of each step, in their order, without those that cannot be judged,
+    which are faults.
 
-    is_gone: whether the run has meanwhile removed the file of a step, where it is not there any more.
-    """
+    is_gone: whether the run has meanwhile removed the file of a step, where it is not there any
+    more."""
     for some in _together(files, findings, is_gone):
         yield from _judged(some, findings)
 
@@ -58,7 +66,8 @@ def digests(
 def _together(
     files: Iterable[tuple[int, Path]], findings: Findings, is_gone: Callable[[int], bool]
 ) -> Iterator[list[Read]]:
-    """Files of the same columns, not too many and not too large together; each is read and checked whole."""
+    """Files of the same columns, not too many and not too large together; each is read and checked
+    whole."""
     found: list[Read] = []
     size = 0
     for step, path in files:
@@ -68,7 +77,9 @@ def _together(
             if path.exists() or not is_gone(step):
                 findings.fault(f"the rollouts cannot be judged: {error}")
             continue
-        if found and (size > MOST_BYTES or len(found) == MOST_FILES or table.schema != found[0][2].schema):
+        if found and (
+            size > MOST_BYTES or len(found) == MOST_FILES or table.schema != found[0][2].schema
+        ):
             yield found
             found, size = [], 0
         found.append((step, path, table))
@@ -86,7 +97,8 @@ def _columns(path: Path) -> pa.Table:
 
 
 def _judged(files: list[Read], findings: Findings) -> Iterator[tuple[int, Path, RolloutFile]]:
-    """Where they cannot be judged together, each is judged alone, and the fault is that of its file."""
+    """Where they cannot be judged together, each is judged alone, and the fault is that of its
+    file."""
     try:
         found = _digest([table for _, _, table in files])
     except (pa.ArrowException, TypeError, ValueError) as error:
@@ -106,7 +118,9 @@ def _digest(tables: list[pa.Table]) -> list[RolloutFile]:
     table = pa.concat_tables(tables)
     file = np.repeat(np.arange(len(tables)), lengths)
     group, position = _integers(table, records.GROUP_ID), _integers(table, records.POSITION)
-    oldest, newest = (of(table.column(records.VERSIONS)) for of in (oldest_versions, newest_versions))
+    oldest, newest = (
+        of(table.column(records.VERSIONS)) for of in (oldest_versions, newest_versions)
+    )
     good = np.ones(len(group), bool)
     if records.ERROR in table.column_names:
         good = table.column(records.ERROR).is_null().to_numpy().astype(bool)
@@ -122,29 +136,43 @@ def _digest(tables: list[pa.Table]) -> list[RolloutFile]:
     rows, kinds = np.cumsum(lengths)[:-1], np.searchsorted(owners, np.arange(1, len(tables)))
     return [
         RolloutFile(
-            groups=its_groups, sources=its_sources, broken=is_broken, oldest=ages[is_good],
-            newest=int(young[is_good].max(initial=-1)), too_early=int(is_early.sum()),
+            groups=its_groups,
+            sources=its_sources,
+            broken=is_broken,
+            oldest=ages[is_good],
+            newest=int(young[is_good].max(initial=-1)),
+            too_early=int(is_early.sum()),
         )
         for its_groups, its_sources, is_broken, ages, young, is_good, is_early in zip(
-            np.split(groups, kinds), np.split(told, kinds), np.split(broken, kinds), np.split(oldest, rows),
-            np.split(newest, rows), np.split(good, rows), np.split(early, rows), strict=True,
+            np.split(groups, kinds),
+            np.split(told, kinds),
+            np.split(broken, kinds),
+            np.split(oldest, rows),
+            np.split(newest, rows),
+            np.split(good, rows),
+            np.split(early, rows),
+            strict=True,
         )
-    ]  # fmt: skip
+    ]
 
 
 def _sources(table: pa.Table) -> tuple[AnyArray, AnyArray]:
-    """Of each row the number of its source, int64 [rows]; the sources' names: one, empty, where rows do not tell."""
+    """Of each row the number of its source, int64 [rows]; the sources' names: one, empty, where
+    rows do not tell."""
     if records.OF_SOURCE not in table.column_names:
         return np.zeros(len(table), np.int64), np.array([""])
     coded = table.column(records.OF_SOURCE).combine_chunks().dictionary_encode()
     return coded.indices.to_numpy().astype(np.int64), np.array(coded.dictionary.to_pylist() or [""])
 
 
-def _broken(table: pa.Table, group: AnyArray, position: AnyArray, order: AnyArray, begins: AnyArray) -> AnyArray:
-    """Whether positions of a group are not 0..n-1, n being the size that its rows name where they name one.
+def _broken(
+    table: pa.Table, group: AnyArray, position: AnyArray, order: AnyArray, begins: AnyArray
+) -> AnyArray:
+    """Whether positions of a group are not 0..n-1, n being the size that its rows name where they
+    name one.
 
-    order: of the rows, by file, source, group and position. begins: where in that order each group does. bool [groups].
-    """
+    order: of the rows, by file, source, group and position. begins: where in that order each group
+    does. bool [groups]."""
     if not len(group):
         return np.zeros(0, bool)
     counts = np.diff(begins, append=len(group))

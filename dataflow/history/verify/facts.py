@@ -27,7 +27,8 @@ NO_STEP = -1
 
 
 class Findings:
-    """Facts that break a law, and notes on what a crash may leave behind; each in the order found."""
+    """Facts that break a law, and notes on what a crash may leave behind; each in the order
+    found."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
@@ -87,7 +88,9 @@ class SinkRows:
             if each.outcome == outcome and len(each.groups):
                 order = np.lexsort((each.groups, each.steps))
                 steps, begins = np.unique(each.steps[order], return_index=True)
-                for step, groups in zip(steps.tolist(), np.split(each.groups[order], begins[1:]), strict=True):
+                for step, groups in zip(
+                    steps.tolist(), np.split(each.groups[order], begins[1:]), strict=True
+                ):
                     found.setdefault(step, {})[each.source] = groups
         return found
 
@@ -118,13 +121,19 @@ class VerifyFacts:
     def trainers(self) -> Iterator[tuple[str, SinkRows]]:
         """The sinks that train, by name."""
         for node, sink in sorted(self.sinks.items()):
-            if sink.steps or node in self.max_staleness or any(each.outcome == "trained" for each in sink.ended):
+            if (
+                sink.steps
+                or node in self.max_staleness
+                or any(each.outcome == "trained" for each in sink.ended)
+            ):
                 yield node, sink
 
     def evaluations(self) -> Iterator[tuple[str, SinkRows]]:
         """The sinks that do not train, by name."""
         trainers = dict(self.trainers())
-        yield from ((node, sink) for node, sink in sorted(self.sinks.items()) if node not in trainers)
+        yield from (
+            (node, sink) for node, sink in sorted(self.sinks.items()) if node not in trainers
+        )
 
 
 def note_the_past(facts: VerifyFacts, findings: Findings) -> None:
@@ -144,7 +153,10 @@ def note_the_past(facts: VerifyFacts, findings: Findings) -> None:
             ended[worker] += 1
             back[worker] += line.get("recovered_s") is not None
     for worker, times in sorted(ended.items()):
-        findings.note(f"worker '{worker}' ended {times} times when it should not, and came back {back[worker]} times")
+        findings.note(
+            f"worker '{worker}' ended {times} times when it should not, and came back"
+            f" {back[worker]} times"
+        )
     for worker, times in sorted(stopped.items()):
         findings.note(f"worker '{worker}' was stopped {times} times by a signal, and let go on")
 
@@ -156,21 +168,33 @@ def note_who_leads(folder: RunFolder, findings: Findings) -> None:
 
 
 def read_facts(folder: RunFolder, findings: Findings) -> VerifyFacts:
-    """Read ledger, metrics and config of a run. Errors: LedgerError when the ledger cannot be read."""
+    """Read ledger, metrics and config of a run. Errors: LedgerError when the ledger cannot be
+    read."""
     groups, sinks, said, lie = _read_ledger(folder.ledger, findings)
     metrics, torn = read_lines(folder.metrics, findings.note)
     if torn:
-        findings.note(f"{torn} torn line{'s' if torn > 1 else ''} in metrics.jsonl: a crash during the write")
-    config = said.get("config") or read_map(folder.config, {"max_staleness": dict, "resumed": list}, findings.note)
+        findings.note(
+            f"{torn} torn line{'s' if torn > 1 else ''} in metrics.jsonl: a crash during the write"
+        )
+    config = said.get("config") or read_map(
+        folder.config, {"max_staleness": dict, "resumed": list}, findings.note
+    )
     bounds = config.get("max_staleness", {})
     if "max_staleness" not in config:
         findings.note("neither ledger.db nor config.json says what the bound on staleness is")
     for node in bounds:
         sinks.setdefault(node, SinkRows())
     return VerifyFacts(
-        folder=folder, groups=groups, sinks=sinks, metrics=metrics, max_staleness=bounds, config=config,
-        not_kept=not_kept(said), places=lie, changes=recorded(said),
-    )  # fmt: skip
+        folder=folder,
+        groups=groups,
+        sinks=sinks,
+        metrics=metrics,
+        max_staleness=bounds,
+        config=config,
+        not_kept=not_kept(said),
+        places=lie,
+        changes=recorded(said),
+    )
 
 
 def _read_ledger(
@@ -187,23 +211,32 @@ def _read_ledger(
 def _read_rows(db: sqlite3.Connection) -> tuple[dict[str, AnyArray], dict[str, SinkRows]]:
     groups = {
         source: np.sort(_array(ids))
-        for source, ids in db.execute("SELECT source, json_group_array(group_id) FROM groups GROUP BY source")
+        for source, ids in db.execute(
+            "SELECT source, json_group_array(group_id) FROM groups GROUP BY source"
+        )
     }
     sinks: dict[str, SinkRows] = collections.defaultdict(SinkRows)
     for node, source in db.execute("SELECT node, source FROM consumers"):
         sinks[node].sources.add(source)
     for node, source, outcome, reason, ids, steps in db.execute(
-        "SELECT node, source, outcome, reason, json_group_array(group_id), json_group_array(coalesce(step, :none)) "
-        "FROM outcomes GROUP BY node, source, outcome, reason",
+        "SELECT node, source, outcome, reason, json_group_array(group_id),"
+        " json_group_array(coalesce(step, :none)) FROM outcomes GROUP BY node, source, outcome,"
+        " reason",
         {"none": NO_STEP},
     ):
-        ended = EndedGroups(source=source, outcome=outcome, reason=reason, groups=_array(ids), steps=_array(steps))
+        ended = EndedGroups(
+            source=source, outcome=outcome, reason=reason, groups=_array(ids), steps=_array(steps)
+        )
         sinks[node].ended.append(ended)
         sinks[node].sources.add(source)
-    for node, step, metrics in db.execute("SELECT node, step, metrics FROM steps ORDER BY node, step"):
+    for node, step, metrics in db.execute(
+        "SELECT node, step, metrics FROM steps ORDER BY node, step"
+    ):
         sinks[node].steps.append(step)
         sinks[node].metrics[step] = json.loads(metrics)
-    for node, from_step, to_step in db.execute("SELECT node, from_step, to_step FROM lines ORDER BY line"):
+    for node, from_step, to_step in db.execute(
+        "SELECT node, from_step, to_step FROM lines ORDER BY line"
+    ):
         sinks[node].returns.append((from_step, to_step))
     return groups, dict(sinks)
 

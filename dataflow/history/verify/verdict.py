@@ -24,7 +24,12 @@ from dataflow.history.verify.facts import (
     note_who_leads,
     read_facts,
 )
-from dataflow.history.verify.rollouts import judge_evaluations, judge_finished, judge_folder, judge_steps
+from dataflow.history.verify.rollouts import (
+    judge_evaluations,
+    judge_finished,
+    judge_folder,
+    judge_steps,
+)
 
 FAULTS_SHOWN = 3
 CHECKPOINT_BYTES = 1 << 30
@@ -38,7 +43,8 @@ class Verdict:
     faults: Sequence[str]
     """Facts that break a law; none when the run is clean."""
     notes: Sequence[str]
-    """What is worth knowing and breaks no law: what a crash left behind, what could not be compared."""
+    """What is worth knowing and breaks no law: what a crash left behind, what could not be
+    compared."""
     summary: str
     """The figures: per sink, the identity of the ledger; steps and staleness of trainers."""
 
@@ -66,11 +72,13 @@ class Verdict:
 
 
 def verify(run_path: str | Path, *, deep: bool = False) -> Verdict:
-    """Judge the run in a folder by its ledger.db, rollouts/*.arrow, checkpoints/, finished/, metrics.jsonl and
-    config.json: whether its laws hold, and whether what a resume would read is as it was written.
+    """Judge the run in a folder by its ledger.db, rollouts/*.arrow, checkpoints/, finished/,
+    metrics.jsonl and config.json: whether its laws hold, and whether what a resume would read is as
+    it was written.
 
-    deep: read all checkpoints; else the newest of each trainer, up to 1 GiB, and of all others their sizes.
-    A run under way may be judged too. Errors: RunFolderError when there is no folder at `run_path`.
+    deep: read all checkpoints; else the newest of each trainer, up to 1 GiB, and of all others
+    their sizes. A run under way may be judged too. Errors: RunFolderError when there is no folder
+    at `run_path`.
 
     >>> from dataflow import Graph, inline, run, verify
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -93,11 +101,22 @@ def verify(run_path: str | Path, *, deep: bool = False) -> Verdict:
     _groups_are_contiguous(facts, findings)
     judge_finished(folder, findings)
     most_bytes = math.inf if deep else CHECKPOINT_BYTES
-    parts = [_judge_trainer(facts, node, sink, findings, most_bytes) for node, sink in facts.trainers()]
+    parts = [
+        _judge_trainer(facts, node, sink, findings, most_bytes) for node, sink in facts.trainers()
+    ]
     parts += [_judge_evaluation(facts, node, sink, findings) for node, sink in facts.evaluations()]
-    for source in sorted(set(facts.groups) - {name for sink in facts.sinks.values() for name in sink.sources}):
-        findings.note(f"no sink is known for source '{source}': its {len(facts.groups[source])} groups are in flight")
-    return Verdict(faults=findings.faults, notes=findings.notes, summary=" | ".join(parts) or "nothing was issued")
+    for source in sorted(
+        set(facts.groups) - {name for sink in facts.sinks.values() for name in sink.sources}
+    ):
+        findings.note(
+            f"no sink is known for source '{source}': its {len(facts.groups[source])} groups are in"
+            " flight"
+        )
+    return Verdict(
+        faults=findings.faults,
+        notes=findings.notes,
+        summary=" | ".join(parts) or "nothing was issued",
+    )
 
 
 def report(run_path: str | Path, *, deep: bool = False) -> int:
@@ -107,7 +126,9 @@ def report(run_path: str | Path, *, deep: bool = False) -> int:
     return verdict.exit_status
 
 
-def _judge_trainer(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings, most_bytes: float) -> str:
+def _judge_trainer(
+    facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings, most_bytes: float
+) -> str:
     _steps_are_contiguous(node, sink, findings)
     _outcomes_stand_at_steps(node, sink, findings)
     counts = _identity(facts, node, sink, findings)
@@ -118,7 +139,14 @@ def _judge_trainer(facts: VerifyFacts, node: str, sink: SinkRows, findings: Find
     age = f"; max staleness {largest or 0}"
     if node in facts.max_staleness:
         bound = facts.max_staleness[node]
-        bounds = [bound, *(each.value for each in facts.changes if each.knob == MAX_STALENESS and each.trainer == node)]
+        bounds = [
+            bound,
+            *(
+                each.value
+                for each in facts.changes
+                if each.knob == MAX_STALENESS and each.trainer == node
+            ),
+        ]
         age = "" if bound is None else f"{age} of {', then '.join(map(str, bounds))}"
     return f"{name}{counts}; {len(sink.steps)} steps{age}"
 
@@ -133,23 +161,34 @@ def _groups_are_contiguous(facts: VerifyFacts, findings: Findings) -> None:
     for source, groups in facts.groups.items():
         if not np.array_equal(groups, np.arange(len(groups))):
             missing = set(range(int(groups[-1]) + 1)) - set(groups.tolist())
-            findings.fault(f"groups {some(missing)} of source '{source}' were never issued, but later ones were")
+            findings.fault(
+                f"groups {some(missing)} of source '{source}' were never issued, but later ones"
+                " were"
+            )
 
 
 def _steps_are_contiguous(node: str, sink: SinkRows, findings: Findings) -> None:
     if sink.steps and sink.steps != list(range(1, len(sink.steps) + 1)):
         missing = set(range(1, sink.steps[-1] + 1)) - set(sink.steps)
-        findings.fault(f"steps {some(missing)} of '{node}' were never committed, but later ones were")
+        findings.fault(
+            f"steps {some(missing)} of '{node}' were never committed, but later ones were"
+        )
 
 
 def _outcomes_stand_at_steps(node: str, sink: SinkRows, findings: Findings) -> None:
     """Drops alone may stand at the next step, which is under way."""
     lost: list[int] = []
     for each in sink.ended:
-        steps = [NO_STEP, *sink.steps, *([len(sink.steps) + 1] if each.outcome == "dropped" else [])]
+        steps = [
+            NO_STEP,
+            *sink.steps,
+            *([len(sink.steps) + 1] if each.outcome == "dropped" else []),
+        ]
         lost += each.groups[~np.isin(each.steps, steps)].tolist()
     if lost:
-        findings.fault(f"groups {some(lost)} have an outcome at a step that '{node}' never committed")
+        findings.fault(
+            f"groups {some(lost)} have an outcome at a step that '{node}' never committed"
+        )
 
 
 def _identity(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> OutcomeCounts:
@@ -157,14 +196,20 @@ def _identity(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings)
     issued = waiting = 0
     for source in sorted(sink.sources):
         given = facts.groups.get(source, np.zeros(0, np.int64))
-        found, times = np.unique(np.concatenate([given[:0], *sink.groups(source)]), return_counts=True)
+        found, times = np.unique(
+            np.concatenate([given[:0], *sink.groups(source)]), return_counts=True
+        )
         issued += len(given)
         waiting += len(np.setdiff1d(given, found, assume_unique=True))
         if len(twice := found[times > 1]):
             findings.fault(f"'{node}' has two outcomes for groups {some(twice.tolist())}")
         if len(unknown := np.setdiff1d(found, given, assume_unique=True)):
-            findings.fault(f"'{node}' has outcomes for groups {some(unknown.tolist())}, never issued")
-    if unexplained := [group for each in sink.dropped() if not each.reason for group in each.groups.tolist()]:
+            findings.fault(
+                f"'{node}' has outcomes for groups {some(unknown.tolist())}, never issued"
+            )
+    if unexplained := [
+        group for each in sink.dropped() if not each.reason for group in each.groups.tolist()
+    ]:
         findings.fault(f"'{node}' dropped groups {some(unexplained)} without a reason")
     kinds, dropped = collections.Counter[str](), collections.Counter[str]()
     for each in sink.ended:
@@ -172,28 +217,37 @@ def _identity(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings)
     for each in sink.dropped():
         dropped[str(each.reason)] += len(each.groups)
     counts = OutcomeCounts(
-        issued=issued, trained=kinds["trained"], evaluated=kinds["evaluated"], dropped=dict(dropped.most_common()),
+        issued=issued,
+        trained=kinds["trained"],
+        evaluated=kinds["evaluated"],
+        dropped=dict(dropped.most_common()),
         in_flight={"waiting": waiting} if waiting else {},
-    )  # fmt: skip
+    )
     if counts.missing:
         findings.fault(f"'{node}': {counts}")
     return counts
 
 
 def _metrics_agree(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> None:
-    """Each step's line tells what the ledger does, and its drops are those of the ledger; the last line of a step
-    counts."""
+    """Each step's line tells what the ledger does, and its drops are those of the ledger; the last
+    line of a step counts."""
     alone = len(list(facts.trainers())) == 1
     told: dict[int, dict[str, Any]] = {}
     for line in facts.metrics:
-        if "dropped" in line and isinstance(line.get("step"), int) and line.get("node", alone and node) == node:
+        if (
+            "dropped" in line
+            and isinstance(line.get("step"), int)
+            and line.get("node", alone and node) == node
+        ):
             told[line["step"]] = line
     dropped: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for each in sink.dropped():
         for step, times in zip(*np.unique(each.steps, return_counts=True), strict=True):
             dropped[int(step)][str(each.reason)] += int(times)
     if silent := [step for step in sink.steps if step not in told]:
-        findings.note(f"steps {some(silent)} of '{node}' have no line with their drops in metrics.jsonl")
+        findings.note(
+            f"steps {some(silent)} of '{node}' have no line with their drops in metrics.jsonl"
+        )
     for step in sink.steps:
         if step in told and _numbers(told[step]["dropped"]) != dict(dropped[step]):
             findings.fault(
@@ -201,15 +255,24 @@ def _metrics_agree(facts: VerifyFacts, node: str, sink: SinkRows, findings: Find
                 f"the ledger of {dict(dropped[step])}"
             )
     if others := [
-        step for step, made in sink.metrics.items() if step in told and not told[step].items() >= made.items()
+        step
+        for step, made in sink.metrics.items()
+        if step in told and not told[step].items() >= made.items()
     ]:
         findings.fault(
-            f"metrics.jsonl has other figures of steps {some(others)} of '{node}' than the ledger: it was damaged, or "
-            f"somebody wrote into it; a resume writes their lines anew"
+            f"metrics.jsonl has other figures of steps {some(others)} of '{node}' than the ledger:"
+            " it was damaged, or somebody wrote into it; a resume writes their lines anew"
         )
     if early := [step for step in told if step > (sink.steps[-1] if sink.steps else 0)]:
-        findings.note(f"metrics.jsonl tells of steps {some(early)} of '{node}' that are not on the surviving line")
+        findings.note(
+            f"metrics.jsonl tells of steps {some(early)} of '{node}' that are not on the surviving"
+            " line"
+        )
 
 
 def _numbers(told: Any) -> Any:
-    return {str(reason): number for reason, number in told.items() if number} if isinstance(told, dict) else told
+    return (
+        {str(reason): number for reason, number in told.items() if number}
+        if isinstance(told, dict)
+        else told
+    )

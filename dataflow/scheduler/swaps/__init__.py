@@ -1,1 +1,2 @@
-"""One operator in the place of another while the run goes on: what is known, what is decided, who is answered."""
+"""One operator in the place of another while the run goes on: what is known, what is decided, who
+is answered."""

@@ -1,4 +1,5 @@
-"""Whoever asks for a checkpoint: each trainer writes one after the step under way, and the asker hears of it then."""
+"""Whoever asks for a checkpoint: each trainer writes one after the step under way, and the asker
+hears of it then."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ from dataflow.scheduler.requests import CheckpointKept, KeepCheckpoint, Refused,
 from dataflow.scheduler.table import Table
 
 WRITTEN_S = 45.0
-"""For the step under way to end and its checkpoint to be written; then who asked is told that it will be."""
+"""For the step under way to end and its checkpoint to be written; then who asked is told that it
+will be."""
 
 
 @dataclass
@@ -31,9 +33,12 @@ class CheckpointRequests:
     """
 
     def __init__(
-        self, table: Table, wish: Callable[[int], None], reply: Callable[[Client, KeepCheckpoint, Reply], None],
+        self,
+        table: Table,
+        wish: Callable[[int], None],
+        reply: Callable[[Client, KeepCheckpoint, Reply], None],
         clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """wish: lets each trainer write one, by its number."""
         self._table, self._wish, self._reply, self._clock = table, wish, reply, clock
         self._pending: list[_PendingCheckpoint] = []
@@ -59,7 +64,9 @@ class CheckpointRequests:
                 continue
             self._pending.remove(pending)
             steps = self._table.run.checkpoints()
-            text = "; ".join(f"'{trainer}' has the checkpoint of step {step}" for trainer, step in steps.items())
+            text = "; ".join(
+                f"'{trainer}' has the checkpoint of step {step}" for trainer, step in steps.items()
+            )
             if late:
                 text = f"it is taken in, but {late} have not written it within {WRITTEN_S:.0f} s"
             self._reply(pending.client, pending.request, CheckpointKept(text))

@@ -1,8 +1,9 @@
-"""Knobs of a live run: which may change, what is recorded of a change, who hears of it; a policy over the table.
+"""Knobs of a live run: which may change, what is recorded of a change, who hears of it; a policy
+over the table.
 
-All workers hear of all changes, and each acts on those that concern it; what was sent to one that is just starting is
-said again when it is ready, and a change that is known is known. A scorer's worker starts again, as for a swap.
-"""
+All workers hear of all changes, and each acts on those that concern it; what was sent to one that
+is just starting is said again when it is ready, and a change that is known is known. A scorer's
+worker starts again, as for a swap."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +30,10 @@ def planned(table: Table, wishes: Mapping[str, Any], by: str, at: float) -> tupl
 
     Errors: GraphError, RunError."""
     if table.is_ending or not table.begun:
-        raise RunError(f"the run is {'ending' if table.is_ending else 'starting'}; set knobs while it is at work")
+        raise RunError(
+            f"the run is {'ending' if table.is_ending else 'starting'}; set knobs while it is at"
+            " work"
+        )
     graph = changed(table.graph, of_operators(table.changes, ()))
     knobs_of = partial(_knobs_of, table)
     number = max((each.number for each in table.changes), default=0)
@@ -37,19 +41,32 @@ def planned(table: Table, wishes: Mapping[str, Any], by: str, at: float) -> tupl
     for place, value in wishes.items():
         node, knob = placed(graph, place, knobs_of)
         before, swap = knobs_of(graph, node)[knob], _swap_of(table, node)
-        found.append(KnobChange(
-            number=number + len(found) + 1, node=node, knob=knob, was=plain_value(before.value),
-            value=plain_value(before.taken(value, node, knob) if swap else value),
-            trainer=_trainer(graph, node, knob), asked=table.run.step, at=at, by=by, swap=swap.number if swap else 0,
-        ))  # fmt: skip
-    made = changed(graph, of_operators(found, ()))  # as a whole: what holds together may not hold one by one
+        found.append(
+            KnobChange(
+                number=number + len(found) + 1,
+                node=node,
+                knob=knob,
+                was=plain_value(before.value),
+                value=plain_value(before.taken(value, node, knob) if swap else value),
+                trainer=_trainer(graph, node, knob),
+                asked=table.run.step,
+                at=at,
+                by=by,
+                swap=swap.number if swap else 0,
+            )
+        )
+    # as a whole: what holds together may not hold one by one
+    made = changed(graph, of_operators(found, ()))
     for index, each in enumerate(found):
         if not each.swap:
-            found[index] = replace(each, value=plain_value(settable_of(made, each.node)[each.knob].value))
+            found[index] = replace(
+                each, value=plain_value(settable_of(made, each.node)[each.knob].value)
+            )
     for record in _scorers(table, found):
         if table.swaps.worker or record.life is not Life.READY:
             raise RunError(
-                f"'{record.name}', which is to start again with it, is {record.state}; ask again in a moment"
+                f"'{record.name}', which is to start again with it, is {record.state}; ask again in"
+                " a moment"
             )
     return tuple(found)
 
@@ -58,7 +75,9 @@ def begin(table: Table, changes: Sequence[KnobChange], now: float) -> list[Comma
     """Changes that are checked count from here on."""
     table.changes = [*table.changes, *changes]
     commands = [command for record in table for command in tell(table, record)]
-    return commands + [command for record in _scorers(table, changes) for command in policy.end(record, now)]
+    return commands + [
+        command for record in _scorers(table, changes) for command in policy.end(record, now)
+    ]
 
 
 def tell(table: Table, record: WorkerRecord) -> list[Command]:
@@ -71,9 +90,11 @@ def tell(table: Table, record: WorkerRecord) -> list[Command]:
 def late(table: Table, number: int) -> list[str]:
     """Workers that do not go by the change with this number yet."""
     return [
-        record.name for record in table
-        if record.life is not Life.GONE and (record.heartbeat is None or record.heartbeat.changed < number)
-    ]  # fmt: skip
+        record.name
+        for record in table
+        if record.life is not Life.GONE
+        and (record.heartbeat is None or record.heartbeat.changed < number)
+    ]
 
 
 def _swap_of(table: Table, node: str) -> Swap | None:
@@ -82,11 +103,13 @@ def _swap_of(table: Table, node: str) -> Swap | None:
 
 
 def _knobs_of(table: Table, graph: Structure, node: str) -> Mapping[str, Settable]:
-    """Knobs of a node that may change, with the values in force. What was swapped in this process does not import: it
-    goes by what the trial found."""
+    """Knobs of a node that may change, with the values in force. What was swapped in this process
+    does not import: it goes by what the trial found."""
     if (swap := _swap_of(table, node)) is None:
         return settable_of(graph, node)
-    values = {each.knob: each.value for each in of_operators(table.changes, [swap]) if each.node == node}
+    values = {
+        each.knob: each.value for each in of_operators(table.changes, [swap]) if each.node == node
+    }
     return {
         knob: replace(each, value=fitted(values.get(knob, each.value), each.kind))
         for knob, each in swap.settable().items()

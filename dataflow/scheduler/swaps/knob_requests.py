@@ -1,4 +1,5 @@
-"""Whoever asks for other values of knobs: checked at once, taken in, and answered when every worker goes by them."""
+"""Whoever asks for other values of knobs: checked at once, taken in, and answered when every worker
+goes by them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -35,9 +36,12 @@ class KnobRequests:
     """
 
     def __init__(
-        self, table: Table, take_in: Callable[[Sequence[KnobChange]], None],
-        reply: Callable[[Client, SetKnobs, Reply], None], clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self,
+        table: Table,
+        take_in: Callable[[Sequence[KnobChange]], None],
+        reply: Callable[[Client, SetKnobs, Reply], None],
+        clock: Callable[[], float],
+    ) -> None:
         """take_in: lets changes count that were checked."""
         self._table, self._take_in, self._reply, self._clock = table, take_in, reply, clock
         self._pending: list[_PendingSet] = []
@@ -62,5 +66,8 @@ class KnobRequests:
             what = ", ".join(each.mark for each in pending.changes)
             text = f"{what} from now on"
             if late:
-                text = f"{what} is taken in, and counts with {late} at the next boundary, which has not come yet"
+                text = (
+                    f"{what} is taken in, and counts with {late} at the next boundary, which has"
+                    " not come yet"
+                )
             self._reply(pending.client, pending.request, KnobsSet(text))

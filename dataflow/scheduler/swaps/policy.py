@@ -1,9 +1,9 @@
 """One operator in the place of another while a run goes on: a policy over the table.
 
-The node's worker is ended, and started again with the new operator as if it had died: its senders send again what it
-did not acknowledge, receivers know what comes twice by its group. It is no fault: nothing is counted, and there is no
-pause. A worker that cannot be built with the new operator is started with the one before.
-"""
+The node's worker is ended, and started again with the new operator as if it had died: its senders
+send again what it did not acknowledge, receivers know what comes twice by its group. It is no
+fault: nothing is counted, and there is no pause. A worker that cannot be built with the new
+operator is started with the one before."""
 
 import signal
 
@@ -20,29 +20,35 @@ _CAUSE = f"{ENDED} start with another operator"
 
 
 def check(table: Table, node: str) -> None:
-    """Refuse a swap that cannot be, as far as the graph and the workers tell. Errors: GraphError, RunError."""
+    """Refuse a swap that cannot be, as far as the graph and the workers tell. Errors: GraphError,
+    RunError."""
     operators = table.graph.operators
     if node not in operators:
         raise GraphError(
-            f"'{node}' is to be swapped, but the graph has {list(operators)}{nearest(node, operators)}; name one of "
-            f"these"
+            f"'{node}' is to be swapped, but the graph has"
+            f" {list(operators)}{nearest(node, operators)}; name one of these"
         )
     if not isinstance(operators[node], Scorer):
         can = [name for name, operator in operators.items() if isinstance(operator, Scorer)]
         raise GraphError(
-            f"'{node}' {_why_not(operators[node])}, and a live run swaps scorers and filters alone, here {can}; end it "
-            f"with dataflow stop, and start another run, from its last checkpoint if you like"
+            f"'{node}' {_why_not(operators[node])}, and a live run swaps scorers and filters alone,"
+            f" here {can}; end it with dataflow stop, and start another run, from its last"
+            " checkpoint if you like"
         )
     if table.is_ending:
-        raise RunError(f"the run is ending, and another '{node}' would come too late; start another run")
+        raise RunError(
+            f"the run is ending, and another '{node}' would come too late; start another run"
+        )
     if table.swaps.worker:
         raise RunError(
-            f"'{table.swaps.worker}' is just being started with another operator; ask again when it is ready"
+            f"'{table.swaps.worker}' is just being started with another operator; ask again when it"
+            " is ready"
         )
     record = worker_of(table, node)
     if not table.begun or record.life is not Life.READY:
         raise RunError(
-            f"'{record.name}', which runs '{node}', is {record.state} and not at work; ask again in a moment"
+            f"'{record.name}', which runs '{node}', is {record.state} and not at work; ask again in"
+            " a moment"
         )
 
 
@@ -69,7 +75,9 @@ def failed(table: Table, record: WorkerRecord, message: Failed, now: float) -> l
     if table.swaps.worker != record.name or record.life is Life.READY or table.swaps.taken_back:
         return None
     swap = table.swaps.made.pop()
-    table.swaps.taken_back = f"'{record.name}' could not start with '{swap.reference}': {message.message}"
+    table.swaps.taken_back = (
+        f"'{record.name}' could not start with '{swap.reference}': {message.message}"
+    )
     return end(record, now)
 
 
@@ -85,7 +93,10 @@ def ready(table: Table, record: WorkerRecord) -> list[Command]:
 
 def told(swap: Swap) -> str:
     """What has come of it, for people."""
-    return f"'{swap.node}' is '{swap.reference}' from now on (sha256 {swap.digest[:12]}), after step {swap.step}"
+    return (
+        f"'{swap.node}' is '{swap.reference}' from now on (sha256 {swap.digest[:12]}), after step"
+        f" {swap.step}"
+    )
 
 
 def end(record: WorkerRecord, now: float) -> list[Command]:
@@ -104,7 +115,10 @@ def _why_not(operator: Operator) -> str:
         case Learn():
             return "trains: weights and the optimiser's state are its own"
         case Source():
-            return "is a source: which groups are issued, and in what order, is what the ledger counts by"
+            return (
+                "is a source: which groups are issued, and in what order, is what the ledger"
+                " counts by"
+            )
         case Operator() if operator.uses is not None:
             return "computes with a model, whose weights other processes may send it"
         case _:

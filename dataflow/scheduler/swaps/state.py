@@ -12,8 +12,8 @@ class Swaps:
     """Those that count, and the one that is being swapped in."""
 
     made: list[Swap] = field(default_factory=list)
-    """In order; whatever worker starts runs the last of each of its nodes. Of those before it only the one is kept that
-    it took the place of."""
+    """In order; whatever worker starts runs the last of each of its nodes. Of those before it only
+    the one is kept that it took the place of."""
     worker: str = ""
     """Which is being replaced by one with the last of them; empty: none is."""
     taken_back: str = ""

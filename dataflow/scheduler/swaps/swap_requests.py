@@ -1,4 +1,5 @@
-"""Whoever asks for a swap: the operator is tried in a process of its own while the run goes on, then swapped in."""
+"""Whoever asks for a swap: the operator is tried in a process of its own while the run goes on,
+then swapped in."""
 
 import dataclasses
 import time
@@ -57,10 +58,16 @@ class SwapRequests:
     """
 
     def __init__(
-        self, table: Table, server: TrialServer, settings_of: Callable[[WorkerRecord], Settings],
-        swap_in: Callable[[Swap], None], reply: Callable[[Client, SwapNode, Reply], None], clock: Callable[[], float],
-    ) -> None:  # fmt: skip
-        """settings_of: what a worker that starts now would be told. swap_in: takes an operator in that fits."""
+        self,
+        table: Table,
+        server: TrialServer,
+        settings_of: Callable[[WorkerRecord], Settings],
+        swap_in: Callable[[Swap], None],
+        reply: Callable[[Client, SwapNode, Reply], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """settings_of: what a worker that starts now would be told. swap_in: takes an operator in
+        that fits."""
         self._table, self._server, self._settings_of = table, server, settings_of
         self._swap_in, self._reply, self._clock = swap_in, reply, clock
         self._pending: _PendingSwap | None = None
@@ -77,17 +84,26 @@ class SwapRequests:
             self._reply(
                 client,
                 request,
-                Refused(f"'{other.node}' is just being swapped for '{other.reference}'; ask again when that is done"),
+                Refused(
+                    f"'{other.node}' is just being swapped for '{other.reference}'; ask again when"
+                    " that is done"
+                ),
             )
             return
         wanted = Swap(
-            number=self._table.swaps.following, node=request.node, reference=request.reference, by=request.by,
-        )  # fmt: skip
+            number=self._table.swaps.following,
+            node=request.node,
+            reference=request.reference,
+            by=request.by,
+        )
         self._table.last_ticket += 1
         settings = dataclasses.replace(
-            self._settings_of(policy.worker_of(self._table, request.node)), worker=swap_trial.NAME,
-            replica=self._table.last_ticket, attempt=0, tries=wanted,
-        )  # fmt: skip
+            self._settings_of(policy.worker_of(self._table, request.node)),
+            worker=swap_trial.NAME,
+            replica=self._table.last_ticket,
+            attempt=0,
+            tries=wanted,
+        )
         trial = f"{swap_trial.NAME}-{settings.replica}"
         self._server.spawn(trial, settings.to_plain(), False, False)
         self._pending = _PendingSwap(client, request, wanted, trial, self._clock() + TRIAL_S)
@@ -102,7 +118,11 @@ class SwapRequests:
 
     def ended(self, name: str) -> None:
         """A process has ended."""
-        if self._pending is not None and self._pending.trial == name and self._pending.gone_at is None:
+        if (
+            self._pending is not None
+            and self._pending.trial == name
+            and self._pending.gone_at is None
+        ):
             self._pending.gone_at = self._clock()
 
     def look(self) -> None:
@@ -115,24 +135,33 @@ class SwapRequests:
             if pending.gone_at is not None and now - pending.gone_at > LAST_WORD_S:
                 self._refuse(
                     pending,
-                    f"importing '{pending.wanted.reference}' ended the process that tried it; mend it, and swap again",
+                    f"importing '{pending.wanted.reference}' ended the process that tried it; mend"
+                    " it, and swap again",
                 )
             elif now > pending.until:
-                self._refuse(pending, (
-                    f"'{pending.wanted.reference}' was not imported and checked within {TRIAL_S:.0f} s; have its "
-                    f"module do less where it is imported, and swap again"
-                ))  # fmt: skip
+                self._refuse(
+                    pending,
+                    f"'{pending.wanted.reference}' was not imported and checked within"
+                    f" {TRIAL_S:.0f} s; have its module do less where it is imported, and swap"
+                    " again",
+                )
         elif not swaps.worker and swaps.taken_back:
             self._refuse(pending, f"{swaps.taken_back}; it goes on with the operator before")
         elif not swaps.worker:
             self._done(pending, Swapped(policy.told(pending.wanted)))
         elif policy.worker_of(self._table, pending.wanted.node).life is Life.GONE:
-            self._done(pending, Refused(f"the run has ended before '{swaps.worker}' could start again"))
+            self._done(
+                pending, Refused(f"the run has ended before '{swaps.worker}' could start again")
+            )
         elif now > pending.until:
-            self._done(pending, Swapped(
-                f"'{pending.wanted.reference}' is taken in for '{pending.wanted.node}', but '{swaps.worker}' has not "
-                f"started within {READY_S:.0f} s (dataflow doctor says what it does)"
-            ))  # fmt: skip
+            self._done(
+                pending,
+                Swapped(
+                    f"'{pending.wanted.reference}' is taken in for '{pending.wanted.node}', but"
+                    f" '{swaps.worker}' has not started within {READY_S:.0f} s (dataflow doctor"
+                    " says what it does)"
+                ),
+            )
 
     def _judge(self, pending: _PendingSwap, message: Tried) -> None:
         self._dismiss(pending)
@@ -146,9 +175,14 @@ class SwapRequests:
             return
         found = message.swap
         pending.wanted = dataclasses.replace(
-            pending.wanted, file=found.file, source=found.source, digest=found.digest, knobs=found.knobs,
-            step=self._table.run.step, at=time.time(),
-        )  # fmt: skip
+            pending.wanted,
+            file=found.file,
+            source=found.source,
+            digest=found.digest,
+            knobs=found.knobs,
+            step=self._table.run.step,
+            at=time.time(),
+        )
         pending.until = self._clock() + READY_S
         self._swap_in(pending.wanted)
 

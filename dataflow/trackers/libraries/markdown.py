@@ -20,6 +20,13 @@ def _cell(value: Any) -> str:
     if value is None:
         return ""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    for sign, shown in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "¦"), ("\r", " "), ("\n", "⏎")):
+    for sign, shown in (
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        (">", "&gt;"),
+        ("|", "¦"),
+        ("\r", " "),
+        ("\n", "⏎"),
+    ):
         text = text.replace(sign, shown)
     return text

@@ -20,8 +20,9 @@ _MARK = "dataflow.run"
 
 @dataclass(kw_only=True, eq=False)
 class MlflowTracker(Tracker):
-    """Metrics by step, knobs as params, the graph and rollouts as artifacts. A step that came out otherwise is logged
-    once more at its number, with a later time: MLflow keeps both, and shows the later one."""
+    """Metrics by step, knobs as params, the graph and rollouts as artifacts. A step that came out
+    otherwise is logged once more at its number, with a later time: MLflow keeps both, and shows the
+    later one."""
 
     uri: str = ""
     """Empty: MLFLOW_TRACKING_URI, or a database beside the run folder, mlflow.db."""
@@ -44,7 +45,11 @@ class MlflowTracker(Tracker):
 
         self._metric, self._tag = Metric, RunTag
         self._client: Any = MlflowClient(tracking_uri=uri)
-        name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or str(run.graph.get("name"))
+        name = (
+            self.experiment
+            or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+            or str(run.graph.get("name"))
+        )
         known = self._client.get_experiment_by_name(name)
         if known is not None:
             experiment = known.experiment_id
@@ -58,7 +63,9 @@ class MlflowTracker(Tracker):
             self._client.update_run(self._id, status="RUNNING")
         else:
             mark = f"{run.name} {run.config.get('begun')}"
-            found = self._client.search_runs([experiment], f"tags.`{_MARK}` = '{mark}'", max_results=1)
+            found = self._client.search_runs(
+                [experiment], f"tags.`{_MARK}` = '{mark}'", max_results=1
+            )
             if not found:
                 found = [self._client.create_run(experiment, run_name=run.name, tags={_MARK: mark})]
             self._id = run.kept["id"] = found[0].info.run_id
@@ -70,19 +77,28 @@ class MlflowTracker(Tracker):
             for file in ("graph.svg", "graph.json"):
                 if (run.folder / file).is_file():
                     self._client.log_artifact(self._id, str(run.folder / file))
-        return f"mlflow ui --backend-store-uri {uri}" if "://" in uri and not uri.startswith("http") else uri
+        return (
+            f"mlflow ui --backend-store-uri {uri}"
+            if "://" in uri and not uri.startswith("http")
+            else uri
+        )
 
     def log(self, figures: StepFigures) -> None:
         """A metric for each number."""
         at = int(figures.at * 1000)
-        found = [self._metric(_name(key), value, at, figures.step) for key, value in figures.numbers.items()]
+        found = [
+            self._metric(_name(key), value, at, figures.step)
+            for key, value in figures.numbers.items()
+        ]
         for first in range(0, len(found), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=found[first : first + _MOST_METRICS])
 
     def rollouts(self, table: RolloutTable) -> None:
         """A table, as its page shows them."""
         path = f"rollouts/step-{table.step:06d}.json"
-        self._client.log_dict(self._id, {"columns": list(table.columns), "data": [list(r) for r in table.rows]}, path)
+        self._client.log_dict(
+            self._id, {"columns": list(table.columns), "data": [list(r) for r in table.rows]}, path
+        )
         if not any(each["path"] == path for each in self._tables):
             self._tables.append({"path": path, "type": "table"})
             while len(to_json(self._tables)) > 4_000:  # a tag has 5,000 characters at most

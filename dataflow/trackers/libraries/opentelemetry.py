@@ -1,4 +1,5 @@
-"""OpenTelemetry: a trace for each step with spans of its groups, exported as the standard variables say."""
+"""OpenTelemetry: a trace for each step with spans of its groups, exported as the standard variables
+say."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,14 @@ LOOP, SAMPLE, REWARD, TRAIN, SYNC = "rl.loop", "rl.sample", "rl.reward", "rl.tra
 
 @dataclass(kw_only=True, eq=False)
 class OpenTelemetryTracker(Tracker):
-    """Below `rl.loop`, a step, `rl.sample` and `rl.reward` for each of its groups, `rl.train` and `rl.sync`. Times of
-    groups are seen by looking at the ledger twice a second, and are no finer; a run that is over has those of steps."""
+    """Below `rl.loop`, a step, `rl.sample` and `rl.reward` for each of its groups, `rl.train` and
+    `rl.sync`. Times of groups are seen by looking at the ledger twice a second, and are no finer; a
+    run that is over has those of steps."""
 
-    packages: ClassVar[Sequence[str]] = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+    packages: ClassVar[Sequence[str]] = (
+        "opentelemetry.sdk",
+        "opentelemetry.exporter.otlp.proto.http",
+    )
     extra: ClassVar[str] = "opentelemetry"
     takes_groups: ClassVar[bool] = True
     rollouts_every: ClassVar[int] = 0
@@ -31,15 +36,22 @@ class OpenTelemetryTracker(Tracker):
             return why
         wanted = os.environ.get(EXPORTER, "otlp")
         if wanted not in ("otlp", "console"):
-            return f"spans go out as otlp or to the console, but {EXPORTER} is '{wanted}'; set it to otlp"
+            return (
+                f"spans go out as otlp or to the console, but {EXPORTER} is '{wanted}'; set it to"
+                " otlp"
+            )
         if wanted == "otlp" and not any(map(os.environ.get, ENDPOINTS)):
             return (
-                f"tracker opentelemetry sends spans where the standard variables say, but none of "
-                f"{' and '.join(ENDPOINTS)} is set; set one, as in {ENDPOINTS[0]}=http://localhost:4318"
+                "tracker opentelemetry sends spans where the standard variables say, but none of"
+                f" {' and '.join(ENDPOINTS)} is set; set one, as in"
+                f" {ENDPOINTS[0]}=http://localhost:4318"
             )
         protocol = next(filter(None, map(os.environ.get, _PROTOCOLS)), "http/protobuf")
         if wanted == "otlp" and protocol != "http/protobuf":
-            return f"spans go out over http/protobuf, but {_PROTOCOLS[1]} is '{protocol}'; set it to http/protobuf"
+            return (
+                f"spans go out over http/protobuf, but {_PROTOCOLS[1]} is '{protocol}'; set it to"
+                " http/protobuf"
+            )
         return None
 
     def start(self, run: TrackedRun) -> str:
@@ -51,7 +63,11 @@ class OpenTelemetryTracker(Tracker):
         from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
         self._trace: Any = trace
-        own = {"rl.system": "dataflow-rl", "rl.run.id": run.name, "rl.algorithm": str(run.graph.get("name"))}
+        own = {
+            "rl.system": "dataflow-rl",
+            "rl.run.id": run.name,
+            "rl.algorithm": str(run.graph.get("name")),
+        }
         if not os.environ.get("OTEL_SERVICE_NAME"):
             own["service.name"] = "dataflow-rl"
         if model := _model(run.graph):
@@ -61,7 +77,10 @@ class OpenTelemetryTracker(Tracker):
         self._exporter = _exporter()
         self._provider.add_span_processor(SimpleSpanProcessor(self._spans))
         self._tracer = self._provider.get_tracer("dataflow")
-        return f"spans go to {next(filter(None, map(os.environ.get, reversed(ENDPOINTS))), 'the console')}"
+        return (
+            "spans go to"
+            f" {next(filter(None, map(os.environ.get, reversed(ENDPOINTS))), 'the console')}"
+        )
 
     def log(self, figures: StepFigures) -> None:
         """Lines of metrics are no spans."""
@@ -69,7 +88,9 @@ class OpenTelemetryTracker(Tracker):
     def groups(self, groups: StepGroups) -> None:
         """The spans of one step."""
         known = [time for seen in groups.seen.values() for time in seen.values()]
-        seconds = {name: value for name, value in groups.metrics.items() if isinstance(value, int | float)}
+        seconds = {
+            name: value for name, value in groups.metrics.items() if isinstance(value, int | float)
+        }
         end = groups.at
         train = min(end, max(end - float(seconds.get("seconds_step", 0.0)), 0.0))
         begin = min([train, *known, *([] if groups.began is None else [groups.began])])
@@ -78,12 +99,21 @@ class OpenTelemetryTracker(Tracker):
             "rl.train.batch_size": len(groups.seen) - len(groups.dropped),
         }
         loop = self._tracer.start_span(
-            LOOP, start_time=_ns(begin), context=self._trace.set_span_in_context(self._trace.INVALID_SPAN),
+            LOOP,
+            start_time=_ns(begin),
+            context=self._trace.set_span_in_context(self._trace.INVALID_SPAN),
             attributes={
-                "rl.loop.iteration": groups.step, "dataflow.node": groups.node, "dataflow.source": groups.source,
-                **sizes, **{f"dataflow.{name}": float(v) for name, v in seconds.items() if not isinstance(v, bool)},
+                "rl.loop.iteration": groups.step,
+                "dataflow.node": groups.node,
+                "dataflow.source": groups.source,
+                **sizes,
+                **{
+                    f"dataflow.{name}": float(v)
+                    for name, v in seconds.items()
+                    if not isinstance(v, bool)
+                },
             },
-        )  # fmt: skip
+        )
         inside = self._trace.set_span_in_context(loop)
         for group, seen in groups.seen.items():
             self._group(group, seen, groups.dropped.get(group), train, inside)
@@ -106,9 +136,12 @@ class OpenTelemetryTracker(Tracker):
 
     def _group(
         self, group: int, seen: Mapping[str, float], reason: str | None, train: float, inside: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Generated and scored; what nobody saw in time has no span."""
-        named = {"dataflow.group_id": group, **({} if reason is None else {"dataflow.drop_reason": reason})}
+        named = {
+            "dataflow.group_id": group,
+            **({} if reason is None else {"dataflow.drop_reason": reason}),
+        }
         begin = seen.get("generating", seen.get("issued"))
         done = seen.get("generated", seen.get("scored", train))
         if begin is not None:
@@ -119,10 +152,18 @@ class OpenTelemetryTracker(Tracker):
             self._span(REWARD, seen["generated"], scored, inside, named, (), reason)
 
     def _span(
-        self, name: str, begin: float, end: float, inside: Any, attributes: Mapping[str, Any],
-        events: Sequence[tuple[str, float]] = (), error: str | None = None,
-    ) -> None:  # fmt: skip
-        span = self._tracer.start_span(name, context=inside, start_time=_ns(begin), attributes=dict(attributes))
+        self,
+        name: str,
+        begin: float,
+        end: float,
+        inside: Any,
+        attributes: Mapping[str, Any],
+        events: Sequence[tuple[str, float]] = (),
+        error: str | None = None,
+    ) -> None:
+        span = self._tracer.start_span(
+            name, context=inside, start_time=_ns(begin), attributes=dict(attributes)
+        )
         for event, at in events:
             span.add_event(event, timestamp=_ns(at))
         if error is not None:
@@ -145,4 +186,11 @@ def _ns(seconds: float) -> int:
 
 
 def _model(graph: Mapping[str, Any]) -> str:
-    return next((str(found["name"]) for found in map(model_of, graph.get("nodes", ())) if found.get("name")), "")
+    return next(
+        (
+            str(found["name"])
+            for found in map(model_of, graph.get("nodes", ()))
+            if found.get("name")
+        ),
+        "",
+    )

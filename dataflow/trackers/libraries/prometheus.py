@@ -21,8 +21,9 @@ ASK_S = 5.0
 
 @dataclass(kw_only=True, eq=False)
 class PrometheusTracker(Tracker):
-    """Gauges of each node's newest line, and counters of what each node has done. On loopback alone: what is to be seen
-    elsewhere, a Prometheus, an agent of it or a proxy on this machine collects here."""
+    """Gauges of each node's newest line, and counters of what each node has done. On loopback
+    alone: what is to be seen elsewhere, a Prometheus, an agent of it or a proxy on this machine
+    collects here."""
 
     port: int = PORT
     """Where it is served, at /metrics, while the run goes on."""
@@ -35,7 +36,10 @@ class PrometheusTracker(Tracker):
     def missing(self) -> str | None:
         """Also a port that somebody else has."""
         if not 0 < self.port < 65536:
-            return f"a port is a number from 1 to 65535, but --metrics-port is {self.port}; name another"
+            return (
+                f"a port is a number from 1 to 65535, but --metrics-port is {self.port}; name"
+                " another"
+            )
         if (why := super().missing()) is not None:
             return why
         with socket.socket() as tried:
@@ -44,7 +48,10 @@ class PrometheusTracker(Tracker):
                 tried.bind((HOST, self.port))
             except OSError as error:
                 why = error.strerror or str(error)
-                return f"port {self.port} of this machine cannot be had: {why}; name another with --metrics-port"
+                return (
+                    f"port {self.port} of this machine cannot be had: {why}; name another with"
+                    " --metrics-port"
+                )
         return None
 
     def start(self, run: TrackedRun) -> str:
@@ -103,22 +110,32 @@ class PrometheusTracker(Tracker):
         for (node, name), value in figures.items():
             key = f"dataflow_{_name(name)}"
             gauge = families.setdefault(
-                key, GaugeMetricFamily(key, f"{name} of a node's newest line in metrics.jsonl", labels=("run", "node"))
+                key,
+                GaugeMetricFamily(
+                    key, f"{name} of a node's newest line in metrics.jsonl", labels=("run", "node")
+                ),
             )
             gauge.add_metric((self._run, node), value)
         for (node, name), value in done.items():
             if name == "replicas":
                 key, kind, what = "dataflow_node_replicas", GaugeMetricFamily, "replicas of a node"
             else:
-                unit = "_seconds" if name in ("busy", "blocked", "idle", "waiting", "starved") else ""
-                key, kind, what = f"dataflow_node_{_name(name)}{unit}", CounterMetricFamily, f"{name} of a node so far"
+                unit = (
+                    "_seconds" if name in ("busy", "blocked", "idle", "waiting", "starved") else ""
+                )
+                key, kind, what = (
+                    f"dataflow_node_{_name(name)}{unit}",
+                    CounterMetricFamily,
+                    f"{name} of a node so far",
+                )
             family = families.setdefault(key, kind(key, what, labels=("run", "node")))
             family.add_metric((self._run, node), value)
         for at, unit in enumerate(UNITS):
             family = CounterMetricFamily(
-                f"dataflow_edge_{unit}", f"{unit} on a data edge so far, as counted at one end of it",
+                f"dataflow_edge_{unit}",
+                f"{unit} on a data edge so far, as counted at one end of it",
                 labels=("run", "edge", "counted"),
-            )  # fmt: skip
+            )
             for (edge, end), counts in crossed.items():
                 family.add_metric((self._run, edge, end), counts[at])
             if crossed:
@@ -151,7 +168,8 @@ class _Quiet(WSGIRequestHandler):
 
 
 def _guarded(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """Answers that go to callers by this machine's name alone: no page elsewhere reads them through a browser."""
+    """Answers that go to callers by this machine's name alone: no page elsewhere reads them through
+    a browser."""
 
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         host = str(environ.get("HTTP_HOST", ""))

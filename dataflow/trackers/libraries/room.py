@@ -1,4 +1,5 @@
-"""Room for libraries that write later than they take: what a disk refuses them they lose, and do not say so."""
+"""Room for libraries that write later than they take: what a disk refuses them they lose, and do
+not say so."""
 
 import errno
 import os
@@ -10,10 +11,14 @@ SPARE_BYTES = 64 << 20
 
 
 def check_room(place: Path) -> None:
-    """Raise OSError where the disk of a folder, which need not be there yet, has less room than that."""
+    """Raise OSError where the disk of a folder, which need not be there yet, has less room than
+    that."""
     while not place.exists() and place != place.parent:
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < SPARE_BYTES:
-        has = f"{os.strerror(errno.ENOSPC)}: {free >> 20} MiB are free, and {SPARE_BYTES >> 20} are needed"
+        has = (
+            f"{os.strerror(errno.ENOSPC)}: {free >> 20} MiB are free, and {SPARE_BYTES >> 20} are"
+            " needed"
+        )
         raise OSError(errno.ENOSPC, has, str(place))

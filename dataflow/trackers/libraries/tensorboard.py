@@ -12,8 +12,8 @@ from dataflow.trackers.tracker import RolloutTable, StepFigures, TrackedRun, Tra
 
 @dataclass(kw_only=True, eq=False)
 class TensorboardTracker(Tracker):
-    """Scalars by step; rollouts, knobs and edges as texts. A step that came out otherwise takes the place of the old
-    one and all after it: TensorBoard purges them."""
+    """Scalars by step; rollouts, knobs and edges as texts. A step that came out otherwise takes the
+    place of the old one and all after it: TensorBoard purges them."""
 
     folder: str = ""
     """Where event files go; empty: `tensorboard` in the run folder."""
@@ -22,7 +22,8 @@ class TensorboardTracker(Tracker):
     extra: ClassVar[str] = "tensorboard"
 
     def start(self, run: TrackedRun) -> str:
-        """A new file; after what the tracker was told for certain, so that what it tells twice counts once."""
+        """A new file; after what the tracker was told for certain, so that what it tells twice
+        counts once."""
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -47,9 +48,14 @@ class TensorboardTracker(Tracker):
         if figures.is_again and not figures.is_evaluation:
             self._purge(figures.step)
         value = self._summary.Summary.Value
-        values = [value(tag=_tag(name, figures), simple_value=number) for name, number in figures.numbers.items()]
+        values = [
+            value(tag=_tag(name, figures), simple_value=number)
+            for name, number in figures.numbers.items()
+        ]
         summary = self._summary.Summary(value=values)
-        self._writer.add_event(self._event(wall_time=figures.at, step=figures.step, summary=summary))
+        self._writer.add_event(
+            self._event(wall_time=figures.at, step=figures.step, summary=summary)
+        )
         if not figures.is_evaluation:
             self._kept["step"] = figures.step
 
@@ -72,10 +78,13 @@ class TensorboardTracker(Tracker):
     def _text(self, tag: str, text: str, step: int, at: float) -> None:
         plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
         value = self._summary.Summary.Value(
-            tag=f"{tag}/text_summary", metadata=self._summary.SummaryMetadata(plugin_data=plugin),
+            tag=f"{tag}/text_summary",
+            metadata=self._summary.SummaryMetadata(plugin_data=plugin),
             tensor=self._tensor(dtype=self._string, string_val=[text.encode()]),
-        )  # fmt: skip
-        self._writer.add_event(self._event(wall_time=at, step=step, summary=self._summary.Summary(value=[value])))
+        )
+        self._writer.add_event(
+            self._event(wall_time=at, step=step, summary=self._summary.Summary(value=[value]))
+        )
 
 
 def _tag(name: str, figures: StepFigures) -> str:
@@ -83,6 +92,10 @@ def _tag(name: str, figures: StepFigures) -> str:
     if "/" in name:
         return name
     section = (
-        "eval" if figures.is_evaluation else "time" if name.startswith("seconds_") or "_per_s" in name else "train"
+        "eval"
+        if figures.is_evaluation
+        else "time"
+        if name.startswith("seconds_") or "_per_s" in name
+        else "train"
     )
     return f"{section}/{name}"

@@ -12,13 +12,14 @@ from dataflow.trackers.tracker import RolloutTable, StepFigures, TrackedRun, Tra
 
 @dataclass(kw_only=True, eq=False)
 class TrackioTracker(Tracker):
-    """Figures by step, rollouts as tables, knobs and edges as config. A step that came out otherwise is logged once
-    more under its number; Trackio keeps both rows."""
+    """Figures by step, rollouts as tables, knobs and edges as config. A step that came out
+    otherwise is logged once more under its number; Trackio keeps both rows."""
 
     project: str = ""
     """Empty: TRACKIO_PROJECT, or the graph's name."""
     space_id: str = ""
-    """Of a Hugging Face Space that is to show it; empty: TRACKIO_SPACE_ID, or this machine alone."""
+    """Of a Hugging Face Space that is to show it; empty: TRACKIO_SPACE_ID, or this machine
+    alone."""
 
     settles_s: ClassVar[float] = 2.0
     packages: ClassVar[Sequence[str]] = ("trackio",)
@@ -36,10 +37,20 @@ class TrackioTracker(Tracker):
         project = run.kept.setdefault("project", wanted)
         space = self.space_id or os.environ.get("TRACKIO_SPACE_ID") or None
         self._run: Any = trackio.init(
-            project=project, name=run.name, space_id=space, config={**run.knobs, "edges": run.edges}, resume="allow",
-            embed=False, auto_log_gpu=False, auto_log_cpu=False,
-        )  # fmt: skip
-        return f"trackio show --project {project}" if space is None else f"https://huggingface.co/spaces/{space}"
+            project=project,
+            name=run.name,
+            space_id=space,
+            config={**run.knobs, "edges": run.edges},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        return (
+            f"trackio show --project {project}"
+            if space is None
+            else f"https://huggingface.co/spaces/{space}"
+        )
 
     def log(self, figures: StepFigures) -> None:
         """A row."""
@@ -48,7 +59,9 @@ class TrackioTracker(Tracker):
 
     def rollouts(self, table: RolloutTable) -> None:
         """A table."""
-        made = self._trackio.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+        made = self._trackio.Table(
+            columns=list(table.columns), data=[list(row) for row in table.rows]
+        )
         self._trackio.log({"rollouts": made}, step=table.step)
 
     def close(self) -> None:

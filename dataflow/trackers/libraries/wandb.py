@@ -20,15 +20,16 @@ _FLUSH = "x_transaction_log_flush_interval"
 
 @dataclass(kw_only=True, eq=False)
 class WandbTracker(Tracker):
-    """Figures over `step`, rollouts as tables, knobs as config, the graph as a picture. A step that came out otherwise
-    is logged once more: W&B only appends, and shows the later value."""
+    """Figures over `step`, rollouts as tables, knobs as config, the graph as a picture. A step that
+    came out otherwise is logged once more: W&B only appends, and shows the later value."""
 
     project: str = ""
     """Empty: WANDB_PROJECT, or the graph's name."""
     entity: str = ""
     """Empty: WANDB_ENTITY, or the user's own."""
     mode: str = ""
-    """online | offline | shared; empty: WANDB_MODE; where that is empty too and nobody has logged in, offline."""
+    """online | offline | shared; empty: WANDB_MODE; where that is empty too and nobody has logged
+    in, offline."""
 
     settles_s: ClassVar[float] = FLUSH_S + 1.0
     packages: ClassVar[Sequence[str]] = ("wandb",)
@@ -53,21 +54,35 @@ class WandbTracker(Tracker):
         if not flush:
             WandbTracker.settles_s = math.inf
         self._run: Any = wandb.init(
-            project=run.kept["project"], entity=run.kept["entity"] or None, id=run.kept["id"],
+            project=run.kept["project"],
+            entity=run.kept["entity"] or None,
+            id=run.kept["id"],
             name=os.environ.get("WANDB_NAME") or run.name,
-            dir=str(run.folder), resume="allow", mode=mode or None, config={**run.knobs, "edges": run.edges},
+            dir=str(run.folder),
+            resume="allow",
+            mode=mode or None,
+            config={**run.knobs, "edges": run.edges},
             settings=wandb.Settings(
-                console="off", silent=True, disable_git=True, disable_code=True, save_code=False,
-                x_disable_stats=True, quiet=True, **flush,
+                console="off",
+                silent=True,
+                disable_git=True,
+                disable_code=True,
+                save_code=False,
+                x_disable_stats=True,
+                quiet=True,
+                **flush,
             ),
-        )  # fmt: skip
+        )
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
         if not run.goes_on and (run.folder / "graph.svg").is_file():
             picture = (run.folder / "graph.svg").read_text()
             self._run.log({STEP: 0, "graph": wandb.Html(picture, inject=False)})
         if self._run.offline:
-            return f"offline{why} in {run.folder / 'wandb'}; wandb sync {run.folder / 'wandb'}/offline-run-* sends it"
+            return (
+                f"offline{why} in {run.folder / 'wandb'}; wandb sync"
+                f" {run.folder / 'wandb'}/offline-run-* sends it"
+            )
         return str(self._run.url)
 
     def log(self, figures: StepFigures) -> None:

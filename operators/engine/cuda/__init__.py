@@ -1,1 +1,2 @@
-"""The generator on a GPU: attention over pages and drawing in Triton, fused layers, decode steps as CUDA graphs."""
+"""The generator on a GPU: attention over pages and drawing in Triton, fused layers, decode steps as
+CUDA graphs."""

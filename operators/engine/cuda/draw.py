@@ -1,11 +1,13 @@
-"""Triton kernels that draw the next token from untruncated logits: two readings of them, nothing of that size written.
+"""Triton kernels that draw the next token from untruncated logits: two readings of them, nothing of
+that size written.
 
-The first kernel measures each stretch of a row's vocabulary (its largest logit, its sum of exponentials); the second
-finds the stretch that a row's random number falls into, and the token in it. A row's result depends on nothing but
-the row. Axes: n rows, V vocabulary, S stretches.
+The first kernel measures each stretch of a row's vocabulary (its largest logit, its sum of
+exponentials); the second finds the stretch that a row's random number falls into, and the token in
+it. A row's result depends on nothing but the row. Axes: n rows, V vocabulary, S stretches.
 """
 
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, import-not-found, unused-ignore"
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="import-not-found, unused-ignore"
 
 from __future__ import annotations
 
@@ -33,8 +35,13 @@ def draw(
     seen: torch.Tensor | None = None,
     keep: bool = False,
 ) -> Draw:
-    """`sampler.draw`, by the kernels below where one temperature is all that the sampling asks for."""
-    if isinstance(sampling, Sampling) and not sampling.truncates and sampling.repetition_penalty == 1.0:
+    """`sampler.draw`, by the kernels below where one temperature is all that the sampling asks
+    for."""
+    if (
+        isinstance(sampling, Sampling)
+        and not sampling.truncates
+        and sampling.repetition_penalty == 1.0
+    ):
         return Draw(*draw_plain(logits, sampling.temperature, seeds, counts), None)
     return sampler.draw(logits, sampling, seeds, counts, seen=seen, keep=keep)
 
@@ -42,10 +49,11 @@ def draw(
 def draw_plain(
     logits: torch.Tensor, temperature: float, seeds: torch.Tensor, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next token of each row, int64 [n], and its log-probability, float32 [n]; not finite for broken logits.
+    """The next token of each row, int64 [n], and its log-probability, float32 [n]; not finite for
+    broken logits.
 
-    The draw of `operators.engine.sampler` for a temperature above 0 and nothing else: the same noise, the same tokens
-    up to rounding. logits [n, V]; seeds and counts int64 [n].
+    The draw of `operators.engine.sampler` for a temperature above 0 and nothing else: the same
+    noise, the same tokens up to rounding. logits [n, V]; seeds and counts int64 [n].
     """
     rows, vocabulary = logits.shape
     stretch = max(LEAST_STRETCH, triton.next_power_of_2(-(-vocabulary // MOST_STRETCHES)))
@@ -59,18 +67,30 @@ def draw_plain(
     with torch.cuda.device_of(logits):
         _measure[(rows, stretches)](*given, most, sums, stretch=stretch, num_warps=4)
         _pick[(rows,)](
-            *given, most, sums, marks, tokens, logprobs, stretches,
-            stretch=stretch, padded=triton.next_power_of_2(stretches), num_warps=8,
-        )  # fmt: skip
+            *given,
+            most,
+            sums,
+            marks,
+            tokens,
+            logprobs,
+            stretches,
+            stretch=stretch,
+            padded=triton.next_power_of_2(stretches),
+            num_warps=8,
+        )
     return tokens, logprobs
 
 
 @triton.jit
-def _measure(logits, row_stride, at_stride, vocabulary, sharpness, most, sums, stretch: tl.constexpr):
+def _measure(
+    logits, row_stride, at_stride, vocabulary, sharpness, most, sums, stretch: tl.constexpr
+):
     """The largest logit of one stretch, and its sum of exponentials relative to that."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * stretch + tl.arange(0, stretch)
-    given = tl.load(logits + row * row_stride + at * at_stride, mask=at < vocabulary, other=-float("inf"))
+    given = tl.load(
+        logits + row * row_stride + at * at_stride, mask=at < vocabulary, other=-float("inf")
+    )
     given = given.to(tl.float32) * sharpness
     top = tl.max(given, 0)
     base = tl.where(top == -float("inf"), 0.0, top)
@@ -81,9 +101,20 @@ def _measure(logits, row_stride, at_stride, vocabulary, sharpness, most, sums, s
 
 @triton.jit(do_not_specialize=["stretches"])
 def _pick(
-    logits, row_stride, at_stride, vocabulary, sharpness, most, sums, marks, tokens, logprobs, stretches,
-    stretch: tl.constexpr, padded: tl.constexpr,
-):  # fmt: skip
+    logits,
+    row_stride,
+    at_stride,
+    vocabulary,
+    sharpness,
+    most,
+    sums,
+    marks,
+    tokens,
+    logprobs,
+    stretches,
+    stretch: tl.constexpr,
+    padded: tl.constexpr,
+):
     """The first token at which the summed probability exceeds the row's mark."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, padded)
@@ -101,7 +132,9 @@ def _pick(
 
     inside = tl.arange(0, stretch)
     at = chosen * stretch + inside
-    given = tl.load(logits + row * row_stride + at * at_stride, mask=at < vocabulary, other=-float("inf"))
+    given = tl.load(
+        logits + row * row_stride + at * at_stride, mask=at < vocabulary, other=-float("inf")
+    )
     given = given.to(tl.float32) * sharpness
     each = tl.exp(given - top).to(tl.float64)
     last = tl.max(tl.where(each > 0.0, inside, 0), 0)

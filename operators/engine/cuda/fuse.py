@@ -1,4 +1,5 @@
-"""Fuses what stands between the matrix products of a model's layers, by torch.compile, layer by layer."""
+"""Fuses what stands between the matrix products of a model's layers, by torch.compile, layer by
+layer."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from operators.models.layers import decoder_layers
 
 
 def fuse_layers(model: torch.nn.Module) -> int:
-    """Compile each decoder layer of a model that `self_test.adapt` has switched; how many there are.
+    """Compile each decoder layer of a model that `self_test.adapt` has switched; how many there
+    are.
 
-    Layers of one kind share their code, which is made for any number of tokens when first called. Attention stays
-    outside of it. Parameters, their names and their places stay as they are.
+    Layers of one kind share their code, which is made for any number of tokens when first called.
+    Attention stays outside of it. Parameters, their names and their places stay as they are.
 
     Raises:
         ModelError: the model has no layers of transformers' kind.

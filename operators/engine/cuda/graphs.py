@@ -1,8 +1,9 @@
-"""Decode steps as CUDA graphs: one graph for each bucket of rows, captured when that bucket comes a second time.
+"""Decode steps as CUDA graphs: one graph for each bucket of rows, captured when that bucket comes a
+second time.
 
-A graph holds addresses. What it reads (weights, pages, the rows' columns and page tables) must stay where it is; call
-`forget` when something has moved. Whatever is no function of fixed tensors must be part of the key.
-"""
+A graph holds addresses. What it reads (weights, pages, the rows' columns and page tables) must stay
+where it is; call `forget` when something has moved. Whatever is no function of fixed tensors must
+be part of the key."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ FINE = 64
 
 
 def buckets(slots: int) -> tuple[int, ...]:
-    """How many rows a graph is captured for: 1, 2, 4, then multiples of 8, coarser above FINE, `slots` last."""
+    """How many rows a graph is captured for: 1, 2, 4, then multiples of 8, coarser above FINE,
+    `slots` last."""
     sizes = [1, 2, 4, *range(8, FINE + 1, 8)]
     step = FINE // 4
     while sizes[-1] < slots:
@@ -39,7 +41,8 @@ def bucket_of(rows: int, sizes: tuple[int, ...]) -> int:
 
 
 class GraphReplays:
-    """Runs `work(size, *key)` on fixed buffers: the first time as it is, from the second on as a graph.
+    """Runs `work(size, *key)` on fixed buffers: the first time as it is, from the second on as a
+    graph.
 
     On the CPU it is run as it is every time, so that all around it can be tested there.
     """
@@ -64,7 +67,9 @@ class GraphReplays:
         """Do the work for this key."""
         if not self._cuda:
             self._work(*key)
-        elif key in self._graphs or (key in self._ready and self.refused is None and self._capture(key)):
+        elif key in self._graphs or (
+            key in self._ready and self.refused is None and self._capture(key)
+        ):
             self._graphs[key].replay()
         else:
             self._aside(key)
@@ -86,13 +91,15 @@ class GraphReplays:
     def _capture(self, key: tuple[Hashable, ...]) -> bool:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 self._work(*key)
         except RuntimeError as error:
             self.refused = str(error).splitlines()[0]
             warnings.warn(
-                f"decode steps are run without CUDA graphs: this model's cannot be captured ({self.refused}); "
-                f"its forward pass waits for the device somewhere",
+                "decode steps are run without CUDA graphs: this model's cannot be captured"
+                f" ({self.refused}); its forward pass waits for the device somewhere",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -104,8 +111,11 @@ class GraphReplays:
 class FixedRows(Protocol):
     """The rows' state on the device, at addresses that stay."""
 
-    def front(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the first `count` rows: newest tokens, positions, page table [count, W], seeds, tokens drawn."""
+    def front(
+        self, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the first `count` rows: newest tokens, positions, page table [count, W], seeds, tokens
+        drawn."""
 
     def fill(self, count: int, page: int) -> None:
         """Let the rows behind the live ones, up to `count`, stand at position 0 of `page`."""
@@ -119,7 +129,8 @@ Drawing = Callable[[torch.Tensor, Sampling, torch.Tensor, torch.Tensor], Draw]
 
 
 class GraphedDecode:
-    """The decode step of rows that are all under way: forward pass and draw, padded to a bucket, replayed."""
+    """The decode step of rows that are all under way: forward pass and draw, padded to a bucket,
+    replayed."""
 
     def __init__(
         self,
@@ -132,15 +143,23 @@ class GraphedDecode:
         slots: int,
         device: torch.device,
     ) -> None:
-        """The arguments are what the engine's own step uses; `rows` and `cache` keep their tensors' places."""
-        self._forward, self._drawing, self._rows, self._cache, self._kernel = forward, drawing, rows, cache, kernel
+        """The arguments are what the engine's own step uses; `rows` and `cache` keep their tensors'
+        places."""
+        self._forward, self._drawing, self._rows, self._cache, self._kernel = (
+            forward,
+            drawing,
+            rows,
+            cache,
+            kernel,
+        )
         self._sizes = buckets(slots)
         self._tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(slots, dtype=torch.float32, device=device)
         self.replays = GraphReplays(self._step, device)
 
     def __call__(self, live: int, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens int64 [live] and log-probabilities [live] of the first `live` rows, good until the next call."""
+        """Tokens int64 [live] and log-probabilities [live] of the first `live` rows, good until the
+        next call."""
         size = bucket_of(live, self._sizes)
         self._rows.fill(size, self._cache.scratch)
         self.replays(size, sampling)
@@ -148,7 +167,9 @@ class GraphedDecode:
 
     def _step(self, size: int, sampling: Sampling) -> None:
         last, positions, table, seeds, counts = self._rows.front(size)
-        layout = AttentionLayout(self._cache, positions, table.shape[1] * PAGE, table, kernel=self._kernel)
+        layout = AttentionLayout(
+            self._cache, positions, table.shape[1] * PAGE, table, kernel=self._kernel
+        )
         drawn = self._drawing(self._forward(last, positions, layout), sampling, seeds, counts)
         self._tokens[:size] = drawn.tokens
         self._logprobs[:size] = drawn.logprobs

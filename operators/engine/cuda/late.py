@@ -1,8 +1,9 @@
-"""Flags of rows that ended, read a step after they were written, so that the host never waits for the newest step.
+"""Flags of rows that ended, read a step after they were written, so that the host never waits for
+the newest step.
 
-While the device does step t, the host reads the flags of step t - 1. A row that ended there has drawn a token too many
-by then, which is cut off. With no lag, flags are read at once and nothing is cut.
-"""
+While the device does step t, the host reads the flags of step t - 1. A row that ended there has
+drawn a token too many by then, which is cut off. With no lag, flags are read at once and nothing is
+cut."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class LateFlags:
         self._pushed += 1
 
     def due(self) -> AnyArray:
-        """Tickets flagged `lag` steps ago, int64; a ticket that has left meanwhile may be among them."""
+        """Tickets flagged `lag` steps ago, int64; a ticket that has left meanwhile may be among
+        them."""
         return self._flagged(self.lag)
 
     def rest(self) -> AnyArray:
@@ -59,7 +61,8 @@ class LateFlags:
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
-        """What is read inside waits for the step whose flags were read last, and not for the newest."""
+        """What is read inside waits for the step whose flags were read last, and not for the
+        newest."""
         if self._side is None or self._read is None:
             yield
             return

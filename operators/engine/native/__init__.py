@@ -1,1 +1,2 @@
-"""The generator's kernels for CPUs in C, compiled on the machine that runs them: paged attention, a decoder step."""
+"""The generator's kernels for CPUs in C, compiled on the machine that runs them: paged attention, a
+decoder step."""

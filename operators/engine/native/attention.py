@@ -1,7 +1,8 @@
-"""Decode attention over the paged cache, by the C kernel: siblings read the pages that they share once.
+"""Decode attention over the paged cache, by the C kernel: siblings read the pages that they share
+once.
 
-Axes: n rows, H query heads, K key/value heads, D width of a head, P pages of PAGE tokens, W pages of a row, r runs.
-"""
+Axes: n rows, H query heads, K key/value heads, D width of a head, P pages of PAGE tokens, W pages
+of a row, r runs."""
 
 from __future__ import annotations
 
@@ -23,10 +24,25 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 _LONG, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _ARGUMENTS = (
-    *(_POINTER, _LONG, _LONG) * 3, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER,
-    *(_LONG,) * 6, _FLOAT, _FLOAT, _LONG, _POINTER, _POINTER, _LONG, _LONG,
-)  # fmt: skip
-
+    *(_POINTER, _LONG, _LONG) * 3,
+    _POINTER,
+    _POINTER,
+    _LONG,
+    _POINTER,
+    _POINTER,
+    _LONG,
+    _POINTER,
+    _POINTER,
+    _POINTER,
+    *(_LONG,) * 6,
+    _FLOAT,
+    _FLOAT,
+    _LONG,
+    _POINTER,
+    _POINTER,
+    _LONG,
+    _LONG,
+)
 Compiled = Callable[..., None]
 
 
@@ -44,7 +60,8 @@ def kernel() -> Compiled | None:
 
 
 def serves(model: torch.nn.Module) -> bool:
-    """Whether the kernel can take what the model computes: all float32 or all bfloat16, on the CPU."""
+    """Whether the kernel can take what the model computes: all float32 or all bfloat16, on the
+    CPU."""
     kinds = {(weight.dtype, weight.device.type) for weight in model.parameters()}
     return len(kinds) == 1 and kinds <= {(dtype, "cpu") for dtype in DTYPES}
 
@@ -61,24 +78,32 @@ def decode_attention(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Write key and value [K, n, D] at the rows' positions into their pages and attend there with query [H, n, D].
+    """Write key and value [K, n, D] at the rows' positions into their pages and attend there with
+    query [H, n, D].
 
-    keys and values are a layer's, [P, K, PAGE, D], dense. All of one type, float32 or bfloat16, on the CPU; sums and
-    weights are float32. A row's bits depend neither on the other rows nor on threads. Returns [n, H, D].
-    Raises ModelError for tensors that the kernel cannot take.
+    keys and values are a layer's, [P, K, PAGE, D], dense. All of one type, float32 or bfloat16, on
+    the CPU; sums and weights are float32. A row's bits depend neither on the other rows nor on
+    threads. Returns [n, H, D]. Raises ModelError for tensors that the kernel cannot take.
     """
     heads, rows, width = query.shape
     found = [tuple(tensor.shape) for tensor in (key, value, keys, values)]
     groups = keys.shape[1]
     if (
-        found[0] != found[1] or found[2] != found[3] or found[2][1:] != (groups, PAGE, width) or heads % groups
-        or found[0] != (groups, rows, width) or not query.stride(2) == key.stride(2) == value.stride(2) == 1
-        or not keys.is_contiguous() or not values.is_contiguous() or query.dtype not in DTYPES
+        found[0] != found[1]
+        or found[2] != found[3]
+        or found[2][1:] != (groups, PAGE, width)
+        or heads % groups
+        or found[0] != (groups, rows, width)
+        or not query.stride(2) == key.stride(2) == value.stride(2) == 1
+        or not keys.is_contiguous()
+        or not values.is_contiguous()
+        or query.dtype not in DTYPES
         or not query.dtype == key.dtype == value.dtype == keys.dtype == values.dtype
-    ):  # fmt: skip
+    ):
         raise ModelError(
-            f"the C kernel needs queries, keys and values of one width and type (float32 or bfloat16) with a dense "
-            f"last axis; found {tuple(query.shape)} {query.dtype}, {found} {keys.dtype}; attend with torch's operators"
+            "the C kernel needs queries, keys and values of one width and type (float32 or"
+            f" bfloat16) with a dense last axis; found {tuple(query.shape)} {query.dtype}, {found}"
+            f" {keys.dtype}; attend with torch's operators"
         )
     repeats, threads = heads // groups, torch.get_num_threads()
     most_rows = max(1, min(MOST_QUERIES // repeats, -(-rows * groups // (2 * threads))))
@@ -88,13 +113,38 @@ def decode_attention(
     scratch = torch.empty(threads * size)
     runs, shared = layout.runs, layout.shared
     kernel(
-        query.data_ptr(), query.stride(1), query.stride(0), key.data_ptr(), key.stride(1), key.stride(0),
-        value.data_ptr(), value.stride(1), value.stride(0), keys.data_ptr(), values.data_ptr(),
-        query.dtype == torch.bfloat16, out.data_ptr(), layout.table.data_ptr(), layout.table.stride(0),
-        layout.positions.data_ptr(), None if runs is None else runs.data_ptr(),
-        None if shared is None else shared.data_ptr(), 0 if shared is None else len(shared), rows, groups, repeats,
-        width, window or 0, scale, softcap or 0.0, most_rows, units.data_ptr(), scratch.data_ptr(), size, threads,
-    )  # fmt: skip
+        query.data_ptr(),
+        query.stride(1),
+        query.stride(0),
+        key.data_ptr(),
+        key.stride(1),
+        key.stride(0),
+        value.data_ptr(),
+        value.stride(1),
+        value.stride(0),
+        keys.data_ptr(),
+        values.data_ptr(),
+        query.dtype == torch.bfloat16,
+        out.data_ptr(),
+        layout.table.data_ptr(),
+        layout.table.stride(0),
+        layout.positions.data_ptr(),
+        None if runs is None else runs.data_ptr(),
+        None if shared is None else shared.data_ptr(),
+        0 if shared is None else len(shared),
+        rows,
+        groups,
+        repeats,
+        width,
+        window or 0,
+        scale,
+        softcap or 0.0,
+        most_rows,
+        units.data_ptr(),
+        scratch.data_ptr(),
+        size,
+        threads,
+    )
     return out
 
 

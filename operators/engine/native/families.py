@@ -1,4 +1,5 @@
-"""Which models the fused step can compute: decoders of the Llama shape, told by their classes and settings."""
+"""Which models the fused step can compute: decoders of the Llama shape, told by their classes and
+settings."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from operators.engine.native.attention import serves
 from operators.models.borders import CHANGING
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
-"""Rotary position embeddings, RMS norms, grouped attention, gated SiLU: alike but for biases, norms and windows."""
+"""Rotary position embeddings, RMS norms, grouped attention, gated SiLU: alike but for biases, norms
+and windows."""
 SILU = ("SiLUActivation", "SiLU")
 
 
@@ -24,14 +26,19 @@ def reason_against(model: torch.nn.Module) -> str | None:
     for module in model.modules():
         name = type(module).__name__
         own = type(module).__module__ == home and name.startswith(family)
-        known = type(module) in (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList) or name in SILU
+        known = (
+            type(module) in (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList)
+            or name in SILU
+        )
         if not own and not known:
             return f"it holds a {name}"
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"a hook or a forward of its own is set on a {name}"
     if (kind := str(model.model.rotary_emb.rope_type)) in CHANGING:  # type: ignore[union-attr]
         return f"its rotary embedding is {kind} and not settled"
-    if not serves(model) or any(type(weight) is not torch.nn.Parameter for weight in model.parameters()):
+    if not serves(model) or any(
+        type(weight) is not torch.nn.Parameter for weight in model.parameters()
+    ):
         return "its weights are not all plain float32 or all plain bfloat16 on the CPU"
     return None
 

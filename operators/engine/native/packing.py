@@ -1,7 +1,8 @@
-"""A decoder's weights as the kernels read them: packed panels in one block of memory, described by C structures.
+"""A decoder's weights as the kernels read them: packed panels in one block of memory, described by
+C structures.
 
-Axes: H hidden, K key/value heads, R query heads for each, D width of a head, I inner width, V vocabulary.
-"""
+Axes: H hidden, K key/value heads, R query heads for each, D width of a head, I inner width, V
+vocabulary."""
 
 from __future__ import annotations
 
@@ -20,45 +21,77 @@ class Matrix(ctypes.Structure):
     """A packed weight [out, in]; see matmul.c."""
 
     _fields_ = [
-        ("packed", POINTER), ("bias", POINTER), ("inputs", LONG), ("outputs", LONG), ("panels", LONG),
+        ("packed", POINTER),
+        ("bias", POINTER),
+        ("inputs", LONG),
+        ("outputs", LONG),
+        ("panels", LONG),
         ("halves", LONG),
-    ]  # fmt: skip
+    ]
 
 
 class Packing(ctypes.Structure):
     """A weight [out, in] to pack; see matmul.c."""
 
     _fields_ = [
-        ("weight", POINTER), ("out", LONG), ("in", LONG), ("part", LONG), ("parts", LONG), ("packed", POINTER),
-    ]  # fmt: skip
+        ("weight", POINTER),
+        ("out", LONG),
+        ("in", LONG),
+        ("part", LONG),
+        ("parts", LONG),
+        ("packed", POINTER),
+    ]
 
 
 class Layer(ctypes.Structure):
     """See decoder.c."""
 
     _fields_ = [
-        ("qkv", Matrix), ("mixed", Matrix), ("gates", Matrix), ("down", Matrix),
-        ("before_attention", POINTER), ("before_gates", POINTER), ("query_norm", POINTER), ("key_norm", POINTER),
-        ("keys", POINTER), ("values", POINTER), ("window", LONG),
-    ]  # fmt: skip
+        ("qkv", Matrix),
+        ("mixed", Matrix),
+        ("gates", Matrix),
+        ("down", Matrix),
+        ("before_attention", POINTER),
+        ("before_gates", POINTER),
+        ("query_norm", POINTER),
+        ("key_norm", POINTER),
+        ("keys", POINTER),
+        ("values", POINTER),
+        ("window", LONG),
+    ]
 
 
 class DecoderStruct(ctypes.Structure):
     """See decoder.c."""
 
     _fields_ = [
-        ("layers", ctypes.POINTER(Layer)), ("layer_count", LONG), ("hidden", LONG), ("inner", LONG), ("heads", LONG),
-        ("repeats", LONG), ("width", LONG), ("vocabulary", LONG), ("cache_halves", LONG), ("embedding_halves", LONG),
-        ("embedding", POINTER), ("last_norm", POINTER), ("head", Matrix), ("cosines", POINTER), ("sines", POINTER),
-        ("epsilon", FLOAT), ("scale", FLOAT),
-    ]  # fmt: skip
+        ("layers", ctypes.POINTER(Layer)),
+        ("layer_count", LONG),
+        ("hidden", LONG),
+        ("inner", LONG),
+        ("heads", LONG),
+        ("repeats", LONG),
+        ("width", LONG),
+        ("vocabulary", LONG),
+        ("cache_halves", LONG),
+        ("embedding_halves", LONG),
+        ("embedding", POINTER),
+        ("last_norm", POINTER),
+        ("head", Matrix),
+        ("cosines", POINTER),
+        ("sines", POINTER),
+        ("epsilon", FLOAT),
+        ("scale", FLOAT),
+    ]
 
 
 class PackedWeights:
-    """Packs a model's weights, again whenever they changed, into memory that stays where it is until it is let go."""
+    """Packs a model's weights, again whenever they changed, into memory that stays where it is
+    until it is let go."""
 
     def __init__(self, library: Any, model: Any, precision: torch.dtype) -> None:
-        """Make room for the weights of `model` (see `families.reason_against`) in that precision and pack them."""
+        """Make room for the weights of `model` (see `families.reason_against`) in that precision
+        and pack them."""
         self._library = library
         self._panel = 2 * library.dataflow_lanes()
         self._model = model
@@ -67,13 +100,20 @@ class PackedWeights:
         attention = model.model.layers[0].self_attn
         self.layers = (Layer * config.num_hidden_layers)()
         self.decoder = DecoderStruct(
-            layers=self.layers, layer_count=config.num_hidden_layers, hidden=config.hidden_size,
-            inner=config.intermediate_size, heads=config.num_key_value_heads,
-            repeats=config.num_attention_heads // config.num_key_value_heads, width=attention.head_dim,
-            vocabulary=model.lm_head.weight.shape[0], epsilon=config.rms_norm_eps, scale=attention.scaling,
-        )  # fmt: skip
+            layers=self.layers,
+            layer_count=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            heads=config.num_key_value_heads,
+            repeats=config.num_attention_heads // config.num_key_value_heads,
+            width=attention.head_dim,
+            vocabulary=model.lm_head.weight.shape[0],
+            epsilon=config.rms_norm_eps,
+            scale=attention.scaling,
+        )
         self._matrices: list[tuple[torch.Tensor, int, int, int]] = []
-        """Parameters that are packed: which part of how many in their panels, and where they go, in floats."""
+        """Parameters that are packed: which part of how many in their panels, and where they go, in
+        floats."""
         self._biases: list[tuple[torch.Tensor, int, int, int]] = []
         self._vectors: list[tuple[ctypes.Structure, str, torch.Tensor]] = []
         """Parameters that are read as they are: from the field of which structure."""
@@ -95,8 +135,12 @@ class PackedWeights:
             self._start = self._memory.data_ptr()
             self._describe()
         self._kept.clear()
-        sources = [(self._as_words(weight), part, parts, to) for weight, part, parts, to in self._matrices]
-        sources += [(_floats(bias)[:, None], part, parts, to) for bias, part, parts, to in self._biases]
+        sources = [
+            (self._as_words(weight), part, parts, to) for weight, part, parts, to in self._matrices
+        ]
+        sources += [
+            (_floats(bias)[:, None], part, parts, to) for bias, part, parts, to in self._biases
+        ]
         packings = [
             Packing(self._keep(dense).data_ptr(), *dense.shape, part, parts, self._start + 4 * to)
             for dense, part, parts, to in sources
@@ -126,7 +170,10 @@ class PackedWeights:
             layer.mixed = self._matrix([attention.o_proj], 1)
             layer.gates = self._matrix([mlp.gate_proj, mlp.up_proj], 2)
             layer.down = self._matrix([mlp.down_proj], 1)
-            norms = [("before_attention", module.input_layernorm), ("before_gates", module.post_attention_layernorm)]
+            norms = [
+                ("before_attention", module.input_layernorm),
+                ("before_gates", module.post_attention_layernorm),
+            ]
             norms += [
                 (name, getattr(attention, norm))
                 for name, norm in (("query_norm", "q_norm"), ("key_norm", "k_norm"))
@@ -138,10 +185,13 @@ class PackedWeights:
         decoder.embedding_halves = model.model.embed_tokens.weight.dtype == torch.bfloat16
 
     def _matrix(self, linears: list[torch.nn.Linear], parts: int) -> Matrix:
-        """Linears of equal input, one after the other in panels of their own, or `parts` of them in each panel."""
+        """Linears of equal input, one after the other in panels of their own, or `parts` of them in
+        each panel."""
         inputs = linears[0].in_features
         words = (inputs + 1) // 2 if self._halves else inputs
-        outputs = [-(-linear.out_features * parts // self._panel) * self._panel for linear in linears]
+        outputs = [
+            -(-linear.out_features * parts // self._panel) * self._panel for linear in linears
+        ]
         total = sum(outputs) // parts
         weights = self._room(total * words)
         biased = any(linear.bias is not None for linear in linears)
@@ -152,16 +202,26 @@ class PackedWeights:
             if linear.bias is not None:
                 self._biases.append((linear.bias, part % parts, parts, biases + start))
             start += count if parts == 1 else 0
-        out = total if parts == 1 and len(linears) > 1 else sum(linear.out_features for linear in linears)
+        out = (
+            total
+            if parts == 1 and len(linears) > 1
+            else sum(linear.out_features for linear in linears)
+        )
         bias_place = self._start + 4 * biases if biased else None
-        return Matrix(self._start + 4 * weights, bias_place, inputs, out, total // self._panel, self._halves)
+        return Matrix(
+            self._start + 4 * weights, bias_place, inputs, out, total // self._panel, self._halves
+        )
 
     def _as_words(self, weight: torch.Tensor) -> torch.Tensor:
         """As float32, or as pairs of bfloat16 that pass for float32: [out, words], dense."""
         if not self._halves:
             return _floats(weight)
         halves = weight.detach().to(torch.bfloat16)
-        return torch.nn.functional.pad(halves, (0, halves.shape[1] % 2)).contiguous().view(torch.float32)
+        return (
+            torch.nn.functional.pad(halves, (0, halves.shape[1] % 2))
+            .contiguous()
+            .view(torch.float32)
+        )
 
     def _room(self, floats: int) -> int:
         start = self._used
@@ -174,4 +234,8 @@ class PackedWeights:
 
 
 def _floats(weight: torch.Tensor) -> torch.Tensor:
-    return weight if weight.dtype == torch.float32 and weight.is_contiguous() else weight.detach().float().contiguous()
+    return (
+        weight
+        if weight.dtype == torch.float32 and weight.is_contiguous()
+        else weight.detach().float().contiguous()
+    )

@@ -1,4 +1,5 @@
-"""Adapters of a model that ranks share out: each rank takes what belongs to its slices, and merges it into these."""
+"""Adapters of a model that ranks share out: each rank takes what belongs to its slices, and merges
+it into these."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from operators.models.merged_adapters import Merged
 def merged_slices(
     model: Any, lora: LoRA, shards: Mapping[str, Shard], folder: Path | None
 ) -> tuple[Merged, dict[str, Shard]]:
-    """What merges adapters into the slices that `distribute` left in `model`, and what a rank takes of each version.
+    """What merges adapters into the slices that `distribute` left in `model`, and what a rank takes
+    of each version.
 
-    Where a rank has rows of a layer it takes these rows of B, where it has columns these columns of A, and the other
-    one whole: its B @ A is its slice of the whole one. folder: adapters to begin with. Raises ModelError as
-    `adapters.adapted_layers` and `adapters.read`.
+    Where a rank has rows of a layer it takes these rows of B, where it has columns these columns of
+    A, and the other one whole: its B @ A is its slice of the whole one. folder: adapters to begin
+    with. Raises ModelError as `adapters.adapted_layers` and `adapters.read`.
     """
     layers = adapted_layers(model, lora, folder)
     merged = Merged(model, layers)

@@ -1,4 +1,5 @@
-"""A rank behind rank 0: a fork that `launch` makes, or python -m operators.engine.parallel.follower FD."""
+"""A rank behind rank 0: a fork that `launch` makes, or python -m operators.engine.parallel.follower
+FD."""
 
 from __future__ import annotations
 
@@ -44,18 +45,37 @@ def _work(channel: Channel[Any], ends: contextlib.ExitStack) -> None:
 
 def _serve(channel: Channel[Any], settings: EngineSettings) -> None:
     """Join, load, build, and follow rank 0 to the end."""
-    node, rank, device, wait_s = settings.node, settings.rank, settings.device, settings.limits.exchange_s
+    node, rank, device, wait_s = (
+        settings.node,
+        settings.rank,
+        settings.device,
+        settings.limits.exchange_s,
+    )
     mesh = group.join(Path(settings.folder), rank, settings.size, torch.device(device), wait_s)
     watch = group.watched(wait_s)
     aside = None if settings.aside is None else Path(settings.aside)
-    context = Context(node=node, device=device, threads=settings.threads, quantized=settings.quantized, aside=aside)
+    context = Context(
+        node=node,
+        device=device,
+        threads=settings.threads,
+        quantized=settings.quantized,
+        aside=aside,
+    )
     with watch.within():
-        member = make_member(settings.declaration, context, mesh, following(channel, rank, wait_s, watch))
+        member = make_member(
+            settings.declaration, context, mesh, following(channel, rank, wait_s, watch)
+        )
     own = {name: shard.local for name, shard in member.shards.items()}
     with beside(
-        channel, rank, settings.site, device, own, plain_pieces(member.shards), limits=settings.limits,
+        channel,
+        rank,
+        settings.site,
+        device,
+        own,
+        plain_pieces(member.shards),
+        limits=settings.limits,
         attempt=settings.attempt,
-    ) as end:  # fmt: skip
+    ) as end:
         follow(member, channel, rank, wait_s, watch, end)
 
 

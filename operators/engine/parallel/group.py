@@ -38,6 +38,8 @@ def largest(numbers: torch.Tensor) -> None:
 def digests(shards: Mapping[str, Shard]) -> dict[str, int]:
     """A checksum (xxh3, 64 bits) of the bytes of each parameter of this rank, by name."""
     return {
-        name: xxhash.xxh3_64_intdigest(shard.local.data.cpu().view(-1).view(torch.uint8).numpy().data)
+        name: xxhash.xxh3_64_intdigest(
+            shard.local.data.cpu().view(-1).view(torch.uint8).numpy().data
+        )
         for name, shard in shards.items()
     }

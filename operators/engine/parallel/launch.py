@@ -24,7 +24,8 @@ from operators.ranks.weights import Leader, met, opens_for_ranks
 
 
 def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> BuiltEngine:
-    """As `build_native`, on `size` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
+    """As `build_native`, on `size` ranks: this process is rank 0; on GPUs, rank r takes the r-th
+    after this one's.
 
     Raises:
         ModelError: the model cannot be loaded or dealt out.
@@ -37,13 +38,24 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
         for rank in range(1, size):
             team.answer(rank, Started)
         for rank in range(1, size):
-            place = f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else context.device
+            place = (
+                f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else context.device
+            )
             settings = EngineSettings(
-                declaration=declaration, node=context.node, replica=context.rank, rank=rank, size=size, device=place,
-                threads=context.threads, folder=str(team.folder), site=None if opens is None else opens.site,
-                attempt=context.attempt, quantized=context.quantized, limits=context.limits,
+                declaration=declaration,
+                node=context.node,
+                replica=context.rank,
+                rank=rank,
+                size=size,
+                device=place,
+                threads=context.threads,
+                folder=str(team.folder),
+                site=None if opens is None else opens.site,
+                attempt=context.attempt,
+                quantized=context.quantized,
+                limits=context.limits,
                 aside=None if context.aside is None else str(context.aside),
-            )  # fmt: skip
+            )
             team.tell(settings, rank)
         mesh = group.join(team.folder, 0, size, device, context.limits.exchange_s)
         watch = group.watched(context.limits.exchange_s)
@@ -54,12 +66,14 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
     if opens is not None:
         own = {name: shard.local for name, shard in member.shards.items()}
         reader = functools.partial(Leader, exchange, context.clock, opens, slices, own)
-    return dataclasses.replace(member.built, engine=Lockstep(member, exchange), reader=reader, ranks=exchange)
+    return dataclasses.replace(
+        member.built, engine=Lockstep(member, exchange), reader=reader, ranks=exchange
+    )
 
 
 def start_of(device: torch.device, keep: Sequence[int] = ()) -> Start:
-    """A fork, which has imported all that this process has; a fresh interpreter where it is to use a GPU, or this
-    process has used one. keep: open files for it."""
+    """A fork, which has imported all that this process has; a fresh interpreter where it is to use
+    a GPU, or this process has used one. keep: open files for it."""
     if device.type == "cuda" or has_used_cuda():
         return program(follower.__name__, keep)
     return forked(lambda end, _rank: follower.main(end), keep)

@@ -1,9 +1,10 @@
-"""Keeps the engines of all ranks in step: rank 0 says what it is about to do, and the others do the same.
+"""Keeps the engines of all ranks in step: rank 0 says what it is about to do, and the others do the
+same.
 
-An engine's state is a function of what it was told and of the tokens that were drawn, and the gathered logits are the
-same bytes on every rank, so all ranks draw the same tokens without sending them. Each message that begins a step
-carries a checksum of rank 0's rows, so a rank that drew otherwise ends with an error before it can answer wrongly.
-"""
+An engine's state is a function of what it was told and of the tokens that were drawn, and the
+gathered logits are the same bytes on every rank, so all ranks draw the same tokens without sending
+them. Each message that begins a step carries a checksum of rank 0's rows, so a rank that drew
+otherwise ends with an error before it can answer wrongly."""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ from operators.ranks.weights import followed
 
 
 class Lockstep:
-    """Rank 0's engine, with those of the other ranks behind it; what it does not define is the engine's own.
+    """Rank 0's engine, with those of the other ranks behind it; what it does not define is the
+    engine's own.
 
     consumes: the calls of the generator's runtime
     produces: messages to the other ranks; what rank 0's engine returns
     waits for: the other ranks, in each exchange, up to the group's time-out
-    unblocked by: their part of the exchange, their end, or the time-out; after an error every call raises
-    """
+    unblocked by: their part of the exchange, their end, or the time-out; after an error every call
+    raises"""
 
     def __init__(self, member: RankEngine, exchange: Exchange) -> None:
         """member: rank 0's."""
@@ -43,22 +45,28 @@ class Lockstep:
         self.shards = member.shards
         """Rank 0's, by name."""
         self._exchange = exchange
-        self._tell, self._together, self._answers = exchange.tell, exchange.together, exchange.answers
+        self._tell, self._together, self._answers = (
+            exchange.tell,
+            exchange.together,
+            exchange.answers,
+        )
 
     @property
     def tensors(self) -> dict[str, Any]:
         """None that can be written alone. Raises RunError."""
         team = self._exchange.team
         raise RunError(
-            f"the weights of '{team.node}' lie on {team.size} ranks; found a call for whole tensors; "
-            f"let each rank take its part of a version from the weight plane, or use tensor_parallel=1"
+            f"the weights of '{team.node}' lie on {team.size} ranks; found a call for whole"
+            " tensors; let each rank take its part of a version from the weight plane, or use"
+            " tensor_parallel=1"
         )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def step(self, starts: Sequence[PromptStart] = ()) -> list[EndedRollout]:
-        """As `Engine.step`, on all ranks. Raises WorkerDied or DeadlineError when a rank does not take part."""
+        """As `Engine.step`, on all ranks. Raises WorkerDied or DeadlineError when a rank does not
+        take part."""
         with self._together(f"step {self._engine.steps + 1}"):
             self._tell(Step(state_of(self._engine), tuple(map(StartMessage.of, starts))))
             return self._engine.step(starts)
@@ -99,8 +107,8 @@ def follow(
 ) -> None:
     """Do what rank 0 says until it says that all is over.
 
-    wait_s: for a message that has begun. watch: bounds exchanges. beside: this rank's end of the weight plane, where
-    there is one.
+    wait_s: for a message that has begun. watch: bounds exchanges. beside: this rank's end of the
+    weight plane, where there is one.
 
     consumes: messages of rank 0
     produces: this rank's part of each exchange
@@ -126,8 +134,9 @@ def follow(
             case Step():
                 if state_of(engine) != message.state:
                     raise RunError(
-                        f"rank {rank} is not in step with rank 0: before step {engine.steps + 1} its rows or their "
-                        f"tokens differ; use the same kind of device and the same libraries for all ranks"
+                        f"rank {rank} is not in step with rank 0: before step {engine.steps + 1}"
+                        " its rows or their tokens differ; use the same kind of device and the"
+                        " same libraries for all ranks"
                     )
                 engine.step([prompt.start(stops) for prompt in message.prompts])
             case Abort():
@@ -136,12 +145,19 @@ def follow(
                 engine.adopted(message.version)
             case Digest():
                 channel.send(Digests(group.digests(member.shards)))
-            case _ if not (followed(message, channel, beside) or memory.followed(message, channel, watch)):
-                raise RunError(f"rank {rank} was told {message!r}, which it does not know; start it with rank 0")
+            case _ if not (
+                followed(message, channel, beside) or memory.followed(message, channel, watch)
+            ):
+                raise RunError(
+                    f"rank {rank} was told {message!r}, which it does not know; start it with"
+                    " rank 0"
+                )
 
     while True:
         message = next_message(channel, rank, parent, wait_s)
         if isinstance(message, Close):
             return
-        with named(channel, rank, parent, f"{type(message).__name__.lower()} {engine.steps + 1}", watch):
+        with named(
+            channel, rank, parent, f"{type(message).__name__.lower()} {engine.steps + 1}", watch
+        ):
             apply(message)

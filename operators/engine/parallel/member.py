@@ -43,8 +43,11 @@ class RankEngine:
         return self.built.native
 
 
-def make_member(declaration: GeneratorKnobs, context: Context, mesh: DeviceMesh, loading: Loading) -> RankEngine:
-    """Load this rank's slices and build its engine; all ranks together, since the engine's self-test is a forward pass.
+def make_member(
+    declaration: GeneratorKnobs, context: Context, mesh: DeviceMesh, loading: Loading
+) -> RankEngine:
+    """Load this rank's slices and build its engine; all ranks together, since the engine's
+    self-test is a forward pass.
 
     Raises:
         ModelError: no plan for this family, heads that cannot be dealt out, or as `build_native`.
@@ -54,20 +57,29 @@ def make_member(declaration: GeneratorKnobs, context: Context, mesh: DeviceMesh,
     if device.type == "cpu":
         torch.set_num_threads(context.threads)
     model = declaration.model
-    own = sliced(model, functools.partial(distribute, mesh=mesh, device=device, name=model.name), loading)
+    own = sliced(
+        model, functools.partial(distribute, mesh=mesh, device=device, name=model.name), loading
+    )
     budget = declaration.cache_bytes
     if budget is None:
         free = default_budget(device, sum(shard.local.nbytes for shard in own.shards.values()))
         budget = group.least(free // size if device.type == "cpu" else free)
-    shares = Sliced(cut_rows(own.shards), group.largest, functools.partial(connect, own.module, mesh))
+    shares = Sliced(
+        cut_rows(own.shards), group.largest, functools.partial(connect, own.module, mesh)
+    )
     budgeted = dataclasses.replace(declaration, cache_bytes=budget)
     built = build_native(budgeted, context, own.module, shares, own.merged)
     return RankEngine(built, taken(own.shards, built.engine.tensors), context.aside)
 
 
 def state_of(engine: Engine) -> int:
-    """A checksum of the weights' version and of the live rows: whose they are, how long, and their newest tokens; equal
-    on all ranks."""
+    """A checksum of the weights' version and of the live rows: whose they are, how long, and their
+    newest tokens; equal on all ranks."""
     rows = engine.rows
-    state = [np.array([engine.version]), rows.ticket[: rows.n], rows.lengths, rows.last.cpu().numpy()]
+    state = [
+        np.array([engine.version]),
+        rows.ticket[: rows.n],
+        rows.lengths,
+        rows.last.cpu().numpy(),
+    ]
     return zlib.crc32(np.concatenate(state).astype(np.int64).tobytes())

@@ -67,7 +67,9 @@ class StartMessage:
             seeds=tuple(map(int, start.seeds)),
             sampling=start.sampling,
             stop=None if start.stop is None else tuple(start.stop.strings),
-            partial=tuple(None if rollout is None else Tokens.of(rollout.tokens) for rollout in start.partial),
+            partial=tuple(
+                None if rollout is None else Tokens.of(rollout.tokens) for rollout in start.partial
+            ),
         )
 
     def start(self, stops: Callable[[Sequence[str | int]], StopStrings]) -> PromptStart:
@@ -79,7 +81,10 @@ class StartMessage:
             seeds=self.seeds,
             sampling=self.sampling,
             stop=None if self.stop is None else stops(self.stop),
-            partial=[None if each is None else PartialRollout(begin=0, tokens=each.tokens) for each in self.partial],
+            partial=[
+                None if each is None else PartialRollout(begin=0, tokens=each.tokens)
+                for each in self.partial
+            ],
         )
 
 
@@ -128,4 +133,6 @@ class Digests:
     digests: Mapping[str, int]
 
 
-CODEC = codec_of("engine-ranks", *KINDS, EngineSettings, Step, Abort, Adopted, Digest, Started, Digests)
+CODEC = codec_of(
+    "engine-ranks", *KINDS, EngineSettings, Step, Abort, Adopted, Digest, Started, Digests
+)

@@ -1,12 +1,12 @@
 """Cuts a model into the slices of its ranks by the plan that transformers has for its family.
 
-The plan (`model.tp_plan`: the config's `base_model_tp_plan` and the class's `_tp_plan`) says what is cut by rows or
-columns and what stays whole; transformers' hooks add up or gather what the slices give. Which part of a full tensor a
-rank holds is asked of DTensor, so there is no second set of rules; but for keys and values of fewer heads than ranks,
-which `models.heads` deals out. Logits are gathered, not added: every rank receives the same bytes, and draws the same
-tokens from them. A model is cut on the meta device and then reads its slices, or after it was read, where it has to be
-loaded at once.
-"""
+The plan (`model.tp_plan`: the config's `base_model_tp_plan` and the class's `_tp_plan`) says what
+is cut by rows or columns and what stays whole; transformers' hooks add up or gather what the slices
+give. Which part of a full tensor a rank holds is asked of DTensor, so there is no second set of
+rules; but for keys and values of fewer heads than ranks, which `models.heads` deals out. Logits are
+gathered, not added: every rank receives the same bytes, and draws the same tokens from them. A
+model is cut on the meta device and then reads its slices, or after it was read, where it has to be
+loaded at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class TensorSlice:
     dim: int | None
     """Dimension along which it is cut; None: it holds the whole."""
     runs: tuple[tuple[int, int], ...] = ()
-    """Ranges [first, last) along `dim`, end to end in the slice (a fused weight has a range for each of its parts)."""
+    """Ranges [first, last) along `dim`, end to end in the slice (a fused weight has a range for
+    each of its parts)."""
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
         """The slice of a full tensor; a view where it is one range."""
@@ -56,7 +57,8 @@ class Shard:
     """One parameter of this rank."""
 
     local: torch.Tensor
-    """Contiguous, and what the model computes with: its memory may be exchanged for another, by `local.data`."""
+    """Contiguous, and what the model computes with: its memory may be exchanged for another, by
+    `local.data`."""
     shape: tuple[int, ...]
     """Of the full tensor."""
     piece: TensorSlice
@@ -64,7 +66,10 @@ class Shard:
     @property
     def runs(self) -> Runs:
         """The same, of each dimension."""
-        return [self.piece.runs if dim == self.piece.dim else [(0, size)] for dim, size in enumerate(self.shape)]
+        return [
+            self.piece.runs if dim == self.piece.dim else [(0, size)]
+            for dim, size in enumerate(self.shape)
+        ]
 
     @property
     def cuts_rows(self) -> bool:
@@ -73,10 +78,11 @@ class Shard:
 
 
 def distribute(model: Any, mesh: DeviceMesh, device: torch.device, name: str) -> dict[str, Shard]:
-    """Leave in `model`, which is called `name`, only this rank's slices, on `device`; its parameters by name.
+    """Leave in `model`, which is called `name`, only this rank's slices, on `device`; its
+    parameters by name.
 
-    mesh: as `group.join` makes it. Names and full shapes are those that the model had. Raises ModelError as `heads_of`.
-    """
+    mesh: as `group.join` makes it. Names and full shapes are those that the model had. Raises
+    ModelError as `heads_of`."""
     from transformers import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 
@@ -87,15 +93,20 @@ def distribute(model: Any, mesh: DeviceMesh, device: torch.device, name: str) ->
     tied = head.weight is embedding.weight
     if tied:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    config = DistributedConfig(tp_size=heads.ranks, tp_plan=dict.fromkeys(shared, "replicate") or None)
+    config = DistributedConfig(
+        tp_size=heads.ranks, tp_plan=dict.fromkeys(shared, "replicate") or None
+    )
     model.maybe_distribute_model(model, config, TransformersDeviceMesh(mesh, mesh))
     if tied:
         model.tie_weights()
     rows = {
         at: TensorSlice(0, (heads.rows(len(weight), mesh.get_local_rank("tp")),))
-        for at, weight in model.named_parameters() if place_of(at).rpartition(".")[0] in shared
-    }  # fmt: skip
-    shards = {at: localize(model, at, rows.get(at), keep=(head, embedding), device=device) for at in names}
+        for at, weight in model.named_parameters()
+        if place_of(at).rpartition(".")[0] in shared
+    }
+    shards = {
+        at: localize(model, at, rows.get(at), keep=(head, embedding), device=device) for at in names
+    }
     if tied:
         model.tie_weights()
     move_buffers(model, device)
@@ -104,7 +115,8 @@ def distribute(model: Any, mesh: DeviceMesh, device: torch.device, name: str) ->
 
 
 def localized(model: nn.Module, device: torch.device) -> dict[str, Shard]:
-    """Turn all parameters of a model that is cut into plain local tensors, as `localize`; its parameters by name.
+    """Turn all parameters of a model that is cut into plain local tensors, as `localize`; its
+    parameters by name.
 
     What several layers share they still share: it arrives once, and all of them compute with it."""
     shards: dict[str, Shard] = {}
@@ -128,12 +140,18 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def read_slices(model: Model, found: Outline, shards: Mapping[str, Shard]) -> None:
-    """Read what was cut on the meta device, these shards, from the model's files. ModelError where one cannot be
-    read."""
-    fill(model, found, {
-        name: (shards[name].local.data, shards[name].runs) if name in shards else _whole_buffer(found.module, name)
-        for name in found.names
-    })  # fmt: skip
+    """Read what was cut on the meta device, these shards, from the model's files. ModelError where
+    one cannot be read."""
+    fill(
+        model,
+        found,
+        {
+            name: (shards[name].local.data, shards[name].runs)
+            if name in shards
+            else _whole_buffer(found.module, name)
+            for name in found.names
+        },
+    )
 
 
 def _whole_buffer(module: Any, name: str) -> tuple[torch.Tensor, Runs]:
@@ -142,14 +160,18 @@ def _whole_buffer(module: Any, name: str) -> tuple[torch.Tensor, Runs]:
 
 
 def localize(
-    model: nn.Module, name: str, rows: TensorSlice | None = None, *, keep: tuple[nn.Module, ...] = (),
+    model: nn.Module,
+    name: str,
+    rows: TensorSlice | None = None,
+    *,
+    keep: tuple[nn.Module, ...] = (),
     device: torch.device,
-) -> Shard:  # fmt: skip
-    """Describe one parameter, and turn it into a plain local tensor, without values where it was on the meta device; of
-    one that transformers left whole, `rows`.
+) -> Shard:
+    """Describe one parameter, and turn it into a plain local tensor, without values where it was on
+    the meta device; of one that transformers left whole, `rows`.
 
-    Those of `keep`, where the ends of the model are cut, stay DTensors: the embedding's hook computes with one, and the
-    head's tells its full shape.
+    Those of `keep`, where the ends of the model are cut, stay DTensors: the embedding's hook
+    computes with one, and the head's tells its full shape.
     Elsewhere a plain tensor saves wrapping and unwrapping in every layer of every step.
     """
     where, _, leaf = name.rpartition(".")
@@ -160,13 +182,21 @@ def localize(
     part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if rows is not None:
         part = rows.of(part).clone()
-    here = torch.empty_like(part, device=device) if part.is_meta else part.detach().to(device).contiguous()
+    here = (
+        torch.empty_like(part, device=device)
+        if part.is_meta
+        else part.detach().to(device).contiguous()
+    )
     local = kept = nn.Parameter(here, requires_grad=False)
     if isinstance(parameter, DTensor) and module in keep:
         wrapped: Any = DTensor.from_local(
-            local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
             stride=parameter.stride(),
-        )  # fmt: skip
+        )
         wrapped._local_tensor = local
         kept = nn.Parameter(wrapped, requires_grad=False)
         kept._local_tensor = local  # type: ignore[attr-defined]
@@ -177,11 +207,14 @@ def localize(
 
 
 def connect(model: Any, mesh: DeviceMesh, paths: Collection[str]) -> None:
-    """Give layers that were put in the place of others at these paths the hooks that `distribute` gave those."""
+    """Give layers that were put in the place of others at these paths the hooks that `distribute`
+    gave those."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     plan, *_ = model._resolve_parallel_plans(model.config.distributed_config)
-    apply_tensor_parallelism(model, mesh["tp"], {path: plan[path] for path in paths if path in plan})
+    apply_tensor_parallelism(
+        model, mesh["tp"], {path: plan[path] for path in paths if path in plan}
+    )
 
 
 def cut_rows(shards: Mapping[str, Shard]) -> frozenset[str]:
@@ -190,8 +223,8 @@ def cut_rows(shards: Mapping[str, Shard]) -> frozenset[str]:
 
 
 def taken(shards: Mapping[str, Shard], tensors: Mapping[str, torch.Tensor]) -> dict[str, Shard]:
-    """What a rank takes of each version, where it goes into these tensors: those of its parameters that are quantised
-    are others than before, and may have scales, which are of whole rows."""
+    """What a rank takes of each version, where it goes into these tensors: those of its parameters
+    that are quantised are others than before, and may have scales, which are of whole rows."""
     found: dict[str, Shard] = {}
     for name, shard in shards.items():
         into, scale = tensors[name], tensors.get(name + SCALE)
@@ -204,7 +237,11 @@ def taken(shards: Mapping[str, Shard], tensors: Mapping[str, torch.Tensor]) -> d
 
 def _piece(parameter: nn.Parameter) -> TensorSlice:
     """Which part of it this rank holds."""
-    cut = [(dim, runs) for dim, runs in enumerate(held(parameter)) if list(runs) != [(0, parameter.shape[dim])]]
+    cut = [
+        (dim, runs)
+        for dim, runs in enumerate(held(parameter))
+        if list(runs) != [(0, parameter.shape[dim])]
+    ]
     if not cut:
         return TensorSlice(None)
     ((dim, runs),) = cut

@@ -1,4 +1,5 @@
-"""A rank's slices of a model that ranks share out, with adapters merged into them: read from files, or cut."""
+"""A rank's slices of a model that ranks share out, with adapters merged into them: read from files,
+or cut."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ class SlicedModel:
 
 
 def sliced(model: Model, cut: Callable[[Any], dict[str, Shard]], loading: Loading) -> SlicedModel:
-    """This rank's slices of `model`, of which the whole is nowhere unless it has to be loaded at once.
+    """This rank's slices of `model`, of which the whole is nowhere unless it has to be loaded at
+    once.
 
-    cut: leaves the slices alone in a module, on the meta device or whole. Raises ModelError as `load_merged` and
-    `adapters.adapted_layers`, and what `cut` raises."""
+    cut: leaves the slices alone in a module, on the meta device or whole. Raises ModelError as
+    `load_merged` and `adapters.adapted_layers`, and what `cut` raises."""
     base, folder = base_of(model) if model.lora is not None else (model, None)
     found = outlined(base)
     with loading(found is None):

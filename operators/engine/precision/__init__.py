@@ -1,7 +1,18 @@
-"""Narrow weights: the a generator's in bfloat16, or its linear layers in int8 or fp8, filled from every version."""
+"""Narrow weights: the a generator's in bfloat16, or its linear layers in int8 or fp8, filled from
+every version."""
 
 from operators.engine.precision.formats import FORMATS, Weights
 from operators.engine.precision.intake import Intake, Sliced, cast, fault, linear_weights, quantise
 from operators.engine.precision.linear import unrounded
 
-__all__ = ["FORMATS", "Intake", "Sliced", "Weights", "cast", "fault", "linear_weights", "quantise", "unrounded"]
+__all__ = [
+    "FORMATS",
+    "Intake",
+    "Sliced",
+    "Weights",
+    "cast",
+    "fault",
+    "linear_weights",
+    "quantise",
+    "unrounded",
+]

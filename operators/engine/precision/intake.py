@@ -1,4 +1,5 @@
-"""Casts or quantises a loaded decoder's weights, and takes each new version of the full ones into them."""
+"""Casts or quantises a loaded decoder's weights, and takes each new version of the full ones into
+them."""
 
 from __future__ import annotations
 
@@ -30,20 +31,23 @@ class _Staged:
 
 
 class Intake:
-    """Where new weights come in: full tensors by the trainer's names, which `adopted` takes over, or quantised ones."""
+    """Where new weights come in: full tensors by the trainer's names, which `adopted` takes over,
+    or quantised ones."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], staged: list[_Staged]) -> None:
         self.tensors = tensors
-        """For `WeightReader.attach`. Full: the names, shapes and dtypes of the model before; those that are quantised
-        are placeholders without memory of their own, on the CPU, until the reader turns them into views. Quantised: in
-        place of each of these the layer's own values, under its name, and scales, under that and `SCALE`."""
+        """For `WeightReader.attach`. Full: the names, shapes and dtypes of the model before; those
+        that are quantised are placeholders without memory of their own, on the CPU, until the
+        reader turns them into views. Quantised: in place of each of these the layer's own values,
+        under its name, and scales, under that and `SCALE`."""
         self._staged = staged
 
     def adopted(self) -> None:
-        """Quantise what the reader wrote since the last call, tensor by tensor; between two decode steps.
+        """Quantise what the reader wrote since the last call, tensor by tensor; between two decode
+        steps.
 
-        Buffers are filled in place. Views of the reader's memory are let go, so its closing copies nothing. Where
-        versions arrive quantised there is nothing to do.
+        Buffers are filled in place. Views of the reader's memory are let go, so its closing copies
+        nothing. Where versions arrive quantised there is nothing to do.
         """
         for staged in self._staged:
             if staged.empty is None:
@@ -55,7 +59,8 @@ class Intake:
 
 @dataclass(frozen=True)
 class Sliced:
-    """What `quantise` has to know of a model that ranks share out, of which this one holds slices."""
+    """What `quantise` has to know of a model that ranks share out, of which this one holds
+    slices."""
 
     cut_rows: Collection[str]
     """The parameters of whose rows (the last dimension) this rank holds parts."""
@@ -65,10 +70,14 @@ class Sliced:
     """Makes the layers at these paths, which are new, exchange what those before them exchanged."""
 
 
-def fault(weights: str, *, device: torch.device, dtype: torch.dtype, capability: tuple[int, int] | None) -> str | None:
-    """Why weights of this kind cannot be served on a device for a model of `dtype`; None if they can.
+def fault(
+    weights: str, *, device: torch.device, dtype: torch.dtype, capability: tuple[int, int] | None
+) -> str | None:
+    """Why weights of this kind cannot be served on a device for a model of `dtype`; None if they
+    can.
 
-    On the CPU fp8 is computed in float32 with the GPU's rounding of weights and inputs, to rehearse a run.
+    On the CPU fp8 is computed in float32 with the GPU's rounding of weights and inputs, to rehearse
+    a run.
 
     Args:
         capability: the GPU's compute capability; None on the CPU.
@@ -79,20 +88,24 @@ def fault(weights: str, *, device: torch.device, dtype: torch.dtype, capability:
         return None
     if capability < FP8_CAPABILITY:
         return (
-            f'weights="fp8" needs a GPU that multiplies in fp8, but {device} has compute capability '
-            f'{capability[0]}.{capability[1]}; use weights="int8", or a GPU of {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} '
-            f"or more (Hopper is 9.0)"
+            f'weights="fp8" needs a GPU that multiplies in fp8, but {device} has compute capability'
+            f' {capability[0]}.{capability[1]}; use weights="int8", or a GPU of'
+            f" {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or more (Hopper is 9.0)"
         )
     if dtype is not torch.bfloat16:
         return (
-            f'weights="fp8" gives bfloat16 on a GPU, but the model is {str(dtype).removeprefix("torch.")}; '
-            f'give Model(dtype="bfloat16"), or use weights="int8"'
+            'weights="fp8" gives bfloat16 on a GPU, but the model is'
+            f' {str(dtype).removeprefix("torch.")}; give Model(dtype="bfloat16"), or use'
+            ' weights="int8"'
         )
     return None
 
 
-def cast(model: torch.nn.Module, dtype: torch.dtype, *, adopt: Literal["view", "copy"] = "view") -> Intake:
-    """Let `model` compute in `dtype`, and take versions in the dtype that it had. adopt: as for `quantise`."""
+def cast(
+    model: torch.nn.Module, dtype: torch.dtype, *, adopt: Literal["view", "copy"] = "view"
+) -> Intake:
+    """Let `model` compute in `dtype`, and take versions in the dtype that it had. adopt: as for
+    `quantise`."""
     tensors: dict[str, torch.Tensor] = {}
     staged = []
     for name, parameter in model.named_parameters():
@@ -115,39 +128,50 @@ def quantise(
     arrives_quantised: bool = False,
     sliced: Sliced | None = None,
 ) -> Intake:
-    """Replace the weights of every linear layer, and of the experts of a mixture, by quantised ones.
+    """Replace the weights of every linear layer, and of the experts of a mixture, by quantised
+    ones.
 
-    Embeddings, norms, biases and the layers that choose experts keep their parameters. Layers that share one weight
-    go on sharing it; a weight shared with an embedding stays. Experts are computed one at a time ("eager").
+    Embeddings, norms, biases and the layers that choose experts keep their parameters. Layers that
+    share one weight go on sharing it; a weight shared with an embedding stays. Experts are computed
+    one at a time ("eager").
 
     Args:
         model: a loaded decoder of transformers, on its device; changed in place.
         weights: "int8" (weights only), "int8_dynamic" and "fp8" (inputs too, for each token).
         group: input features that share a scale; None: all. For "int8" only.
         head: quantise the output layer too, unless it is tied to the embeddings.
-        adopt: as the `WeightReader` adopts. "view" needs no memory for full weights, and a reader whose versions
-            are in the model's dtype, in CPU memory; "copy" keeps a full copy for the reader to write into.
-        arrives_quantised: versions are quantised by the trainer, each of `linear_weights(model)` as values and
-            scales, and the reader puts them into the layers.
-        sliced: where ranks share out the model; all of them call this together, and `Intake.adopted`.
+        adopt: as the `WeightReader` adopts. "view" needs no memory for full weights, and a reader
+            whose versions are in the model's dtype, in CPU memory; "copy" keeps a full copy for the
+            reader to write into.
+        arrives_quantised: versions are quantised by the trainer, each of `linear_weights(model)` as
+            values and scales, and the reader puts them into the layers.
+        sliced: where ranks share out the model; all of them call this together, and
+            `Intake.adopted`.
 
     Raises:
-        ModelError: the device cannot, `group` does not divide a layer's inputs, or nothing is to be quantised.
+        ModelError: the device cannot, `group` does not divide a layer's inputs, or nothing is to be
+            quantised.
     """
     first = next(model.parameters())
-    capability = torch.cuda.get_device_capability(first.device) if first.device.type == "cuda" else None
+    capability = (
+        torch.cuda.get_device_capability(first.device) if first.device.type == "cuda" else None
+    )
     wrong = fault(weights, device=first.device, dtype=first.dtype, capability=capability)
-    if wrong is None and (getattr(model, "tp_size", None) or 1) > 1 and (sliced is None or group is not None):
+    if (
+        wrong is None
+        and (getattr(model, "tp_size", None) or 1) > 1
+        and (sliced is None or group is not None)
+    ):
         wrong = (
-            f"a model that {model.tp_size} ranks share out is quantised with sliced=, and a scale per row, but got "
-            f"{sliced=}, {group=}; say how it is shared out, and leave group out"
+            f"a model that {model.tp_size} ranks share out is quantised with sliced=, and a scale"
+            f" per row, but got {sliced=}, {group=}; say how it is shared out, and leave group out"
         )
     if wrong is None and group is not None and weights != "int8":
         wrong = f'group={group} is for weights="int8", but weights={weights!r}; leave group out'
     if wrong is None and arrives_quantised and (group is not None or head):
         wrong = (
-            f"weights that arrive quantised have a scale per row, and no head, but got {group=}, {head=}; "
-            f"leave both out"
+            f"weights that arrive quantised have a scale per row, and no head, but got {group=},"
+            f" {head=}; leave both out"
         )
     if wrong is not None:
         raise ModelError(wrong)
@@ -155,10 +179,15 @@ def quantise(
     layers, experts = _chosen(model, head)
     if not layers and not experts:
         raise ModelError(
-            f'{type(model).__name__} has nothing to quantise; found no linear layer but its head; use weights="model"'
+            f"{type(model).__name__} has nothing to quantise; found no linear layer but its head;"
+            ' use weights="model"'
         )
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
-    plan = {name: _groups(name, full.shape[-1], group) for name, full in tensors.items() if name in {*layers, *experts}}
+    plan = {
+        name: _groups(name, full.shape[-1], group)
+        for name, full in tensors.items()
+        if name in {*layers, *experts}
+    }
     staged = []
     for name, groups in plan.items():
         full = tensors[name]
@@ -180,20 +209,26 @@ def quantise(
 
 
 def linear_weights(model: torch.nn.Module) -> frozenset[str]:
-    """Names of the parameters that `quantise` replaces: of a loaded decoder, or of one on the meta device."""
+    """Names of the parameters that `quantise` replaces: of a loaded decoder, or of one on the meta
+    device."""
     layers, experts = _chosen(model, head=False)
     return frozenset(layers) | experts
 
 
 def _chosen(model: torch.nn.Module, head: bool) -> tuple[dict[str, list[str]], set[str]]:
-    """By parameter's name: the linear layers that hold that weight; and the names of experts' weights."""
+    """By parameter's name: the linear layers that hold that weight; and the names of experts'
+    weights."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     kept = None if head else model.get_output_embeddings()  # type: ignore[operator]
     layers: dict[str, list[str]] = {}
     other: set[str] = set()
     experts: set[str] = set()
     for path, module in model.named_modules():
-        plain = type(module) is torch.nn.Linear and module is not kept and path.rpartition(".")[2] not in ROUTERS
+        plain = (
+            type(module) is torch.nn.Linear
+            and module is not kept
+            and path.rpartition(".")[2] not in ROUTERS
+        )
         mixture = hasattr(module, "is_transposed") and hasattr(module, "has_gate")
         for key, parameter in module._parameters.items():
             if parameter is None:
@@ -211,7 +246,8 @@ def _chosen(model: torch.nn.Module, head: bool) -> tuple[dict[str, list[str]], s
 def _linear(
     model: torch.nn.Module, paths: list[str], form: Format, groups: int, largest: Largest | None
 ) -> QuantisedLinear:
-    """Put one quantised weight in place of the linear layers at `paths`, which share their weight."""
+    """Put one quantised weight in place of the linear layers at `paths`, which share their
+    weight."""
     made: list[QuantisedLinear] = []
     for path in paths:
         linear = model.get_submodule(path)
@@ -224,8 +260,11 @@ def _linear(
     return made[0]
 
 
-def _experts(model: torch.nn.Module, name: str, form: Format, groups: int, largest: Largest | None) -> QuantisedExperts:
-    """Put quantised experts in place of the parameter of that name, and have them computed one at a time."""
+def _experts(
+    model: torch.nn.Module, name: str, form: Format, groups: int, largest: Largest | None
+) -> QuantisedExperts:
+    """Put quantised experts in place of the parameter of that name, and have them computed one at a
+    time."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     layer = QuantisedExperts(getattr(module, key), form, groups, largest)
@@ -241,6 +280,7 @@ def _groups(name: str, columns: int, group: int | None) -> int:
         return 1
     if group < 1 or columns % group:
         raise ModelError(
-            f"group={group} does not divide the {columns} inputs of '{name}'; use a divisor of every layer's inputs"
+            f"group={group} does not divide the {columns} inputs of '{name}'; use a divisor of"
+            " every layer's inputs"
         )
     return columns // group

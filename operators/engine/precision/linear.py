@@ -15,21 +15,24 @@ import torch.nn.functional as F
 from operators.engine.precision.formats import Format, Largest, pack, per_token, unpack
 
 FEW_ROWS = 8
-"""Tokens up to which torch's int8 product for bfloat16 on the CPU is faster than its bfloat16 product (measured)."""
+"""Tokens up to which torch's int8 product for bfloat16 on the CPU is faster than its bfloat16
+product (measured)."""
 
 FEW_ROWS_FEATURES = 64
-"""That product reads inputs in whole vectors, beyond their end too: features in must be a multiple of this."""
+"""That product reads inputs in whole vectors, beyond their end too: features in must be a multiple
+of this."""
 
 LEAST_INT_ROWS = 32
 """Tokens that the int8 product of a GPU needs; fewer are padded with zeros."""
 
 
 class QuantisedLinear(torch.nn.Linear):
-    """`linear` with values and scales in place of its weight: buffers `weight` [out, in] and `scale` float32 [out, G].
+    """`linear` with values and scales in place of its weight: buffers `weight` [out, in] and
+    `scale` float32 [out, G].
 
-    Its bias stays the parameter that it was. There is no parameter of a quantised dtype. Where ranks share out the
-    layer, buffers, inputs and outputs are this rank's, and `in_features` and `out_features` those of all together.
-    """
+    Its bias stays the parameter that it was. There is no parameter of a quantised dtype. Where
+    ranks share out the layer, buffers, inputs and outputs are this rank's, and `in_features` and
+    `out_features` those of all together."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -37,10 +40,16 @@ class QuantisedLinear(torch.nn.Linear):
     rounds: bool
     """Whether inputs are brought into the format."""
 
-    def __init__(self, linear: torch.nn.Linear, form: Format, groups: int = 1, largest: Largest | None = None) -> None:
+    def __init__(
+        self, linear: torch.nn.Linear, form: Format, groups: int = 1, largest: Largest | None = None
+    ) -> None:
         """Quantise what `linear` holds now. largest: as for `pack`."""
         torch.nn.Module.__init__(self)
-        self.in_features, self.out_features, self.form = linear.in_features, linear.out_features, form
+        self.in_features, self.out_features, self.form = (
+            linear.in_features,
+            linear.out_features,
+            form,
+        )
         self.rounds, self._largest = form.inputs, largest
         device = linear.weight.device
         self.register_buffer("weight", _place(linear.weight.shape, form.dtype, device))
@@ -60,7 +69,9 @@ class QuantisedLinear(torch.nn.Linear):
 
     def extra_repr(self) -> str:
         """What printing the model shows."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.form.dtype}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, {self.form.dtype}"
+        )
 
 
 class QuantisedExperts(torch.nn.Module):
@@ -69,12 +80,17 @@ class QuantisedExperts(torch.nn.Module):
     weight: torch.Tensor
     scale: torch.Tensor
 
-    def __init__(self, experts: torch.Tensor, form: Format, groups: int = 1, largest: Largest | None = None) -> None:
-        """Quantise `experts`, with a scale per row and group of their last axis. largest: as for `pack`."""
+    def __init__(
+        self, experts: torch.Tensor, form: Format, groups: int = 1, largest: Largest | None = None
+    ) -> None:
+        """Quantise `experts`, with a scale per row and group of their last axis. largest: as for
+        `pack`."""
         super().__init__()
         self.form, self.dtype, self._largest = form, experts.dtype, largest
         self.register_buffer("weight", _place(experts.shape, form.dtype, experts.device))
-        self.register_buffer("scale", _place((*experts.shape[:-1], groups), torch.float32, experts.device))
+        self.register_buffer(
+            "scale", _place((*experts.shape[:-1], groups), torch.float32, experts.device)
+        )
         self.take(experts)
 
     def take(self, weight: torch.Tensor) -> None:
@@ -90,9 +106,11 @@ class QuantisedExperts(torch.nn.Module):
 def unrounded(model: torch.nn.Module) -> Iterator[None]:
     """Let the layers of `model` multiply inputs as they are, whatever their format.
 
-    Rounding turns differences in the last bit into whole steps, as large as what a wrong cache might do: what judges
-    anything but the rounding itself leaves it out."""
-    layers = [layer for layer in model.modules() if isinstance(layer, QuantisedLinear) and layer.rounds]
+    Rounding turns differences in the last bit into whole steps, as large as what a wrong cache
+    might do: what judges anything but the rounding itself leaves it out."""
+    layers = [
+        layer for layer in model.modules() if isinstance(layer, QuantisedLinear) and layer.rounds
+    ]
     for layer in layers:
         layer.rounds = False
     try:
@@ -103,7 +121,8 @@ def unrounded(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
-    """Memory of a buffer. It is a Parameter, though not one of the module's: a weight reader makes those views."""
+    """Memory of a buffer. It is a Parameter, though not one of the module's: a weight reader makes
+    those views."""
     return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
@@ -123,12 +142,15 @@ def _product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
 def _quantised_product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
     """x [n, in], quantised for each token, times the weights as they are stored, plus bias.
 
-    Where ranks share out the inputs each has a scale for its part of a token, no coarser than the whole token's."""
+    Where ranks share out the inputs each has a scale for its part of a token, no coarser than the
+    whole token's."""
     values, tokens = per_token(x, layer.form)
     if layer.form.dtype is torch.int8:
         out = _integers(values, layer.weight).mul_(tokens).mul_(layer.scale[:, 0])
     elif _scaled_mm_takes(x, layer):
-        product = torch._scaled_mm(values, layer.weight.t(), tokens, layer.scale.t(), out_dtype=torch.bfloat16)
+        product = torch._scaled_mm(
+            values, layer.weight.t(), tokens, layer.scale.t(), out_dtype=torch.bfloat16
+        )
         out = product.float()
     else:
         out = F.linear(values.float(), layer.weight.float()).mul_(tokens).mul_(layer.scale[:, 0])
@@ -149,8 +171,9 @@ def _integers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _multiplies_integers() -> bool:
-    """Whether this processor multiplies int8 fast, and the library exactly: limited to AVX2 (`ONEDNN_MAX_CPU_ISA`) on a
-    processor with VNNI, oneDNN adds pairs of products in 16 bits, which saturate."""
+    """Whether this processor multiplies int8 fast, and the library exactly: limited to AVX2
+    (`ONEDNN_MAX_CPU_ISA`) on a processor with VNNI, oneDNN adds pairs of products in 16 bits, which
+    saturate."""
     if not torch.cpu._is_vnni_supported():
         return False
     x, weight = (torch.full((17, 64), 127, dtype=torch.int8) for _ in range(2))

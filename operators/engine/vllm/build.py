@@ -1,4 +1,5 @@
-"""Makes the engine of a generator that decodes with vLLM, in a process and an environment of its own."""
+"""Makes the engine of a generator that decodes with vLLM, in a process and an environment of its
+own."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def build_vllm(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
     config, generation = load_configs(declaration.model)
     if kinds := changing_rope(config.get_text_config()):
         raise ModelError(
-            f"model '{declaration.model.name}' has other rope factors for long sequences than for short ones; found "
+            f"model '{declaration.model.name}' has other rope factors for long sequences than for"
+            " short ones; found "
             f'{sorted(kinds)}, of which vLLM chooses by a rule of its own; use engine="native"'
         )
     tokenizer = load_tokenizer(declaration.model)

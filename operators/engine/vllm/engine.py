@@ -1,11 +1,12 @@
-"""The engine whose forward passes vLLM makes: rollouts out to its process, tokens back, weights in between.
+"""The engine whose forward passes vLLM makes: rollouts out to its process, tokens back, weights in
+between.
 
-Log-probabilities are those that vLLM's sampler drew from (`processed_logprobs`): after repetition penalty, temperature,
-min_p, top_k and top_p, in that order, renormalised, float32 of logits in the model's type. Largest difference from
-transformers' forward pass, measured over 640 tokens: in float32 7e-7 for weights of standard deviation 0.02 and 2e-5
-for 0.2; in bfloat16, where vLLM's kernels round elsewhere, 5e-3 and 0.3. At temperature 0 they are 0. Equal seeds draw
-equal tokens unless a batch of another composition rounds a logit across a mark.
-"""
+Log-probabilities are those that vLLM's sampler drew from (`processed_logprobs`): after repetition
+penalty, temperature, min_p, top_k and top_p, in that order, renormalised, float32 of logits in the
+model's type. Largest difference from transformers' forward pass, measured over 640 tokens: in
+float32 7e-7 for weights of standard deviation 0.02 and 2e-5 for 0.2; in bfloat16, where vLLM's
+kernels round elsewhere, 5e-3 and 0.3. At temperature 0 they are 0. Equal seeds draw equal tokens
+unless a batch of another composition rounds a logit across a mark."""
 
 from __future__ import annotations
 
@@ -30,20 +31,27 @@ from operators.engine.results import EndedRollout, PromptStart, Row
 from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.engine.vllm.live import Live
-from operators.engine.vllm.process import INSTALL, SERVER, ServerProcess, environment_of, interpreter
+from operators.engine.vllm.process import (
+    INSTALL,
+    SERVER,
+    ServerProcess,
+    environment_of,
+    interpreter,
+)
 from operators.engine.vllm.weights import VllmWeights, check_names
 from operators.models.errors import ModelError
 from operators.models.loading import load_model
 
 AHEAD = 1
-"""Steps that are asked for before the answer to the one before has been read, so that vLLM never waits for us."""
+"""Steps that are asked for before the answer to the one before has been read, so that vLLM never
+waits for us."""
 
 
 class VllmEngine:
     """Drives one vLLM process; the methods are those of `decode.Engine`, and one thread calls them.
 
-    It keeps nothing of unfinished rollouts (`new_tokens`): a process that comes after it generates them anew.
-    """
+    It keeps nothing of unfinished rollouts (`new_tokens`): a process that comes after it generates
+    them anew."""
 
     def __init__(
         self,
@@ -70,21 +78,27 @@ class VllmEngine:
         """Start vLLM for up to `slots` rollouts of at most `context_tokens` tokens.
 
         Args:
-            model: a folder that both transformers and vLLM load; its parameters are what `tensors` holds.
+            model: a folder that both transformers and vLLM load; its parameters are what `tensors`
+                holds.
             stop: strings at which rollouts end; looked for here, vLLM knows none.
-            python: interpreter that has vLLM; None: this one, or the one that DATAFLOW_VLLM_PYTHON names.
+            python: interpreter that has vLLM; None: this one, or the one that DATAFLOW_VLLM_PYTHON
+                names.
             threads: of vLLM's process, on processors.
             device: "cpu", or "cuda:N", which vLLM shares with `tensors`.
-            cache_bytes: of vLLM's KV-cache; None: `slots` full rollouts on processors, vLLM's own choice on a GPU.
-            on_update: keep the keys and values of unfinished rollouts when weights change, or recompute them.
+            cache_bytes: of vLLM's KV-cache; None: `slots` full rollouts on processors, vLLM's own
+                choice on a GPU.
+            on_update: keep the keys and values of unfinished rollouts when weights change, or
+                recompute them.
             eager: without torch.compile and CUDA graphs.
-            page_tokens: of a page of vLLM's KV-cache; None: 32 on processors, vLLM's own choice on a GPU.
+            page_tokens: of a page of vLLM's KV-cache; None: 32 on processors, vLLM's own choice on
+                a GPU.
             prefill_tokens: most tokens of one forward pass (at least `slots` and `context_tokens`).
             deadline_s: longest wait for one answer of vLLM's process.
             start_s: longest wait until it is ready.
 
         Raises:
-            ModelError: there is no vLLM, it cannot load the model, or it does not know the parameters' names.
+            ModelError: there is no vLLM, it cannot load the model, or it does not know the
+                parameters' names.
         """
         if not isinstance(model, Model):
             model = Model(str(model))
@@ -113,7 +127,9 @@ class VllmEngine:
         self.tensors: dict[str, torch.Tensor] = self._weights.tensors
         del module
         self._process = ServerProcess(
-            [python, str(server)], environment_of(python, threads, device, environment), self._weights.files
+            [python, str(server)],
+            environment_of(python, threads, device, environment),
+            self._weights.files,
         )
         request = {
             "op": "open",
@@ -135,12 +151,15 @@ class VllmEngine:
         except WorkerDied as error:
             self.close()
             missing = f"; install vLLM: {INSTALL}" if "ModuleNotFoundError" in str(error) else ""
-            raise ModelError(f"vLLM cannot load model '{model.name}' with {python}: {error}{missing}") from error
+            raise ModelError(
+                f"vLLM cannot load model '{model.name}' with {python}: {error}{missing}"
+            ) from error
         if self.about["platform"] != device.partition(":")[0]:
             self.close()
             raise ModelError(
-                f"engine 'vllm' was asked to decode on {device}, but the vLLM of {python} is built for "
-                f"{self.about['platform']}; name the interpreter of another environment, or another device"
+                f"engine 'vllm' was asked to decode on {device}, but the vLLM of {python} is built"
+                f" for {self.about['platform']}; name the interpreter of another environment, or"
+                " another device"
             )
 
     @property
@@ -165,7 +184,8 @@ class VllmEngine:
 
     @property
     def spare_pages(self) -> int:
-        """Pages that starting rollouts may take, as far as we know: vLLM keeps that account itself."""
+        """Pages that starting rollouts may take, as far as we know: vLLM keeps that account
+        itself."""
         return 0
 
     def fitting(self, tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
@@ -183,7 +203,9 @@ class VllmEngine:
         if self._rows or starts:
             new = [self._begin(start) for start in starts]
             gone, self._gone = self._gone, []
-            self._process.send({"op": "step", "starts": new, "aborts": gone}, "asking for a step", self._deadline_s)
+            self._process.send(
+                {"op": "step", "starts": new, "aborts": gone}, "asking for a step", self._deadline_s
+            )
             self._unanswered += 1
         self._settle(AHEAD)
         if not self._rows:
@@ -191,7 +213,8 @@ class VllmEngine:
         return self._take()
 
     def abort(self, tickets: Collection[int]) -> list[EndedRollout]:
-        """Take rollouts out with what they have drawn; tickets that are not live are passed over."""
+        """Take rollouts out with what they have drawn; tickets that are not live are passed
+        over."""
         rows = [self._rows.pop(ticket).row() for ticket in tickets if ticket in self._rows]
         self._gone += [row.ticket for row in rows]
         return [row.ended(ABORTED) for row in rows]
@@ -200,15 +223,18 @@ class VllmEngine:
         """A live rollout as it is now; None when it has ended or never started."""
         return self._rows[ticket].row() if ticket in self._rows else None
 
-    def new_tokens(self, since: Callable[[int], int], least: int) -> list[tuple[int, PartialRollout]]:
-        """Nothing: rollouts begin anew after a crash, as vLLM starts requests from a prompt alone."""
+    def new_tokens(
+        self, since: Callable[[int], int], least: int
+    ) -> list[tuple[int, PartialRollout]]:
+        """Nothing: rollouts begin anew after a crash, as vLLM starts requests from a prompt
+        alone."""
         return []
 
     def adopted(self, version: int) -> None:
         """New weights of this version are in `tensors`: returns once vLLM has taken them.
 
-        Tokens of steps that were asked for before are told apart by the version that comes with them. Raises
-        WorkerDied as `step` does.
+        Tokens of steps that were asked for before are told apart by the version that comes with
+        them. Raises WorkerDied as `step` does.
         """
         request = {"op": "update", "version": version, "weights": self._weights.offer()}
         self._process.send(request, "offering weights", self._deadline_s)
@@ -277,7 +303,8 @@ class VllmEngine:
             self._over(live, STOPPED if at_end else TOO_LONG if reason == "length" else BROKEN)
 
     def _stopped_text(self, live: Live) -> str | None:
-        """The completion before a stop string that its newest token ended; None where there is none."""
+        """The completion before a stop string that its newest token ended; None where there is
+        none."""
         token = live.tokens[-1]
         if live.stop is None or token in self._ends or not self._may_stop[live.stop][token]:
             return None

@@ -29,7 +29,9 @@ class Live:
     def row(self) -> Row:
         """Prompt and completion so far."""
         before = len(self.start.prompt)
-        drawn = RolloutTokens.drawn(np.array(self.tokens), np.array(self.logprobs), np.array(self.versions))
+        drawn = RolloutTokens.drawn(
+            np.array(self.tokens), np.array(self.logprobs), np.array(self.versions)
+        )
         return Row(
             ticket=self.ticket,
             age=self.age,

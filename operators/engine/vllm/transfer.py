@@ -1,8 +1,8 @@
 """vLLM's weight-transfer engine for weights in shared memory; loaded in vLLM's process only.
 
-vLLM comes with engines for NCCL and CUDA IPC; this one is for processors. It reads the tensors that the parent writes
-into, under the trainer's names, and has vLLM load them as it loads a checkpoint: packed and fused as its layers need.
-"""
+vLLM comes with engines for NCCL and CUDA IPC; this one is for processors. It reads the tensors that
+the parent writes into, under the trainer's names, and has vLLM load them as it loads a checkpoint:
+packed and fused as its layers need."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc,unused-ig
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Load every tensor; vLLM copies, so that the parent may write the next version afterwards."""
+        """Load every tensor; vLLM copies, so that the parent may write the next version
+        afterwards."""
         self.model.load_weights(iter(self._tensors.items()))
 
     def finish_weight_update(self) -> None:

@@ -1,4 +1,5 @@
-"""The weights of a vLLM engine on the parent's side: tensors to write into, and how its process finds them."""
+"""The weights of a vLLM engine on the parent's side: tensors to write into, and how its process
+finds them."""
 
 from __future__ import annotations
 
@@ -19,21 +20,27 @@ from operators.models.errors import ModelError
 
 
 class VllmWeights:
-    """Full tensors under the trainer's names: in memory that both processes map, or on a GPU that both see."""
+    """Full tensors under the trainer's names: in memory that both processes map, or on a GPU that
+    both see."""
 
     def __init__(self, module: torch.nn.Module, dtype: str, device: str) -> None:
         """Hold a copy of the module's parameters."""
         parameters = dict(module.named_parameters())
         self._file: int | None = None
         if device == "cpu":
-            layout, size = lay_out({name: tuple(tensor.shape) for name, tensor in parameters.items()}, dtype)
+            layout, size = lay_out(
+                {name: tuple(tensor.shape) for name, tensor in parameters.items()}, dtype
+            )
             self._file = reserve(size)
             self._close = weakref.finalize(self, os.close, self._file)
             self._opening: dict[str, Any] = {"file": self._file, "layout": layout}
             self.tensors = attach(self._file, layout)
         else:
             kind = getattr(torch, dtype)
-            self.tensors = {name: torch.empty_like(p, dtype=kind, device=device) for name, p in parameters.items()}
+            self.tensors = {
+                name: torch.empty_like(p, dtype=kind, device=device)
+                for name, p in parameters.items()
+            }
             self._opening = {}
         with torch.no_grad():
             for name, tensor in self.tensors.items():
@@ -49,7 +56,8 @@ class VllmWeights:
         return self._opening
 
     def offer(self) -> dict[str, Any]:
-        """What vLLM's process is told at an update: nothing where it maps the memory, else handles."""
+        """What vLLM's process is told at an update: nothing where it maps the memory, else
+        handles."""
         if self._file is not None:
             return {}
         torch.cuda.synchronize()
@@ -57,7 +65,9 @@ class VllmWeights:
         gpu = str(torch.cuda.get_device_properties(self.tensors[names[0]].device).uuid)
         return {
             "names": names,
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()],
+            "dtype_names": [
+                str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()
+            ],
             "shapes": [list(tensor.shape) for tensor in self.tensors.values()],
             "handles": [{gpu: pack_handle(_handle(tensor))} for tensor in self.tensors.values()],
         }
@@ -75,16 +85,19 @@ def _handle(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def check_names(model: Model, names: Collection[str], folder: Path) -> None:
-    """Refuse a model whose trained names are not those of its files: vLLM loads by the files' names.
+    """Refuse a model whose trained names are not those of its files: vLLM loads by the files'
+    names.
 
-    Raises ModelError, for example for a mixture of experts whose experts the trainer holds in one tensor.
-    """
+    Raises ModelError, for example for a mixture of experts whose experts the trainer holds in one
+    tensor."""
     stored = _stored(folder)
     other = sorted(set(names) - stored)
     if other:
         raise ModelError(
-            f"engine 'vllm' cannot take the weights of model '{model.name}': {len(other)} of its {len(names)} "
-            f'parameters are not in its files by their names, such as {other[:3]}; use engine="native"'
+            f"engine 'vllm' cannot take the weights of model '{model.name}': {len(other)} of its"
+            f" {len(names)} "
+            f"parameters are not in its files by their names, such as {other[:3]}; use"
+            ' engine="native"'
         )
 
 

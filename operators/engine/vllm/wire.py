@@ -1,21 +1,24 @@
-"""Frames between the engine and vLLM's process: length, then a msgpack map, over a socket pair that has no name.
+"""Frames between the engine and vLLM's process: length, then a msgpack map, over a socket pair that
+has no name.
 
-The pair is made by the parent and its other end is inherited, so nobody else can connect, no file is left behind, and
-either side reads the end of the stream when the other one is gone. vLLM and what it imports print to stdout, so that
-one is a log. The file imports nothing of this project: vLLM's environment reads it too.
+The pair is made by the parent and its other end is inherited, so nobody else can connect, no file
+is left behind, and either side reads the end of the stream when the other one is gone. vLLM and
+what it imports print to stdout, so that one is a log. The file imports nothing of this project:
+vLLM's environment reads it too.
 
     parent asks                                               vLLM's process answers
     open    model, dtype, sizes, weights (once, first)        ready    vllm, platform, cache_tokens
     step    starts: [{prompt, most, tickets, seeds, sampling, ends}]
             aborts: [tickets]                                 stepped  version, tickets, tokens, logprobs,
-                                                                       ended: [tickets], reasons: [stop|length|error]
+                                                                       ended: [tickets], reasons:
+                                                                       [stop|length|error]
     update  version, weights                                  updated  version
     (end of the stream)                                       (ends)
                                                               failed   error (then the end of the stream)
 
-Requests are answered in their order, and a step is made only when it is asked for. Arrays travel as their bytes:
-tickets int64, tokens and prompts int32, logprobs float32, little-endian. A `stepped` has one entry per new token.
-"""
+Requests are answered in their order, and a step is made only when it is asked for. Arrays travel as
+their bytes: tickets int64, tokens and prompts int32, logprobs float32, little-endian. A `stepped`
+has one entry per new token."""
 
 from __future__ import annotations
 
@@ -45,20 +48,26 @@ class ServerStream:
         self._read = bytearray()
 
     def send(self, message: dict[str, Any], timeout_s: float) -> None:
-        """Send one message. Raises TimeoutError, or ConnectionError where the other side is gone."""
+        """Send one message. Raises TimeoutError, or ConnectionError where the other side is
+        gone."""
         body = packb(message)
         if len(body) > MOST_BYTES:
-            raise ValueError(f"a message has at most {MOST_BYTES} bytes; found {len(body)}; send less at once")
+            raise ValueError(
+                f"a message has at most {MOST_BYTES} bytes; found {len(body)}; send less at once"
+            )
         self._end.settimeout(timeout_s)
         self._end.sendall(LENGTH.pack(len(body)) + body)
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next message. Raises TimeoutError (what has come so far is kept), ConnectionError at the end."""
+        """The next message. Raises TimeoutError (what has come so far is kept), ConnectionError at
+        the end."""
         deadline = time.monotonic() + timeout_s
         self._fill(LENGTH.size, deadline)
         (length,) = LENGTH.unpack_from(self._read)
         if length > MOST_BYTES:
-            raise ConnectionError(f"a message has at most {MOST_BYTES} bytes; found {length}; this is another stream")
+            raise ConnectionError(
+                f"a message has at most {MOST_BYTES} bytes; found {length}; this is another stream"
+            )
         self._fill(LENGTH.size + length, deadline)
         message = unpackb(bytes(self._read[LENGTH.size : LENGTH.size + length]))
         del self._read[: LENGTH.size + length]

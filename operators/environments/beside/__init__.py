@@ -1,1 +1,2 @@
-"""Programs that another interpreter runs: each imports the package of its system and nothing of this project."""
+"""Programs that another interpreter runs: each imports the package of its system and nothing of
+this project."""

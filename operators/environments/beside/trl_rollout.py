@@ -1,11 +1,12 @@
 """One rollout of what was written for TRL, as a program that calls the endpoint of a run.
 
-    python trl_rollout.py FILE:NAME SETTINGS    a row on stdin; the reward is the last line, null where there is none
+    python trl_rollout.py FILE:NAME SETTINGS    a row on stdin; the reward is the last line, null
+                                                where there is none
 
-NAME is a `rollout_func`, a class for `environment_factory`, or a dictionary of those, of which the row's `environment`
-names one. SETTINGS is JSON: `kind` ("rollout_func" or "environment"), `tokenizer`, `max_tokens`, `rounds` of calls of
-tools, and `gives`, the extra field of a `rollout_func` that is the reward.
-"""
+NAME is a `rollout_func`, a class for `environment_factory`, or a dictionary of those, of which the
+row's `environment` names one. SETTINGS is JSON: `kind` ("rollout_func" or "environment"),
+`tokenizer`, `max_tokens`, `rounds` of calls of tools, and `gives`, the extra field of a
+`rollout_func` that is the reward."""
 
 import asyncio
 import functools
@@ -32,8 +33,13 @@ class NoTurnLeft(Exception):
 def ask(place: str, body: dict[str, Any]) -> Any:
     """What the endpoint answers. Raises NoTurnLeft."""
     root = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
-    request = urllib.request.Request(f"{root}{place}", json.dumps({"model": "policy", **body}).encode(), headers)
+    headers = {
+        "Content-Type": "application/json",
+        "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+    }
+    request = urllib.request.Request(
+        f"{root}{place}", json.dumps({"model": "policy", **body}).encode(), headers
+    )
     try:
         with urllib.request.urlopen(request) as answer:
             return json.load(answer)
@@ -59,36 +65,54 @@ def loaded(place: str) -> Any:
 
 
 class PolicyGeneration:
-    """`trainer.vllm_generation`: ids in, ids and log-probabilities out, which are turns of the policy."""
+    """`trainer.vllm_generation`: ids in, ids and log-probabilities out, which are turns of the
+    policy."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self.drawn: list[tuple[list[int], list[int]]] = []
         """Prompt and completion of each turn."""
 
-    def generate(self, prompts: list[Any], images: Any = None, num_generations: int = 1, **_: Any) -> tuple[Any, ...]:
-        """As TRL's: prompts, completions, log-probabilities and their ids, a list of one for each token."""
+    def generate(
+        self, prompts: list[Any], images: Any = None, num_generations: int = 1, **_: Any
+    ) -> tuple[Any, ...]:
+        """As TRL's: prompts, completions, log-probabilities and their ids, a list of one for each
+        token."""
         if images is not None and any(images):
-            raise ValueError("images cannot be given here: the generator of a run takes text alone; leave them out")
+            raise ValueError(
+                "images cannot be given here: the generator of a run takes text alone; leave"
+                " them out"
+            )
         made = []
         for prompt in prompts:
-            body = {"token_ids": list(prompt), "sampling_params": {"max_tokens": self._max_tokens, "logprobs": 1}}
+            body = {
+                "token_ids": list(prompt),
+                "sampling_params": {"max_tokens": self._max_tokens, "logprobs": 1},
+            }
             choice = ask("/inference/v1/generate", body)["choices"][0]
             logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
             self.drawn.append((list(prompt), choice["token_ids"]))
             made.append((choice["token_ids"], logprobs))
         completions = [ids for ids, _ in made]
         alone = [[[value] for value in logprobs] for _, logprobs in made]
-        return [list(each) for each in prompts], completions, alone, [[[token] for token in ids] for ids in completions]
+        return (
+            [list(each) for each in prompts],
+            completions,
+            alone,
+            [[[token] for token in ids] for ids in completions],
+        )
 
 
 class RunTrainer:
-    """What a `rollout_func` is given for its trainer: a tokenizer, settings, and what generates. It has no model."""
+    """What a `rollout_func` is given for its trainer: a tokenizer, settings, and what generates. It
+    has no model."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._tokenizer = settings["tokenizer"]
         most = settings["max_tokens"]
-        self.args = SimpleNamespace(num_generations=1, max_completion_length=most, per_device_train_batch_size=1)
+        self.args = SimpleNamespace(
+            num_generations=1, max_completion_length=most, per_device_train_batch_size=1
+        )
         self.num_generations, self.max_completion_length = 1, most
         self.use_vllm, self.vllm_mode = True, "server"
         self.accelerator = SimpleNamespace(process_index=0, num_processes=1, is_main_process=True)
@@ -103,26 +127,32 @@ class RunTrainer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"trainer.{name} cannot be had: the rollout runs apart from trainer and generator, and its policy is asked "
-            f"for turns; use trainer.vllm_generation.generate(prompts=ids), or the server at OPENAI_BASE_URL"
+            f"trainer.{name} cannot be had: the rollout runs apart from trainer and generator, and"
+            " its policy is asked for turns; use trainer.vllm_generation.generate(prompts=ids), or"
+            " the server at OPENAI_BASE_URL"
         )
 
 
 def rolled_out(function: Any, row: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """Call a `rollout_func` with one prompt; its reward, after a look at whether it returns what was sampled."""
+    """Call a `rollout_func` with one prompt; its reward, after a look at whether it returns what
+    was sampled."""
     trainer = RunTrainer(settings)
     output = function([row["prompt"]], trainer)
     missing = {"prompt_ids", "completion_ids", "logprobs"} - set(output)
     if missing:
-        raise ValueError(f"rollout_func returned no {sorted(missing)}; found {sorted(output)}; return each of them")
+        raise ValueError(
+            f"rollout_func returned no {sorted(missing)}; found {sorted(output)}; return each of"
+            " them"
+        )
     ids = output["completion_ids"][0]
     mask = output.get("env_mask", [[1] * len(ids)])[0]
     drawn = [token for _, completion in trainer.vllm_generation.drawn for token in completion]
     kept = [token for token, is_drawn in zip(ids, mask, strict=True) if is_drawn]
     if len(output["completion_ids"]) != 1 or (drawn and kept != drawn):
         raise ValueError(
-            f"rollout_func returns other tokens than the policy has said; found {len(kept)} where {len(drawn)} were "
-            f"drawn for one prompt; return what was drawn, with env_mask 0 where the world has spoken"
+            f"rollout_func returns other tokens than the policy has said; found {len(kept)} where"
+            f" {len(drawn)} were drawn for one prompt; return what was drawn, with env_mask 0 where"
+            " the world has spoken"
         )
     return output[settings["gives"]][0] if settings.get("gives") else None
 
@@ -137,7 +167,11 @@ def messages_in(prompt: str) -> Any:
         found = json.loads(prompt)
     except ValueError:
         return prompt
-    is_chat = isinstance(found, list) and found and all(isinstance(each, dict) and "role" in each for each in found)
+    is_chat = (
+        isinstance(found, list)
+        and found
+        and all(isinstance(each, dict) and "role" in each for each in found)
+    )
     return found if is_chat else prompt
 
 
@@ -151,7 +185,11 @@ def played(world: Any, row: dict[str, Any], rounds: int) -> Any:
     if observation is not None:
         messages[-1] = {**messages[-1], "content": messages[-1]["content"] + observation}
     methods = inspect.getmembers(world, inspect.ismethod)
-    tools = {name: method for name, method in methods if name not in RESERVED and not name.startswith("_")}
+    tools = {
+        name: method
+        for name, method in methods
+        if name not in RESERVED and not name.startswith("_")
+    }
     schemas = [get_json_schema(tool) for tool in tools.values()]
     with asyncio.Runner() as runner:
         for left in range(rounds, -1, -1):

@@ -1,12 +1,13 @@
 """One rollout of a taskset of verifiers, through its own server and client; or a list of its tasks.
 
-    python verifiers_rollout.py WHAT            a row on stdin; the reward is the last line, null where there is none
+    python verifiers_rollout.py WHAT            a row on stdin; the reward is the last line, null
+                                                where there is none
     python verifiers_rollout.py WHAT --tasks N  prints the first N tasks, a line of JSON each
 
-WHAT is JSON: `id` of the taskset, `config` of its environment, `path` of folders with its module, `client` ("eval":
-calls OpenAI's API; "train": renders prompts itself, and calls the token route), `tokenizer` for the latter, `sampling`.
-Ends with status 75 where what failed is no fault of the policy's.
-"""
+WHAT is JSON: `id` of the taskset, `config` of its environment, `path` of folders with its module,
+`client` ("eval": calls OpenAI's API; "train": renders prompts itself, and calls the token route),
+`tokenizer` for the latter, `sampling`. Ends with status 75 where what failed is no fault of the
+policy's."""
 
 import asyncio
 import contextlib
@@ -38,13 +39,16 @@ def environment_of(what: dict[str, Any]) -> Any:
 
 
 def tasks_of(what: dict[str, Any], most: int) -> Any:
-    """Tasks as rows: the conversation that begins, and all that the server needs to make the task again."""
+    """Tasks as rows: the conversation that begins, and all that the server needs to make the task
+    again."""
     import verifiers.v1 as vf
 
     for task in itertools.islice(iter(vf.load_taskset(environment_of(what).taskset)), most):
         data = task.data.model_dump(mode="json")
         prompt = data.get("prompt")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
+        messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
+        )
         if data.get("system_prompt"):
             messages = [{"role": "system", "content": data["system_prompt"]}, *messages]
         yield {"prompt": messages, "task": json.dumps(data)}
@@ -70,16 +74,20 @@ async def rollout(what: dict[str, Any], task: dict[str, Any]) -> float | None:
         serving = asyncio.create_task(server.run())
         client = EnvClient(server.address)
         try:
-            ready = asyncio.ensure_future(client.wait_for_server_startup(timeout=START_S, interval=0.05))
+            ready = asyncio.ensure_future(
+                client.wait_for_server_startup(timeout=START_S, interval=0.05)
+            )
             await asyncio.wait({ready, serving}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 ready.cancel()
                 await serving
             await ready
             episode = await client.run(
-                client=client_of(what), model="policy",
-                sampling=vf.SamplingConfig.model_validate(what.get("sampling") or {}), task_data=task,
-            )  # fmt: skip
+                client=client_of(what),
+                model="policy",
+                sampling=vf.SamplingConfig.model_validate(what.get("sampling") or {}),
+                task_data=task,
+            )
         finally:
             await client.close()
             serving.cancel()
@@ -95,7 +103,9 @@ def reward_of(episode: Any) -> float | None:
         said = "; ".join(f"{error.type}: {error.message}" for error in errors)
         raise RolloutFailed(" ".join(said.split()) or "the episode was not ok, and tells no error")
     trained = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces
-    values = [reward.value for trace in trained for reward in trace.rewards.values() if reward is not None]
+    values = [
+        reward.value for trace in trained for reward in trace.rewards.values() if reward is not None
+    ]
     return float(sum(values)) if values else None
 
 

@@ -1,8 +1,8 @@
-"""The ends of a forward operator's model: each rank keeps some rows of embedding and head, and gathers the others while
-the layer computes; imports torch.
+"""The ends of a forward operator's model: each rank keeps some rows of embedding and head, and
+gathers the others while the layer computes; imports torch.
 
-So a rank holds its share of the model and one layer more, and computes what one rank computes, bit for bit.
-"""
+So a rank holds its share of the model and one layer more, and computes what one rank computes, bit
+for bit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from operators.training.parallel.direct import LayerBuffer, swap
 
 
 def cut_ends(module: Any, ranks: DeviceMesh) -> list[tuple[nn.Module, int]]:
-    """Leave this rank its rows of the embedding and of the layer that gives logits, as DTensors; these layers, and how
-    many rows each has on all ranks.
+    """Leave this rank its rows of the embedding and of the layer that gives logits, as DTensors;
+    these layers, and how many rows each has on all ranks.
 
-    One that has fewer rows than every rank needs for one stays whole. Weights that both share they still share."""
+    One that has fewer rows than every rank needs for one stays whole. Weights that both share they
+    still share."""
     cut: dict[int, nn.Parameter] = {}
     found: list[tuple[nn.Module, int]] = []
     for layer in (module.get_input_embeddings(), module.get_output_embeddings()):
@@ -39,8 +40,8 @@ def cut_ends(module: Any, ranks: DeviceMesh) -> list[tuple[nn.Module, int]]:
 
 
 def gather_ends(layers: Sequence[tuple[nn.Module, int]], ranks: DeviceMesh) -> None:
-    """Have what `cut_ends` found, whose weights are plain local tensors by now, compute with the rows of all ranks,
-    which call each layer together."""
+    """Have what `cut_ends` found, whose weights are plain local tensors by now, compute with the
+    rows of all ranks, which call each layer together."""
     group, buffer = ranks.get_group(), LayerBuffer()
     for layer, rows in layers:
         gathering = _Gathering(rows, group, buffer)
@@ -61,7 +62,9 @@ class _Gathering:
         """Before the layer computes."""
         own = layer.get_parameter("weight")
         size = (self._rows, *own.shape[1:])
-        whole = self._buffer.take(size, own.dtype) if own.device.type == "cpu" else own.new_empty(size)
+        whole = (
+            self._buffer.take(size, own.dtype) if own.device.type == "cpu" else own.new_empty(size)
+        )
         parts = _parts(whole, self._group.size())
         if own.device.type == "cpu":
             parts[self._group.rank()].copy_(own)
@@ -87,5 +90,10 @@ def _rows(weight: Tensor, ranks: DeviceMesh) -> DTensor:
     if weight.is_meta:
         return dealt
     return DTensor.from_local(
-        dealt.to_local().clone(), ranks, [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride()
+        dealt.to_local().clone(),
+        ranks,
+        [Shard(0)],
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
     )

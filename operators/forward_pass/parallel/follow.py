@@ -1,4 +1,5 @@
-"""A forward operator's rank behind rank 0, in a process that rank 0 forked: it computes what it is told, in step."""
+"""A forward operator's rank behind rank 0, in a process that rank 0 forked: it computes what it is
+told, in step."""
 
 from __future__ import annotations
 
@@ -25,15 +26,19 @@ from operators.ranks.weights import Take, followed
 
 
 def follow(
-    channel: Channel[Any], rank: int, wait_s: float, join: Callable[[Path], Any],
+    channel: Channel[Any],
+    rank: int,
+    wait_s: float,
+    join: Callable[[Path], Any],
     load: Callable[[Any, Loading], tuple[SlicedModel, Reading]],
-    opens: Callable[[SlicedModel], AbstractContextManager[WeightsBeside | None]], aside: Path | None,
-) -> None:  # fmt: skip
+    opens: Callable[[SlicedModel], AbstractContextManager[WeightsBeside | None]],
+    aside: Path | None,
+) -> None:
     """Join, load, and follow rank 0 to the end.
 
-    wait_s: for an exchange. join: meets the other ranks in a folder; their mesh. load: reads this rank's slices, given
-    the mesh, and makes what computes with them, in step with the other ranks. opens: its end of the weight plane, where
-    versions of the weights come. aside: as of `Context`.
+    wait_s: for an exchange. join: meets the other ranks in a folder; their mesh. load: reads this
+    rank's slices, given the mesh, and makes what computes with them, in step with the other ranks.
+    opens: its end of the weight plane, where versions of the weights come. aside: as of `Context`.
 
     consumes: messages of rank 0; its own part of each version
     produces: this rank's part of each exchange
@@ -47,13 +52,20 @@ def follow(
         own, reading = load(mesh, following(channel, rank, wait_s, watch))
     attached = (shard.local for shard in own.shards.values())
     with opens(own) as end:
-        memory = RankMemory(attached, aside, end, lambda: [*own.module.parameters(), *own.module.buffers()])
+        memory = RankMemory(
+            attached, aside, end, lambda: [*own.module.parameters(), *own.module.buffers()]
+        )
         while not isinstance(message := next_message(channel, rank, parent, wait_s), Close):
-            with named(channel, rank, parent, type(message).__name__.lower(), watch), torch.no_grad():
+            with (
+                named(channel, rank, parent, type(message).__name__.lower(), watch),
+                torch.no_grad(),
+            ):
                 if isinstance(message, Compute):
                     reading.forward.at(message.temperature)
                     reading.forward.computed(*message.given)
-                elif not (followed(message, channel, end) or memory.followed(message, channel, watch)):
+                elif not (
+                    followed(message, channel, end) or memory.followed(message, channel, watch)
+                ):
                     raise RunError(f"rank {rank} was told {message!r:.200}, which it does not know")
                 elif isinstance(message, Take) and own.merged is not None:
                     own.merged.adopted()

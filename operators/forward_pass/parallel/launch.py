@@ -1,4 +1,5 @@
-"""Makes a forward operator that runs on several ranks, from the side of rank 0, which starts the others."""
+"""Makes a forward operator that runs on several ranks, from the side of rank 0, which starts the
+others."""
 
 from __future__ import annotations
 
@@ -39,11 +40,11 @@ if TYPE_CHECKING:
 
 
 def led(declaration: ForwardKnobs, context: Context) -> tuple[Reading, Merged | None, Context]:
-    """How an operator of `context.ranks` ranks asks its model, rank 0's adapters where it has some, and the context
-    with a weight plane that all ranks read.
+    """How an operator of `context.ranks` ranks asks its model, rank 0's adapters where it has some,
+    and the context with a weight plane that all ranks read.
 
-    This process is rank 0; on GPUs, rank r takes the r-th after this one's. The other ranks are forks of it, as it is
-    now: call this before it has used a GPU.
+    This process is rank 0; on GPUs, rank r takes the r-th after this one's. The other ranks are
+    forks of it, as it is now: call this before it has used a GPU.
 
     Raises:
         ModelError: the model cannot be loaded or shared out.
@@ -74,9 +75,21 @@ def led(declaration: ForwardKnobs, context: Context) -> tuple[Reading, Merged | 
         def work(channel: Channel[Any]) -> None:
             def opened(own: SlicedModel) -> AbstractContextManager[WeightsBeside | None]:
                 tensors = {name: shard.local for name, shard in own.shards.items()}
-                device, site = str(device_of(context.device, rank)), None if opens is None else opens.site
+                device, site = (
+                    str(device_of(context.device, rank)),
+                    None if opens is None else opens.site,
+                )
                 slices = plain_pieces(own.shards)
-                return beside(channel, rank, site, device, tensors, slices, limits=limits, attempt=context.attempt)
+                return beside(
+                    channel,
+                    rank,
+                    site,
+                    device,
+                    tensors,
+                    slices,
+                    limits=limits,
+                    attempt=context.attempt,
+                )
 
             meet, load = functools.partial(joined, rank), functools.partial(loaded, rank)
             follow(channel, rank, limits.exchange_s, meet, load, opened, context.aside)

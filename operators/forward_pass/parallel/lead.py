@@ -21,8 +21,8 @@ class LedForward:
     consumes: the calls of the runtime
     produces: messages to the other ranks; what rank 0 computes, which is what all of them do
     waits for: the other ranks, in each exchange, up to the group's time-out
-    unblocked by: their part of the exchange, their end, or the time-out; after an error every call raises
-    """
+    unblocked by: their part of the exchange, their end, or the time-out; after an error every call
+    raises"""
 
     def __init__(self, own: Forward, exchange: Exchange) -> None:
         """own: rank 0's, of a model that is cut."""
@@ -36,8 +36,11 @@ class LedForward:
         self._temperature = temperature
         self._own.at(temperature)
 
-    def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
-        """As the forward's, on all ranks. Raises WorkerDied or DeadlineError when a rank does not take part."""
+    def computed(
+        self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]
+    ) -> dict[str, Tensor]:
+        """As the forward's, on all ranks. Raises WorkerDied or DeadlineError when a rank does not
+        take part."""
         self._passes += 1
         with self.ranks.together(f"pass {self._passes}"):
             self.ranks.tell(Compute.of(packed, left_T, wanted, self._temperature))

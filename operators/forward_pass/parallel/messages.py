@@ -36,7 +36,13 @@ class Compute:
     """As `Forward.at` takes it."""
 
     @classmethod
-    def of(cls, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str], temperature: float) -> Compute:
+    def of(
+        cls,
+        packed: TokenTree,
+        left_T: SamplingMask | None,
+        wanted: Collection[str],
+        temperature: float,
+    ) -> Compute:
         """The message of a call of `Forward.computed`."""
         names = [field.name for field in fields(TokenTree) if field.name != "buckets"]
         return cls(

@@ -1,4 +1,5 @@
-"""Reward functions written for other systems as scorers, unchanged: an adapter for each form of call."""
+"""Reward functions written for other systems as scorers, unchanged: an adapter for each form of
+call."""
 
 from operators.rewards.foreign.areal_form import from_areal
 from operators.rewards.foreign.openrlhf_form import from_openrlhf

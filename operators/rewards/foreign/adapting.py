@@ -1,4 +1,5 @@
-"""What the adapters share: what a foreign function takes, a scorer around it, prompts and completions as messages."""
+"""What the adapters share: what a foreign function takes, a scorer around it, prompts and
+completions as messages."""
 
 import ast
 import inspect
@@ -51,7 +52,11 @@ class Keywords:
 
     def chosen(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Of these keywords those that it can be called with."""
-        return dict(given) if self.takes_all else {name: given[name] for name in given if self.wants(name)}
+        return (
+            dict(given)
+            if self.takes_all
+            else {name: given[name] for name in given if self.wants(name)}
+        )
 
     def columns(self, *own: str) -> list[str]:
         """What it needs beside what its own system gives it: columns of the data."""
@@ -59,11 +64,12 @@ class Keywords:
 
 
 def taken_by(function: Callable[..., Any], system: str) -> Keywords:
-    """What a function takes; GraphError for what is no function, or takes something by position alone."""
+    """What a function takes; GraphError for what is no function, or takes something by position
+    alone."""
     if not callable(function):
         raise GraphError(
-            f"a reward function of {system} is called, but {function!r:.60} is a {type(function).__name__}, which "
-            f"cannot be; name the function"
+            f"a reward function of {system} is called, but {function!r:.60} is a"
+            f" {type(function).__name__}, which cannot be; name the function"
         )
     needed: list[str] = []
     optional: set[str] = set()
@@ -71,8 +77,8 @@ def taken_by(function: Callable[..., Any], system: str) -> Keywords:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             raise GraphError(
-                f"'{name_of(function)}' ({where_defined(function)}) takes '{parameter}' by position, but {system} "
-                f"gives keywords; let it take what it needs by name"
+                f"'{name_of(function)}' ({where_defined(function)}) takes '{parameter}' by"
+                f" position, but {system} gives keywords; let it take what it needs by name"
             )
         if parameter.kind is parameter.VAR_KEYWORD:
             rest = parameter.name
@@ -92,29 +98,48 @@ def name_of(function: Any) -> str:
 
 def is_async(function: Any) -> bool:
     """Whether a call gives a coroutine."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    method = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
 def adapted(
-    call: Callable[..., Any], function: Any, *, reads: Collection[str], gives: Any, per: Per, name: str,
+    call: Callable[..., Any],
+    function: Any,
+    *,
+    reads: Collection[str],
+    gives: Any,
+    per: Per,
+    name: str,
     limits: CallLimits,
-) -> Scorer[..., Any]:  # fmt: skip
-    """A scorer that calls `call`, which calls `function`: it reads these columns, and gets all others that rows have.
+) -> Scorer[..., Any]:
+    """A scorer that calls `call`, which calls `function`: it reads these columns, and gets all
+    others that rows have.
 
     Errors and pictures name the file and line of `function`.
     """
-    kinds = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in dict.fromkeys(reads)]
+    kinds = [
+        inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in dict.fromkeys(reads)
+    ]
     shaped: Any = call
     shaped.__name__ = shaped.__qualname__ = name_of(function)
     shaped.__doc__ = inspect.getdoc(function)
-    shaped.__signature__ = inspect.Signature([*kinds, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])
+    shaped.__signature__ = inspect.Signature(
+        [*kinds, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
+    )
     shaped.__annotations__ = {"return": gives}
     if code_of(function) is not None:
         shaped.__wrapped__ = function
     return scorer(
-        name=name, per=per, rest=True, timeout_s=limits.timeout_s, memory_mb=limits.memory_mb,
-        concurrency=limits.concurrency, processes=limits.processes, retries=limits.retries, world=limits.world,
-    )(shaped)  # fmt: skip
+        name=name,
+        per=per,
+        rest=True,
+        timeout_s=limits.timeout_s,
+        memory_mb=limits.memory_mb,
+        concurrency=limits.concurrency,
+        processes=limits.processes,
+        retries=limits.retries,
+        world=limits.world,
+    )(shaped)
 
 
 def note_of(facts: Mapping[str, Any]) -> str | None:
@@ -141,13 +166,18 @@ def messages_of(prompt: str) -> list[dict[str, Any]] | None:
         found = json.loads(prompt)
     except ValueError:
         return None
-    is_chat = isinstance(found, list) and found and all(isinstance(each, dict) and "role" in each for each in found)
+    is_chat = (
+        isinstance(found, list)
+        and found
+        and all(isinstance(each, dict) and "role" in each for each in found)
+    )
     return found if is_chat else None
 
 
 def both_forms(prompt: str, completion: str) -> tuple[Any, Any]:
-    """A prompt and its completion, both as messages where the prompt is a chat, else both as texts. What the assistant
-    had begun to say at the prompt's end belongs to the completion, as TRL has it.
+    """A prompt and its completion, both as messages where the prompt is a chat, else both as texts.
+    What the assistant had begun to say at the prompt's end belongs to the completion, as TRL has
+    it.
 
     >>> both_forms('[{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "It "}]', "is 4")
     ([{'role': 'user', 'content': '2+2='}], [{'role': 'assistant', 'content': 'It is 4'}])
@@ -156,7 +186,9 @@ def both_forms(prompt: str, completion: str) -> tuple[Any, Any]:
     if messages is None:
         return prompt, completion
     begun = beginning_of(messages)
-    return messages[: -1 if begun is not None else None], [{"role": "assistant", "content": (begun or "") + completion}]
+    return messages[: -1 if begun is not None else None], [
+        {"role": "assistant", "content": (begun or "") + completion}
+    ]
 
 
 def ids_of(tokens: AnyArray, mask: AnyArray) -> tuple[list[int], list[int]]:
@@ -176,20 +208,27 @@ def nested(row: Mapping[str, Any], path: str) -> Any:
     value: Any = row
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            raise ValueError(f"the row has nothing at '{path}': it has {list(row)}; name another place")
+            raise ValueError(
+                f"the row has nothing at '{path}': it has {list(row)}; name another place"
+            )
         value = value[part]
     return value
 
 
 def _named_in(function: Any, rest: str) -> list[str]:
-    """What a function takes out of its `**rest` by `rest["name"]`, as its source says; nothing where there is none."""
+    """What a function takes out of its `**rest` by `rest["name"]`, as its source says; nothing
+    where there is none."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return []
     return [
-        node.slice.value for node in ast.walk(tree)
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == rest
-        and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant)
+        node.slice.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == rest
+        and isinstance(node.ctx, ast.Load)
+        and isinstance(node.slice, ast.Constant)
         and isinstance(node.slice.value, str)
-    ]  # fmt: skip
+    ]

@@ -13,10 +13,11 @@ _OWN = ("prompt", "completions", "prompt_ids", "completion_ids")
 def from_areal(
     function: Callable[..., Any], *, name: str = "reward", limits: CallLimits = CallLimits()
 ) -> Scorer[..., Any]:
-    """A scorer that calls a `reward_fn(prompt, completions, prompt_ids, completion_ids, **row)` as AReaL does.
+    """A scorer that calls a `reward_fn(prompt, completions, prompt_ids, completion_ids, **row)` as
+    AReaL does.
 
-    Once for each rollout: `completions` is one text in spite of its name. Of the data's columns it gets those that it
-    takes. Raises GraphError for what cannot be called by keywords.
+    Once for each rollout: `completions` is one text in spite of its name. Of the data's columns it
+    gets those that it takes. Raises GraphError for what cannot be called by keywords.
 
     >>> def reward_fn(prompt, completions, prompt_ids, completion_ids, answer, **kwargs):
     ...     return int(completions == answer)
@@ -27,11 +28,16 @@ def from_areal(
     reads = [PROMPT, COMPLETION, TOKENS, MASK, *taken.columns(*_OWN)]
 
     def asked(columns: dict[str, Any]) -> dict[str, Any]:
-        prompt, completion, tokens, mask = (columns.pop(each) for each in (PROMPT, COMPLETION, TOKENS, MASK))
+        prompt, completion, tokens, mask = (
+            columns.pop(each) for each in (PROMPT, COMPLETION, TOKENS, MASK)
+        )
         prompt_ids, completion_ids = ids_of(tokens, mask)
         own = {
-            "prompt": prompt, "completions": completion, "prompt_ids": prompt_ids, "completion_ids": completion_ids,
-        }  # fmt: skip
+            "prompt": prompt,
+            "completions": completion,
+            "prompt_ids": prompt_ids,
+            "completion_ids": completion_ids,
+        }
         return taken.chosen({**columns, **own})
 
     def call(**columns: Any) -> Any:
@@ -41,6 +47,11 @@ def from_areal(
         return await function(**asked(columns))
 
     return adapted(
-        call_async if is_async(function) else call, function, reads=reads, gives=float, per="row", name=name,
+        call_async if is_async(function) else call,
+        function,
+        reads=reads,
+        gives=float,
+        per="row",
+        name=name,
         limits=limits,
-    )  # fmt: skip
+    )

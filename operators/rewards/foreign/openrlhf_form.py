@@ -7,20 +7,33 @@ from dataflow.records import COMPLETION, PROMPT
 from dataflow.scorer import Scorer
 from dataflow.scoring.signature import Noted
 from dataflow.scoring.values import listed
-from operators.rewards.foreign.adapting import CallLimits, adapted, gives_of, is_async, note_of, plain, taken_by
+from operators.rewards.foreign.adapting import (
+    CallLimits,
+    adapted,
+    gives_of,
+    is_async,
+    note_of,
+    plain,
+    taken_by,
+)
 
 _OWN = ("queries", "prompts", "labels")
 
 
 def from_openrlhf(
-    function: Callable[..., Any], *, name: str = "reward", label: str = "label", note: bool = False,
+    function: Callable[..., Any],
+    *,
+    name: str = "reward",
+    label: str = "label",
+    note: bool = False,
     limits: CallLimits = CallLimits(),
-) -> Scorer[..., Any]:  # fmt: skip
-    """A scorer that calls a `reward_func(queries, prompts, labels)` as OpenRLHF does: once for many rollouts.
+) -> Scorer[..., Any]:
+    """A scorer that calls a `reward_func(queries, prompts, labels)` as OpenRLHF does: once for many
+    rollouts.
 
-    `queries` are prompts and completions as one text each. It gives a tensor or list of rewards, or a dict with
-    `rewards`. label: the column that is `labels`. note: whether the dict's `scores` and `extra_logs` are kept, as JSON
-    in the column `<name>_note`.
+    `queries` are prompts and completions as one text each. It gives a tensor or list of rewards, or
+    a dict with `rewards`. label: the column that is `labels`. note: whether the dict's `scores` and
+    `extra_logs` are kept, as JSON in the column `<name>_note`.
     Raises GraphError for what cannot be called by keywords.
 
     >>> def reward_func(queries, prompts, labels, **kwargs):
@@ -34,26 +47,42 @@ def from_openrlhf(
 
     def asked(columns: dict[str, Any]) -> dict[str, Any]:
         prompts, completions = plain(columns[PROMPT]), plain(columns[COMPLETION])
-        given = {each: plain(values) for each, values in columns.items() if each not in (PROMPT, COMPLETION)} | {
+        given = {
+            each: plain(values)
+            for each, values in columns.items()
+            if each not in (PROMPT, COMPLETION)
+        } | {
             "queries": [prompt + said for prompt, said in zip(prompts, completions, strict=True)],
-            "prompts": prompts, "labels": plain(columns[label]),
-        }  # fmt: skip
+            "prompts": prompts,
+            "labels": plain(columns[label]),
+        }
         return taken.chosen(given)
 
     def told(returned: Any, rows: int) -> Any:
         facts: list[dict[str, Any]] | None = None
         if isinstance(returned, Mapping):
             if "rewards" not in returned:
-                raise ValueError(f"a dict without 'rewards' was returned: it has {list(returned)}; put them there")
+                raise ValueError(
+                    f"a dict without 'rewards' was returned: it has {list(returned)}; put them"
+                    " there"
+                )
             logged = {"scores": returned.get("scores"), **(returned.get("extra_logs") or {})}
             returned = returned["rewards"]
             if note:
-                lists = {key: listed(_plain(each), rows) for key, each in logged.items() if each is not None}
-                facts = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+                lists = {
+                    key: listed(_plain(each), rows)
+                    for key, each in logged.items()
+                    if each is not None
+                }
+                facts = [
+                    dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)
+                ]
         values = listed(_plain(returned), rows)
         if not note:
             return values
-        return [Noted(value, note_of(facts[at]) if facts else None) for at, value in enumerate(values)]
+        return [
+            Noted(value, note_of(facts[at]) if facts else None) for at, value in enumerate(values)
+        ]
 
     def call(**columns: Any) -> Any:
         return told(function(**asked(columns)), len(columns[PROMPT]))
@@ -62,9 +91,14 @@ def from_openrlhf(
         return told(await function(**asked(columns)), len(columns[PROMPT]))
 
     return adapted(
-        call_async if is_async(function) else call, function, reads=reads, gives=gives_of(note, True), per="batch",
-        name=name, limits=limits,
-    )  # fmt: skip
+        call_async if is_async(function) else call,
+        function,
+        reads=reads,
+        gives=gives_of(note, True),
+        per="batch",
+        name=name,
+        limits=limits,
+    )
 
 
 def _plain(values: Any) -> Any:

@@ -55,14 +55,21 @@ class Sample:
 
 
 def from_slime(
-    function: Callable[..., Any], *, name: str = "reward", label: str = "label", reward_key: str = "",
-    args: Mapping[str, Any] | None = None, note: bool = False, limits: CallLimits = CallLimits(concurrency=64),
-) -> Scorer[..., Any]:  # fmt: skip
-    """A scorer that calls a `custom_rm(args, sample)` as slime does, or its form of many, `(args, samples)`.
+    function: Callable[..., Any],
+    *,
+    name: str = "reward",
+    label: str = "label",
+    reward_key: str = "",
+    args: Mapping[str, Any] | None = None,
+    note: bool = False,
+    limits: CallLimits = CallLimits(concurrency=64),
+) -> Scorer[..., Any]:
+    """A scorer that calls a `custom_rm(args, sample)` as slime does, or its form of many, `(args,
+    samples)`.
 
-    label: the column that is the sample's `label`; the data's other columns are in its `metadata`. reward_key: which
-    value is the reward, where a dict is returned. args: what `args` has beside it. note: whether that dict is kept, as
-    JSON in the column `<name>_note`.
+    label: the column that is the sample's `label`; the data's other columns are in its `metadata`.
+    reward_key: which value is the reward, where a dict is returned. args: what `args` has beside
+    it. note: whether that dict is kept, as JSON in the column `<name>_note`.
     Raises GraphError for a function that takes anything else.
 
     >>> async def custom_rm(args, sample):
@@ -73,8 +80,8 @@ def from_slime(
     needed = [each for each in taken_by(function, "slime").needed if each != "args"]
     if needed not in (["sample"], ["samples"]):
         raise GraphError(
-            f"'{name_of(function)}' ({where_defined(function)}) takes {needed} beside args, but slime gives a reward "
-            f"function (args, sample), or (args, samples); write it so"
+            f"'{name_of(function)}' ({where_defined(function)}) takes {needed} beside args, but"
+            " slime gives a reward function (args, sample), or (args, samples); write it so"
         )
     is_many = needed == ["samples"]
     known = SimpleNamespace(**{"reward_key": reward_key or None, **(args or {})})
@@ -85,24 +92,37 @@ def from_slime(
         _, ids = ids_of(engine[TOKENS], engine[MASK])
         metadata = row.pop("metadata", None)
         return Sample(
-            prompt=messages_of(engine[PROMPT]) or engine[PROMPT], response=engine[COMPLETION], label=row.pop(label),
-            tokens=engine[TOKENS].tolist(), response_length=len(ids),
+            prompt=messages_of(engine[PROMPT]) or engine[PROMPT],
+            response=engine[COMPLETION],
+            label=row.pop(label),
+            tokens=engine[TOKENS].tolist(),
+            response_length=len(ids),
             loss_mask=engine[MASK][len(engine[MASK]) - len(ids) :].astype(int).tolist(),
             rollout_log_probs=engine[LOGPROBS][len(engine[LOGPROBS]) - len(ids) :].tolist(),
-            status=SampleStatus.TRUNCATED if engine[FINISH_REASON] == "length" else SampleStatus.COMPLETED,
-            index=int(engine[POSITION]), metadata={**row, **(metadata if isinstance(metadata, dict) else {})},
-        )  # fmt: skip
+            status=(
+                SampleStatus.TRUNCATED
+                if engine[FINISH_REASON] == "length"
+                else SampleStatus.COMPLETED
+            ),
+            index=int(engine[POSITION]),
+            metadata={**row, **(metadata if isinstance(metadata, dict) else {})},
+        )
 
     def asked(columns: dict[str, Any]) -> dict[str, Any]:
         if not is_many:
             return {"args": known, "sample": sample(columns)}
         rows = zip(*columns.values(), strict=True)
-        return {"args": known, "samples": [sample(dict(zip(columns, row, strict=True))) for row in rows]}
+        return {
+            "args": known,
+            "samples": [sample(dict(zip(columns, row, strict=True))) for row in rows],
+        }
 
     def told(returned: Any, columns: Mapping[str, Any]) -> Any:
         if not is_many:
             return _told(returned, reward_key, note)
-        return [_told(each, reward_key, note) for each in listed(returned, len(columns[COMPLETION]))]
+        return [
+            _told(each, reward_key, note) for each in listed(returned, len(columns[COMPLETION]))
+        ]
 
     def call(**columns: Any) -> Any:
         return told(function(**asked(columns)), columns)
@@ -111,15 +131,23 @@ def from_slime(
         return told(await function(**asked(columns)), columns)
 
     return adapted(
-        call_async if is_async(function) else call, function, reads=[*_ENGINE, label],
-        gives=gives_of(note, is_many), per="batch" if is_many else "row", name=name, limits=limits,
-    )  # fmt: skip
+        call_async if is_async(function) else call,
+        function,
+        reads=[*_ENGINE, label],
+        gives=gives_of(note, is_many),
+        per="batch" if is_many else "row",
+        name=name,
+        limits=limits,
+    )
 
 
 def _told(returned: Any, reward_key: str, note: bool) -> Any:
     facts: dict[str, Any] = {}
     if isinstance(returned, Mapping):
         if reward_key not in returned:
-            raise ValueError(f"a dict was returned, with {list(returned)}; say with reward_key= which is the reward")
+            raise ValueError(
+                f"a dict was returned, with {list(returned)}; say with reward_key= which is the"
+                " reward"
+            )
         facts, returned = dict(returned), returned[reward_key]
     return Noted(returned, note_of(facts)) if note else returned

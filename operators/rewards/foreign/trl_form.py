@@ -32,18 +32,24 @@ class TrainerProgress:
 
 
 def from_trl(
-    function: Callable[..., Any], *, name: str = "reward", note: bool = False, limits: CallLimits = CallLimits()
+    function: Callable[..., Any],
+    *,
+    name: str = "reward",
+    note: bool = False,
+    limits: CallLimits = CallLimits(),
 ) -> Scorer[..., Any]:
-    """A scorer that calls a reward function as TRL does: once for all rollouts that arrived together.
+    """A scorer that calls a reward function as TRL does: once for all rollouts that arrived
+    together.
 
-    It gets, as far as it takes them, `prompts`, `completions`, `completion_ids`, `trainer_state` (its `global_step`
-    alone), `log_extra`, `log_metric`, and the columns of the data, each as a list. Where the prompts are chats, prompts
-    and completions are lists of messages. None says that it does not apply to a completion.
-    note: whether what it logs is kept, as JSON in the column `<name>_note`.
-    Raises GraphError for what cannot be called by keywords.
+    It gets, as far as it takes them, `prompts`, `completions`, `completion_ids`, `trainer_state`
+    (its `global_step` alone), `log_extra`, `log_metric`, and the columns of the data, each as a
+    list. Where the prompts are chats, prompts and completions are lists of messages. None says that
+    it does not apply to a completion. note: whether what it logs is kept, as JSON in the column
+    `<name>_note`. Raises GraphError for what cannot be called by keywords.
 
     >>> def ends_well(completions, answer, **kwargs):
-    ...     return [float(text.endswith(end)) if end else None for text, end in zip(completions, answer)]
+    ...     return [float(text.endswith(end)) if end else None for text, end in zip(completions,
+            answer)]
     >>> reward = from_trl(ends_well)
     >>> reward.name, sorted(reward.reads())
     ('reward', ['answer', 'completion', 'prompt'])
@@ -54,7 +60,9 @@ def from_trl(
     reads += [VERSIONS] if taken.wants("trainer_state") else []
 
     def asked(columns: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        engine = {each: columns.pop(each, None) for each in (PROMPT, COMPLETION, TOKENS, MASK, VERSIONS)}
+        engine = {
+            each: columns.pop(each, None) for each in (PROMPT, COMPLETION, TOKENS, MASK, VERSIONS)
+        }
         forms = [both_forms(*each) for each in zip(engine[PROMPT], engine[COMPLETION], strict=True)]
         facts: list[dict[str, Any]] = [{} for _ in forms]
 
@@ -67,12 +75,16 @@ def from_trl(
                 row[metric] = value
 
         given: dict[str, Any] = {
-            **{column: plain(values) for column, values in columns.items()}, "log_extra": log_extra,
-            "log_metric": log_metric, "prompts": [prompt for prompt, _ in forms],
+            **{column: plain(values) for column, values in columns.items()},
+            "log_extra": log_extra,
+            "log_metric": log_metric,
+            "prompts": [prompt for prompt, _ in forms],
             "completions": [completion for _, completion in forms],
-        }  # fmt: skip
+        }
         if engine[TOKENS] is not None:
-            given["completion_ids"] = [ids_of(*each)[1] for each in zip(engine[TOKENS], engine[MASK], strict=True)]
+            given["completion_ids"] = [
+                ids_of(*each)[1] for each in zip(engine[TOKENS], engine[MASK], strict=True)
+            ]
         if engine[VERSIONS] is not None:
             newest = max((int(row.max()) for row in engine[VERSIONS] if len(row)), default=0)
             given["trainer_state"] = TrainerProgress(max(0, newest))
@@ -81,7 +93,10 @@ def from_trl(
     def told(returned: Any, facts: list[dict[str, Any]]) -> Any:
         if not note or returned is None:
             return returned
-        return [Noted(value, note_of(row)) for value, row in zip(listed(returned, len(facts)), facts, strict=True)]
+        return [
+            Noted(value, note_of(row))
+            for value, row in zip(listed(returned, len(facts)), facts, strict=True)
+        ]
 
     def call(**columns: Any) -> Any:
         given, facts = asked(columns)
@@ -92,6 +107,11 @@ def from_trl(
         return told(await function(**given), facts)
 
     return adapted(
-        call_async if is_async(function) else call, function, reads=reads, gives=gives_of(note, True), per="batch",
-        name=name, limits=limits,
-    )  # fmt: skip
+        call_async if is_async(function) else call,
+        function,
+        reads=reads,
+        gives=gives_of(note, True),
+        per="batch",
+        name=name,
+        limits=limits,
+    )

@@ -7,6 +7,7 @@ import json
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dataflow.errors import GraphError
@@ -29,9 +30,13 @@ from operators.rewards.foreign.adapting import (
 
 _OWN = ("prompt", "completion", "answer", "state", "info", "task", "parser")
 _OF_GROUPS = {
-    "prompts": "prompt", "completions": "completion", "answers": "answer", "states": "state", "infos": "info",
+    "prompts": "prompt",
+    "completions": "completion",
+    "answers": "answer",
+    "states": "state",
+    "infos": "info",
     "tasks": "task",
-}  # fmt: skip
+}
 """What a function of a whole group is given, and what that is of one rollout."""
 
 
@@ -50,12 +55,16 @@ class RubricPart:
 
     @property
     def is_of_group(self) -> bool:
-        """Whether it judges all rollouts of a prompt at once: it takes them by their plurals, or returns a list."""
+        """Whether it judges all rollouts of a prompt at once: it takes them by their plurals, or
+        returns a list."""
         try:
             returned = typing.get_type_hints(self.function).get("return")
         except Exception:
             returned = None
-        return any(map(self.keywords.wants, _OF_GROUPS)) or list in (returned, typing.get_origin(returned))
+        return any(map(self.keywords.wants, _OF_GROUPS)) or list in (
+            returned,
+            typing.get_origin(returned),
+        )
 
     def reads(self) -> list[str]:
         """Columns that it needs."""
@@ -74,13 +83,15 @@ class RubricPart:
 def from_verifiers(
     rewards: Any, *, name: str = "reward", note: bool = False, limits: CallLimits = CallLimits()
 ) -> Scorer[..., Any]:
-    """A scorer that calls a reward function, or the functions of a rubric, as verifiers' API up to 0.2 does.
+    """A scorer that calls a reward function, or the functions of a rubric, as verifiers' API up to
+    0.2 does.
 
-    A function gets, as far as it takes them, `prompt`, `completion` (both as messages where the prompt is a chat),
-    `answer`, `info`, `task`, other columns of the data, `state`, a dict of all of them that the functions of a rubric
-    share, and what the rubric gives by name (`parser`, a judge, helpers). One of a whole group gets their plurals. A
-    rubric's rewards are added by its weights, without those that are None; a function that raises is a failure, which
-    verifiers counts as 0. note: whether each function's reward is kept, as JSON in the column `<name>_note`.
+    A function gets, as far as it takes them, `prompt`, `completion` (both as messages where the
+    prompt is a chat), `answer`, `info`, `task`, other columns of the data, `state`, a dict of all
+    of them that the functions of a rubric share, and what the rubric gives by name (`parser`, a
+    judge, helpers). One of a whole group gets their plurals. A rubric's rewards are added by its
+    weights, without those that are None; a function that raises is a failure, which verifiers
+    counts as 0. note: whether each function's reward is kept, as JSON in the column `<name>_note`.
     Raises GraphError for functions of a trace (verifiers v1), which are rewards of an environment.
 
     >>> def exact(completion, answer, **kwargs):
@@ -102,12 +113,19 @@ def from_verifiers(
         if not of_group:
             return [_row(columns)]
         lists = {each: plain(values) for each, values in columns.items()}
-        return [_row({each: values[at] for each, values in lists.items()}) for at in range(len(lists[PROMPT]))]
+        return [
+            _row({each: values[at] for each, values in lists.items()})
+            for at in range(len(lists[PROMPT]))
+        ]
 
     def told(values: dict[str, list[Any]], rows: int) -> Any:
-        found: list[Any] = [_total(parts, [each[row] for each in values.values()]) for row in range(rows)]
+        found: list[Any] = [
+            _total(parts, [each[row] for each in values.values()]) for row in range(rows)
+        ]
         if note:
-            noted = [note_of({label: each[row] for label, each in values.items()}) for row in range(rows)]
+            noted = [
+                note_of({label: each[row] for label, each in values.items()}) for row in range(rows)
+            ]
             found = [Noted(value, text) for value, text in zip(found, noted, strict=True)]
         return found if of_group else found[0]
 
@@ -115,7 +133,8 @@ def from_verifiers(
         """Each call to be made, under which label, and whether it gives the values of all rows."""
         for part, label in zip(parts, labels, strict=True):
             for some in [rows] if part.is_of_group else [[row] for row in rows]:
-                yield label, part.is_of_group, lambda part=part, some=some: part.function(**part.arguments(some))  # type: ignore[misc]
+                make = partial(part.function, **part.arguments(some))
+                yield label, part.is_of_group, make
 
     async def call_async(**columns: Any) -> Any:
         rows = asked(columns)
@@ -134,9 +153,14 @@ def from_verifiers(
         return told(values, len(rows))
 
     return adapted(
-        call_async if any(is_async(part.function) for part in parts) else call, parts[0].function, reads=reads,
-        gives=gives_of(note, of_group), per="group" if of_group else "row", name=name, limits=limits,
-    )  # fmt: skip
+        call_async if any(is_async(part.function) for part in parts) else call,
+        parts[0].function,
+        reads=reads,
+        gives=gives_of(note, of_group),
+        per="group" if of_group else "row",
+        name=name,
+        limits=limits,
+    )
 
 
 def _row(columns: dict[str, Any]) -> dict[str, Any]:
@@ -144,17 +168,25 @@ def _row(columns: dict[str, Any]) -> dict[str, Any]:
     prompt, completion = both_forms(columns[PROMPT], columns[COMPLETION])
     info = columns.get("info")
     given = {
-        **columns, "prompt": prompt, "completion": completion, "answer": columns.get("answer", ""),
+        **columns,
+        "prompt": prompt,
+        "completion": completion,
+        "answer": columns.get("answer", ""),
         "info": json.loads(info) if isinstance(info, str) and info else info or {},
-        "task": columns.get("task", "default"), "parser": None,
-    }  # fmt: skip
-    turns = [completion] if isinstance(completion, str) else [each["content"] for each in completion]
+        "task": columns.get("task", "default"),
+        "parser": None,
+    }
+    turns = (
+        [completion] if isinstance(completion, str) else [each["content"] for each in completion]
+    )
     known = {each: value for each, value in given.items() if each != "parser"}
     return {**given, "state": {**known, "responses": turns, "turn": len(turns)}}
 
 
 def _total(parts: Sequence[RubricPart], values: Sequence[float | None]) -> float | None:
-    found = [part.weight * value for part, value in zip(parts, values, strict=True) if value is not None]
+    found = [
+        part.weight * value for part, value in zip(parts, values, strict=True) if value is not None
+    ]
     return sum(found) if found else None
 
 
@@ -173,10 +205,13 @@ def _parts(rewards: Any) -> Iterator[RubricPart]:
     weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
     if len(weights) != len(functions):
         raise GraphError(
-            f"a rubric has {len(functions)} reward functions and {len(weights)} weights; give it as many of both, and "
-            f"one at least"
+            f"a rubric has {len(functions)} reward functions and {len(weights)} weights; give it as"
+            " many of both, and one at least"
         )
-    objects = {"parser": getattr(rewards, "parser", None), **(getattr(rewards, "class_objects", None) or {})}
+    objects = {
+        "parser": getattr(rewards, "parser", None),
+        **(getattr(rewards, "class_objects", None) or {}),
+    }
     for function, weight in zip(functions, weights, strict=True):
         yield RubricPart(function=function, weight=weight, objects=objects)
 
@@ -185,9 +220,9 @@ def _refuse(function: Any, needed: tuple[str, ...]) -> None:
     """GraphError for what needs more than a rollout's columns."""
     if "trace" in needed or "self" in needed:
         raise GraphError(
-            f"'{name_of(function)}' ({where_defined(function)}) takes {list(needed)}: it is a reward of verifiers v1, "
-            f"which is part of an environment and judges its trace; run the environment, or write a function of "
-            f"prompt, completion and answer"
+            f"'{name_of(function)}' ({where_defined(function)}) takes {list(needed)}: it is a"
+            " reward of verifiers v1, which is part of an environment and judges its trace; run"
+            " the environment, or write a function of prompt, completion and answer"
         )
 
 

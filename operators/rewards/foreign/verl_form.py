@@ -7,22 +7,35 @@ from dataflow.records import COMPLETION
 from dataflow.scorer import Scorer
 from dataflow.scoring.signature import Noted
 from dataflow.scoring.values import listed
-from operators.rewards.foreign.adapting import CallLimits, adapted, gives_of, is_async, nested, note_of, taken_by
+from operators.rewards.foreign.adapting import (
+    CallLimits,
+    adapted,
+    gives_of,
+    is_async,
+    nested,
+    note_of,
+    taken_by,
+)
 
 _OWN = ("data_source", "solution_str", "ground_truth", "extra_info")
 _OWN_OF_MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 def from_verl(
-    function: Callable[..., Any], *, name: str = "reward", ground_truth: str = "reward_model.ground_truth",
-    note: bool = False, limits: CallLimits = CallLimits(),
-) -> Scorer[..., Any]:  # fmt: skip
-    """A scorer that calls a `compute_score` as verl does, once for each rollout, or its form for many at once.
+    function: Callable[..., Any],
+    *,
+    name: str = "reward",
+    ground_truth: str = "reward_model.ground_truth",
+    note: bool = False,
+    limits: CallLimits = CallLimits(),
+) -> Scorer[..., Any]:
+    """A scorer that calls a `compute_score` as verl does, once for each rollout, or its form for
+    many at once.
 
-    It gets, as far as it takes them, `data_source`, `solution_str`, `ground_truth` and `extra_info` (or `data_sources`,
-    `solution_strs`, ...), of the columns of verl's data; other parameters keep their defaults. It gives a number, or a
-    dict with `score`. ground_truth: where a row has it, as column.key. note: whether the rest of the dict is kept, as
-    JSON in the column `<name>_note`.
+    It gets, as far as it takes them, `data_source`, `solution_str`, `ground_truth` and `extra_info`
+    (or `data_sources`, `solution_strs`, ...), of the columns of verl's data; other parameters keep
+    their defaults. It gives a number, or a dict with `score`. ground_truth: where a row has it, as
+    column.key. note: whether the rest of the dict is kept, as JSON in the column `<name>_note`.
     Raises GraphError for what cannot be called by keywords.
 
     >>> def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -35,7 +48,9 @@ def from_verl(
     """
     taken = taken_by(function, "verl")
     is_many = taken.wants("solution_strs")
-    source, truth, extra = ("data_sources", "ground_truths", "extra_infos") if is_many else (_OWN[0], *_OWN[2:])
+    source, truth, extra = (
+        ("data_sources", "ground_truths", "extra_infos") if is_many else (_OWN[0], *_OWN[2:])
+    )
     reads = [COMPLETION]
     reads += ["data_source"] if source in taken.needed else []
     reads += [ground_truth.partition(".")[0]] if taken.accepts(truth) else []
@@ -44,8 +59,9 @@ def from_verl(
     def asked(columns: Mapping[str, Any]) -> dict[str, Any]:
         given = {
             **{column: columns[column] for column in taken.columns(*_OWN)},
-            "solution_str": columns[COMPLETION], "extra_info": dict(columns.get("extra_info") or {}),
-        }  # fmt: skip
+            "solution_str": columns[COMPLETION],
+            "extra_info": dict(columns.get("extra_info") or {}),
+        }
         if "data_source" in columns:
             given["data_source"] = columns["data_source"]
         if taken.accepts("ground_truth"):
@@ -55,10 +71,11 @@ def from_verl(
     def asked_of_many(columns: Mapping[str, Any]) -> dict[str, Any]:
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         given = {
-            source: [row.get("data_source") for row in rows], "solution_strs": columns[COMPLETION],
+            source: [row.get("data_source") for row in rows],
+            "solution_strs": columns[COMPLETION],
             truth: [nested(row, ground_truth) for row in rows if taken.accepts(truth)],
             extra: [dict(row.get("extra_info") or {}) for row in rows],
-        }  # fmt: skip
+        }
         return {each: value for each, value in given.items() if taken.accepts(each)}
 
     def told(returned: Any, columns: Mapping[str, Any]) -> Any:
@@ -75,16 +92,24 @@ def from_verl(
         return told(await function(**ask(columns)), columns)
 
     return adapted(
-        call_async if is_async(function) else call, function, reads=reads, gives=gives_of(note, is_many),
-        per="batch" if is_many else "row", name=name, limits=limits,
-    )  # fmt: skip
+        call_async if is_async(function) else call,
+        function,
+        reads=reads,
+        gives=gives_of(note, is_many),
+        per="batch" if is_many else "row",
+        name=name,
+        limits=limits,
+    )
 
 
 def _told(returned: Any, note: bool) -> Any:
     facts: dict[str, Any] = {}
     if isinstance(returned, Mapping):
         if "score" not in returned:
-            raise ValueError(f"a dict without 'score' was returned: it has {list(returned)}; put the reward there")
+            raise ValueError(
+                f"a dict without 'score' was returned: it has {list(returned)}; put the reward"
+                " there"
+            )
         facts = {key: value for key, value in returned.items() if key != "score"}
         returned = returned["score"]
     return Noted(returned, note_of(facts)) if note else returned

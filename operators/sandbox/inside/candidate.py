@@ -1,4 +1,5 @@
-"""The process that runs a model's program: as a script with its input, or as functions that a test calls from afar."""
+"""The process that runs a model's program: as a script with its input, or as functions that a test
+calls from afar."""
 
 from __future__ import annotations
 
@@ -54,7 +55,13 @@ def _answer(request: bytes, objects: list[Any]) -> bytes:
     try:
         what, target, *rest = decode(request, objects.__getitem__)
         if what == "globals":
-            return encode(["ok", {name: keep(vars(target)[name]) for name in rest[0] if name in vars(target)}], keep)
+            return encode(
+                [
+                    "ok",
+                    {name: keep(vars(target)[name]) for name in rest[0] if name in vars(target)},
+                ],
+                keep,
+            )
         if what == "part":
             return encode(["ok", keep(getattr(target, rest[0]))], keep)
         return encode(["ok", _do(what, target, *rest)], keep)
@@ -66,7 +73,10 @@ def _do(what: str, target: Any, *rest: Any) -> Any:
     if what == "call":
         arguments, names = rest
         result = target(*arguments, **names)
-        return [result, [item if isinstance(item, list | dict | set) else None for item in arguments]]
+        return [
+            result,
+            [item if isinstance(item, list | dict | set) else None for item in arguments],
+        ]
     if what == "list":
         return list(target)
     if what == "length":

@@ -1,8 +1,9 @@
-"""The first process of a sandbox: runs tests one after the other, each in processes of its own, and says how they went.
+"""The first process of a sandbox: runs tests one after the other, each in processes of its own, and
+says how they went.
 
-It is process 1 of its namespace, which no process there can signal, stop or look into. It never reads a test: the
-process that runs the test does, so that the candidate, which is forked from here, has nothing of it in its memory.
-"""
+It is process 1 of its namespace, which no process there can signal, stop or look into. It never
+reads a test: the process that runs the test does, so that the candidate, which is forked from here,
+has nothing of it in its memory."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class SandboxRun:
         self._pids: list[int] = []
 
     def script(self, source: str, size: int) -> tuple[bool, str, bytes]:
-        """Run the program on the next bytes as its input: whether it ended well, why not, what it printed."""
+        """Run the program on the next bytes as its input: whether it ended well, why not, what it
+        printed."""
         feed = os.memfd_create("input")
         with os.fdopen(os.dup(feed), "wb") as file:
             file.write(read_exactly(0, size))
@@ -93,7 +95,8 @@ class SandboxRun:
         return not note, note, b"" if note else bytes(self._streams[out[0]])
 
     def test(self, source: str, size: int, judge: Judge) -> tuple[bool, str, bytes]:
-        """Judge by the next bytes, a test of what the program defines: whether it passed, why not, what was printed."""
+        """Judge by the next bytes, a test of what the program defines: whether it passed, why not,
+        what was printed."""
         ask, reply = os.pipe(), os.pipe()
         note, out, err = self._pipe(), self._pipe(), self._pipe()
         null, unread = os.open(os.devnull, os.O_RDWR), os.dup(0)
@@ -111,7 +114,10 @@ class SandboxRun:
         ended = self._end()[self._pids[1]]
         why = bytes(self._streams[note[0]]).decode("utf-8", "replace")
         if not reason and why == PROGRAM_ENDED:
-            reason = how_it_ended(ended, bytes(self._streams[err[0]])) or "exited before its test was over"
+            reason = (
+                how_it_ended(ended, bytes(self._streams[err[0]]))
+                or "exited before its test was over"
+            )
         reason = reason or (why or how_it_ended(status, b"") if status else "")
         return not reason, reason, b""
 
@@ -121,8 +127,15 @@ class SandboxRun:
         self._streams[ends[0]] = bytearray()
         return ends
 
-    def _fork(self, work: Work, streams: tuple[int, ...], kept: tuple[int, ...] = (), first: Work = _nothing) -> None:
-        """A caged process that does this, with these streams and descriptors; back once it is past `first`.
+    def _fork(
+        self,
+        work: Work,
+        streams: tuple[int, ...],
+        kept: tuple[int, ...] = (),
+        first: Work = _nothing,
+    ) -> None:
+        """A caged process that does this, with these streams and descriptors; back once it is past
+        `first`.
 
         Raises OSError where it cannot be caged.
         """
@@ -147,7 +160,8 @@ class SandboxRun:
             raise OSError("a process of the sandbox could not give up what it must")
 
     def _wait(self, main: int) -> tuple[str, int]:
-        """Read what the processes write until the main one ends: the limit that was passed, and its wait status."""
+        """Read what the processes write until the main one ends: the limit that was passed, and its
+        wait status."""
         poll = select.poll()
         ends = [os.pidfd_open(pid) for pid in self._pids]
         for fd in (*self._streams, ends[0]):
@@ -234,7 +248,8 @@ def how_it_ended(status: int, errors: bytes) -> str:
 
 
 def _cpu_s(pid: int) -> float:
-    """Seconds of CPU time that a process has taken, by its clock (clock_getcpuclockid(3)); 0 once it is gone."""
+    """Seconds of CPU time that a process has taken, by its clock (clock_getcpuclockid(3)); 0 once
+    it is gone."""
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:

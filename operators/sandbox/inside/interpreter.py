@@ -1,4 +1,5 @@
-"""The Python that a policy works with over several turns: what one piece of code defines, the next one finds."""
+"""The Python that a policy works with over several turns: what one piece of code defines, the next
+one finds."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def serve(feed: int, sign: int) -> None:
     """Run pieces of code, until nobody sends any.
 
     consumes: code, in frames
-    produces: what it prints, and the value of its last expression, on the standard streams; a byte when it is over
-    waits for: the next piece
+    produces: what it prints, and the value of its last expression, on the standard streams; a byte
+    when it is over waits for: the next piece
     unblocked by: it, or the end of who sends it
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,7 +63,8 @@ def serve(feed: int, sign: int) -> None:
 
 
 def run(source: str, names: dict[str, Any]) -> None:
-    """Execute code; where its last statement is an expression, print its value unless it is None."""
+    """Execute code; where its last statement is an expression, print its value unless it is
+    None."""
     linecache.cache[NAME] = len(source), None, source.splitlines(keepends=True), NAME
     tree = ast.parse(source, NAME)
     last = tree.body[-1] if tree.body else None
@@ -84,4 +86,6 @@ def _tell(error: BaseException) -> None:
     try:
         traceback.print_exception(type(error), error, trace, limit=-20)
     except BaseException as second:
-        os.write(2, f"{type(error).__name__} ({type(second).__name__} while it was told)\n".encode())
+        os.write(
+            2, f"{type(error).__name__} ({type(second).__name__} while it was told)\n".encode()
+        )

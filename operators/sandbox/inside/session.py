@@ -1,8 +1,9 @@
-"""The first process of a sandbox that is kept: runs commands one after the other, and keeps what they leave.
+"""The first process of a sandbox that is kept: runs commands one after the other, and keeps what
+they leave.
 
-It is process 1 of its namespace, which no process there can signal, stop or look into. Between two commands all others
-are stopped: a process that a command left behind takes no time until the next one comes.
-"""
+It is process 1 of its namespace, which no process there can signal, stop or look into. Between two
+commands all others are stopped: a process that a command left behind takes no time until the next
+one comes."""
 
 from __future__ import annotations
 
@@ -33,11 +34,14 @@ _TICK_S, _INTERRUPTED_S = 0.02, 1.0
 
 
 def main() -> None:
-    """Read limits, then requests from descriptor 0, and write a reply to each to descriptor 1, until nobody asks.
+    """Read limits, then requests from descriptor 0, and write a reply to each to descriptor 1,
+    until nobody asks.
 
-    consumes: [limits], then ["python", code, seconds, bytes], ["shell", command, seconds, bytes], ["write", path, data]
+    consumes: [limits], then ["python", code, seconds, bytes], ["shell", command, seconds, bytes],
+    ["write", path, data]
         or ["read", path, bytes], in frames
-    produces: ["ready"], then for each ["ran", output, bytes in all, note], ["lost", note] where the sandbox has used
+    produces: ["ready"], then for each ["ran", output, bytes in all, note], ["lost", note] where the
+    sandbox has used
         more than it may, ["data", bytes], or ["failed", note]
     waits for: the process of a command, until it ends or passes a limit
     unblocked by: its end, what it writes, or a clock
@@ -69,7 +73,8 @@ class SandboxKeeper:
         self._ended: dict[int, int] = {}
         """Wait statuses of processes that were collected before anybody asked for them."""
         self._python: tuple[int, int, int, int] | None = None
-        """Of the interpreter: its process, and our ends of its requests, its signs and its output."""
+        """Of the interpreter: its process, and our ends of its requests, its signs and its
+        output."""
 
     def reply(self, what: str, told: list[Any]) -> list[Any]:
         """What a request comes to; a sandbox that cannot go on after it is lost."""
@@ -82,7 +87,10 @@ class SandboxKeeper:
         """Run code in the interpreter that ran what came before."""
         told = code.encode("utf-8", "surrogatepass")
         if len(told) > LONGEST_CODE:
-            return ["failed", f"the code has {len(told)} bytes, and may have {LONGEST_CODE}; write a file first"]
+            return [
+                "failed",
+                f"the code has {len(told)} bytes, and may have {LONGEST_CODE}; write a file first",
+            ]
         if self._python is None or self._python[0] in self._ended or not self._told(told):
             self._end_python()
             self._python = self._started()
@@ -97,14 +105,23 @@ class SandboxKeeper:
         output.drain()
         if not is_over:
             status = self._end_python()
-            note = f"{note or how_it_ended(status, b'') or 'exited'}; Python was started anew, its variables are gone"
+            note = (
+                f"{note or how_it_ended(status, b'') or 'exited'}; Python was started anew, its"
+                " variables are gone"
+            )
         return self._ran(output, note)
 
     def shell(self, command: str, seconds: float, most: int) -> list[Any]:
         """Run a command in the folder and the environment that the last one left."""
         told = command.encode("utf-8", "surrogatepass")
         if len(told) > LONGEST_COMMAND:
-            return ["failed", f"the command has {len(told)} bytes, and may have {LONGEST_COMMAND}; write a file first"]
+            return [
+                "failed",
+                (
+                    f"the command has {len(told)} bytes, and may have {LONGEST_COMMAND}; write a"
+                    " file first"
+                ),
+            ]
         out, state = os.pipe(), os.pipe()
         pid = self._fork(lambda: self._execute(told), (out[1], out[1]), {STATE: state[1]})
         os.close(out[1])
@@ -126,7 +143,8 @@ class SandboxKeeper:
         try:
             path = os.path.join(HOME, path)  # noqa: PTH118  (pathlib is slow to import)
             os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK  # a pipe that nobody reads holds nobody up
+            # a pipe that nobody reads holds nobody up
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
             with open(os.open(path, flags, 0o644), "wb") as file:  # noqa: PTH123
                 file.write(data)
         except OSError as error:
@@ -155,7 +173,8 @@ class SandboxKeeper:
         return ["ran", bytes(output.held), output.total, note]
 
     def _told(self, code: bytes) -> bool:
-        """Whether the interpreter takes code: what ran in it may have closed its end, or does not read."""
+        """Whether the interpreter takes code: what ran in it may have closed its end, or does not
+        read."""
         assert self._python is not None
         _, feed, sign, _ = self._python
         try:
@@ -184,7 +203,9 @@ class SandboxKeeper:
     def _started(self) -> tuple[int, int, int, int]:
         feed, sign, out = os.pipe(), os.pipe(), os.pipe()
         pid = self._fork(
-            lambda: interpreter.serve(feed[0], sign[1]), (out[1], out[1]), {feed[0]: feed[0], sign[1]: sign[1]}
+            lambda: interpreter.serve(feed[0], sign[1]),
+            (out[1], out[1]),
+            {feed[0]: feed[0], sign[1]: sign[1]},
         )
         for fd in (feed[0], sign[1], out[1]):
             os.close(fd)
@@ -192,7 +213,8 @@ class SandboxKeeper:
         return pid, feed[1], sign[0], out[0]
 
     def _fork(self, work: Any, streams: tuple[int, int], kept: dict[int, int]) -> int:
-        """A caged process in a session of its own that does this; `kept`: what it has open beside its streams."""
+        """A caged process in a session of its own that does this; `kept`: what it has open beside
+        its streams."""
         null = os.open(os.devnull, os.O_RDWR)
         if (pid := os.fork()) == 0:
             try:
@@ -225,9 +247,15 @@ class SandboxKeeper:
             self._environment = {name: value for name, sign, value in pairs if sign}
 
     def _wait(
-        self, pid: int, output: _Output, sign: int | None, seconds: float, left: _Output | None = None
+        self,
+        pid: int,
+        output: _Output,
+        sign: int | None,
+        seconds: float,
+        left: _Output | None = None,
     ) -> tuple[bool, str]:
-        """Read until a process gives its sign, or ends where it has none: whether it did; the limit that it passed."""
+        """Read until a process gives its sign, or ends where it has none: whether it did; the limit
+        that it passed."""
         poll, end = select.poll(), os.pidfd_open(pid)
         deadline = time.monotonic() + seconds
         fds = {output.fd: output, **({} if left is None else {left.fd: left})}
@@ -242,7 +270,8 @@ class SandboxKeeper:
                 if sign is not None and sign in ready:
                     if os.read(sign, 1):
                         return True, ""
-                    poll.unregister(sign)  # closed by the code: its end is what there is to wait for
+                    # closed by the code: its end is what there is to wait for
+                    poll.unregister(sign)
                 if end in ready:
                     return sign is None, ""
                 if output.total > self._limits["output_bytes"]:

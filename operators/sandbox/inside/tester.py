@@ -1,9 +1,10 @@
-"""The process that runs one test: asks the candidate, in another process, and judges what comes back.
+"""The process that runs one test: asks the candidate, in another process, and judges what comes
+back.
 
-The test and the answers it expects are in this process alone. What comes back from the candidate is plain data (an
-object that calls itself equal to everything arrives as one that is equal to nothing but itself), and nothing that it
-is compared with comes from the candidate: a name gives a test something to call, and never a value.
-"""
+The test and the answers it expects are in this process alone. What comes back from the candidate is
+plain data (an object that calls itself equal to everything arrives as one that is equal to nothing
+but itself), and nothing that it is compared with comes from the candidate: a name gives a test
+something to call, and never a value."""
 
 from __future__ import annotations
 
@@ -29,13 +30,20 @@ _RAISED_AGAIN: dict[str, type[Exception]] = {
     and not issubclass(kind, (*_OF_MORE_THAN_A_TEXT, *_ENDS_A_LOOP))
 }
 _TREE_ONLY = 0x400
-"""For `compile`: the syntax tree alone (ast.PyCF_ONLY_AST; importing `ast` costs more than all else here)."""
+"""For `compile`: the syntax tree alone (ast.PyCF_ONLY_AST; importing `ast` costs more than all else
+here)."""
 
 LITERALS: dict[str, Any] = {
-    "inf": float("inf"), "nan": float("nan"), "Infinity": float("inf"), "NaN": float("nan"),
-    "true": True, "false": False, "null": None,
-}  # fmt: skip
-"""What `repr` and JSON write for values that Python has no literal of: a test may use these names."""
+    "inf": float("inf"),
+    "nan": float("nan"),
+    "Infinity": float("inf"),
+    "NaN": float("nan"),
+    "true": True,
+    "false": False,
+    "null": None,
+}
+"""What `repr` and JSON write for values that Python has no literal of: a test may use these
+names."""
 
 PROGRAM_ENDED = "the program ended"
 """The note of a test whose candidate is gone."""
@@ -44,13 +52,15 @@ _SHOWN = 80
 
 
 class Remote:
-    """What a call of the candidate returned that is no plain value: calls, attributes and items are asked for there."""
+    """What a call of the candidate returned that is no plain value: calls, attributes and items are
+    asked for there."""
 
     def __init__(self, link: CandidateClient, number: int) -> None:
         self._link, self._number = link, number
 
     def __call__(self, *arguments: Any, **names: Any) -> Any:
-        """What the candidate returned; lists, dicts and sets among the arguments are as it left them."""
+        """What the candidate returned; lists, dicts and sets among the arguments are as it left
+        them."""
         result, after = self._link.ask("call", self, list(arguments), names)
         for ours, theirs in zip(arguments, after, strict=True):
             _follow(ours, theirs)
@@ -76,7 +86,8 @@ class Remote:
 
 
 class Named(Remote):
-    """What the candidate has under a name, whatever that is: to be called, handed on, or asked for what it has itself.
+    """What the candidate has under a name, whatever that is: to be called, handed on, or asked for
+    what it has itself.
 
     Its value would be the candidate's own word, so a test that compares with it fails.
     """
@@ -100,13 +111,16 @@ class CandidateClient:
         self._requests, self._replies = requests, replies
 
     def ask(self, what: str, target: Remote, *rest: Any) -> Any:
-        """The candidate's answer; raises what it raised where that is a common exception, else RuntimeError."""
+        """The candidate's answer; raises what it raised where that is a common exception, else
+        RuntimeError."""
         write_frame(self._requests, encode([what, target, *rest], _number))
         state, *answer = decode(read_frame(self._replies), lambda number: Remote(self, number))
         if state == "ok":
             return answer[0]
         kind, text = map(str, answer)
-        raise _RAISED_AGAIN[kind](text) if kind in _RAISED_AGAIN else RuntimeError(f"{kind}: {text}")
+        raise (
+            _RAISED_AGAIN[kind](text) if kind in _RAISED_AGAIN else RuntimeError(f"{kind}: {text}")
+        )
 
     def named(self, names: set[str]) -> dict[str, Named]:
         """What the candidate has under these names."""
@@ -115,9 +129,14 @@ class CandidateClient:
 
 
 def run_test(
-    judge: Callable[[bytes, CandidateClient], None], test: bytes, requests: int, replies: int, note: int
+    judge: Callable[[bytes, CandidateClient], None],
+    test: bytes,
+    requests: int,
+    replies: int,
+    note: int,
 ) -> None:
-    """Judge by a test and end this process with status 0 if it passed; why it did not is written to `note`."""
+    """Judge by a test and end this process with status 0 if it passed; why it did not is written to
+    `note`."""
     sys.set_int_max_str_digits(0)
     try:
         judge(test, CandidateClient(requests, replies))
@@ -128,7 +147,8 @@ def run_test(
 
 
 def check(test: bytes, link: CandidateClient) -> None:
-    """Run Python text, whose names are its own, the standard library's, or the candidate's; raises where it fails."""
+    """Run Python text, whose names are its own, the standard library's, or the candidate's; raises
+    where it fails."""
     text = test.decode()
     code = compile(text, "test.py", "exec", dont_inherit=True)
     names = names_in(code) - LITERALS.keys()
@@ -149,7 +169,8 @@ def call(test: bytes, link: CandidateClient) -> None:
 
 
 def names_in(code: CodeType) -> set[str]:
-    """Every name that some code looks up, and that is no built-in of Python's: those mean what they always mean."""
+    """Every name that some code looks up, and that is no built-in of Python's: those mean what they
+    always mean."""
     found = {name for name in code.co_names if not hasattr(builtins, name)}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -165,23 +186,35 @@ def modules_in(test: str) -> set[str]:
 
 
 def is_same(found: Any, wanted: Any) -> bool:
-    """Whether a value is the one wanted, which comes from JSON: a tuple is a list there, and one may stand in a list.
+    """Whether a value is the one wanted, which comes from JSON: a tuple is a list there, and one
+    may stand in a list.
 
     The single answer of a case stands in a list of its own in APPS, whose own tests take both.
     """
-    return _is_equal(found, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _is_equal(found, wanted[0]))
+    return _is_equal(found, wanted) or (
+        isinstance(wanted, list) and len(wanted) == 1 and _is_equal(found, wanted[0])
+    )
 
 
 def _is_equal(found: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
-        return isinstance(found, list | tuple) and len(found) == len(wanted) and all(map(_is_equal, found, wanted))
+        return (
+            isinstance(found, list | tuple)
+            and len(found) == len(wanted)
+            and all(map(_is_equal, found, wanted))
+        )
     if isinstance(wanted, dict):
         return (
             isinstance(found, dict)
             and found.keys() == wanted.keys()
             and all(_is_equal(found[key], value) for key, value in wanted.items())
         )
-    is_nan = isinstance(found, float) and isinstance(wanted, float) and found != found and wanted != wanted
+    is_nan = (
+        isinstance(found, float)
+        and isinstance(wanted, float)
+        and found != found
+        and wanted != wanted
+    )
     return is_nan or bool(found == wanted)
 
 
@@ -218,7 +251,10 @@ def _follow(ours: Any, theirs: Any) -> None:
 
 def _number(value: Any) -> int:
     if not isinstance(value, Remote):
-        raise TypeError(f"a test gave the candidate a {type(value).__name__}, which cannot go to another process")
+        raise TypeError(
+            f"a test gave the candidate a {type(value).__name__}, which cannot go to another"
+            " process"
+        )
     return value._number
 
 

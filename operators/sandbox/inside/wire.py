@@ -1,4 +1,5 @@
-"""Plain data as bytes, and frames of bytes through a descriptor: how processes of a sandbox speak to each other."""
+"""Plain data as bytes, and frames of bytes through a descriptor: how processes of a sandbox speak
+to each other."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _SERIES: dict[bytes, type] = {b"l": list, b"t": tuple, b"e": set, b"z": frozense
 
 
 def encode(value: Any, keep: Keep) -> bytes:
-    """A value as bytes: numbers, text and containers by value, whatever else by the number that `keep` gives it."""
+    """A value as bytes: numbers, text and containers by value, whatever else by the number that
+    `keep` gives it."""
     out = bytearray()
     _write(value, out, keep)
     return bytes(out)
@@ -29,8 +31,8 @@ def encode(value: Any, keep: Keep) -> bytes:
 def decode(data: bytes, fetch: Fetch) -> Any:
     """The value of some bytes; never anything but plain data and what `fetch` has for a number.
 
-    Raises ValueError, TypeError, IndexError, KeyError, struct.error or RecursionError for bytes that `encode` never
-    writes.
+    Raises ValueError, TypeError, IndexError, KeyError, struct.error or RecursionError for bytes
+    that `encode` never writes.
     """
     value, stop = _read(data, 0, fetch)
     if stop != len(data):
@@ -67,7 +69,9 @@ def _write(value: Any, out: bytearray, keep: Keep) -> None:
         out += {None: b"N", True: b"T", False: b"F"}[value]
     elif isinstance(value, int):
         number = int(value)
-        _write_bytes(b"i", number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True), out)
+        _write_bytes(
+            b"i", number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True), out
+        )
     elif isinstance(value, float):
         out += b"f" + _FLOAT.pack(value)
     elif isinstance(value, complex):
@@ -117,7 +121,9 @@ def _read(data: bytes, at: int, fetch: Fetch) -> tuple[Any, int]:
     for _ in range(2 * size if tag == b"d" else size):
         item, at = _read(data, at, fetch)
         items.append(item)
-    return dict(zip(items[::2], items[1::2], strict=True)) if tag == b"d" else _SERIES[tag](items), at
+    return dict(zip(items[::2], items[1::2], strict=True)) if tag == b"d" else _SERIES[tag](
+        items
+    ), at
 
 
 def _scalar(tag: bytes, data: bytes) -> Any:

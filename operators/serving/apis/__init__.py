@@ -1,1 +1,2 @@
-"""The shapes in which callers speak: OpenAI's chats, completions and responses, Anthropic's messages, token ids."""
+"""The shapes in which callers speak: OpenAI's chats, completions and responses, Anthropic's
+messages, token ids."""

@@ -14,14 +14,36 @@ from operators.serving.requests import Request, parse, set_aside
 from operators.serving.text import Vocabulary
 
 FIELDS: dict[str, Any] = {
-    "model": None, "max_tokens": None, "messages": None, "system": None, "tools": None, "tool_choice": None,
-    "temperature": None, "top_p": None, "top_k": None, "stop_sequences": None, "stream": None, "metadata": None,
-    "service_tier": None, "thinking": None, "context_management": None, "compaction": None, "cache_control": None,
+    "model": None,
+    "max_tokens": None,
+    "messages": None,
+    "system": None,
+    "tools": None,
+    "tool_choice": None,
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+    "stop_sequences": None,
+    "stream": None,
+    "metadata": None,
+    "service_tier": None,
+    "thinking": None,
+    "context_management": None,
+    "compaction": None,
+    "cache_control": None,
     "output_config": lambda config: isinstance(config, dict) and config.get("format") is None,
-    "mcp_servers": ([],), "inference_geo": None, "speed": None, "diagnostics": None, "fallbacks": None, "betas": None,
-    "user_profile_id": None, "workspace_id": None, "billing_policy": None,
-}  # fmt: skip
-"""What a body may give; thinking, the management of contexts and what stands behind it change nothing here."""
+    "mcp_servers": ([],),
+    "inference_geo": None,
+    "speed": None,
+    "diagnostics": None,
+    "fallbacks": None,
+    "betas": None,
+    "user_profile_id": None,
+    "workspace_id": None,
+    "billing_policy": None,
+}
+"""What a body may give; thinking, the management of contexts and what stands behind it change
+nothing here."""
 THOUGHTS = ("thinking", "redacted_thinking")
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 
@@ -30,10 +52,14 @@ def parse_messages(body: Any, bounds: Bounds) -> Request:
     """The chat that a body asks for. Raises ApiError."""
     given = only_fields(body, {**FIELDS, **set_aside(bounds)})
     if "max_tokens" not in given:
-        raise bad("max_tokens", "'max_tokens' is missing; found none; give how many tokens may be written")
+        raise bad(
+            "max_tokens", "'max_tokens' is missing; found none; give how many tokens may be written"
+        )
     said = given.get("messages")
     if not isinstance(said, list):
-        raise bad("messages", f"'messages' must be a list; found {str(said)[:80]!r}; give at least one")
+        raise bad(
+            "messages", f"'messages' must be a list; found {str(said)[:80]!r}; give at least one"
+        )
     system = texts_of("system", given["system"]) if "system" in given else ""
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
     for place, message in enumerate(said):
@@ -42,7 +68,9 @@ def parse_messages(body: Any, bounds: Bounds) -> Request:
     chat |= {"messages": messages, "stop": given.get("stop_sequences"), "user": _user(given)}
     tools = [_tool(tool) for tool in given.get("tools") or () if not is_search(tool)]
     chat |= {"tools": tools, "tool_choice": _tool_choice(given)}
-    goes_on = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    goes_on = (
+        bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    )
     return parse("chat", {**chat, "continue_final_message": goes_on}, bounds)
 
 
@@ -65,34 +93,59 @@ def _tool_choice(given: Mapping[str, Any]) -> Any:
 
 
 def _tool(tool: Any) -> Any:
-    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or tool.get("type", "custom") != "custom":
+    if (
+        not isinstance(tool, dict)
+        or not isinstance(tool.get("name"), str)
+        or tool.get("type", "custom") != "custom"
+    ):
         raise bad(
-            "tools", f"'tools' may have tools of the caller's own; found {str(tool)[:80]!r}; give name and schema"
+            "tools",
+            f"'tools' may have tools of the caller's own; found {str(tool)[:80]!r}; give name and"
+            " schema",
         )
     function = {"name": tool["name"], "description": tool.get("description", "")}
-    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema", {})}}
+    return {
+        "type": "function",
+        "function": {**function, "parameters": tool.get("input_schema", {})},
+    }
 
 
 def _messages(where: str, message: Any) -> Iterator[Any]:
     """Messages of a chat: results of tools each have their own."""
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    role, content = (
+        (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    )
     if role not in ("user", "assistant", "system"):
-        raise bad(where, f"'{where}' has no role that is known; found {str(message)[:80]!r}; send user or assistant")
+        raise bad(
+            where,
+            f"'{where}' has no role that is known; found {str(message)[:80]!r}; send user or"
+            " assistant",
+        )
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-        raise bad(where, f"'{where}' has no content; found {str(content)[:80]!r}; give a text, or blocks")
+        raise bad(
+            where, f"'{where}' has no content; found {str(content)[:80]!r}; give a text, or blocks"
+        )
     apart = "tool_result" if role == "user" else "tool_use"
     tools = [block for block in blocks if block.get("type") == apart]
-    rest = [block for block in blocks if block.get("type") not in (apart, *(THOUGHTS if role == "assistant" else ()))]
+    rest = [
+        block
+        for block in blocks
+        if block.get("type") not in (apart, *(THOUGHTS if role == "assistant" else ()))
+    ]
     text = texts_of(where, rest)
     if role == "assistant":
         calls = [
             {
-                "id": block.get("id"), "type": "function",
-                "function": {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))},
+                "id": block.get("id"),
+                "type": "function",
+                "function": {
+                    "name": block.get("name"),
+                    "arguments": json.dumps(block.get("input", {})),
+                },
             }
             for block in tools
-        ]  # fmt: skip
+        ]
         yield {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
         return
     for block in tools:
@@ -109,7 +162,12 @@ def whole_message(call: ServedCall, _: Vocabulary) -> dict[str, Any]:
 
 
 def _head(call: ServedCall) -> dict[str, Any]:
-    return {"id": f"msg_{call.request_id}", "type": "message", "role": "assistant", "model": call.request.model}
+    return {
+        "id": f"msg_{call.request_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": call.request.model,
+    }
 
 
 def _blocks(choice: Choice) -> list[dict[str, Any]]:
@@ -121,16 +179,22 @@ def _uses(choice: Choice) -> list[dict[str, Any]]:
     calls: Sequence[Any] = (choice.message or {}).get("tool_calls", ())
     return [
         {
-            "type": "tool_use", "id": call["id"], "name": call["function"]["name"],
+            "type": "tool_use",
+            "id": call["id"],
+            "name": call["function"]["name"],
             "input": json.loads(call["function"]["arguments"]),
         }
         for call in calls
-    ]  # fmt: skip
+    ]
 
 
 def _stop(choice: Choice) -> dict[str, Any]:
     by = choice.transcript.stopped_by
-    reasons = {"stop": "end_turn" if by is None else "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
+    reasons = {
+        "stop": "end_turn" if by is None else "stop_sequence",
+        "length": "max_tokens",
+        "tool_calls": "tool_use",
+    }
     return {"stop_reason": reasons.get(str(choice.finish_reason)), "stop_sequence": by}
 
 
@@ -153,7 +217,9 @@ class ToldMessage:
         if not self._begun:
             self._begun = True
             head = {**_head(self._call), "content": [], "stop_reason": None, "stop_sequence": None}
-            yield named_event({"type": "message_start", "message": {**head, "usage": _usage(self._call)}})
+            yield named_event(
+                {"type": "message_start", "message": {**head, "usage": _usage(self._call)}}
+            )
         text = choice.shown[self._characters :]
         if text:
             if not self._characters:
@@ -173,7 +239,9 @@ class ToldMessage:
             spelled = json.dumps(use["input"], ensure_ascii=False)
             yield _grows(index, {"type": "input_json_delta", "partial_json": spelled})
             yield named_event({"type": "content_block_stop", "index": index})
-        yield named_event({"type": "message_delta", "delta": _stop(choice), "usage": _usage(self._call)})
+        yield named_event(
+            {"type": "message_delta", "delta": _stop(choice), "usage": _usage(self._call)}
+        )
         yield named_event({"type": "message_stop"})
 
 
@@ -190,4 +258,6 @@ def _failed(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-MESSAGES = Api("/v1/messages", parse_messages, whole_message, ToldMessage, failed=_failed, event=named_event)
+MESSAGES = Api(
+    "/v1/messages", parse_messages, whole_message, ToldMessage, failed=_failed, event=named_event
+)

@@ -1,4 +1,5 @@
-"""What an API is to the routes: a body read into a request, a call told as JSON, a stream told as events."""
+"""What an API is to the routes: a body read into a request, a call told as JSON, a stream told as
+events."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Api:
     stream: Callable[[ServedCall, Vocabulary], Told]
     failed: Callable[[ApiError], Mapping[str, Any]] = lambda error: error.body
     """The JSON of an error."""
-    event: Callable[[Mapping[str, Any]], str] = lambda body: f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    event: Callable[[Mapping[str, Any]], str] = lambda body: (
+        f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    )
     """An error within a stream."""
     done: str = ""
     """What every stream ends with."""
@@ -47,13 +50,16 @@ def named_event(body: Mapping[str, Any]) -> str:
 
 
 def only_fields(body: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    """What a body gives, nulls left out. Raises ApiError for no object, and for fields (or values) that are not known.
+    """What a body gives, nulls left out. Raises ApiError for no object, and for fields (or values)
+    that are not known.
 
-    known: by field None for any value, the values that may stand there, or what says whether one may.
-    """
+    known: by field None for any value, the values that may stand there, or what says whether one
+    may."""
     if not isinstance(body, dict):
         raise ApiError(
-            400, f"the body is no JSON object; found {type(body).__name__}; send {{...}}", code="invalid_json"
+            400,
+            f"the body is no JSON object; found {type(body).__name__}; send {{...}}",
+            code="invalid_json",
         )
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
@@ -61,15 +67,16 @@ def only_fields(body: Any, known: Mapping[str, Any]) -> dict[str, Any]:
         if fits is not None and not (fits(value) if callable(fits) else value in fits):
             raise bad(
                 name[:80],
-                f"'{name[:80]}' is not supported here with this value; found {str(value)[:80]!r}; leave it out",
+                f"'{name[:80]}' is not supported here with this value; found {str(value)[:80]!r};"
+                " leave it out",
                 "unsupported_parameter",
             )
     return given
 
 
 def is_search(tool: Any) -> bool:
-    """Whether a tool is a search of the web that the API's own server would make: there is none here, and the policy is
-    not told of it."""
+    """Whether a tool is a search of the web that the API's own server would make: there is none
+    here, and the policy is not told of it."""
     return isinstance(tool, dict) and str(tool.get("type")).startswith("web_search")
 
 
@@ -78,11 +85,20 @@ def texts_of(where: str, content: Any, kinds: tuple[str, ...] = ("text",)) -> st
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad(where, f"'{where}' is no text and no list of blocks; found {str(content)[:80]!r}; mend it")
+        raise bad(
+            where,
+            f"'{where}' is no text and no list of blocks; found {str(content)[:80]!r}; mend it",
+        )
     for block in content:
-        if not isinstance(block, dict) or block.get("type") not in kinds or not isinstance(block.get("text"), str):
+        if (
+            not isinstance(block, dict)
+            or block.get("type") not in kinds
+            or not isinstance(block.get("text"), str)
+        ):
             raise bad(
-                where, f"'{where}' may have blocks of type {kinds[0]}; found {str(block)[:80]!r}; send text",
+                where,
+                f"'{where}' may have blocks of type {kinds[0]}; found {str(block)[:80]!r}; send"
+                " text",
                 "unsupported_content",
-            )  # fmt: skip
+            )
     return "".join(block["text"] for block in content)

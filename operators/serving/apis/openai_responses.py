@@ -14,14 +14,35 @@ from operators.serving.responses import usage
 from operators.serving.text import Vocabulary
 
 FIELDS: dict[str, Any] = {
-    "model": None, "input": None, "instructions": None, "tools": None, "tool_choice": None, "temperature": None,
-    "top_p": None, "max_output_tokens": None, "stream": None, "user": None, "metadata": None, "store": None,
-    "parallel_tool_calls": None, "service_tier": None, "safety_identifier": None, "prompt_cache_key": None,
-    "truncation": ("disabled",), "background": (False,), "top_logprobs": (0,), "include": None, "reasoning": None,
+    "model": None,
+    "input": None,
+    "instructions": None,
+    "tools": None,
+    "tool_choice": None,
+    "temperature": None,
+    "top_p": None,
+    "max_output_tokens": None,
+    "stream": None,
+    "user": None,
+    "metadata": None,
+    "store": None,
+    "parallel_tool_calls": None,
+    "service_tier": None,
+    "safety_identifier": None,
+    "prompt_cache_key": None,
+    "truncation": ("disabled",),
+    "background": (False,),
+    "top_logprobs": (0,),
+    "include": None,
+    "reasoning": None,
     "text": lambda text: isinstance(text, dict) and text.get("format") in (None, {"type": "text"}),
-    "stream_options": None, "max_tool_calls": None, "prompt_cache_retention": None, "prompt_cache_options": None,
-    "context_management": None, "client_metadata": None,
-}  # fmt: skip
+    "stream_options": None,
+    "max_tool_calls": None,
+    "prompt_cache_retention": None,
+    "prompt_cache_options": None,
+    "context_management": None,
+    "client_metadata": None,
+}
 """What a body may give; `include`, reasoning and what stands behind it change nothing here."""
 OTHERS = ("reasoning", "web_search_call")
 """Items of other models' turns, which the policy is not told of."""
@@ -33,17 +54,24 @@ def parse_response(body: Any, bounds: Bounds) -> Request:
     given = only_fields(body, {**FIELDS, **set_aside(bounds)})
     messages: list[Any] = []
     if "instructions" in given:
-        messages.append({"role": "system", "content": texts_of("instructions", given["instructions"])})
+        messages.append(
+            {"role": "system", "content": texts_of("instructions", given["instructions"])}
+        )
     asked = given.get("input")
     items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     if not isinstance(items, list):
-        raise bad("input", f"'input' must be a text or a list of items; found {str(asked)[:80]!r}; give one")
+        raise bad(
+            "input",
+            f"'input' must be a text or a list of items; found {str(asked)[:80]!r}; give one",
+        )
     for place, item in enumerate(items):
         if isinstance(item, dict) and item.get("type") in OTHERS:
             continue
         _add(messages, f"input[{place}]", item)
     chat: dict[str, Any] = {
-        name: given[name] for name in ("model", "temperature", "top_p", "stream", "user") if name in given
+        name: given[name]
+        for name in ("model", "temperature", "top_p", "stream", "user")
+        if name in given
     }
     chat |= {"messages": messages, "max_tokens": given.get("max_output_tokens")}
     chat["tools"] = [_tool(tool) for tool in given.get("tools") or () if not is_search(tool)]
@@ -59,9 +87,20 @@ def _tool_choice(choice: Any) -> Any:
 
 
 def _tool(tool: Any) -> Any:
-    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise bad("tools", f"'tools' may have functions; found {str(tool)[:80]!r}; give type, name and parameters")
-    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    if (
+        not isinstance(tool, dict)
+        or tool.get("type") != "function"
+        or not isinstance(tool.get("name"), str)
+    ):
+        raise bad(
+            "tools",
+            f"'tools' may have functions; found {str(tool)[:80]!r}; give type, name and parameters",
+        )
+    function = {
+        name: tool[name]
+        for name in ("name", "description", "parameters")
+        if tool.get(name) is not None
+    }
     return {"type": "function", "function": function}
 
 
@@ -69,7 +108,9 @@ def _add(messages: list[Any], where: str, item: Any) -> None:
     """An item of the input as a message; calls belong to the assistant's message before them."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message" and item.get("role") in ("user", "assistant", "system", "developer"):
-        messages.append({"role": item["role"], "content": texts_of(where, item.get("content"), TEXTS)})
+        messages.append(
+            {"role": item["role"], "content": texts_of(where, item.get("content"), TEXTS)}
+        )
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -80,7 +121,10 @@ def _add(messages: list[Any], where: str, item: Any) -> None:
         content = texts_of(where, item.get("output"), TEXTS)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     else:
-        raise bad(where, f"'{where}' is no message, call or result; found {str(item)[:80]!r}; leave it out")
+        raise bad(
+            where,
+            f"'{where}' is no message, call or result; found {str(item)[:80]!r}; leave it out",
+        )
 
 
 def whole_response(call: ServedCall, _: Vocabulary) -> dict[str, Any]:
@@ -88,21 +132,38 @@ def whole_response(call: ServedCall, _: Vocabulary) -> dict[str, Any]:
     (choice,) = call.choices
     short = choice.finish_reason == "length"
     return {
-        **_head(call), "status": "incomplete" if short else "completed", "output": _items(call, choice),
-        "incomplete_details": {"reason": "max_output_tokens"} if short else None, "usage": _usage(call),
-    }  # fmt: skip
+        **_head(call),
+        "status": "incomplete" if short else "completed",
+        "output": _items(call, choice),
+        "incomplete_details": {"reason": "max_output_tokens"} if short else None,
+        "usage": _usage(call),
+    }
 
 
 def _head(call: ServedCall) -> dict[str, Any]:
     request = call.request
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools]
     return {
-        "id": f"resp_{call.request_id}", "object": "response", "created_at": call.created, "model": request.model,
-        "status": "in_progress", "error": None, "incomplete_details": None, "instructions": None, "metadata": {},
-        "output": [], "parallel_tool_calls": True, "temperature": request.temperature, "top_p": request.top_p,
-        "tool_choice": _chosen(request.must_call), "tools": tools,
-        "max_output_tokens": request.max_tokens, "previous_response_id": None, "truncation": "disabled", "usage": None,
-    }  # fmt: skip
+        "id": f"resp_{call.request_id}",
+        "object": "response",
+        "created_at": call.created,
+        "model": request.model,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "output": [],
+        "parallel_tool_calls": True,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "tool_choice": _chosen(request.must_call),
+        "tools": tools,
+        "max_output_tokens": request.max_tokens,
+        "previous_response_id": None,
+        "truncation": "disabled",
+        "usage": None,
+    }
 
 
 def _chosen(must_call: Sequence[str]) -> Any:
@@ -114,17 +175,25 @@ def _chosen(must_call: Sequence[str]) -> Any:
 def _usage(call: ServedCall) -> dict[str, Any]:
     found = usage(call)
     return {
-        "input_tokens": found["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": found["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+        "input_tokens": found["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": found["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": found["total_tokens"],
-    }  # fmt: skip
+    }
 
 
 def _message_item(call: ServedCall, text: str | None) -> dict[str, Any]:
     """The item of a text; None: as it begins."""
     part = [] if text is None else [_part(text)]
     status = "in_progress" if text is None else "completed"
-    return {"id": f"msg_{call.request_id}", "type": "message", "role": "assistant", "status": status, "content": part}
+    return {
+        "id": f"msg_{call.request_id}",
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": part,
+    }
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -134,11 +203,15 @@ def _part(text: str) -> dict[str, Any]:
 def _call_items(choice: Choice) -> list[dict[str, Any]]:
     return [
         {
-            "type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "name": call["function"]["name"],
-            "arguments": call["function"]["arguments"], "status": "completed",
+            "type": "function_call",
+            "id": f"fc_{call['id']}",
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"],
+            "status": "completed",
         }
         for call in (choice.message or {}).get("tool_calls", ())
-    ]  # fmt: skip
+    ]
 
 
 def _items(call: ServedCall, choice: Choice) -> list[dict[str, Any]]:
@@ -165,7 +238,9 @@ class ToldResponse:
             if not self._characters:
                 yield from self._opened()
             self._characters += len(text)
-            yield self._event("response.output_text.delta", {**self._place(), "delta": text, "logprobs": []})
+            yield self._event(
+                "response.output_text.delta", {**self._place(), "delta": text, "logprobs": []}
+            )
 
     def last(self) -> Iterator[str]:
         """Events after all else."""
@@ -175,16 +250,25 @@ class ToldResponse:
                 if not self._characters:
                     yield from self._opened()
                 text = choice.shown
-                yield self._event("response.output_text.done", {**self._place(), "text": text, "logprobs": []})
-                yield self._event("response.content_part.done", {**self._place(), "part": _part(text)})
+                yield self._event(
+                    "response.output_text.done", {**self._place(), "text": text, "logprobs": []}
+                )
+                yield self._event(
+                    "response.content_part.done", {**self._place(), "part": _part(text)}
+                )
             else:
                 begun = {**item, "arguments": "", "status": "in_progress"}
                 place = {"item_id": item["id"], "output_index": index}
                 spelled = item["arguments"]
-                yield self._event("response.output_item.added", {"output_index": index, "item": begun})
-                yield self._event("response.function_call_arguments.delta", {**place, "delta": spelled})
                 yield self._event(
-                    "response.function_call_arguments.done", {**place, "name": item["name"], "arguments": spelled}
+                    "response.output_item.added", {"output_index": index, "item": begun}
+                )
+                yield self._event(
+                    "response.function_call_arguments.delta", {**place, "delta": spelled}
+                )
+                yield self._event(
+                    "response.function_call_arguments.done",
+                    {**place, "name": item["name"], "arguments": spelled},
                 )
             yield self._event("response.output_item.done", {"output_index": index, "item": item})
         answer = whole_response(self._call, self._vocabulary)

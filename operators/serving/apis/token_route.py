@@ -14,20 +14,53 @@ from operators.serving.responses import event, usage
 from operators.serving.text import Vocabulary
 
 FIELDS: dict[str, Any] = {
-    "model": None, "token_ids": None, "sampling_params": None, "cache_salt": None, "priority": None, "request_id": None,
-    "stream": None, "return_token_ids": None, "features": ([], {}), "content_parts": ([],),
-}  # fmt: skip
+    "model": None,
+    "token_ids": None,
+    "sampling_params": None,
+    "cache_salt": None,
+    "priority": None,
+    "request_id": None,
+    "stream": None,
+    "return_token_ids": None,
+    "features": ([], {}),
+    "content_parts": ([],),
+}
 """What a body may give; salt and priority change nothing here."""
 SAMPLING: dict[str, Any] = {
-    "max_tokens": None, "temperature": None, "top_p": None, "top_k": None, "min_p": None, "repetition_penalty": None,
-    "n": None, "seed": None, "stop": None, "stop_token_ids": None, "logprobs": (0, 1), "prompt_logprobs": (0,),
-    "skip_special_tokens": (False,), "spaces_between_special_tokens": None, "detokenize": None,
-    "include_stop_str_in_output": None, "ignore_eos": (False,), "min_tokens": (0,), "output_kind": None,
-    "routed_experts_prompt_start": None, **WISHES,
-}  # fmt: skip
+    "max_tokens": None,
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+    "min_p": None,
+    "repetition_penalty": None,
+    "n": None,
+    "seed": None,
+    "stop": None,
+    "stop_token_ids": None,
+    "logprobs": (0, 1),
+    "prompt_logprobs": (0,),
+    "skip_special_tokens": (False,),
+    "spaces_between_special_tokens": None,
+    "detokenize": None,
+    "include_stop_str_in_output": None,
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "output_kind": None,
+    "routed_experts_prompt_start": None,
+    **WISHES,
+}
 _OWN = (
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n", "seed", "stop", "stop_token_ids",
-)  # fmt: skip
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "n",
+    "seed",
+    "stop",
+    "stop_token_ids",
+)
 
 
 def parse_tokens(body: Any, bounds: Bounds) -> Request:
@@ -35,17 +68,29 @@ def parse_tokens(body: Any, bounds: Bounds) -> Request:
     given = only_fields(body, FIELDS)
     sampling = only_fields(given.get("sampling_params", {}), {**SAMPLING, **set_aside(bounds)})
     ids = given.get("token_ids")
-    if not isinstance(ids, list) or not ids or not all(type(one) is int and one >= 0 for one in ids):
-        raise bad("token_ids", f"'token_ids' must be a list of ids; found {str(ids)[:80]!r}; give at least one")
+    if (
+        not isinstance(ids, list)
+        or not ids
+        or not all(type(one) is int and one >= 0 for one in ids)
+    ):
+        raise bad(
+            "token_ids",
+            f"'token_ids' must be a list of ids; found {str(ids)[:80]!r}; give at least one",
+        )
     asked = {name: sampling[name] for name in _OWN if name in sampling}
     made = parse(
         "completion",
         {
-            "max_tokens": MOST_TOKENS, **asked, "model": given.get("model"), "prompt": ids, "logprobs": 0,
-            "return_token_ids": True, "stream": given.get("stream", False),
+            "max_tokens": MOST_TOKENS,
+            **asked,
+            "model": given.get("model"),
+            "prompt": ids,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stream": given.get("stream", False),
         },
         bounds,
-    )  # fmt: skip
+    )
     return made.with_(max_tokens=None if "max_tokens" not in sampling else made.max_tokens)
 
 
@@ -60,14 +105,20 @@ def whole_tokens(call: ServedCall, _: Vocabulary) -> dict[str, Any]:
         ]
         choices.append(
             {
-                "index": choice.index, "token_ids": ids, "logprobs": {"content": content},
-                "finish_reason": choice.finish_reason, "versions": choice.tokens.versions.tolist(),
+                "index": choice.index,
+                "token_ids": ids,
+                "logprobs": {"content": content},
+                "finish_reason": choice.finish_reason,
+                "versions": choice.tokens.versions.tolist(),
             }
-        )  # fmt: skip
+        )
     return {
-        "request_id": call.request_id, "model": call.request.model, "choices": choices,
-        "prompt_token_ids": list(call.parts[0].group.prompt_tokens), "usage": usage(call),
-    }  # fmt: skip
+        "request_id": call.request_id,
+        "model": call.request.model,
+        "choices": choices,
+        "prompt_token_ids": list(call.parts[0].group.prompt_tokens),
+        "usage": usage(call),
+    }
 
 
 class ToldTokens:

@@ -1,10 +1,11 @@
-"""A checkpoint: a Hugging Face folder that `from_pretrained` loads, the optimiser's state in shards beside it.
+"""A checkpoint: a Hugging Face folder that `from_pretrained` loads, the optimiser's state in shards
+beside it.
 
-Every rank writes what it holds, in the background, straight from its memory: the weights into files that all ranks
-share, its optimiser's state into one of its own. Nobody gathers a tensor or keeps a copy; so the next update waits
-until all is read (`Learner.unread`). What lies on a GPU is copied to main memory first, and no update waits for the
-disk. Rank 0 adds the config, and is done when the shards of all ranks stand beside it. No pickle anywhere.
-"""
+Every rank writes what it holds, in the background, straight from its memory: the weights into files
+that all ranks share, its optimiser's state into one of its own. Nobody gathers a tensor or keeps a
+copy; so the next update waits until all is read (`Learner.unread`). What lies on a GPU is copied to
+main memory first, and no update waits for the disk. Rank 0 adds the config, and is done when the
+shards of all ranks stand beside it. No pickle anywhere."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 OPTIMIZER_FOLDER = "optimizer"
 STATE_FILE = "trainer_state.json"
 ROUNDED = "weights_rounded_to"
-"""In `STATE_FILE`: the type of the model's files, where the trainer's own weights are beside the optimiser's state."""
+"""In `STATE_FILE`: the type of the model's files, where the trainer's own weights are beside the
+optimiser's state."""
 _OWN = "/own"
 """Behind a parameter's name there."""
 FORMAT = 2
@@ -60,7 +62,8 @@ class StagedState:
     """Of the weights in the model's files, where they are not the trainer's."""
 
     def write(self, folder: Path, tokenizer: Any, facts: Mapping[str, int | float | str]) -> None:
-        """Write the rest, and wait for all ranks' parts. RunFolderError names the file that cannot be written."""
+        """Write the rest, and wait for all ranks' parts. RunFolderError names the file that cannot
+        be written."""
         self._write_config(folder)
         if tokenizer is not None:
             with shards.explained(folder / "tokenizer.json"):
@@ -91,7 +94,10 @@ class StagedState:
     def _name_dtype(self, path: Path) -> None:
         if self.rounded is not None:
             config = json.loads(path.read_text("utf-8"))
-            for part in (config, *(part for part in config.values() if isinstance(part, dict) and "dtype" in part)):
+            for part in (
+                config,
+                *(part for part in config.values() if isinstance(part, dict) and "dtype" in part),
+            ):
                 part["dtype"] = _text(self.rounded)
             path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
 
@@ -135,18 +141,23 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def rounded_to(learner: Learner, dtype: str | None) -> torch.dtype | None:
-    """What the weights in a checkpoint's files are rounded to: the type that is asked for, or the one they came in, of
-    16 bits; None where these are the trainer's own, as adapters and models that keep some layers exact are."""
+    """What the weights in a checkpoint's files are rounded to: the type that is asked for, or the
+    one they came in, of 16 bits; None where these are the trainer's own, as adapters and models
+    that keep some layers exact are."""
     module = learner.forward.module
     found = getattr(module, "came_as", None) if dtype is None else getattr(torch, dtype)
-    if found not in (torch.bfloat16, torch.float16) or adapters.is_adapted(module) or module._get_dtype_plan(found):
+    if (
+        found not in (torch.bfloat16, torch.float16)
+        or adapters.is_adapted(module)
+        or module._get_dtype_plan(found)
+    ):
         return None
     return found  # type: ignore[no-any-return]
 
 
 def nbytes(learner: Learner, dtype: str | None = None) -> int:
-    """About how many bytes a checkpoint takes: what is trained, AdamW's two moments of it, what is kept beside. dtype:
-    as `rounded_to` has it."""
+    """About how many bytes a checkpoint takes: what is trained, AdamW's two moments of it, what is
+    kept beside. dtype: as `rounded_to` has it."""
     kept = sum(int(tensor.nbytes) for tensor in tensors_of(learner.refreshed).values())
     copies = 3 if rounded_to(learner, dtype) is None else 3.5
     return round(sum(copies * int(weight.nbytes) for weight in learner.parameters.values())) + kept
@@ -159,16 +170,22 @@ def prepare(folder: Path) -> None:
 
 
 def stage(
-    learner: Learner, rank: int, ranks: int, folder: Path, deadline_s: float = DEADLINE_S, dtype: str | None = None
+    learner: Learner,
+    rank: int,
+    ranks: int,
+    folder: Path,
+    deadline_s: float = DEADLINE_S,
+    dtype: str | None = None,
 ) -> StagedState | None:
     """Begin to write this rank's part: for `Learner.everywhere`.
 
-    folder: one that all ranks see, after `prepare`. dtype: as `rounded_to` has it. Rank 0 gets the rest, to write it
-    when it likes. Until all ranks have written, which the learner waits for by itself, their weights and state have to
-    stay as they are.
+    folder: one that all ranks see, after `prepare`. dtype: as `rounded_to` has it. Rank 0 gets the
+    rest, to write it when it likes. Until all ranks have written, which the learner waits for by
+    itself, their weights and state have to stay as they are.
     """
     writer = _WRITERS.setdefault(
-        learner.optimizer, _Writer(StagingBuffers(), Background(f"rank {rank}'s part of a checkpoint"))
+        learner.optimizer,
+        _Writer(StagingBuffers(), Background(f"rank {rank}'s part of a checkpoint")),
     )
     writer.background.wait(deadline_s)
     module = learner.forward.module
@@ -181,7 +198,9 @@ def stage(
     copied = writer.staging.copied
     wanted = exported if files is not None else {} if rounded is None else learner.parameters
     weights = {name: shards.parts_of(each, rank, copied(name)) for name, each in wanted.items()}
-    state = {name: shards.parts_of(each, rank, copied(name)) for name, each in _state(learner).items()}
+    state = {
+        name: shards.parts_of(each, rank, copied(name)) for name, each in _state(learner).items()
+    }
     if rounded is not None:
         state |= {f"{name}{_OWN}": weights[name] for name in learner.parameters}
     parts = RankParts(files, {} if files is None else weights, state, rank, ranks)
@@ -195,7 +214,8 @@ def stage(
 
 
 def written(learner: Learner, rank: int, ranks: int, deadline_s: float) -> None:
-    """Wait until this rank's part is written: for `Learner.everywhere`. DeadlineError after so many seconds."""
+    """Wait until this rank's part is written: for `Learner.everywhere`. DeadlineError after so many
+    seconds."""
     _WRITERS[learner.optimizer].background.wait(deadline_s)
 
 
@@ -204,7 +224,11 @@ def _wait_everywhere(learner: Learner, deadline_s: float) -> None:
 
 
 def _files(
-    folder: Path, module: Any, exported: Mapping[str, Any], cut: Mapping[str, Any] | None, rounded: torch.dtype | None
+    folder: Path,
+    module: Any,
+    exported: Mapping[str, Any],
+    cut: Mapping[str, Any] | None,
+    rounded: torch.dtype | None,
 ) -> ModelFiles | None:
     """Where all that is exported goes; None where only transformers can tell."""
     if adapters.is_adapted(module):
@@ -212,7 +236,9 @@ def _files(
     return None if cut is None else ModelFiles.of(folder, exported, cut, dtype=rounded)
 
 
-def _gathered(exported: Mapping[str, Any], rank: int, rounded: torch.dtype | None) -> dict[str, Tensor] | None:
+def _gathered(
+    exported: Mapping[str, Any], rank: int, rounded: torch.dtype | None
+) -> dict[str, Tensor] | None:
     """Whole tensors in main memory on rank 0, put together one by one; all ranks call this."""
     found = {}
     for name, tensor in exported.items():
@@ -241,11 +267,12 @@ def save(
 
 
 def restore(learner: Learner, rank: int, ranks: int, folder: Path) -> None:
-    """Put back the optimiser's state of a checkpoint, and what is kept for refreshed readers: for `Learner.everywhere`.
+    """Put back the optimiser's state of a checkpoint, and what is kept for refreshed readers: for
+    `Learner.everywhere`.
 
-    Whatever number of ranks wrote them. The weights are loaded with the model, from the same folder, and put back here
-    where its files have them rounded. Raises RunError when the state does not fit.
-    """
+    Whatever number of ranks wrote them. The weights are loaded with the model, from the same
+    folder, and put back here where its files have them rounded. Raises RunError when the state does
+    not fit."""
     state = fresh_state(learner.optimizer, learner.parameters) | tensors_of(learner.refreshed)
     if ROUNDED in read_state(folder):
         state |= {f"{name}{_OWN}": weight.detach() for name, weight in learner.parameters.items()}
@@ -265,7 +292,8 @@ def read_state(folder: Path) -> dict[str, Any]:
             raise ValueError(f"format {state['format']}, this release reads {FORMAT}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"'{folder}' cannot be resumed from: its {STATE_FILE} is not readable ({error}); use an older checkpoint"
+            f"'{folder}' cannot be resumed from: its {STATE_FILE} is not readable ({error}); use an"
+            " older checkpoint"
         ) from error
     return dict(state)
 

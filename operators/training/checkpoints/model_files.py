@@ -1,7 +1,8 @@
-"""The weights of a checkpoint as files that transformers loads: every rank writes its own parts to where they belong.
+"""The weights of a checkpoint as files that transformers loads: every rank writes its own parts to
+where they belong.
 
-All ranks lay the files out alike, from names and shapes alone; nobody gathers a tensor, and nobody waits for another.
-"""
+All ranks lay the files out alike, from names and shapes alone; nobody gathers a tensor, and nobody
+waits for another."""
 
 from __future__ import annotations
 
@@ -48,11 +49,17 @@ class ModelFiles:
 
     @classmethod
     def of(
-        cls, folder: Path, tensors: Mapping[str, Any], cut: Mapping[str, Sequence[FileTensor]], name: str = WEIGHTS,
-        called_by: Callable[[str], str] = str, dtype: torch.dtype | None = None,
-    ) -> ModelFiles:  # fmt: skip
-        """tensors: by name, of which only (full) shapes and dtypes are read. cut: as `slices.saved_as`. called_by: the
-        name in the file of what is not cut. dtype: that parameters are rounded to; None: they are not."""
+        cls,
+        folder: Path,
+        tensors: Mapping[str, Any],
+        cut: Mapping[str, Sequence[FileTensor]],
+        name: str = WEIGHTS,
+        called_by: Callable[[str], str] = str,
+        dtype: torch.dtype | None = None,
+    ) -> ModelFiles:
+        """tensors: by name, of which only (full) shapes and dtypes are read. cut: as
+        `slices.saved_as`. called_by: the name in the file of what is not cut. dtype: that
+        parameters are rounded to; None: they are not."""
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         places: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {}
         for each, tensor in tensors.items():
@@ -61,22 +68,32 @@ class ModelFiles:
                 called, own = (called_by(each), shape) if part is None else (part.name, part.shape)
                 is_rounded = dtype is not None and isinstance(tensor, torch.nn.Parameter)
                 pieces[called] = own, dtype if is_rounded else tensor.dtype  # type: ignore[assignment]
-                whole = (shape, (0,) * len(shape)) if part is None else (part.stored.shape, part.offsets)
+                whole = (
+                    (shape, (0,) * len(shape))
+                    if part is None
+                    else (part.stored.shape, part.offsets)
+                )
                 places.setdefault(each, []).append((called, *whole))
         files = _dealt(pieces, name)
         headers: dict[Path, tuple[bytes, int]] = {}
         stored: dict[str, StoredTensor] = {}
         for file, names in files.items():
-            header, size, found = laid_out(folder / file, {n: pieces[n] for n in names}, {"format": "pt"})
+            header, size, found = laid_out(
+                folder / file, {n: pieces[n] for n in names}, {"format": "pt"}
+            )
             headers[folder / file] = header, size
             stored |= found
-        return cls(headers, {
-            each: [_Target(stored[called], shape, offsets) for called, shape, offsets in found]
-            for each, found in places.items()
-        })  # fmt: skip
+        return cls(
+            headers,
+            {
+                each: [_Target(stored[called], shape, offsets) for called, shape, offsets in found]
+                for each, found in places.items()
+            },
+        )
 
     def write(self, parts: Mapping[str, Sequence[TensorPart]], *, first: bool) -> None:
-        """Write what one rank holds, by name; the `first` one writes what stands before and beside the tensors too.
+        """Write what one rank holds, by name; the `first` one writes what stands before and beside
+        the tensors too.
 
         RunFolderError names the file that cannot be written."""
         opened: dict[Path, int] = {}
@@ -102,8 +119,11 @@ class ModelFiles:
         found = {target.stored for targets in self.targets.values() for target in targets}
         names = {
             name: path.name for path in self.headers for name in _names_in(self.headers[path][0])
-        }  # fmt: skip
-        index = {"metadata": {"total_size": sum(each.nbytes for each in found)}, "weight_map": names}
+        }
+        index = {
+            "metadata": {"total_size": sum(each.nbytes for each in found)},
+            "weight_map": names,
+        }
         path = next(iter(self.headers)).with_name(INDEX)
         with explained(path):
             path.write_text(json.dumps(index, indent=1), "utf-8")
@@ -119,12 +139,20 @@ def _write(file: int, target: _Target, held: Iterable[TensorPart]) -> None:
         if common is None:
             continue
         begin, size = common
-        mine = narrowed(part.tensor, [at - own for at, own in zip(begin, part.offsets, strict=True)], size)
-        there = StoredTensor(target.stored.path, target.stored.begin, target.stored.dtype, target.shape)
-        write_part(file, there, [at - own for at, own in zip(begin, target.offsets, strict=True)], mine)
+        mine = narrowed(
+            part.tensor, [at - own for at, own in zip(begin, part.offsets, strict=True)], size
+        )
+        there = StoredTensor(
+            target.stored.path, target.stored.begin, target.stored.dtype, target.shape
+        )
+        write_part(
+            file, there, [at - own for at, own in zip(begin, target.offsets, strict=True)], mine
+        )
 
 
-def _dealt(pieces: Mapping[str, tuple[Sequence[int], torch.dtype]], name: str) -> dict[str, list[str]]:
+def _dealt(
+    pieces: Mapping[str, tuple[Sequence[int], torch.dtype]], name: str
+) -> dict[str, list[str]]:
     """Names of the tensors in each file, none of which is too large."""
     files: list[list[str]] = [[]]
     taken = 0
@@ -141,5 +169,6 @@ def _dealt(pieces: Mapping[str, tuple[Sequence[int], torch.dtype]], name: str) -
         return {name: files[0]}
     stem, _, ending = name.rpartition(".")
     return {
-        f"{stem}-{number:05d}-of-{len(files):05d}.{ending}": names for number, names in enumerate(files, start=1)
-    }  # fmt: skip
+        f"{stem}-{number:05d}-of-{len(files):05d}.{ending}": names
+        for number, names in enumerate(files, start=1)
+    }

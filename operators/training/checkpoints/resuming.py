@@ -1,4 +1,5 @@
-"""Where a trainer goes on from: its newest good checkpoint, the steps after it, and what a crash left half done."""
+"""Where a trainer goes on from: its newest good checkpoint, the steps after it, and what a crash
+left half done."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class StartPoint:
 
 
 def find_start(model: Model, context: Context) -> StartPoint:
-    """Look where to go on, and put right what a crash left: lines of metrics, checkpoints of steps taken back.
+    """Look where to go on, and put right what a crash left: lines of metrics, checkpoints of steps
+    taken back.
 
     Raises RunError when the checkpoint is of another release, or the disk refuses.
     """
@@ -48,13 +50,18 @@ def find_start(model: Model, context: Context) -> StartPoint:
     found = folder.latest_checkpoint(at_most=last, node=context.own_folder)
     checkpoints = folder.checkpoints_of(context.own_folder)
     set_aside(checkpoints, [step for step in checkpoints.steps() if step > last], "taken-back")
-    damaged = {step: checkpoints.damage(step) for step in checkpoints.steps() if step > _number_of(found)}
+    damaged = {
+        step: checkpoints.damage(step) for step in checkpoints.steps() if step > _number_of(found)
+    }
     set_aside(checkpoints, damaged, "damaged")
     for at, damage in damaged.items():
         context.log.warning(
-            "a checkpoint is damaged, and an older one is gone on from", node=context.node, step=at, error=damage,
+            "a checkpoint is damaged, and an older one is gone on from",
+            node=context.node,
+            step=at,
+            error=damage,
             older=found.name if found is not None else "none: from the start",
-        )  # fmt: skip
+        )
     if not last:
         return StartPoint(model=model)
     made = ledger.steps(context.node)
@@ -66,34 +73,40 @@ def find_start(model: Model, context: Context) -> StartPoint:
     missing = [each for each in made if each.step > step]
     if lost := [each.step for each in missing if each.step <= gone(ledger, context.node)]:
         raise RunError(
-            f"'{context.node}' cannot come back to step {last}: its newest good checkpoint is of step {step}, and the "
-            f"rollouts of steps {some(lost)} after it were not kept ({KNOB}); take a newer checkpoint from a backup, "
-            f"or start a new run"
+            f"'{context.node}' cannot come back to step {last}: its newest good checkpoint is of"
+            f" step {step}, and the rollouts of steps {some(lost)} after it were not kept ({KNOB});"
+            " take a newer checkpoint from a backup, or start a new run"
         )
     if missing:
         context.log.info(
-            "catching up", node=context.node, step=last, steps=len(missing),
+            "catching up",
+            node=context.node,
+            step=last,
+            steps=len(missing),
             checkpoint=found.name if found is not None else "none: from the start",
-        )  # fmt: skip
+        )
     return StartPoint(model=model, folder=found, step=step, missing=missing, told=made[-1].metrics)
 
 
-def missing_lines(made: Iterable[MadeStep], lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the ledger knows of steps whose lines of metrics are not there; a line of a step that was taken back, and
-    made otherwise, is not that of the step."""
+def missing_lines(
+    made: Iterable[MadeStep], lines: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """What the ledger knows of steps whose lines of metrics are not there; a line of a step that
+    was taken back, and made otherwise, is not that of the step."""
     there: dict[Any, list[Mapping[str, Any]]] = {}
     for line in lines:
         there.setdefault(line.get("step"), []).append(line)
     return [
         dict(step.metrics)
         for step in made
-        if step.metrics and not any(line.items() >= step.metrics.items() for line in there.get(step.step, ()))
+        if step.metrics
+        and not any(line.items() >= step.metrics.items() for line in there.get(step.step, ()))
     ]
 
 
 def set_aside(checkpoints: Checkpoints, steps: Iterable[int], why: str) -> None:
-    """Rename the checkpoints of these steps, <why>-1-step-000100: no later start may take them for those that steps of
-    their numbers will have. RunFolderError when the disk refuses."""
+    """Rename the checkpoints of these steps, <why>-1-step-000100: no later start may take them for
+    those that steps of their numbers will have. RunFolderError when the disk refuses."""
     for folder in map(checkpoints.folder, steps):
         places = (folder.with_name(f"{why}-{at}-{folder.name}") for at in range(1, 1_000_000))
         with disk("renaming", folder):
@@ -111,23 +124,29 @@ def _step_of(folder: Path | None) -> int:
     step = int(checkpoint.read_state(folder)["step"])
     if folder.name != f"step-{step:06d}":
         raise RunError(
-            f"'{folder}' cannot be resumed from: its state is of step {step}; move it away, then an older "
-            f"checkpoint is taken"
+            f"'{folder}' cannot be resumed from: its state is of step {step}; move it away, then an"
+            " older checkpoint is taken"
         )
     return step
 
 
 def expected(context: Context, source: str) -> tuple[int, list[int], int]:
-    """The first group still to consume, the later ones that will not come, and how many have an outcome."""
+    """The first group still to consume, the later ones that will not come, and how many have an
+    outcome."""
     if context.ledger is None:
         return 0, [], 0
     following = context.ledger.next_group_id(source)
     in_flight = [group.group_id for group in context.ledger.in_flight(source, context.node)]
-    waiting = [group for group in in_flight if group < following]  # more may have been issued between the two reads
+    # more may have been issued between the two reads
+    waiting = [group for group in in_flight if group < following]
     first = min(waiting, default=following)
     return first, sorted(set(range(first, following)).difference(waiting)), following - len(waiting)
 
 
 def recorded_drops(context: Context, step: int) -> Counter[str]:
     """Drops by reason that the ledger has of a step which is not committed yet."""
-    return Counter() if context.ledger is None else Counter(context.ledger.drops_at(context.node, step).values())
+    return (
+        Counter()
+        if context.ledger is None
+        else Counter(context.ledger.drops_at(context.node, step).values())
+    )

@@ -1,4 +1,5 @@
-"""When a trainer leaves a checkpoint, and how: begun between two steps, written beside them, told to the ledger."""
+"""When a trainer leaves a checkpoint, and how: begun between two steps, written beside them, told
+to the ledger."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from operators.training.checkpoints.staging import Background
 from operators.training.learner.learner import Learner
 
 DEAR = 20.0
-"""Seconds of steps before each second that a checkpoint takes: they cost a twentieth of the time at most."""
+"""Seconds of steps before each second that a checkpoint takes: they cost a twentieth of the time at
+most."""
 CLOSE_S = 5.0
 """For a checkpoint that is being written when the run ends otherwise than it should."""
 COPIES_TURN_S = 0.05
@@ -33,7 +35,8 @@ WAL_TOLD_BYTES = 1 << 30
 
 @dataclass
 class Debt:
-    """What a trainer that dies now has to make again: seconds of its steps, without those that it waited for rows.
+    """What a trainer that dies now has to make again: seconds of its steps, without those that it
+    waited for rows.
 
     within_s: how long that may take. A checkpoint that takes long is left less often, see `DEAR`.
     """
@@ -42,7 +45,8 @@ class Debt:
     seconds: float = 0.0
     """That the steps since a checkpoint was last begun have taken."""
     cost_s: float = 0.0
-    """From the first copy to the marker of the last checkpoint, written or not; 0: none was tried."""
+    """From the first copy to the marker of the last checkpoint, written or not; 0: none was
+    tried."""
 
     @property
     def is_due(self) -> bool:
@@ -61,7 +65,8 @@ class _Writing:
 
 @dataclass
 class CheckpointSaver:
-    """Saves a trainer's checkpoints in the run folder, and has them copied; without one it saves nothing.
+    """Saves a trainer's checkpoints in the run folder, and has them copied; without one it saves
+    nothing.
 
     consumes: steps that were committed, by `made` and `keep`
     produces: checkpoints that stay, temporary ones to recover from, their lines in the ledger
@@ -94,7 +99,9 @@ class CheckpointSaver:
     """Of which step that is."""
     _finished_at: float | None = None
     """When the last checkpoint was written."""
-    _background: Background = field(default_factory=lambda: Background("the checkpoint being written"))
+    _background: Background = field(
+        default_factory=lambda: Background("the checkpoint being written")
+    )
     _writing: _Writing | None = None
 
     def made(self, seconds: float) -> None:
@@ -102,22 +109,25 @@ class CheckpointSaver:
         self.debt.seconds += seconds
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint of this step is wanted: one that stays, or a temporary one that nothing waits for."""
+        """Whether a checkpoint of this step is wanted: one that stays, or a temporary one that
+        nothing waits for."""
         return self._stays(step) or (self._writing is None and self.debt.is_due)
 
     def keep(self, step: int) -> None:
-        """Begin the checkpoint of a committed step, unless there is one; the one before is waited for.
+        """Begin the checkpoint of a committed step, unless there is one; the one before is waited
+        for.
 
-        Here its tensors are copied; they are written in the background. Where the disk refuses, or has too little room
-        for a temporary one, a warning says so, the one before stays the newest, and the next is tried when it is due.
-        """
+        Here its tensors are copied; they are written in the background. Where the disk refuses, or
+        has too little room for a temporary one, a warning says so, the one before stays the newest,
+        and the next is tried when it is due."""
         try:
             self._begin(step, is_temporary=not self._stays(step))
         except (RunFolderError, LedgerError) as error:
             self._warn(step, error)
 
     def keep_asked(self, step: int) -> None:
-        """Between two steps: begin the checkpoint of the last one, where somebody has asked for one; it stays."""
+        """Between two steps: begin the checkpoint of the last one, where somebody has asked for
+        one; it stays."""
         if self._taken == self.asked or not step:
             return
         self._taken, self.asked_step = self.asked, step
@@ -154,30 +164,38 @@ class CheckpointSaver:
                     self.copier.add(step, is_temporary=False)
 
     def note(self) -> None:
-        """Tell the ledger of a checkpoint that is written by now, or warn of one that could not be. Errors: Unusable
-        once another process has taken the run up from its address."""
+        """Tell the ledger of a checkpoint that is written by now, or warn of one that could not be.
+        Errors: Unusable once another process has taken the run up from its address."""
         if self._background.is_idle:
             self._settle(0.0)
         if self.copier is not None and self.copier.ended is not None:
-            raise Unusable(f"'{self.context.node}' copies no checkpoint any more: {self.copier.ended}")
+            raise Unusable(
+                f"'{self.context.node}' copies no checkpoint any more: {self.copier.ended}"
+            )
 
     def begin_copies(self, last: int) -> None:
-        """Have copies made from now on, first of the newest checkpoint. last: the trainer's last committed step."""
+        """Have copies made from now on, first of the newest checkpoint. last: the trainer's last
+        committed step."""
         context = self.context
         if context.copies is None or context.folder is None or context.ledger is None:
             return
         checkpoints = context.folder.checkpoints_of(context.own_folder)
         self.copier = CheckpointCopier(
-            context.copies, trainer=context.own_folder or "", folder=checkpoints.folder, pack=context.ledger.pack,
-            log=context.log, node=context.node, told_s=context.limits.copy_s,
-        )  # fmt: skip
+            context.copies,
+            trainer=context.own_folder or "",
+            folder=checkpoints.folder,
+            pack=context.ledger.pack,
+            log=context.log,
+            node=context.node,
+            told_s=context.limits.copy_s,
+        )
         self.copier.start(last)
         if self.kept_step:
             self.copier.add(self.kept_step, is_temporary=checkpoints.is_temporary(self.kept_step))
 
     def wait_for_copies(self) -> bool:
-        """At the end, wait a moment for copies under way; False: nothing is waited for any more. Where the address
-        takes nothing for `Limits.copy_s`, a warning says what is not there."""
+        """At the end, wait a moment for copies under way; False: nothing is waited for any more.
+        Where the address takes nothing for `Limits.copy_s`, a warning says what is not there."""
         if self.copier is None or self._finished_at is None or self.copier.is_idle:
             return False
         since = max(self._finished_at, self.copier.moved_at)
@@ -186,9 +204,13 @@ class CheckpointSaver:
             return True
         self._finished_at = None
         self.context.log.warning(
-            "the last checkpoint is in the run folder, and was not copied", node=self.context.node,
-            step=self.kept_step, to=self.copier.place, error=self.copier.error, newest=self.copier.copied or "none",
-        )  # fmt: skip
+            "the last checkpoint is in the run folder, and was not copied",
+            node=self.context.node,
+            step=self.kept_step,
+            to=self.copier.place,
+            error=self.copier.error,
+            newest=self.copier.copied or "none",
+        )
         return False
 
     @property
@@ -202,11 +224,14 @@ class CheckpointSaver:
         return not self._background.is_idle
 
     def close(self) -> None:
-        """Leave a checkpoint that is being written a moment to be done; the run is over already, or has failed."""
+        """Leave a checkpoint that is being written a moment to be done; the run is over already, or
+        has failed."""
         try:
             self._written(CLOSE_S)
         except Exception as error:  # the run has an error of its own, or was told this one before
-            self.context.log.warning("checkpoint not written", node=self.context.node, error=str(error))
+            self.context.log.warning(
+                "checkpoint not written", node=self.context.node, error=str(error)
+            )
         if self.copier is not None:
             self.copier.close(CLOSE_S)
 
@@ -227,15 +252,21 @@ class CheckpointSaver:
         facts = {"step": step, "version": step, "node": context.node}
         mark = {TEMPORARY: True} if is_temporary else {}
         with context.span("checkpoint"), contextlib.ExitStack() as opened:
-            folder = opened.enter_context(checkpoints.writing(step, node=context.node, version=step, **mark))
+            folder = opened.enter_context(
+                checkpoints.writing(step, node=context.node, version=step, **mark)
+            )
             checkpoint.prepare(folder)
             staged = self.learner.everywhere(
-                checkpoint.stage, folder=folder, deadline_s=context.limits.checkpoint_s, dtype=self.dtype
+                checkpoint.stage,
+                folder=folder,
+                deadline_s=context.limits.checkpoint_s,
+                dtype=self.dtype,
             )[0]
             committed = opened.pop_all()
 
         def write() -> None:
-            """The rollouts are on the disk before the ledger is, both before the checkpoint is marked."""
+            """The rollouts are on the disk before the ledger is, both before the checkpoint is
+            marked."""
             assert context.folder is not None
             try:
                 with committed:
@@ -263,7 +294,8 @@ class CheckpointSaver:
         self._answer()
 
     def _written(self, deadline_s: float) -> None:
-        """Wait for the checkpoint being written, and tell the ledger of it. Raises what went wrong with it."""
+        """Wait for the checkpoint being written, and tell the ledger of it. Raises what went wrong
+        with it."""
         if self._writing is None:
             return
         written, self._writing = self._writing, None
@@ -277,13 +309,21 @@ class CheckpointSaver:
     def _forget_checkpoints(self) -> None:
         """Remove the oldest of those that stay, where too many do."""
         context = self.context
-        if self.most is None or self.every is None or context.folder is None or context.ledger is None:
+        if (
+            self.most is None
+            or self.every is None
+            or context.folder is None
+            or context.ledger is None
+        ):
             return
         checkpoints = context.folder.checkpoints_of(context.own_folder)
         old = retention.surplus(
-            staying=checkpoints.staying(), every=self.every, most=self.most, keep_steps=context.keep_steps,
+            staying=checkpoints.staying(),
+            every=self.every,
+            most=self.most,
+            keep_steps=context.keep_steps,
             last=context.ledger.last_step(context.node),
-        )  # fmt: skip
+        )
         try:
             for step in old:
                 context.ledger.record_checkpoint(context.node, step, None)
@@ -299,11 +339,21 @@ class CheckpointSaver:
         if context.keep_steps is None or context.folder is None or context.ledger is None:
             return
         upto = retention.removable(
-            last=context.ledger.last_step(context.node), checkpoint=self.kept_step, keep_steps=context.keep_steps,
-            staying=context.folder.checkpoints_of(context.own_folder).staying() if self.every else None,
-        )  # fmt: skip
+            last=context.ledger.last_step(context.node),
+            checkpoint=self.kept_step,
+            keep_steps=context.keep_steps,
+            staying=(
+                context.folder.checkpoints_of(context.own_folder).staying() if self.every else None
+            ),
+        )
         retention.remove(
-            context.folder, context.ledger, context.node, upto, kind="step", log=context.log, own=context.own_folder
+            context.folder,
+            context.ledger,
+            context.node,
+            upto,
+            kind="step",
+            log=context.log,
+            own=context.own_folder,
         )
 
     def _record(self, step: int, place: Path) -> None:
@@ -314,31 +364,41 @@ class CheckpointSaver:
         """Tell of a program that reads the ledger and does not come to an end."""
         if (found := ledger.wal_bytes) > WAL_TOLD_BYTES:
             self.context.log.warning(
-                "some program reads ledger.db in a transaction that does not end: the log of the database grows until "
-                "it does", node=self.context.node, path=f"{ledger.path}-wal", mebibytes=found >> 20,
-            )  # fmt: skip
+                "some program reads ledger.db in a transaction that does not end: the log of the"
+                " database grows until it does",
+                node=self.context.node,
+                path=f"{ledger.path}-wal",
+                mebibytes=found >> 20,
+            )
 
     def _clear(self, checkpoints: Checkpoints, step: int) -> None:
         """Remove the temporary checkpoints before one that is committed."""
         try:
             checkpoints.clear(step, but=() if self.copier is None else self.copier.held)
         except RunFolderError as error:
-            self.context.log.warning("temporary checkpoint not removed", node=self.context.node, error=str(error))
+            self.context.log.warning(
+                "temporary checkpoint not removed", node=self.context.node, error=str(error)
+            )
 
     def _warn(self, step: int, error: RunError) -> None:
         self.context.log.warning(
-            "checkpoint not written; training goes on", node=self.context.node, step=step, error=str(error),
+            "checkpoint not written; training goes on",
+            node=self.context.node,
+            step=step,
+            error=str(error),
             newest=self.kept_step or "none",
-        )  # fmt: skip
+        )
 
 
 def _check_room(place: Path, needed: int) -> None:
-    """RunFolderError where a temporary checkpoint would leave too little room for rollouts and ledger."""
+    """RunFolderError where a temporary checkpoint would leave too little room for rollouts and
+    ledger."""
     with disk("looking at", place):
         free = shutil.disk_usage(place).free
     if free < needed + SPARE_BYTES:
         raise RunFolderError(
-            f"a checkpoint to recover from takes about {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free "
-            f"on the disk of '{place}': none is begun unless {SPARE_BYTES / 2**20:,.0f} MiB stay for rollouts and "
-            f"ledger; make room there, or set recover_within_s=inf"
+            f"a checkpoint to recover from takes about {needed / 2**20:,.0f} MiB, and"
+            f" {free / 2**20:,.0f} MiB are free on the disk of '{place}': none is begun unless"
+            f" {SPARE_BYTES / 2**20:,.0f} MiB stay for rollouts and ledger; make room there, or set"
+            " recover_within_s=inf"
         )

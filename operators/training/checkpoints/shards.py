@@ -1,9 +1,10 @@
-"""Tensors that ranks share out, on disk: a safetensors file per rank, read back by any number of them; imports torch.
+"""Tensors that ranks share out, on disk: a safetensors file per rank, read back by any number of
+them; imports torch.
 
-The files are those of torch.distributed.checkpoint's Hugging Face storage, whose reader reads them: a header says where
-each part begins in its tensor. Its writer is not used, because with it the ranks exchange their plans as pickles, in
-collectives that training would have to wait for; this one asks nobody, and holds no copy.
-"""
+The files are those of torch.distributed.checkpoint's Hugging Face storage, whose reader reads them:
+a header says where each part begins in its tensor. Its writer is not used, because with it the
+ranks exchange their plans as pickles, in collectives that training would have to wait for; this one
+asks nobody, and holds no copy."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ SUFFIX = ".safetensors"
 _SHARDING = "DCP_SHARDING_INFO"
 _AGAIN = "//"
 """Between a tensor's name and a number, where a rank holds parts of it that do not lie together."""
-_UNSAID = "writing '{folder}' failed on a rank behind rank 0, and its disk did not take the reason; make room on it"
+_UNSAID = (
+    "writing '{folder}' failed on a rank behind rank 0, and its disk did not take the reason; make"
+    " room on it"
+)
 
 
 @dataclass(frozen=True)
@@ -51,38 +55,49 @@ def file_name(rank: int, ranks: int) -> str:
     return f"shard-{rank + 1:05d}-of-{ranks:05d}{SUFFIX}"
 
 
-def parts_of(tensor: Any, rank: int, copied: Callable[[Tensor], Tensor] = lambda own: own) -> list[TensorPart]:
-    """What this rank is to write of a tensor: nothing where that is nothing, or another rank writes the same.
+def parts_of(
+    tensor: Any, rank: int, copied: Callable[[Tensor], Tensor] = lambda own: own
+) -> list[TensorPart]:
+    """What this rank is to write of a tensor: nothing where that is nothing, or another rank writes
+    the same.
 
-    tensor: whole, then rank 0 writes it; or a DTensor, then the first of those that hold a part does. Parts are views
-    of what the rank holds, or of what `copied` makes of it.
+    tensor: whole, then rank 0 writes it; or a DTensor, then the first of those that hold a part
+    does. Parts are views of what the rank holds, or of what `copied` makes of it.
     """
     if not hasattr(tensor, "to_local"):
         runs = whole(tensor.shape) if rank == 0 else None
     else:
         mesh = tensor.device_mesh
         at = mesh.get_coordinate()
-        is_copy = any(place.is_replicate() and index for place, index in zip(tensor.placements, at, strict=True))
+        is_copy = any(
+            place.is_replicate() and index
+            for place, index in zip(tensor.placements, at, strict=True)
+        )
         runs = held(tensor) if not is_copy and bool((mesh.mesh == 0).any()) else None
     own = local(tensor).detach()
     if runs is None or not own.numel():
         return []
     kept = copied(own)
-    return [TensorPart(narrowed(kept, here, size), list(first)) for first, here, size in boxes(runs)]
+    return [
+        TensorPart(narrowed(kept, here, size), list(first)) for first, here, size in boxes(runs)
+    ]
 
 
 def write(path: Path, pieces: Mapping[str, Sequence[TensorPart]]) -> None:
-    """Write a rank's parts, by the names of their tensors; the file appears whole. RunFolderError names it."""
+    """Write a rank's parts, by the names of their tensors; the file appears whole. RunFolderError
+    names it."""
     named = {
         f"{name}{_AGAIN}{number}" if number else name: part
-        for name, parts in pieces.items() for number, part in enumerate(parts)
-    }  # fmt: skip
+        for name, parts in pieces.items()
+        for number, part in enumerate(parts)
+    }
     offsets = {name: {"saved_offsets": list(part.offsets)} for name, part in named.items()}
     temporary = path.with_name(f".{path.name}.tmp")
     header, size, places = laid_out(
-        temporary, {name: (part.tensor.shape, part.tensor.dtype) for name, part in named.items()},
+        temporary,
+        {name: (part.tensor.shape, part.tensor.dtype) for name, part in named.items()},
         {"format": "pt", "DCP_VERSION": "1.0", _SHARDING: json.dumps(offsets)},
-    )  # fmt: skip
+    )
     with explained(path):
         with temporary.open("wb") as file:
             file.write(header)
@@ -97,22 +112,26 @@ def write(path: Path, pieces: Mapping[str, Sequence[TensorPart]]) -> None:
 def wait_for(folder: Path, ranks: int, deadline_s: float) -> None:
     """Wait until the files of all ranks are there.
 
-    Raises RunFolderError where a rank left word of why it has none (see `give_up`), DeadlineError after so long.
-    """
+    Raises RunFolderError where a rank left word of why it has none (see `give_up`), DeadlineError
+    after so long."""
     wait = Countdown(deadline_s)
-    while missing := [rank for rank in range(ranks) if not (folder / file_name(rank, ranks)).exists()]:
+    while missing := [
+        rank for rank in range(ranks) if not (folder / file_name(rank, ranks)).exists()
+    ]:
         for note in folder.glob("failed-*.txt"):
             raise RunFolderError(note.read_text("utf-8") or _UNSAID.format(folder=folder))
         if wait.is_over:
             raise DeadlineError(
-                f"rank 0 waited {deadline_s:.0f} s for the shards of ranks {missing} in '{folder}', and they did not "
-                f"come; look whether all ranks write to the same disk, and whether it is slow"
+                f"rank 0 waited {deadline_s:.0f} s for the shards of ranks {missing} in '{folder}',"
+                " and they did not come; look whether all ranks write to the same disk, and"
+                " whether it is slow"
             )
         time.sleep(0.01)
 
 
 def give_up(folder: Path, rank: int, error: BaseException) -> None:
-    """Leave word for rank 0 that this rank's file will not come; without a reason on a disk that takes none."""
+    """Leave word for rank 0 that this rank's file will not come; without a reason on a disk that
+    takes none."""
     temporary = folder / f".failed-{rank}.tmp"
     with contextlib.suppress(OSError):
         temporary.touch()
@@ -122,7 +141,8 @@ def give_up(folder: Path, rank: int, error: BaseException) -> None:
 
 
 def read(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Fill tensors, or this rank's parts of DTensors, from the files of all ranks; no rank waits for another.
+    """Fill tensors, or this rank's parts of DTensors, from the files of all ranks; no rank waits
+    for another.
 
     Raises RunError for a tensor that is missing there or has another shape.
     """
@@ -130,13 +150,22 @@ def read(folder: Path, into: Mapping[str, Tensor]) -> None:
         stored = _stored(folder)
         for name, tensor in into.items():
             own, parts = local(tensor).detach(), stored.get(name, ())
-            ends = [[at + size for at, size in zip(offsets, place.shape, strict=True)] for place, offsets in parts]
+            ends = [
+                [at + size for at, size in zip(offsets, place.shape, strict=True)]
+                for place, offsets in parts
+            ]
             found = [max(of_dim) for of_dim in zip(*ends, strict=True)]
             if not parts or found != list(tensor.shape):
-                raise ValueError(f"it has '{name}' {found if parts else 'not'}, and {list(tensor.shape)} is needed")
+                raise ValueError(
+                    f"it has '{name}' {found if parts else 'not'}, and {list(tensor.shape)} is"
+                    " needed"
+                )
             missing = own.numel()
             for first, here, size in boxes(held(tensor)):
-                missing -= sum(_read(place, offsets, first, narrowed(own, here, size)) for place, offsets in parts)
+                missing -= sum(
+                    _read(place, offsets, first, narrowed(own, here, size))
+                    for place, offsets in parts
+                )
             if missing:
                 raise ValueError(f"the file of some rank is missing: it has not all of '{name}'")
     except (OSError, EOFError, ValueError, KeyError) as error:
@@ -152,12 +181,15 @@ def _stored(folder: Path) -> dict[str, list[tuple[StoredTensor, Sequence[int]]]]
         content = content_of(path)
         sharding = json.loads(content.metadata[_SHARDING])
         for name, place in content.tensors.items():
-            found.setdefault(name.partition(_AGAIN)[0], []).append((place, sharding[name]["saved_offsets"]))
+            found.setdefault(name.partition(_AGAIN)[0], []).append(
+                (place, sharding[name]["saved_offsets"])
+            )
     return found
 
 
 def _read(place: StoredTensor, offsets: Sequence[int], first: Sequence[int], into: Tensor) -> int:
-    """Read what a stored part has of the box that begins at `first` of the whole tensor; how many numbers that is."""
+    """Read what a stored part has of the box that begins at `first` of the whole tensor; how many
+    numbers that is."""
     common = overlap(first, into.shape, offsets, place.shape)
     if common is None:
         return 0
@@ -165,9 +197,11 @@ def _read(place: StoredTensor, offsets: Sequence[int], first: Sequence[int], int
     file = os.open(place.path, os.O_RDONLY)
     try:
         read_part(
-            file, place, [at - own for at, own in zip(begin, offsets, strict=True)],
+            file,
+            place,
+            [at - own for at, own in zip(begin, offsets, strict=True)],
             narrowed(into, [at - own for at, own in zip(begin, first, strict=True)], size),
-        )  # fmt: skip
+        )
     finally:
         os.close(file)
     return math.prod(size)
@@ -175,7 +209,8 @@ def _read(place: StoredTensor, offsets: Sequence[int], first: Sequence[int], int
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """`files.disk` for what safetensors writes too, which tells of the disk's errors in words. RunFolderError."""
+    """`files.disk` for what safetensors writes too, which tells of the disk's errors in words.
+    RunFolderError."""
     with disk("writing", path):
         try:
             yield

@@ -1,4 +1,5 @@
-"""A checkpoint beside the training: copies of what is on a GPU, and one thread that writes; imports torch."""
+"""A checkpoint beside the training: copies of what is on a GPU, and one thread that writes; imports
+torch."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from dataflow.system.clocks import Countdown
 
 @dataclass
 class StagingBuffers:
-    """Copies of tensors in main memory, in buffers that stay: fresh memory takes several times as long to fill."""
+    """Copies of tensors in main memory, in buffers that stay: fresh memory takes several times as
+    long to fill."""
 
     _buffers: dict[str, Tensor] = field(default_factory=dict)
     _devices: set[torch.device] = field(default_factory=set)
@@ -26,7 +28,8 @@ class StagingBuffers:
 
     @torch.no_grad()
     def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy of the tensor, once `settle` was called; it stands until the next copy under that name."""
+        """A copy of the tensor, once `settle` was called; it stands until the next copy under that
+        name."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -64,18 +67,21 @@ class Background:
     def start(self, work: Callable[[], None], deadline_s: float) -> None:
         """Begin; first the work under way is waited for, as in `wait`."""
         self.wait(deadline_s)
-        self._thread = threading.Thread(target=self._run, args=(work,), name=self._what, daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(work,), name=self._what, daemon=True
+        )
         self._thread.start()
 
     def wait(self, deadline_s: float) -> None:
-        """Until nothing is under way. Raises what the work raised; DeadlineError after so many seconds."""
+        """Until nothing is under way. Raises what the work raised; DeadlineError after so many
+        seconds."""
         wait = Countdown(deadline_s)
         while self._thread is not None and not self.is_idle and not wait.is_over:
             self._thread.join(wait.slice_s)
         if not self.is_idle:
             raise DeadlineError(
-                f"{self._what} was not over after {deadline_s:.0f} s; the disk may hang: look at it and its log, "
-                f"then resume from the checkpoint before"
+                f"{self._what} was not over after {deadline_s:.0f} s; the disk may hang: look at it"
+                " and its log, then resume from the checkpoint before"
             )
         error, self._error = self._error, None
         if error is not None:

@@ -1,1 +1,2 @@
-"""What makes a step fast on a CPU: attention in blocks, gradients in place, products of bfloat16; no learner."""
+"""What makes a step fast on a CPU: attention in blocks, gradients in place, products of bfloat16;
+no learner."""

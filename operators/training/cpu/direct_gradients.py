@@ -1,8 +1,9 @@
-"""Layers whose backward pass writes gradients where they are kept: no tensor between, no zeros first; imports torch.
+"""Layers whose backward pass writes gradients where they are kept: no tensor between, no zeros
+first; imports torch.
 
-For weights in main memory of a learner alone with them. A step there writes and reads all of a model's gradients as
-often as its memory is slow: once here, where autograd makes a tensor of each gradient and adds it to one of zeros.
-"""
+For weights in main memory of a learner alone with them. A step there writes and reads all of a
+model's gradients as often as its memory is slow: once here, where autograd makes a tensor of each
+gradient and adds it to one of zeros."""
 
 from __future__ import annotations
 
@@ -18,16 +19,19 @@ from operators.training.cpu.products import rounded_product
 
 
 class DirectGradients:
-    """The weights of a module's plain linear layers and embeddings, and what of their gradients is there already."""
+    """The weights of a module's plain linear layers and embeddings, and what of their gradients is
+    there already."""
 
     def __init__(self, module: Any, *, is_rounded: bool) -> None:
         """Switch the layers; whatever else makes a gradient of their weights goes on doing so.
 
-        module: on a CPU, loaded and proved. is_rounded: products of linear layers but the last are `rounded_product`,
-        also of weights that need no gradient."""
+        module: on a CPU, loaded and proved. is_rounded: products of linear layers but the last are
+        `rounded_product`, also of weights that need no gradient."""
         self.is_rounded = is_rounded
         self._empty: set[Tensor] = set()
-        output = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        output = (
+            module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        )
         self._weights: dict[Tensor, None] = {}
         layers: list[Any] = list(_plain_layers(module))
         for layer in layers:
@@ -54,7 +58,8 @@ class DirectGradients:
             self.settle(weight)
 
     def place(self, weight: Tensor) -> tuple[Tensor, bool]:
-        """Where the gradient is kept, and whether something is there to add to. The caller writes all of it."""
+        """Where the gradient is kept, and whether something is there to add to. The caller writes
+        all of it."""
         if weight.grad is None:
             weight.grad = torch.empty_like(weight)
             self._empty.add(weight)
@@ -140,7 +145,9 @@ class _Product(torch.autograd.Function):
     """x @ weight.T + bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradients: DirectGradients) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradients: DirectGradients
+    ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(rows, bias)
         ctx.weight, ctx.gradients, ctx.shape = weight, gradients, x.shape
@@ -167,7 +174,9 @@ class _Rows(torch.autograd.Function):
     """Rows of a weight."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, gradients: DirectGradients) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, gradients: DirectGradients
+    ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.weight, ctx.padding, ctx.gradients = weight, padding, gradients
         return F.embedding(ids, weight)

@@ -1,4 +1,5 @@
-"""Matrix products of float32 tensors on a CPU that multiplies bfloat16: factors rounded to it, sums in float32."""
+"""Matrix products of float32 tensors on a CPU that multiplies bfloat16: factors rounded to it, sums
+in float32."""
 
 from __future__ import annotations
 
@@ -12,13 +13,17 @@ from torch import Tensor
 
 from dataflow.system.native import compiled
 
-_SOURCES = (Path(__file__).parent / "products.c", Path(__file__).parents[2] / "engine/native/vectors.c")
+_SOURCES = (
+    Path(__file__).parent / "products.c",
+    Path(__file__).parents[2] / "engine/native/vectors.c",
+)
 _FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math")
 _LONG, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 class _OfThread(threading.local):
-    """Kept: taken anew for each product it would be the top of the heap, which the C library gives back each time."""
+    """Kept: taken anew for each product it would be the top of the heap, which the C library gives
+    back each time."""
 
     _words = torch.empty(0, dtype=torch.int32)
 
@@ -36,30 +41,60 @@ def _library() -> ctypes.CDLL | None:
     found = compiled(_SOURCES, ((*_FLAGS, "-fopenmp"), _FLAGS))
     if found is None or not found.dataflow_multiplies_pairs():
         return None
-    found.dataflow_product_scratch.argtypes, found.dataflow_product_scratch.restype = (_LONG,) * 3, _LONG
+    found.dataflow_product_scratch.argtypes, found.dataflow_product_scratch.restype = (
+        (_LONG,) * 3,
+        _LONG,
+    )
     found.dataflow_product.argtypes = (
-        _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG,
-    )  # fmt: skip
+        _POINTER,
+        _LONG,
+        _LONG,
+        _POINTER,
+        _LONG,
+        _LONG,
+        _POINTER,
+        _LONG,
+        _LONG,
+        _LONG,
+        _LONG,
+        _LONG,
+        _POINTER,
+        _LONG,
+    )
     found.dataflow_product.restype = None
     return found
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this processor has instructions for it (AVX-512 BF16), and a compiler made the kernels."""
+    """Whether this processor has instructions for it (AVX-512 BF16), and a compiler made the
+    kernels."""
     return _library() is not None
 
 
-def rounded_product(left_M_K: Tensor, right_K_N: Tensor, *, out: Tensor, added: bool = False) -> None:
-    """out [M, N] = left @ right, or `added` to it: float32 on the CPU, of which one axis each is dense, out's last."""
+def rounded_product(
+    left_M_K: Tensor, right_K_N: Tensor, *, out: Tensor, added: bool = False
+) -> None:
+    """out [M, N] = left @ right, or `added` to it: float32 on the CPU, of which one axis each is
+    dense, out's last."""
     library, threads = _library(), torch.get_num_threads()
     assert library is not None, "this processor multiplies bfloat16"
     (rows, depth), columns = left_M_K.shape, right_K_N.shape[1]
     left, right = _dense(left_M_K), _dense(right_K_N)
     scratch = _OF_THREAD.scratch(library.dataflow_product_scratch(rows, depth, threads))
     library.dataflow_product(
-        left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride()[::-1], out.data_ptr(), out.stride(0),
-        rows, columns, depth, added, scratch.data_ptr(), threads,
-    )  # fmt: skip
+        left.data_ptr(),
+        *left.stride(),
+        right.data_ptr(),
+        *right.stride()[::-1],
+        out.data_ptr(),
+        out.stride(0),
+        rows,
+        columns,
+        depth,
+        added,
+        scratch.data_ptr(),
+        threads,
+    )
 
 
 def _dense(factor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Cuts a token tree into blocks for attention, so that no token attends twice: pure functions.
 
-Rows that are gathered whole make every prefix attend once per row. A block is a run of neighbouring nodes: these ask,
-and they and their ancestors are asked. Nodes are numbered in preorder, so what a node sees of a block's keys are those
-that come no later, and whose subtree has not ended before it.
+Rows that are gathered whole make every prefix attend once per row. A block is a run of neighbouring
+nodes: these ask, and they and their ancestors are asked. Nodes are numbered in preorder, so what a
+node sees of a block's keys are those that come no later, and whose subtree has not ended before it.
 
 Axis suffixes as in `operators.training.learner.packing`; and Q asking and K asked nodes of a block.
 """
@@ -20,7 +20,8 @@ from dataflow.records import AnyArray as Array
 KEY_COST = 8
 """Pairs of tokens that cost as much as one more key to gather."""
 LONG_ROW = 512
-"""Keys from which on a row that is mostly its own is computed as a causal row: half of the pairs, and no mask."""
+"""Keys from which on a row that is mostly its own is computed as a causal row: half of the pairs,
+and no mask."""
 MOST_MASKED = 2048
 """Keys from which on every row is: masks are as large as queries times keys."""
 PADDED = 1.5
@@ -54,7 +55,8 @@ def subtree_ends(positions_N: Array) -> Array:
 
 
 def attention_blocks(positions_N: Array) -> tuple[tuple[AttentionBlocks, ...], Array]:
-    """Blocks in which each node asks once, and where each node's answer stands in them, laid end to end."""
+    """Blocks in which each node asks once, and where each node's answer stands in them, laid end to
+    end."""
     blocks = list(_merged(positions_N))
     found: list[AttentionBlocks] = []
     back_N = np.zeros(len(positions_N), np.int64)
@@ -73,7 +75,11 @@ def attention_blocks(positions_N: Array) -> tuple[tuple[AttentionBlocks, ...], A
             queries_B_Q[row, len(asking) :] = asking[-1]
             begin = len(asking) - len(own)
             back_N[own] = base + row * most_queries + begin + np.arange(len(own))
-        found.append(AttentionBlocks(queries_B_Q=queries_B_Q, keys_B_K=keys_B_K, is_causal=bucket[0].is_causal))
+        found.append(
+            AttentionBlocks(
+                queries_B_Q=queries_B_Q, keys_B_K=keys_B_K, is_causal=bucket[0].is_causal
+            )
+        )
         base += queries_B_Q.size
     return tuple(found), back_N
 
@@ -88,7 +94,8 @@ def visible(queries_B_Q: Array, keys_B_K: Array, ends_N: Array) -> Array:
 
 @dataclass
 class _Block:
-    """Nodes [first, last), and the path that leads to the first of them; of a causal row all of its nodes."""
+    """Nodes [first, last), and the path that leads to the first of them; of a causal row all of its
+    nodes."""
 
     first: int
     last: int
@@ -143,7 +150,9 @@ def _buckets(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
         wide, long = max(queries, asking), max(keys, block.keys)
         own = pairs + asking * block.keys
         padded = (len(bucket) + 1) * wide * long
-        if bucket and (block.is_causal != bucket[0].is_causal or padded > max(PADDED * own, FEW_PAIRS)):
+        if bucket and (
+            block.is_causal != bucket[0].is_causal or padded > max(PADDED * own, FEW_PAIRS)
+        ):
             yield bucket
             bucket, queries, keys, pairs = [], 0, 0, 0
             wide, long, own = asking, block.keys, asking * block.keys

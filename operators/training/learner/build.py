@@ -21,25 +21,33 @@ from operators.training.learner.policy import Policy
 
 
 def check_gradients(node: str) -> None:
-    """Raise Unusable where this process cannot compute gradients: a fork has lost the threads that compute them."""
+    """Raise Unusable where this process cannot compute gradients: a fork has lost the threads that
+    compute them."""
     try:
         torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise Unusable(
-            f"'{node}' cannot train: its process was forked from a program that had computed gradients with more than "
-            f"one thread; found: {str(error).splitlines()[0]}; call run(...) before the program's first backward(), or "
-            f"in a process of its own"
+            f"'{node}' cannot train: its process was forked from a program that had computed"
+            f" gradients with more than one thread; found: {str(error).splitlines()[0]}; call"
+            " run(...) before the program's first backward(), or in a process of its own"
         ) from error
 
 
 def make_learner(
-    trainer: TrainerKnobs, model: Model, *, node: str, device: str, seed: int = 0, aside: Path | None = None,
+    trainer: TrainerKnobs,
+    model: Model,
+    *,
+    node: str,
+    device: str,
+    seed: int = 0,
+    aside: Path | None = None,
     is_alone: bool = True,
-) -> Learner:  # fmt: skip
-    """Load `model` with float32 weights and put a learner around it; of one with adapters, they alone are float32.
+) -> Learner:
+    """Load `model` with float32 weights and put a learner around it; of one with adapters, they
+    alone are float32.
 
-    model: the trainer's own, or that of a checkpoint. seed: the run's. aside: as of `learner_of`. is_alone: the model
-    is not going to be shared out."""
+    model: the trainer's own, or that of a checkpoint. seed: the run's. aside: as of `learner_of`.
+    is_alone: the model is not going to be shared out."""
     if model.lora is not None:
         module = load_adapted(model, device=device)
     else:
@@ -58,13 +66,21 @@ def learner_of(
 ) -> Learner:
     """A learner around a model that is loaded already.
 
-    aside: where it may put away what is in main memory, of one that takes turns on its devices; None: it does not."""
-    prepare(forward.module, gradient_checkpointing=trainer.gradient_checkpointing, compile=trainer.compile)
+    aside: where it may put away what is in main memory, of one that takes turns on its devices;
+    None: it does not."""
+    prepare(
+        forward.module,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        compile=trainer.compile,
+    )
     learner = Learner(
         forward=forward,
         optimizer=adamw(
             dict(forward.module.named_parameters()),
-            lr=trainer.lr, betas=trainer.betas, eps=trainer.eps, weight_decay=trainer.weight_decay,
+            lr=trainer.lr,
+            betas=trainer.betas,
+            eps=trainer.eps,
+            weight_decay=trainer.weight_decay,
         ),
         loss=trainer.loss_function,
         node=node,
@@ -75,8 +91,10 @@ def learner_of(
         whiten=trainer.whiten,
         seed=seed,
         keep_new_logprobs=trainer.keep_new_logprobs and trainer.model.head == "lm",
-    )  # fmt: skip
-    learner.parked = OffloadedLearner(learner, aside) if trainer.offload or aside is not None else None
+    )
+    learner.parked = (
+        OffloadedLearner(learner, aside) if trainer.offload or aside is not None else None
+    )
     return learner
 
 

@@ -1,4 +1,5 @@
-"""A causal model with a number per token, as the trainer sees it: values of prefixes of packed nodes; imports torch."""
+"""A causal model with a number per token, as the trainer sees it: values of prefixes of packed
+nodes; imports torch."""
 
 from __future__ import annotations
 
@@ -24,18 +25,22 @@ CAUSAL_TOLERANCE = 1e-4
 
 
 class Critic:
-    """Numbers at the nodes that tokens are predicted from: the value of what stands before each token.
+    """Numbers at the nodes that tokens are predicted from: the value of what stands before each
+    token.
 
-    The module is transformers' classifier of tokens or of sequences, called as a whole; its last layer is watched, and
-    computed once more in float32, because a value in bfloat16 is known to one part in 256 only.
-    """
+    The module is transformers' classifier of tokens or of sequences, called as a whole; its last
+    layer is watched, and computed once more in float32, because a value in bfloat16 is known to one
+    part in 256 only."""
 
-    def __init__(self, module: Any, *, compute: torch.dtype | None = None, packed: bool | None = None) -> None:
-        """module: in eval mode. compute: type of the matrix products under autocast; None: that of the weights.
-        packed: whether nodes go through it without padding; None: where a probe finds the same numbers.
+    def __init__(
+        self, module: Any, *, compute: torch.dtype | None = None, packed: bool | None = None
+    ) -> None:
+        """module: in eval mode. compute: type of the matrix products under autocast; None: that of
+        the weights. packed: whether nodes go through it without padding; None: where a probe finds
+        the same numbers.
 
-        Raises ModelError when it has no last layer with one number, or its numbers depend on what comes later.
-        """
+        Raises ModelError when it has no last layer with one number, or its numbers depend on what
+        comes later."""
         settle_rope(module, type(module).__name__, None)
         self.module = module
         self._device = next(module.parameters()).device
@@ -54,7 +59,9 @@ class Critic:
     def at(self, temperature: float) -> None:
         """Values have none."""
 
-    def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
+    def computed(
+        self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]
+    ) -> dict[str, Tensor]:
         """`new_values`; truncation has no part in them."""
         return {"new_values": self.values(packed)}
 
@@ -67,7 +74,10 @@ class Critic:
         if is_packed:
             return self._call(**packed_inputs(packed, self._device))[self._to(nodes_T)]
         tokens_N = self._to(packed.tokens_N)
-        rows = [self._call(input_ids=tokens_N[self._to(bucket)], use_cache=False) for bucket in packed.buckets]
+        rows = [
+            self._call(input_ids=tokens_N[self._to(bucket)], use_cache=False)
+            for bucket in packed.buckets
+        ]
         numbers = torch.cat(rows)
         return numbers[self._to(packed.back_N[nodes_T])]
 
@@ -79,14 +89,18 @@ class Critic:
 
     def _watch(self) -> None:
         heads = [
-            layer for name, layer in self.module.named_modules()
-            if isinstance(layer, torch.nn.Linear) and layer.out_features == 1 and set(name.split(".")) & set(HEADS)
-        ]  # fmt: skip
+            layer
+            for name, layer in self.module.named_modules()
+            if isinstance(layer, torch.nn.Linear)
+            and layer.out_features == 1
+            and set(name.split(".")) & set(HEADS)
+        ]
         if not heads:
             found = [name for name, _ in self.module.named_children()]
             raise ModelError(
-                f"a critic or judge ends in one linear layer called {' or '.join(HEADS)} with one number, but "
-                f"{type(self.module).__name__} has {found}; give a model that transformers loads with such a head"
+                f"a critic or judge ends in one linear layer called {' or '.join(HEADS)} with one"
+                f" number, but {type(self.module).__name__} has {found}; give a model that"
+                " transformers loads with such a head"
             )
         for head in heads:
             head.register_forward_hook(self._keep)
@@ -97,8 +111,11 @@ class Critic:
             self._numbers = [F.linear(given[0].float(), head.weight.float(), bias)]
 
     def _check_causal(self) -> None:
-        """Packing shares prefixes: right only where a number depends on nothing that comes after it."""
-        tokens = torch.arange(1, 9, device=self._device)[None] % int(self.module.config.get_text_config().vocab_size)
+        """Packing shares prefixes: right only where a number depends on nothing that comes after
+        it."""
+        tokens = torch.arange(1, 9, device=self._device)[None] % int(
+            self.module.config.get_text_config().vocab_size
+        )
         other = tokens.clone()
         other[0, -1] = 0
         first, second = (self._call(input_ids=ids, use_cache=False) for ids in (tokens, other))
@@ -107,8 +124,9 @@ class Critic:
         )
         if not is_alike:
             raise ModelError(
-                f"{type(self.module).__name__} reads text in both directions, but a critic or judge reads it from left "
-                f"to right, so that prefixes are computed once; give a causal model, such as a Llama or a Qwen"
+                f"{type(self.module).__name__} reads text in both directions, but a critic or judge"
+                " reads it from left to right, so that prefixes are computed once; give a causal"
+                " model, such as a Llama or a Qwen"
             )
 
     def _to(self, array: Array) -> Tensor:

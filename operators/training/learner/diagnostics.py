@@ -1,4 +1,5 @@
-"""What a step measures of its tokens while it computes them: sums and maxima on the device, figures at the end."""
+"""What a step measures of its tokens while it computes them: sums and maxima on the device, figures
+at the end."""
 
 from __future__ import annotations
 
@@ -16,13 +17,17 @@ Measures = Mapping[str, float | None]
 _MOST_LOG_RATIO = 300.0
 """Of a token, in figures: the square of such a ratio is still a number in float64."""
 POLICY_SUMS = ("tokens", "ratio", "squared_ratio", "kl", "truncated", "same_tokens", "same_gap")
-"""What is summed of a policy's tokens; the last two of those drawn from the very weights that are trained."""
+"""What is summed of a policy's tokens; the last two of those drawn from the very weights that are
+trained."""
 VALUE_SUMS = ("tokens", "target", "squared_target", "residual", "squared_residual")
 """What is summed of a critic's tokens."""
 
 
-def ratio_bounds(knobs: Mapping[str, object], reads: Collection[str] = ()) -> tuple[float, float] | None:
-    """The interval of the ratio that a loss leaves alone, from its knobs: rho, or clip_low and clip_high.
+def ratio_bounds(
+    knobs: Mapping[str, object], reads: Collection[str] = ()
+) -> tuple[float, float] | None:
+    """The interval of the ratio that a loss leaves alone, from its knobs: rho, or clip_low and
+    clip_high.
 
     None where they bound another ratio: that of whole rollouts, or that to a proximal policy."""
     if {"rollout_index", "proximal_logprobs"} & set(reads):
@@ -36,7 +41,8 @@ def ratio_bounds(knobs: Mapping[str, object], reads: Collection[str] = ()) -> tu
 
 
 def sums_of(computed: Collection[str], columns: Collection[str]) -> tuple[str, ...]:
-    """What is summed for a loss that reads these: of a critic's tokens where it reads values, else of a policy's."""
+    """What is summed for a loss that reads these: of a critic's tokens where it reads values, else
+    of a policy's."""
     if "new_values" in computed:
         return VALUE_SUMS
     return (
@@ -48,7 +54,8 @@ def sums_of(computed: Collection[str], columns: Collection[str]) -> tuple[str, .
 
 @dataclass
 class Diagnostics:
-    """Sums over the micro-batches of one step; `total` of several ranks' is that of their sums and maxima."""
+    """Sums over the micro-batches of one step; `total` of several ranks' is that of their sums and
+    maxima."""
 
     bounds: tuple[float, float] | None
     """See `ratio_bounds`."""
@@ -68,7 +75,8 @@ class Diagnostics:
         entropy_T: Tensor | None = None,
         reference_T: Tensor | None = None,
     ) -> None:
-        """Add a micro-batch of a policy: log-probabilities of trainer, generator, reference; no gradients.
+        """Add a micro-batch of a policy: log-probabilities of trainer, generator, reference; no
+        gradients.
 
         oldest_T: of each token's rollout the oldest version that drew any of it.
         """
@@ -77,10 +85,14 @@ class Diagnostics:
         low, high = self.bounds or (0.0, math.inf)
         same = oldest_T == self.version
         found = [
-            torch.full_like(ratio[:1], len(ratio)).sum(), ratio.sum(), (ratio * ratio).sum(),
-            (ratio - 1 - log_ratio).sum(), ((ratio > high) | (ratio < low)).sum(), same.sum(),
+            torch.full_like(ratio[:1], len(ratio)).sum(),
+            ratio.sum(),
+            (ratio * ratio).sum(),
+            (ratio - 1 - log_ratio).sum(),
+            ((ratio > high) | (ratio < low)).sum(),
+            same.sum(),
             log_ratio.abs().mul(same).sum(),
-        ]  # fmt: skip
+        ]
         if entropy_T is not None:
             found.append(entropy_T.sum())
         if reference_T is not None:
@@ -89,29 +101,36 @@ class Diagnostics:
         self._add(found, ratio.max() if len(ratio) else ratio.new_zeros(()))
 
     def critic(self, new_T: Tensor, target_T: Tensor) -> None:
-        """Add a micro-batch of a critic: its values and what they should have been, without gradient."""
+        """Add a micro-batch of a critic: its values and what they should have been, without
+        gradient."""
         gap = target_T - new_T
         found = [
-            torch.full_like(gap[:1], len(gap)).sum(), target_T.sum(), (target_T * target_T).sum(), gap.sum(),
+            torch.full_like(gap[:1], len(gap)).sum(),
+            target_T.sum(),
+            (target_T * target_T).sum(),
+            gap.sum(),
             (gap * gap).sum(),
-        ]  # fmt: skip
+        ]
         self._add(found, new_T.abs().max() if len(new_T) else new_T.new_zeros(()))
 
     def totals(self) -> tuple[Tensor, Tensor]:
         """All sums, float64 [names], and the largest of the maxima, float64 []."""
         if not self._sums:
-            return torch.zeros(len(self.names), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+            return torch.zeros(len(self.names), dtype=torch.float64), torch.zeros(
+                (), dtype=torch.float64
+            )
         return torch.stack(self._sums).sum(0), torch.stack(self._largest).max()
 
     def measures(self, sums: list[float], largest: float) -> Measures:
-        """Figures under their names in metrics.jsonl, from `totals` as plain numbers; None where nothing was computed.
+        """Figures under their names in metrics.jsonl, from `totals` as plain numbers; None where
+        nothing was computed.
 
-        ratio_mean, ratio_max: pi / mu. ess: effective share of the tokens, (sum r)^2 / (n sum r^2). kl: estimate of
-        KL(generator || trainer), kl_reference: of KL(trainer || reference), both nats per token (k3). mismatch: mean
-        |log pi - log mu| of rollouts drawn whole from the weights that are trained, which should be rounding alone: a
-        token drawn from them after others of older weights has seen a KV-cache that the older ones left.
-        explained_variance: 1 - Var(target - value) / Var(target).
-        """
+        ratio_mean, ratio_max: pi / mu. ess: effective share of the tokens, (sum r)^2 / (n sum r^2).
+        kl: estimate of KL(generator || trainer), kl_reference: of KL(trainer || reference), both
+        nats per token (k3). mismatch: mean |log pi - log mu| of rollouts drawn whole from the
+        weights that are trained, which should be rounding alone: a token drawn from them after
+        others of older weights has seen a KV-cache that the older ones left. explained_variance: 1
+        - Var(target - value) / Var(target)."""
         found = dict(zip(self.names, sums, strict=True))
         tokens = found.get("tokens", 0.0)
         if not tokens:
@@ -120,16 +139,22 @@ class Diagnostics:
             spread = found["squared_target"] / tokens - (found["target"] / tokens) ** 2
             rest = found["squared_residual"] / tokens - (found["residual"] / tokens) ** 2
             return {
-                "value_mean": (found["target"] - found["residual"]) / tokens, "value_max": largest,
+                "value_mean": (found["target"] - found["residual"]) / tokens,
+                "value_max": largest,
                 "explained_variance": 1 - rest / spread if spread > 1e-12 else None,
-            }  # fmt: skip
+            }
         measures: dict[str, float | None] = {
-            "ratio_mean": found["ratio"] / tokens, "ratio_max": largest,
-            "ess": found["ratio"] ** 2 / (tokens * found["squared_ratio"]) if found["squared_ratio"] else None,
+            "ratio_mean": found["ratio"] / tokens,
+            "ratio_max": largest,
+            "ess": (
+                found["ratio"] ** 2 / (tokens * found["squared_ratio"])
+                if found["squared_ratio"]
+                else None
+            ),
             "kl": found["kl"] / tokens,
             "truncated_share": found["truncated"] / tokens if self.bounds else None,
             "mismatch": found["same_gap"] / found["same_tokens"] if found["same_tokens"] else None,
-        }  # fmt: skip
+        }
         for name in ("entropy", "kl_reference"):
             if name in found:
                 measures[name] = found[name] / tokens

@@ -1,9 +1,10 @@
-"""A model's own last layer made to give log-probabilities instead of logits, within the model's own forward pass.
+"""A model's own last layer made to give log-probabilities instead of logits, within the model's own
+forward pass.
 
-The layer is called by the model as ever, so whatever hangs on the call (the hooks that gather a sharded weight, or take
-its gradient away) finds what it expects; only what the layer computes is another function of the same hidden states and
-the same weight. What the model does to logits afterwards is found out when it is loaded, and undone.
-"""
+The layer is called by the model as ever, so whatever hangs on the call (the hooks that gather a
+sharded weight, or take its gradient away) finds what it expects; only what the layer computes is
+another function of the same hidden states and the same weight. What the model does to logits
+afterwards is found out when it is loaded, and undone."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from torch import Tensor
 from operators.training.learner.head import Shape
 
 SMALL = 2.0**-10
-"""Numbers that go through a cap are made so small that it leaves them as exact as they were; a power of two."""
+"""Numbers that go through a cap are made so small that it leaves them as exact as they were; a
+power of two."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,16 @@ class HeadModule:
 
     @classmethod
     def of(cls, module: Any, run: Callable[[], Any]) -> HeadModule | None:
-        """The last layer of `module`; None where it is no plain linear one (tensor parallel, an adapter on it), or
-        where the model does more to its logits than cap and scale them.
+        """The last layer of `module`; None where it is no plain linear one (tensor parallel, an
+        adapter on it), or where the model does more to its logits than cap and scale them.
 
-        run: calls the model on a few tokens; what comes out of known numbers in the layer's place is looked at."""
+        run: calls the model on a few tokens; what comes out of known numbers in the layer's place
+        is looked at."""
         layer = module.get_output_embeddings()
-        if not isinstance(layer, torch.nn.Linear) or type(layer).forward is not torch.nn.Linear.forward:
+        if (
+            not isinstance(layer, torch.nn.Linear)
+            or type(layer).forward is not torch.nn.Linear.forward
+        ):
             return None
         if "forward" in vars(layer):
             return None
@@ -60,11 +66,14 @@ class HeadModule:
         is_known = scale > 0 and torch.allclose(found, scale * capped, rtol=1e-5, atol=1e-6)
         return cls(layer, Shape(scale=scale, cap=cap or None)) if is_known else None
 
-    def call(self, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor], run: Callable[[], Any]) -> Tensor:
-        """What `compute` makes of hidden states [U, D], weight and bias: [T, n], through the model's forward.
+    def call(
+        self, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor], run: Callable[[], Any]
+    ) -> Tensor:
+        """What `compute` makes of hidden states [U, D], weight and bias: [T, n], through the
+        model's forward.
 
-        compute: gets the hidden states of all positions that the layer is asked for. run: calls the model.
-        """
+        compute: gets the hidden states of all positions that the layer is asked for. run: calls the
+        model."""
         small = 1.0 if self.after.cap is None else SMALL
 
         def forward(hidden: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The optimiser step over packed micro-batches: forward, loss, backward, clip, update; imports torch."""
+"""The optimiser step over packed micro-batches: forward, loss, backward, clip, update; imports
+torch."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from operators.training.learner.together import Alone, Together
 from operators.training.learner.zero_advantage import vanishes_without_advantage
 
 NEARLY = 0.999
-"""Of the largest norm of a gradient: below, none is scaled down, whatever its norm was rounded to."""
+"""Of the largest norm of a gradient: below, none is scaled down, whatever its norm was rounded
+to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +75,19 @@ class Forward(Protocol):
     def at(self, temperature: float) -> None:
         """Compute log-probabilities at this temperature; as declared where it is none above 0."""
 
-    def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
-        """What the loss wants of `loss_function.WITH_GRADIENT`, each [T], and `new_logprobs` or `new_values` always."""
+    def computed(
+        self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]
+    ) -> dict[str, Tensor]:
+        """What the loss wants of `loss_function.WITH_GRADIENT`, each [T], and `new_logprobs` or
+        `new_values` always."""
 
 
 @dataclass
 class Learner:
     """Trains one model; one call of `micro` per micro-batch, between `begin` and `end`.
 
-    normalize: what the summed loss is divided by: "tokens" (trained tokens of the step), "rollouts", or
-    "rollout_means" (rollouts, after each rollout's sum was divided by its tokens).
+    normalize: what the summed loss is divided by: "tokens" (trained tokens of the step),
+    "rollouts", or "rollout_means" (rollouts, after each rollout's sum was divided by its tokens).
     """
 
     forward: Forward
@@ -95,8 +100,9 @@ class Learner:
     skip_zero_advantage: bool
     whiten: bool = False
     seed: int = 0
-    """The run's. A loss that draws random numbers draws the same ones in a step that is made again: what torch draws
-    is a function of it and of the step, so that no state of a generator has to be kept."""
+    """The run's. A loss that draws random numbers draws the same ones in a step that is made again:
+    what torch draws is a function of it and of the step, so that no state of a generator has to be
+    kept."""
     together: Together = field(default_factory=Alone)
     parked: OffloadedLearner | None = None
     """Takes what it does not need off its device, where the trainer offloads; see `memory`."""
@@ -107,9 +113,11 @@ class Learner:
     refreshed: list[Refreshed] = field(default_factory=list)
     """What it keeps for readers that get every n-th version."""
     before_change: Callable[[], None] | None = None
-    """Waits for those who read the weights and the optimiser's state, a checkpoint; see `unread`."""
+    """Waits for those who read the weights and the optimiser's state, a checkpoint; see
+    `unread`."""
     direct: DirectGradients | None = None
-    """Of a model in main memory that is here alone: what writes its gradients where they are kept."""
+    """Of a model in main memory that is here alone: what writes its gradients where they are
+    kept."""
     keep_new_logprobs: bool = False
     """Whether `new_logprobs` has the log-probabilities that a policy computes."""
     _rows: StepRows | None = None
@@ -125,7 +133,9 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.parameters = {
-            name: weight for name, weight in self.forward.module.named_parameters() if weight.requires_grad
+            name: weight
+            for name, weight in self.forward.module.named_parameters()
+            if weight.requires_grad
         }
         self._may_skip = self.skip_zero_advantage
         self.take_loss(self.loss)
@@ -147,9 +157,12 @@ class Learner:
         for alike in by_temperature(step.rows, step.computed):
             positions, offsets = gather(step.rows.offsets, alike)
             parts = split(
-                step.rows.tokens.ids[positions], offsets, step.rows.groups_R[alike], self.micro_batch_tokens,
+                step.rows.tokens.ids[positions],
+                offsets,
+                step.rows.groups_R[alike],
+                self.micro_batch_tokens,
                 whole=self.needs_groups,
-            )  # fmt: skip
+            )
             found += [alike[part] for part in parts]
         return found
 
@@ -159,7 +172,8 @@ class Learner:
         return self.forward.module
 
     def offered(self, line: int) -> dict[str, Tensor]:
-        """What goes out on one of its weight planes: 0, the weights; from 1 on, what `refreshed` keeps."""
+        """What goes out on one of its weight planes: 0, the weights; from 1 on, what `refreshed`
+        keeps."""
         return self.refreshed[line - 1].offered if line else self.parameters
 
     @property
@@ -178,7 +192,9 @@ class Learner:
             scale_R = np.full(rows.rollouts, 1.0 / max(1, rows.rollouts))
             if self.normalize == "rollout_means":
                 scale_R = scale_R / np.maximum(trained_R, 1)
-        computed = np.flatnonzero((trained_R > 0) & (rows.signal_R | (not self.skip_zero_advantage)))
+        computed = np.flatnonzero(
+            (trained_R > 0) & (rows.signal_R | (not self.skip_zero_advantage))
+        )
         return Prepared(rows=rows, scale_R=scale_R, computed=computed)
 
     def open(self, rows: StepRows, scale_R: Array, version: int) -> None:
@@ -196,7 +212,8 @@ class Learner:
     def micro(self, part: Array) -> None:
         """Forward and backward of one micro-batch; gradients add up.
 
-        An empty one has a forward and backward too, of a loss that is zero: for ranks whose exchanges need it."""
+        An empty one has a forward and backward too, of a loss that is zero: for ranks whose
+        exchanges need it."""
         assert self._rows is not None
         rows = self._rows
         if not len(part):
@@ -209,7 +226,9 @@ class Learner:
         self._nodes += packed.nodes
         rollout_T = rollouts[packed.row_T]
         flat_T, row_T = positions[packed.flat_T], part[rollout_T]
-        left_T = None if rows.tokens.sampling_mask is None else rows.tokens.sampling_mask.take(flat_T)
+        left_T = (
+            None if rows.tokens.sampling_mask is None else rows.tokens.sampling_mask.take(flat_T)
+        )
         computed = self.forward.computed(packed, left_T, self.loss.computed)
         new_T = next(iter(computed.values()))
         if self.keep_new_logprobs:
@@ -217,21 +236,30 @@ class Learner:
         wanted = {LOGPROBS, *self.loss.columns}
         per_token = {name: values for name, values in rows.per_token.items() if name in wanted}
         given = {name: self._tensor(values[flat_T], new_T) for name, values in per_token.items()}
-        given |= {name: self._tensor(values[row_T], new_T) for name, values in rows.columns_R.items()}
+        given |= {
+            name: self._tensor(values[row_T], new_T) for name, values in rows.columns_R.items()
+        }
         groups_T = np.unique(rows.groups_R[row_T], return_inverse=True)[1]
-        known = given | computed | {
-            "mask": torch.ones(len(new_T), dtype=torch.bool, device=new_T.device),
-            "rollout_index": torch.from_numpy(rollout_T).to(new_T.device),
-            "group_index": torch.from_numpy(groups_T).to(new_T.device),
-        }  # fmt: skip
-        losses = self._call({name: known[name] for name in self.loss.columns + self.loss.computed}, new_T)
+        known = (
+            given
+            | computed
+            | {
+                "mask": torch.ones(len(new_T), dtype=torch.bool, device=new_T.device),
+                "rollout_index": torch.from_numpy(rollout_T).to(new_T.device),
+                "group_index": torch.from_numpy(groups_T).to(new_T.device),
+            }
+        )
+        losses = self._call(
+            {name: known[name] for name in self.loss.columns + self.loss.computed}, new_T
+        )
         total = (losses * self._tensor(self._scale_R[row_T], new_T)).sum()
         torch.autograd.backward(total)
         self._totals.append(total.detach().to(torch.float64))
         self._measure(losses, computed, given, rows.oldest_R[row_T], row_T)
 
     def end(self, learning_rate: float) -> StepOutcome:
-        """Clip, update the weights and report; the weights stay as they were when anything was not finite."""
+        """Clip, update the weights and report; the weights stay as they were when anything was not
+        finite."""
         assert self._diagnostics is not None
         self._gather_new()
         if self.direct is not None:
@@ -243,10 +271,13 @@ class Learner:
         norm = self.together.norm(gradients)
         sums, largest = self._diagnostics.totals()
         nodes = torch.tensor([self._nodes], dtype=torch.float64)
-        total = torch.stack([torch.zeros((), dtype=torch.float64, device=norm.device), *self._totals]).sum()
+        total = torch.stack(
+            [torch.zeros((), dtype=torch.float64, device=norm.device), *self._totals]
+        ).sum()
         self._totals = []
         sums, largest = self.together.total(
-            torch.cat([each.reshape(-1).to(norm.device) for each in (total, nodes, sums)]), largest.to(norm.device)
+            torch.cat([each.reshape(-1).to(norm.device) for each in (total, nodes, sums)]),
+            largest.to(norm.device),
         )
         grad_norm, most, loss, computed, *found = torch.cat(
             [norm.double().reshape(1), largest.reshape(1), sums]
@@ -258,7 +289,9 @@ class Learner:
             self.unread()
             began = time.monotonic()
             changing = [0, *(n for n, each in enumerate(self.refreshed, 1) if each.offers_weights)]
-            settled = settle([self.writers[line] for line in changing if line in self.writers], self.settle_s)
+            settled = settle(
+                [self.writers[line] for line in changing if line in self.writers], self.settle_s
+            )
             settle_s = time.monotonic() - began
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -267,28 +300,35 @@ class Learner:
         else:
             culprit = str(self.findings())
         return StepOutcome(
-            loss=loss, grad_norm=grad_norm, measures=self._diagnostics.measures(found, most), nodes=round(computed),
-            culprit=culprit, settle_s=settle_s, settled=settled,
-        )  # fmt: skip
+            loss=loss,
+            grad_norm=grad_norm,
+            measures=self._diagnostics.measures(found, most),
+            nodes=round(computed),
+            culprit=culprit,
+            settle_s=settle_s,
+            settled=settled,
+        )
 
     def new_logprobs(self) -> tuple[StepRows, Array]:
-        """The rows of the step that was computed last, of this rank, and the log-probabilities of their tokens before
-        the update, float32 [S]; NaN where a token was not trained."""
+        """The rows of the step that was computed last, of this rank, and the log-probabilities of
+        their tokens before the update, float32 [S]; NaN where a token was not trained."""
         assert self._rows is not None
         return self._rows, self._new_S
 
     def _gather_new(self) -> None:
-        """Bring the log-probabilities of the step into main memory, and let go of the tensors: until the next step
-        the device may be another's."""
+        """Bring the log-probabilities of the step into main memory, and let go of the tensors:
+        until the next step the device may be another's."""
         if self._new:
             positions = np.concatenate([flat_T for flat_T, _ in self._new])
-            self._new_S[positions] = torch.cat([values_T.float() for _, values_T in self._new]).cpu().numpy()
+            self._new_S[positions] = (
+                torch.cat([values_T.float() for _, values_T in self._new]).cpu().numpy()
+            )
             self._new = []
 
     def _no_gradients(self) -> None:
-        """In main memory they have their places before anything else of a step, and keep them: given back and taken
-        anew they would leave holes in the heap that activations break up, and come to lie beside them, until the
-        process holds nearly one model more."""
+        """In main memory they have their places before anything else of a step, and keep them:
+        given back and taken anew they would leave holes in the heap that activations break up, and
+        come to lie beside them, until the process holds nearly one model more."""
         for weight in self.parameters.values():
             if weight.device.type != "cpu":
                 weight.grad = None
@@ -302,43 +342,63 @@ class Learner:
     def _idle(self) -> None:
         packed = pack(np.zeros(2, np.int64), np.ones(2, bool), np.array([0, 2]))
         computed = self.forward.computed(packed, None, self.loss.computed)
-        torch.autograd.backward(torch.stack([values.sum() for values in computed.values()]).sum() * 0.0)
+        torch.autograd.backward(
+            torch.stack([values.sum() for values in computed.values()]).sum() * 0.0
+        )
 
     def _call(self, arguments: dict[str, Any], new_T: Tensor) -> Tensor:
         """The loss per token; a single number stands for each of them."""
         losses = self.loss.call(**arguments)
         if not isinstance(losses, Tensor) or losses.shape not in (new_T.shape, torch.Size(())):
-            found = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            found = (
+                f"shape {list(losses.shape)}"
+                if isinstance(losses, Tensor)
+                else type(losses).__name__
+            )
             raise Unusable(
-                f"loss '{self.loss.name}' ({self.loss.where}) of '{self.node}' must return a tensor "
-                f"[{len(new_T)}] with a number per token, or a single number; found {found}; mend its return"
+                f"loss '{self.loss.name}' ({self.loss.where}) of '{self.node}' must return a tensor"
+                f" [{len(new_T)}] with a number per token, or a single number; found {found}; mend"
+                " its return"
             )
         return losses.expand(new_T.shape)
 
     def _measure(
-        self, losses: Tensor, computed: dict[str, Tensor], given: dict[str, Tensor], oldest_T: Array, row_T: Array
+        self,
+        losses: Tensor,
+        computed: dict[str, Tensor],
+        given: dict[str, Tensor],
+        oldest_T: Array,
+        row_T: Array,
     ) -> None:
         assert self._diagnostics is not None
         with torch.no_grad():
             self._bad.append((~torch.isfinite(losses), row_T))
             now = {name: values.detach() for name, values in computed.items()}
-            if "new_values" not in now and (oldest_T != NO_TOKEN).any():  # demonstrations were drawn from no weights
+            # demonstrations were drawn from no weights
+            if "new_values" not in now and (oldest_T != NO_TOKEN).any():
                 new_T = now["new_logprobs"]
                 self._diagnostics.policy(
-                    new_T, given[LOGPROBS], self._tensor(oldest_T, new_T), entropy_T=now.get("entropy"),
+                    new_T,
+                    given[LOGPROBS],
+                    self._tensor(oldest_T, new_T),
+                    entropy_T=now.get("entropy"),
                     reference_T=given.get(REF_LOGPROBS),
-                )  # fmt: skip
+                )
             elif VALUES in given and ADVANTAGE in given:
                 self._diagnostics.critic(now["new_values"], given[VALUES] + given[ADVANTAGE])
 
-    def everywhere(self, function: Callable[..., Any], *, is_brief: bool = False, **arguments: Any) -> list[Any]:
-        """Call a module's function(learner=, rank=, ranks=, **arguments) on each rank, all of which do so together;
-        what they return. Arguments and results are plain values, and paths. is_brief: it takes no longer than an
-        exchange of a step; else it may take as long as a checkpoint."""
+    def everywhere(
+        self, function: Callable[..., Any], *, is_brief: bool = False, **arguments: Any
+    ) -> list[Any]:
+        """Call a module's function(learner=, rank=, ranks=, **arguments) on each rank, all of which
+        do so together; what they return. Arguments and results are plain values, and paths.
+        is_brief: it takes no longer than an exchange of a step; else it may take as long as a
+        checkpoint."""
         return [function(learner=self, rank=0, ranks=1, **arguments)]
 
     def unread(self) -> None:
-        """Wait until nobody reads the weights and the optimiser's state any more: before they change or move."""
+        """Wait until nobody reads the weights and the optimiser's state any more: before they
+        change or move."""
         waiting, self.before_change = self.before_change, None
         if waiting is not None:
             waiting()
@@ -353,9 +413,14 @@ class Learner:
         for bad_T, row_T in self._bad:
             found = np.unique(row_T[bad_T.cpu().numpy()])
             rollouts += self._rows.rollout_ids_R[found].tolist()
-        gradients = {name: weight.grad for name, weight in self.parameters.items() if weight.grad is not None}
+        gradients = {
+            name: weight.grad for name, weight in self.parameters.items() if weight.grad is not None
+        }
         return NotFinite(rollouts, not_finite(self.parameters), not_finite(gradients))
 
     def _tensor(self, values: Array, like: Tensor) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return tensor.to(like.device, like.dtype if tensor.is_floating_point() or tensor.dtype == torch.bool else None)
+        return tensor.to(
+            like.device,
+            like.dtype if tensor.is_floating_point() or tensor.dtype == torch.bool else None,
+        )

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of chosen tokens from logits; uses torch.
 
-Axis suffixes as in `packing`; and V vocabulary, M tokens drawn from less than it, P pairs of a row and an id
-whose logit is wanted.
+Axis suffixes as in `packing`; and V vocabulary, M tokens drawn from less than it, P pairs of a row
+and an id whose logit is wanted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Wanted:
     """The ids."""
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Row and id of every logit that is wanted by itself: those of the T, then those of the K."""
+        """Row and id of every logit that is wanted by itself: those of the T, then those of the
+        K."""
         if self.tokens_M is None or self.segment_K is None or self.ids_K is None:
             return self.head_T, self.targets_T
         rows_K = self.head_T[self.tokens_M][self.segment_K]
@@ -38,7 +39,8 @@ class Wanted:
 def logprobs_of_logits(
     logits_U_V: Tensor, wanted: Wanted, temperature: float, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities [T] and, where asked for, entropies [T] in nats, differentiable in the logits."""
+    """Log-probabilities [T] and, where asked for, entropies [T] in nats, differentiable in the
+    logits."""
     if logits_U_V.dtype in (torch.bfloat16, torch.float16):
         logits_U_V = logits_U_V.float()
     if temperature != 1.0:
@@ -46,7 +48,9 @@ def logprobs_of_logits(
     logs_U_V = logits_U_V.log_softmax(-1)
     entropy_U = -(logs_U_V.exp() * logs_U_V).sum(-1) if entropy else None
     if wanted.tokens_M is None:
-        return composed(wanted, logs_U_V.new_zeros(len(logs_U_V)), logs_U_V[wanted.pairs()], entropy_U)
+        return composed(
+            wanted, logs_U_V.new_zeros(len(logs_U_V)), logs_U_V[wanted.pairs()], entropy_U
+        )
     return composed(wanted, logits_U_V.logsumexp(-1), logits_U_V[wanted.pairs()], entropy_U)
 
 
@@ -63,7 +67,9 @@ def composed(
         normalizer_T = normalizer_T.index_copy(0, wanted.tokens_M, normalizer_M)
         if entropy_T is not None:
             shares_K = (values_K - normalizer_M[wanted.segment_K]).exp()
-            mean_M = torch.zeros_like(normalizer_M).index_add(0, wanted.segment_K, shares_K * values_K)
+            mean_M = torch.zeros_like(normalizer_M).index_add(
+                0, wanted.segment_K, shares_K * values_K
+            )
             entropy_T = entropy_T.index_copy(0, wanted.tokens_M, normalizer_M - mean_M)
     return values_T - normalizer_T, entropy_T
 
@@ -71,6 +77,8 @@ def composed(
 def _segment_logsumexp(values_K: Tensor, segment_K: Tensor, segments: int) -> Tensor:
     """Logarithm of the sum of the exponentials of each segment."""
     given_K = values_K.detach()
-    most_M = given_K.new_zeros(segments).scatter_reduce_(0, segment_K, given_K, "amax", include_self=False)
+    most_M = given_K.new_zeros(segments).scatter_reduce_(
+        0, segment_K, given_K, "amax", include_self=False
+    )
     powers_K = (values_K - most_M[segment_K]).exp()
     return most_M + powers_K.new_zeros(segments).index_add(0, segment_K, powers_K).log()

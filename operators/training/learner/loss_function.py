@@ -1,4 +1,5 @@
-"""What a loss function asks for: parameters without defaults are columns, those with defaults are knobs."""
+"""What a loss function asks for: parameters without defaults are columns, those with defaults are
+knobs."""
 
 import functools
 import inspect
@@ -9,7 +10,8 @@ from typing import Any
 from dataflow.errors import hint
 
 COMPUTED = ("new_logprobs", "new_values", "mask", "entropy", "rollout_index", "group_index")
-"""What the trainer computes by itself, each [T]; log-probabilities, values and entropy have a gradient."""
+"""What the trainer computes by itself, each [T]; log-probabilities, values and entropy have a
+gradient."""
 WITH_GRADIENT = ("new_logprobs", "new_values", "entropy")
 
 
@@ -39,9 +41,13 @@ def read_loss(loss: Any, node: str) -> LossFunction:
         function = function.func
     if not callable(loss):
         return LossFunction(
-            call=loss, name=repr(loss), where="",
-            faults=(f"'{node}' needs a loss function, but loss is {loss!r}; give operators.losses.aipo",),
-        )  # fmt: skip
+            call=loss,
+            name=repr(loss),
+            where="",
+            faults=(
+                f"'{node}' needs a loss function, but loss is {loss!r}; give operators.losses.aipo",
+            ),
+        )
     name, where = getattr(function, "__name__", type(function).__name__), _where(function)
     known = inspect.signature(function).parameters
     try:
@@ -49,14 +55,21 @@ def read_loss(loss: Any, node: str) -> LossFunction:
     except (TypeError, ValueError):
         bound = {key for key in _keywords(loss) if key not in known}
         return LossFunction(
-            call=loss, name=name, where=where, faults=(_unknown(node, name, where, bound, list(known)),)
+            call=loss,
+            name=name,
+            where=where,
+            faults=(_unknown(node, name, where, bound, list(known)),),
         )
     columns, computed, knobs, faults = [], [], {}, []
     for parameter in parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        if parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+            parameter.POSITIONAL_ONLY,
+        ):
             faults.append(
-                f"'{node}' calls its loss '{name}' ({where}) by parameter names, but it has '{parameter}'; "
-                f"name each column as a parameter"
+                f"'{node}' calls its loss '{name}' ({where}) by parameter names, but it has"
+                f" '{parameter}'; name each column as a parameter"
             )
         elif parameter.default is not parameter.empty:
             knobs[parameter.name] = parameter.default
@@ -68,13 +81,19 @@ def read_loss(loss: Any, node: str) -> LossFunction:
         faults.append(_unknown(node, name, where, bound, list(known)))
     if not set(computed) & set(WITH_GRADIENT):
         faults.append(
-            f"loss '{name}' ({where}) of '{node}' has no gradient: it reads {columns + computed}; "
-            f"give it a parameter 'new_logprobs', the trainer's log-probabilities (a critic's: 'new_values')"
+            f"loss '{name}' ({where}) of '{node}' has no gradient: it reads {columns + computed};"
+            " give it a parameter 'new_logprobs', the trainer's log-probabilities (a critic's:"
+            " 'new_values')"
         )
     return LossFunction(
-        call=loss, name=name, where=where, columns=tuple(columns), computed=tuple(computed), knobs=knobs,
+        call=loss,
+        name=name,
+        where=where,
+        columns=tuple(columns),
+        computed=tuple(computed),
+        knobs=knobs,
         faults=tuple(faults),
-    )  # fmt: skip
+    )
 
 
 def _keywords(loss: Any) -> dict[str, Any]:
@@ -87,11 +106,14 @@ def _keywords(loss: Any) -> dict[str, Any]:
 
 def _unknown(node: str, name: str, where: str, bound: set[str], known: list[str]) -> str:
     return "\n".join(
-        f"loss '{name}' ({where}) of '{node}' has no knob '{knob}'{hint(knob, known)}" for knob in sorted(bound)
+        f"loss '{name}' ({where}) of '{node}' has no knob '{knob}'{hint(knob, known)}"
+        for knob in sorted(bound)
     )
 
 
 def _where(function: Any) -> str:
     function = inspect.unwrap(function)
-    code = getattr(function if inspect.isroutine(function) else type(function).__call__, "__code__", None)
+    code = getattr(
+        function if inspect.isroutine(function) else type(function).__call__, "__code__", None
+    )
     return f"{code.co_filename}:{code.co_firstlineno}" if code else "built in"

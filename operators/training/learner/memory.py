@@ -1,4 +1,5 @@
-"""What a trainer does to need less of its device: activations computed again, layers compiled, tensors parked."""
+"""What a trainer does to need less of its device: activations computed again, layers compiled,
+tensors parked."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from operators.training.learner.refreshed import Refreshed, tensors_of
 
 
 def prepare(module: Any, *, gradient_checkpointing: bool, compile: bool) -> None:
-    """Switch the layers of a loaded module, in place; after its attention was chosen. Names and hooks stay.
+    """Switch the layers of a loaded module, in place; after its attention was chosen. Names and
+    hooks stay.
 
     Raises:
         ModelError: the module has no layers of transformers' kind, or nothing compiles here.
@@ -30,18 +32,19 @@ def prepare(module: Any, *, gradient_checkpointing: bool, compile: bool) -> None
 
 
 def recompute_activations(module: Any) -> None:
-    """Keep of each layer only what goes into it, and compute the rest again in the backward pass (arXiv 1604.06174).
+    """Keep of each layer only what goes into it, and compute the rest again in the backward pass
+    (arXiv 1604.06174).
 
-    transformers' own switch works in training mode alone; a trainer's module is in eval mode, where there is no noise
-    that would have to be repeated.
+    transformers' own switch works in training mode alone; a trainer's module is in eval mode, where
+    there is no noise that would have to be repeated.
     """
     for layer in decoder_layers(module):
         layer.forward = _recomputed(layer.forward)
 
 
 def compile_layers(module: Any) -> None:
-    """Run each layer through torch.compile, lengths left open. Attention of our own stays as it is between the parts:
-    its rows come in any number. ModelError where nothing compiles."""
+    """Run each layer through torch.compile, lengths left open. Attention of our own stays as it is
+    between the parts: its rows come in any number. ModelError where nothing compiles."""
     from transformers import AttentionInterface
 
     layers = decoder_layers(module)
@@ -51,9 +54,10 @@ def compile_layers(module: Any) -> None:
     except Exception as error:  # a missing compiler shows as any of a dozen kinds
         text = str(error).strip().splitlines() or [""]
         raise ModelError(
-            f"compile=True needs a compiler for {device.type}, and none works here; found {type(error).__name__}: "
-            f"{text[0][:200]}; install one ({'g++' if device.type == 'cpu' else 'triton and a C compiler'}), or leave "
-            f"compile out"
+            f"compile=True needs a compiler for {device.type}, and none works here; found"
+            f" {type(error).__name__}: {text[0][:200]}; install one"
+            f" ({'g++' if device.type == 'cpu' else 'triton and a C compiler'}), or leave"
+            " compile out"
         ) from error
     name = module.config._attn_implementation
     attention = AttentionInterface().get(name)  # type: ignore[no-untyped-call]
@@ -93,7 +97,8 @@ class Parking(Protocol):
 
 
 class OffloadedLearner:
-    """A learner whose device is for others between its steps, and whose moments are there for the update alone.
+    """A learner whose device is for others between its steps, and whose moments are there for the
+    update alone.
 
     Nothing is copied beside a forward or backward pass: that is when the device is fullest.
     """
@@ -109,18 +114,21 @@ class OffloadedLearner:
         return self._weights.nbytes + self._moments.nbytes
 
     def bring(self, *, moments: bool) -> None:
-        """Have the weights on the device, before anybody reads them; `moments`: the optimiser's state too."""
+        """Have the weights on the device, before anybody reads them; `moments`: the optimiser's
+        state too."""
         self._weights.back()
         if moments:
             self._moments.back()
 
     def rest(self, *, weights: bool) -> None:
-        """After an update: drop the gradients, and give the memory of the optimiser's state back; `weights`: theirs
-        too, which nobody may read until `bring`."""
+        """After an update: drop the gradients, and give the memory of the optimiser's state back;
+        `weights`: theirs too, which nobody may read until `bring`."""
         for weight in self._learner.parameters.values():
             weight.grad = None
         state = self._learner.optimizer.state.values()
-        self._moments.park(value for values in state for value in values.values() if _is_large(value))
+        self._moments.park(
+            value for values in state for value in values.values() if _is_large(value)
+        )
         if weights:
             kept = tensors_of(self._learner.refreshed).values()
             self._weights.park([*self._learner.module.parameters(), *kept])
@@ -140,7 +148,8 @@ def rest(*, learner: Parking, rank: int, ranks: int, weights: bool) -> None:
 
 
 def unpublished(*, learner: Parking, rank: int, ranks: int) -> int | None:
-    """The version that this rank has yet to copy out of its weights, for `Learner.everywhere`; None: there is none."""
+    """The version that this rank has yet to copy out of its weights, for `Learner.everywhere`;
+    None: there is none."""
     waiting = (getattr(end, "pending", None) for end in learner.writers.values())
     return max((version for version in waiting if version is not None), default=None)
 

@@ -1,4 +1,5 @@
-"""What the trainer computed of the tokens of a step anyway, its own log-probabilities, as a column beside its rollouts.
+"""What the trainer computed of the tokens of a step anyway, its own log-probabilities, as a column
+beside its rollouts.
 
 Axis suffixes as in `operators.training.learner.packing`.
 """
@@ -27,7 +28,8 @@ class NewLogprobs:
 
     @classmethod
     def of(cls, learner: Learner) -> NewLogprobs | None:
-        """Those of the step that was computed last, of all ranks; None where the learner keeps none."""
+        """Those of the step that was computed last, of all ranks; None where the learner keeps
+        none."""
         if not learner.keep_new_logprobs:
             return None
         found: dict[int, Array] = {}
@@ -36,19 +38,28 @@ class NewLogprobs:
         ):  # of ranks that share a model's matrices the first one's count
             values = np.frombuffer(plain["values"], np.float32)
             ids = np.frombuffer(plain["rollouts"], np.int64).tolist()
-            found |= zip(ids, np.split(values, np.frombuffer(plain["ends"], np.int64))[:-1], strict=True)
+            found |= zip(
+                ids, np.split(values, np.frombuffer(plain["ends"], np.int64))[:-1], strict=True
+            )
         return cls(found)
 
     def beside(self, groups: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
-        """Rows with the column `new_logprobs`, where they have none: by token of the rollout, 0 where the mask is false
-        and null where the token was not trained; null for a rollout that did not go through the model."""
+        """Rows with the column `new_logprobs`, where they have none: by token of the rollout, 0
+        where the mask is false and null where the token was not trained; null for a rollout that
+        did not go through the model."""
         if not groups or NEW_LOGPROBS in groups[0].schema.names:
             return list(groups)
-        known = [self.rollouts.get(number) for each in groups for number in each.column(ROLLOUT_ID).to_pylist()]
+        known = [
+            self.rollouts.get(number)
+            for each in groups
+            for number in each.column(ROLLOUT_ID).to_pylist()
+        ]
         lengths = np.concatenate([list_lengths(each.column(TOKENS)) for each in groups])
         masks = np.concatenate([flat(each.column(MASK)) for each in groups])
         is_null = np.array([each is None for each in known], bool)
-        values = np.concatenate([np.zeros(0, np.float32), *(each for each in known if each is not None)])
+        values = np.concatenate(
+            [np.zeros(0, np.float32), *(each for each in known if each is not None)]
+        )
         given = ~masks[np.repeat(~is_null, lengths)]
         numbers = pa.array(np.where(given, np.float32(0), values), mask=np.isnan(values) & ~given)
         ends = np.r_[0, np.cumsum(np.where(is_null, 0, lengths))].astype(np.int32)
@@ -56,7 +67,9 @@ class NewLogprobs:
         schema = groups[0].schema.append(pa.field(NEW_LOGPROBS, column.type))
         firsts = np.cumsum([0, *(each.num_rows for each in groups)]).tolist()
         return [
-            pa.RecordBatch.from_arrays([*each.columns, column.slice(first, each.num_rows)], schema=schema)
+            pa.RecordBatch.from_arrays(
+                [*each.columns, column.slice(first, each.num_rows)], schema=schema
+            )
             for each, first in zip(groups, firsts, strict=False)
         ]
 

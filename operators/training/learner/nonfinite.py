@@ -31,11 +31,15 @@ class NotFinite:
         )
 
     def __str__(self) -> str:
-        """Where the numbers stopped being finite: rollouts if the loss was not, else the first parameter."""
+        """Where the numbers stopped being finite: rollouts if the loss was not, else the first
+        parameter."""
         if self.weights:
             return f"the weights of '{self.weights[0]}' ({len(self.weights)} tensors)"
         if self.rollouts:
-            return f"the loss of rollouts {list(self.rollouts[:8])}{' and more' if len(self.rollouts) > 8 else ''}"
+            return (
+                "the loss of rollouts"
+                f" {list(self.rollouts[:8])}{' and more' if len(self.rollouts) > 8 else ''}"
+            )
         if self.gradients:
             return f"the gradient of '{self.gradients[0]}' ({len(self.gradients)} tensors)"
         return "the gradient norm"

@@ -22,13 +22,20 @@ def adamw(
     """AdamW in its fused form; weight decay is kept from vectors (norms, biases)."""
     trained = [weight for weight in parameters.values() if weight.requires_grad]
     groups: list[dict[str, Any]] = [
-        {"params": [weight for weight in trained if weight.ndim >= 2], "weight_decay": weight_decay},
+        {
+            "params": [weight for weight in trained if weight.ndim >= 2],
+            "weight_decay": weight_decay,
+        },
         {"params": [weight for weight in trained if weight.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True
+    )
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def state_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """The optimiser's own state as <parameter>/<moment>; empty before its first step."""
     found: dict[str, Tensor] = {}
     for name, weight in parameters.items():
@@ -37,8 +44,11 @@ def state_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Ten
     return found
 
 
-def fresh_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give the optimiser a state to fill, as after a step, in place of what it has; that state as `state_tensors`."""
+def fresh_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Give the optimiser a state to fill, as after a step, in place of what it has; that state as
+    `state_tensors`."""
     for weight in parameters.values():
         if weight.requires_grad:
             step = torch.zeros((), dtype=torch.float32, device=weight.device)

@@ -26,32 +26,44 @@ def packed_attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within blocks gathered from the nodes by index; an attention function of transformers.
+    """Causal attention within blocks gathered from the nodes by index; an attention function of
+    transformers.
 
-    query, key, value: [1, heads, N, D]. Returns [1, N, heads, D]. Rows that ask themselves are padded at the right,
-    where no token before it sees it, so a full-attention layer needs no mask of them.
-    Raises ValueError for variants that it does not compute (masks of the model's own, soft caps, sinks, biases).
-    """
+    query, key, value: [1, heads, N, D]. Returns [1, N, heads, D]. Rows that ask themselves are
+    padded at the right, where no token before it sees it, so a full-attention layer needs no mask
+    of them. Raises ValueError for variants that it does not compute (masks of the model's own, soft
+    caps, sinks, biases)."""
     if attention_mask is not None:
         raise ValueError("packed attention does not compute a mask of the model's own")
     for unknown in ("softcap", "s_aux", "position_bias"):
         if rest.get(unknown) is not None:
             raise ValueError(f"packed attention does not compute '{unknown}'")
-    query_N_H_D, key_N_H_D, value_N_H_D = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    query_N_H_D, key_N_H_D, value_N_H_D = (
+        x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)
+    )
     outputs = []
-    with torch.autocast("cpu", enabled=False):  # whose backward pass in 16 bits is seven times as slow
+    # whose backward pass in 16 bits is seven times as slow
+    with torch.autocast("cpu", enabled=False):
         for block in packed_rows.blocks:
             rows = [
                 x.index_select(0, index.view(-1)).view(*index.shape, *x.shape[1:]).transpose(1, 2)
                 for x, index in (
-                    (query_N_H_D, block.queries_B_Q), (key_N_H_D, block.keys_B_K), (value_N_H_D, block.keys_B_K)
+                    (query_N_H_D, block.queries_B_Q),
+                    (key_N_H_D, block.keys_B_K),
+                    (value_N_H_D, block.keys_B_K),
                 )
-            ]  # fmt: skip
+            ]
             mask = _mask(block, sliding_window, query_N_H_D.dtype)
             out = F.scaled_dot_product_attention(
-                rows[0], rows[1], rows[2], attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling,
+                rows[0],
+                rows[1],
+                rows[2],
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=dropout,
+                scale=scaling,
                 enable_gqa=query.shape[1] != key.shape[1],
-            )  # fmt: skip
+            )
             outputs.append(out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3]))
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return flat.index_select(0, packed_rows.back_N)[None], None

@@ -23,7 +23,8 @@ class PackedBlocks:
     keys_B_K: Tensor
     """The same tensor where each row asks itself, from left to right; padding is some node."""
     mask_B_1_Q_K: Tensor | None
-    """float32, 0 where a query sees a key and -inf where not; None: it sees those that stand no later in its row."""
+    """float32, 0 where a query sees a key and -inf where not; None: it sees those that stand no
+    later in its row."""
     gaps_B_1_Q_K: Tensor | None
     """How many positions a key stands before the query, int32; None where there is no mask."""
 
@@ -74,7 +75,11 @@ def _tree_blocks(packed: TokenTree, device: torch.device) -> PackedRows:
         positions_N = packed.positions_N.astype(np.int32)
         gaps = positions_N[queries][:, None, :, None] - positions_N[keys][:, None, None]
         mask = on_device(np.where(seen, np.float32(0), np.float32(-np.inf)), device)
-        blocks.append(PackedBlocks(on_device(queries, device), on_device(keys, device), mask, on_device(gaps, device)))
+        blocks.append(
+            PackedBlocks(
+                on_device(queries, device), on_device(keys, device), mask, on_device(gaps, device)
+            )
+        )
     return PackedRows(tuple(blocks), on_device(back_N, device))
 
 

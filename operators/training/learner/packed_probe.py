@@ -1,4 +1,5 @@
-"""The self-test that packed attention changes no number of a model, whose own attention it then replaces."""
+"""The self-test that packed attention changes no number of a model, whose own attention it then
+replaces."""
 
 from __future__ import annotations
 
@@ -20,15 +21,20 @@ BESIDE_TOLERANCE = 0.5
 
 
 def switch_to_packed(
-    module: Any, numbers: Callable[[bool, TokenTree], Tensor], compute: torch.dtype | None, *, must: bool
+    module: Any,
+    numbers: Callable[[bool, TokenTree], Tensor],
+    compute: torch.dtype | None,
+    *,
+    must: bool,
 ) -> bool:
-    """Replace the module's attention, unless its numbers for `probe` would change; whether it was replaced.
+    """Replace the module's attention, unless its numbers for `probe` would change; whether it was
+    replaced.
 
     What begins at a later position is tried with that position moved into the probe.
 
-    numbers: of a tree's tokens, packed or padded. compute: type of their matrix products; None: that of the weights.
-    must: raise instead (ValueError, or what the module raised). Raises ModelError where numbers cannot be had beside
-    those of other rows.
+    numbers: of a tree's tokens, packed or padded. compute: type of their matrix products; None:
+    that of the weights. must: raise instead (ValueError, or what the module raised). Raises
+    ModelError where numbers cannot be had beside those of other rows.
     """
     from transformers import AttentionInterface
 
@@ -38,7 +44,8 @@ def switch_to_packed(
         return True
     late, together = late_borders(module), probe(module)
     is_rounded = (compute or next(module.parameters()).dtype) in (torch.bfloat16, torch.float16)
-    is_cut = next(module.parameters()).device.type == "cpu"  # into blocks, whose sums have another order
+    # into blocks, whose sums have another order
+    is_cut = next(module.parameters()).device.type == "cpu"
     tolerance = BESIDE_TOLERANCE if is_rounded and is_cut else PROBE_TOLERANCE
 
     def with_borders(packed: bool, trees: Sequence[TokenTree]) -> Tensor:
@@ -61,19 +68,21 @@ def switch_to_packed(
         module.set_attn_implementation(was)
         if must:
             raise ValueError(f"{type(module).__name__} gives other numbers when packed")
-        worst = float((with_borders(False, [_packed([row]) for row in _rows(module)]) - wanted).abs().max())
+        worst = float(
+            (with_borders(False, [_packed([row]) for row in _rows(module)]) - wanted).abs().max()
+        )
     if worst > (BESIDE_TOLERANCE if is_rounded else PROBE_TOLERANCE):
         raise ModelError(
-            f"{type(module).__name__} cannot be read in micro-batches: found that a token's number differs by "
-            f"{worst:.2g} by what stands behind or beside it{' where ' + ', '.join(late) + ' begins' if late else ''}; "
-            f"use a causal model"
+            f"{type(module).__name__} cannot be read in micro-batches: found that a token's number"
+            f" differs by {worst:.2g} by what stands behind or beside"
+            f" it{' where ' + ', '.join(late) + ' begins' if late else ''}; use a causal model"
         )
     return False
 
 
 def probed_in(module: Any, compute: torch.dtype | None) -> torch.dtype | None:
-    """Type of the matrix products in which the self-test tells most: on a CPU that of float32 weights, where these are
-    not gathered in another one."""
+    """Type of the matrix products in which the self-test tells most: on a CPU that of float32
+    weights, where these are not gathered in another one."""
     weights = list(module.parameters())
     is_plain = all(each.device.type == "cpu" and each.dtype == torch.float32 for each in weights)
     return None if is_plain and not any(hasattr(each, "to_local") for each in weights) else compute
@@ -86,7 +95,10 @@ def probe(module: Any) -> TokenTree:
 
 def _rows(module: Any) -> list[Array]:
     draw = np.random.default_rng(0)
-    rows = [draw.integers(0, int(module.config.get_text_config().vocab_size), size) for size in (12, 9, 15, 7)]
+    rows = [
+        draw.integers(0, int(module.config.get_text_config().vocab_size), size)
+        for size in (12, 9, 15, 7)
+    ]
     for row in rows[1:3]:
         row[:6] = rows[0][:6]
     return rows

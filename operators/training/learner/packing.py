@@ -1,15 +1,17 @@
-"""Turns ragged rollouts into the least work that gives the same loss: every common prefix is computed once.
+"""Turns ragged rollouts into the least work that gives the same loss: every common prefix is
+computed once.
 
-A causal model's state at a token depends on the tokens up to it and on nothing else. So the rollouts of a
-micro-batch form a tree: the prompt of a group is one path, and rollouts share a path until they first differ.
-Only the nodes of that tree go through the model, without any padding; attention alone sees rows, and gathers
-them from the nodes by index.
+A causal model's state at a token depends on the tokens up to it and on nothing else. So the
+rollouts of a micro-batch form a tree: the prompt of a group is one path, and rollouts share a path
+until they first differ. Only the nodes of that tree go through the model, without any padding;
+attention alone sees rows, and gathers them from the nodes by index.
 
-A rollout that is cut into several training rows has as many rows here: each attends to its own tokens alone.
+A rollout that is cut into several training rows has as many rows here: each attends to its own
+tokens alone.
 
-Axis suffixes: R rollouts (in `pack` their training rows), S all their tokens end to end, T trained tokens (mask),
-N nodes, U nodes that some trained token is predicted from, L positions of a row, B rows of a bucket,
-K ids that truncation left, of one token after the other.
+Axis suffixes: R rollouts (in `pack` their training rows), S all their tokens end to end, T trained
+tokens (mask), N nodes, U nodes that some trained token is predicted from, L positions of a row, B
+rows of a bucket, K ids that truncation left, of one token after the other.
 """
 
 from dataclasses import dataclass
@@ -20,7 +22,8 @@ import numpy as np
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 BUCKET_MIN_TOKENS = 64
-"""Rows up to this length share one bucket: for short rows a second call costs more than the padding."""
+"""Rows up to this length share one bucket: for short rows a second call costs more than the
+padding."""
 BUCKET_GROWTH = 1.25
 """The longest row of a bucket is at most this much longer than its shortest."""
 
@@ -57,8 +60,8 @@ class TokenTree:
 def pack(tokens_S: Array, mask_S: Array, offsets: Array, *, share: bool = True) -> TokenTree:
     """Pack rows for one pass through the model.
 
-    tokens_S: integer [S]. mask_S: bool [S], true where the policy chose the token; a first token is never
-    trained, because nothing predicts it. offsets: [R + 1], where each row starts in S.
+    tokens_S: integer [S]. mask_S: bool [S], true where the policy chose the token; a first token is
+    never trained, because nothing predicts it. offsets: [R + 1], where each row starts in S.
     share: compute common prefixes once; without it each row is a branch of its own.
     """
     rollouts = len(offsets) - 1
@@ -84,7 +87,9 @@ def pack(tokens_S: Array, mask_S: Array, offsets: Array, *, share: bool = True) 
 
     is_prefix_R = np.zeros(rollouts, bool)
     is_prefix_R[:-1] = shared_R[1:] >= sorted_lengths_R[:-1]
-    leaves = np.flatnonzero((~is_prefix_R if share else np.ones(rollouts, bool)) & (sorted_lengths_R > 0))
+    leaves = np.flatnonzero(
+        (~is_prefix_R if share else np.ones(rollouts, bool)) & (sorted_lengths_R > 0)
+    )
     buckets, back_N = _buckets(node_R_L[leaves], sorted_lengths_R[leaves], int(new_R_L.sum()))
 
     place_R = np.empty(rollouts, np.int64)
@@ -103,16 +108,22 @@ def pack(tokens_S: Array, mask_S: Array, offsets: Array, *, share: bool = True) 
     )
 
 
-def split(tokens_S: Array, offsets: Array, groups_R: Array, limit: int, *, whole: bool = False) -> list[Array]:
+def split(
+    tokens_S: Array, offsets: Array, groups_R: Array, limit: int, *, whole: bool = False
+) -> list[Array]:
     """Cut the rollouts of a step into micro-batches: index arrays into R, in order.
 
-    Groups stay whole, so that their common prompt is computed once, unless one alone is over the limit.
-    groups_R: [R], equal within a group, rows of a group side by side. limit: tokens, each group's common
-    prefix counted once; a single rollout longer than that is a micro-batch of its own. whole: groups are never cut.
-    """
+    Groups stay whole, so that their common prompt is computed once, unless one alone is over the
+    limit. groups_R: [R], equal within a group, rows of a group side by side. limit: tokens, each
+    group's common prefix counted once; a single rollout longer than that is a micro-batch of its
+    own. whole: groups are never cut."""
     lengths_R = np.diff(offsets)
     rollouts = len(lengths_R)
-    starts = np.flatnonzero(np.r_[True, groups_R[1:] != groups_R[:-1]]) if rollouts else np.zeros(0, np.int64)
+    starts = (
+        np.flatnonzero(np.r_[True, groups_R[1:] != groups_R[:-1]])
+        if rollouts
+        else np.zeros(0, np.int64)
+    )
     units: list[tuple[int, int, int]] = []
     for first, last in zip(starts.tolist(), [*starts[1:].tolist(), rollouts], strict=True):
         size = cost(tokens_S, offsets, first, last)
@@ -138,18 +149,23 @@ def split(tokens_S: Array, offsets: Array, groups_R: Array, limit: int, *, whole
 
 
 def _sorted(table_R_L: Array) -> Array:
-    """An order in which equal prefixes are neighbours, and a row stands before those it is a prefix of."""
+    """An order in which equal prefixes are neighbours, and a row stands before those it is a prefix
+    of."""
     if table_R_L.size == 0:
         return np.arange(len(table_R_L))
     keys = np.ascontiguousarray(table_R_L + 1)
-    return np.argsort(keys.view(np.dtype((np.void, keys.itemsize * keys.shape[1]))).ravel(), kind="stable")
+    return np.argsort(
+        keys.view(np.dtype((np.void, keys.itemsize * keys.shape[1]))).ravel(), kind="stable"
+    )
 
 
 def _common_with_previous(table_R_L: Array) -> Array:
     """How many leading tokens each row has in common with the row before it; 0 for the first."""
     differs = table_R_L[1:] != table_R_L[:-1]
     common = (
-        np.where(differs.any(axis=1), differs.argmax(axis=1), table_R_L.shape[1]) if differs.size else differs.sum(1)
+        np.where(differs.any(axis=1), differs.argmax(axis=1), table_R_L.shape[1])
+        if differs.size
+        else differs.sum(1)
     )
     return np.asarray(np.r_[0, common].astype(np.int64)[: len(table_R_L)])
 
@@ -173,7 +189,8 @@ def _buckets(node_B_L: Array, lengths_B: Array, nodes: int) -> tuple[tuple[Array
 
 
 def cost(tokens_S: Array, offsets: Array, first: int, last: int) -> int:
-    """Tokens of the rollouts [first, last), the prefix that all of them have in common counted once."""
+    """Tokens of the rollouts [first, last), the prefix that all of them have in common counted
+    once."""
     lengths = np.diff(offsets[first : last + 1])
     shortest = int(lengths.min())
     rows = tokens_S[offsets[first:last, None] + np.arange(shortest)]

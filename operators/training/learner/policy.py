@@ -1,4 +1,5 @@
-"""The model as the trainer sees it: log-probabilities of a packed micro-batch's tokens; imports torch."""
+"""The model as the trainer sees it: log-probabilities of a packed micro-batch's tokens; imports
+torch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from operators.training.learner.packing import Array, TokenTree
 from operators.training.learner.sliced_head import logprobs_of_head, proved_head
 
 MOST_LOGITS = 2**22
-"""Up to so many logits are held all at once: 16 MiB cost less time than computing them again in the backward pass."""
+"""Up to so many logits are held all at once: 16 MiB cost less time than computing them again in the
+backward pass."""
 
 
 class Policy:
@@ -36,9 +38,9 @@ class Policy:
     ) -> None:
         """module: in eval mode (prefixes can be shared only without dropout).
 
-        temperature: that the rollouts were sampled at. compute: type of the matrix products under autocast;
-        None: that of the weights. packed: whether nodes go through the model without padding; None: where a
-        probe shows that the model's log-probabilities stay what they were.
+        temperature: that the rollouts were sampled at. compute: type of the matrix products under
+        autocast; None: that of the weights. packed: whether nodes go through the model without
+        padding; None: where a probe shows that the model's log-probabilities stay what they were.
         """
         settle_rope(module, type(module).__name__, None)
         self.module = module
@@ -63,7 +65,9 @@ class Policy:
         """Whether large micro-batches are computed without ever holding all logits."""
         return self._head is not None
 
-    def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
+    def computed(
+        self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]
+    ) -> dict[str, Tensor]:
         """`new_logprobs` and, where wanted, `entropy`; see `logprobs`."""
         logprobs_T, entropy_T = self.logprobs(packed, left_T, entropy="entropy" in wanted)
         return {"new_logprobs": logprobs_T} | ({} if entropy_T is None else {"entropy": entropy_T})
@@ -71,15 +75,18 @@ class Policy:
     def logprobs(
         self, packed: TokenTree, left_T: SamplingMask | None = None, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities [T] of the trained tokens and, where asked for, the entropy [T] in nats.
+        """Log-probabilities [T] of the trained tokens and, where asked for, the entropy [T] in
+        nats.
 
-        left_T: the ids that truncation left at each of them; both numbers are then those of the distribution over
-        these ids alone, so that with the generator's weights they are the generator's, whatever top-k, top-p or min-p
-        it used. A repetition penalty changes the logits themselves and is not undone: with one, the
-        log-probabilities of trainer and generator differ, and the loss's importance ratio has to make up for it.
-        """
+        left_T: the ids that truncation left at each of them; both numbers are then those of the
+        distribution over these ids alone, so that with the generator's weights they are the
+        generator's, whatever top-k, top-p or min-p it used. A repetition penalty changes the logits
+        themselves and is not undone: with one, the log-probabilities of trainer and generator
+        differ, and the loss's importance ratio has to make up for it."""
         is_rounded = self.direct is not None and self.direct.is_rounded  # but the last layer is not
-        if self._head is not None and (is_rounded or len(packed.heads_U) * self._vocabulary > MOST_LOGITS):
+        if self._head is not None and (
+            is_rounded or len(packed.heads_U) * self._vocabulary > MOST_LOGITS
+        ):
             return logprobs_of_head(self._head, self, packed, left_T, entropy=entropy)
         wanted = self.wanted(packed.head_T, packed.targets_T, left_T)
         return logprobs_of_logits(self.logits(packed), wanted, self.temperature, entropy=entropy)
@@ -108,15 +115,20 @@ class Policy:
         with self.computing():
             if self.packs:
                 return self.run_packed(packed).logits[0]  # type: ignore[no-any-return]
-            logits = [self.run_padded(packed, bucket).logits.flatten(0, 1) for bucket in packed.buckets]
+            logits = [
+                self.run_padded(packed, bucket).logits.flatten(0, 1) for bucket in packed.buckets
+            ]
             return torch.cat(logits)[self.to(packed.back_N[packed.heads_U])]
 
     def run_packed(self, packed: TokenTree) -> Any:
         """The model on all nodes at once; its last layer sees those of U."""
-        return self.module(logits_to_keep=self.to(packed.heads_U), **packed_inputs(packed, self._device))
+        return self.module(
+            logits_to_keep=self.to(packed.heads_U), **packed_inputs(packed, self._device)
+        )
 
     def run_padded(self, packed: TokenTree, bucket: Array) -> Any:
-        """The model on right-padded rows, where its attention cannot be replaced; its last layer sees them all."""
+        """The model on right-padded rows, where its attention cannot be replaced; its last layer
+        sees them all."""
         return self.module(input_ids=self.to(packed.tokens_N)[self.to(bucket)], use_cache=False)
 
     def to(self, array: Array) -> Tensor:

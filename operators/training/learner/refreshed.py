@@ -1,7 +1,8 @@
-"""What a trainer keeps for readers that it refreshes: a moving average, and the version that they have; imports torch.
+"""What a trainer keeps for readers that it refreshes: a moving average, and the version that they
+have; imports torch.
 
-A rank keeps its own slices of both. Both are part of a checkpoint, so a reader gets the same bytes from a trainer that
-was started again, also between two versions.
+A rank keeps its own slices of both. Both are part of a checkpoint, so a reader gets the same bytes
+from a trainer that was started again, also between two versions.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ class Following(Protocol):
 class Refreshed:
     """Follows a trainer's weights, step by step, for the readers of one `Refresh`."""
 
-    def __init__(self, refresh: Refresh, weights: Mapping[str, Tensor], step: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, refresh: Refresh, weights: Mapping[str, Tensor], step: int, dtype: torch.dtype
+    ) -> None:
         """weights: those of `step`, which are changed in place. dtype: in which they are read.
 
-        Where steps are behind them, average and version are still to be filled, through `tensors`."""
+        Where steps are behind them, average and version are still to be filled, through
+        `tensors`."""
         self.refresh = refresh
         self._weights = dict(weights)
         self._dtype = dtype
@@ -42,14 +46,20 @@ class Refreshed:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The average and the version, as <parameter>/<which>.<refresh>: what a checkpoint has to hold."""
+        """The average and the version, as <parameter>/<which>.<refresh>: what a checkpoint has to
+        hold."""
         kept = {"average": self._average or {}, "sent": self._sent or {}}
         at = f"{self.refresh.every}-{self.refresh.decay!r}"
-        return {f"{name}/{which}-{at}": tensor for which, each in kept.items() for name, tensor in each.items()}
+        return {
+            f"{name}/{which}-{at}": tensor
+            for which, each in kept.items()
+            for name, tensor in each.items()
+        }
 
     @property
     def offered(self) -> dict[str, Tensor]:
-        """The version that readers are to have, by the weights' names; before the first, the weights."""
+        """The version that readers are to have, by the weights' names; before the first, the
+        weights."""
         return self._sent or self._source
 
     @property
@@ -81,24 +91,32 @@ class Refreshed:
             local(tensor).copy_(local(self._source[name]))
 
 
-def add(*, learner: Following, rank: int, ranks: int, every: int, decay: float, step: int, dtype: str) -> None:
-    """Have a learner, whose weights are of `step`, keep what one `Refresh` needs: for `Learner.everywhere`."""
+def add(
+    *, learner: Following, rank: int, ranks: int, every: int, decay: float, step: int, dtype: str
+) -> None:
+    """Have a learner, whose weights are of `step`, keep what one `Refresh` needs: for
+    `Learner.everywhere`."""
     refresh = Refresh(every=every, decay=decay)
     learner.refreshed.append(Refreshed(refresh, learner.parameters, step, getattr(torch, dtype)))
 
 
 def follow(*, learner: Following, rank: int, ranks: int, step: int) -> bool:
-    """`Refreshed.follow`, for `Learner.everywhere`, of what is settled before it changes: see `settle`."""
-    changing = [line for line, each in enumerate(learner.refreshed, 1) if each.refresh.newest(step) == step]
-    settled = settle([learner.writers[line] for line in changing if line in learner.writers], learner.settle_s)
+    """`Refreshed.follow`, for `Learner.everywhere`, of what is settled before it changes: see
+    `settle`."""
+    changing = [
+        line for line, each in enumerate(learner.refreshed, 1) if each.refresh.newest(step) == step
+    ]
+    settled = settle(
+        [learner.writers[line] for line in changing if line in learner.writers], learner.settle_s
+    )
     for each in learner.refreshed:
         each.follow(step)
     return settled
 
 
 def settle(writers: Iterable[WeightsOut], wait_s: float) -> bool:
-    """Before what these offer changes: nobody reads it any more. False where some reader was given up, after waiting
-    for so long."""
+    """Before what these offer changes: nobody reads it any more. False where some reader was given
+    up, after waiting for so long."""
     settled = [writer.settle(wait_s) for writer in writers]
     return all(settled)
 

@@ -19,7 +19,8 @@ from operators.credit.groups import ROUNDING, are_equal
 
 @dataclass(frozen=True, kw_only=True)
 class StepRows:
-    """The rollouts that one step trains; axis suffixes as in `operators.training.learner.packing`."""
+    """The rollouts that one step trains; axis suffixes as in
+    `operators.training.learner.packing`."""
 
     tokens: RolloutTokens
     """Of all rollouts, end to end: [S]."""
@@ -34,14 +35,17 @@ class StepRows:
     oldest_R: AnyArray
     """Version behind its oldest token; staleness.NO_TOKEN where the policy chose none."""
     columns_R: dict[str, AnyArray]
-    """Columns of the loss with one number per rollout, and the temperature of each where rows say it."""
+    """Columns of the loss with one number per rollout, and the temperature of each where rows say
+    it."""
     columns_S: dict[str, AnyArray]
     """Columns of the loss with one number per token, but those of `tokens`."""
 
     @property
     def per_token(self) -> dict[str, AnyArray]:
         """By column, all numbers per token, each [S]."""
-        return {name: getattr(self.tokens, array) for array, name in COLUMNS.items()} | self.columns_S
+        return {
+            name: getattr(self.tokens, array) for array, name in COLUMNS.items()
+        } | self.columns_S
 
     @property
     def rollouts(self) -> int:
@@ -58,14 +62,15 @@ class StepRows:
 
     @cached_property
     def newest_R(self) -> AnyArray:
-        """Version behind the newest token of each, with which it was finished; -1 where the policy chose none."""
+        """Version behind the newest token of each, with which it was finished; -1 where the policy
+        chose none."""
         offsets = pa.array(self.offsets, pa.int32())
         return newest_versions(pa.ListArray.from_arrays(offsets, pa.array(self.tokens.versions)))
 
     @cached_property
     def after_update_S(self) -> AnyArray:
-        """Whether a token was drawn by newer weights than the first token of its turn, a stretch of tokens that the
-        policy chose; bool."""
+        """Whether a token was drawn by newer weights than the first token of its turn, a stretch of
+        tokens that the policy chose; bool."""
         mask, versions = self.tokens.mask, self.tokens.versions
         begins_S = mask & np.diff(mask, prepend=False)
         begins_S |= mask & np.isin(np.arange(len(mask)), self.offsets)
@@ -81,8 +86,8 @@ class StepRows:
         return found
 
     def sequences(self, rollouts: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
-        """Of some of them: where their tokens are in S, where each training row begins among these, [rows + 1], and
-        which of the chosen rollouts it is of, [rows]."""
+        """Of some of them: where their tokens are in S, where each training row begins among these,
+        [rows + 1], and which of the chosen rollouts it is of, [rows]."""
         positions, offsets = gather(self.offsets, rollouts)
         return positions, *unfolded(offsets, self.cuts_S[positions])
 
@@ -106,7 +111,8 @@ class StepRows:
 
 
 def usable(batch: pa.RecordBatch, columns: Iterable[str]) -> AnyArray:
-    """Which rows can be trained: no error, and a value in every column that the loss reads; bool [rows]."""
+    """Which rows can be trained: no error, and a value in every column that the loss reads; bool
+    [rows]."""
     good = np.ones(batch.num_rows, bool)
     if batch.schema.get_field_index(records.ERROR) >= 0:
         errors = batch.column(records.ERROR)
@@ -130,8 +136,8 @@ def drop_reason(batch: pa.RecordBatch) -> str | None:
 def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> StepRows:
     """Flatten the usable rows of some groups, in their order.
 
-    Raises RecordError for lists of unequal length, and for a sampling mask that leaves out the token drawn.
-    """
+    Raises RecordError for lists of unequal length, and for a sampling mask that leaves out the
+    token drawn."""
     columns = tuple(columns)
     table = pa.Table.from_batches(batches).combine_chunks()
     whole = table.to_batches()[0] if table.num_rows else batches[0]
@@ -150,11 +156,17 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
         else:
             columns_R[name] = column.to_numpy(zero_copy_only=False)
     groups_R = one_chunk(table, records.GROUP_ID).to_numpy()
-    if "reward" in table.column_names and pa.types.is_floating(table.schema.field("reward").type) and len(tokens):
+    if (
+        "reward" in table.column_names
+        and pa.types.is_floating(table.schema.field("reward").type)
+        and len(tokens)
+    ):
         rewards_R = one_chunk(table, "reward").to_numpy(zero_copy_only=False)
         _silence(rewards_R, groups_R, offsets, columns_R, columns_S)
     if records.TEMPERATURE in table.column_names:
-        columns_R[records.TEMPERATURE] = one_chunk(table, records.TEMPERATURE).to_numpy(zero_copy_only=False)
+        columns_R[records.TEMPERATURE] = one_chunk(table, records.TEMPERATURE).to_numpy(
+            zero_copy_only=False
+        )
     rows_S = np.zeros(len(tokens), np.int32)
     if records.TRAINING_ROW in table.column_names:
         rows_S = per_token(table, records.TRAINING_ROW, offsets)
@@ -171,9 +183,12 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
 
 
 def _silence(
-    rewards_R: AnyArray, groups_R: AnyArray, offsets: AnyArray, columns_R: dict[str, AnyArray],
+    rewards_R: AnyArray,
+    groups_R: AnyArray,
+    offsets: AnyArray,
+    columns_R: dict[str, AnyArray],
     columns_S: dict[str, AnyArray],
-) -> None:  # fmt: skip
+) -> None:
     """In groups of equal rewards, advantages that are rounding beside these become 0."""
     groups = np.split(rewards_R, np.flatnonzero(np.diff(groups_R)) + 1)
     sizes = [np.max(np.abs(rewards)) if are_equal(rewards) else 0.0 for rewards in groups]
@@ -181,11 +196,14 @@ def _silence(
     for columns, least in ((columns_R, least_R), (columns_S, np.repeat(least_R, np.diff(offsets)))):
         if records.ADVANTAGE in columns:
             values = columns[records.ADVANTAGE]
-            columns[records.ADVANTAGE] = np.where(np.abs(values) <= least, np.zeros_like(values), values)
+            columns[records.ADVANTAGE] = np.where(
+                np.abs(values) <= least, np.zeros_like(values), values
+            )
 
 
 def by_temperature(rows: StepRows, rollouts: AnyArray) -> list[AnyArray]:
-    """Some of the rollouts, those that were sampled at the same temperature together: micro-batches never mix them."""
+    """Some of the rollouts, those that were sampled at the same temperature together: micro-batches
+    never mix them."""
     values = rows.columns_R.get(records.TEMPERATURE)
     if values is None or not len(rollouts):
         return [rollouts]
@@ -194,7 +212,8 @@ def by_temperature(rows: StepRows, rollouts: AnyArray) -> list[AnyArray]:
 
 
 def whitened(rows: StepRows) -> StepRows:
-    """The same rows, their advantages shifted and scaled to mean 0 and deviation 1 over the trained tokens."""
+    """The same rows, their advantages shifted and scaled to mean 0 and deviation 1 over the trained
+    tokens."""
     per_token = records.ADVANTAGE in rows.columns_S
     columns = rows.columns_S if per_token else rows.columns_R
     if records.ADVANTAGE not in columns:
@@ -204,13 +223,18 @@ def whitened(rows: StepRows) -> StepRows:
     total = max(1.0, float(weights.sum()))
     mean = float((values * weights).sum()) / total
     deviation = float(np.sqrt((weights * (values - mean) ** 2).sum() / total))
-    scaled = 0.0 * values if are_equal(values[weights > 0]) else (values - mean) / (deviation + 1e-8) * (weights > 0)
+    scaled = (
+        0.0 * values
+        if are_equal(values[weights > 0])
+        else (values - mean) / (deviation + 1e-8) * (weights > 0)
+    )
     changed = columns | {records.ADVANTAGE: scaled}
     return replace(rows, columns_S=changed) if per_token else replace(rows, columns_R=changed)
 
 
 def mean_of(batches: Sequence[pa.RecordBatch], name: str) -> float | None:
-    """Mean of a column over the rows that have it; None where there is no such column, or no value in it."""
+    """Mean of a column over the rows that have it; None where there is no such column, or no value
+    in it."""
     if not batches or batches[0].schema.get_field_index(name) < 0:
         return None
     return pc.mean(pa.Table.from_batches(batches).column(name)).as_py()  # type: ignore[no-any-return]

@@ -6,13 +6,18 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 def learning_rate(
-    step: int, lr: float, *, warmup_steps: int, schedule: str = "constant", decay_steps: int | None = None,
+    step: int,
+    lr: float,
+    *,
+    warmup_steps: int,
+    schedule: str = "constant",
+    decay_steps: int | None = None,
     min_lr: float = 0.0,
-) -> float:  # fmt: skip
+) -> float:
     """The rate of step 1, 2, ...: it rises linearly over `warmup_steps`, then follows the schedule.
 
-    decay_steps: steps, the warm-up included, until it is at `min_lr`, where it stays; without them it is constant.
-    """
+    decay_steps: steps, the warm-up included, until it is at `min_lr`, where it stays; without them
+    it is constant."""
     if step < warmup_steps:
         return lr * step / warmup_steps
     if schedule == "constant" or decay_steps is None:

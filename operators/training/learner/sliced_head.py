@@ -1,4 +1,5 @@
-"""Log-probabilities computed in a model's last layer, so that no large micro-batch ever holds all logits."""
+"""Log-probabilities computed in a model's last layer, so that no large micro-batch ever holds all
+logits."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from operators.training.learner.packed_probe import PROBE_TOLERANCE, probe
 from operators.training.learner.packing import Array, TokenTree
 
 ROUNDED_TOLERANCE, ROUNDED_SHARE = 0.1, 2.0**-7
-"""PROBE_TOLERANCE where logits are rounded to 16 bits, and the sliced head's are not: at least, and of the largest."""
+"""PROBE_TOLERANCE where logits are rounded to 16 bits, and the sliced head's are not: at least, and
+of the largest."""
 
 
 class PackedModel(Protocol):
@@ -50,9 +52,14 @@ class PackedModel(Protocol):
 
 
 def proved_head(model: PackedModel) -> HeadModule | None:
-    """The model's last layer, if on a probe it gives the log-probabilities that the model's logits give."""
+    """The model's last layer, if on a probe it gives the log-probabilities that the model's logits
+    give."""
     few = probe(model.module)
-    run = partial(model.run_packed, few) if model.packs else partial(model.run_padded, few, few.buckets[0])
+    run = (
+        partial(model.run_packed, few)
+        if model.packs
+        else partial(model.run_padded, few, few.buckets[0])
+    )
     with model.computing():
         head = HeadModule.of(model.module, run)
     if head is None:
@@ -69,15 +76,23 @@ def proved_head(model: PackedModel) -> HeadModule | None:
 
 
 def logprobs_of_head(
-    head: HeadModule, model: PackedModel, packed: TokenTree, left_T: SamplingMask | None, *, entropy: bool
+    head: HeadModule,
+    model: PackedModel,
+    packed: TokenTree,
+    left_T: SamplingMask | None,
+    *,
+    entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`Policy.logprobs`, computed in the last layer, for all nodes or for one bucket of rows after the other."""
+    """`Policy.logprobs`, computed in the last layer, for all nodes or for one bucket of rows after
+    the other."""
     shape = Shape(scale=head.after.scale / model.temperature, cap=head.after.cap)
 
     def found_by(rows_U: Tensor | None, wanted: Wanted, run: Callable[[], Any]) -> Tensor:
         def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             hidden_U_D = hidden if rows_U is None else hidden[rows_U]
-            found = logprobs_of_hidden(hidden_U_D, weight, bias, wanted, shape, entropy=entropy, direct=model.direct)
+            found = logprobs_of_hidden(
+                hidden_U_D, weight, bias, wanted, shape, entropy=entropy, direct=model.direct
+            )
             return torch.stack([values for values in found if values is not None], -1)
 
         return head.call(compute, run)
@@ -91,15 +106,17 @@ def logprobs_of_head(
             for bucket, rows_U, head_T, tokens in _by_bucket(packed):
                 kept = None if left_T is None else left_T.take(tokens)
                 wanted = model.wanted(head_T, packed.targets_T[tokens], kept)
-                found.append(found_by(model.to(rows_U), wanted, partial(model.run_padded, packed, bucket)))
+                found.append(
+                    found_by(model.to(rows_U), wanted, partial(model.run_padded, packed, bucket))
+                )
                 places.append(tokens)
             found_T = torch.cat(found)[model.to(np.argsort(np.concatenate(places)))]
     return found_T[:, 0], found_T[:, 1] if entropy else None
 
 
 def _by_bucket(packed: TokenTree) -> Iterator[tuple[Array, Array, Array, Array]]:
-    """Each bucket, with the places in it that trained tokens are predicted from, for each such token an index into
-    them, and which of the T it is."""
+    """Each bucket, with the places in it that trained tokens are predicted from, for each such
+    token an index into them, and which of the T it is."""
     at_U = packed.back_N[packed.heads_U]
     begin = 0
     for bucket in packed.buckets:

@@ -1,1 +1,2 @@
-"""One trainer as several ranks: FSDP2 and tensor parallelism around the learner that one rank has."""
+"""One trainer as several ranks: FSDP2 and tensor parallelism around the learner that one rank
+has."""

@@ -1,8 +1,9 @@
-"""How FSDP2's ranks exchange parameters and gradients over gloo: from where they lie to where they stay; imports torch.
+"""How FSDP2's ranks exchange parameters and gradients over gloo: from where they lie to where they
+stay; imports torch.
 
-gloo's own collectives copy what they are given, as much again for every layer, and its reduce-scatter sends all ranks
-everything. Here each rank sends each other one its part, out of the tensor that FSDP2 has, and takes theirs in.
-"""
+gloo's own collectives copy what they are given, as much again for every layer, and its
+reduce-scatter sends all ranks everything. Here each rank sends each other one its part, out of the
+tensor that FSDP2 has, and takes theirs in."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from torch import Tensor
 BUFFER_BYTES = 8 << 20
 """Of gradients that have come from other ranks and are not added up yet."""
 _NEVER = datetime.timedelta(days=365)
-"""`operators.ranks.watch` bounds all waits: gloo's own time-out runs on while the run is stopped."""
+"""`operators.ranks.watch` bounds all waits: gloo's own time-out runs on while the run is
+stopped."""
 
 
 class LayerBuffer:
-    """Memory for what is exchanged of one layer. It stays: taken anew each time, it would leave holes in the heap."""
+    """Memory for what is exchanged of one layer. It stays: taken anew each time, it would leave
+    holes in the heap."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -47,9 +50,14 @@ class DirectAllGather:
         return self._buffer.take(size, dtype)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> None:
-        """input_tensor: [n], which may be this rank's place in output_tensor: [ranks * n], which is then whole."""
+        """input_tensor: [n], which may be this rank's place in output_tensor: [ranks * n], which is
+        then whole."""
         parts, rank = output_tensor.view(group.size(), -1), group.rank()
         if parts[rank].data_ptr() != input_tensor.data_ptr():
             parts[rank].copy_(input_tensor)
@@ -57,23 +65,31 @@ class DirectAllGather:
 
 
 class DirectReduceScatter:
-    """FSDP2's `ReduceScatter`, of sums: added up in one order of ranks, so that they are the same each time."""
+    """FSDP2's `ReduceScatter`, of sums: added up in one order of ranks, so that they are the same
+    each time."""
 
     def __init__(self, buffer: LayerBuffer) -> None:
         self._buffer = buffer
         self._has_input = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """For each call, first the gradients of a layer, then this rank's part of their sum, which outlives it."""
+        """For each call, first the gradients of a layer, then this rank's part of their sum, which
+        outlives it."""
         if self._has_input:
             return torch.empty(*size, dtype=dtype)
         self._has_input = True
         return self._buffer.take(size, dtype)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
-        """input_tensor: [ranks * n]. output_tensor: [n], then the sum of all ranks' parts for this one."""
+        """input_tensor: [ranks * n]. output_tensor: [n], then the sum of all ranks' parts for this
+        one."""
         assert op == dist.ReduceOp.SUM, "gradients are added up"
         self._has_input = False
         ranks, rank = group.size(), group.rank()
@@ -89,16 +105,18 @@ class DirectReduceScatter:
 
 
 def exchange_directly(layer: Any, buffer: LayerBuffer) -> None:
-    """Have a layer that FSDP2 shards over gloo exchange so. Nothing is gathered ahead: gloo's exchanges block, so that
-    it would take memory and save no time."""
+    """Have a layer that FSDP2 shards over gloo exchange so. Nothing is gathered ahead: gloo's
+    exchanges block, so that it would take memory and save no time."""
     layer.set_custom_all_gather(DirectAllGather(buffer))
     layer.set_custom_reduce_scatter(DirectReduceScatter(buffer))
     layer.set_modules_to_backward_prefetch([layer])
 
 
-def swap(group: dist.ProcessGroup, give: Callable[[int], Tensor], take: Callable[[int], Tensor]) -> None:
-    """Send each other rank what is given for it, and fill what it sends, both contiguous; the next rank first, so that
-    not all send to the same one."""
+def swap(
+    group: dist.ProcessGroup, give: Callable[[int], Tensor], take: Callable[[int], Tensor]
+) -> None:
+    """Send each other rank what is given for it, and fill what it sends, both contiguous; the next
+    rank first, so that not all send to the same one."""
     others = [(group.rank() + step) % group.size() for step in range(1, group.size())]
     works: list[Any] = [dist.irecv(take(far), group=group, group_src=far) for far in others]
     works += [dist.isend(give(far), group=group, group_dst=far) for far in others]

@@ -1,4 +1,5 @@
-"""A trainer's rank behind rank 0, in a process that rank 0 forked: it does what it is told, in step with the others."""
+"""A trainer's rank behind rank 0, in a process that rank 0 forked: it does what it is told, in step
+with the others."""
 
 from __future__ import annotations
 
@@ -40,11 +41,16 @@ class RankFollower:
     """
 
     def __init__(
-        self, learner: Learner, channel: Channel[Any], rank: int, ranks: int, wait_s: float,
+        self,
+        learner: Learner,
+        channel: Channel[Any],
+        rank: int,
+        ranks: int,
+        wait_s: float,
         opens: Callable[[Sequence[Mapping[str, Any]], int, Learner], WeightsOut],
-    ) -> None:  # fmt: skip
-        """wait_s: for an exchange. opens: this rank's end of a weight plane at these sites, for what is offered there
-        on that line."""
+    ) -> None:
+        """wait_s: for an exchange. opens: this rank's end of a weight plane at these sites, for
+        what is offered there on that line."""
         self._learner, self._channel, self._rank, self._ranks = learner, channel, rank, ranks
         self._wait_s, self._opens = wait_s, opens
         self._parts: list[Array] = []
@@ -59,7 +65,9 @@ class RankFollower:
         parent, wait_s = os.getppid(), self._wait_s
         watch = group.watched(wait_s)
         while True:
-            message = next_message(self._channel, self._rank, parent, wait_s, look_s=POLL_S, meanwhile=self._poll)
+            message = next_message(
+                self._channel, self._rank, parent, wait_s, look_s=POLL_S, meanwhile=self._poll
+            )
             if isinstance(message, Close):
                 self._close()
                 return
@@ -81,10 +89,14 @@ class RankFollower:
             case Open():
                 learner.writers[message.line] = self._opens(message.sites, message.line, learner)
             case Publish():
-                learner.writers[message.line].publish(message.version, learner.offered(message.line))
+                learner.writers[message.line].publish(
+                    message.version, learner.offered(message.line)
+                )
             case CallFunction():
                 call = function_of(message.function)
-                result = call(learner=learner, rank=self._rank, ranks=self._ranks, **message.arguments)
+                result = call(
+                    learner=learner, rank=self._rank, ranks=self._ranks, **message.arguments
+                )
                 self._channel.send(CallResult(result))
             case other:
                 raise RunError(f"rank {self._rank} was told {other!r}, which it does not know")

@@ -1,4 +1,5 @@
-"""Makes the learner of a trainer that runs on several ranks, from the side of rank 0, which starts the others."""
+"""Makes the learner of a trainer that runs on several ranks, from the side of rank 0, which starts
+the others."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 
 def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearner, Context]:
-    """The learner of several ranks that load `model`, and the context with a weight plane that all of them feed."""
+    """The learner of several ranks that load `model`, and the context with a weight plane that all
+    of them feed."""
     if context.places is not None and context.places.starts is not None:
         context.places.starts.prepare({"source": model.source, "revision": model.revision})
     learner = lead(_making(trainer, model, context))
@@ -47,7 +49,9 @@ def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearn
     return learner, dataclasses.replace(context, writer=writer, refreshers=refreshers)
 
 
-def follower(trainer: TrainerKnobs, context: Context, told: Mapping[str, Any]) -> Callable[[int, int], int]:
+def follower(
+    trainer: TrainerKnobs, context: Context, told: Mapping[str, Any]
+) -> Callable[[int, int], int]:
     """As `Spreads.follower`, for what `led` has told."""
     return following(_making(trainer, dataclasses.replace(trainer.model, **told), context))
 
@@ -55,25 +59,35 @@ def follower(trainer: TrainerKnobs, context: Context, told: Mapping[str, Any]) -
 def _making(trainer: TrainerKnobs, model: Model, context: Context) -> Making:
     def make() -> Learner:
         return make_learner(
-            trainer, model, node=context.node, device="cpu", seed=context.seed, aside=context.aside, is_alone=False
+            trainer,
+            model,
+            node=context.node,
+            device="cpu",
+            seed=context.seed,
+            aside=context.aside,
+            is_alone=False,
         )
 
     heads = key_value_heads(load_configs(model)[0]) if trainer.tensor_parallel > 1 else 0
     return Making(
-        trainer=trainer, context=context, make=make, found=outlined_to_train(model), key_value_heads=heads
-    )  # fmt: skip
+        trainer=trainer,
+        context=context,
+        make=make,
+        found=outlined_to_train(model),
+        key_value_heads=heads,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Making:
-    """How each of `context.ranks` ranks makes its learner; on GPUs, rank r takes the r-th after rank 0's, where the
-    context does not say the place of each."""
+    """How each of `context.ranks` ranks makes its learner; on GPUs, rank r takes the r-th after
+    rank 0's, where the context does not say the place of each."""
 
     trainer: TrainerKnobs
     context: Context
     make: Callable[[], Learner]
-    """Where there is no `found`: the learner of the whole model, in main memory; one rank at a time holds that, until
-    it has kept its own slices."""
+    """Where there is no `found`: the learner of the whole model, in main memory; one rank at a time
+    holds that, until it has kept its own slices."""
     found: Outline | None = None
     """Of the model, of which then each rank reads its own slices, all at once."""
     key_value_heads: int = 0
@@ -82,7 +96,11 @@ class Making:
     def device(self, rank: int) -> torch.device:
         """Of a rank, on its host."""
         places = self.context.places
-        return device_of(self.context.device, rank) if places is None else torch.device(places.devices[rank])
+        return (
+            device_of(self.context.device, rank)
+            if places is None
+            else torch.device(places.devices[rank])
+        )
 
     def joined(self, rank: int, folder: Path) -> TrainerMesh:
         """Meet the others; those on other hosts are being started meanwhile."""
@@ -92,9 +110,12 @@ class Making:
         wait_s = limits.start_s if is_spread else limits.exchange_s
         group.join(folder, rank, context.ranks, device, wait_s, context.places)
         return make_mesh(
-            device, context.ranks, tensor_parallel=trainer.tensor_parallel, dp_replicate=trainer.dp_replicate,
+            device,
+            context.ranks,
+            tensor_parallel=trainer.tensor_parallel,
+            dp_replicate=trainer.dp_replicate,
             key_value_heads=self.key_value_heads,
-        )  # fmt: skip
+        )
 
     def loaded(self, rank: int, mesh: TrainerMesh) -> Callable[[], Learner]:
         """What makes the learner, in step with the other ranks, once all have read the model."""
@@ -105,16 +126,21 @@ class Making:
             shard(learner, mesh, compute, device, trainer.model.name)
             return lambda: learner
         sharded = read_slices(trainer.model, self.found, mesh, compute, device)
-        return lambda: learner_of_slices(trainer, sharded, mesh, device, node=context.node, seed=context.seed)
+        return lambda: learner_of_slices(
+            trainer, sharded, mesh, device, node=context.node, seed=context.seed
+        )
 
 
 def following(making: Making) -> Callable[[int, int], int]:
-    """What a fork runs that is a rank behind rank 0, given the number of its socket and its rank; its exit status."""
+    """What a fork runs that is a rank behind rank 0, given the number of its socket and its rank;
+    its exit status."""
     context, limits, ranks = making.context, making.context.limits, making.context.ranks
 
     def follow(end: int, rank: int) -> int:
         def built(channel: Channel[Any]) -> Learner:
-            mesh = making.joined(rank, Path(expected(Join, channel, rank, os.getppid(), limits.exchange_s).folder))
+            mesh = making.joined(
+                rank, Path(expected(Join, channel, rank, os.getppid(), limits.exchange_s).folder)
+            )
             expected(Load, channel, rank, os.getppid(), limits.exchange_s)
             make = making.loaded(rank, mesh)
             channel.send(Loaded())
@@ -131,9 +157,15 @@ def following(making: Making) -> Callable[[int, int], int]:
             tensors = placed(learner.offered(line), learner.together.mesh)
             largest = learner.together.largest
             return offer_beside(
-                [_here(site, context) for site in sites], rank, ranks, str(making.device(rank)), tensors,
-                largest=largest, limits=limits, attempt=context.attempt,
-            )  # fmt: skip
+                [_here(site, context) for site in sites],
+                rank,
+                ranks,
+                str(making.device(rank)),
+                tensors,
+                largest=largest,
+                limits=limits,
+                attempt=context.attempt,
+            )
 
         def work(channel: Channel[Any]) -> None:
             RankFollower(built(channel), channel, rank, ranks, limits.exchange_s, opened).run()
@@ -144,8 +176,8 @@ def following(making: Making) -> Callable[[int, int], int]:
 
 
 def lead(making: Making) -> LedLearner:
-    """The learner of all ranks: this process is rank 0. The others on its host are forks of it, as it is now: call this
-    before it has used a GPU.
+    """The learner of all ranks: this process is rank 0. The others on its host are forks of it, as
+    it is now: call this before it has used a GPU.
 
     Raises:
         ModelError: the model cannot be loaded or shared out.
@@ -175,7 +207,11 @@ def lead(making: Making) -> LedLearner:
 
 def _here(site: Mapping[str, Any], context: Context) -> Mapping[str, Any]:
     """A site of rank 0's, as this rank has it: others find it at the address of its own host."""
-    return {**site, "host": context.places.address} if context.places is not None and "host" in site else site
+    return (
+        {**site, "host": context.places.address}
+        if context.places is not None and "host" in site
+        else site
+    )
 
 
 def device_of(first: str, rank: int) -> torch.device:

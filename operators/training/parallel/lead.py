@@ -1,4 +1,5 @@
-"""Rank 0's learner: it deals out each step, and the learners of the other ranks do with it what it does."""
+"""Rank 0's learner: it deals out each step, and the learners of the other ranks do with it what it
+does."""
 
 from __future__ import annotations
 
@@ -40,11 +41,12 @@ class LedLearner(Learner):
     consumes: the calls of the runtime
     produces: messages to the other ranks; what rank 0's learner returns, of all ranks together
     waits for: the other ranks, in each exchange, up to the group's time-out
-    unblocked by: their part of the exchange, their end, or the time-out; after an error every call raises
-    """
+    unblocked by: their part of the exchange, their end, or the time-out; after an error every call
+    raises"""
 
     def __init__(self, own: Learner, exchange: Exchange, mesh: TrainerMesh) -> None:
-        """own: rank 0's, its model shared out over `mesh`; it is not used apart from this one any more."""
+        """own: rank 0's, its model shared out over `mesh`; it is not used apart from this one any
+        more."""
         vars(self).update(vars(own))
         self.ranks = mesh.size
         self._exchange, self._mesh = exchange, mesh
@@ -53,7 +55,8 @@ class LedLearner(Learner):
         self._micros = 0
 
     def begin(self, rows: StepRows, version: int) -> list[Array]:
-        """Deal the step out; rank 0's micro-batches, of which every rank has as many, some of them empty."""
+        """Deal the step out; rank 0's micro-batches, of which every rank has as many, some of them
+        empty."""
         self._steps += 1
         self._micros = 0
         data_ranks = self.ranks // self._tensor_parallel
@@ -74,26 +77,32 @@ class LedLearner(Learner):
             super().micro(part)
 
     def end(self, learning_rate: float) -> StepOutcome:
-        """Update the weights on all ranks, or on none; what was not finite is named wherever it was found."""
+        """Update the weights on all ranks, or on none; what was not finite is named wherever it was
+        found."""
         self.unread()
         with self._exchange.together(f"the end of step {self._steps}"):
             self._exchange.tell(EndStep(learning_rate))
             outcome = super().end(learning_rate)
             if outcome.culprit is None:
                 return outcome
-            found = functools.reduce(NotFinite.__or__, self._exchange.answers(NotFinite), self.findings())
+            found = functools.reduce(
+                NotFinite.__or__, self._exchange.answers(NotFinite), self.findings()
+            )
             return dataclasses.replace(outcome, culprit=str(found))
 
     def opener(
         self, opens: Callable[[Mapping[str, Any]], WeightsOut], line: int = 0
     ) -> Callable[[Mapping[str, Any]], WeightsOut]:
-        """Opens a weight plane on every rank, each for its own shards; `opens` is rank 0's. For the runtime.
+        """Opens a weight plane on every rank, each for its own shards; `opens` is rank 0's. For the
+        runtime.
 
-        line: which, by `offered`. Raises RunError where the plane takes whole tensors from one rank alone."""
+        line: which, by `offered`. Raises RunError where the plane takes whole tensors from one rank
+        alone."""
         if not isinstance(opens, OpensWriter) or not opens.sites:
             raise RunError(
-                f"the weights of '{self.node}' lie on {self.ranks} ranks, but its weight plane takes them from one; "
-                f"plan the graph with these ranks, so that each of them can offer its own"
+                f"the weights of '{self.node}' lie on {self.ranks} ranks, but its weight plane"
+                " takes them from one; plan the graph with these ranks, so that each of them can"
+                " offer its own"
             )
 
         def opened(tensors: Mapping[str, Any]) -> WeightsOut:
@@ -105,13 +114,17 @@ class LedLearner(Learner):
 
         return opened
 
-    def everywhere(self, function: Callable[..., Any], *, is_brief: bool = False, **arguments: Any) -> list[Any]:
+    def everywhere(
+        self, function: Callable[..., Any], *, is_brief: bool = False, **arguments: Any
+    ) -> list[Any]:
         """As `Learner.everywhere`, on every rank at once; what each answers, rank by rank."""
         with self._exchange.together(f"{function.__name__}"):
             self._exchange.tell(CallFunction.of(function, arguments))
             own = function(learner=self, rank=0, ranks=self.ranks, **arguments)
             limits = self._exchange.team.limits
-            others = self._exchange.answers(CallResult, limits.exchange_s if is_brief else limits.checkpoint_s)
+            others = self._exchange.answers(
+                CallResult, limits.exchange_s if is_brief else limits.checkpoint_s
+            )
             return [own, *(each.value for each in others)]
 
     def close(self) -> None:
@@ -148,7 +161,11 @@ def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[RankShare
             of_rank += [alike[part] for part in parts]
     for parts in of_ranks:
         rollouts = np.concatenate([np.zeros(0, np.int64), *parts])
-        shares.append(RankShare(chosen(rows, rollouts), scale_R[rollouts], in_order([len(part) for part in parts])))
+        shares.append(
+            RankShare(
+                chosen(rows, rollouts), scale_R[rollouts], in_order([len(part) for part in parts])
+            )
+        )
     return shares
 
 

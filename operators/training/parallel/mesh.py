@@ -1,4 +1,5 @@
-"""The ranks of a trainer as a mesh (replicas, data, tensor), and what they exchange over it; imports torch."""
+"""The ranks of a trainer as a mesh (replicas, data, tensor), and what they exchange over it;
+imports torch."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class TrainerMesh:
     root: DeviceMesh
     """Of `AXES`."""
     by_heads: DeviceMesh | None = None
-    """Its ranks along "tp" as key/value heads x ranks that hold the same one, where there are more ranks than heads."""
+    """Its ranks along "tp" as key/value heads x ranks that hold the same one, where there are more
+    ranks than heads."""
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         return self.root[axes]
@@ -43,7 +45,8 @@ class TrainerMesh:
 
     @property
     def data(self) -> DeviceMesh:
-        """What FSDP2 shards over: the ranks of a replica; with several of these, their gradients are added up after."""
+        """What FSDP2 shards over: the ranks of a replica; with several of these, their gradients
+        are added up after."""
         return self["fsdp"] if self["dp_replicate"].size() == 1 else self["dp_replicate", "fsdp"]
 
     @property
@@ -53,14 +56,21 @@ class TrainerMesh:
 
 
 def make_mesh(
-    device: torch.device, ranks: int, *, tensor_parallel: int = 1, dp_replicate: int = 1, key_value_heads: int = 0
+    device: torch.device,
+    ranks: int,
+    *,
+    tensor_parallel: int = 1,
+    dp_replicate: int = 1,
+    key_value_heads: int = 0,
 ) -> TrainerMesh:
-    """Neighbouring ranks share out the matrices of a layer; the others shard the data, and within each of
-    `dp_replicate` blocks of them all parameters, of which every block holds the whole.
+    """Neighbouring ranks share out the matrices of a layer; the others shard the data, and within
+    each of `dp_replicate` blocks of them all parameters, of which every block holds the whole.
 
     key_value_heads: of the model; every rank calls at once, since process groups are made."""
     shards = ranks // (dp_replicate * tensor_parallel)
-    root = init_device_mesh(device.type, (1, dp_replicate, shards, tensor_parallel), mesh_dim_names=AXES)
+    root = init_device_mesh(
+        device.type, (1, dp_replicate, shards, tensor_parallel), mesh_dim_names=AXES
+    )
     copies = tensor_parallel // key_value_heads if key_value_heads else 1
     if copies < 2 or tensor_parallel % key_value_heads:
         return TrainerMesh(root)
@@ -74,7 +84,8 @@ def data_rank(rank: int, tensor_parallel: int) -> int:
 
 @dataclass(frozen=True)
 class MeshTogether:
-    """`Together` for ranks that hold slices: every number that decides something is the same on all of them.
+    """`Together` for ranks that hold slices: every number that decides something is the same on all
+    of them.
 
     A slice that several ranks hold alike counts once: each of them counts as a part of it.
     """
@@ -91,7 +102,8 @@ class MeshTogether:
         return int(self.mesh["tp"].size())
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Of all ranks' gradients together, after those that several ranks hold alike were made equal."""
+        """Of all ranks' gradients together, after those that several ranks hold alike were made
+        equal."""
         squares = []
         for gradient in gradients:
             own = local(gradient)
@@ -123,7 +135,8 @@ class MeshTogether:
             self._settle()
 
     def _alike(self, gradient: Tensor) -> dist.ProcessGroup | None:
-        """The ranks that have each computed this gradient from the same rollouts; None: no other one has."""
+        """The ranks that have each computed this gradient from the same rollouts; None: no other
+        one has."""
         assert isinstance(gradient, DTensor), "FSDP2 shards every parameter"
         on, place = gradient.device_mesh, gradient.placements[-1]
         if on == self.mesh.data:
@@ -133,7 +146,8 @@ class MeshTogether:
         return group if place.is_replicate() and group.size() > 1 else None
 
     def _settle(self) -> None:
-        """Wait for this rank's GPU, which waits for those of the others. RuntimeError when one of them is gone."""
+        """Wait for this rank's GPU, which waits for those of the others. RuntimeError when one of
+        them is gone."""
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         wait = Countdown(self.timeout_s)
         event.record()
@@ -153,13 +167,18 @@ def copies(tensor: Tensor, mesh: TrainerMesh) -> int:
 
 
 def placed(tensors: Mapping[str, Tensor], mesh: TrainerMesh) -> dict[str, Tensor]:
-    """The same slices, each said to lie on the whole mesh, so that all ranks describe them alike."""
+    """The same slices, each said to lie on the whole mesh, so that all ranks describe them
+    alike."""
     return {
         name: tensor
         if not isinstance(tensor, DTensor) or tensor.device_mesh != mesh.data
         else DTensor.from_local(
-            tensor.to_local(), mesh.whole, [*tensor.placements, Replicate()],
-            run_check=False, shape=tensor.shape, stride=tensor.stride(),
+            tensor.to_local(),
+            mesh.whole,
+            [*tensor.placements, Replicate()],
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
         )
         for name, tensor in tensors.items()
-    }  # fmt: skip
+    }

@@ -1,4 +1,5 @@
-"""What the ranks of a trainer say to each other: the rows of a step, parts of them, functions to call."""
+"""What the ranks of a trainer say to each other: the rows of a step, parts of them, functions to
+call."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class RowsMessage:
 
 @dataclass(frozen=True)
 class BeginStep:
-    """Your share of a step; a micro-batch is as many of the rows as `counts` says, one after the other."""
+    """Your share of a step; a micro-batch is as many of the rows as `counts` says, one after the
+    other."""
 
     version: int
     rows: RowsMessage
@@ -109,7 +111,11 @@ class CallFunction:
     def of(cls, function: Callable[..., Any], arguments: Mapping[str, Any]) -> CallFunction:
         """The call of a module's function with plain values and paths."""
         paths = {name: str(value) for name, value in arguments.items() if isinstance(value, Path)}
-        return cls(name_of(function), paths, {name: each for name, each in arguments.items() if name not in paths})
+        return cls(
+            name_of(function),
+            paths,
+            {name: each for name, each in arguments.items() if name not in paths},
+        )
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -127,7 +133,18 @@ class CallResult:
     value: Plain
 
 
-CODEC = codec_of("trainer-ranks", Join, BeginStep, Micro, EndStep, Open, Publish, CallFunction, NotFinite, CallResult)
+CODEC = codec_of(
+    "trainer-ranks",
+    Join,
+    BeginStep,
+    Micro,
+    EndStep,
+    Open,
+    Publish,
+    CallFunction,
+    NotFinite,
+    CallResult,
+)
 
 
 def chosen(rows: StepRows, rollouts: Array) -> StepRows:

@@ -1,4 +1,5 @@
-"""Leaves each rank its slices of a learner's model: tensor parallelism by transformers' plan, then FSDP2."""
+"""Leaves each rank its slices of a learner's model: tensor parallelism by transformers' plan, then
+FSDP2."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
 
 
 class Sharded:
-    """A `Forward` whose parameters are gathered layer by layer while it computes, and given back after."""
+    """A `Forward` whose parameters are gathered layer by layer while it computes, and given back
+    after."""
 
     def __init__(self, module: Any, mesh: TrainerMesh, compute: torch.dtype | None) -> None:
-        """module: whole, or on the meta device. compute: type in which parameters are gathered; None: their own. All
-        ranks call `computed` as often."""
+        """module: whole, or on the meta device. compute: type in which parameters are gathered;
+        None: their own. All ranks call `computed` as often."""
         self.module = module
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         whole = _Whole(module)
@@ -47,14 +49,20 @@ class Sharded:
         for each in [*layers_of(module), embedding, head, whole]:
             if each is None:
                 continue
-            # the backward pass begins with the head: there is no use in giving it back before, as with the root
+            # the backward pass begins with the head: there is no use in giving it back before, as
+            # with the root
             shard: Any = fully_shard(
-                each, mesh=mesh.data, mp_policy=precision, reshard_after_forward=False if each is head else None
+                each,
+                mesh=mesh.data,
+                mp_policy=precision,
+                reshard_after_forward=False if each is head else None,
             )
             assert isinstance(shard, FSDPModule)
-            shard.set_gradient_divide_factor(1.0)  # the loss is divided by the whole step's tokens already
+            # the loss is divided by the whole step's tokens already
+            shard.set_gradient_divide_factor(1.0)
             shard.set_force_sum_reduction_for_comms(True)
-            shard.set_unshard_in_backward(each is not embedding)  # whose gradient does not depend on it
+            # whose gradient does not depend on it
+            shard.set_unshard_in_backward(each is not embedding)
             if buffer is not None:
                 exchange_directly(shard, buffer)
         self._whole: Any = whole
@@ -67,7 +75,9 @@ class Sharded:
 
     def take_memory(self, device: torch.device) -> None:
         """Have memory for this rank's parts of a module on the meta device, not set to anything."""
-        self._whole._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
+        self._whole._apply(
+            lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device)
+        )
         self.module.tie_weights()
 
     @torch.no_grad()
@@ -84,7 +94,9 @@ class Sharded:
         assert self._forward is not None, "it was said how it computes"
         self._forward.at(temperature)
 
-    def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
+    def computed(
+        self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]
+    ) -> dict[str, Tensor]:
         """As the forward's."""
         assert self._forward is not None, "it was said how it computes"
         found: dict[str, Tensor] = self._whole(self._forward.computed, packed, left_T, wanted)
@@ -102,8 +114,15 @@ class _Whole(nn.Module):
         return call(*given)
 
 
-def shard(learner: Learner, mesh: TrainerMesh, compute: torch.dtype | None, device: torch.device, name: str) -> None:
-    """Turn a learner of a whole model in main memory, which has made no step, into that of one rank on `device`.
+def shard(
+    learner: Learner,
+    mesh: TrainerMesh,
+    compute: torch.dtype | None,
+    device: torch.device,
+    name: str,
+) -> None:
+    """Turn a learner of a whole model in main memory, which has made no step, into that of one rank
+    on `device`.
 
     Raises ModelError for a model that cannot be shared out.
     """
@@ -121,23 +140,39 @@ def shard(learner: Learner, mesh: TrainerMesh, compute: torch.dtype | None, devi
 
 
 def read_slices(
-    model: Model, found: Outline, mesh: TrainerMesh, compute: torch.dtype | None, device: torch.device
+    model: Model,
+    found: Outline,
+    mesh: TrainerMesh,
+    compute: torch.dtype | None,
+    device: torch.device,
 ) -> Sharded:
     """One rank's part of a model, on `device`, read from the model's files: the whole is nowhere.
 
-    How it computes is not said yet. Raises ModelError as `shard`, and where a file cannot be read."""
+    How it computes is not said yet. Raises ModelError as `shard`, and where a file cannot be
+    read."""
     sharded = _shared_out(found.module, mesh, compute, model.name)
     sharded.take_memory(device)
     with torch.no_grad():
         tensors = {**dict(found.module.named_parameters()), **dict(found.module.named_buffers())}
-        fill(model, found, {name: (local(tensors[name].detach()), held(tensors[name])) for name in found.names})
+        fill(
+            model,
+            found,
+            {name: (local(tensors[name].detach()), held(tensors[name])) for name in found.names},
+        )
     return sharded
 
 
 def learner_of_slices(
-    trainer: TrainerKnobs, sharded: Sharded, mesh: TrainerMesh, device: torch.device, *, node: str, seed: int
+    trainer: TrainerKnobs,
+    sharded: Sharded,
+    mesh: TrainerMesh,
+    device: torch.device,
+    *,
+    node: str,
+    seed: int,
 ) -> Learner:
-    """A learner of what `read_slices` has read; all ranks make theirs together. ModelError as `shard`."""
+    """A learner of what `read_slices` has read; all ranks make theirs together. ModelError as
+    `shard`."""
     forward = sharded.made(lambda: forward_of(trainer, sharded.module))
     _check_packs(forward, trainer.model.name)
     sharded.computes_by(forward, device)
@@ -155,8 +190,9 @@ def _shared_out(module: Any, mesh: TrainerMesh, compute: torch.dtype | None, nam
 def _check_packs(forward: Forward, name: str) -> None:
     if not getattr(forward, "packs", True):
         raise ModelError(
-            f"model '{name}' cannot be trained on several ranks: {type(forward.module).__name__} keeps its own "
-            f"attention, which is called once for each length, and ranks must be called alike; train it on one rank"
+            f"model '{name}' cannot be trained on several ranks: {type(forward.module).__name__}"
+            " keeps its own attention, which is called once for each length, and ranks must be"
+            " called alike; train it on one rank"
         )
 
 
@@ -167,19 +203,23 @@ def layers_of(module: Any) -> list[nn.Module]:
 
 
 def ends_of(module: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """The embedding and the layer that gives logits, where each has weights of its own to be gathered."""
+    """The embedding and the layer that gives logits, where each has weights of its own to be
+    gathered."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    theirs = {id(weight) for each in (embedding, head) if each is not None for weight in each.parameters()}
+    theirs = {
+        id(weight) for each in (embedding, head) if each is not None for weight in each.parameters()
+    }
     is_tied = head is not None and len(theirs) < len([*embedding.parameters(), *head.parameters()])
     return (None, None) if is_tied else (embedding, head)
 
 
 def cut(module: Any, mesh: TrainerMesh, name: str) -> None:
-    """Leave in each layer of `module` this rank's slices of its matrices; the ends of the model stay whole.
+    """Leave in each layer of `module` this rank's slices of its matrices; the ends of the model
+    stay whole.
 
-    The losses read log-probabilities from the head's weight directly, so it is not cut; FSDP shards it all the same.
-    Raises ModelError as `heads_of`, and where an adapted layer is cut in a way that its adapters cannot be.
-    """
+    The losses read log-probabilities from the head's weight directly, so it is not cut; FSDP shards
+    it all the same. Raises ModelError as `heads_of`, and where an adapted layer is cut in a way
+    that its adapters cannot be."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     ranks = mesh["tp"]
@@ -198,17 +238,19 @@ def cut(module: Any, mesh: TrainerMesh, name: str) -> None:
 
 
 def _expanded(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """A plan by the names of modules and parameters; what it says of a module holds for its parameters too.
+    """A plan by the names of modules and parameters; what it says of a module holds for its
+    parameters too.
 
-    Of an adapted layer it holds for the layer inside, and for that adapter that has the dimension which is cut.
-    """
+    Of an adapted layer it holds for the layer inside, and for that adapter that has the dimension
+    which is cut."""
     found: dict[str, str] = {}
     for name, each in module.named_modules():
         style = plan.get(place_of(name))
         if style is not None and adapters.is_adapted_layer(each):
             for part in adapters.parts_cut(name, style):
                 found |= {part: style} | {
-                    f"{part}.{leaf}": style for leaf, _ in module.get_submodule(part).named_parameters()
+                    f"{part}.{leaf}": style
+                    for leaf, _ in module.get_submodule(part).named_parameters()
                 }
             continue
         if style is not None:

@@ -1,8 +1,9 @@
-"""Projections to fewer key/value heads than ranks: neighbouring ranks hold the same rows and add up their gradients.
+"""Projections to fewer key/value heads than ranks: neighbouring ranks hold the same rows and add up
+their gradients.
 
-DTensor says so where the tensor-parallel ranks are a mesh of their own, heads x copies: rows are cut over the first and
-replicated over the second, so that FSDP2, checkpoints and the weight plane need to know nothing of it.
-"""
+DTensor says so where the tensor-parallel ranks are a mesh of their own, heads x copies: rows are
+cut over the first and replicated over the second, so that FSDP2, checkpoints and the weight plane
+need to know nothing of it."""
 
 from __future__ import annotations
 
@@ -15,12 +16,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 
 def share(layer: Any, ranks: DeviceMesh, by_heads: DeviceMesh) -> None:
-    """Leave a linear layer the rows of this rank's head; its inputs are the same on all ranks, as their gradients are.
+    """Leave a linear layer the rows of this rank's head; its inputs are the same on all ranks, as
+    their gradients are.
 
     ranks: those that compute the layer together. by_heads: the same, as `TrainerMesh.by_heads`.
     """
     for name, weight in layer.named_parameters(recurse=False):
-        dealt = distribute_tensor(weight.detach(), by_heads, [Shard(0), Replicate()], src_data_rank=None)
+        dealt = distribute_tensor(
+            weight.detach(), by_heads, [Shard(0), Replicate()], src_data_rank=None
+        )
         layer._parameters[name] = nn.Parameter(dealt, requires_grad=weight.requires_grad)
     whole = layer.forward
 
@@ -37,5 +41,10 @@ def share(layer: Any, ranks: DeviceMesh, by_heads: DeviceMesh) -> None:
 
 
 def _local(weight: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's rows. Each rank's queries give a part of their gradient; FSDP2 adds the parts up over the copies."""
-    return weight.to_local(grad_placements=[Shard(0), Partial()]) if isinstance(weight, DTensor) else weight
+    """This rank's rows. Each rank's queries give a part of their gradient; FSDP2 adds the parts up
+    over the copies."""
+    return (
+        weight.to_local(grad_placements=[Shard(0), Partial()])
+        if isinstance(weight, DTensor)
+        else weight
+    )

@@ -36,17 +36,26 @@ STAY = Stay(wait_s=60.0, end_s=120.0, silent_s=30.0)
 HOSTS = [Host(name="h1", cpus=2), Host(name="h2", cpus=2)]
 
 
-@pytest.mark.parametrize(("silent_s", "stays", "keeps", "ends"), [
-    (UNBEGUN_S - 1, None, True, False), (UNBEGUN_S + 1, None, True, True),
-    (59.0, STAY, False, False), (61.0, STAY, False, True), (61.0, STAY, True, False), (181.0, STAY, True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("silent_s", "stays", "keeps", "ends"),
+    [
+        (UNBEGUN_S - 1, None, True, False),
+        (UNBEGUN_S + 1, None, True, True),
+        (59.0, STAY, False, False),
+        (61.0, STAY, False, True),
+        (61.0, STAY, True, False),
+        (181.0, STAY, True, True),
+    ],
+)
 def test_an_agent_waits_for_a_scheduler_as_long_as_it_was_told_and_for_workers_that_come_to_an_end(
     silent_s: float, stays: Stay | None, keeps: bool, ends: bool
 ) -> None:
     assert over(silent_s, stays, keeps=keeps) is ends
 
 
-def test_the_same_program_has_the_same_digest_and_another_one_is_told_by_its_file(tmp_path: Path) -> None:
+def test_the_same_program_has_the_same_digest_and_another_one_is_told_by_its_file(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "train.py"
     file.write_text("first")
     launch = Launch(file=str(file), folder=str(tmp_path))
@@ -80,9 +89,10 @@ def test_versions_are_those_of_this_process() -> None:
 
 def test_an_address_is_that_of_an_interface_or_of_the_way_to_the_scheduler() -> None:
     loopback = next(
-        name for name, all_ in psutil.net_if_addrs().items()
+        name
+        for name, all_ in psutil.net_if_addrs().items()
         if any(each.family == socket.AF_INET and each.address == "127.0.0.1" for each in all_)
-    )  # fmt: skip
+    )
     assert own_address(loopback, "") == "127.0.0.1"
     assert own_address("10.1.2.3", "") == "10.1.2.3"
     assert own_address("", "tcp://127.0.0.1:80") == "127.0.0.1"
@@ -108,17 +118,28 @@ class FastClock:
         return self.now
 
 
-def agent(address: str, keys: RunKeys, folder: Path, clock: Callable[[], float] | None = None) -> Agent:
+def agent(
+    address: str, keys: RunKeys, folder: Path, clock: Callable[[], float] | None = None
+) -> Agent:
     sockets = folder / "sockets"
     sockets.mkdir()
     told = AgentEnvironment(scheduler=address, keys="", folder=str(folder))
     return Agent(told, keys, HOSTS[0], "127.0.0.1", sockets, clock or FastClock())
 
 
-@pytest.mark.parametrize(("is_there", "said"), [
-    (False, r"the scheduler at tcp://.* has not answered for 3\d s: nobody answers there; host 'h1' ends"),
-    (True, r"has not answered for 3\d s: .* other keys than this"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("is_there", "said"),
+    [
+        (
+            False,
+            (
+                r"the scheduler at tcp://.* has not answered for 3\d s: nobody answers there; host"
+                r" 'h1' ends"
+            ),
+        ),
+        (True, r"has not answered for 3\d s: .* other keys than this"),
+    ],
+)
 def test_an_agent_that_cannot_join_ends_with_what_is_wrong_and_removes_its_folder(
     is_there: bool, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,8 +192,15 @@ def test_an_agent_that_is_asked_to_end_says_so_and_does_where_no_scheduler_has_a
         joins.leave()
         thread.join(20)
         assert not thread.is_alive()
-        wait_until(lambda: said.extend(scheduler.received(print)) or isinstance(said[-1][1], Bye), 20.0, "its leave")
-        assert [type(message) for _, message in said if isinstance(message, Leaves | Bye)] == [Leaves, Bye]
+        wait_until(
+            lambda: said.extend(scheduler.received(print)) or isinstance(said[-1][1], Bye),
+            20.0,
+            "its leave",
+        )
+        assert [type(message) for _, message in said if isinstance(message, Leaves | Bye)] == [
+            Leaves,
+            Bye,
+        ]
     finally:
         joins.leave()
         thread.join(20)
@@ -192,9 +220,11 @@ def test_a_host_that_has_just_died_keeps_nobody_out_and_one_that_is_there_and_no
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         dead = Begin(
-            launch={}, inputs={}, whereabouts={"control": "", "commands": ""},
+            launch={},
+            inputs={},
+            whereabouts={"control": "", "commands": ""},
             reach_addresses={"h2": f"127.0.0.1|{closed.getsockname()[1]}"},
-        )  # fmt: skip
+        )
         joins = agent(scheduler.address, keys, tmp_path)
         thread = threading.Thread(target=joins.run)
         thread.start()
@@ -205,7 +235,9 @@ def test_a_host_that_has_just_died_keeps_nobody_out_and_one_that_is_there_and_no
                 said.append(message)
                 if isinstance(message, Join):
                     is_first = sum(isinstance(each, Join) for each in said) == 1
-                    left = replace(dead, reach_addresses={}) if is_left_out and not is_first else dead
+                    left = (
+                        replace(dead, reach_addresses={}) if is_left_out and not is_first else dead
+                    )
                     scheduler.send(identity, left)
             return any(isinstance(each, Failed) for each in said)
 

@@ -14,12 +14,18 @@ from dataflow.system.security import KEYS_BYTES, RunKeys
 
 
 def test_messages_of_agents_come_as_they_went() -> None:
-    join = Join(name="h1", cpus=2, address="10.0.0.1", sockets="/dev/shm/x", folder="/runs/a", pid=7)
+    join = Join(
+        name="h1", cpus=2, address="10.0.0.1", sockets="/dev/shm/x", folder="/runs/a", pid=7
+    )
     assert FROM_AGENT.decode(FROM_AGENT.encode(join)) == join
     assert FROM_AGENT.decode(FROM_AGENT.encode(Built(digest="ab", files={"a.py": "cd"}))) == Built(
         digest="ab", files={"a.py": "cd"}
     )
-    begin = Begin(launch={"module": "graphs.sorting"}, inputs={"steps": None, "scale": [[1, {"a": 2}]]}, whereabouts={})
+    begin = Begin(
+        launch={"module": "graphs.sorting"},
+        inputs={"steps": None, "scale": [[1, {"a": 2}]]},
+        whereabouts={},
+    )
     assert TO_AGENT.decode(TO_AGENT.encode(begin)) == begin
     spawn = Spawn("trainer-0", {"host": "h1"}, heavy=True, keeps=True)
     assert TO_AGENT.decode(TO_AGENT.encode(spawn)) == spawn
@@ -31,7 +37,9 @@ def test_an_agent_finds_what_its_launcher_said(tmp_path: Path) -> None:
     keys, file = RunKeys.make(), tmp_path / "keys"
     file.write_bytes(keys.to_bytes())
     file.chmod(0o600)
-    told = AgentEnvironment(scheduler="tcp://10.0.0.1:5", keys=str(file), folder="/runs/a", host="h1")
+    told = AgentEnvironment(
+        scheduler="tcp://10.0.0.1:5", keys=str(file), folder="/runs/a", host="h1"
+    )
     found = AgentEnvironment.take(told.to_environ())
     assert found == told
     assert found.read_keys() == keys

@@ -62,7 +62,9 @@ def test_a_worker_gets_the_callers_objects_without_pickling(tmp_path: Path) -> N
         client.close()
 
 
-def test_heavy_workers_find_the_preloaded_modules_and_light_ones_do_not_wait_for_them(tmp_path: Path) -> None:
+def test_heavy_workers_find_the_preloaded_modules_and_light_ones_do_not_wait_for_them(
+    tmp_path: Path,
+) -> None:
     def main(settings: dict) -> int:
         (tmp_path / settings["name"]).touch()
         return int(os.environ.get("PRELOADED", "0"))
@@ -77,9 +79,15 @@ def test_heavy_workers_find_the_preloaded_modules_and_light_ones_do_not_wait_for
             client.spawn(name, {"name": name}, heavy=name == "heavy")
         events = Events(client)
         wait_until(
-            lambda: events.seen.extend(client.events()) or len([e for e in events.seen if e["event"] == "exited"]) == 2
+            lambda: (
+                events.seen.extend(client.events())
+                or len([e for e in events.seen if e["event"] == "exited"]) == 2
+            )
         )
-        assert {e["name"]: e["status"] for e in events.seen if e["event"] == "exited"} == {"light": 0, "heavy": 3}
+        assert {e["name"]: e["status"] for e in events.seen if e["event"] == "exited"} == {
+            "light": 0,
+            "heavy": 3,
+        }
     finally:
         client.close()
 
@@ -102,15 +110,26 @@ def test_it_tells_of_a_worker_that_is_stopped_and_of_its_going_on_each_once() ->
         client.spawn("a", {}, heavy=False)
         events = Events(client)
         pid = events.find("started")["pid"]
-        for number, told in ((signal.SIGSTOP, "stopped"), (signal.SIGCONT, "continued"), (signal.SIGKILL, "exited")):
+        for number, told in (
+            (signal.SIGSTOP, "stopped"),
+            (signal.SIGCONT, "continued"),
+            (signal.SIGKILL, "exited"),
+        ):
             os.kill(pid, number)
             assert events.find(told)["name"] == "a"
-        assert [event["event"] for event in events.seen] == ["started", "stopped", "continued", "exited"]
+        assert [event["event"] for event in events.seen] == [
+            "started",
+            "stopped",
+            "continued",
+            "exited",
+        ]
     finally:
         client.close()
 
 
-def test_what_a_worker_started_is_killed_when_it_has_ended_and_before_that_is_told(tmp_path: Path) -> None:
+def test_what_a_worker_started_is_killed_when_it_has_ended_and_before_that_is_told(
+    tmp_path: Path,
+) -> None:
     def main(settings: dict) -> int:
         child = os.fork()
         if child == 0:
@@ -131,7 +150,8 @@ def test_what_a_worker_started_is_killed_when_it_has_ended_and_before_that_is_to
 
 
 def test_no_worker_outlives_the_scheduler(tmp_path: Path) -> None:
-    """A scheduler in a process of its own is killed; its forkserver and its worker end by themselves."""
+    """A scheduler in a process of its own is killed; its forkserver and its worker end by
+    themselves."""
     scheduler = os.fork()
     if scheduler == 0:
         client = ForkserverClient(lambda settings: time.sleep(60) or 0, {}, lambda: None)
@@ -165,7 +185,8 @@ def test_closing_ends_a_worker_that_does_not_listen() -> None:
 
 
 _STOPPED: list[int] = []
-"""Schedulers that a test has stopped, and that nobody else ends; each leads a group with its forkserver."""
+"""Schedulers that a test has stopped, and that nobody else ends; each leads a group with its
+forkserver."""
 
 
 @pytest.fixture(autouse=True)
@@ -177,10 +198,16 @@ def nobody_stays_stopped() -> Iterator[None]:
 
 
 def left_behind(
-    tmp_path: Path, stay_s: float, end_s: float = 30.0, keeps: bool = False, number: int = signal.SIGKILL,
-    silent_s: float = 30.0, **more: object,
-) -> list[int]:  # fmt: skip
-    """Numbers of a forkserver and two workers whose scheduler got a signal after it had let them stay."""
+    tmp_path: Path,
+    stay_s: float,
+    end_s: float = 30.0,
+    keeps: bool = False,
+    number: int = signal.SIGKILL,
+    silent_s: float = 30.0,
+    **more: object,
+) -> list[int]:
+    """Numbers of a forkserver and two workers whose scheduler got a signal after it had let them
+    stay."""
     scheduler = os.fork()
     if scheduler == 0:
         os.setpgid(0, 0)
@@ -214,9 +241,12 @@ def test_a_successor_gets_every_worker_as_it_is_and_may_use_them(tmp_path: Path)
     wait_until(lambda: not alive(short))
     taken = TakenOverForkserver(str(tmp_path / "takeover"))
     assert taken.pid == forkserver and 0 < taken.alone_s < 10
-    assert [(e["name"], e["pid"], e["alive"], e["status"], e["settings"]) for e in taken.handed] == [
-        ("a", sleeper, True, None, {"s": 60}), ("b", short, False, 5, {"s": 0.5}),
-    ]  # fmt: skip
+    assert [
+        (e["name"], e["pid"], e["alive"], e["status"], e["settings"]) for e in taken.handed
+    ] == [
+        ("a", sleeper, True, None, {"s": 60}),
+        ("b", short, False, 5, {"s": 0.5}),
+    ]
     taken.spawn("b", {"s": 0}, heavy=True)
     events = Events(taken)
     assert events.find("exited")["status"] == 5
@@ -226,7 +256,9 @@ def test_a_successor_gets_every_worker_as_it_is_and_may_use_them(tmp_path: Path)
     wait_until(lambda: not alive(forkserver))
 
 
-def test_a_successor_hears_of_a_worker_that_was_stopped_while_there_was_no_scheduler(tmp_path: Path) -> None:
+def test_a_successor_hears_of_a_worker_that_was_stopped_while_there_was_no_scheduler(
+    tmp_path: Path,
+) -> None:
     _, sleeper, _ = left_behind(tmp_path, 30.0)
     os.kill(sleeper, signal.SIGSTOP)
     time.sleep(0.3)  # the forkserver looks several times, and has nobody to tell
@@ -251,7 +283,9 @@ def test_after_the_limit_workers_that_others_wait_for_have_time_to_end(tmp_path:
     wait_until(lambda: not alive(sleeper) and not alive(forkserver), deadline_s=5.0)
 
 
-def test_a_successor_that_is_forked_is_replaced_when_it_ends_and_not_for_ever(tmp_path: Path) -> None:
+def test_a_successor_that_is_forked_is_replaced_when_it_ends_and_not_for_ever(
+    tmp_path: Path,
+) -> None:
     def succeed() -> int:
         with (tmp_path / "tries").open("a") as tries:
             tries.write("x")
@@ -266,7 +300,9 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
-def test_a_pause_lets_workers_and_what_they_started_stand_still_and_is_no_news(tmp_path: Path) -> None:
+def test_a_pause_lets_workers_and_what_they_started_stand_still_and_is_no_news(
+    tmp_path: Path,
+) -> None:
     def main(settings: dict) -> int:
         child = os.fork()
         if child:
@@ -283,7 +319,10 @@ def test_a_pause_lets_workers_and_what_they_started_stand_still_and_is_no_news(t
         events = Events(client)
         events.find("started")
         wait_until(lambda: events.seen.extend(client.events()) or len(events.seen) == 2)
-        everyone = [*(event["pid"] for event in events.seen), *(int(file.read_text()) for file in files)]
+        everyone = [
+            *(event["pid"] for event in events.seen),
+            *(int(file.read_text()) for file in files),
+        ]
         os.kill(everyone[0], signal.SIGSTOP)
         assert events.find("stopped")["pid"] == everyone[0]
         for _ in range(2):
@@ -293,8 +332,14 @@ def test_a_pause_lets_workers_and_what_they_started_stand_still_and_is_no_news(t
             wait_until(lambda: not any(map(is_stopped, everyone)))
         os.kill(everyone[1], signal.SIGKILL)
         events.find("exited")
-        told = [(event["event"], event["pid"]) for event in events.seen if event["event"] != "started"]
-        assert told == [("stopped", everyone[0]), ("continued", everyone[0]), ("exited", everyone[1])]
+        told = [
+            (event["event"], event["pid"]) for event in events.seen if event["event"] != "started"
+        ]
+        assert told == [
+            ("stopped", everyone[0]),
+            ("continued", everyone[0]),
+            ("exited", everyone[1]),
+        ]
     finally:
         client.close()
 
@@ -304,7 +349,9 @@ def took_over(tmp_path: Path) -> Callable[[], int]:
 
     def succeed() -> int:
         taken = TakenOverForkserver(str(tmp_path / "takeover"))
-        (tmp_path / f"taken-{taken.number}").write_text(f"{os.getpid()} {taken.lives} {len(taken.handed)}")
+        (tmp_path / f"taken-{taken.number}").write_text(
+            f"{os.getpid()} {taken.lives} {len(taken.handed)}"
+        )
         for _ in range(6_000):
             taken.live()
             time.sleep(0.01)
@@ -318,10 +365,12 @@ def read(path: Path) -> list[str]:
     return path.read_text().split()
 
 
-def test_a_scheduler_that_is_stopped_is_replaced_where_there_is_a_successor_and_so_is_that_one(tmp_path: Path) -> None:
+def test_a_scheduler_that_is_stopped_is_replaced_where_there_is_a_successor_and_so_is_that_one(
+    tmp_path: Path,
+) -> None:
     pids = left_behind(
         tmp_path, 60.0, number=signal.SIGSTOP, silent_s=0.2, standby=took_over(tmp_path)
-    )  # fmt: skip
+    )
     first, lives, workers = read(tmp_path / "taken-1")
     assert (lives, workers) == ("True", "2") and all(alive(pid) for pid in pids[:2])
     os.kill(int(first), signal.SIGSTOP)
@@ -341,7 +390,8 @@ def test_a_scheduler_that_is_stopped_is_replaced_where_there_is_a_successor_and_
 
 
 @pytest.mark.parametrize(
-    ("paused", "stays", "has_successor"), [(True, True, True), (False, False, True), (False, True, False)]
+    ("paused", "stays", "has_successor"),
+    [(True, True, True), (False, False, True), (False, True, False)],
 )
 def test_nobody_replaces_a_scheduler_that_is_paused_or_has_not_begun_or_has_no_successor(
     paused: bool, stays: bool, has_successor: bool
@@ -351,9 +401,14 @@ def test_nobody_replaces_a_scheduler_that_is_paused_or_has_not_begun_or_has_no_s
     ours, theirs = (Channel(each, CODEC, 5.0) for each in socket.socketpair())
     takeover = socket.socket(socket.AF_UNIX)
     server = Forkserver(
-        theirs, takeover, lambda settings: 0, lambda: None, lambda: None, (lambda: 0) if has_successor else None,
+        theirs,
+        takeover,
+        lambda settings: 0,
+        lambda: None,
+        lambda: None,
+        (lambda: 0) if has_successor else None,
         clock=lambda: now[0],
-    )  # fmt: skip
+    )
     if stays:
         server._apply(Stay(60.0, 60.0, 30.0))
     server._pause(paused)
@@ -370,7 +425,9 @@ def test_nobody_replaces_a_scheduler_that_is_paused_or_has_not_begun_or_has_no_s
         server._pause(False)
         ours.send(Alive())
         assert server._listen(0.0)
-        assert not server._listen(0.0) and server.control is theirs, "what it was paused is no silence"
+        assert not server._listen(0.0) and server.control is theirs, (
+            "what it was paused is no silence"
+        )
         hours_pass()
         assert server.control is None and ours.receive(5.0) == TakenAway()
     for each in (ours, theirs, takeover):
@@ -384,7 +441,12 @@ def test_a_scheduler_that_was_replaced_hears_of_nothing_else_any_more(tmp_path: 
     for message in (Notice("exited", "a", 1, 0), TakenAway()):
         theirs.send(message)
     theirs.close()
-    for touch in (client.events, client.events, lambda: client.kill("a"), lambda: client.close(5.0)):
+    for touch in (
+        client.events,
+        client.events,
+        lambda: client.kill("a"),
+        lambda: client.close(5.0),
+    ):
         with pytest.raises(Replaced, match="its standby has taken the run over"):
             touch()
     client.leave()

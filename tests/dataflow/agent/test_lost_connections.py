@@ -1,4 +1,5 @@
-"""A connection of an agent to its scheduler that swallows what it is given, and is then replaced: nothing is lost."""
+"""A connection of an agent to its scheduler that swallows what it is given, and is then replaced:
+nothing is lost."""
 
 from collections.abc import Iterator
 

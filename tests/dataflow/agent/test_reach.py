@@ -24,7 +24,10 @@ def test_hosts_that_others_do_not_reach_are_named_with_their_address_and_why() -
         assert set(found) == {"x", "y"} and found["y"] == "127.0.0.1 (Connection refused)"
         assert found["x"].startswith("192.0.2.1 (")
         check_reach("y", {**reach_addresses, "y": closed, "old": ""})
-        with pytest.raises(RunError, match=r"host 'h1' does not reach host 'y' at 127\.0\.0\.1 \(Connection refused\)"):
+        with pytest.raises(
+            RunError,
+            match=r"host 'h1' does not reach host 'y' at 127\.0\.0\.1 \(Connection refused\)",
+        ):
             check_reach("h1", {**reach_addresses, "y": closed})
     finally:
         for each in (port, *many):
@@ -45,7 +48,9 @@ def test_a_host_that_cannot_listen_at_its_address_says_so() -> None:
         ReachPort("192.0.2.1")
 
 
-def test_what_an_agent_says_last_is_told_once_and_what_stood_there_before_is_not(tmp_path: Path) -> None:
+def test_what_an_agent_says_last_is_told_once_and_what_stood_there_before_is_not(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "logs").mkdir()
     leave(tmp_path, "h0", "of an earlier run")
     clock = iter(range(0, 100, 2))

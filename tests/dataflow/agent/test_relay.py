@@ -1,4 +1,5 @@
-"""What an agent passes on for the workers of its host: all messages in order, of heartbeats the last of each worker."""
+"""What an agent passes on for the workers of its host: all messages in order, of heartbeats the
+last of each worker."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,16 @@ import zmq
 from dataflow.agent.messages import FromWorkers
 from dataflow.agent.relay import Relay, address
 from dataflow.scheduler.host_messages import HostMessages
-from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, Bye, FromWorker, Heard, Heartbeat, Ready, Start
+from dataflow.worker.messages import (
+    TO_SCHEDULER,
+    TO_WORKER,
+    Bye,
+    FromWorker,
+    Heard,
+    Heartbeat,
+    Ready,
+    Start,
+)
 
 
 @pytest.fixture
@@ -32,7 +42,9 @@ def beat(rss: int) -> Heartbeat:
     return Heartbeat(attempt=0, nodes={}, rss_bytes=rss)
 
 
-def say(relay: Relay, worker: "zmq.Socket[bytes]", *messages: FromWorker, answers: bool = True) -> None:
+def say(
+    relay: Relay, worker: "zmq.Socket[bytes]", *messages: FromWorker, answers: bool = True
+) -> None:
     for message in messages:
         worker.send(TO_SCHEDULER.encode(message))
         assert relay.socket.poll(5000)
@@ -56,10 +68,16 @@ def test_words_are_passed_on_soon_and_in_order_and_of_heartbeats_the_last_at_eac
     assert read(relay.due(101.0)) == [beat(4)]
     assert relay.due(103.0) is None
     say(relay, worker, beat(5), Bye(attempt=0), beat(6))
-    assert read(relay.due(103.1, last=True)) == [beat(5), Bye(attempt=0), beat(6)], "as it has ended"
+    assert read(relay.due(103.1, last=True)) == [
+        beat(5),
+        Bye(attempt=0),
+        beat(6),
+    ], "as it has ended"
 
 
-def test_a_heartbeat_is_answered_only_while_the_scheduler_is_there(relay: Relay, worker: "zmq.Socket[bytes]") -> None:
+def test_a_heartbeat_is_answered_only_while_the_scheduler_is_there(
+    relay: Relay, worker: "zmq.Socket[bytes]"
+) -> None:
     say(relay, worker, beat(1), answers=False)
     assert not worker.poll(100)
     say(relay, worker, beat(2))
@@ -68,13 +86,18 @@ def test_a_heartbeat_is_answered_only_while_the_scheduler_is_there(relay: Relay,
     assert worker.poll(5000) and TO_WORKER.decode(worker.recv()) == Start()
 
 
-def test_a_scheduler_speaks_to_each_host_in_one_message_and_hears_very_many_workers_less_often() -> None:
+def test_a_scheduler_speaks_to_each_host_in_one_message_and_hears_very_many_workers_less_often() -> (
+    None
+):
     messages = HostMessages(hang_s=15.0)
     changed = [number for number in range(4096) if messages.slows(number + 1)]
     assert 0 < len(changed) < 20 and 3.0 < messages.beat_s <= 4.0
     for name, host in (("w-0", "h0"), ("w-1", "h0"), ("w-8", "h1")):
         messages.say(name, host, name.encode())
-    assert {host: list(tell.names) for host, tell in messages.tells()} == {"h0": ["w-0", "w-1"], "h1": ["w-8"]}
+    assert {host: list(tell.names) for host, tell in messages.tells()} == {
+        "h0": ["w-0", "w-1"],
+        "h1": ["w-8"],
+    }
     assert not list(messages.tells())
 
 

@@ -54,21 +54,34 @@ SNAPSHOT = Snapshot(
     groups={"issued": 1500, "trained": 1280, "dropped": 0},
     warnings=("'reward' timed out on 2 rollouts",),
     nodes=(
-        NodeSnapshot(name="prompts", state="running", rate=150, queue=0, busy=0.05, waiting=0.05, blocked=0.9),
-        NodeSnapshot(name="generator", state="running", rate=1240, queue=64, busy=0.97, blocked=0, note="v39"),
+        NodeSnapshot(
+            name="prompts", state="running", rate=150, queue=0, busy=0.05, waiting=0.05, blocked=0.9
+        ),
+        NodeSnapshot(
+            name="generator", state="running", rate=1240, queue=64, busy=0.97, blocked=0, note="v39"
+        ),
         NodeSnapshot(name="reward"),
     ),
     edges=(
-        EdgeSnapshot(producer="prompts", consumer="generator", source="prompts", depth=62, capacity=64),
-        EdgeSnapshot(producer="generator", consumer="reward", source="prompts", depth=128, capacity=512),
-        EdgeSnapshot(producer="generator", consumer="reward", source="held_out", depth=0, capacity=512),
+        EdgeSnapshot(
+            producer="prompts", consumer="generator", source="prompts", depth=62, capacity=64
+        ),
+        EdgeSnapshot(
+            producer="generator", consumer="reward", source="prompts", depth=128, capacity=512
+        ),
+        EdgeSnapshot(
+            producer="generator", consumer="reward", source="held_out", depth=0, capacity=512
+        ),
     ),
 )
 
 SUMMARY = Summary(
     faults=tuple(f"generator-{number} died (SIGKILL): not back" for number in range(7)),
     foreseen=("0.4 s a step, came 0.42 (+5%)", "0.95 efficiency, came 0.93"),
-    changes=(("swapped", "reward = rewards:strict after step 9"), ("swapped", "reward = rewards:mild after step 20")),
+    changes=(
+        ("swapped", "reward = rewards:strict after step 9"),
+        ("swapped", "reward = rewards:mild after step 20"),
+    ),
     graph="sorting",
     steps=300,
     wall_s=171,
@@ -135,7 +148,9 @@ def test_the_screen_at_forty_cells_without_unicode() -> None:
 
 
 def test_the_number_of_replicas_stands_beside_the_name_and_changes_with_them() -> None:
-    one, three = (Snapshot(nodes=(NodeSnapshot(name="generator", replicas=count),)) for count in (1, 3))
+    one, three = (
+        Snapshot(nodes=(NodeSnapshot(name="generator", replicas=count),)) for count in (1, 3)
+    )
     assert shown(one, Screen(width=80))[-1].startswith("generator  ")
     assert shown(three, Screen(width=80))[-1].startswith("generator ×3  ")
     assert shown(three, Screen(width=80, glyphs=ASCII))[-1].startswith("generator x3  ")
@@ -158,8 +173,10 @@ def test_where_nodes_are_too_many_the_busiest_are_shown_in_their_order() -> None
 
 
 def test_the_plain_line_leaves_out_what_is_not_known() -> None:
-    assert plain_line(SNAPSHOT) == (
-        "step 40/300  reward 0.42  eval 0.38  staleness 1.9/4  1,240 rollouts/s  23 k tokens/s  0:41 elapsed, 2:10 left"
+    assert (
+        plain_line(SNAPSHOT)
+        == "step 40/300  reward 0.42  eval 0.38  staleness 1.9/4  1,240 rollouts/s  23 k tokens/s "
+        " 0:41 elapsed, 2:10 left"
     )
     assert plain_line(Snapshot(step=3, elapsed_s=3725)) == "step 3  1:02:05 elapsed"
     assert plain_line(Snapshot()) == "step 0  0:00 elapsed"
@@ -249,7 +266,9 @@ def test_a_pipe_gets_plain_lines_and_a_terminal_the_screen(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("name", "value"), [("CI", "true"), ("TERM", "dumb")])
-def test_no_screen_is_drawn_where_nobody_sees_it(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_no_screen_is_drawn_where_nobody_sees_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
     monkeypatch.setenv(name, value)
     terminal = Terminal()
     with make_view(terminal) as view:
@@ -350,8 +369,15 @@ def test_a_message_from_a_signal_handler_waits_for_the_act_under_way() -> None:
 
 # --- anything at all
 
-ODD_NUMBER = st.none() | st.floats() | st.integers() | st.sampled_from([math.nan, math.inf, -math.inf, 1e308, -0.0])
-ODD_TEXT = st.text(max_size=40) | st.sampled_from(["\x1b[2J", "a\nb", "排序", "\ud800", "[red]x[/red]"])
+ODD_NUMBER = (
+    st.none()
+    | st.floats()
+    | st.integers()
+    | st.sampled_from([math.nan, math.inf, -math.inf, 1e308, -0.0])
+)
+ODD_TEXT = st.text(max_size=40) | st.sampled_from(
+    ["\x1b[2J", "a\nb", "排序", "\ud800", "[red]x[/red]"]
+)
 
 
 def odd(kind: type, **extra: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -381,18 +407,25 @@ SNAPSHOTS = odd(
     edges=st.lists(odd(EdgeSnapshot), max_size=5).map(tuple),
 )
 SUMMARIES = odd(
-    Summary, faults=st.lists(ODD_TEXT, max_size=7).map(tuple),
+    Summary,
+    faults=st.lists(ODD_TEXT, max_size=7).map(tuple),
     changes=st.lists(st.tuples(st.just("set"), ODD_TEXT), max_size=3).map(tuple),
-    foreseen=st.lists(ODD_TEXT, max_size=3).map(tuple), models=st.lists(ODD_TEXT, max_size=2).map(tuple),
+    foreseen=st.lists(ODD_TEXT, max_size=3).map(tuple),
+    models=st.lists(ODD_TEXT, max_size=2).map(tuple),
     commands=st.lists(st.tuples(ODD_TEXT, ODD_TEXT), max_size=2).map(tuple),
-)  # fmt: skip
+)
 SCREENS = st.builds(
-    Screen, width=st.integers(0, 200), height=st.integers(0, 60), glyphs=st.sampled_from([UNICODE, ASCII])
+    Screen,
+    width=st.integers(0, 200),
+    height=st.integers(0, 60),
+    glyphs=st.sampled_from([UNICODE, ASCII]),
 )
 
 
 NO_ROOM_FOR_NODES = (
-    Snapshot(nodes=(NodeSnapshot(name="a"), NodeSnapshot(name="b")), accuracy=0.0, tokens_per_s=0.0),
+    Snapshot(
+        nodes=(NodeSnapshot(name="a"), NodeSnapshot(name="b")), accuracy=0.0, tokens_per_s=0.0
+    ),
     [],
     Screen(width=8, height=8, glyphs=UNICODE),
 )
@@ -401,7 +434,9 @@ NO_ROOM_FOR_NODES = (
 @settings(max_examples=200)
 @given(SNAPSHOTS, st.lists(st.floats(), max_size=50), SCREENS)
 @example(*NO_ROOM_FOR_NODES)
-def test_any_snapshot_fits_any_screen(snapshot: Snapshot, rewards: list[float], screen: Screen) -> None:
+def test_any_snapshot_fits_any_screen(
+    snapshot: Snapshot, rewards: list[float], screen: Screen
+) -> None:
     found = lines(snapshot, rewards, screen)
     assert len(found) <= screen.height
     for line in found:
@@ -432,19 +467,39 @@ def test_no_view_raises_whatever_it_is_given(
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0, "0"), (38, "38"), (1240, "1,240"), (9999.4, "9,999"), (9999.6, "10 k"), (23_123, "23 k"),
-        (999_999, "1,000 k"), (4.12e6, "4.1 M"), (math.nan, "–"), (None, "–"), (math.inf, "–"), (True, "–"),
+        (0, "0"),
+        (38, "38"),
+        (1240, "1,240"),
+        (9999.4, "9,999"),
+        (9999.6, "10 k"),
+        (23_123, "23 k"),
+        (999_999, "1,000 k"),
+        (4.12e6, "4.1 M"),
+        (math.nan, "–"),
+        (None, "–"),
+        (math.inf, "–"),
+        (True, "–"),
     ],
-)  # fmt: skip
+)
 def test_counts_are_short(value: float | None, text: str) -> None:
     assert count(value) == text
 
 
 def test_other_numbers_are_short_too() -> None:
     assert [rate(0.43), rate(0), rate(38.2)] == ["0.4", "0", "38"]
-    assert [score(0.4249), score(-1), score(250.2), score(12_345)] == ["0.42", "-1.00", "250", "12 k"]
+    assert [score(0.4249), score(-1), score(250.2), score(12_345)] == [
+        "0.42",
+        "-1.00",
+        "250",
+        "12 k",
+    ]
     assert [age(2.0), age(1.94), age(None)] == ["2", "1.9", "–"]
-    assert [duration(41), duration(725), duration(3723), duration(-5)] == ["0:41", "12:05", "1:02:03", "0:00"]
+    assert [duration(41), duration(725), duration(3723), duration(-5)] == [
+        "0:41",
+        "12:05",
+        "1:02:03",
+        "0:00",
+    ]
 
 
 def test_a_sparkline_shows_the_way_of_the_values_in_few_signs() -> None:
@@ -456,7 +511,9 @@ def test_a_sparkline_shows_the_way_of_the_values_in_few_signs() -> None:
 
 
 @given(ODD_NUMBER, ODD_NUMBER, st.integers(0, 40))
-def test_a_bar_is_always_as_wide_as_it_should_be(busy: float | None, blocked: float | None, width: int) -> None:
+def test_a_bar_is_always_as_wide_as_it_should_be(
+    busy: float | None, blocked: float | None, width: int
+) -> None:
     assert len("".join(split_bar(busy, blocked, busy, width, UNICODE))) == width
 
 

@@ -1,4 +1,5 @@
-"""A run that learns nothing says so: which scorer is silent, in how many groups, with an example."""
+"""A run that learns nothing says so: which scorer is silent, in how many groups, with an
+example."""
 
 import pytest
 
@@ -9,7 +10,10 @@ from dataflow.display.silence import TOLD_AT, Silence, silence
 
 MUTE = {
     "groups": 4,
-    "no_signal": {"scorers": ["'reward' (a.py:3)"], "example": "reward 0.0 for the completion 'x' of 'y'"},
+    "no_signal": {
+        "scorers": ["'reward' (a.py:3)"],
+        "example": "reward 0.0 for the completion 'x' of 'y'",
+    },
 }
 LOUD = {"groups": 4, "no_signal": None}
 
@@ -24,12 +28,21 @@ def test_it_is_said_after_some_silent_steps_in_a_row_and_then_ever_more_seldom()
 
 def test_what_is_said_names_the_scorer_the_groups_and_a_row() -> None:
     said = silence([MUTE] * 5)
-    for part in ("'reward' (a.py:3)", "all 20 groups", "5 steps", "reward 0.0 for the completion 'x' of 'y'"):
+    for part in (
+        "'reward' (a.py:3)",
+        "all 20 groups",
+        "5 steps",
+        "reward 0.0 for the completion 'x' of 'y'",
+    ):
         assert part in said
 
 
-@pytest.mark.parametrize("lines", [[], [LOUD], [MUTE, LOUD], [LOUD, MUTE, MUTE, MUTE], [{"loss": 1.0}]])
-def test_a_run_in_which_a_step_had_a_signal_is_not_said_to_have_none(lines: list[dict[str, object]]) -> None:
+@pytest.mark.parametrize(
+    "lines", [[], [LOUD], [MUTE, LOUD], [LOUD, MUTE, MUTE, MUTE], [{"loss": 1.0}]]
+)
+def test_a_run_in_which_a_step_had_a_signal_is_not_said_to_have_none(
+    lines: list[dict[str, object]],
+) -> None:
     assert silence(lines) == ""
 
 
@@ -41,4 +54,7 @@ def test_of_several_scorers_those_are_named_that_were_silent_throughout() -> Non
 
 def test_the_summary_has_it() -> None:
     lines = summary_lines(Summary(graph="g", signal=silence([MUTE] * 5)), ASCII)
-    assert any("nothing to learn from: 'reward' (a.py:3)" in "".join(text for text, _ in line) for line in lines)
+    assert any(
+        "nothing to learn from: 'reward' (a.py:3)" in "".join(text for text, _ in line)
+        for line in lines
+    )

@@ -1,4 +1,5 @@
-"""A terminal or a pipe that nobody reads: whoever shows something there goes on, and comes to an end."""
+"""A terminal or a pipe that nobody reads: whoever shows something there goes on, and comes to an
+end."""
 
 import contextlib
 import os
@@ -58,7 +59,9 @@ def unread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     stream.close()
 
 
-def test_who_shows_something_to_nobody_goes_on_and_the_newest_state_is_what_is_seen_later(unread: Unread) -> None:
+def test_who_shows_something_to_nobody_goes_on_and_the_newest_state_is_what_is_seen_later(
+    unread: Unread,
+) -> None:
     with make_view(unread.stream, interval_s=0.0) as view:
         for step in range(20_000):
             view.update(Snapshot(step=step))
@@ -75,7 +78,9 @@ def test_a_view_is_closed_though_nobody_reads(unread: Unread) -> None:
     unread.read_until(b"the last word")
 
 
-def test_what_is_printed_meanwhile_waits_for_nobody_either(unread: Unread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_printed_meanwhile_waits_for_nobody_either(
+    unread: Unread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, unread.stream)
     with showing(unread.stream, quiet=not unread.stream.isatty()):
@@ -97,7 +102,9 @@ def test_a_quiet_run_tells_what_goes_wrong_on_standard_error_and_nothing_else(
     assert captured.out == "" and captured.err.splitlines() == ["tracker 'wandb' died", "a warning"]
 
 
-def test_messages_that_nobody_reads_are_bounded_and_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_that_nobody_reads_are_bounded_and_the_newest_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("dataflow.display.aside.MESSAGES_KEPT", 3)
     goes_on, said = threading.Event(), list[str]()
 
@@ -133,10 +140,12 @@ def test_a_process_ends_with_its_own_status_though_nobody_reads_what_it_says(
 ) -> None:
     reads, writes = made()
     filled(writes)
-    environment = {name: value for name, value in os.environ.items() if name != "CI"} | {"TERM": "xterm"}
+    environment = {name: value for name, value in os.environ.items() if name != "CI"} | {
+        "TERM": "xterm"
+    }
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, stdout=writes, stderr=writes, env=environment
-    ) as process:  # fmt: skip
+    ) as process:
         assert process.wait(50) == 7
     os.close(reads)
     os.close(writes)

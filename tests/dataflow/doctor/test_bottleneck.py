@@ -21,20 +21,30 @@ def facts(turns: tuple[tuple[str, ...], ...] = (), **nodes: dict[str, Any]) -> F
 
 def test_nodes_of_one_worker_bound_a_run_together_and_their_largest_part_is_named() -> None:
     light = {"workers": ["reward-0"]}
-    found = facts(generator={"busy": 0.7}, reward={"busy": 0.4, **light}, credit={"busy": 0.5, **light})
+    found = facts(
+        generator={"busy": 0.7}, reward={"busy": 0.4, **light}, credit={"busy": 0.5, **light}
+    )
     assert bottleneck(found) == "credit"
-    assert verdict(found) == (
-        "Nothing is wrong: 'credit' is the slowest part, busy 50%, and those that work in turn with it make that 90%."
+    assert (
+        verdict(found)
+        == "Nothing is wrong: 'credit' is the slowest part, busy 50%, and those that work in turn"
+        " with it make that 90%."
     )
 
 
 def test_a_pool_is_no_load_of_the_worker_that_asks_it() -> None:
     light = {"workers": ["reward-0"]}
     pooled = facts(
-        generator={"busy": 0.8}, reward={"busy": 0.6, "beside": 0.55, **light}, credit={"busy": 0.4, **light}
+        generator={"busy": 0.8},
+        reward={"busy": 0.6, "beside": 0.55, **light},
+        credit={"busy": 0.4, **light},
     )
     assert bottleneck(pooled) == "generator"
-    full = facts(generator={"busy": 0.8}, reward={"busy": 0.95, "beside": 0.9, **light}, credit={"busy": 0.4, **light})
+    full = facts(
+        generator={"busy": 0.8},
+        reward={"busy": 0.95, "beside": 0.9, **light},
+        credit={"busy": 0.4, **light},
+    )
     assert bottleneck(full) == "reward"
 
 
@@ -50,8 +60,12 @@ def test_of_loads_that_are_alike_it_is_the_last_on_the_way() -> None:
     assert bottleneck(facts(generator={"busy": 0.0}, trainer={})) is None
 
 
-PLACED = {"placed": {name: {"worker": "light" if name in ("judge", "credit") else name} for name in
-                     ("prompts", "generator", "judge", "credit", "trainer")}}  # fmt: skip
+PLACED = {
+    "placed": {
+        name: {"worker": "light" if name in ("judge", "credit") else name}
+        for name in ("prompts", "generator", "judge", "credit", "trainer")
+    }
+}
 
 
 def test_a_run_is_as_efficient_as_what_bounds_it_was_at_work() -> None:
@@ -59,9 +73,15 @@ def test_a_run_is_as_efficient_as_what_bounds_it_was_at_work() -> None:
     found = bounded(10.0, busy, {}, PLACED)
     assert found is not None and (found.node, found.share) == ("judge", 0.9), "one worker has both"
     found = bounded(10.0, busy, {"judge": 4.5}, PLACED)
-    assert found is not None and (found.node, found.share) == ("generator", 0.6), "its processes are no part of that"
+    assert found is not None and (found.node, found.share) == (
+        "generator",
+        0.6,
+    ), "its processes are no part of that"
     found = bounded(10.0, busy, {"judge": 4.5}, {**PLACED, "turns": [["generator", "trainer"]]})
-    assert found is not None and (found.node, found.share) == ("generator", 1.0), "no more than all of the time"
+    assert found is not None and (found.node, found.share) == (
+        "generator",
+        1.0,
+    ), "no more than all of the time"
     assert bounded(0.0, busy, {}, PLACED) is None and bounded(10.0, {}, {}, PLACED) is None
     assert bounded(10.0, {"trainer": 0.0}, {}, {}) is None
 

@@ -1,4 +1,5 @@
-"""The doctor's pieces: states from heartbeats, stacks, errors of a log, processes, and the report itself."""
+"""The doctor's pieces: states from heartbeats, stacks, errors of a log, processes, and the report
+itself."""
 
 import json
 import os
@@ -36,9 +37,20 @@ from dataflow.worker.host import Settings
 
 
 def beat(node: str = "trainer", at: str = "", **told: Any) -> dict[str, Any]:
-    seconds = {"busy": 0.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0, **told.pop("seconds", {})}
+    seconds = {
+        "busy": 0.0,
+        "waiting": 0.0,
+        "blocked": 0.0,
+        "starved": 0.0,
+        **told.pop("seconds", {}),
+    }
     plain = {"status": {}, "rows_in": 0, "rows_out": 0, "ended": False, "blocked": False}
-    return {"nodes": {node: {**plain, "seconds": seconds, **told}}, "at": at, "at_s": 0.0, "edges": {}}
+    return {
+        "nodes": {node: {**plain, "seconds": seconds, **told}},
+        "at": at,
+        "at_s": 0.0,
+        "edges": {},
+    }
 
 
 def states(*beats: dict[str, Any]) -> list[tuple[str, float]]:
@@ -61,7 +73,9 @@ def test_a_node_is_in_the_state_in_which_it_spent_most_of_the_last_seconds_and_s
 
 def test_one_that_waits_has_waited_since_it_last_worked_if_only_for_a_moment() -> None:
     worked = [0.0, 0.0, 0.01, 0.01, 0.01]
-    found = states(*[beat(seconds={"waiting": float(at), "busy": busy}) for at, busy in enumerate(worked)])
+    found = states(
+        *[beat(seconds={"waiting": float(at), "busy": busy}) for at, busy in enumerate(worked)]
+    )
     assert found[-1] == ("waiting", 2.0)
 
 
@@ -78,7 +92,9 @@ def test_one_that_has_ended_or_says_so_is_done_and_one_that_is_paused_is_so() ->
 @pytest.mark.parametrize(
     "told", [{"rows_in": 1}, {"rows_out": 1}, {"status": {"tokens": 9}}, {"status": {"version": 2}}]
 )
-def test_rows_tokens_steps_and_versions_are_movement_and_seconds_are_not(told: dict[str, Any]) -> None:
+def test_rows_tokens_steps_and_versions_are_movement_and_seconds_are_not(
+    told: dict[str, Any],
+) -> None:
     still = {"trainer-0": {"heartbeat": beat()}}
     assert marks(still) == marks({"trainer-0": {"heartbeat": beat(seconds={"busy": 5.0})}})
     assert marks(still) != marks({"trainer-0": {"heartbeat": beat(**told)}})
@@ -132,7 +148,11 @@ After it."""
 def test_the_last_traceback_is_its_last_line_and_the_innermost_own_place() -> None:
     found = last_error("trainer-0.log", TRACE)
     assert found is not None
-    assert (found.said, found.where, found.lines_ago) == ("ValueError: no room", "/a/dataflow/loop.py:12", 2)
+    assert (found.said, found.where, found.lines_ago) == (
+        "ValueError: no room",
+        "/a/dataflow/loop.py:12",
+        2,
+    )
 
 
 def test_a_later_error_line_counts_more_than_an_earlier_traceback() -> None:
@@ -156,18 +176,27 @@ def test_a_traceback_that_was_cut_is_told_as_one() -> None:
 @pytest.fixture
 def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     program = (
-        "import faulthandler, signal, sys, time; log = open(sys.argv[1], 'w');"
-        "faulthandler.register(signal.SIGUSR1, file=log); log.write('up\\n'); log.flush(); time.sleep(60)"
+        "import faulthandler, signal, sys, time; log = open(sys.argv[1],"
+        " 'w');faulthandler.register(signal.SIGUSR1, file=log); log.write('up\\n'); log.flush();"
+        " time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "log")]) as process:
-        wait_until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text(), 30.0, "the sleeper")
+        wait_until(
+            lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text(),
+            30.0,
+            "the sleeper",
+        )
         yield process
         process.kill()
 
 
-def test_a_stopped_process_is_seen_as_one_and_an_ended_one_as_none(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_stopped_process_is_seen_as_one_and_an_ended_one_as_none(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
     sleeper.send_signal(signal.SIGSTOP)
-    wait_until(lambda: processes.look([sleeper.pid], 0.0)[sleeper.pid].state == "T", 30.0, "the stop")
+    wait_until(
+        lambda: processes.look([sleeper.pid], 0.0)[sleeper.pid].state == "T", 30.0, "the stop"
+    )
     sleeper.kill()
     sleeper.wait()
     assert processes.look([sleeper.pid], 0.0)[sleeper.pid].state == ""
@@ -179,7 +208,9 @@ def test_a_process_that_answers_no_message_still_dumps_its_stacks(
     assert "most recent call first" in processes.dump(sleeper.pid, tmp_path / "log")
 
 
-def test_a_process_that_has_a_file_of_the_run_open_is_found(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_a_process_that_has_a_file_of_the_run_open_is_found(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
     assert sleeper.pid in [pid for pid, _ in processes.using(tmp_path.resolve())]
     assert processes.using(tmp_path / "elsewhere") == []
 
@@ -192,8 +223,12 @@ def folder(tmp_path: Path) -> RunFolder:
     made = RunFolder.create(tmp_path, "t")
     names = {"prompts": "source", "trainer": "sink"}
     edge = {"from": "prompts", "to": "trainer", "plane": "data", "source": "prompts"}
-    made.write_json("graph.json", {"nodes": [{"name": n, "kind": k} for n, k in names.items()], "edges": [edge]})
-    made.write_json("config.json", {"max_staleness": {"trainer": 0}, "leading": ["trainer"], "on_demand": []})
+    made.write_json(
+        "graph.json", {"nodes": [{"name": n, "kind": k} for n, k in names.items()], "edges": [edge]}
+    )
+    made.write_json(
+        "config.json", {"max_staleness": {"trainer": 0}, "leading": ["trainer"], "on_demand": []}
+    )
     with Ledger.create(made.ledger, {"trainer": ["prompts"]}) as ledger:
         ledger.issue("prompts", [(0, "a"), (1, "b"), (2, "c")])
         ledger.commit_step("trainer", 1, version=1, source="prompts", trained=[0])
@@ -203,12 +238,27 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def said(**told: Any) -> dict[str, Any]:
     """What a scheduler says of two workers."""
-    plain = {"pid": 0, "state": "ready", "silent_s": 0.1, "threads": [], "threads_s": 0.0, "restarts": 0, "cause": ""}
+    plain = {
+        "pid": 0,
+        "state": "ready",
+        "silent_s": 0.1,
+        "threads": [],
+        "threads_s": 0.0,
+        "restarts": 0,
+        "cause": "",
+    }
     beats = {node: beat(node, **told.get(node, {})) for node in ("prompts", "trainer")}
     return {
-        "pid": 0, "phase": "training", "draining": False, "step": 1, "steps": 2,
-        "workers": {f"{node}-0": {**plain, "nodes": [node], "heartbeat": each} for node, each in beats.items()},
-    }  # fmt: skip
+        "pid": 0,
+        "phase": "training",
+        "draining": False,
+        "step": 1,
+        "steps": 2,
+        "workers": {
+            f"{node}-0": {**plain, "nodes": [node], "heartbeat": each}
+            for node, each in beats.items()
+        },
+    }
 
 
 def test_the_awaited_group_is_the_first_that_is_not_at_the_trainer(folder: RunFolder) -> None:
@@ -216,8 +266,13 @@ def test_the_awaited_group_is_the_first_that_is_not_at_the_trainer(folder: RunFo
     assert (facts.awaited["trainer"].group_id, facts.awaited["trainer"].state) == (1, "issued")
 
 
-def test_the_ledger_is_asked_what_is_awaited_once_nothing_has_moved_for_as_long_as_is_said(folder: RunFolder) -> None:
-    moved, stands = (gather(folder, {**said(), "still_s": each}, during_s=0.0, still_s=2.0) for each in (1.9, 2.0))
+def test_the_ledger_is_asked_what_is_awaited_once_nothing_has_moved_for_as_long_as_is_said(
+    folder: RunFolder,
+) -> None:
+    moved, stands = (
+        gather(folder, {**said(), "still_s": each}, during_s=0.0, still_s=2.0)
+        for each in (1.9, 2.0)
+    )
     assert moved.awaited == {} and set(stands.awaited) == {"trainer"}
 
 
@@ -226,7 +281,12 @@ def test_the_trainers_own_word_on_the_next_group_counts_more_and_the_worker_that
 ) -> None:
     told = said(trainer={"status": {"next": 2}}, prompts={"oldest": {"prompts": 2}})
     found = gather(folder, told, during_s=0.0).awaited["trainer"]
-    assert (found.group_id, found.state, found.node, found.worker) == (2, "scored", "prompts", "prompts-0")
+    assert (found.group_id, found.state, found.node, found.worker) == (
+        2,
+        "scored",
+        "prompts",
+        "prompts-0",
+    )
 
 
 def test_a_report_has_every_part(folder: RunFolder) -> None:
@@ -266,7 +326,9 @@ def test_a_scheduler_that_was_killed_is_told_as_that(folder: RunFolder) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     folder.write_json("control.json", {"address": "ipc:///nowhere", "pid": ended.pid})
-    assert f"its scheduler (pid {ended.pid}) has ended without an end of the run" in examine(folder.path, ask_for_facts)
+    assert f"its scheduler (pid {ended.pid}) has ended without an end of the run" in examine(
+        folder.path, ask_for_facts
+    )
 
 
 # Within the scheduler
@@ -287,8 +349,12 @@ class Watched:
     clock: Clock = field(default_factory=Clock)
     asked: list[tuple[str, float]] = field(default_factory=list)
     workers: dict[str, Any] = field(default_factory=dict)
-    run: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(phase="training", draining=False, step=1))
-    limits: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(stall_s=20.0, slice_s=100.0))
+    run: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(phase="training", draining=False, step=1)
+    )
+    limits: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(stall_s=20.0, slice_s=100.0)
+    )
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.workers.values())
@@ -297,11 +363,23 @@ class Watched:
         settings = Settings(folder=str(self.folder.path), steps=2)
         for node in ("prompts", "trainer"):
             self.workers[f"{node}-0"] = SimpleNamespace(
-                name=f"{node}-0", nodes=[node], pid=0, life=Life.READY, state="ready", cause="", attempt=0,
-                heard_at=0.0, told=beat(node), stacks=None, host="", machine=machine(),
-            )  # fmt: skip
+                name=f"{node}-0",
+                nodes=[node],
+                pid=0,
+                life=Life.READY,
+                state="ready",
+                cause="",
+                attempt=0,
+                heard_at=0.0,
+                told=beat(node),
+                stacks=None,
+                host="",
+                machine=machine(),
+            )
         table: Any = self
-        return StallWatch(table, lambda name, _: self.asked.append((name, self.clock.now)), settings, self.clock)
+        return StallWatch(
+            table, lambda name, _: self.asked.append((name, self.clock.now)), settings, self.clock
+        )
 
     def watch(self, seconds: float, change: Callable[[], object] = lambda: None) -> list[str]:
         """What is said over so many seconds."""
@@ -315,10 +393,15 @@ class Watched:
         return heard
 
 
-def test_a_run_that_stands_still_is_warned_of_once_and_then_ended_with_a_report(folder: RunFolder) -> None:
+def test_a_run_that_stands_still_is_warned_of_once_and_then_ended_with_a_report(
+    folder: RunFolder,
+) -> None:
     heard = Watched(folder).watch(39.0)
     assert len(heard) == 1 and heard[0].startswith("nothing has moved for 20 s: ")
-    with pytest.raises(DeadlineError, match=r"nothing has moved for 4\d s: .*doctor-.*\.txt says who waits for whom"):
+    with pytest.raises(
+        DeadlineError,
+        match=r"nothing has moved for 4\d s: .*doctor-.*\.txt says who waits for whom",
+    ):
         Watched(folder).watch(60.0)
     assert "who waits for whom" in next(folder.path.glob("doctor-*.txt")).read_text()
 
@@ -328,7 +411,10 @@ def test_a_report_that_the_disk_refuses_does_not_hide_why_a_run_is_ended(
 ) -> None:
     monkeypatch.setattr("dataflow.scheduler.stall_watch.time.strftime", lambda form: "now")
     (folder.path / "doctor-now.txt").mkdir()
-    with pytest.raises(DeadlineError, match=r"nothing has moved for 4\d s: .*doctor-now.txt' failed: Is a directory"):
+    with pytest.raises(
+        DeadlineError,
+        match=r"nothing has moved for 4\d s: .*doctor-now.txt' failed: Is a directory",
+    ):
         Watched(folder).watch(60.0)
 
 
@@ -342,7 +428,9 @@ def test_a_run_that_moves_is_left_alone(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("busy", ["slice", "seconds", "starting"])
-def test_work_without_movement_is_no_stall_before_its_own_limit(busy: str, folder: RunFolder) -> None:
+def test_work_without_movement_is_no_stall_before_its_own_limit(
+    busy: str, folder: RunFolder
+) -> None:
     watched = Watched(folder)
 
     def work() -> None:
@@ -358,7 +446,9 @@ def test_work_without_movement_is_no_stall_before_its_own_limit(busy: str, folde
 
 
 @pytest.mark.parametrize("change", [{"draining": True}, {"phase": "starting"}, {"phase": "over"}])
-def test_what_has_limits_of_its_own_is_not_watched(change: dict[str, Any], folder: RunFolder) -> None:
+def test_what_has_limits_of_its_own_is_not_watched(
+    change: dict[str, Any], folder: RunFolder
+) -> None:
     watched = Watched(folder)
     vars(watched.run).update(change)
     assert watched.watch(90.0) == [] and watched.asked == []

@@ -12,7 +12,10 @@ LOOKS = st.lists(LOOK, max_size=80)
 
 
 def after(looks: list[tuple[bool, bool, int]], begin: Stillness | None = None) -> Stillness:
-    found, now = begin or Stillness().look(0, False, 0.0), 0.0 if begin is None else (begin.looked or 0.0)
+    found, now = (
+        begin or Stillness().look(0, False, 0.0),
+        0.0 if begin is None else (begin.looked or 0.0),
+    )
     mark = found.marks
     for moved, at_work, passed in looks:
         now += passed
@@ -36,7 +39,9 @@ def test_idle_time_is_never_more_than_still_time_nor_that_more_than_what_passed(
 
 
 @given(LOOKS)
-def test_looking_on_at_a_run_that_does_not_move_only_makes_it_worse(looks: list[tuple[bool, bool, int]]) -> None:
+def test_looking_on_at_a_run_that_does_not_move_only_makes_it_worse(
+    looks: list[tuple[bool, bool, int]],
+) -> None:
     order = ["fine", "slow", "stalled"]
     found = after(looks)
     worse = found.look(found.marks, False, (found.looked or 0.0) + 1.0)
@@ -44,7 +49,9 @@ def test_looking_on_at_a_run_that_does_not_move_only_makes_it_worse(looks: list[
 
 
 @given(LOOKS)
-def test_every_run_that_nobody_works_on_is_warned_of_before_it_is_ended(looks: list[tuple[bool, bool, int]]) -> None:
+def test_every_run_that_nobody_works_on_is_warned_of_before_it_is_ended(
+    looks: list[tuple[bool, bool, int]],
+) -> None:
     found, decisions = after([*looks, (True, False, 0.0)]), []
     for _ in range(70):
         found = found.look(found.marks, False, (found.looked or 0.0) + 1.0)

@@ -61,10 +61,15 @@ def test_the_marker_holds_step_facts_and_every_file(saved: Checkpoints) -> None:
             lambda folder: (folder / "model.safetensors").write_text("weights of 201"),
             "is not as it was written",
         ),
-        (lambda folder: folder.rename(folder.with_name("step-000300")), "its marker is of step 200"),
+        (
+            lambda folder: folder.rename(folder.with_name("step-000300")),
+            "its marker is of step 200",
+        ),
     ],
 )
-def test_an_unmarked_or_damaged_checkpoint_is_never_chosen(saved: Checkpoints, damage: object, fact: str) -> None:
+def test_an_unmarked_or_damaged_checkpoint_is_never_chosen(
+    saved: Checkpoints, damage: object, fact: str
+) -> None:
     damage(saved.folder(200))
     assert saved.latest() == 100
     assert fact in (saved.damage(saved.steps()[-1]) or "")
@@ -89,7 +94,8 @@ def test_a_failed_save_leaves_the_checkpoint_of_the_same_step_good(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(
-            RunFolderError, match=r"committing checkpoint .* failed: No space left on device; make room"
+            RunFolderError,
+            match=r"committing checkpoint .* failed: No space left on device; make room",
         ):
             save(saved, 200, "other")
     assert saved.latest() == 200
@@ -109,7 +115,9 @@ def test_a_crash_at_any_rename_of_a_repeated_save_loses_no_checkpoint(
     for survived in range(3):
         calls = iter(range(99))
 
-        def replace(path: Path, target: Path, calls: object = calls, survived: int = survived) -> Path:
+        def replace(
+            path: Path, target: Path, calls: object = calls, survived: int = survived
+        ) -> Path:
             if next(calls) == survived:
                 raise Crash
             return real(path, target)
@@ -130,7 +138,9 @@ def test_nothing_is_no_checkpoint(saved: Checkpoints) -> None:
         saved.commit(300)
 
 
-def test_large_files_are_read_in_pieces(saved: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_read_in_pieces(
+    saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoints, "_CHUNK_BYTES", 5)
     assert saved.latest() == 200
 
@@ -143,7 +153,9 @@ def save_temporary(made: Checkpoints, step: int) -> None:
         (folder / "model.safetensors").write_text(f"weights of {step}")
 
 
-def test_a_temporary_checkpoint_is_chosen_as_any_other_and_goes_when_a_newer_one_stands(saved: Checkpoints) -> None:
+def test_a_temporary_checkpoint_is_chosen_as_any_other_and_goes_when_a_newer_one_stands(
+    saved: Checkpoints,
+) -> None:
     for step in (150, 250):
         save_temporary(saved, step)
     assert saved.latest() == 250 and saved.latest(at_most=199) == 150
@@ -162,7 +174,9 @@ def test_a_temporary_checkpoint_that_is_to_stay_stays_undamaged(saved: Checkpoin
     assert json.loads((saved.folder(300) / MARKER).read_text()).keys() == {"step", "files"}
 
 
-def test_a_checkpoint_whose_marker_cannot_be_read_is_not_taken_for_temporary(saved: Checkpoints) -> None:
+def test_a_checkpoint_whose_marker_cannot_be_read_is_not_taken_for_temporary(
+    saved: Checkpoints,
+) -> None:
     save_temporary(saved, 150)
     (saved.folder(150) / MARKER).write_text('{"temporary": true')
     saved.clear(before=1000)
@@ -174,7 +188,11 @@ def test_a_removal_that_a_crash_cut_off_is_ended_by_the_next_and_its_rest_is_nev
 ) -> None:
     save_temporary(saved, 300)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints.shutil, "rmtree", lambda path: (path / "model.safetensors").unlink() or exit())
+        patch.setattr(
+            checkpoints.shutil,
+            "rmtree",
+            lambda path: (path / "model.safetensors").unlink() or exit(),
+        )
         with pytest.raises(SystemExit):
             saved.clear(before=301)
     assert saved.steps() == [100, 200] and saved.latest() == 200
@@ -183,10 +201,15 @@ def test_a_removal_that_a_crash_cut_off_is_ended_by_the_next_and_its_rest_is_nev
     assert sorted(path.name for path in saved.path.iterdir()) == ["step-000100", "step-000200"]
 
 
-def test_rests_of_writes_that_crashed_go_with_the_next_and_a_marked_one_is_no_rest(saved: Checkpoints) -> None:
+def test_rests_of_writes_that_crashed_go_with_the_next_and_a_marked_one_is_no_rest(
+    saved: Checkpoints,
+) -> None:
     for step in (110, 120, 900):
         (saved.begin(step) / "model.safetensors").write_text("half")
     (saved.path / ".step-000120.partial" / MARKER).write_text("{}")
     saved.clear(before=300)
-    assert sorted(path.name for path in saved.path.glob(".*")) == [".step-000120.partial", ".step-000900.partial"]
+    assert sorted(path.name for path in saved.path.glob(".*")) == [
+        ".step-000120.partial",
+        ".step-000900.partial",
+    ]
     assert saved.steps() == [100, 200]

@@ -1,4 +1,5 @@
-"""Copies of checkpoints at an address: whole or not there, whatever fails meanwhile, and nobody's but their part's."""
+"""Copies of checkpoints at an address: whole or not there, whatever fails meanwhile, and nobody's
+but their part's."""
 
 import threading
 import time
@@ -65,13 +66,21 @@ def commit(checkpoints: Checkpoints, step: int, *, temporary: bool = False) -> P
 
 
 @pytest.fixture
-def copier(address: Address, checkpoints: Checkpoints, ledger: Ledger) -> Callable[..., CheckpointCopier]:
+def copier(
+    address: Address, checkpoints: Checkpoints, ledger: Ledger
+) -> Callable[..., CheckpointCopier]:
     def make(copies: Copies | None = None, last: int = 1000, **how: Any) -> CheckpointCopier:
         made = CheckpointCopier(
-            copies or claim(address, address.text, "run", [""], None), trainer="", folder=checkpoints.folder,
-            pack=ledger.pack, log=how.pop("log", Log()), node="trainer", open_address=lambda text: address,
-            again_s=0.01, **how,
-        )  # fmt: skip
+            copies or claim(address, address.text, "run", [""], None),
+            trainer="",
+            folder=checkpoints.folder,
+            pack=ledger.pack,
+            log=how.pop("log", Log()),
+            node="trainer",
+            open_address=lambda text: address,
+            again_s=0.01,
+            **how,
+        )
         at_end(lambda: made.close(0.0))
         made.start(last)
         return made
@@ -87,7 +96,9 @@ def idle(copier: CheckpointCopier) -> None:
     wait_until(lambda: copier.is_idle, 10.0, "the copies")
 
 
-def test_the_newest_waits_before_the_others_and_a_temporary_one_only_while_it_is_the_newest() -> None:
+def test_the_newest_waits_before_the_others_and_a_temporary_one_only_while_it_is_the_newest() -> (
+    None
+):
     waiting = CopyQueue()
     for step, is_temporary in ((2, False), (3, True), (4, True), (6, False), (7, True)):
         waiting.add(step, is_temporary=is_temporary)
@@ -117,13 +128,19 @@ def test_the_marker_is_written_last_and_says_what_stands_there(
     store(address).get(5, tmp_path / "back", lambda count: None)
     assert (tmp_path / "back/model.bin").read_bytes() == b"5" * BYTES
     (tmp_path / "there/run/part-000001/checkpoints/step-000005/model.bin").write_bytes(b"6" * BYTES)
-    with pytest.raises(CopyError, match=r"'model.bin' of the checkpoint of step 5 at '.*' is damaged"):
+    with pytest.raises(
+        CopyError, match=r"'model.bin' of the checkpoint of step 5 at '.*' is damaged"
+    ):
         store(address).get(5, tmp_path / "again", lambda count: None)
 
 
 @pytest.mark.parametrize("after", [0, BYTES - 1, BYTES, 2 * BYTES + 10])
 def test_an_upload_that_is_cut_off_is_no_checkpoint_and_is_made_again(
-    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier], after: int
+    address: Address,
+    weather: Weather,
+    checkpoints: Checkpoints,
+    copier: Callable[..., CheckpointCopier],
+    after: int,
 ) -> None:
     commit(checkpoints, 4)
     made = copier()
@@ -140,7 +157,10 @@ def test_an_upload_that_is_cut_off_is_no_checkpoint_and_is_made_again(
 
 
 def test_an_address_that_is_down_for_a_while_loses_nothing_and_is_told_of_once(
-    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier]
+    address: Address,
+    weather: Weather,
+    checkpoints: Checkpoints,
+    copier: Callable[..., CheckpointCopier],
 ) -> None:
     log = Log()
     made = copier(log=log)
@@ -155,12 +175,16 @@ def test_an_address_that_is_down_for_a_while_loses_nothing_and_is_told_of_once(
     idle(made)
     assert store(address).whole() == [2, 4, 6]
     assert [event for event, _ in log.said] == [
-        "checkpoint not copied, and tried again; training goes on", "checkpoints are copied again",
-    ]  # fmt: skip
+        "checkpoint not copied, and tried again; training goes on",
+        "checkpoints are copied again",
+    ]
 
 
 def test_temporary_copies_go_with_the_next_and_what_is_copied_stays_in_the_folder_until_then(
-    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier]
+    address: Address,
+    weather: Weather,
+    checkpoints: Checkpoints,
+    copier: Callable[..., CheckpointCopier],
 ) -> None:
     entered, go_on = threading.Event(), threading.Event()
     at_end(go_on.set)
@@ -235,7 +259,9 @@ def test_a_part_clears_those_before_it_once_a_run_could_go_on_from_it(
     assert store(address, 1).whole() == [2] and store(address, 2).whole() == [3]
 
 
-def test_a_claim_that_is_withdrawn_while_another_looks_is_none(address: Address, weather: Weather) -> None:
+def test_a_claim_that_is_withdrawn_while_another_looks_is_none(
+    address: Address, weather: Weather
+) -> None:
     claim(address, address.text, "run", [""], None)
     run = address.below("run")
     run.put_json("part-000002/claim-other.json", {})
@@ -245,7 +271,9 @@ def test_a_claim_that_is_withdrawn_while_another_looks_is_none(address: Address,
     run.remove("part-000002/claim-other.json")
 
 
-def test_who_cannot_see_whether_others_claim_a_part_withdraws(address: Address, weather: Weather) -> None:
+def test_who_cannot_see_whether_others_claim_a_part_withdraws(
+    address: Address, weather: Weather
+) -> None:
     first = claim(address, address.text, "run", [""], None)
 
     def fail() -> None:
@@ -310,7 +338,10 @@ def test_a_run_goes_on_from_the_newest_part_that_all_trainers_can_go_on_from(
 
 
 def test_a_copier_that_is_closed_stops_in_the_midst_of_a_copy(
-    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier]
+    address: Address,
+    weather: Weather,
+    checkpoints: Checkpoints,
+    copier: Callable[..., CheckpointCopier],
 ) -> None:
     commit(checkpoints, 2)
     weather.before = lambda name: time.sleep(0.05) if "step" in name else None
@@ -342,10 +373,12 @@ def test_a_ledger_that_cannot_be_packed_makes_no_copy(
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("/there/", "/there"), ("file:///there/a/", "/there/a"), ("s3://bucket/a/?region=x", "s3://bucket/a?region=x"),
+        ("/there/", "/there"),
+        ("file:///there/a/", "/there/a"),
+        ("s3://bucket/a/?region=x", "s3://bucket/a?region=x"),
         ("gs://bucket/a", "gs://bucket/a"),
     ],
-)  # fmt: skip
+)
 def test_an_address_is_the_same_however_it_is_given(text: str, wanted: str) -> None:
     assert checked(text) == wanted == checked(wanted)
 

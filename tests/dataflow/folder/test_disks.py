@@ -15,7 +15,14 @@ from dataflow.folder.disks import reading
 from dataflow.folder.disks.bringing import Bringing
 from dataflow.folder.disks.disks import Disks
 from dataflow.folder.disks.fetching import HostPeer, fetch, listed
-from dataflow.folder.disks.messages import Answer, CannotRead, FileChunk, Listed, ListFiles, ReadFile
+from dataflow.folder.disks.messages import (
+    Answer,
+    CannotRead,
+    FileChunk,
+    Listed,
+    ListFiles,
+    ReadFile,
+)
 from dataflow.folder.disks.reading import answer
 from dataflow.folder.disks.server import FileServer
 from dataflow.folder.ledger import Ledger
@@ -86,28 +93,41 @@ def checkpoint(folder: Path, step: int, text: str = "weights") -> None:
 
 
 def test_a_return_forgets_who_had_the_files_of_steps_that_are_taken_back(ledger: Ledger) -> None:
-    names = [f"rollouts/step-{step:06d}.arrow" for step in (4, 5)] + ["checkpoints/step-000005", "rollouts/eval-000008"]
+    names = [f"rollouts/step-{step:06d}.arrow" for step in (4, 5)] + [
+        "checkpoints/step-000005",
+        "rollouts/eval-000008",
+    ]
     for name in names:
         ledger.do(SetPlace(name, "c"))
     ledger.do(SetPlace("rollouts/critic/step-000005.arrow", "c"))
     assert ledger.do(LeastReturn()) is None
     ledger.roll_back_to(4, "trainer")
-    assert list(ledger.do(ListPlaces(""))) == ["rollouts/critic/step-000005.arrow", names[3], names[0]]
+    assert list(ledger.do(ListPlaces(""))) == [
+        "rollouts/critic/step-000005.arrow",
+        names[3],
+        names[0],
+    ]
     ledger.roll_back_to(4, "trainer")
     assert ledger.do(LeastReturn()) == 4
 
 
 def test_what_is_made_anew_is_on_its_host_alone_and_copies_are_added(ledger: Ledger) -> None:
     for what, want in (
-        (SetPlace("a", "c"), ["c"]), (AddPlace("a", "b"), ["b", "c"]), (AddPlace("a", HOME), ["", "b", "c"]),
-        (SetPlace("a", "b"), ["b"]), (SetPlace("a", HOME), None), (AddPlace("a", HOME), None),
+        (SetPlace("a", "c"), ["c"]),
+        (AddPlace("a", "b"), ["b", "c"]),
+        (AddPlace("a", HOME), ["", "b", "c"]),
+        (SetPlace("a", "b"), ["b"]),
+        (SetPlace("a", HOME), None),
+        (AddPlace("a", HOME), None),
         (AddPlace("a", "c"), ["", "c"]),
-    ):  # fmt: skip
+    ):
         ledger.do(what)
         assert ledger.do(ListPlaces("a")).get("a") == want
 
 
-def test_a_replaced_attempt_places_nothing_on_its_own_disk_that_counts(home: Path, ledger: Ledger) -> None:
+def test_a_replaced_attempt_places_nothing_on_its_own_disk_that_counts(
+    home: Path, ledger: Ledger
+) -> None:
     handler = RequestHandler(ledger)
     old, new = Token("trainer-0", 1, 0, 7), Token("trainer-0", 1, 1, 8)
     asks = PutInPlace(".step-000003.old", STEP_3, None, "c")
@@ -126,7 +146,9 @@ def test_a_replaced_attempt_places_nothing_on_its_own_disk_that_counts(home: Pat
     assert ledger.do(ListPlaces("")) == {} and (home / STEP_3).read_text() == "here"
 
 
-@pytest.mark.parametrize("path", ["ledger.db", "agents.keys", "../x", "/etc/passwd", "rollouts/../ledger.db", ""])
+@pytest.mark.parametrize(
+    "path", ["ledger.db", "agents.keys", "../x", "/etc/passwd", "rollouts/../ledger.db", ""]
+)
 def test_a_host_gives_what_the_run_has_made_and_nothing_else(home: Path, path: str) -> None:
     for what in (ListFiles(path), ReadFile(path, 0)):
         found = answer(home, what)
@@ -142,7 +164,10 @@ def test_files_travel_in_chunks_and_what_has_no_place_yet_is_not_told(
     put(here / "rollouts/empty", "")
     put(here / "rollouts/.b.3.placing", "half")
     of = peer(here)
-    assert listed(of, "rollouts") == {"rollouts/a": 11, "rollouts/empty": 0} and listed(of, "checkpoints") == {}
+    assert (
+        listed(of, "rollouts") == {"rollouts/a": 11, "rollouts/empty": 0}
+        and listed(of, "checkpoints") == {}
+    )
     for name, text in (("a", "hello world"), ("empty", "")):
         fetch(of, f"rollouts/{name}", tmp_path / "got" / name)
         assert (tmp_path / "got" / name).read_text() == text
@@ -175,7 +200,10 @@ def test_a_file_that_is_replaced_while_a_chunk_is_read_is_not_taken_for_the_new_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "CHUNK_BYTES", 4)
-    path, newer = put(tmp_path / "rollouts/a", "old content"), put(tmp_path / "rollouts/b", "new content")
+    path, newer = (
+        put(tmp_path / "rollouts/a", "old content"),
+        put(tmp_path / "rollouts/b", "new content"),
+    )
     opened = Path.open
 
     def replaced(self: Path, mode: str = "r") -> IO[Any]:
@@ -205,7 +233,9 @@ def test_other_keys_get_nothing_and_the_wait_ends(tmp_path: Path) -> None:
         listed(peer(tmp_path, RunKeys.make(), 0.3), "rollouts")
 
 
-def test_a_file_is_read_from_whoever_has_what_counts(tmp_path: Path, home: Path, ledger: Ledger) -> None:
+def test_a_file_is_read_from_whoever_has_what_counts(
+    tmp_path: Path, home: Path, ledger: Ledger
+) -> None:
     b, c = tmp_path / "b", tmp_path / "c"
     put(c / STEP_3, "good")
     put(b / STEP_3, "of a step that was taken back")
@@ -214,12 +244,19 @@ def test_a_file_is_read_from_whoever_has_what_counts(tmp_path: Path, home: Path,
     assert (b / STEP_3).read_text() == "good" and ledger.do(ListPlaces("")) == {STEP_3: ["b", "c"]}
     put(home / STEP_3, "of a step that was taken back")
     host(HOME, home, home, b=b).see(home / STEP_3)
-    assert (home / STEP_3).read_text() == "good" and ledger.do(ListPlaces("")) == {STEP_3: ["", "b", "c"]}
+    assert (home / STEP_3).read_text() == "good" and ledger.do(ListPlaces("")) == {
+        STEP_3: ["", "b", "c"]
+    }
 
 
-def test_a_file_that_nobody_gives_is_named_with_its_host(tmp_path: Path, home: Path, ledger: Ledger) -> None:
+def test_a_file_that_nobody_gives_is_named_with_its_host(
+    tmp_path: Path, home: Path, ledger: Ledger
+) -> None:
     ledger.do(SetPlace(STEP_3, "c"))
-    with pytest.raises(RunFolderError, match=r"is not to be had: host 'c' has it and takes no part in the run; have"):
+    with pytest.raises(
+        RunFolderError,
+        match=r"is not to be had: host 'c' has it and takes no part in the run; have",
+    ):
         host("b", tmp_path / "b", home).see(tmp_path / "b" / STEP_3)
 
 
@@ -248,7 +285,9 @@ def test_the_newest_checkpoint_is_fetched_and_one_that_does_not_count_is_set_asi
     assert folder.latest_checkpoint(at_most=7) == b / "checkpoints/step-000004"
     assert (b / "checkpoints/step-000004/deep/model").read_text() == "weights 4"
     assert (b / "checkpoints/not-counted-1-step-000005").exists()
-    assert ledger.do(ListPlaces("checkpoints/step-000004")) == {"checkpoints/step-000004": ["b", "c"]}
+    assert ledger.do(ListPlaces("checkpoints/step-000004")) == {
+        "checkpoints/step-000004": ["b", "c"]
+    }
     assert folder.latest_checkpoint(at_most=3) == b / "checkpoints/step-000002"
 
 
@@ -296,6 +335,10 @@ def test_at_the_end_what_is_cheap_comes_home_and_the_rest_is_told(
     assert (home / "logs/c/t.log").read_text() == "said" and (home / STEP_3).read_text() == "rows"
     if bound > 8:
         assert not stays and Checkpoints(home / "checkpoints").latest() == 6
-        assert ledger.do(ListPlaces("checkpoints/step-000006")) == {"checkpoints/step-000006": ["", "c"]}
+        assert ledger.do(ListPlaces("checkpoints/step-000006")) == {
+            "checkpoints/step-000006": ["", "c"]
+        }
     else:
-        assert stays.startswith("1 of the files that hosts have made stay there, as 'checkpoints/step-000006'")
+        assert stays.startswith(
+            "1 of the files that hosts have made stay there, as 'checkpoints/step-000006'"
+        )

@@ -75,7 +75,9 @@ def test_files_in_which_nobody_waits_for_anything_go_at_the_next_start_but_not_a
     assert files(tmp_path) == ["1-0-0.prompts.arrows"]
 
 
-def test_a_replica_finds_what_another_one_finished_and_sources_are_told_apart(tmp_path: Path) -> None:
+def test_a_replica_finds_what_another_one_finished_and_sources_are_told_apart(
+    tmp_path: Path,
+) -> None:
     Finished(tmp_path, "prompts", replica=1).append(rows(5))
     Finished(tmp_path, "other", replica=0).append(rows(5, 5))
     assert later(tmp_path, [5], attempt=0).find(5) == rows(5)
@@ -95,7 +97,9 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
         Finished(tmp_path / "generator", "prompts").append(rows(0))
 
 
-def test_what_others_finished_is_looked_through_when_the_first_group_is_asked_for(tmp_path: Path) -> None:
+def test_what_others_finished_is_looked_through_when_the_first_group_is_asked_for(
+    tmp_path: Path,
+) -> None:
     """A trainer may go back while the others start."""
     asked: list[str] = []
     waited_for = [0]

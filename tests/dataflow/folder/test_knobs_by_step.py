@@ -1,4 +1,5 @@
-"""Which knobs hold for which step: what the ledger says of a change, and what a change of the bound waits for."""
+"""Which knobs hold for which step: what the ledger says of a change, and what a change of the bound
+waits for."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +15,20 @@ BOUND = Bound(max_staleness=4, prompts_per_step=8)
 
 
 def lr(number: int, value: float, **facts: Any) -> KnobChange:
-    return KnobChange(number=number, node="trainer", knob="lr", value=value, was=1.0, trainer="trainer", **facts)
+    return KnobChange(
+        number=number, node="trainer", knob="lr", value=value, was=1.0, trainer="trainer", **facts
+    )
 
 
 def stale(number: int, value: int) -> KnobChange:
-    return KnobChange(number=number, node="generator", knob="max_staleness", value=value, was=0, trainer="trainer")
+    return KnobChange(
+        number=number, node="generator", knob="max_staleness", value=value, was=0, trainer="trainer"
+    )
 
 
-def test_a_change_counts_from_the_next_step_on_and_is_on_record_before_it_begins(tmp_path: Path) -> None:
+def test_a_change_counts_from_the_next_step_on_and_is_on_record_before_it_begins(
+    tmp_path: Path,
+) -> None:
     with Ledger.create(tmp_path / "ledger.db") as ledger:
         knobs = KnobsByStep(FakeTrainer(), (), ledger)
         knobs.hear([lr(1, 0.5)])
@@ -39,7 +46,9 @@ def test_a_change_counts_from_the_next_step_on_and_is_on_record_before_it_begins
 
 
 def bounds(knobs: KnobsByStep[FakeTrainer], *steps: int) -> list[int]:
-    return [found.max_staleness for step in steps if (found := knobs.bound(step, BOUND)) is not None]
+    return [
+        found.max_staleness for step in steps if (found := knobs.bound(step, BOUND)) is not None
+    ]
 
 
 def test_a_larger_bound_holds_at_once_and_a_smaller_one_when_what_was_started_is_through() -> None:
@@ -60,4 +69,6 @@ def test_a_bound_that_does_not_hold_yet_gives_way_to_the_next() -> None:
     knobs.take(10, BOUND)
     knobs.hear([stale(2, 2)])
     knobs.take(12, BOUND)
-    assert bounds(knobs, 12, 14, 15, 16, 17) == [4, 4, 4, 4, 2], "what starts now may be two versions old at step 15"
+    assert bounds(knobs, 12, 14, 15, 16, 17) == [4, 4, 4, 4, 2], (
+        "what starts now may be two versions old at step 15"
+    )

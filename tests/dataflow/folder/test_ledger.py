@@ -51,12 +51,16 @@ def test_every_issued_group_is_trained_or_dropped_or_in_flight(ledger: Ledger) -
     assert (counts.issued, counts.trained, counts.missing) == (10, 2, 0)
     assert counts.dropped == {"stale": 1, "too long": 1}
     assert counts.in_flight == {"issued": 3, "generating": 3}
-    assert ledger.verdict("actor") == (
-        "clean: 10 groups issued = 2 trained + 2 dropped (1 stale, 1 too long) + 6 in flight (3 issued, 3 generating)"
+    assert (
+        ledger.verdict("actor")
+        == "clean: 10 groups issued = 2 trained + 2 dropped (1 stale, 1 too long) + 6 in flight (3"
+        " issued, 3 generating)"
     )
 
 
-def test_of_some_groups_those_in_flight_are_found_at_a_cost_that_does_not_grow_with_the_ledger(ledger: Ledger) -> None:
+def test_of_some_groups_those_in_flight_are_found_at_a_cost_that_does_not_grow_with_the_ledger(
+    ledger: Ledger,
+) -> None:
     """A node that was started again asks this of every batch that comes."""
     instructions = 0
 
@@ -67,7 +71,10 @@ def test_of_some_groups_those_in_flight_are_found_at_a_cost_that_does_not_grow_w
 
     def cost() -> int:
         before = instructions
-        assert [group.group_id for group in ledger.in_flight("prompts", "actor", [1, 2, 9])] == [2, 9]
+        assert [group.group_id for group in ledger.in_flight("prompts", "actor", [1, 2, 9])] == [
+            2,
+            9,
+        ]
         return instructions - before
 
     issue(ledger, 10)
@@ -94,7 +101,9 @@ def test_the_law_holds_for_each_trainer_of_the_same_groups(ledger: Ledger) -> No
 def test_no_group_is_trained_twice(ledger: Ledger) -> None:
     issue(ledger, 4)
     commit(ledger, 1, [0, 1])
-    with pytest.raises(LedgerError, match=r"'actor' would end group 1 of 'prompts' twice: it was trained at step 1"):
+    with pytest.raises(
+        LedgerError, match=r"'actor' would end group 1 of 'prompts' twice: it was trained at step 1"
+    ):
         commit(ledger, 2, [2, 1])
     with pytest.raises(LedgerError, match="two outcomes in one call"):
         commit(ledger, 2, [2, 2])
@@ -119,7 +128,9 @@ def test_a_group_that_was_never_issued_gets_no_outcome_and_no_state(ledger: Ledg
     issue(ledger, 2)
     with pytest.raises(LedgerError, match=r"group 2 of 'prompts', which was never issued"):
         commit(ledger, 1, [0, 2])
-    with pytest.raises(LedgerError, match=r"groups \[7, 8\] of 'prompts' were never issued \(the next one is 2\)"):
+    with pytest.raises(
+        LedgerError, match=r"groups \[7, 8\] of 'prompts' were never issued \(the next one is 2\)"
+    ):
         ledger.advance("prompts", [1, 7, 8], "scored")
     with pytest.raises(LedgerError, match="never issued"):
         ledger.reissue("prompts", [-1])
@@ -174,7 +185,9 @@ def test_issuing_again_after_a_crash_keeps_what_is_known(ledger: Ledger) -> None
         (1, "issued"),
         (2, "issued"),
     ]
-    with pytest.raises(LedgerError, match="group 1 of 'prompts' was issued for prompt 'task-1', and now for 'x'"):
+    with pytest.raises(
+        LedgerError, match="group 1 of 'prompts' was issued for prompt 'task-1', and now for 'x'"
+    ):
         ledger.issue("prompts", [(1, "x")])
 
 
@@ -183,7 +196,10 @@ def test_an_evaluation_ends_groups_of_its_own_source(ledger: Ledger) -> None:
     ledger.evaluated("evaluate", "held_out", range(4), 0)
     with pytest.raises(LedgerError, match="evaluated at step 0"):
         ledger.evaluated("evaluate", "held_out", [3], 10)
-    assert str(ledger.counts("evaluate")) == "5 groups issued = 4 evaluated + 0 dropped + 1 in flight (1 issued)"
+    assert (
+        str(ledger.counts("evaluate"))
+        == "5 groups issued = 4 evaluated + 0 dropped + 1 in flight (1 issued)"
+    )
     assert ledger.counts("actor").issued == 0
 
 
@@ -219,7 +235,9 @@ def test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_
     assert ledger.last_step("actor") == 1
     counts = ledger.counts("actor")
     assert (counts.trained, counts.dropped, counts.in_flight) == (2, {"refused": 1}, {"scored": 5})
-    assert rows(ledger, "SELECT line, node, to_step, from_step, at FROM lines") == [(1, "actor", 1, 3, 5.0)]
+    assert rows(ledger, "SELECT line, node, to_step, from_step, at FROM lines") == [
+        (1, "actor", 1, 3, 5.0)
+    ]
     for planned in plan:
         commit(ledger, planned.step, planned.trained, dropped=planned.dropped)
     assert ledger.replay_plan("actor") == []
@@ -284,9 +302,13 @@ def test_a_ledger_is_never_created_over_another(ledger: Ledger) -> None:
 
 
 def test_what_is_no_ledger_is_refused_with_a_reason(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="unable to open database file; check that the run folder exists"):
+    with pytest.raises(
+        LedgerError, match="unable to open database file; check that the run folder exists"
+    ):
         Ledger.open(tmp_path / "absent.db")
-    (tmp_path / "text.db").write_text("no database at all, but long enough to look like a header of one " * 20)
+    (tmp_path / "text.db").write_text(
+        "no database at all, but long enough to look like a header of one " * 20
+    )
     with pytest.raises(LedgerError, match="not a database; this is not the ledger of a run"):
         Ledger.open(tmp_path / "text.db")
     (tmp_path / "empty.db").touch()
@@ -297,7 +319,9 @@ def test_what_is_no_ledger_is_refused_with_a_reason(tmp_path: Path) -> None:
 def test_a_ledger_of_another_release_is_refused(ledger: Ledger) -> None:
     with contextlib.closing(sqlite3.connect(ledger.path)) as db, db:
         db.execute("UPDATE schema SET version = 99")
-    with pytest.raises(LedgerError, match=f"found version 99, this code reads {SCHEMA_VERSION}; use the release"):
+    with pytest.raises(
+        LedgerError, match=f"found version 99, this code reads {SCHEMA_VERSION}; use the release"
+    ):
         Ledger.open(ledger.path)
 
 
@@ -323,7 +347,10 @@ def test_a_ledger_that_cannot_be_made_leaves_no_connection(tmp_path: Path) -> No
     (tmp_path / "empty.db").touch()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        refused(lambda: Ledger.create(tmp_path / "new.db", {"trainer": cut_short()}), "no sources any more")
+        refused(
+            lambda: Ledger.create(tmp_path / "new.db", {"trainer": cut_short()}),
+            "no sources any more",
+        )
         refused(lambda: Ledger.open(tmp_path / "empty.db"), "no such table")
         gc.collect()
     assert told == []
@@ -361,27 +388,32 @@ def reads_for_ever(path: Path) -> sqlite3.Connection:
 def test_who_reads_holds_no_flush_up_and_what_was_flushed_is_all_that_was_committed(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the disk are the database as SQLite last flushed it, and the files that a flush was asked for: as after a cut
-    of the power."""
+    """On the disk are the database as SQLite last flushed it, and the files that a flush was asked
+    for: as after a cut of the power."""
     issue(ledger, 8)
     ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     disk = tmp_path / "disk"
     disk.mkdir()
     shutil.copy(ledger.path, disk)
     monkeypatch.setattr(
-        sys.modules["dataflow.folder.ledger.ledger"], "flush_to_disk",
+        sys.modules["dataflow.folder.ledger.ledger"],
+        "flush_to_disk",
         lambda path: None if path.is_dir() else shutil.copy(path, disk),
-    )  # fmt: skip
+    )
     with contextlib.closing(reads_for_ever(ledger.path)) as reader:
         for step in (1, 2, 3):
             commit(ledger, step, [2 * step, 2 * step + 1])
             ledger.flush()
             with Ledger.open(disk / ledger.path.name) as found:
                 assert found.last_step("actor") == step
-        assert reader.execute("SELECT count(*) FROM steps").fetchone() == (0,), "it still reads what it began with"
+        assert reader.execute("SELECT count(*) FROM steps").fetchone() == (0,), (
+            "it still reads what it began with"
+        )
 
 
-def test_the_log_is_cut_when_who_read_for_long_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_is_cut_when_who_read_for_long_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pages = 100
     monkeypatch.setattr(schema, "WAL_PAGES", pages)
     monkeypatch.setattr(schema, "WAL_BYTES", pages * 4096)
@@ -394,7 +426,9 @@ def test_the_log_is_cut_when_who_read_for_long_has_ended(tmp_path: Path, monkeyp
         assert ledger.wal_bytes <= schema.WAL_BYTES
 
 
-def test_a_forked_process_may_not_use_its_parents_connection(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_may_not_use_its_parents_connection(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "getpid", lambda: -1)
     for use in (lambda: issue(ledger, 1), lambda: ledger.counts("actor"), ledger.flush):
         with pytest.raises(LedgerError, match="open it anew in each process"):
@@ -404,14 +438,21 @@ def test_a_forked_process_may_not_use_its_parents_connection(ledger: Ledger, mon
 # What a resume and a replay ask
 
 
-def test_committed_steps_are_told_with_their_groups_their_drops_and_their_metrics(ledger: Ledger) -> None:
+def test_committed_steps_are_told_with_their_groups_their_drops_and_their_metrics(
+    ledger: Ledger,
+) -> None:
     issue(ledger, 8)
     commit(ledger, 1, [0, 1], dropped={2: "stale"}, metrics={"loss": 0.1})
     commit(ledger, 2, [4, 3], metrics={"loss": 0.2})
     commit(ledger, 3, [5])
     commit(ledger, 1, [0], node="critic")
     first, second, third = ledger.steps("actor")
-    assert (first.step, first.source, first.trained, first.dropped) == (1, "prompts", (0, 1), {2: "stale"})
+    assert (first.step, first.source, first.trained, first.dropped) == (
+        1,
+        "prompts",
+        (0, 1),
+        {2: "stale"},
+    )
     assert (second.trained, second.metrics, third.dropped) == ((3, 4), {"loss": 0.2}, {})
     assert [step.step for step in ledger.steps("actor", 1, 2)] == [2]
     ledger.roll_back_to(1, "actor")
@@ -443,10 +484,14 @@ def test_the_fate_of_a_group_is_told_sink_by_sink(ledger: Ledger) -> None:
     commit(ledger, 1, [0], node="actor")
     ledger.drop("critic", "prompts", {0: "stale"})
     assert [str(fate) for fate in ledger.fates("prompts", 0)] == [
-        "trained by actor at step 1", "dropped by critic (stale)",
-    ]  # fmt: skip
+        "trained by actor at step 1",
+        "dropped by critic (stale)",
+    ]
     assert ledger.fates("prompts", 1) == []
-    assert ledger.sources("evaluate") == ["held_out"] and ledger.sources() == ["held_out", "prompts"]
+    assert ledger.sources("evaluate") == ["held_out"] and ledger.sources() == [
+        "held_out",
+        "prompts",
+    ]
 
 
 def test_a_damaged_page_is_found(ledger: Ledger) -> None:
@@ -473,16 +518,23 @@ def test_a_late_word_of_an_earlier_state_takes_no_group_back(ledger: Ledger) -> 
 
 
 @pytest.mark.parametrize("change", ["prompt_id = 'task-9'", "issues = 2", "state = 'scored'"])
-def test_a_row_that_says_something_else_than_was_written_is_found(ledger: Ledger, change: str) -> None:
+def test_a_row_that_says_something_else_than_was_written_is_found(
+    ledger: Ledger, change: str
+) -> None:
     issue(ledger, 3)
     Ledger.prove(ledger.path)
     ledger._db.create_function("row_sum", -1, lambda *values: 1, deterministic=True)
     ledger._db.execute(f"UPDATE groups SET {change} WHERE group_id = 1")
-    with pytest.raises(LedgerError, match="1 row of its table groups are not as they were written; take it from a b"):
+    with pytest.raises(
+        LedgerError,
+        match="1 row of its table groups are not as they were written; take it from a b",
+    ):
         Ledger.prove(ledger.path)
 
 
-def test_a_log_that_lost_what_was_committed_is_found_before_anybody_writes(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_log_that_lost_what_was_committed_is_found_before_anybody_writes(
+    ledger: Ledger, tmp_path: Path
+) -> None:
     ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     for _ in range(4):
         issue(ledger, 8)
@@ -492,10 +544,13 @@ def test_a_log_that_lost_what_was_committed_is_found_before_anybody_writes(ledge
     shutil.copy(ledger.path, left)
     frame = 24 + 4096
     for at, fault in [(70, 1), (len(log) // 2, 1), (len(log) - 9, 1), (20, 1), (0, frame + 32)]:
-        left.with_name("ledger.db-wal").write_bytes(log[:at] + bytes([log[at] ^ fault % 256]) + log[at + 1 :])
+        left.with_name("ledger.db-wal").write_bytes(
+            log[:at] + bytes([log[at] ^ fault % 256]) + log[at + 1 :]
+        )
         for _ in range(2):
             with pytest.raises(
-                LedgerError, match="ledger.db-wal, (cannot be read behind page|are not as they were wr)"
+                LedgerError,
+                match="ledger.db-wal, (cannot be read behind page|are not as they were wr)",
             ):
                 Ledger.prove(left)
     torn = 32 + (len(log) - 32) // frame // 2 * frame + 100

@@ -1,4 +1,5 @@
-"""The ledger under random histories, against a model; and under SIGKILL, against what was acknowledged."""
+"""The ledger under random histories, against a model; and under SIGKILL, against what was
+acknowledged."""
 
 import os
 import random
@@ -31,7 +32,9 @@ class Histories(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.ledger = Ledger.create(self.folder / "l.db", {node: ["prompts"] for node in TRAINERS})
         self.states: list[int] = []
-        self.outcomes: dict[str, dict[int, tuple[str, int | None]]] = {node: {} for node in TRAINERS}
+        self.outcomes: dict[str, dict[int, tuple[str, int | None]]] = {
+            node: {} for node in TRAINERS
+        }
         self.steps = dict.fromkeys(TRAINERS, 0)
 
     def teardown(self) -> None:
@@ -45,7 +48,9 @@ class Histories(RuleBasedStateMachine):
     def issue(self, number: int, again: int) -> None:
         first = len(self.states)
         known = range(max(0, first - again), first)
-        self.ledger.issue("prompts", [(group, f"t{group}") for group in [*known, *range(first, first + number)]])
+        self.ledger.issue(
+            "prompts", [(group, f"t{group}") for group in [*known, *range(first, first + number)]]
+        )
         self.states += [0] * number
 
     @precondition(lambda self: self.states)
@@ -76,7 +81,9 @@ class Histories(RuleBasedStateMachine):
             return
         self.ledger.commit_step(node, step, **call)
         self.steps[node] = step
-        self.outcomes[node] |= dict.fromkeys(trained, ("trained", step)) | dict.fromkeys(dropped, ("dropped", step))
+        self.outcomes[node] |= dict.fromkeys(trained, ("trained", step)) | dict.fromkeys(
+            dropped, ("dropped", step)
+        )
         for group in groups:
             self.states[group] = 3
 
@@ -93,11 +100,17 @@ class Histories(RuleBasedStateMachine):
     def go_back(self, data: st.DataObject, node: str) -> None:
         step = data.draw(st.integers(0, self.steps[node]))
         plan = self.ledger.roll_back_to(step, node)
-        kept = {g: was for g, was in self.outcomes[node].items() if was[1] is None or was[1] <= step}
+        kept = {
+            g: was for g, was in self.outcomes[node].items() if was[1] is None or was[1] <= step
+        }
         undone = self.outcomes[node].keys() - kept.keys()
         self.outcomes[node], last, self.steps[node] = kept, self.steps[node], step
         assert [planned.step for planned in plan[: last - step]] == list(range(step + 1, last + 1))
-        repeated = {group for planned in plan[: last - step] for group in (*planned.trained, *planned.dropped)}
+        repeated = {
+            group
+            for planned in plan[: last - step]
+            for group in (*planned.trained, *planned.dropped)
+        }
         assert repeated == undone
 
     @rule()
@@ -112,9 +125,15 @@ class Histories(RuleBasedStateMachine):
             assert counts.missing == 0
             assert counts.issued == len(self.states)
             assert counts.trained == sum(was == "trained" for was, _ in known.values())
-            assert sum(counts.dropped.values()) == sum(was == "dropped" for was, _ in known.values())
-            waiting = [STATES[state] for group, state in enumerate(self.states) if group not in known]
-            assert counts.in_flight == {state: waiting.count(state) for state in STATES if state in waiting}
+            assert sum(counts.dropped.values()) == sum(
+                was == "dropped" for was, _ in known.values()
+            )
+            waiting = [
+                STATES[state] for group, state in enumerate(self.states) if group not in known
+            ]
+            assert counts.in_flight == {
+                state: waiting.count(state) for state in STATES if state in waiting
+            }
             assert self.ledger.last_step(node) == self.steps[node]
 
 
@@ -145,18 +164,23 @@ def train(path: Path, say: Say) -> None:
     with Ledger.open(path) as ledger:
         step = ledger.last_step("trainer")
         while True:
-            ready = [group.group_id for group in ledger.in_flight("prompts") if group.state == "scored"][:4]
+            ready = [
+                group.group_id for group in ledger.in_flight("prompts") if group.state == "scored"
+            ][:4]
             if len(ready) < 4:
                 time.sleep(0.001)
                 continue
             step += 1
             dropped = {ready[3]: "stale"}
-            ledger.commit_step("trainer", step, version=step, source="prompts", trained=ready[:3], dropped=dropped)
+            ledger.commit_step(
+                "trainer", step, version=step, source="prompts", trained=ready[:3], dropped=dropped
+            )
             say(step)
 
 
 class Child:
-    """A fork of this process at work, which is spared the start of an interpreter, and what it says."""
+    """A fork of this process at work, which is spared the start of an interpreter, and what it
+    says."""
 
     def __init__(self, work: Callable[[Say], None]) -> None:
         reading, writing = os.pipe()
@@ -221,7 +245,9 @@ def test_kills_at_any_moment_leave_the_laws_and_all_that_was_acknowledged(tmp_pa
 def calls(ledger: Ledger) -> Iterator[object]:
     yield ledger.issue("prompts", [(4, "4"), (5, "5")])
     yield ledger.advance("prompts", range(6), "generated")
-    yield ledger.commit_step("trainer", 1, version=1, source="prompts", trained=[0, 1], dropped={2: "stale"})
+    yield ledger.commit_step(
+        "trainer", 1, version=1, source="prompts", trained=[0, 1], dropped={2: "stale"}
+    )
     yield ledger.drop("trainer", "prompts", {5: "refused"})
     yield ledger.commit_step("trainer", 2, version=2, source="prompts", trained=[3, 4])
     yield ledger.roll_back_to(1, "trainer")
@@ -239,12 +265,15 @@ def begun(path: Path) -> Ledger:
 
 
 def crash_at(statement: int, path: Path) -> tuple[bool, tuple[object, ...]]:
-    """Whether a process that makes all calls was killed at this statement of SQL, and the state that it left."""
+    """Whether a process that makes all calls was killed at this statement of SQL, and the state
+    that it left."""
 
     def work(say: Say) -> None:
         left = iter(range(statement))
         ledger = Ledger.open(path)
-        ledger._db.set_trace_callback(lambda _: next(left, None) is None and os.kill(os.getpid(), signal.SIGKILL))
+        ledger._db.set_trace_callback(
+            lambda _: next(left, None) is None and os.kill(os.getpid(), signal.SIGKILL)
+        )
         for _ in calls(ledger):
             pass
 
@@ -261,14 +290,18 @@ def test_a_crash_at_any_statement_leaves_a_call_done_or_not_begun(tmp_path: Path
     while killed:
         killed, found = crash_at(statement, tmp_path / f"ledger{statement}.db")
         assert found in whole, f"a crash at statement {statement} left {found}"
-        assert whole.index(found) >= reached, f"a crash at statement {statement} lost {whole[reached]}"
+        assert whole.index(found) >= reached, (
+            f"a crash at statement {statement} lost {whole[reached]}"
+        )
         reached = whole.index(found)
         statement += 1
     assert reached == len(whole) - 1
     assert statement > 50
 
 
-def test_several_processes_write_at_once_and_every_group_is_trained_by_exactly_one(tmp_path: Path) -> None:
+def test_several_processes_write_at_once_and_every_group_is_trained_by_exactly_one(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "ledger.db"
     with Ledger.create(path, {"trainer": ["prompts"], "other": ["prompts"]}) as ledger:
         ledger.issue("prompts", [(group, str(group)) for group in range(400)])
@@ -276,7 +309,13 @@ def test_several_processes_write_at_once_and_every_group_is_trained_by_exactly_o
     def write(node: str, say: Say) -> None:
         with Ledger.open(path) as ledger:
             for step in range(1, 101):
-                ledger.commit_step(node, step, version=step, source="prompts", trained=range(4 * step - 4, 4 * step))
+                ledger.commit_step(
+                    node,
+                    step,
+                    version=step,
+                    source="prompts",
+                    trained=range(4 * step - 4, 4 * step),
+                )
 
     nodes = ("trainer", "other")
     writers = [Child(partial(write, node)) for node in nodes]

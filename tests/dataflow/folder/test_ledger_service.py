@@ -1,4 +1,5 @@
-"""A ledger that one process has open for all: the newest attempt of a worker writes, each write is made once."""
+"""A ledger that one process has open for all: the newest attempt of a worker writes, each write is
+made once."""
 
 import os
 import signal
@@ -65,14 +66,20 @@ def service(path: Path) -> Iterator[LedgerProcess]:
         yield made
 
 
-def client(path: Path, service: LedgerProcess, worker: str = "trainer-0", **more: Any) -> LedgerClient:
-    made = LedgerClient(path, service.address, worker=worker, **{"keys": KEYS, "patience_s": 20.0, **more})
+def client(
+    path: Path, service: LedgerProcess, worker: str = "trainer-0", **more: Any
+) -> LedgerClient:
+    made = LedgerClient(
+        path, service.address, worker=worker, **{"keys": KEYS, "patience_s": 20.0, **more}
+    )
     at_end(made.close)
     return made
 
 
 def step(ledger: Any, number: int, trained: list[int]) -> None:
-    ledger.commit_step("trainer", number, version=number, source="prompts", trained=trained, metrics={"loss": 0.5})
+    ledger.commit_step(
+        "trainer", number, version=number, source="prompts", trained=trained, metrics={"loss": 0.5}
+    )
 
 
 def children(pid: int) -> list[int]:
@@ -83,11 +90,19 @@ def test_what_one_client_writes_another_one_reads(path: Path, service: LedgerPro
     prompts, trainer = client(path, service, "prompts-0"), client(path, service)
     prompts.issue("prompts", [(group, f"task-{group}") for group in range(4)])
     prompts.advance("prompts", [0, 1], "generating")
-    assert [group.state for group in prompts.in_flight("prompts")] == ["generating"] * 2 + ["issued"] * 2
+    assert [group.state for group in prompts.in_flight("prompts")] == ["generating"] * 2 + [
+        "issued"
+    ] * 2
     step(trainer, 1, [0, 1])
     assert trainer.steps("trainer")[0].metrics == {"loss": 0.5}
-    assert prompts.verdict("trainer") == "clean: 4 groups issued = 2 trained + 0 dropped + 2 in flight (2 issued)"
-    with pytest.raises(LedgerError, match="'trainer' would end group 1 of 'prompts' twice: it was trained at step 1"):
+    assert (
+        prompts.verdict("trainer")
+        == "clean: 4 groups issued = 2 trained + 0 dropped + 2 in flight (2 issued)"
+    )
+    with pytest.raises(
+        LedgerError,
+        match="'trainer' would end group 1 of 'prompts' twice: it was trained at step 1",
+    ):
         step(trainer, 2, [2, 1])
     step(trainer, 2, [2])
     assert (trainer.last_step("trainer"), trainer.next_group_id("prompts")) == (2, 4)
@@ -97,7 +112,9 @@ def test_what_one_client_writes_another_one_reads(path: Path, service: LedgerPro
         assert ledger.last_step("trainer") == 2
 
 
-def test_an_error_of_what_was_posted_comes_with_the_next_call(path: Path, service: LedgerProcess) -> None:
+def test_an_error_of_what_was_posted_comes_with_the_next_call(
+    path: Path, service: LedgerProcess
+) -> None:
     scorer = client(path, service, "scorer-0")
     scorer.advance("prompts", [7], "scored")
     with pytest.raises(LedgerError, match=r"groups \[7\] of 'prompts' were never issued"):
@@ -107,7 +124,9 @@ def test_an_error_of_what_was_posted_comes_with_the_next_call(path: Path, servic
         scorer.issue("prompts", [(0, "a")])
 
 
-def test_a_client_is_of_one_process_and_one_thread_but_for_flushes(path: Path, service: LedgerProcess) -> None:
+def test_a_client_is_of_one_process_and_one_thread_but_for_flushes(
+    path: Path, service: LedgerProcess
+) -> None:
     trainer = client(path, service)
     found: list[object] = []
 
@@ -124,8 +143,11 @@ def test_a_client_is_of_one_process_and_one_thread_but_for_flushes(path: Path, s
 
 
 @pytest.mark.slow
-def test_what_is_written_while_the_service_falls_is_made_once(path: Path, service: LedgerProcess) -> None:
-    """Killed about when a commit comes, sooner or later each time; who is between it and the scheduler starts it."""
+def test_what_is_written_while_the_service_falls_is_made_once(
+    path: Path, service: LedgerProcess
+) -> None:
+    """Killed about when a commit comes, sooner or later each time; who is between it and the
+    scheduler starts it."""
     trainer = client(path, service)
     trainer.issue("prompts", [(group, str(group)) for group in range(400)])
 
@@ -139,7 +161,9 @@ def test_what_is_written_while_the_service_falls_is_made_once(path: Path, servic
         step(trainer, number, [number])
         trainer.advance("prompts", [number + 100], "generated")
         killer.join()
-    assert [each.trained for each in trainer.steps("trainer")] == [(number,) for number in range(1, 6)]
+    assert [each.trained for each in trainer.steps("trainer")] == [
+        (number,) for number in range(1, 6)
+    ]
     assert trainer.counts("trainer").in_flight["generated"] == 5
     service.check()
 
@@ -154,7 +178,8 @@ def test_a_service_that_is_stopped_is_waited_for_and_one_that_stays_away_is_told
     resume.start()
     try:
         with pytest.raises(
-            DeadlineError, match=r"'other-0' waited 0 s for the ledger's service at .*: nobody answered"
+            DeadlineError,
+            match=r"'other-0' waited 0 s for the ledger's service at .*: nobody answered",
         ):
             hasty.last_step("trainer")
         trainer.issue("prompts", [(0, "a")])
@@ -163,7 +188,9 @@ def test_a_service_that_is_stopped_is_waited_for_and_one_that_stays_away_is_told
     assert trainer.next_group_id("prompts") == 1
 
 
-def test_a_client_finds_the_service_that_a_successor_has_started(path: Path, service: LedgerProcess) -> None:
+def test_a_client_finds_the_service_that_a_successor_has_started(
+    path: Path, service: LedgerProcess
+) -> None:
     places = [service.address]
     trainer = client(path, service, seek=lambda: places[-1])
     trainer.issue("prompts", [(0, "a"), (1, "b")])
@@ -182,15 +209,22 @@ def test_who_has_no_key_gets_no_answer(path: Path, service: LedgerProcess) -> No
             LedgerClient(path, service.address, worker="trainer-0", keys=keys, patience_s=0.5)
 
 
-def test_an_address_that_is_taken_is_told_of_at_the_start(path: Path, service: LedgerProcess) -> None:
-    with LedgerProcess() as made, pytest.raises(RunError, match="cannot listen at .*: Address already in use"):
+def test_an_address_that_is_taken_is_told_of_at_the_start(
+    path: Path, service: LedgerProcess
+) -> None:
+    with (
+        LedgerProcess() as made,
+        pytest.raises(RunError, match="cannot listen at .*: Address already in use"),
+    ):
         made.serve(path, service.address, KEYS)
 
 
 def test_a_signal_to_all_processes_of_a_run_is_for_the_scheduler(path: Path) -> None:
     """It ends its workers first, which still write."""
     with LedgerProcess() as service:
-        trainer = client(path, service, keys=None) if service.serve(path, "tcp://127.0.0.1:*") else None
+        trainer = (
+            client(path, service, keys=None) if service.serve(path, "tcp://127.0.0.1:*") else None
+        )
         pids = [service._process.pid, *children(service._process.pid)]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTSTP):
             for pid in pids:
@@ -240,7 +274,11 @@ def handler(path: Path) -> Iterator[RequestHandler]:
         made = RequestHandler(ledger)
         for each in (token(worker="prompts-0"), token()):
             made.hear(Query(each, 1, 0, Join()))
-        made.hear(Record(token(worker="prompts-0"), 1, 0, Issue("prompts", [(g, str(g)) for g in range(8)])))
+        made.hear(
+            Record(
+                token(worker="prompts-0"), 1, 0, Issue("prompts", [(g, str(g)) for g in range(8)])
+            )
+        )
         yield made
 
 
@@ -253,7 +291,9 @@ def last(handler: RequestHandler, who: Token) -> object:
     return said.result.value if isinstance(said, QueryResult) else said
 
 
-def test_a_write_that_is_asked_for_again_is_made_once_and_is_no_conflict(handler: RequestHandler) -> None:
+def test_a_write_that_is_asked_for_again_is_made_once_and_is_no_conflict(
+    handler: RequestHandler,
+) -> None:
     record = Record(token(), 1, 0, commit(1, [0, 1]))
     assert [handler.hear(record) for _ in range(3)] == [Recorded(1)] * 3
     assert handler.hear(Record(token(), 2, 1, commit(2, [2]))) == Recorded(2)
@@ -271,17 +311,23 @@ def test_a_write_that_was_made_before_the_service_fell_is_not_made_by_the_next_o
         assert again.last_step("trainer") == 1
 
 
-def test_a_refusal_that_was_not_heard_is_told_again_though_it_would_be_made_now(handler: RequestHandler) -> None:
+def test_a_refusal_that_was_not_heard_is_told_again_though_it_would_be_made_now(
+    handler: RequestHandler,
+) -> None:
     too_early = Record(token(), 1, 0, commit(2, [0]))
     refused = handler.hear(too_early)
     assert isinstance(refused, Refused) and "commit step 1" in refused.message
     assert handler.hear(too_early) == refused
     assert handler.hear(Record(token(), 2, 1, commit(1, [1]))) == Recorded(2)
-    assert handler.hear(too_early) == Recorded(2), "its client has gone on, and hears nothing any more"
+    assert handler.hear(too_early) == Recorded(2), (
+        "its client has gone on, and hears nothing any more"
+    )
     assert last(handler, token()) == 1
 
 
-def test_what_is_said_again_of_an_earlier_write_hides_no_refusal_of_a_later_one(handler: RequestHandler) -> None:
+def test_what_is_said_again_of_an_earlier_write_hides_no_refusal_of_a_later_one(
+    handler: RequestHandler,
+) -> None:
     first, refused = Record(token(), 1, 0, commit(1, [0])), Record(token(), 2, 0, commit(9, [1]))
     for _ in range(2):
         assert handler.hear(first) == Recorded(1)
@@ -295,7 +341,9 @@ def test_writes_are_made_in_their_order_though_some_get_lost(handler: RequestHan
     assert handler.hear(Record(token(), 2, 0, commit(2, [1]))) == Recorded(2)
 
 
-def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(handler: RequestHandler, path: Path) -> None:
+def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(
+    handler: RequestHandler, path: Path
+) -> None:
     assert handler.hear(Record(token(), 1, 0, commit(1, [0]))) == Recorded(1)
     newer = token(attempt=1, session=2)
     handler.hear(Query(newer, 1, 0, Join()))
@@ -303,12 +351,16 @@ def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(handler: R
     with Ledger.open(path) as again:
         for each in (handler, RequestHandler(again)):
             for late in (
-                Record(token(), 2, 1, commit(2, [1])), Record(token(), 1, 0, commit(1, [0])),
-                Query(token(), 3, 0, Join()), Query(token(), 4, 0, LastStep("trainer")),
-            ):  # fmt: skip
+                Record(token(), 2, 1, commit(2, [1])),
+                Record(token(), 1, 0, commit(1, [0])),
+                Query(token(), 3, 0, Join()),
+                Query(token(), 4, 0, LastStep("trainer")),
+            ):
                 said = each.hear(late)
                 assert isinstance(said, Refused) and said.error == "Replaced", late
-                assert "attempt 0 of 'trainer-0'" in said.message and "found attempt 1" in said.message
+                assert (
+                    "attempt 0 of 'trainer-0'" in said.message and "found attempt 1" in said.message
+                )
         assert again.last_step("trainer") == 1
     assert handler.hear(Record(newer, 1, 0, commit(2, [1]))) == Recorded(1)
 
@@ -320,7 +372,9 @@ def test_of_a_worker_one_process_writes(handler: RequestHandler, newer: Token) -
     assert isinstance(said, Refused) and said.error == "Replaced"
 
 
-def test_workers_of_an_earlier_start_write_nothing_whatever_their_names(handler: RequestHandler, path: Path) -> None:
+def test_workers_of_an_earlier_start_write_nothing_whatever_their_names(
+    handler: RequestHandler, path: Path
+) -> None:
     with Ledger.open(path) as again:
         RequestHandler(again, floor=1)
         resumed = RequestHandler(again)
@@ -346,7 +400,9 @@ def test_a_service_whose_run_is_held_by_another_does_nothing(path: Path) -> None
         assert ledger.next_group_id("prompts") == 0
 
 
-def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(handler: RequestHandler, tmp_path: Path) -> None:
+def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(
+    handler: RequestHandler, tmp_path: Path
+) -> None:
     service = LedgerService(lambda: handler, f"ipc://{tmp_path}/socket", None)
     at_end(service.close)
     answered: list[bool] = []
@@ -357,7 +413,11 @@ def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(handler: Reques
         assert asking.poll(5000)
         asking.recv()
 
-    with zmq.Context() as context, context.socket(zmq.DEALER) as asking, pytest.MonkeyPatch.context() as patch:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as asking,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         asking.connect(service.address)
         patch.setattr(handler, "flush", lambda: answered.append(bool(asking.poll(50))))
         turn(Record(token(), 1, 0, commit(1, [0])))
@@ -371,7 +431,11 @@ def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(handler: Reques
 
 def test_a_service_whose_run_was_taken_over_ends_and_the_scheduler_is_told(path: Path) -> None:
     with held(RunFolder.open(path.parent)) as hold, LedgerProcess(hold.check) as service:
-        trainer = client(path, service, keys=None, patience_s=0.5) if service.serve(path, "tcp://127.0.0.1:*") else None
+        trainer = (
+            client(path, service, keys=None, patience_s=0.5)
+            if service.serve(path, "tcp://127.0.0.1:*")
+            else None
+        )
         service.check()
         (path.parent / "holders" / "000002").touch()
         deadline = time.monotonic() + 10
@@ -409,7 +473,10 @@ def test_a_trainer_that_was_replaced_shows_neither_rollouts_nor_a_checkpoint(
     with new.checkpoints.writing(2) as begun:
         (begun / "weights").write_text("new")
         assert begun != half
-    for late in (partial(old.rollouts_of().write, 1, pa.table({"group_id": [2]})), partial(old.checkpoints.commit, 2)):
+    for late in (
+        partial(old.rollouts_of().write, 1, pa.table({"group_id": [2]})),
+        partial(old.checkpoints.commit, 2),
+    ):
         with pytest.raises(Replaced):
             late()
     for folder in (new, RunFolder(path.parent)):
@@ -446,7 +513,9 @@ def test_a_run_whose_ledger_another_process_has_open_is_clean(tmp_path: Path) ->
     assert not list(folder.path.rglob("*.placing"))
 
 
-def test_files_and_folders_are_put_in_place_once_and_stay_in_the_run_folder(path: Path, service: LedgerProcess) -> None:
+def test_files_and_folders_are_put_in_place_once_and_stay_in_the_run_folder(
+    path: Path, service: LedgerProcess
+) -> None:
     folder, trainer = path.parent, client(path, service)
     for text in ("first", "second"):
         (folder / "made").mkdir()
@@ -488,7 +557,8 @@ def test_a_client_has_a_copy_of_the_ledger_while_others_write(
     with Ledger.open(tmp_path / "back/ledger.db") as ledger:
         Ledger.prove(ledger.path)
         assert ledger.counts("trainer").missing == 0
-        assert RequestHandler(ledger, floor=1)._writers.keys() == {""}  # nobody who wrote to the other one
+        # nobody who wrote to the other one
+        assert RequestHandler(ledger, floor=1)._writers.keys() == {""}
     assert sorted(each.name for each in path.parent.iterdir() if "copy" in each.name) == ["copy"]
 
 
@@ -497,7 +567,9 @@ def _packed(ledger: LedgerClient, into: Path) -> Path:
     return into
 
 
-def test_a_copy_that_is_asked_for_again_is_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_is_asked_for_again_is_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Ledger.open(path) as ledger:
         monkeypatch.setattr(handler_module, "PACKED_BYTES", 100)
         handler, token = RequestHandler(ledger), Token("trainer-0", 0, 0, 1)

@@ -1,4 +1,5 @@
-"""A ledger by way of its service under random histories, with messages that get lost, beside one that is a file."""
+"""A ledger by way of its service under random histories, with messages that get lost, beside one
+that is a file."""
 
 import shutil
 import tempfile
@@ -26,7 +27,8 @@ CHANCE = st.lists(st.integers(0, 4), max_size=3)
 
 
 class Wires:
-    """What is between clients and the handler: loses, repeats and keeps back what it carries, as `chance` has it."""
+    """What is between clients and the handler: loses, repeats and keeps back what it carries, as
+    `chance` has it."""
 
     def __init__(self, handler: Callable[[], RequestHandler]) -> None:
         self.handler, self.now = handler, 0.0
@@ -81,7 +83,8 @@ class FakeLine:
 
 
 class Histories(RuleBasedStateMachine):
-    """Each call is made on the file beside it, too; what both say, and what stands in both, is the same."""
+    """Each call is made on the file beside it, too; what both say, and what stands in both, is the
+    same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,16 +109,22 @@ class Histories(RuleBasedStateMachine):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(clients, "ServiceSocket", lambda *_: FakeLine(self.wires))
             return clients.LedgerClient(
-                self.folder / "served.db", "fake", worker=worker, attempt=self.attempts[worker],
-                patience_s=1e6, clock=lambda: self.wires.now,
-            )  # fmt: skip
+                self.folder / "served.db",
+                "fake",
+                worker=worker,
+                attempt=self.attempts[worker],
+                patience_s=1e6,
+                clock=lambda: self.wires.now,
+            )
 
     def teardown(self) -> None:
         for ledger in [*self.ledgers, *([self.file] if self.ledgers else [])]:
             ledger.close()
         shutil.rmtree(self.folder)
 
-    def both(self, worker: str, call: Callable[[BaseLedger], Any], chance: list[int] | None = None) -> None:
+    def both(
+        self, worker: str, call: Callable[[BaseLedger], Any], chance: list[int] | None = None
+    ) -> None:
         """Make a call on each, which say the same. chance: of the messages of this call."""
         found = []
         self.wires.chance = deque(chance or [])
@@ -132,7 +141,11 @@ class Histories(RuleBasedStateMachine):
         prompts = [(group, f"task-{group}") for group in range(first, first + number)]
         self.both("prompts-0", lambda ledger: ledger.issue("prompts", prompts), chance)
 
-    @rule(groups=st.lists(st.integers(0, 12), max_size=4), state=st.sampled_from(STATES[1:]), chance=CHANCE)
+    @rule(
+        groups=st.lists(st.integers(0, 12), max_size=4),
+        state=st.sampled_from(STATES[1:]),
+        chance=CHANCE,
+    )
     def advance(self, groups: list[int], state: str, chance: list[int]) -> None:
         known = [group for group in groups if group < self.file.next_group_id("prompts")]
         self.both("prompts-0", lambda ledger: ledger.advance("prompts", known, state), chance)
@@ -145,13 +158,26 @@ class Histories(RuleBasedStateMachine):
     )
     def commit(self, groups: list[int], ahead: int, cut: int, chance: list[int]) -> None:
         step = self.file.last_step("trainer") + ahead
-        given = {"version": step, "source": "prompts", "trained": groups[:cut], "metrics": {"loss": 0.5}}
+        given = {
+            "version": step,
+            "source": "prompts",
+            "trained": groups[:cut],
+            "metrics": {"loss": 0.5},
+        }
         dropped = dict.fromkeys(groups[cut:], "stale")
-        self.both("trainer-0", lambda ledger: ledger.commit_step("trainer", step, dropped=dropped, **given), chance)
+        self.both(
+            "trainer-0",
+            lambda ledger: ledger.commit_step("trainer", step, dropped=dropped, **given),
+            chance,
+        )
 
     @rule(group=st.integers(0, 12), step=st.sampled_from([None, 1]), chance=CHANCE)
     def drop(self, group: int, step: int | None, chance: list[int]) -> None:
-        self.both("trainer-0", lambda ledger: ledger.drop("trainer", "prompts", {group: "failed"}, step=step), chance)
+        self.both(
+            "trainer-0",
+            lambda ledger: ledger.drop("trainer", "prompts", {group: "failed"}, step=step),
+            chance,
+        )
 
     @rule(back=st.integers(0, 2), chance=CHANCE)
     def go_back(self, back: int, chance: list[int]) -> None:
@@ -162,8 +188,18 @@ class Histories(RuleBasedStateMachine):
     def look(self, worker: str) -> None:
         for client in self.clients.values():
             client.next_group_id("prompts")  # what it posted is made
-        self.both(worker, lambda ledger: (ledger.steps("trainer"), ledger.drops_at("trainer", 1), ledger.facts()))
-        self.both(worker, lambda ledger: (ledger.in_flight("prompts"), ledger.fates("prompts", 0), ledger.sources()))
+        self.both(
+            worker,
+            lambda ledger: (ledger.steps("trainer"), ledger.drops_at("trainer", 1), ledger.facts()),
+        )
+        self.both(
+            worker,
+            lambda ledger: (
+                ledger.in_flight("prompts"),
+                ledger.fates("prompts", 0),
+                ledger.sources(),
+            ),
+        )
 
     @rule()
     def the_service_falls(self) -> None:

@@ -1,4 +1,5 @@
-"""What unfinished rollouts have drawn outlives the process that drew it, and is never joined with what another drew."""
+"""What unfinished rollouts have drawn outlives the process that drew it, and is never joined with
+what another drew."""
 
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from dataflow.tokens.rollout_tokens import KINDS, RolloutTokens
 from dataflow.tokens.sampling_mask import SamplingMask
 
 
-def stretch(begin: int, count: int, version: int = 0, masks: bool = False, **ended: str) -> PartialRollout:
+def stretch(
+    begin: int, count: int, version: int = 0, masks: bool = False, **ended: str
+) -> PartialRollout:
     places = np.arange(begin, begin + count, dtype=np.int32)
     left = SamplingMask.of([places[: i % 3] for i in range(count)]) if masks else None
     tokens = RolloutTokens.drawn(places + 100 * version, -places, np.full(count, version), left)
@@ -27,7 +30,9 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*"))
 
 
-def later(folder: Path, waited_for: list[int], attempt: int = 1, replica: int = 0) -> PartialRolloutFiles:
+def later(
+    folder: Path, waited_for: list[int], attempt: int = 1, replica: int = 0
+) -> PartialRolloutFiles:
     made = PartialRolloutFiles(folder, "prompts", replica=replica, attempt=attempt)
     made.load(waited_for)
     return made
@@ -40,8 +45,19 @@ def tokens(parts: PartialRolloutFiles, group: int) -> dict[int, list[int]]:
 
 def test_stretches_are_joined_again_with_all_that_is_known_of_them(tmp_path: Path) -> None:
     first = PartialRolloutFiles(tmp_path, "prompts")
-    first.append([piece(0, 0, 0, 5, masks=True), piece(0, 1, 0, 6, masks=True), piece(3, 0, 0, 2, masks=True)])
-    first.append([piece(0, 0, 5, 4, masks=True, finish_reason="stop", text="hi"), piece(1, 0, 0, 1, masks=True)])
+    first.append(
+        [
+            piece(0, 0, 0, 5, masks=True),
+            piece(0, 1, 0, 6, masks=True),
+            piece(3, 0, 0, 2, masks=True),
+        ]
+    )
+    first.append(
+        [
+            piece(0, 0, 5, 4, masks=True, finish_reason="stop", text="hi"),
+            piece(1, 0, 0, 1, masks=True),
+        ]
+    )
     second = later(tmp_path, [0, 1, 2])
     whole, other = second.find(0)
     assert (whole.group, whole.position, whole.mark) == (0, 0, 7) and other.position == 1
@@ -65,7 +81,10 @@ def test_the_end_of_a_rollout_is_kept_where_its_tokens_were_before(tmp_path: Pat
     first.append([piece(0, 0, 0, 5)])
     first.append([piece(0, 0, 5, 0, finish_reason="length")])
     (found,) = later(tmp_path, [0]).find(0)
-    assert found.rollout.tokens.ids.tolist() == [0, 1, 2, 3, 4] and found.rollout.finish_reason == "length"
+    assert (
+        found.rollout.tokens.ids.tolist() == [0, 1, 2, 3, 4]
+        and found.rollout.finish_reason == "length"
+    )
 
 
 def test_a_torn_end_takes_no_stretch_that_stood_before_it(tmp_path: Path) -> None:
@@ -91,7 +110,9 @@ def test_a_stretch_is_passed_over_when_what_was_before_it_is_lost(tmp_path: Path
     assert tokens(later(tmp_path, [0]), 0) == {0: [0, 1, 2, 3]}
 
 
-def test_a_line_goes_through_any_number_of_files_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+def test_a_line_goes_through_any_number_of_files_in_the_order_in_which_they_were_written(
+    tmp_path: Path,
+) -> None:
     first = PartialRolloutFiles(tmp_path, "prompts", file_bytes=1)
     for begin in range(0, 24, 2):
         first.append([piece(0, 0, begin, 2)])
@@ -102,14 +123,19 @@ def test_a_line_goes_through_any_number_of_files_in_the_order_in_which_they_were
     assert files(tmp_path) == []
 
 
-def test_lines_of_several_processes_are_not_joined_and_the_longest_comes_first(tmp_path: Path) -> None:
+def test_lines_of_several_processes_are_not_joined_and_the_longest_comes_first(
+    tmp_path: Path,
+) -> None:
     PartialRolloutFiles(tmp_path, "prompts", replica=0).append([piece(5, 0, 0, 4, version=1)])
     other = PartialRolloutFiles(tmp_path, "prompts", replica=1)
     other.append([piece(5, 0, 0, 4, version=2)])
     other.append([piece(5, 0, 4, 1, version=2)])
     PartialRolloutFiles(tmp_path, "other").append([piece(5, 0, 0, 50)])
     found = later(tmp_path, [5], replica=2).find(5)
-    assert [each.rollout.tokens.ids.tolist() for each in found] == [[200, 201, 202, 203, 204], [100, 101, 102, 103]]
+    assert [each.rollout.tokens.ids.tolist() for each in found] == [
+        [200, 201, 202, 203, 204],
+        [100, 101, 102, 103],
+    ]
 
 
 def test_a_rollout_that_begins_anew_is_a_new_one(tmp_path: Path) -> None:
@@ -119,7 +145,9 @@ def test_a_rollout_that_begins_anew_is_a_new_one(tmp_path: Path) -> None:
     assert tokens(later(tmp_path, [0]), 0) == {0: [200, 201, 202]}
 
 
-def test_a_process_of_the_same_name_in_a_run_that_goes_on_overwrites_nothing(tmp_path: Path) -> None:
+def test_a_process_of_the_same_name_in_a_run_that_goes_on_overwrites_nothing(
+    tmp_path: Path,
+) -> None:
     PartialRolloutFiles(tmp_path, "prompts").append([piece(0, 0, 0, 4)])
     again = PartialRolloutFiles(tmp_path, "prompts")
     again.load([0])
@@ -155,7 +183,9 @@ def test_a_disk_that_refuses_parts_is_named(tmp_path: Path) -> None:
         PartialRolloutFiles(tmp_path / "generator", "prompts").append([piece(0, 0, 0, 1)])
 
 
-def test_what_others_drew_is_looked_through_when_the_first_group_is_asked_for(tmp_path: Path) -> None:
+def test_what_others_drew_is_looked_through_when_the_first_group_is_asked_for(
+    tmp_path: Path,
+) -> None:
     """A trainer may go back while the others start."""
     later = PartialRolloutFiles(tmp_path, "prompts", attempt=1, waited_for=lambda: [0])
     PartialRolloutFiles(tmp_path, "prompts").append([piece(0, 0, 0, 4), piece(1, 0, 0, 4)])

@@ -1,4 +1,5 @@
-"""The last minute of each process: bounded on disk, there while the run goes on, and whole after a crash."""
+"""The last minute of each process: bounded on disk, there while the run goes on, and whole after a
+crash."""
 
 import json
 from pathlib import Path
@@ -23,7 +24,9 @@ class Clock:
         return WALL + self.now
 
 
-def at_work(folder: RunFolder, recent: RecentSpans, clock: Clock, seconds: float, every: float = 0.1) -> None:
+def at_work(
+    folder: RunFolder, recent: RecentSpans, clock: Clock, seconds: float, every: float = 0.1
+) -> None:
     """Work half of the time."""
     for _ in range(round(seconds / every)):
         recent.add("a", WORK, clock.now, clock.now + every / 2)
@@ -58,7 +61,9 @@ def test_a_line_is_bounded_and_the_oldest_is_cut(tmp_path: Path) -> None:
     recent = RecentSpans("a-0", clock, clock.wall)
     at_work(folder, recent, clock, 40.0, every=0.001)
     (path,) = files_of(folder)
-    assert all(len(json.loads(line)["spans"]) <= MOST_SPANS for line in path.read_text().splitlines())
+    assert all(
+        len(json.loads(line)["spans"]) <= MOST_SPANS for line in path.read_text().splitlines()
+    )
     found = last_spans(folder, 10.0)
     assert found[0].begin_s == pytest.approx(found[-1].end_s - 10.0, abs=0.2)
     assert all(each.begin_s >= found[-1].end_s - 10.0 - 1e-6 for each in found)
@@ -72,7 +77,9 @@ def test_torn_lines_and_a_full_disk_harm_nobody(tmp_path: Path) -> None:
     before = last_spans(folder, MINUTE)
     with path.open("a") as file:
         file.write('{"process": "a-0", "wall": 1.0, "spans": [["a"')
-    (folder.logs / "b-0.recent-0.jsonl").write_text('[1]\n{"process": 1}\n\x00\n{"process": "b", "wall": "x"}\n')
+    (folder.logs / "b-0.recent-0.jsonl").write_text(
+        '[1]\n{"process": 1}\n\x00\n{"process": "b", "wall": "x"}\n'
+    )
     assert last_spans(folder, MINUTE) == before
     for number in range(2):
         (folder.logs / f"c-0.recent-{number}.jsonl").mkdir()

@@ -1,4 +1,5 @@
-"""What weights drew that a run has gone back behind is found by nobody any more, and nothing else is lost."""
+"""What weights drew that a run has gone back behind is found by nobody any more, and nothing else
+is lost."""
 
 from pathlib import Path
 
@@ -18,7 +19,8 @@ EARLIER = "0-part1-0-0.prompts"
 
 def rows(*versions: list[int], groups: list[int]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(
-        [pa.array(groups, pa.int64()), pa.array(versions, pa.list_(pa.int32()))], names=["group_id", "versions"]
+        [pa.array(groups, pa.int64()), pa.array(versions, pa.list_(pa.int32()))],
+        names=["group_id", "versions"],
     )
 
 
@@ -44,10 +46,14 @@ def found(folder: Path, groups: range) -> dict[int, pa.RecordBatch]:
 
 def stretch(begin: int, version: int, count: int = 3) -> PartialRollout:
     places = np.arange(begin, begin + count, dtype=np.int32)
-    return PartialRollout(begin=begin, tokens=RolloutTokens.drawn(places, places, np.full(count, version)))
+    return PartialRollout(
+        begin=begin, tokens=RolloutTokens.drawn(places, places, np.full(count, version))
+    )
 
 
-def test_finished_groups_with_a_token_of_weights_that_are_gone_are_found_no_more(tmp_path: Path) -> None:
+def test_finished_groups_with_a_token_of_weights_that_are_gone_are_found_no_more(
+    tmp_path: Path,
+) -> None:
     whole = rows([-1, 2, 3], [-1, 3], groups=[2, 2])
     finished(
         tmp_path / "generator",
@@ -60,7 +66,9 @@ def test_finished_groups_with_a_token_of_weights_that_are_gone_are_found_no_more
     assert take_out_abandoned(tmp_path, "prompts", 3) == 0
 
 
-def test_files_without_such_a_token_stay_as_they_are_and_those_with_nothing_else_go(tmp_path: Path) -> None:
+def test_files_without_such_a_token_stay_as_they_are_and_those_with_nothing_else_go(
+    tmp_path: Path,
+) -> None:
     finished(tmp_path / "one", rows([1, 2], groups=[0]))
     finished(tmp_path / "other", rows([7], groups=[1]))
     kept = (tmp_path / "one" / f"{EARLIER}.arrows").stat()
@@ -91,7 +99,9 @@ def test_an_unfinished_rollout_keeps_what_weights_drew_that_are_still_there(tmp_
     assert (left.position, left.rollout.tokens.ids.tolist()) == (0, [0, 1, 2])
 
 
-def test_a_disk_that_refuses_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     finished(tmp_path / "generator", rows([1], groups=[0]), rows([5], groups=[1]))
 
     def full(*given: object) -> None:

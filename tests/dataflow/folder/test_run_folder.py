@@ -38,29 +38,46 @@ def test_the_layout_is_that_of_the_design(folder: RunFolder) -> None:
     below = {
         name: str(path.relative_to(folder.path))
         for name, path in {
-            "graph": folder.graph_json, "svg": folder.graph_svg, "config": folder.config,
+            "graph": folder.graph_json,
+            "svg": folder.graph_svg,
+            "config": folder.config,
             "log": folder.log("a", 1),
-            "metrics": folder.metrics, "ledger": folder.ledger, "trace": folder.trace,
-            "step": folder.rollouts_of().step_file(1), "eval": folder.rollouts_of().evaluation_file(100),
-            "critic": folder.rollouts_of("critic").step_file(1), "checkpoint": folder.checkpoints.folder(100),
+            "metrics": folder.metrics,
+            "ledger": folder.ledger,
+            "trace": folder.trace,
+            "step": folder.rollouts_of().step_file(1),
+            "eval": folder.rollouts_of().evaluation_file(100),
+            "critic": folder.rollouts_of("critic").step_file(1),
+            "checkpoint": folder.checkpoints.folder(100),
         }.items()
-    }  # fmt: skip
+    }
     assert below == {
-        "graph": "graph.json", "svg": "graph.svg", "config": "config.json", "log": "logs/a-1.log",
-        "metrics": "metrics.jsonl", "ledger": "ledger.db", "trace": "trace.json",
-        "step": "rollouts/step-000001.arrow", "eval": "rollouts/eval-000100.arrow",
-        "critic": "rollouts/critic/step-000001.arrow", "checkpoint": "checkpoints/step-000100",
-    }  # fmt: skip
+        "graph": "graph.json",
+        "svg": "graph.svg",
+        "config": "config.json",
+        "log": "logs/a-1.log",
+        "metrics": "metrics.jsonl",
+        "ledger": "ledger.db",
+        "trace": "trace.json",
+        "step": "rollouts/step-000001.arrow",
+        "eval": "rollouts/eval-000100.arrow",
+        "critic": "rollouts/critic/step-000001.arrow",
+        "checkpoint": "checkpoints/step-000100",
+    }
     assert folder.logs.is_dir() and folder.rollouts.is_dir() and folder.checkpoints.path.is_dir()
 
 
 def test_no_folder_and_no_file_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="nothing is there; give the folder that the run printed"):
+    with pytest.raises(
+        RunFolderError, match="nothing is there; give the folder that the run printed"
+    ):
         RunFolder.open(tmp_path / "absent")
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="that is a file"):
         RunFolder.open(tmp_path / "file")
-    with pytest.raises(RunFolderError, match=r"creating the run folder .* failed: .*; move away what stands there"):
+    with pytest.raises(
+        RunFolderError, match=r"creating the run folder .* failed: .*; move away what stands there"
+    ):
         RunFolder.create(tmp_path / "file", "g")
 
 
@@ -72,14 +89,27 @@ class Knobs:
 
 def test_json_is_strict_and_takes_what_metrics_and_configs_hold() -> None:
     value = {
-        "nan": math.nan, "infinite": np.float32(np.inf), "number": np.int64(3), "flag": np.bool_(True),
-        "none": None, "array": np.array([[1.0, math.nan]]), 7: (1, 2), "set": {"b", "a"},
+        "nan": math.nan,
+        "infinite": np.float32(np.inf),
+        "number": np.int64(3),
+        "flag": np.bool_(True),
+        "none": None,
+        "array": np.array([[1.0, math.nan]]),
+        7: (1, 2),
+        "set": {"b", "a"},
         "knobs": Knobs(0.5, Path("x/y")),
-    }  # fmt: skip
+    }
     assert json.loads(to_json(value)) == {
-        "nan": None, "infinite": None, "number": 3, "flag": True, "none": None,
-        "array": [[1.0, None]], "7": [1, 2], "set": ["a", "b"], "knobs": {"rate": 0.5, "path": "x/y"},
-    }  # fmt: skip
+        "nan": None,
+        "infinite": None,
+        "number": 3,
+        "flag": True,
+        "none": None,
+        "array": [[1.0, None]],
+        "7": [1, 2],
+        "set": ["a", "b"],
+        "knobs": {"rate": 0.5, "path": "x/y"},
+    }
     with pytest.raises(TypeError, match="a object cannot stand in JSON"):
         to_json({"x": object()})
 
@@ -109,14 +139,18 @@ def test_metrics_survive_a_line_that_a_crash_tore(folder: RunFolder) -> None:
 def test_a_line_is_appended_in_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[bytes] = []
     real = os.write
-    monkeypatch.setattr(os, "write", lambda handle, content: (writes.append(content), real(handle, content))[1])
+    monkeypatch.setattr(
+        os, "write", lambda handle, content: (writes.append(content), real(handle, content))[1]
+    )
     append_line(tmp_path / "lines", '{"a": 1}')
     assert writes == [b'{"a": 1}\n']
 
 
 def test_a_full_disk_is_named_with_what_is_free(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(RunFolderError, match=r"No space left on device; make room on that disk \(.* MiB are free\)"):
+    with pytest.raises(
+        RunFolderError, match=r"No space left on device; make room on that disk \(.* MiB are free\)"
+    ):
         append_line(tmp_path / "metrics.jsonl", "{}")
 
 
@@ -129,7 +163,9 @@ def test_a_full_disk_is_named_with_what_is_free(tmp_path: Path) -> None:
         (errno.EIO, "disk"),
     ],
 )
-def test_a_failed_write_leaves_the_old_file_and_says_why(tmp_path: Path, number: int, advice: str) -> None:
+def test_a_failed_write_leaves_the_old_file_and_says_why(
+    tmp_path: Path, number: int, advice: str
+) -> None:
     path = tmp_path / "state.json"
     path.write_text("old")
 
@@ -169,7 +205,9 @@ def test_rollouts_wait_for_the_disk_only_where_a_checkpoint_asks(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(Path(f"/proc/self/fd/{handle}").readlink().name))
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: flushed.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+    )
     folder.rollouts_of().write(1, table(0))
     folder.rollouts_of().write(2, table(1))
     assert flushed == []
@@ -210,7 +248,10 @@ def test_a_folder_named_latest_is_never_overwritten_and_the_run_goes_on(
     (tmp_path / "latest").mkdir()
     assert RunFolder.create(tmp_path, "g").path.is_dir()
     assert (tmp_path / "latest").is_dir() and not (tmp_path / "latest").is_symlink()
-    assert "latest' failed: Is a directory; move that folder away; the run goes on without it" in caplog.text
+    assert (
+        "latest' failed: Is a directory; move that folder away; the run goes on without it"
+        in caplog.text
+    )
 
 
 def test_a_rollouts_file_of_which_a_bit_has_changed_is_read_by_nobody(folder: RunFolder) -> None:

@@ -1,4 +1,5 @@
-"""Who holds a run that several hosts see: exactly one, and who was replaced finds out before it writes."""
+"""Who holds a run that several hosts see: exactly one, and who was replaced finds out before it
+writes."""
 
 import contextlib
 import os
@@ -19,7 +20,15 @@ from dataflow.errors import Replaced
 from dataflow.folder.ledger import Ledger, renewal
 from dataflow.folder.ledger.renewal import renew
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.run_hold import RAISE_S, STILL_S, RunHold, Taking, held, is_over_hosts, seen_in_part
+from dataflow.folder.run_hold import (
+    RAISE_S,
+    STILL_S,
+    RunHold,
+    Taking,
+    held,
+    is_over_hosts,
+    seen_in_part,
+)
 from dataflow.folder.run_lock import UnderWay
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
@@ -78,7 +87,9 @@ def test_a_run_that_was_let_go_of_is_taken_at_once(tmp_path: Path, clock: Clock)
     assert clock.now == 0.0
 
 
-def test_a_run_whose_holder_has_died_is_taken_once_its_counter_has_stood_still(tmp_path: Path, clock: Clock) -> None:
+def test_a_run_whose_holder_has_died_is_taken_once_its_counter_has_stood_still(
+    tmp_path: Path, clock: Clock
+) -> None:
     take(tmp_path, clock).check()
     assert take(tmp_path, clock).number == 2
     assert STILL_S <= clock.now < STILL_S + 1
@@ -92,14 +103,18 @@ def test_a_holder_that_goes_on_after_it_was_replaced_finds_out_and_changes_nothi
     new = take(tmp_path, clock)
     files = {path: path.read_bytes() for path in (tmp_path / "holders").iterdir()}
     for _ in range(2):
-        with pytest.raises(Replaced, match="as number 1, but did not raise its counter for too long"):
+        with pytest.raises(
+            Replaced, match="as number 1, but did not raise its counter for too long"
+        ):
             old.check()
     old.release()
     assert {path: path.read_bytes() for path in (tmp_path / "holders").iterdir()} == files
     new.check()
 
 
-def test_two_that_saw_the_counter_stand_still_at_once_do_not_both_take_it(tmp_path: Path, clock: Clock) -> None:
+def test_two_that_saw_the_counter_stand_still_at_once_do_not_both_take_it(
+    tmp_path: Path, clock: Clock
+) -> None:
     take(tmp_path, clock).check()
     both = [Taking(tmp_path, clock=clock, holders_clock=clock) for _ in range(2)]
     assert [each.look() for each in both] == [None, None]
@@ -112,7 +127,9 @@ def test_two_that_saw_the_counter_stand_still_at_once_do_not_both_take_it(tmp_pa
     first.check()
 
 
-def test_one_that_slept_while_the_run_changed_hands_twice_does_not_take_it(tmp_path: Path, clock: Clock) -> None:
+def test_one_that_slept_while_the_run_changed_hands_twice_does_not_take_it(
+    tmp_path: Path, clock: Clock
+) -> None:
     """It was about to link a number that is free again."""
     take(tmp_path, clock).check()
     late = Taking(tmp_path, clock=clock)
@@ -127,7 +144,9 @@ def test_one_that_slept_while_the_run_changed_hands_twice_does_not_take_it(tmp_p
     assert sorted(path.name for path in (tmp_path / "holders").iterdir()) == ["000003"]
 
 
-def test_a_process_that_was_stopped_while_it_waited_has_seen_nothing(tmp_path: Path, clock: Clock) -> None:
+def test_a_process_that_was_stopped_while_it_waited_has_seen_nothing(
+    tmp_path: Path, clock: Clock
+) -> None:
     take(tmp_path, clock).check()
     taking = Taking(tmp_path, clock=Awake(clock))
     assert taking.look() is None
@@ -135,16 +154,22 @@ def test_a_process_that_was_stopped_while_it_waited_has_seen_nothing(tmp_path: P
     assert taking.look() is None
 
 
-MOVES = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.1, 0.3, 1.0, 4.0])), min_size=20, max_size=120)
+MOVES = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from([0.1, 0.3, 1.0, 4.0])), min_size=20, max_size=120
+)
 
 
 @examples(60)
 @given(moves=MOVES)
-def test_no_two_ever_hold_a_run_whoever_is_stopped_for_however_long(moves: list[tuple[int, float]]) -> None:
-    """Four processes, one of which moves at a time; those that do not are stopped. Who may write has the highest
-    number, and nobody else passes his check from then on."""
+def test_no_two_ever_hold_a_run_whoever_is_stopped_for_however_long(
+    moves: list[tuple[int, float]],
+) -> None:
+    """Four processes, one of which moves at a time; those that do not are stopped. Who may write
+    has the highest number, and nobody else passes his check from then on."""
     folder, clock = Path(tempfile.mkdtemp()), Clock()
-    taking: list[Taking | None] = [Taking(folder, clock=clock, holders_clock=clock, still_s=5.0) for _ in range(4)]
+    taking: list[Taking | None] = [
+        Taking(folder, clock=clock, holders_clock=clock, still_s=5.0) for _ in range(4)
+    ]
     holds: list[RunHold | None] = [None] * 4
     highest = 0
     for who, seconds in moves:
@@ -177,7 +202,9 @@ def test_a_run_is_held_for_a_block_and_let_go_of(tmp_path: Path) -> None:
     assert is_over_hosts(folder)
 
 
-def test_who_waits_whether_a_run_is_held_says_for_whom_and_how_long(tmp_path: Path, clock: Clock) -> None:
+def test_who_waits_whether_a_run_is_held_says_for_whom_and_how_long(
+    tmp_path: Path, clock: Clock
+) -> None:
     folder = RunFolder.create(tmp_path, "t")
     told: list[str] = []
     with held(folder, told=told.append):
@@ -189,7 +216,9 @@ def test_who_waits_whether_a_run_is_held_says_for_whom_and_how_long(tmp_path: Pa
     assert f"was not let go of: waiting 0 s to see whether process {os.getpid()} on host '" in said
 
 
-def test_a_ledger_that_another_host_writes_may_be_seen_in_part_only(tmp_path: Path, clock: Clock) -> None:
+def test_a_ledger_that_another_host_writes_may_be_seen_in_part_only(
+    tmp_path: Path, clock: Clock
+) -> None:
     folder = RunFolder.create(tmp_path, "t")
     assert seen_in_part(folder) == ""
     hold = take(folder.path, clock)
@@ -235,7 +264,9 @@ def groups(path: Path) -> int:
         return ledger.next_group_id("prompts")
 
 
-def test_what_a_replaced_holder_still_writes_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_replaced_holder_still_writes_is_nobodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has the ledger open, is in the midst of a transaction, and goes on."""
     folder = RunFolder.create(tmp_path, "t")
     Ledger.create(folder.ledger, {"trainer": ["prompts"]}).close()
@@ -255,7 +286,9 @@ def test_what_a_replaced_holder_still_writes_is_nobodys(tmp_path: Path, monkeypa
     assert groups(folder.ledger) == 2
 
 
-@pytest.mark.parametrize(("where", "left"), [("open", 0), ("unlink", 0), ("unlink", 1), ("replace", 0), ("replace", 1)])
+@pytest.mark.parametrize(
+    ("where", "left"), [("open", 0), ("unlink", 0), ("unlink", 1), ("replace", 0), ("replace", 1)]
+)
 def test_a_crash_while_a_ledger_is_put_in_a_new_file_loses_nothing(
     tmp_path: Path, where: str, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,10 +8,19 @@ from dataflow.folder.swaps import Swap, latest, read_swaps, record, recorded
 
 
 def made(number: int, node: str = "reward", **more: str) -> Swap:
-    return Swap(number=number, node=node, reference="rewards:strict", source="text\n", digest="ab" * 32, **more)
+    return Swap(
+        number=number,
+        node=node,
+        reference="rewards:strict",
+        source="text\n",
+        digest="ab" * 32,
+        **more,
+    )
 
 
-def test_swaps_stand_in_the_ledger_in_their_order_whoever_puts_them_down_and_however_often(tmp_path: Path) -> None:
+def test_swaps_stand_in_the_ledger_in_their_order_whoever_puts_them_down_and_however_often(
+    tmp_path: Path,
+) -> None:
     folder = RunFolder.create(tmp_path, "test")
     assert read_swaps(folder) == (), "there is no ledger yet"
     with Ledger.create(folder.ledger, {}) as ledger:
@@ -26,7 +35,9 @@ def test_swaps_stand_in_the_ledger_in_their_order_whoever_puts_them_down_and_how
     assert latest(read_swaps(folder)) == [made(9, "varied"), made(11)]
 
 
-def test_a_swap_that_was_taken_back_counts_no_more_and_its_number_may_be_used_again(tmp_path: Path) -> None:
+def test_a_swap_that_was_taken_back_counts_no_more_and_its_number_may_be_used_again(
+    tmp_path: Path,
+) -> None:
     with Ledger.create(tmp_path / "ledger.db", {}) as ledger:
         record(ledger, ["reward"], [made(1)])
         record(ledger, ["reward"], [made(2)])

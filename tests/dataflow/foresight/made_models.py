@@ -10,9 +10,15 @@ from operators import Generator, Prompts, Trainer
 from operators.credit import advantage
 
 LLAMA_8B = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
 
 
 @scorer
@@ -29,9 +35,12 @@ def made_model(folder: Path, config: Mapping[str, Any]) -> Model:
 
 
 def wired(
-    name: str, generator: Generator, trainer: Trainer, max_staleness: int,
+    name: str,
+    generator: Generator,
+    trainer: Trainer,
+    max_staleness: int,
     between: Callable[[Any], Any] = lambda rollouts: rollouts,
-) -> Graph:  # fmt: skip
+) -> Graph:
     """Prompts, rollouts, what comes between, a reward, and weights that go back."""
     g = Graph(name)
     prompts = Prompts(str(Path(generator.model.source).parent / "prompts.jsonl"))

@@ -1,4 +1,5 @@
-"""Devices of two kinds: which operator has how many of each, and how a trainer's ranks share its model out."""
+"""Devices of two kinds: which operator has how many of each, and how a trainer's ranks share its
+model out."""
 
 import json
 from dataclasses import replace
@@ -25,8 +26,11 @@ from operators import Generator, Trainer
 from operators.losses import aipo
 
 LLAMA_405B = LLAMA_8B | {
-    "num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128,
-}  # fmt: skip
+    "num_hidden_layers": 126,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_attention_heads": 128,
+}
 EVEN = Workload(mean_tokens=640, prompt_tokens=100, sigma=0.3)
 FAST, SLOW = (tuple(f"{kind}-{number}" for number in range(8)) for kind in ("H100", "L40S"))
 
@@ -38,27 +42,32 @@ def model(tmp_path: Path) -> Model:
 
 def graph(model: Model, max_staleness: int = 8, prompts: int = 512, **knobs: Any) -> Graph:
     generator = Generator(model, group_size=8, max_tokens=960, **({"weights": "fp8"} | knobs))
-    trainer = Trainer(model, loss=aipo, prompts_per_step=prompts, lr=1e-6, gradient_checkpointing=True)
+    trainer = Trainer(
+        model, loss=aipo, prompts_per_step=prompts, lr=1e-6, gradient_checkpointing=True
+    )
     return wired("unlike", generator, trainer, max_staleness)
 
 
 def by_hand() -> list[dict[str, tuple[str, ...]]]:
     """One kind trains and the other generates; each operator has half of each."""
     return [
-        {"trainer": FAST, "generator": SLOW}, {"trainer": SLOW, "generator": FAST},
+        {"trainer": FAST, "generator": SLOW},
+        {"trainer": SLOW, "generator": FAST},
         {"trainer": FAST[:4] + SLOW[:4], "generator": FAST[4:] + SLOW[4:]},
-    ]  # fmt: skip
+    ]
 
 
 def test_a_trainer_is_tried_on_each_kind_and_the_plan_puts_it_there(model: Model) -> None:
     made, room = graph(model), read_devices("64xH100+64xL40S")
     found = candidates(made, room)
     assert {each.trains_on for each in found if not each.kinds} == {"", "L40S"}
-    assert {each.trains_on for each in found if each.kinds} == {""} and len({repr(each) for each in found}) == len(
-        found
-    )
+    assert {each.trains_on for each in found if each.kinds} == {""} and len(
+        {repr(each) for each in found}
+    ) == len(found)
     split = {}
-    for each in (one for one in found if not one.kinds and not one.knobs and one.gpus["trainer"] in (32, 64)):
+    for each in (
+        one for one in found if not one.kinds and not one.knobs and one.gpus["trainer"] in (32, 64)
+    ):
         placed = plan(each.placed(made), room, gpus=each.gpus, place=each.place).placements
         split[each.trains_on, each.gpus["trainer"]] = {
             name: sorted({host.partition("-")[0] for host in placed[name].all_hosts})
@@ -66,11 +75,17 @@ def test_a_trainer_is_tried_on_each_kind_and_the_plan_puts_it_there(model: Model
         }
     both, fast, slow = ["H100", "L40S"], ["H100"], ["L40S"]
     assert split == {
-        ("", 32): {"trainer": fast, "generator": both}, ("", 64): {"trainer": fast, "generator": slow},
-        ("L40S", 32): {"trainer": slow, "generator": both}, ("L40S", 64): {"trainer": slow, "generator": fast},
-    }  # fmt: skip
-    assert candidates(made, room, knobs=False)[0].trains_on == "" and seats(room.hosts[:2], 17) == ()
-    assert seats(read_devices("10xL40S").hosts, 10) == () and seats(read_devices("10xL40S").hosts, 4) == ("L40S-0",)
+        ("", 32): {"trainer": fast, "generator": both},
+        ("", 64): {"trainer": fast, "generator": slow},
+        ("L40S", 32): {"trainer": slow, "generator": both},
+        ("L40S", 64): {"trainer": slow, "generator": fast},
+    }
+    assert (
+        candidates(made, room, knobs=False)[0].trains_on == "" and seats(room.hosts[:2], 17) == ()
+    )
+    assert seats(read_devices("10xL40S").hosts, 10) == () and seats(
+        read_devices("10xL40S").hosts, 4
+    ) == ("L40S-0",)
 
 
 def test_what_is_offered_is_asked_for_by_flags_that_are_taken(
@@ -78,7 +93,9 @@ def test_what_is_offered_is_asked_for_by_flags_that_are_taken(
 ) -> None:
     made, room = graph(model, 1, 32), read_devices("16xH100+16xL40S")
     offered = next(
-        each for each in candidates(made, room) if each.trains_on and not each.knobs and each.gpus["trainer"] == 16
+        each
+        for each in candidates(made, room)
+        if each.trains_on and not each.knobs and each.gpus["trainer"] == 16
     )
     asked = offered.asked(made, room)
     assert asked == "--gpus generator=16,trainer=16 --place trainer=L40S-0+L40S-1"
@@ -90,32 +107,51 @@ def test_what_is_offered_is_asked_for_by_flags_that_are_taken(
     main(build, args=[*how, *asked.split(), "--draw", str(tmp_path / "found.json")])
     assert "16 x L40S" in capsys.readouterr().out
     found = foresee(
-        made, room, gpus=offered.gpus, place=offered.place, steps=4,
+        made,
+        room,
+        gpus=offered.gpus,
+        place=offered.place,
+        steps=4,
         workload=Workload(mean_tokens=40, prompt_tokens=20),
-    )  # fmt: skip
+    )
     assert json.loads((tmp_path / "found.json").read_text())["step_s"] == found.step_s
     with pytest.raises(SystemExit):
         main(build, args=[*how, "--gpus", "auto", "--place", "trainer=L40S-0"])
-    assert "place is given for ['trainer']; leave it out" in " ".join(capsys.readouterr().err.split())
+    assert "place is given for ['trainer']; leave it out" in " ".join(
+        capsys.readouterr().err.split()
+    )
     texts = {each.text for each in changes(made, offered, room)}
     assert "one more replica of the generator (1 more)" in texts
 
 
-def test_by_closed_forms_generators_on_both_kinds_beat_each_kind_alone_and_ways_by_hand(model: Model) -> None:
+def test_by_closed_forms_generators_on_both_kinds_beat_each_kind_alone_and_ways_by_hand(
+    model: Model,
+) -> None:
     made, how = graph(model), {"workload": EVEN, "simulated": False}
     room = read_devices("64xH100+64xL40S")
     mixed = foresee(made, room, gpus={"generator": 72, "trainer": 56}, **how)
     assert [each.devices for each in mixed.operations] == ["8 x H100 + 64 x L40S", "56 x H100"]
     halves = [
         min(
-            foresee(made, read_devices(f"64x{kind}"), gpus={"generator": 64 - n, "trainer": n}, **how).step_s
+            foresee(
+                made, read_devices(f"64x{kind}"), gpus={"generator": 64 - n, "trainer": n}, **how
+            ).step_s
             for n in (16, 24, 32, 40, 42, 48, 49, 56)
         )
         for kind in ("H100", "L40S")
     ]
-    naive = [foresee(made, room, gpus={"generator": 64, "trainer": 64}, place=each, **how) for each in by_hand()]
-    assert [each.operations[1].devices for each in naive] == ["64 x H100", "64 x L40S", "32 x H100 + 32 x L40S"]
-    assert mixed.step_s < 0.8 * min(halves) and mixed.step_s < 0.92 * min(each.step_s for each in naive)
+    naive = [
+        foresee(made, room, gpus={"generator": 64, "trainer": 64}, place=each, **how)
+        for each in by_hand()
+    ]
+    assert [each.operations[1].devices for each in naive] == [
+        "64 x H100",
+        "64 x L40S",
+        "32 x H100 + 32 x L40S",
+    ]
+    assert mixed.step_s < 0.8 * min(halves) and mixed.step_s < 0.92 * min(
+        each.step_s for each in naive
+    )
 
 
 @pytest.mark.slow
@@ -147,16 +183,24 @@ def least(made: Graph, text: str, **how: Any) -> float:
         except GraphError:
             continue
         found.append((closed, number, placed, each))
-    return min(foreseen_of(placed, each, room, **how).step_s for _, _, placed, each in sorted(found)[:4])
+    return min(
+        foreseen_of(placed, each, room, **how).step_s for _, _, placed, each in sorted(found)[:4]
+    )
 
 
 def test_siblings_prompt_is_taken_in_once_by_closed_forms_and_by_the_clock(model: Model) -> None:
     long = Workload(mean_tokens=128, prompt_tokens=800, sigma=0.0)
     closed, found = (
-        foresee(graph(model, prompts=64), read_devices("20xH100"), gpus={"generator": 4, "trainer": 16}, steps=30,
-                workload=long, simulated=each)
+        foresee(
+            graph(model, prompts=64),
+            read_devices("20xH100"),
+            gpus={"generator": 4, "trainer": 16},
+            steps=30,
+            workload=long,
+            simulated=each,
+        )
         for each in (False, True)
-    )  # fmt: skip
+    )
     assert found.bottleneck.node == closed.bottleneck.node == "generator"
     assert closed.step_s == pytest.approx(found.step_s, rel=0.15)
 
@@ -167,7 +211,8 @@ def test_ranks_wait_for_shards_where_products_do_not_hide_the_exchange(model: Mo
     assert exchanged_s(alone, 1, ASSUMED) == 0
     once = 8 * counts.parameters * 7 / 8 / kind.within_bytes_per_s / ASSUMED.memory
     assert exchanged_s(node, 1, ASSUMED) == pytest.approx(once)
-    assert exchanged_s(node, 8, ASSUMED) == pytest.approx(once)  # gradients alone, in float32, forth and back
+    # gradients alone, in float32, forth and back
+    assert exchanged_s(node, 8, ASSUMED) == pytest.approx(once)
     far = 8 * counts.parameters * 63 / 64 / (8 * kind.between_bytes_per_s) / ASSUMED.memory
     assert exchanged_s(many, 1, ASSUMED) == pytest.approx(far)
     near = once + 2 * 7 / 8 * 4 * counts.parameters / 8 / kind.between_bytes_per_s / ASSUMED.memory
@@ -183,7 +228,10 @@ def test_a_trainers_ranks_share_its_model_out_as_fits_and_is_fastest(model: Mode
     trainer: Any = made.operators["trainer"]
     ways = learners(trainer, hosts)
     assert ways[0] == {} and {"tensor_parallel": 8} in ways and {"dp_replicate": 8} in ways
-    assert {"tensor_parallel": 2, "dp_replicate": 32} in ways and {"tensor_parallel": 2, "dp_replicate": 64} not in ways
+    assert {"tensor_parallel": 2, "dp_replicate": 32} in ways and {
+        "tensor_parallel": 2,
+        "dp_replicate": 64,
+    } not in ways
     step = LearnerStep(rollouts=4096.0, tokens=650.0, rates=ASSUMED)
     assert best_learner(made, trainer, ways, hosts, 64, step) == {}
     whole = replace(trainer, dp_replicate=64)
@@ -196,11 +244,15 @@ def test_a_trainers_ranks_share_its_model_out_as_fits_and_is_fastest(model: Mode
     assert best_learner(made, trainer, ways, hosts, 7, step) == {}
     few = LearnerStep(rollouts=64.0, tokens=100.0, rates=replace(ASSUMED, compute=1.0))
     slow = read_devices("64xA100").hosts
-    assert best_learner(made, trainer, learners(trainer, slow), slow, 64, few)["tensor_parallel"] > 1
+    assert (
+        best_learner(made, trainer, learners(trainer, slow), slow, 64, few)["tensor_parallel"] > 1
+    )
     refused = Candidate(gpus={"generator": 8, "trainer": 56}, learner={"dp_replicate": 3})
     with pytest.raises(GraphError, match=r"has dp_replicate=3, which does not divide them"):
         plan(refused.placed(made), read_devices("64xH100"), gpus=refused.gpus)
-    asked = Candidate(gpus={"generator": 8, "trainer": 56}, knobs={"tensor_parallel": 2}, learner=chosen)
+    asked = Candidate(
+        gpus={"generator": 8, "trainer": 56}, knobs={"tensor_parallel": 2}, learner=chosen
+    )
     assert asked.asked(made, read_devices("64xH100")).endswith(
         "Generator(tensor_parallel=2) Trainer(tensor_parallel=1)"
     )
@@ -213,10 +265,20 @@ def test_auto_chooses_a_trainers_knobs_where_the_declared_ones_do_not_fit(model:
     made = made.swap("trainer", replace(trainer, dp_replicate=8))
     found = candidates(made, room, workload=EVEN)
     assert len(found) <= 1000 and any(each.learner.get("dp_replicate") == 1 for each in found)
-    taken = next(each for each in found if each.gpus["trainer"] == 512 and each.knobs.get("tensor_parallel") == 8)
+    taken = next(
+        each
+        for each in found
+        if each.gpus["trainer"] == 512 and each.knobs.get("tensor_parallel") == 8
+    )
     assert taken.learner["dp_replicate"] == 1
     foresee(taken.placed(made), room, gpus=taken.gpus, workload=EVEN, simulated=False)
-    with pytest.raises(GraphError, match=r"needs 512 GPUs of 166\.2 GiB .* has 8 of 8 GPUs of 74\.5 GiB free"):
+    with pytest.raises(
+        GraphError, match=r"needs 512 GPUs of 166\.2 GiB .* has 8 of 8 GPUs of 74\.5 GiB free"
+    ):
         foresee(
-            replace(taken, learner={}).placed(made), room, gpus=taken.gpus, workload=EVEN, simulated=False
-        )  # fmt: skip
+            replace(taken, learner={}).placed(made),
+            room,
+            gpus=taken.gpus,
+            workload=EVEN,
+            simulated=False,
+        )

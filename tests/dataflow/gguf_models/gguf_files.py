@@ -1,4 +1,5 @@
-"""Small models as GGUF files, written from modules of transformers as llama.cpp's converter writes them."""
+"""Small models as GGUF files, written from modules of transformers as llama.cpp's converter writes
+them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +18,21 @@ TEMPLATE = (
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = ("Ġ a", "i n", "Ġ Ġ", "1 2", "ĠĠ ĠĠ", "Ġ 3", "t h", "th in", "Ġa in")
 NAMES = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "q_proj": "attn_q", "k_proj": "attn_k",
-    "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
-    "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "embed_tokens": "token_embd", "norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
     "lm_head": "output",
-}  # fmt: skip
+}
 
 
 def tokens() -> list[str]:
@@ -35,11 +46,21 @@ def tiny_module(family: str, *, tied: bool = True, **more: Any) -> Any:
     """A model of transformers with random weights."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
-        family, vocab_size=len(tokens()), hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=CONTEXT,
-        rms_norm_eps=1e-5, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
+        family,
+        vocab_size=len(tokens()),
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
         **{"rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0}, **more},
-    )  # fmt: skip
+    )
     module = transformers.AutoModelForCausalLM.from_config(config).eval()
     for name, weight in module.named_parameters():
         if name.endswith("bias") or "norm" in name:
@@ -74,24 +95,36 @@ def tiny_gguf(
     said: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray | None] | None = None,
 ) -> Path:
-    """Write one. kind: of matrices' numbers. said: further metadata; None for a key leaves it out. tensors: others, or
-    None to leave one out."""
+    """Write one. kind: of matrices' numbers. said: further metadata; None for a key leaves it out.
+    tensors: others, or None to leave one out."""
     module = tiny_module(family) if module is None else module
     words = tokens() if words is None else words
     pre = ("smollm" if family == "llama" else "qwen2") if pre == "" else pre
     writer = gguf.GGUFWriter(str(path), family)
     values: dict[str, Any] = {
-        f"{family}.block_count": LAYERS, f"{family}.context_length": CONTEXT, f"{family}.embedding_length": WIDTH,
-        f"{family}.feed_forward_length": INNER, f"{family}.attention.head_count": HEADS,
-        f"{family}.attention.head_count_kv": KV_HEADS, f"{family}.attention.layer_norm_rms_epsilon": 1e-5,
-        f"{family}.rope.freq_base": 50_000.0, f"{family}.attention.key_length": HEAD_DIM,
+        f"{family}.block_count": LAYERS,
+        f"{family}.context_length": CONTEXT,
+        f"{family}.embedding_length": WIDTH,
+        f"{family}.feed_forward_length": INNER,
+        f"{family}.attention.head_count": HEADS,
+        f"{family}.attention.head_count_kv": KV_HEADS,
+        f"{family}.attention.layer_norm_rms_epsilon": 1e-5,
+        f"{family}.rope.freq_base": 50_000.0,
+        f"{family}.attention.key_length": HEAD_DIM,
         f"{family}.attention.value_length": HEAD_DIM,
-        "tokenizer.ggml.model": model, "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": list(words),
+        "tokenizer.ggml.model": model,
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": list(words),
         "tokenizer.ggml.token_type": [3] * len(SPECIAL) + [1] * (len(words) - len(SPECIAL)),
-        "tokenizer.ggml.merges": list(merges), "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.padding_token_id": 2,
-        "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": template, **(said or {}),
-    }  # fmt: skip
+        "tokenizer.ggml.merges": list(merges),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.padding_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": template,
+        **(said or {}),
+    }
     for key, value in values.items():
         if value is not None:
             kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}

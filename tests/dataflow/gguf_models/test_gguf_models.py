@@ -59,14 +59,18 @@ def test_weights_are_those_that_gguf_turns_back(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_explanation_is_told_of_the_model_without_a_conversion(family: str, tmp_path: Path, cache: Path) -> None:
+def test_an_explanation_is_told_of_the_model_without_a_conversion(
+    family: str, tmp_path: Path, cache: Path
+) -> None:
     source = str(tiny_gguf(tmp_path / "m.gguf", family, kind="Q8_0"))
     told, promise = config_of(source), promised(source)
     assert promise is not None and not (cache / "dataflow-rl" / "models").exists()
     folder = converted(source)
     assert json.loads((folder / "config.json").read_text()) == told == config_of(source)
     module = load_model(Model(source))
-    assert {name: list(weight.shape) for name, weight in module.named_parameters()} == promise.shapes
+    assert {
+        name: list(weight.shape) for name, weight in module.named_parameters()
+    } == promise.shapes
     assert promised(source) is None and folder_here(source) == folder
 
 
@@ -81,15 +85,24 @@ def test_an_explanation_is_told_of_the_model_without_a_conversion(family: str, t
         ("qwen3", "qwen2", "a  12 37", ["a", "Ġ", "Ġ", "1", "2", "Ġ", "3", "7"]),
     ],
 )
-def test_text_is_cut_as_the_file_says(family: str, pre: str, text: str, wanted: list[str], tmp_path: Path) -> None:
+def test_text_is_cut_as_the_file_says(
+    family: str, pre: str, text: str, wanted: list[str], tmp_path: Path
+) -> None:
     """By transformers' own GGUF reader, 5.23, "smollm" would be cut as "gpt-2"."""
     path = tiny_gguf(tmp_path / "m.gguf", family, pre=pre)
     tokenizer = load_tokenizer(Model(str(path)))
     assert tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) == wanted
-    assert tokenizer.get_vocab() == {token: number for number, token in enumerate(gguf_files.tokens())}
+    assert tokenizer.get_vocab() == {
+        token: number for number, token in enumerate(gguf_files.tokens())
+    }
     assert tokenizer.chat_template == gguf_files.TEMPLATE
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
-    assert tokenizer.decode(tokenizer("<|im_start|>Hi <|im_end|>")["input_ids"], skip_special_tokens=True) == "Hi "
+    assert (
+        tokenizer.decode(
+            tokenizer("<|im_start|>Hi <|im_end|>")["input_ids"], skip_special_tokens=True
+        )
+        == "Hi "
+    )
     plain = read_tokenizer(converted(str(path)) / "tokenizer.json")
     for probe in ("What's  12+37?\n\n  e\u0301 I'LL ½ 日本", "  1234,5\tx_y  "):
         assert tokenizer(probe)["input_ids"] == plain.encode(probe).ids
@@ -102,7 +115,13 @@ def read_tokenizer(path: Path) -> Any:
 def test_a_text_begins_and_ends_as_the_file_says(tmp_path: Path) -> None:
     said = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     tokenizer = load_tokenizer(Model(str(tiny_gguf(tmp_path / "both.gguf", said=said))))
-    assert tokenizer.convert_ids_to_tokens(tokenizer("in")["input_ids"]) == ["<|im_start|>", "in", "<|im_end|>"]
-    silent = tiny_gguf(tmp_path / "silent.gguf", pre="llama-bpe", said={"tokenizer.ggml.add_bos_token": None})
+    assert tokenizer.convert_ids_to_tokens(tokenizer("in")["input_ids"]) == [
+        "<|im_start|>",
+        "in",
+        "<|im_end|>",
+    ]
+    silent = tiny_gguf(
+        tmp_path / "silent.gguf", pre="llama-bpe", said={"tokenizer.ggml.add_bos_token": None}
+    )
     tokenizer = load_tokenizer(Model(str(silent)))
     assert tokenizer.convert_ids_to_tokens(tokenizer("in")["input_ids"]) == ["<|im_start|>", "in"]

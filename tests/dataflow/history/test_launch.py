@@ -1,4 +1,5 @@
-"""A program that another user's run folder names runs with this user's rights only if he says so."""
+"""A program that another user's run folder names runs with this user's rights only if he says
+so."""
 
 import os
 import sys
@@ -64,16 +65,23 @@ class Terminal:
         pass
 
 
-def test_ones_own_folder_is_gone_on_with_without_a_question(folder: RunFolder, ran: list[Any]) -> None:
+def test_ones_own_folder_is_gone_on_with_without_a_question(
+    folder: RunFolder, ran: list[Any]
+) -> None:
     start_again(folder, "--resume", "x")
     assert ran[0][2:] == ["--lr", "1", "--resume", "x"]
 
 
-@pytest.mark.parametrize("begin", [lambda f: start_again(f), lambda f: cli("resume", f), lambda f: cli("replay", f)])
+@pytest.mark.parametrize(
+    "begin", [lambda f: start_again(f), lambda f: cli("resume", f), lambda f: cli("replay", f)]
+)
 def test_anothers_folder_is_refused_where_nobody_can_be_asked(
-    folder: RunFolder, ran: list[Any], stranger: None, begin: Callable[[RunFolder], object],
+    folder: RunFolder,
+    ran: list[Any],
+    stranger: None,
+    begin: Callable[[RunFolder], object],
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     with pytest.raises((RunError, SystemExit)) as found:
         begin(folder)
     said = f"{found.value} {capsys.readouterr().err}"
@@ -83,15 +91,24 @@ def test_anothers_folder_is_refused_where_nobody_can_be_asked(
 
 
 @pytest.mark.parametrize("words", [["resume"], ["replay"]])
-def test_a_flag_says_that_it_may(folder: RunFolder, ran: list[Any], stranger: None, words: list[str]) -> None:
+def test_a_flag_says_that_it_may(
+    folder: RunFolder, ran: list[Any], stranger: None, words: list[str]
+) -> None:
     with pytest.raises(SystemExit):
         cli(*words, folder, "--trust")
     assert len(ran) == 1
 
 
-@pytest.mark.parametrize(("says", "runs"), [("y\n", True), ("Yes\n", True), ("n\n", False), ("\n", False), ("", False)])
+@pytest.mark.parametrize(
+    ("says", "runs"), [("y\n", True), ("Yes\n", True), ("n\n", False), ("\n", False), ("", False)]
+)
 def test_at_a_terminal_somebody_is_asked(
-    folder: RunFolder, ran: list[Any], stranger: None, monkeypatch: pytest.MonkeyPatch, says: str, runs: bool
+    folder: RunFolder,
+    ran: list[Any],
+    stranger: None,
+    monkeypatch: pytest.MonkeyPatch,
+    says: str,
+    runs: bool,
 ) -> None:
     terminal = Terminal(says)
     monkeypatch.setattr(sys, "stdin", terminal)
@@ -112,7 +129,11 @@ def test_the_file_that_names_the_program_counts_too(
 
     def stat(path: Path, **knobs: Any) -> Any:
         facts = real(path, **knobs)
-        return os.stat_result((*facts[:4], facts.st_uid + 1, *facts[5:])) if path.name == "config.json" else facts
+        return (
+            os.stat_result((*facts[:4], facts.st_uid + 1, *facts[5:]))
+            if path.name == "config.json"
+            else facts
+        )
 
     monkeypatch.setattr(Path, "stat", stat)
     with pytest.raises(RunError, match="--trust"):
@@ -135,16 +156,18 @@ def test_of_all_that_a_program_is_taken_from_the_owner_counts_and_who_may_write_
     folder: RunFolder, ran: list[Any], name: str, owner: int, mode: int
 ) -> None:
     with Ledger.create(folder.ledger) as ledger:
-        ledger.set_facts({"config": folder.read_json("config.json"), "graph": folder.read_json("graph.json")})
+        ledger.set_facts(
+            {"config": folder.read_json("config.json"), "graph": folder.read_json("graph.json")}
+        )
         path = folder.path / name
         os.chown(path, owner, -1)
         path.chmod(mode | 0o111 * path.is_dir())
-        why = (
-            f"{f'has a {name} that ' if name else ''}{'belongs to user 4321' if owner else 'may be written by others'}"
-        )
+        why = f"{f'has a {name} that ' if name else ''}{'belongs to user 4321' if owner else 'may be written by others'}"
         with pytest.raises(RunError, match=f"{why}.*dataflow resume --trust"):
             trusted(folder)
-        with pytest.raises(RunError, match=f"{why}.*, and what it names would run with your rights"):
+        with pytest.raises(
+            RunError, match=f"{why}.*, and what it names would run with your rights"
+        ):
             start_again(folder)
         assert ran == []
         start_again(folder, trust=True)
@@ -152,9 +175,13 @@ def test_of_all_that_a_program_is_taken_from_the_owner_counts_and_who_may_write_
         os.chown(path, 0, -1)
 
 
-def test_a_folder_without_its_copies_for_people_is_gone_on_with(folder: RunFolder, ran: list[Any]) -> None:
+def test_a_folder_without_its_copies_for_people_is_gone_on_with(
+    folder: RunFolder, ran: list[Any]
+) -> None:
     with Ledger.create(folder.ledger) as ledger:
-        ledger.set_facts({"config": folder.read_json("config.json"), "graph": folder.read_json("graph.json")})
+        ledger.set_facts(
+            {"config": folder.read_json("config.json"), "graph": folder.read_json("graph.json")}
+        )
     folder.config.unlink()
     folder.graph_json.unlink()
     start_again(folder)
@@ -167,11 +194,20 @@ def test_bytes_that_are_no_text_are_refused_by_name_before_anything_is_made(
 ) -> None:
     bad = tmp_path / "\udcff"
     bad.mkdir()
-    runs, name = bad if place == "runs" else tmp_path / "runs", "\udcff" if place == "graph" else "name"
+    runs, name = (
+        bad if place == "runs" else tmp_path / "runs",
+        "\udcff" if place == "graph" else "name",
+    )
     monkeypatch.setattr(sys, "argv", ["program", str(bad)] if place == "argument" else ["program"])
     monkeypatch.chdir(bad if place == "folder" else tmp_path)
-    what = {"argument": "an argument of", "folder": "the folder it starts in", "runs": "the run folder"}
-    with pytest.raises(GraphError, match=rf"{what.get(place, 'the graph')} .* UTF-8 .*'[^']*\\udcff"):
+    what = {
+        "argument": "an argument of",
+        "folder": "the folder it starts in",
+        "runs": "the run folder",
+    }
+    with pytest.raises(
+        GraphError, match=rf"{what.get(place, 'the graph')} .* UTF-8 .*'[^']*\\udcff"
+    ):
         run(named(name), runs=runs)
     assert not list(tmp_path.glob("runs/*")) and not list(bad.iterdir())
 

@@ -1,4 +1,5 @@
-"""Taking up a run: what is refused, what differs, how it is started again, and that nobody else has a hand in it."""
+"""Taking up a run: what is refused, what differs, how it is started again, and that nobody else has
+a hand in it."""
 
 import json
 import os
@@ -19,7 +20,14 @@ from dataflow.folder.run_folder import RunFolder, surviving
 from dataflow.folder.run_lock import FILE, UnderWay, held
 from dataflow.history.describe import graph_facts
 from dataflow.history.launch import Launch, check_flags, plain_flag, recorded_launch, this_launch
-from dataflow.history.resume import CUT_OFF, RecordedRun, check_end, differences, go_on_with, take_up
+from dataflow.history.resume import (
+    CUT_OFF,
+    RecordedRun,
+    check_end,
+    differences,
+    go_on_with,
+    take_up,
+)
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.system.files import RunFolderError
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
@@ -43,12 +51,16 @@ def resumed(result: Result, graph: Graph | None = None, **how: Any) -> Result:
 
 def test_a_run_that_has_made_its_steps_is_refused_unless_it_is_given_more(tmp_path: Path) -> None:
     result = finished(tmp_path)
-    with pytest.raises(RunError, match="is finished: it has made its 3 steps; give it more, as in --steps 6"):
+    with pytest.raises(
+        RunError, match="is finished: it has made its 3 steps; give it more, as in --steps 6"
+    ):
         resumed(result)
     check_end("run", RecordedRun.read(RunFolder.open(result.folder)), 4, {"trainer": 3})
 
 
-def test_a_run_whose_prompts_ended_is_refused_however_many_steps_it_is_given(tmp_path: Path) -> None:
+def test_a_run_whose_prompts_ended_is_refused_however_many_steps_it_is_given(
+    tmp_path: Path,
+) -> None:
     result = finished(tmp_path, steps=50, count=20)
     with pytest.raises(RunError, match="is finished: its prompts ended after step 2"):
         resumed(result, fake_graph(count=20), steps=90)
@@ -252,17 +264,29 @@ def test_what_later_processes_would_overwrite_gets_another_name(tmp_path: Path) 
     for part in (1, 2):
         (folder.finished("generator") / "0-0-0.prompts.arrows").write_text(f"part {part}")
         folder.trace.write_text(f"part {part}")
-        take_up(folder, graph, RecordedRun(graph={}, config={"resumed": [{}] * (part - 1)}, times={}), None)
+        take_up(
+            folder,
+            graph,
+            RecordedRun(graph={}, config={"resumed": [{}] * (part - 1)}, times={}),
+            None,
+        )
     names = sorted(path.name for path in folder.finished("generator").iterdir())
     assert names == ["0-part1-0-0.prompts.arrows", "0-part2-0-0.prompts.arrows"]
-    assert [(folder.path / f"trace-{part}.json").read_text() for part in (1, 2)] == ["part 1", "part 2"]
+    assert [(folder.path / f"trace-{part}.json").read_text() for part in (1, 2)] == [
+        "part 1",
+        "part 2",
+    ]
 
 
 def test_the_last_line_of_a_step_counts() -> None:
     lines = [
-        {"step": 1, "node": "a", "loss": 1.0}, {"step": 2, "node": "a", "loss": 2.0}, {"step": 2, "node": "b"},
-        {"step": 2, "node": "eval", "eval_accuracy": 0.5}, {"step": 2, "node": "a", "loss": 3.0}, {"step": 2},
-    ]  # fmt: skip
+        {"step": 1, "node": "a", "loss": 1.0},
+        {"step": 2, "node": "a", "loss": 2.0},
+        {"step": 2, "node": "b"},
+        {"step": 2, "node": "eval", "eval_accuracy": 0.5},
+        {"step": 2, "node": "a", "loss": 3.0},
+        {"step": 2},
+    ]
     assert [line.get("loss") for line in surviving(lines)] == [1.0, 3.0, None, None, None]
 
 
@@ -272,8 +296,14 @@ def test_the_last_line_of_a_step_counts() -> None:
 def test_a_program_is_started_again_as_it_was_with_this_interpreter(tmp_path: Path) -> None:
     launch = Launch(module="graphs.aipo", arguments=("--policy", "p q"), folder=str(Path.cwd()))
     assert launch.command("--steps", "9") == [
-        sys.executable, "-m", "graphs.aipo", "--policy", "p q", "--steps", "9",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "graphs.aipo",
+        "--policy",
+        "p q",
+        "--steps",
+        "9",
+    ]
     script = tmp_path / "train.py"
     script.touch()
     assert Launch(file=str(script), folder=str(tmp_path)).command() == [sys.executable, str(script)]
@@ -281,9 +311,18 @@ def test_a_program_is_started_again_as_it_was_with_this_interpreter(tmp_path: Pa
 
 def test_a_program_that_was_moved_is_named(tmp_path: Path) -> None:
     for launch, what in (
-        (Launch(file=str(tmp_path / "gone.py"), folder=str(tmp_path)), r"gone\.py', which is not there any more"),
-        (Launch(module="no_such_module.train", folder=str(tmp_path)), "module 'no_such_module.train', which is not"),
-        (Launch(module="graphs.aipo", folder=str(tmp_path / "gone")), r"gone', which is not there any more"),
+        (
+            Launch(file=str(tmp_path / "gone.py"), folder=str(tmp_path)),
+            r"gone\.py', which is not there any more",
+        ),
+        (
+            Launch(module="no_such_module.train", folder=str(tmp_path)),
+            "module 'no_such_module.train', which is not",
+        ),
+        (
+            Launch(module="graphs.aipo", folder=str(tmp_path / "gone")),
+            r"gone', which is not there any more",
+        ),
     ):
         with pytest.raises(RunError, match=what):
             launch.command()
@@ -296,7 +335,9 @@ def test_other_flags_are_refused_by_name() -> None:
         check_flags(launch, {"policy": "p", "max_staleness": 3})
 
 
-def test_a_run_knows_how_it_was_started_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_knows_how_it_was_started_and_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "train.py"
     script.touch()
     monkeypatch.setattr(sys, "argv", [str(script), "--policy", "p"])
@@ -309,7 +350,11 @@ def test_a_run_knows_how_it_was_started_and_says_how_to_go_on(tmp_path: Path, mo
     folder = RunFolder.open(result.folder)
     found = recorded_launch(folder)
     assert found is not None and found == launch
-    assert (found.file, found.arguments, found.folder) == (str(script), ("--policy", "p"), str(Path.cwd()))
+    assert (found.file, found.arguments, found.folder) == (
+        str(script),
+        ("--policy", "p"),
+        str(Path.cwd()),
+    )
     assert go_on_with(folder, launch) == f"go on with: dataflow resume {folder.path}"
     assert go_on_with(folder, None) == f"go on with: run(graph, resume='{folder.path}')"
 
@@ -323,7 +368,9 @@ def test_a_failed_run_says_how_to_go_on(tmp_path: Path) -> None:
     graph = fake_graph(generator=struck(FakeGenerator(model=MODEL), boom))
     with pytest.raises(RunError, match="boom") as caught:
         run(graph, on=inline(), runs=tmp_path, quiet=True)
-    assert caught.value.__notes__ == [f"go on with: run(graph, resume='{(tmp_path / 'latest').resolve()}')"]
+    assert caught.value.__notes__ == [
+        f"go on with: run(graph, resume='{(tmp_path / 'latest').resolve()}')"
+    ]
 
 
 # What the scheduler makes of it
@@ -367,8 +414,13 @@ def test_a_ledger_that_lost_what_it_committed_is_refused_and_told_of(tmp_path: P
     for path in folder.path.glob("ledger.db*"):
         path.unlink()
     with Ledger.create(folder.ledger, {"trainer": ["prompts"]}) as ledger:
-        ledger.set_facts({"graph": folder.read_json("graph.json"), "config": folder.read_json("config.json")})
-    said = r"ledger.db knows 'trainer' up to step 0, but rollouts/step-000003.arrow is there: .* put both files back"
+        ledger.set_facts(
+            {"graph": folder.read_json("graph.json"), "config": folder.read_json("config.json")}
+        )
+    said = (
+        r"ledger.db knows 'trainer' up to step 0, but rollouts/step-000003.arrow is there: .* put"
+        r" both files back"
+    )
     with pytest.raises(RunError, match=said):
         run(fake_graph(), steps=4, on=inline(), resume=folder.path, quiet=True)
     assert any(re.match(said, fault) for fault in verify(folder.path).faults)

@@ -1,4 +1,5 @@
-"""Token ids have texts as soon as a tokenizer is at hand: of a checkpoint, or of the model that the run began with."""
+"""Token ids have texts as soon as a tokenizer is at hand: of a checkpoint, or of the model that the
+run began with."""
 
 from pathlib import Path
 
@@ -25,7 +26,9 @@ def test_tokens_have_the_texts_of_the_newest_checkpoint_and_before_it_those_of_t
     folder = RunFolder.create(tmp_path, "fakes")
     graph = fake_graph(generator=FakeGenerator(model=Model(str(tmp_path / "somebody's"))))
     with Ledger.create(folder.ledger, consumers(graph)) as ledger:
-        describe(folder, ledger, graph_facts(graph), plan_facts(graph, plan(graph, Devices(cpus=2))))
+        describe(
+            folder, ledger, graph_facts(graph), plan_facts(graph, plan(graph, Devices(cpus=2)))
+        )
     assert vocabulary_of(folder) is None
     tokenizer(tmp_path / "somebody's", "begins")
     assert vocabulary_of(folder) == {0: "begins"}

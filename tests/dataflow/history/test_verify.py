@@ -1,4 +1,5 @@
-"""Each law of verify: a good folder is clean, and the same folder with one thing changed is BROKEN."""
+"""Each law of verify: a good folder is clean, and the same folder with one thing changed is
+BROKEN."""
 
 import contextlib
 import json
@@ -26,7 +27,8 @@ DROPPED = {5: "stale", 6: "stale", 12: "failed"}  # in steps 2, 2 and 3
 
 
 def rollouts(groups: Iterable[int], trainer_version: int) -> pa.Table:
-    """Whole groups, each 0 to BOUND versions behind the trainer, the last rollout of each failed."""
+    """Whole groups, each 0 to BOUND versions behind the trainer, the last rollout of each
+    failed."""
     ids = np.repeat(np.array(list(groups), np.int64), GROUP_SIZE)
     position = np.tile(np.arange(GROUP_SIZE, dtype=np.int32), len(ids) // GROUP_SIZE)
     oldest = np.maximum(trainer_version - ids % (BOUND + 1), 0)
@@ -50,11 +52,17 @@ def rollouts(groups: Iterable[int], trainer_version: int) -> pa.Table:
     )
 
 
-def commit(folder: RunFolder, ledger: Ledger, step: int, trained: list[int], dropped: dict[int, str]) -> None:
+def commit(
+    folder: RunFolder, ledger: Ledger, step: int, trained: list[int], dropped: dict[int, str]
+) -> None:
     folder.rollouts_of().write(step, rollouts(trained, step - 1))
-    ledger.commit_step("trainer", step, version=step, source="prompts", trained=trained, dropped=dropped)
+    ledger.commit_step(
+        "trainer", step, version=step, source="prompts", trained=trained, dropped=dropped
+    )
     reasons = list(dropped.values())
-    folder.append_metrics({"step": step, "loss": 0.5, "dropped": {why: reasons.count(why) for why in set(reasons)}})
+    folder.append_metrics(
+        {"step": step, "loss": 0.5, "dropped": {why: reasons.count(why) for why in set(reasons)}}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +112,9 @@ def put(table: pa.Table, name: str, values: object) -> pa.Table:
     return table.set_column(at, name, pa.array(values, table.schema.field(name).type))
 
 
-def metrics(run: RunFolder, change: Callable[[dict[str, object]], dict[str, object] | None]) -> None:
+def metrics(
+    run: RunFolder, change: Callable[[dict[str, object]], dict[str, object] | None]
+) -> None:
     lines = [change(line) for line in run.read_metrics()]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines if line is not None))
 
@@ -121,9 +131,11 @@ def test_a_good_folder_is_clean_and_its_figures_stand_in_one_line(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert report(run.path) == 0
-    assert capsys.readouterr().out == (
-        "clean: 26 groups issued = 20 trained + 3 dropped (2 stale, 1 failed) + 3 in flight (3 waiting); 5 steps; "
-        "max staleness 2 of 2 | evaluate: 4 groups issued = 2 evaluated + 0 dropped + 2 in flight (2 waiting)\n"
+    assert (
+        capsys.readouterr().out
+        == "clean: 26 groups issued = 20 trained + 3 dropped (2 stale, 1 failed) + 3 in flight (3"
+        " waiting); 5 steps; max staleness 2 of 2 | evaluate: 4 groups issued = 2 evaluated + 0"
+        " dropped + 2 in flight (2 waiting)\n"
     )
 
 
@@ -197,7 +209,11 @@ def test_a_rollout_that_stands_twice_makes_its_group_not_whole(run: RunFolder) -
 
 
 def test_a_group_size_that_the_rows_name_is_kept(run: RunFolder) -> None:
-    rewrite(run, 1, lambda table: put(table, "group_size", [GROUP_SIZE + 1] * 3 + [0] * (len(table) - 3)))
+    rewrite(
+        run,
+        1,
+        lambda table: put(table, "group_size", [GROUP_SIZE + 1] * 3 + [0] * (len(table) - 3)),
+    )
     broken(run, "groups [0] in step-000001.arrow are not whole")
 
 
@@ -207,12 +223,16 @@ def test_the_order_of_rows_does_not_matter(run: RunFolder) -> None:
 
 
 def test_no_rollout_is_older_than_the_bound(run: RunFolder) -> None:
-    rewrite(run, 5, lambda table: put(table, "versions", [[4, 1], *table["versions"].to_pylist()[1:]]))
+    rewrite(
+        run, 5, lambda table: put(table, "versions", [[4, 1], *table["versions"].to_pylist()[1:]])
+    )
     broken(run, "step 5 of 'trainer' trained rollouts 3 versions old; the bound is 2")
 
 
 def test_no_rollout_comes_from_a_version_that_did_not_exist(run: RunFolder) -> None:
-    rewrite(run, 2, lambda table: put(table, "versions", [[1, 2], *table["versions"].to_pylist()[1:]]))
+    rewrite(
+        run, 2, lambda table: put(table, "versions", [[1, 2], *table["versions"].to_pylist()[1:]])
+    )
     broken(run, "step 2 of 'trainer' trained rollouts of version 2, which did not exist before it")
 
 
@@ -220,7 +240,11 @@ def test_failed_rollouts_stand_in_the_file_but_are_not_judged_by_age(run: RunFol
     rewrite(
         run,
         5,
-        lambda table: put(table, "versions", [[0] if bad else [4] for bad in table["error"].is_valid().to_pylist()]),
+        lambda table: put(
+            table,
+            "versions",
+            [[0] if bad else [4] for bad in table["error"].is_valid().to_pylist()],
+        ),
     )
     assert verify(run.path).clean
 
@@ -232,11 +256,17 @@ def test_a_lower_bound_in_the_config_is_the_one_that_counts(run: RunFolder) -> N
 
 def test_metrics_tell_of_the_same_drops_as_the_ledger(run: RunFolder) -> None:
     metrics(run, lambda line: line | ({"dropped": {"stale": 1}} if line["step"] == 2 else {}))
-    broken(run, "metrics.jsonl tells of drops {'stale': 1} at step 2 of 'trainer', the ledger of {'stale': 2}")
+    broken(
+        run,
+        "metrics.jsonl tells of drops {'stale': 1} at step 2 of 'trainer', the ledger of"
+        " {'stale': 2}",
+    )
 
 
 def test_a_drop_without_a_line_of_metrics_is_seen(run: RunFolder) -> None:
-    metrics(run, lambda line: line | ({"dropped": {}} if line["step"] == 3 and "loss" in line else {}))
+    metrics(
+        run, lambda line: line | ({"dropped": {}} if line["step"] == 3 and "loss" in line else {})
+    )
     broken(run, "the ledger of {'failed': 1}")
 
 
@@ -244,7 +274,9 @@ def test_steps_without_a_line_of_metrics_are_told_and_break_no_law(run: RunFolde
     metrics(run, lambda line: None if line["step"] in (2, 3) else line)
     verdict = verify(run.path)
     assert verdict.clean
-    assert verdict.notes == ["steps [2, 3] of 'trainer' have no line with their drops in metrics.jsonl"]
+    assert verdict.notes == [
+        "steps [2, 3] of 'trainer' have no line with their drops in metrics.jsonl"
+    ]
 
 
 def test_evaluated_groups_stand_whole_in_their_file(run: RunFolder) -> None:
@@ -256,7 +288,9 @@ def test_evaluated_groups_stand_whole_in_their_file(run: RunFolder) -> None:
 def of_two_sources(held_out: Iterable[int], harder: Iterable[int]) -> pa.Table:
     """Rows of an evaluation of two sources, whose groups have the same numbers."""
     tables = [("harder", rollouts(harder, 0)), ("held_out", rollouts(held_out, 0))]
-    return pa.concat_tables(table.append_column("of_source", pa.repeat(name, len(table))) for name, table in tables)
+    return pa.concat_tables(
+        table.append_column("of_source", pa.repeat(name, len(table))) for name, table in tables
+    )
 
 
 def test_groups_of_two_sources_with_the_same_numbers_are_each_whole(run: RunFolder) -> None:
@@ -265,13 +299,21 @@ def test_groups_of_two_sources_with_the_same_numbers_are_each_whole(run: RunFold
     sql(
         run,
         "INSERT INTO consumers (node, source) VALUES ('evaluate', 'harder')",
-        "INSERT INTO outcomes (source, group_id, node, outcome, step) VALUES ('harder', 1, 'evaluate', 'evaluated', 0)",
+        "INSERT INTO outcomes (source, group_id, node, outcome, step) VALUES ('harder', 1,"
+        " 'evaluate', 'evaluated', 0)",
     )
     run.rollouts_of().write_evaluation(0, of_two_sources([0, 1], [1]))
     assert verify(run.path).faults == []
     run.rollouts_of().write_evaluation(0, of_two_sources([0, 1], [0]))
-    broken(run, "groups [1] of 'harder' ended at step 0 of 'evaluate' but do not stand in eval-000000.arrow")
-    broken(run, "groups [0] of 'harder' stand in eval-000000.arrow but did not end at step 0 of 'evaluate'")
+    broken(
+        run,
+        "groups [1] of 'harder' ended at step 0 of 'evaluate' but do not stand in"
+        " eval-000000.arrow",
+    )
+    broken(
+        run,
+        "groups [0] of 'harder' stand in eval-000000.arrow but did not end at step 0 of 'evaluate'",
+    )
     run.rollouts_of().write_evaluation(0, of_two_sources([0, 1], [1]).slice(1))
     broken(run, "groups [1] of 'harder' in eval-000000.arrow are not whole")
 
@@ -288,14 +330,21 @@ def test_an_evaluation_reads_nothing_older_than_its_prompts_demand(run: RunFolde
         (lambda run: run.ledger.unlink(), "unable to open"),
         (lambda run: run.ledger.write_bytes(b"x" * 9000), "not a database"),
         (
-            lambda run: run.rollouts_of().step_file(2).write_bytes(run.rollouts_of().step_file(2).read_bytes()[:200]),
+            lambda run: (
+                run.rollouts_of()
+                .step_file(2)
+                .write_bytes(run.rollouts_of().step_file(2).read_bytes()[:200])
+            ),
             "not a whole Arrow file",
         ),
         (
             lambda run: rewrite(run, 2, lambda table: table.drop_columns(["position"])),
             "lacks the columns ['position']",
         ),
-        (lambda run: rewrite(run, 2, lambda table: put(table, "position", [None] * len(table))), "nulls"),
+        (
+            lambda run: rewrite(run, 2, lambda table: put(table, "position", [None] * len(table))),
+            "nulls",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_broken_with_the_reason(
@@ -371,7 +420,8 @@ def test_two_trainers_of_the_same_groups_are_judged_each_for_itself(run: RunFold
     verdict = verify(run.path)
     assert verdict.clean, verdict.faults
     assert verdict.line.startswith(
-        "clean: critic: 26 groups issued = 2 trained + 0 dropped + 24 in flight (24 waiting); 1 step"
+        "clean: critic: 26 groups issued = 2 trained + 0 dropped + 24 in flight (24 waiting); 1"
+        " step"
     )
     run.rollouts_of("critic").write(1, rollouts(range(3), 0))
     broken(run, "groups [2] stand in step-000001.arrow but did not end at step 1 of 'critic'")
@@ -401,7 +451,9 @@ def test_a_run_under_way_may_be_judged(run: RunFolder) -> None:
 # Runs that were taken up again
 
 
-def test_a_run_that_went_back_and_on_is_judged_by_the_last_line_of_each_step(run: RunFolder) -> None:
+def test_a_run_that_went_back_and_on_is_judged_by_the_last_line_of_each_step(
+    run: RunFolder,
+) -> None:
     with Ledger.open(run.ledger) as ledger:
         ledger.roll_back_to(3, "trainer")
         groups = ledger.steps("trainer")[-1].trained
@@ -411,11 +463,19 @@ def test_a_run_that_went_back_and_on_is_judged_by_the_last_line_of_each_step(run
     verdict = verify(run.path)
     assert verdict.clean, verdict.line
     assert "4 steps" in verdict.summary
-    assert any("steps [5] of 'trainer' that are not on the surviving line" in note for note in verdict.notes)
+    assert any(
+        "steps [5] of 'trainer' that are not on the surviving line" in note
+        for note in verdict.notes
+    )
     with Ledger.open(run.ledger) as ledger:
         ledger.roll_back_to(3, "trainer")
         commit(run, ledger, 4, following[:4], {})
-    metrics(run, lambda line: {**line, "dropped": {"failed": 1}} if line["step"] == 4 and "loss" in line else line)
+    metrics(
+        run,
+        lambda line: (
+            {**line, "dropped": {"failed": 1}} if line["step"] == 4 and "loss" in line else line
+        ),
+    )
     broken(run, "metrics.jsonl tells of drops {'failed': 1} at step 4")
 
 
@@ -423,13 +483,24 @@ def test_what_a_recovery_leaves_in_the_folder_breaks_no_law_and_is_told(run: Run
     run.finished("generator").mkdir(parents=True)
     (run.finished("generator") / "0-part1-0-0.prompts.arrows").write_bytes(b"torn")
     config = run.read_json("config.json")
-    run.write_json("config.json", config | {"resumed": [{"at": 1.0, "from": {"trainer": 2, "critic": 1}, "steps": 5}]})
-    lines = [{"worker": "generator-0", "recovered_s": 0.4}, {"worker": "generator-0", "recovered_s": None}]
-    (run.path / "faults.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"worker": "trai')
+    run.write_json(
+        "config.json",
+        config | {"resumed": [{"at": 1.0, "from": {"trainer": 2, "critic": 1}, "steps": 5}]},
+    )
+    lines = [
+        {"worker": "generator-0", "recovered_s": 0.4},
+        {"worker": "generator-0", "recovered_s": None},
+    ]
+    (run.path / "faults.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"worker": "trai'
+    )
     verdict = verify(run.path)
     assert verdict.clean, verdict.line
     assert "the run was taken up again after step 2" in verdict.notes
-    assert "worker 'generator-0' ended 2 times when it should not, and came back 1 times" in verdict.notes
+    assert (
+        "worker 'generator-0' ended 2 times when it should not, and came back 1 times"
+        in verdict.notes
+    )
 
 
 def test_only_drops_may_stand_at_the_step_under_way(run: RunFolder) -> None:
@@ -440,7 +511,9 @@ def test_only_drops_may_stand_at_the_step_under_way(run: RunFolder) -> None:
     broken(run, "groups [25] have an outcome at a step that 'trainer' never committed")
 
 
-def test_rollouts_that_another_host_has_are_judged_by_the_ledger_whatever_stands_here(run: RunFolder) -> None:
+def test_rollouts_that_another_host_has_are_judged_by_the_ledger_whatever_stands_here(
+    run: RunFolder,
+) -> None:
     with Ledger.open(run.ledger) as ledger:
         ledger.do(SetPlace("rollouts/step-000002.arrow", "c"))
         ledger.do(SetPlace("rollouts/step-000003.arrow", "c"))
@@ -448,7 +521,10 @@ def test_rollouts_that_another_host_has_are_judged_by_the_ledger_whatever_stands
     run.rollouts_of().step_file(2).write_bytes(b"of a line that was taken back")
     verdict = verify(run.path)
     assert verdict.clean, verdict.line
-    assert any("the rollouts of 1 steps of 'trainer' are on host c, and not here" in note for note in verdict.notes)
+    assert any(
+        "the rollouts of 1 steps of 'trainer' are on host c, and not here" in note
+        for note in verdict.notes
+    )
 
 
 def test_a_checkpoint_that_is_not_as_it_was_written_is_a_fault_and_what_was_not_read_is_told(
@@ -460,10 +536,14 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_a_fault_and_what_was_not_
     assert verify(run.path).clean
     weights = run.checkpoints.folder(2) / "weights"
     weights.write_bytes(b"w" * 99 + b"v")
-    broken(run, "the checkpoint of step 2 of 'trainer' is damaged: 'weights' is not as it was written")
+    broken(
+        run, "the checkpoint of step 2 of 'trainer' is damaged: 'weights' is not as it was written"
+    )
     monkeypatch.setattr(sys.modules["dataflow.history.verify.verdict"], "CHECKPOINT_BYTES", 300)
     verdict = verify(run.path)
-    assert verdict.clean and "1 checkpoints of 'trainer' are as large as they were; --deep" in str(verdict)
+    assert verdict.clean and "1 checkpoints of 'trainer' are as large as they were; --deep" in str(
+        verdict
+    )
     assert not verify(run.path, deep=True).clean
     weights.write_bytes(b"w" * 99)
     broken(run, "the checkpoint of step 2 of 'trainer' is damaged")

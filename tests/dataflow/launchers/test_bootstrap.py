@@ -41,7 +41,9 @@ def server(address: str) -> Iterator[BootstrapServer]:
     made.close()
 
 
-def test_who_has_the_secret_is_told_which_run_it_joins(address: str, server: BootstrapServer) -> None:
+def test_who_has_the_secret_is_told_which_run_it_joins(
+    address: str, server: BootstrapServer
+) -> None:
     told = ask(address, ONE, 3, 10.0)
     assert (told.scheduler, told.folder, told.keys) == (JOIN.address, JOIN.folder, JOIN.keys)
     assert server.asked == {3}
@@ -66,11 +68,15 @@ def test_who_has_another_secret_is_told_nothing(address: str, server: BootstrapS
 
 
 def test_a_port_that_is_taken_is_told(address: str, server: BootstrapServer) -> None:
-    with pytest.raises(RunError, match=f"learn at {address} which run they join, but .*MASTER_PORT"):
+    with pytest.raises(
+        RunError, match=f"learn at {address} which run they join, but .*MASTER_PORT"
+    ):
         BootstrapServer(address, ONE, JOIN)
 
 
-def test_the_same_secret_gives_the_same_keys_from_a_variable_and_from_a_file(tmp_path: Path) -> None:
+def test_the_same_secret_gives_the_same_keys_from_a_variable_and_from_a_file(
+    tmp_path: Path,
+) -> None:
     place = tmp_path / "secret"
     place.write_text("a" * 32 + "\n")
     place.chmod(0o600)

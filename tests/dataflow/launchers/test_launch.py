@@ -1,4 +1,5 @@
-"""`dataflow launch`: scripts that begin a run and go on with it, and what is refused before anything is submitted."""
+"""`dataflow launch`: scripts that begin a run and go on with it, and what is refused before
+anything is submitted."""
 
 import subprocess
 import sys
@@ -15,24 +16,40 @@ COMMAND = ("python", "-m", "graphs.aipo", "--steps", "100")
 
 
 def job(**more: object) -> Job:
-    return Job(**{"command": COMMAND, "name": "aipo", "hosts": 4, "runs": "/shared/my runs", **more})  # type: ignore[arg-type]
+    return Job(
+        **{"command": COMMAND, "name": "aipo", "hosts": 4, "runs": "/shared/my runs", **more}
+    )  # type: ignore[arg-type]
 
 
 def options(script: str) -> dict[str, str]:
-    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --")]
+    lines = [
+        line.removeprefix("#SBATCH --")
+        for line in script.splitlines()
+        if line.startswith("#SBATCH --")
+    ]
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
 def test_a_job_asks_for_whole_hosts_is_requeued_and_takes_more_options_over() -> None:
-    found = options(sbatch.script(job(gpus=8), "/home/me", {"time": "02:00:00", "job-name": "mine"}))
-    assert found["nodes"] == "4" and found["ntasks-per-node"] == "1" and found["gpus-per-node"] == "8"
-    assert {"exclusive", "requeue"} <= found.keys() and found["time"] == "02:00:00" and found["job-name"] == "mine"
+    found = options(
+        sbatch.script(job(gpus=8), "/home/me", {"time": "02:00:00", "job-name": "mine"})
+    )
+    assert (
+        found["nodes"] == "4" and found["ntasks-per-node"] == "1" and found["gpus-per-node"] == "8"
+    )
+    assert (
+        {"exclusive", "requeue"} <= found.keys()
+        and found["time"] == "02:00:00"
+        and found["job-name"] == "mine"
+    )
     assert found["output"] == "'/shared/my runs/slurm-%j.log'"
     assert options(sbatch.script(job(cpus=4), "/"))["cpus-per-task"] == "4"
 
 
 @pytest.mark.parametrize("attempt", ["", "1"])
-def test_each_attempt_has_a_log_and_a_later_one_resumes_the_run(tmp_path: Path, attempt: str) -> None:
+def test_each_attempt_has_a_log_and_a_later_one_resumes_the_run(
+    tmp_path: Path, attempt: str
+) -> None:
     runs = tmp_path / "my runs"
     mine = runs / "slurm-7"
     script = sbatch.script(job(command=["echo", "it's begun"], runs=str(runs)), str(tmp_path))
@@ -40,7 +57,9 @@ def test_each_attempt_has_a_log_and_a_later_one_resumes_the_run(tmp_path: Path, 
     if attempt:
         (mine / "latest").mkdir(parents=True)
         (mine / "latest" / "ledger.db").touch()
-    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"} | ({"SLURM_RESTART_COUNT": attempt} if attempt else {})
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"} | (
+        {"SLURM_RESTART_COUNT": attempt} if attempt else {}
+    )
     subprocess.run(["sh"], input=script, env=environment, text=True, timeout=30, check=True)
     said = (mine / "logs" / f"attempt-{attempt or 0}.log").read_text()
     anew = f"it's begun --on slurm --runs {mine}\n"
@@ -76,7 +95,9 @@ def test_a_launch_is_for_one_cluster() -> None:
             launch(COMMAND, slurm=slurm, kubernetes=kubernetes)  # type: ignore[arg-type]
 
 
-def test_a_machine_without_sbatch_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_sbatch_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RunError, match="not on this machine's PATH"):
         launch(COMMAND, slurm=True, runs=tmp_path / "runs")
@@ -84,11 +105,19 @@ def test_a_machine_without_sbatch_is_told_so(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_a_job_is_handed_to_sbatch_and_its_refusal_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refuses: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    refuses: bool,
 ) -> None:
     fake = tmp_path / "sbatch"
     fake.write_text(
-        "#!/bin/sh\n" + ("echo no such partition >&2; exit 1\n" if refuses else f"cat >{tmp_path}/took; echo '7;c'\n")
+        "#!/bin/sh\n"
+        + (
+            "echo no such partition >&2; exit 1\n"
+            if refuses
+            else f"cat >{tmp_path}/took; echo '7;c'\n"
+        )
     )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

@@ -17,22 +17,33 @@ from dataflow.system.security import RunKeys
 def join(tmp_path: Path) -> Joining:
     (tmp_path / "logs").mkdir()
     return Joining(
-        address="tcp://127.0.0.1:1", keys=RunKeys.make().to_bytes(), keys_file="", folder=str(tmp_path),
+        address="tcp://127.0.0.1:1",
+        keys=RunKeys.make().to_bytes(),
+        keys_file="",
+        folder=str(tmp_path),
         launch=Launch(module="no.program", folder=str(tmp_path)),
-    )  # fmt: skip
+    )
 
 
 def test_hosts_share_the_machine_and_have_names() -> None:
     launcher = launcher_named("local:3")
     assert isinstance(launcher, Local) and isinstance(launcher, Launcher) and launcher.hosts == 3
     assert [host.name for host in known_hosts(launcher)] == ["h1", "h2", "h3"]
-    assert local(2, names=["a", "b"], addresses=["127.0.0.2", "127.0.0.3"]).slots[1].address == "127.0.0.3"
+    assert (
+        local(2, names=["a", "b"], addresses=["127.0.0.2", "127.0.0.3"]).slots[1].address
+        == "127.0.0.3"
+    )
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("local", r"write it as --on local:3"), ("local:x", "got 'x'"), ("locl:2", r"did you mean 'local'\?"),
-    ("local:0", "give a number above 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("local", r"write it as --on local:3"),
+        ("local:x", "got 'x'"),
+        ("locl:2", r"did you mean 'local'\?"),
+        ("local:0", "give a number above 0"),
+    ],
+)
 def test_what_is_no_launcher_is_refused(text: str, said: str) -> None:
     with pytest.raises(GraphError, match=said):
         launcher_named(text)
@@ -45,7 +56,9 @@ def test_more_names_than_hosts_are_refused() -> None:
 
 def test_an_agent_that_ends_is_told_once_with_its_last_words(join: Joining) -> None:
     launcher = local(
-        2, names=["a", "b"], prefixes=[("sh", "-c", "echo out of luck; exit 3"), ("sh", "-c", "exec sleep 60")]
+        2,
+        names=["a", "b"],
+        prefixes=[("sh", "-c", "echo out of luck; exit 3"), ("sh", "-c", "exec sleep 60")],
     )
     launcher.start(join)
     told: list[str] = []

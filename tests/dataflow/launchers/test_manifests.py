@@ -1,4 +1,5 @@
-"""What Kubernetes is given: objects that its published schemas take, and a restart that goes on with the run."""
+"""What Kubernetes is given: objects that its published schemas take, and a restart that goes on
+with the run."""
 
 import subprocess
 from pathlib import Path
@@ -12,10 +13,16 @@ from dataflow.launchers.job import Job
 from dataflow.launchers.manifests import Cluster, Kind, jobset, manifests, rayjob, to_yaml
 
 JOB = Job(
-    command=["python", "-m", "graphs.aipo", "--lr", "1e-4", "--policy", "it's: here"], name="aipo", hosts=4, cpus=16,
-    gpus=8, runs="runs",
-)  # fmt: skip
-CLUSTER = Cluster(image="registry.local/dataflow-rl:1", claim="runs", memory="64Gi", mark="f00d", namespace="rl")
+    command=["python", "-m", "graphs.aipo", "--lr", "1e-4", "--policy", "it's: here"],
+    name="aipo",
+    hosts=4,
+    cpus=16,
+    gpus=8,
+    runs="runs",
+)
+CLUSTER = Cluster(
+    image="registry.local/dataflow-rl:1", claim="runs", memory="64Gi", mark="f00d", namespace="rl"
+)
 SECRET = "0123456789abcdef" * 4
 
 
@@ -45,27 +52,42 @@ def plain(value: Any) -> Any:
     return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def test_each_pod_of_a_jobset_knows_its_rank_the_address_of_the_first_and_the_secret_by_reference() -> None:
+def test_each_pod_of_a_jobset_knows_its_rank_the_address_of_the_first_and_the_secret_by_reference() -> (
+    None
+):
     secret, made = jobset(JOB, CLUSTER, SECRET)
     (group,) = made["spec"]["replicatedJobs"]
     job = group["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    environment = {each["name"]: each.get("value") or each["valueFrom"] for each in container["env"]}
+    environment = {
+        each["name"]: each.get("value") or each["valueFrom"] for each in container["env"]
+    }
     service = made["spec"]["network"]["subdomain"]
     assert environment["MASTER_ADDR"] == f"{made['metadata']['name']}-{group['name']}-0-0.{service}"
     assert environment["WORLD_SIZE"] == str(job["completions"]) == str(job["parallelism"]) == "4"
     assert job["completionMode"] == "Indexed" and "completion-index" in str(environment["RANK"])
     where = environment["DATAFLOW_SECRET"]["secretKeyRef"]
-    assert where["name"] == secret["metadata"]["name"] and secret["stringData"][where["key"]] == SECRET
+    assert (
+        where["name"] == secret["metadata"]["name"] and secret["stringData"][where["key"]] == SECRET
+    )
     assert SECRET not in to_yaml([made])
 
 
 def test_no_pod_shares_64_mib_of_memory_and_all_share_the_runs() -> None:
     cluster = rayjob(JOB, CLUSTER)[-1]["spec"]["rayClusterSpec"]
-    specs = [cluster["headGroupSpec"]["template"]["spec"], cluster["workerGroupSpecs"][0]["template"]["spec"]]
-    specs.append(jobset(JOB, CLUSTER, SECRET)[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"])
+    specs = [
+        cluster["headGroupSpec"]["template"]["spec"],
+        cluster["workerGroupSpecs"][0]["template"]["spec"],
+    ]
+    specs.append(
+        jobset(JOB, CLUSTER, SECRET)[-1]["spec"]["replicatedJobs"][0]["template"]["spec"][
+            "template"
+        ]["spec"]
+    )
     for spec in specs:
-        mounted = {each["mountPath"]: each["name"] for each in spec["containers"][0]["volumeMounts"]}
+        mounted = {
+            each["mountPath"]: each["name"] for each in spec["containers"][0]["volumeMounts"]
+        }
         volumes = {each.pop("name"): each for each in map(dict, spec["volumes"])}
         assert volumes[mounted["/dev/shm"]] == {"emptyDir": {"medium": "Memory"}}
         assert volumes[mounted["/runs"]] == {"persistentVolumeClaim": {"claimName": "runs"}}
@@ -73,8 +95,11 @@ def test_no_pod_shares_64_mib_of_memory_and_all_share_the_runs() -> None:
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_pod_that_is_started_again_goes_on_with_the_run(tmp_path: Path, begun: bool, rank: str) -> None:
-    """The script is run with a python that says what it is asked; only the first pod has the scheduler."""
+def test_a_pod_that_is_started_again_goes_on_with_the_run(
+    tmp_path: Path, begun: bool, rank: str
+) -> None:
+    """The script is run with a python that says what it is asked; only the first pod has the
+    scheduler."""
     runs, python = tmp_path / "runs", tmp_path / "python"
     python.write_text('#!/bin/sh\nfor each; do echo "$each"; done\n')
     python.chmod(0o755)
@@ -82,13 +107,17 @@ def test_a_pod_that_is_started_again_goes_on_with_the_run(tmp_path: Path, begun:
         (runs / "latest").mkdir(parents=True)
         (runs / "latest" / "ledger.db").touch()
     script = JOB.shell("torchrun", str(runs), python="python", leads='[ "$RANK" = 0 ]')
-    assert of_kind("jobset")["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0][
-        "args"
-    ] == ["sh", "-c", script.replace(str(runs), "/runs/aipo-f00d")]
+    assert of_kind("jobset")["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+        "containers"
+    ][0]["args"] == ["sh", "-c", script.replace(str(runs), "/runs/aipo-f00d")]
     done = subprocess.run(
-        ["sh", "-c", script], env={"PATH": f"{tmp_path}:/usr/bin:/bin", "RANK": rank}, capture_output=True, text=True,
-        timeout=30, check=True,
-    )  # fmt: skip
+        ["sh", "-c", script],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "RANK": rank},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
     again = ["-m", "dataflow", "resume", f"{runs}/latest"]
     anew = [*JOB.command[1:], "--on", "torchrun", "--runs", str(runs)]
     assert done.stdout.splitlines() == (again if begun and rank == "0" else anew)

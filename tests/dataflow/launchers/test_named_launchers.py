@@ -23,7 +23,9 @@ RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PO
 def test_every_name_stands_for_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in RANK_0.items():
         monkeypatch.setenv(name, value)
-    found = {name: type(launcher_named(f"{name}:2" if name == "local" else name)) for name in LAUNCHERS}
+    found = {
+        name: type(launcher_named(f"{name}:2" if name == "local" else name)) for name in LAUNCHERS
+    }
     assert found == {"local": type(local(1)), "ray": OnRay, "slurm": Slurm, "torchrun": Torchrun}
     ranked = launcher_named("torchrun")
     assert isinstance(ranked, Launcher) and (ranked.hosts, ranked.listen) == (2, "127.0.0.1")
@@ -43,7 +45,8 @@ def test_the_first_rank_has_what_the_environment_says_of_its_host(
     told: list[dict[str, str]] = []
     ended = SimpleNamespace(poll=lambda: 0, wait=lambda timeout=None: 0)
     monkeypatch.setattr(
-        "dataflow.launchers.local.program", lambda *_, environment, **__: told.append(environment) or ended
+        "dataflow.launchers.local.program",
+        lambda *_, environment, **__: told.append(environment) or ended,
     )
     ranked = Torchrun()
     ranked.start(dataclasses.replace(JOIN, folder=str(tmp_path)))
@@ -54,10 +57,13 @@ def test_the_first_rank_has_what_the_environment_says_of_its_host(
 @pytest.mark.parametrize(
     ("wish", "said"),
     [
-        ("slurm:4", "takes all hosts"), ("torchrun:4", "takes all hosts"), ("ray:all", "how many hosts"),
-        ("ray:0", "at least 1 host"), ("rai", "did you mean 'ray'"),
+        ("slurm:4", "takes all hosts"),
+        ("torchrun:4", "takes all hosts"),
+        ("ray:all", "how many hosts"),
+        ("ray:0", "at least 1 host"),
+        ("rai", "did you mean 'ray'"),
     ],
-)  # fmt: skip
+)
 def test_a_wish_that_cannot_be_read_is_refused(wish: str, said: str) -> None:
     with pytest.raises(GraphError, match=said):
         launcher_named(wish)
@@ -104,7 +110,8 @@ def test_slurm_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("step", "ends"), [("sleep 0.2; touch ended", True), ("touch ended", True), ("exec sleep 60", False)]
+    ("step", "ends"),
+    [("sleep 0.2; touch ended", True), ("touch ended", True), ("exec sleep 60", False)],
 )
 def test_the_step_of_a_slurm_job_may_end_by_itself_before_it_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, ends: bool
@@ -123,7 +130,9 @@ def test_the_step_of_a_slurm_job_may_end_by_itself_before_it_is_ended(
     assert found.ended() == []
 
 
-def test_a_step_that_ends_early_is_told_with_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_ends_early_is_told_with_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

@@ -1,4 +1,5 @@
-"""Hosts that do not see the scheduler's folder: what is refused, what is told, what a resume needs."""
+"""Hosts that do not see the scheduler's folder: what is refused, what is told, what a resume
+needs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,10 @@ def joined() -> Graph:
 def test_branches_of_rollouts_that_may_be_drawn_anew_are_not_joined() -> None:
     graph = joined()
     check_own_folders(graph, planned(graph, generator="a", trainer="c"))
-    with pytest.raises(GraphError, match=r"'join' joins branches of one stream, but host b does not see the scheduler"):
+    with pytest.raises(
+        GraphError,
+        match=r"'join' joins branches of one stream, but host b does not see the scheduler",
+    ):
         check_own_folders(graph, planned(graph, generator=("a", "b"), trainer="a"))
 
 
@@ -58,10 +62,25 @@ def test_the_start_says_what_stays_where_and_what_survives() -> None:
     shared = make_plan(graph, devices=Devices.of([A]))
     assert told_of(graph, shared, "/runs/x", "") == ""
     made = planned(graph, generator=("a", "b"), trainer="c")
-    begin = "hosts b and c do not see the scheduler's run folder /runs/x: what is made there stays at that path, on a "
+    begin = (
+        "hosts b and c do not see the scheduler's run folder /runs/x: what is made there stays at"
+        " that path, on a "
+    )
     for address, end in (
-        ("", "'trainer' stays on host 'c', and nothing that it learns survives the loss of that disk, and no resume "),
-        ("s3://b/x", "'trainer' stays on host 'c', and what is copied to s3://b/x survives the loss of that disk"),
+        (
+            "",
+            (
+                "'trainer' stays on host 'c', and nothing that it learns survives the loss of that"
+                " disk, and no resume "
+            ),
+        ),
+        (
+            "s3://b/x",
+            (
+                "'trainer' stays on host 'c', and what is copied to s3://b/x survives the loss of"
+                " that disk"
+            ),
+        ),
     ):
         said = told_of(graph, made, "/runs/x", address)
         assert said.startswith(begin) and end in said
@@ -93,17 +112,21 @@ def test_a_resume_needs_a_checkpoint_that_somebody_gives(folder: RunFolder) -> N
     have_checkpoints(graph, folder, ["b", "c"], None, told.append)
     assert not told
     with pytest.raises(
-        RunError, match=r"cannot go on: the checkpoint of step 8 of 'trainer' is on host c, which takes"
+        RunError,
+        match=r"cannot go on: the checkpoint of step 8 of 'trainer' is on host c, which takes",
     ):
         have_checkpoints(graph, folder, ["b"], None, told.append)
     has(folder, 4, "b")
     have_checkpoints(graph, folder, ["b"], None, told.append)
     assert told == [
-        "the checkpoint of step 8 of 'trainer' is on host c, which takes no part: the run goes on from step 4"
+        "the checkpoint of step 8 of 'trainer' is on host c, which takes no part: the run goes on"
+        " from step 4"
     ]
 
 
-def test_a_newer_copy_at_the_address_comes_home_and_counts(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_copy_at_the_address_comes_home_and_counts(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     has(folder, 8, "c")
     has(folder, 4, "b")
     copies = Copies(address="/copies", run="run", part=1, token="t", trainers=("",))
@@ -119,7 +142,9 @@ def test_a_newer_copy_at_the_address_comes_home_and_counts(folder: RunFolder, mo
     have_checkpoints(fake_graph(), folder, ["b"], copies, told.append)
     assert told[-1].endswith("the run goes on from step 8")
     with Ledger.open(folder.ledger) as ledger:
-        assert ledger.do(ListPlaces("checkpoints/step-000008")).get("checkpoints/step-000008", [HOME]) == [HOME]
+        assert ledger.do(ListPlaces("checkpoints/step-000008")).get(
+            "checkpoints/step-000008", [HOME]
+        ) == [HOME]
 
 
 def test_an_agent_sees_the_schedulers_folder_by_this_runs_keys(tmp_path: Path) -> None:
@@ -129,22 +154,31 @@ def test_an_agent_sees_the_schedulers_folder_by_this_runs_keys(tmp_path: Path) -
     assert run_disk.sees(tmp_path, keys)
 
 
-def test_keys_of_another_run_are_a_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_another_run_are_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_disk, "_SHOWN_S", 0.0)
     Rendezvous(address="tcp://a:1", number=0, hosts=()).write(tmp_path, RunKeys.make())
     assert not run_disk.sees(tmp_path, RunKeys.make())
 
 
-def test_keys_that_are_not_those_of_the_scheduler_it_is_to_join_are_told_as_such(tmp_path: Path) -> None:
+def test_keys_that_are_not_those_of_the_scheduler_it_is_to_join_are_told_as_such(
+    tmp_path: Path,
+) -> None:
     Rendezvous(address="tcp://a:1", number=0, hosts=()).write(tmp_path, RunKeys.make())
     (tmp_path / "ledger.db").touch()
-    with pytest.raises(RunError, match="host 'b' has other keys than the run in .*, which the scheduler at tcp://a:1"):
+    with pytest.raises(
+        RunError,
+        match="host 'b' has other keys than the run in .*, which the scheduler at tcp://a:1",
+    ):
         run_disk.make("b", tmp_path, "tcp://a:1")
     with pytest.raises(RunError, match="host 'b' comes too late"):
         run_disk.make("b", tmp_path, "tcp://b:1")
 
 
-def test_a_folder_of_its_own_is_made_and_numbered_and_another_runs_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_its_own_is_made_and_numbered_and_another_runs_is_refused(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     run_disk.make("b", folder)
     run_disk.take_up("b", folder, part=0)

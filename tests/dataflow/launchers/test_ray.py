@@ -1,4 +1,5 @@
-"""A run on a real Ray cluster of three nodes on loopback; what it asks for, what it leaves, and what cannot be had."""
+"""A run on a real Ray cluster of three nodes on loopback; what it asks for, what it leaves, and
+what cannot be had."""
 
 import json
 import os
@@ -31,13 +32,18 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture
 def environment(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    for name, value in {**ENVIRONMENT, "RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"}.items():
+    for name, value in {
+        **ENVIRONMENT,
+        "RAY_ADDRESS": cluster.address,
+        "OMP_NUM_THREADS": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def ran(folder: Path, steps: int) -> None:
-    """A run has come to its end, with an agent on each of three nodes; nobody has its keys any more."""
+    """A run has come to its end, with an agent on each of three nodes; nobody has its keys any
+    more."""
     latest = folder / "latest"
     assert json.loads((latest / "metrics.jsonl").read_text().splitlines()[-1])["step"] == steps
     assert verify(latest).clean
@@ -47,7 +53,9 @@ def ran(folder: Path, steps: int) -> None:
 
 def test_the_demo_runs_on_three_nodes(environment: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "graphs.sorting", "--steps", "2", "--quiet", "--on", "ray"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     ran(tmp_path / "runs", 2)
 
@@ -60,11 +68,29 @@ def test_a_job_of_ray_brings_its_program_along_and_finds_all_cores_free_again(
     shutil.copy(launched.__file__, tmp_path / "program" / "mine.py")
     runs = str(tmp_path / "runs")
     command = [
-        sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", cluster.dashboard, "--working-dir",
-        str(tmp_path / "program"), "--", sys.executable, "mine.py", "--steps", "3", "--quiet", "--on", "ray:3",
-        "--runs", runs,
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "job",
+        "submit",
+        "--address",
+        cluster.dashboard,
+        "--working-dir",
+        str(tmp_path / "program"),
+        "--",
+        sys.executable,
+        "mine.py",
+        "--steps",
+        "3",
+        "--quiet",
+        "--on",
+        "ray:3",
+        "--runs",
+        runs,
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     ran(tmp_path / "runs", 3)
     launch = json.loads((tmp_path / "runs" / "latest" / "config.json").read_text())["launch"]
@@ -83,7 +109,9 @@ def first_said(launcher: OnRay) -> str:
         launcher.stop()
 
 
-def test_a_placement_that_cannot_be_had_ends_with_what_was_asked_and_what_there_is(environment: dict[str, str]) -> None:
+def test_a_placement_that_cannot_be_had_ends_with_what_was_asked_and_what_there_is(
+    environment: dict[str, str],
+) -> None:
     launcher = ray(hosts=4, wait_s=20.0)
     assert (launcher.hosts, launcher.listen) == (4, "127.0.0.1")
     said = first_said(launcher)
@@ -95,17 +123,22 @@ def test_a_placement_that_cannot_be_had_ends_with_what_was_asked_and_what_there_
 def test_an_agent_that_cannot_join_is_told_with_its_own_words(
     environment: dict[str, str], cluster: RayCluster, outside: bool
 ) -> None:
-    """The run folder of JOIN can be nowhere; the driver is a part of the cluster, or a client of it."""
+    """The run folder of JOIN can be nowhere; the driver is a part of the cluster, or a client of
+    it."""
     launcher = ray(cluster.client if outside else "auto", hosts=1, wait_s=90.0)
     assert launcher.listen == "127.0.0.1"
     said = first_said(launcher)
-    assert "ended with status 2" in said and "making '/dev/null/run' failed: Not a directory" in said
+    assert (
+        "ended with status 2" in said and "making '/dev/null/run' failed: Not a directory" in said
+    )
 
 
 def test_a_cluster_that_is_not_there_is_told(environment: dict[str, str]) -> None:
     launcher = ray("127.0.0.1:1", wait_s=5.0)
     began = time.monotonic()
-    with pytest.raises(RunError, match=r"the Ray cluster at '127.0.0.1:1'|no Ray cluster at '127.0.0.1:1'"):
+    with pytest.raises(
+        RunError, match=r"the Ray cluster at '127.0.0.1:1'|no Ray cluster at '127.0.0.1:1'"
+    ):
         _ = launcher.hosts
     assert time.monotonic() - began < 30
 
@@ -117,7 +150,11 @@ def test_a_node_that_joins_gets_an_agent_in_place_of_one_that_died(
     run = tmp_path / "runs" / "latest"
 
     def steps() -> int:
-        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+        lines = (
+            (run / "metrics.jsonl").read_text().splitlines()
+            if (run / "metrics.jsonl").exists()
+            else []
+        )
         return int(json.loads(lines[-1])["step"]) if lines else 0
 
     def agents() -> int:

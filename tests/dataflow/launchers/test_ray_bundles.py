@@ -11,12 +11,20 @@ from dataflow.launchers.ray_bundles import BundleRequest, asked, cannot_be_had, 
 def node(name: str, *, machine: str = "", alive: bool = True, **resources: float) -> dict[str, Any]:
     hidden = {"memory": 1e9, "object_store_memory": 1e9, f"node:{name}": 1.0}
     return {
-        "NodeID": f"{name}-0123456789", "NodeManagerAddress": name, "NodeManagerHostname": machine or name,
-        "Alive": alive, "Resources": {**resources, **hidden},
-    }  # fmt: skip
+        "NodeID": f"{name}-0123456789",
+        "NodeManagerAddress": name,
+        "NodeManagerHostname": machine or name,
+        "Alive": alive,
+        "Resources": {**resources, **hidden},
+    }
 
 
-HEAD, A, B, DEAD = node("head", CPU=0), node("a", CPU=16, GPU=8), node("b", CPU=8, GPU=8), node("c", CPU=4, alive=False)
+HEAD, A, B, DEAD = (
+    node("head", CPU=0),
+    node("a", CPU=16, GPU=8),
+    node("b", CPU=8, GPU=8),
+    node("c", CPU=4, alive=False),
+)
 NODES = [HEAD, A, B, DEAD]
 
 
@@ -25,7 +33,9 @@ def test_all_hosts_with_a_core_are_asked_for_and_each_for_what_the_smallest_has(
 
 
 def test_the_largest_hosts_are_asked_for_where_not_all_are_wanted() -> None:
-    assert asked(NODES, hosts=1, gpus=0, resources={}) == BundleRequest(hosts=1, bundle={"CPU": 16.0})
+    assert asked(NODES, hosts=1, gpus=0, resources={}) == BundleRequest(
+        hosts=1, bundle={"CPU": 16.0}
+    )
 
 
 def test_hosts_without_what_is_named_do_not_count() -> None:
@@ -41,13 +51,19 @@ def test_hosts_that_are_yet_to_come_can_be_asked_for_by_number_and_cores() -> No
     )
 
 
-@pytest.mark.parametrize("wish", [{"hosts": 4}, {"cpus": 32}, {"gpus": 9}, {"resources": {"rack": 1}}])
+@pytest.mark.parametrize(
+    "wish", [{"hosts": 4}, {"cpus": 32}, {"gpus": 9}, {"resources": {"rack": 1}}]
+)
 def test_what_no_host_has_is_refused_with_what_there_is(wish: dict[str, Any]) -> None:
     if "hosts" in wish:
-        with pytest.raises(GraphError, match="has 1 CPU; there are 1 hosts: 'head' with nothing; ask for"):
+        with pytest.raises(
+            GraphError, match="has 1 CPU; there are 1 hosts: 'head' with nothing; ask for"
+        ):
             asked([HEAD, DEAD], **{"resources": {}, **wish})
         return
-    with pytest.raises(GraphError, match="there are 3 hosts: .*'a' with 16 CPU, 8 GPU; 'b' with 8 CPU, 8 GPU"):
+    with pytest.raises(
+        GraphError, match="there are 3 hosts: .*'a' with 16 CPU, 8 GPU; 'b' with 8 CPU, 8 GPU"
+    ):
         asked(NODES, **{"resources": {}, **wish})
 
 

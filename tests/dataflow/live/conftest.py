@@ -23,8 +23,14 @@ from dataflow.live.server import ClientLimits, PageServer
 from dataflow.live.steering import Controls, Steering
 
 TOKEN = "t0ken-of-a-test"
-EXCHANGE = {"nbytes": 1 << 20, "full_bytes": 4 << 20, "seconds": 0.1, "committed_seconds": 0.75, "taken_seconds": 0.25,
-            "pair_bytes": [[1 << 20]]}  # fmt: skip
+EXCHANGE = {
+    "nbytes": 1 << 20,
+    "full_bytes": 4 << 20,
+    "seconds": 0.1,
+    "committed_seconds": 0.75,
+    "taken_seconds": 0.25,
+    "pair_bytes": [[1 << 20]],
+}
 
 
 @pytest.fixture
@@ -40,11 +46,21 @@ def folder(tmp_path: Path) -> RunFolder:
             ledger.issue("prompts", [(group, f"p{group}") for group in groups])
             made.rollouts_of().write(step, rollouts(step))
             ledger.commit_step("trainer", step, version=step, source="prompts", trained=groups)
-            line = {"step": step, "node": "trainer", "loss": 1.0 / step, "reward_mean": step * 0.1,
-                    "dropped": {"stale": 0}, "staleness_mean": 1.0, "staleness_max": 2, "kl": None,
-                    "staleness_generating_mean": 0.75, "staleness_generating_max": 2,
-                    "staleness_waiting_mean": 0.25, "staleness_waiting_max": 1,
-                    "weights_sent": {"generator-0": EXCHANGE | {"version": step - 1}}}  # fmt: skip
+            line = {
+                "step": step,
+                "node": "trainer",
+                "loss": 1.0 / step,
+                "reward_mean": step * 0.1,
+                "dropped": {"stale": 0},
+                "staleness_mean": 1.0,
+                "staleness_max": 2,
+                "kl": None,
+                "staleness_generating_mean": 0.75,
+                "staleness_generating_max": 2,
+                "staleness_waiting_mean": 0.25,
+                "staleness_waiting_max": 1,
+                "weights_sent": {"generator-0": EXCHANGE | {"version": step - 1}},
+            }
             made.append_metrics(line)
     graph.draw(made.graph_svg)
     with made.metrics.open("a") as file:
@@ -67,21 +83,36 @@ class Served:
     """Ends it."""
 
     def get(
-        self, path: str, headers: Mapping[str, str] | None = None, method: str = "GET", token: str = TOKEN,
+        self,
+        path: str,
+        headers: Mapping[str, str] | None = None,
+        method: str = "GET",
+        token: str = TOKEN,
         body: bytes | None = None,
-    ) -> tuple[int, bytes, dict[str, str]]:  # fmt: skip
+    ) -> tuple[int, bytes, dict[str, str]]:
         """Status, body, and headers in lower case."""
         client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
             client.request(method, f"/{token}/{path}", body=body, headers=dict(headers or {}))
             answer = client.getresponse()
-            return answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()}
+            return (
+                answer.status,
+                answer.read(),
+                {name.lower(): value for name, value in answer.getheaders()},
+            )
         finally:
             client.close()
 
-    def steer(self, request: Any, headers: Mapping[str, str] | None = None) -> tuple[int, dict[str, Any]]:
-        """Send a request as the page does; status and answer. request: JSON, or bytes as they are."""
-        sent = {"Content-Type": "application/json", "Origin": f"http://127.0.0.1:{self.port}", **(headers or {})}
+    def steer(
+        self, request: Any, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        """Send a request as the page does; status and answer. request: JSON, or bytes as they
+        are."""
+        sent = {
+            "Content-Type": "application/json",
+            "Origin": f"http://127.0.0.1:{self.port}",
+            **(headers or {}),
+        }
         body = request if isinstance(request, bytes) else json.dumps(request).encode()
         status, answer, _ = self.get("api/steer", sent, "POST", body=body)
         return status, json.loads(answer)
@@ -102,10 +133,15 @@ def serve() -> Iterator[Callable[..., Served]]:
     made: list[PageServer] = []
 
     def start(
-        folders: Sequence[RunFolder], ask: Any = over, bounds: ClientLimits | None = None,
-        controls: Controls | None = None, port: int = 0,
-    ) -> Served:  # fmt: skip
-        answers = PageAnswers(folders, ask, Steering(controls, "somebody@here") if controls else None)
+        folders: Sequence[RunFolder],
+        ask: Any = over,
+        bounds: ClientLimits | None = None,
+        controls: Controls | None = None,
+        port: int = 0,
+    ) -> Served:
+        answers = PageAnswers(
+            folders, ask, Steering(controls, "somebody@here") if controls else None
+        )
         server = PageServer(answers, TOKEN, bounds, steer=answers.steer if controls else None)
         asyncio.run_coroutine_threadsafe(server.start(port), loop).result(10)
         made.append(server)

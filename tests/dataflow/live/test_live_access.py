@@ -1,4 +1,5 @@
-"""The page for everybody: by keyboard alone, by name, with contrast, and at rest for whom that is better."""
+"""The page for everybody: by keyboard alone, by name, with contrast, and at rest for whom that is
+better."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,10 +10,13 @@ from rigs.browsing.chromium import Browser, browser, program
 
 from dataflow.folder.run_folder import RunFolder
 
-pytestmark = pytest.mark.skipif(program() is None, reason="no Chromium here: apt-get install chromium-headless-shell")
+pytestmark = pytest.mark.skipif(
+    program() is None, reason="no Chromium here: apt-get install chromium-headless-shell"
+)
 ROLLOUT = "#run=0&rollout=step//5/1"
 FOCUSED = (
-    "(e => e.id || e.getAttribute('aria-label') || e.getAttribute('href') || e.textContent)(document.activeElement)"
+    "(e => e.id || e.getAttribute('aria-label') || e.getAttribute('href') ||"
+    " e.textContent)(document.activeElement)"
 )
 CONTRASTS = """(() => {
   const parse = text => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return {rgb: [r, g, b], a}; };
@@ -51,7 +55,10 @@ def page(folder: RunFolder, serve: Callable[..., Any], window: Browser) -> Brows
     window.look_like(1280, 900)
     window.open(f"http://127.0.0.1:{served.port}/t0ken-of-a-test/")
     window.wait("document.querySelectorAll('.chart path.a').length > 2")
-    window.wait("document.querySelectorAll('#rows tbody tr').length && document.querySelectorAll('#nodes td').length")
+    window.wait(
+        "document.querySelectorAll('#rows tbody tr').length && document.querySelectorAll('#nodes"
+        " td').length"
+    )
     return window
 
 
@@ -66,12 +73,25 @@ def stops(page: Browser, count: int) -> list[str]:
 
 def test_everything_is_reached_by_the_tab_key_in_the_order_of_the_page(page: Browser) -> None:
     found = stops(page, 60)
-    wanted = ["#graph", "#graph", "#series", "#rollouts", "#faults", "find-node", "out", "fit", "in", "stage"]
+    wanted = [
+        "#graph",
+        "#graph",
+        "#series",
+        "#rollouts",
+        "#faults",
+        "find-node",
+        "out",
+        "fit",
+        "in",
+        "stage",
+    ]
     assert found[: len(wanted)] == wanted
     rest = ["Nodes", "Data edges", "Weight edges", "find", "kind", "search", "upto"]
     places = [found.index(name) for name in rest]
     assert places == sorted(places), found
-    nodes = [name for name in found if name.partition(":")[0] in ("prompts", "generator", "trainer")]
+    nodes = [
+        name for name in found if name.partition(":")[0] in ("prompts", "generator", "trainer")
+    ]
     assert len(nodes) == 1, "of the nodes one; the others by the arrow keys"
     page.press("Tab", shift=True)
     assert page.ask(FOCUSED) == found[-2]
@@ -84,13 +104,16 @@ def test_a_run_is_read_by_keyboard_alone(page: Browser) -> None:
     assert page.ask(FOCUSED).startswith("generator")
     page.press("Enter")
     page.wait(
-        "!document.getElementById('node').hidden && document.activeElement.getAttribute('aria-pressed') == 'true'"
+        "!document.getElementById('node').hidden &&"
+        " document.activeElement.getAttribute('aria-pressed') == 'true'"
     )
     while page.ask("document.activeElement.id") != "find":
         page.press("Tab")
     page.write("staleness_max")
     page.press("Enter")
-    page.wait("[...document.querySelectorAll('.chart .name')].some(e => e.textContent == 'staleness_max')")
+    page.wait(
+        "[...document.querySelectorAll('.chart .name')].some(e => e.textContent == 'staleness_max')"
+    )
     while page.ask("document.activeElement.tagName") != "svg":
         page.press("Tab")
     page.press("Home")
@@ -104,32 +127,61 @@ def test_a_run_is_read_by_keyboard_alone(page: Browser) -> None:
         page.press("Tab")
     page.press("Enter")
     page.wait("document.querySelector('#rows th[aria-sort=descending]')?.textContent == 'reward ↓'")
-    while not str(page.ask("document.activeElement.getAttribute('aria-label')")).startswith("open rollout"):
+    while not str(page.ask("document.activeElement.getAttribute('aria-label')")).startswith(
+        "open rollout"
+    ):
         page.press("Tab")
     page.press("Enter")
     page.wait("document.querySelectorAll('.tokens span').length == 4")
     assert page.ask("document.activeElement.id") == "close", "the first thing in it"
-    while page.ask("document.activeElement.getAttribute('aria-label')") != "Tokens; the arrow keys read them":
+    while (
+        page.ask("document.activeElement.getAttribute('aria-label')")
+        != "Tokens; the arrow keys read them"
+    ):
         page.press("Tab")
     for key in ("Home", "ArrowRight"):
         page.press(key)
     page.wait("document.querySelector('#rollout-body').textContent.includes('token 1 of 4')")
     page.press("Escape")
     page.wait("!document.querySelector('#rollout').open")
-    assert page.ask("document.activeElement.getAttribute('aria-label')").startswith("open rollout"), "back where it was"
+    assert page.ask("document.activeElement.getAttribute('aria-label')").startswith(
+        "open rollout"
+    ), "back where it was"
 
 
 def test_everything_that_acts_has_a_name(page: Browser) -> None:
-    acting = {"button", "link", "textbox", "searchbox", "combobox", "image", "region", "dialog", "navigation", "alert"}
+    acting = {
+        "button",
+        "link",
+        "textbox",
+        "searchbox",
+        "combobox",
+        "image",
+        "region",
+        "dialog",
+        "navigation",
+        "alert",
+    }
     for place in ("", ROLLOUT):
         page.ask(f"location.hash = '{place}'")
         if place:
             page.wait("document.querySelectorAll('.tokens span').length == 4")
         nodes = page.do("Accessibility.getFullAXTree")["nodes"]
-        roles = [each for each in nodes if not each.get("ignored") and each.get("role", {}).get("value") in acting]
-        nameless = [each["role"]["value"] for each in roles if not str(each.get("name", {}).get("value", "")).strip()]
+        roles = [
+            each
+            for each in nodes
+            if not each.get("ignored") and each.get("role", {}).get("value") in acting
+        ]
+        nameless = [
+            each["role"]["value"]
+            for each in roles
+            if not str(each.get("name", {}).get("value", "")).strip()
+        ]
         assert len(roles) > (5 if place else 30) and not nameless, nameless
-    assert page.ask("document.documentElement.lang") == "en" and page.ask("document.querySelectorAll('h1').length") == 1
+    assert (
+        page.ask("document.documentElement.lang") == "en"
+        and page.ask("document.querySelectorAll('h1').length") == 1
+    )
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -140,7 +192,9 @@ def test_text_stands_out_from_what_is_behind_it(page: Browser, dark: bool, place
     if place:
         page.wait("document.querySelectorAll('.tokens span').length == 4")
     else:
-        page.ask("document.querySelectorAll('#stage .node')[1].dispatchEvent(new MouseEvent('click'))")
+        page.ask(
+            "document.querySelectorAll('#stage .node')[1].dispatchEvent(new MouseEvent('click'))"
+        )
     assert page.ask(CONTRASTS) == [], "4.5 to 1 is the least (WCAG 2, AA)"
 
 

@@ -22,7 +22,9 @@ def never(folder: RunFolder, patience_s: float) -> dict[str, object]:
 def test_what_is_no_run_folder_and_too_many_of_them_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="no run folder"):
         command.live([tmp_path / "none"], never)
-    with pytest.raises(GraphError, match=f"shows {MOST_RUNS} runs at most, but {MOST_RUNS + 1} were named"):
+    with pytest.raises(
+        GraphError, match=f"shows {MOST_RUNS} runs at most, but {MOST_RUNS + 1} were named"
+    ):
         command.live([tmp_path] * (MOST_RUNS + 1), never)
 
 

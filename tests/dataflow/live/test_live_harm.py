@@ -1,4 +1,5 @@
-"""A folder whose every text means harm, and a server that goes away: what a browser makes of both."""
+"""A folder whose every text means harm, and a server that goes away: what a browser makes of
+both."""
 
 import json
 import shutil
@@ -14,7 +15,9 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 
-pytestmark = pytest.mark.skipif(program() is None, reason="no Chromium here: apt-get install chromium-headless-shell")
+pytestmark = pytest.mark.skipif(
+    program() is None, reason="no Chromium here: apt-get install chromium-headless-shell"
+)
 STEPS, TOKEN = 6, "t0ken-of-a-test"
 HARM = "<img src=x onerror=\"document.title='harmed'\"><script>document.title='harmed'</script>"
 SIGNS = "\x1b[2J\x1b]0;harmed\x07\u202egnorw\u202c\u200b\x00"
@@ -37,13 +40,19 @@ def nothing_happened(page: Browser) -> None:
     """No program of the folder ran, and nothing of it is markup."""
     assert page.ask("document.title").endswith("· dataflow live") and not page.troubles
     assert (
-        page.ask("document.querySelectorAll('img, iframe, object, embed, body script, style, [onerror]').length") == 0
+        page.ask(
+            "document.querySelectorAll('img, iframe, object, embed, body script, style,"
+            " [onerror]').length"
+        )
+        == 0
     )
     shown = page.ask("document.documentElement.innerText")
     assert not set("\x1b\x07\u202e\u202c\u200b\x00") & set(shown)
 
 
-def test_texts_that_mean_harm_are_shown_as_text(folder: RunFolder, serve: Callable[..., Any], window: Browser) -> None:
+def test_texts_that_mean_harm_are_shown_as_text(
+    folder: RunFolder, serve: Callable[..., Any], window: Browser
+) -> None:
     page = opened(window, serve([folder]).port)
     page.wait(ROWS)
     told = page.ask("document.getElementById('rows').textContent")
@@ -55,7 +64,8 @@ def test_texts_that_mean_harm_are_shown_as_text(folder: RunFolder, serve: Callab
         nothing_happened(page)
     before = page.ask("document.querySelectorAll('#rollout .text')[1].textContent.length")
     page.ask(
-        "[...document.querySelectorAll('#rollout button')].find(e => e.textContent.startsWith('show more')).click()"
+        "[...document.querySelectorAll('#rollout button')].find(e => e.textContent.startsWith('show"
+        " more')).click()"
     )
     assert before == 4000, "of a line of a million signs"
     page.wait("document.querySelectorAll('#rollout .text')[1].textContent.length == 20000")
@@ -70,8 +80,12 @@ def test_names_faults_and_requests_that_mean_harm_are_shown_as_text(
     graph, config = described(folder)
     nodes = [{**node, "operator": harm, "knobs": {harm: harm}} for node in graph["nodes"]]
     with Ledger.open(folder.ledger) as ledger:
-        ledger.set_facts({"graph": {**graph, "name": harm, "nodes": nodes},
-                          "config": {**config, "hosts": {"generator": [harm]}}})  # fmt: skip
+        ledger.set_facts(
+            {
+                "graph": {**graph, "name": harm, "nodes": nodes},
+                "config": {**config, "hosts": {"generator": [harm]}},
+            }
+        )
     fault = {"at": 4e9, "worker": harm, "cause": harm, "attempt": 0, "noticed_s": 0.1}
     (folder.path / "faults.jsonl").write_text(json.dumps(fault) + "\n")
     request = {"at": 1.0, "step": 3, "by": harm, "request": harm, "answer": harm, "refused": True}
@@ -81,12 +95,18 @@ def test_names_faults_and_requests_that_mean_harm_are_shown_as_text(
     folder.append_metrics({"step": STEPS, "node": "trainer", harm: 1.0, "loss": 0.1})
     page = opened(window, serve([folder]).port)
     page.wait(
-        f"{ROWS} && document.querySelectorAll('.chart path.a').length && !document.getElementById('requests').hidden"
+        f"{ROWS} && document.querySelectorAll('.chart path.a').length &&"
+        " !document.getElementById('requests').hidden"
     )
     page.ask("document.querySelectorAll('#stage .node')[1].dispatchEvent(new MouseEvent('click'))")
     assert "<img src=x" in page.ask("document.getElementById('node').textContent")
-    page.ask("(e => { e.value = 'onerror'; e.dispatchEvent(new Event('change')) })(document.getElementById('find'))")
-    page.wait("[...document.querySelectorAll('.chart .name')].some(e => e.textContent.includes('<img'))")
+    page.ask(
+        "(e => { e.value = 'onerror'; e.dispatchEvent(new Event('change'))"
+        " })(document.getElementById('find'))"
+    )
+    page.wait(
+        "[...document.querySelectorAll('.chart .name')].some(e => e.textContent.includes('<img'))"
+    )
     for name in ("fault-rows", "request-rows"):
         assert "<script>" in page.ask(f"document.getElementById('{name}').textContent")
     nothing_happened(page)
@@ -130,7 +150,9 @@ def test_a_folder_that_is_gone_and_comes_back_is_told(
     page.wait(ROWS)
     away = folder.path.with_name("away")
     shutil.move(folder.path, away)
-    page.wait("document.getElementById('trouble').textContent.includes('is not there any more')", 40)
+    page.wait(
+        "document.getElementById('trouble').textContent.includes('is not there any more')", 40
+    )
     assert page.ask(ROWS), "what was seen stays"
     shutil.move(away, folder.path)
     page.wait("document.getElementById('trouble').hidden", 40)
@@ -143,7 +165,9 @@ def test_a_server_that_is_gone_is_told_and_what_was_seen_stays(
     page = opened(window, served.port)
     page.wait(f"{ROWS} && document.querySelectorAll('.chart path.a').length")
     served.stop()
-    page.wait("document.getElementById('trouble').textContent.includes('the page goes on asking')", 60)
+    page.wait(
+        "document.getElementById('trouble').textContent.includes('the page goes on asking')", 60
+    )
     assert "dataflow live was ended" in page.ask("document.getElementById('trouble').textContent")
     assert page.ask(ROWS)
     serve([folder], port=served.port)

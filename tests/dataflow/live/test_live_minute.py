@@ -17,7 +17,9 @@ from dataflow.live.last_minute import last_minute
 WALL = 1.7e9
 
 
-def written(folder: RunFolder, process: str, spans: list[tuple[str, str, float, float]], now: float) -> None:
+def written(
+    folder: RunFolder, process: str, spans: list[tuple[str, str, float, float]], now: float
+) -> None:
     """As one process would leave them; all at once."""
     recent = RecentSpans(process, lambda: now, lambda: WALL + now)
     for span in spans:
@@ -31,23 +33,40 @@ def events(text: str, kind: str = "X") -> list[dict[str, Any]]:
 
 def test_work_details_and_rests_of_each_node_stand_in_rows_of_their_own(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "test")
-    trainer = [("trainer", "waiting", 0.0, 10.0), ("trainer", "optimizer", 10.2, 10.9), ("trainer", WORK, 10.0, 11.0)]
+    trainer = [
+        ("trainer", "waiting", 0.0, 10.0),
+        ("trainer", "optimizer", 10.2, 10.9),
+        ("trainer", WORK, 10.0, 11.0),
+    ]
     written(folder, "trainer-0", [*trainer, ("reward", BESIDE_WORK, 1.0, 2.0)], 100.0)
     written(folder, "generator-0", [("generator", WORK, 3.0, 11.5)], 100.0)
     text = last_minute(folder, lambda begin, end: [(begin + 1.0, "step 7")])
     names = {(each["name"], each["pid"], each["tid"]): each["args"] for each in events(text, "M")}
-    rows = {(pid, tid): args["name"] for (name, pid, tid), args in names.items() if name == "thread_name"}
-    found = {(each["name"], rows[each["pid"], each["tid"]]): (each["ts"], each["dur"]) for each in events(text)}
+    rows = {
+        (pid, tid): args["name"]
+        for (name, pid, tid), args in names.items()
+        if name == "thread_name"
+    }
+    found = {
+        (each["name"], rows[each["pid"], each["tid"]]): (each["ts"], each["dur"])
+        for each in events(text)
+    }
     assert found == {
-        ("waiting", "trainer, waits"): (0, 10_000_000), ("optimizer", "trainer"): (10_200_000, 700_000),
-        ("trainer", "trainer"): (10_000_000, 1_000_000), ("generator", "generator"): (3_000_000, 8_500_000),
+        ("waiting", "trainer, waits"): (0, 10_000_000),
+        ("optimizer", "trainer"): (10_200_000, 700_000),
+        ("trainer", "trainer"): (10_000_000, 1_000_000),
+        ("generator", "generator"): (3_000_000, 8_500_000),
         (BESIDE_WORK, "reward, waits"): (1_000_000, 1_000_000),
-    }  # fmt: skip
-    assert [(each["name"], each["ts"], each["s"]) for each in events(text, "i")] == [("step 7", 1_000_000, "g")]
+    }
+    assert [(each["name"], each["ts"], each["s"]) for each in events(text, "i")] == [
+        ("step 7", 1_000_000, "g")
+    ]
     assert len({pid for pid, _ in rows}) == 2
 
 
-def test_a_rest_that_was_told_in_pieces_is_one_and_what_is_older_than_a_minute_is_not_there(tmp_path: Path) -> None:
+def test_a_rest_that_was_told_in_pieces_is_one_and_what_is_older_than_a_minute_is_not_there(
+    tmp_path: Path,
+) -> None:
     folder = RunFolder.create(tmp_path, "test")
     recent = RecentSpans("a-0", lambda: 0.0, lambda: WALL)
     for piece in range(50):
@@ -64,8 +83,13 @@ def test_the_page_gives_it_with_steps_and_faults_and_of_a_run_without_it_the_end
 ) -> None:
     page = serve([folder])
     assert page.json("now")["has_minute"] is False and page.get("trace?part=minute")[0] == 404
-    whole = [{"name": "a", "ph": "X", "pid": 1, "tid": "a", "ts": at * 1e6, "dur": 1e6} for at in range(100)]
-    folder.trace.write_text(json.dumps({"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1}, *whole]}))
+    whole = [
+        {"name": "a", "ph": "X", "pid": 1, "tid": "a", "ts": at * 1e6, "dur": 1e6}
+        for at in range(100)
+    ]
+    folder.trace.write_text(
+        json.dumps({"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1}, *whole]})
+    )
     page = serve([folder])
     assert page.json("now")["has_minute"] is True
     status, body, headers = page.get("trace?part=minute")
@@ -74,16 +98,28 @@ def test_the_page_gives_it_with_steps_and_faults_and_of_a_run_without_it_the_end
     with Ledger.open(folder.ledger, readonly=True) as ledger:
         last = ledger.step_times("trainer", 5)[-1][1]
     (folder.path / FILE).write_text(
-        json.dumps({"at": last, "worker": "a-0", "cause": "was killed", "attempt": 0, "noticed_s": 0.1,
-                    "rollouts_again": 0, "recovered_s": 1.0}) + "\n"
-    )  # fmt: skip
+        json.dumps(
+            {
+                "at": last,
+                "worker": "a-0",
+                "cause": "was killed",
+                "attempt": 0,
+                "noticed_s": 0.1,
+                "rollouts_again": 0,
+                "recovered_s": 1.0,
+            }
+        )
+        + "\n"
+    )
     recent = RecentSpans("a-0", lambda: 5.0, lambda: last)
     recent.add("a", WORK, 0.0, 10.0)
     recent.write(folder)
     page = serve([folder])
     assert page.json("now")["has_minute"] is True
     found = events(page.get("trace?part=minute")[1].decode(), "i")
-    assert "step 6" in [each["name"] for each in found] and any("was killed" in each["name"] for each in found)
+    assert "step 6" in [each["name"] for each in found] and any(
+        "was killed" in each["name"] for each in found
+    )
 
 
 def test_a_run_leaves_its_last_minute_while_it_goes_on(tmp_path: Path) -> None:

@@ -24,8 +24,12 @@ class Asked:
         self.calls: list[Any] = []
         self.slow_s = slow_s
         self.controls = Controls(
-            stop=self.stop, scale=self.scale, swap=self.swap, set_knob=self.set_knob, checkpoint=self.checkpoint
-        )  # fmt: skip
+            stop=self.stop,
+            scale=self.scale,
+            swap=self.swap,
+            set_knob=self.set_knob,
+            checkpoint=self.checkpoint,
+        )
 
     def stop(self, run: RunFolder, by: str) -> str:
         time.sleep(self.slow_s)
@@ -51,12 +55,16 @@ class Asked:
         return "kept"
 
 
-def test_what_a_page_asks_for_reaches_its_run_in_somebodys_name(folder: RunFolder, serve: Serve) -> None:
+def test_what_a_page_asks_for_reaches_its_run_in_somebodys_name(
+    folder: RunFolder, serve: Serve
+) -> None:
     run = Asked()
     page = serve([folder, folder], controls=run.controls)
     assert page.json("runs")["steers"] is True
     assert page.steer(STOP) == (200, {"answer": "it ends"})
-    assert page.steer({"number": "2", "action": "scale", "node": "generator", "replicas": 2})[1] == {"answer": "scaled"}
+    assert page.steer({"number": "2", "action": "scale", "node": "generator", "replicas": 2})[
+        1
+    ] == {"answer": "scaled"}
     swap = {"number": "3", "action": "swap", "node": "reward", "reference": "rewards:strict"}
     assert page.steer(swap)[1] == {"answer": "swapped"}
     wish = {"number": "5", "action": "set", "node": "trainer", "knob": "lr", "value": "3e-6"}
@@ -66,16 +74,24 @@ def test_what_a_page_asks_for_reaches_its_run_in_somebodys_name(folder: RunFolde
     assert refused == (409, {"error": "no node is called 'nobody'"})
     by = "somebody@here"
     assert run.calls == [
-        ("stop", folder.path.name, by), ("scale", {"generator": 2}, by), ("swap", "reward", "rewards:strict", by),
-        ("set", "trainer.lr", "3e-6", by), ("checkpoint", by), ("scale", {"nobody": 1}, by),
-    ]  # fmt: skip
+        ("stop", folder.path.name, by),
+        ("scale", {"generator": 2}, by),
+        ("swap", "reward", "rewards:strict", by),
+        ("set", "trainer.lr", "3e-6", by),
+        ("checkpoint", by),
+        ("scale", {"nobody": 1}, by),
+    ]
 
 
-def test_a_request_that_comes_again_is_made_once_and_gets_the_same_answer(folder: RunFolder) -> None:
+def test_a_request_that_comes_again_is_made_once_and_gets_the_same_answer(
+    folder: RunFolder,
+) -> None:
     run = Asked(slow_s=0.05)
     steering, answers = Steering(run.controls, "me"), []
     body = b'{"number": "7", "action": "stop"}'
-    threads = [threading.Thread(target=lambda: answers.append(steering(folder, body))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: answers.append(steering(folder, body))) for _ in range(4)
+    ]
     for each in threads:
         each.start()
     for each in threads:
@@ -95,35 +111,51 @@ def test_a_request_that_comes_again_is_made_once_and_gets_the_same_answer(folder
 @pytest.mark.parametrize(
     ("request_", "says"),
     [
-        (b"{", "not JSON"), (b"[]", "a JSON map"), ({}, "'number'"), ({"number": "1"}, "'action'"),
+        (b"{", "not JSON"),
+        (b"[]", "a JSON map"),
+        ({}, "'number'"),
+        ({"number": "1"}, "'action'"),
         ({"number": "1", "action": "drop"}, "there are stop, checkpoint, scale, swap and set"),
         ({"number": "1", "action": "scale", "node": "generator"}, "'replicas'"),
         ({"number": "1", "action": "scale", "node": "generator", "replicas": True}, "'replicas'"),
         ({"number": "1", "action": "scale", "node": "generator", "replicas": -1}, "'replicas'"),
         ({"number": "1", "action": "swap", "node": "reward", "reference": ""}, "'reference'"),
         ({"number": "1", "action": "set", "node": "trainer", "knob": "lr"}, "'value'"),
-        ({"number": "1" * 501, "action": "stop"}, "'number'"), (b"\xff", "not JSON"),
+        ({"number": "1" * 501, "action": "stop"}, "'number'"),
+        (b"\xff", "not JSON"),
     ],
-)  # fmt: skip
-def test_what_is_no_request_is_told_what_is_wrong(folder: RunFolder, serve: Serve, request_: Any, says: str) -> None:
+)
+def test_what_is_no_request_is_told_what_is_wrong(
+    folder: RunFolder, serve: Serve, request_: Any, says: str
+) -> None:
     run = Asked()
     status, answer = serve([folder], controls=run.controls).steer(request_)
     assert status == 400 and says in answer["error"] and not run.calls
 
 
-def test_no_other_site_no_form_and_no_read_only_page_changes_a_run(folder: RunFolder, serve: Serve) -> None:
+def test_no_other_site_no_form_and_no_read_only_page_changes_a_run(
+    folder: RunFolder, serve: Serve
+) -> None:
     run = Asked()
     page = serve([folder], controls=run.controls)
     own = f"http://127.0.0.1:{page.port}"
     for headers in (
-        {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
-        {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
         {"Host": "evil.example", "Origin": "http://evil.example"},
-    ):  # fmt: skip
+    ):
         assert page.steer(STOP, headers)[0] == 403, headers
     told = {"Content-Type": "application/json"}
-    assert page.get("api/steer", told, "POST", body=b"{}")[0] == 403, "a browser names the origin of every POST"
-    assert page.get("api/steer", {**told, "Origin": own}, "POST", token="another", body=b"{}")[0] == 403
+    assert page.get("api/steer", told, "POST", body=b"{}")[0] == 403, (
+        "a browser names the origin of every POST"
+    )
+    assert (
+        page.get("api/steer", {**told, "Origin": own}, "POST", token="another", body=b"{}")[0]
+        == 403
+    )
     assert page.get("api/now", {**told, "Origin": own}, "POST", body=b"{}")[0] == 403
     assert page.get("api/steer", {**told, "Origin": own}, "PUT", body=b"{}")[0] == 405
     assert page.steer(b"x" * (BODY_BYTES + 1))[0] == 413
@@ -138,7 +170,8 @@ def test_a_run_that_does_not_answer_holds_up_no_reader(folder: RunFolder, serve:
     page = serve([folder], controls=run.controls, bounds=ClientLimits(steer_s=0.2))
     answers: list[Any] = []
     asking = [
-        threading.Thread(target=lambda n=n: answers.append(page.steer({**STOP, "number": str(n)}))) for n in range(4)
+        threading.Thread(target=lambda n=n: answers.append(page.steer({**STOP, "number": str(n)})))
+        for n in range(4)
     ]
     for each in asking:
         each.start()
@@ -156,8 +189,20 @@ def test_requests_stand_in_the_folder_and_on_the_page(folder: RunFolder, serve: 
     with (folder.path / "requests.jsonl").open("a") as file:
         file.write('{"at": 1, "by')
     assert serve([folder]).json("marks")["requests"] == [
-        {"at": 1.7e9, "step": 4, "by": "me@here", "request": "generator = 2 replicas", "answer": "generator: 2 live",
-         "refused": False},
-        {"at": 1.7e9, "step": 5, "by": "me@here", "request": "reward = a:<b>", "answer": "there is no a",
-         "refused": True},
-    ]  # fmt: skip
+        {
+            "at": 1.7e9,
+            "step": 4,
+            "by": "me@here",
+            "request": "generator = 2 replicas",
+            "answer": "generator: 2 live",
+            "refused": False,
+        },
+        {
+            "at": 1.7e9,
+            "step": 5,
+            "by": "me@here",
+            "request": "reward = a:<b>",
+            "answer": "there is no a",
+            "refused": True,
+        },
+    ]

@@ -1,4 +1,5 @@
-"""How weights travel is chosen from where two ranks sit, shown in the plan, and refused where it cannot be."""
+"""How weights travel is chosen from where two ranks sit, shown in the plan, and refused where it
+cannot be."""
 
 import dataclasses
 import itertools
@@ -54,7 +55,9 @@ def weights_line(made: Plan) -> str:
 
 SEATS = [
     Seat(process=process, device=device, machine=machine)
-    for process, device, machine in itertools.product("ab", ("cpu", "cuda:0", "cuda:1"), ("here", "there"))
+    for process, device, machine in itertools.product(
+        "ab", ("cpu", "cuda:0", "cuda:1"), ("here", "there")
+    )
 ]
 
 
@@ -70,20 +73,34 @@ SEATS = [
         (Seat(process="a", device="cuda:0"), Seat(process="b", device="cuda:7"), "cuda_ipc"),
         (Seat(process="a", machine="x"), Seat(process="a", machine="y"), "gloo"),
         (Seat(process="a", device="cuda:0", machine="x"), Seat(process="b", machine="y"), "gloo"),
-        (Seat(process="a", device="cuda:0", machine="x"), Seat(process="a", device="cuda:0", machine="y"), "nccl"),
+        (
+            Seat(process="a", device="cuda:0", machine="x"),
+            Seat(process="a", device="cuda:0", machine="y"),
+            "nccl",
+        ),
     ],
 )
-def test_the_executor_follows_from_where_the_two_ranks_sit(source: Seat, destination: Seat, executor: str) -> None:
+def test_the_executor_follows_from_where_the_two_ranks_sit(
+    source: Seat, destination: Seat, executor: str
+) -> None:
     assert choose([source], [destination]) == executor
 
 
 def test_one_executor_serves_every_pair_of_a_trainer_s_ranks_and_a_reader_s() -> None:
-    here, there = (Seat(process="a", device="cuda:0"), Seat(process="b", device="cuda:1")), Seat(process="c")
+    here, there = (
+        (Seat(process="a", device="cuda:0"), Seat(process="b", device="cuda:1")),
+        Seat(process="c"),
+    )
     assert choose(here, [there]) == "shared_memory"
     assert choose(here, [there, Seat(process="d", machine="there")]) == "gloo"
-    apart = [Seat(process="c", device="cuda:0", machine="there"), Seat(process="d", device="cuda:2")]
+    apart = [
+        Seat(process="c", device="cuda:0", machine="there"),
+        Seat(process="d", device="cuda:2"),
+    ]
     assert choose(here, apart) == "nccl"
-    assert choose(here, [*apart, Seat(process="e", device="cuda:1")]) == "gloo", "two ranks cannot share a GPU"
+    assert choose(here, [*apart, Seat(process="e", device="cuda:1")]) == "gloo", (
+        "two ranks cannot share a GPU"
+    )
 
 
 @pytest.mark.parametrize(("source", "destination"), [*itertools.product(SEATS, SEATS)])
@@ -106,43 +123,64 @@ def test_two_processes_may_be_forced_onto_gloo_wherever_they_sit() -> None:
 # The plan
 
 
-def test_a_run_on_the_cpu_goes_through_shared_memory_and_an_inline_one_stays_within_its_process() -> None:
+def test_a_run_on_the_cpu_goes_through_shared_memory_and_an_inline_one_stays_within_its_process() -> (
+    None
+):
     made = plan(build(), Devices(cpus=2), replicas={"generator": 3}, sizes=SIZES)
-    assert weights_line(made) == (
-        "weights trainer -> generator: shared_memory (1 trainer rank -> 3 readers, up to 8.2 MiB each)"
+    assert (
+        weights_line(made)
+        == "weights trainer -> generator: shared_memory (1 trainer rank -> 3 readers, up to 8.2 MiB"
+        " each)"
     )
     assert [(path.replica, path.ranks, path.trainer_ranks) for path in made.weight_paths] == [
-        (0, 1, 1), (1, 1, 1), (2, 1, 1)
-    ]  # fmt: skip
-    assert plan(build(), Devices(cpus=1), one_process=True).executors() == {("trainer", "generator"): "local"}
+        (0, 1, 1),
+        (1, 1, 1),
+        (2, 1, 1),
+    ]
+    assert plan(build(), Devices(cpus=1), one_process=True).executors() == {
+        ("trainer", "generator"): "local"
+    }
 
 
 def test_a_reader_of_several_ranks_needs_processes() -> None:
-    with pytest.raises(GraphError, match="'generator' is to take trained weights on 2 ranks, but a run in one process"):
+    with pytest.raises(
+        GraphError,
+        match="'generator' is to take trained weights on 2 ranks, but a run in one process",
+    ):
         plan(build(DealtOut(model=POLICY)), Devices(cpus=1), one_process=True)
 
 
 def test_gpus_of_one_machine_go_by_cuda_ipc_whether_they_are_shared_or_not() -> None:
     for gpus in ({"generator": 2, "trainer": 1}, {"generator": 1, "trainer": "generator"}):
         assert plan(build(), GPUS, gpus=gpus).executors() == {("trainer", "generator"): "cuda_ipc"}
-    assert plan(build(), GPUS, gpus={"trainer": 1}).executors() == {("trainer", "generator"): "shared_memory"}
+    assert plan(build(), GPUS, gpus={"trainer": 1}).executors() == {
+        ("trainer", "generator"): "shared_memory"
+    }
 
 
 def test_every_replica_that_reads_is_in_the_plan_and_one_line_sums_them_up() -> None:
-    made = plan(build(DealtOut(model=POLICY)), GPUS, gpus={"generator": 4, "trainer": 2}, sizes=SIZES)
-    assert [(p.replica, p.trainer_ranks, p.ranks) for p in made.weight_paths] == [(0, 2, 2), (1, 2, 2)]
-    assert weights_line(made) == (
-        "weights trainer -> generator: cuda_ipc (2 trainer ranks -> 2 readers of 2 ranks, up to 4.1 MiB each, from the "
-        "weights themselves: an update waits for who is taking them)"
+    made = plan(
+        build(DealtOut(model=POLICY)), GPUS, gpus={"generator": 4, "trainer": 2}, sizes=SIZES
+    )
+    assert [(p.replica, p.trainer_ranks, p.ranks) for p in made.weight_paths] == [
+        (0, 2, 2),
+        (1, 2, 2),
+    ]
+    assert (
+        weights_line(made)
+        == "weights trainer -> generator: cuda_ipc (2 trainer ranks -> 2 readers of 2 ranks, up to"
+        " 4.1 MiB each, from the weights themselves: an update waits for who is taking them)"
     )
 
 
 def test_pairs_that_differ_are_counted() -> None:
     paths = plan(build(), Devices(cpus=2), replicas={"generator": 2}).weight_paths
-    other = [type(path)(**{**_fields(path), "executor": "gloo", "replica": 2}) for path in paths[:1]]
+    other = [
+        type(path)(**{**_fields(path), "executor": "gloo", "replica": 2}) for path in paths[:1]
+    ]
     assert explain((*paths, *other)) == [
-        "weights trainer -> generator: shared_memory x2, gloo x1 (1 trainer rank -> 3 readers, from copies of the "
-        "weights)"
+        "weights trainer -> generator: shared_memory x2, gloo x1 (1 trainer rank -> 3 readers, from"
+        " copies of the weights)"
     ]
 
 
@@ -152,7 +190,9 @@ def _fields(path: Any) -> dict[str, Any]:
 
 def test_a_newcomer_gets_its_weights_as_the_others_do() -> None:
     made = plan(build(), Devices(cpus=2), replicas={"generator": 2})
-    assert [made.executor("trainer", "generator", replica) for replica in (0, 1, 7)] == ["shared_memory"] * 3
+    assert [made.executor("trainer", "generator", replica) for replica in (0, 1, 7)] == [
+        "shared_memory"
+    ] * 3
 
 
 def test_a_graph_without_feedback_has_no_line_about_weights() -> None:
@@ -164,7 +204,9 @@ def test_a_graph_without_feedback_has_no_line_about_weights() -> None:
 def test_the_picture_names_the_executor_on_the_weights_edge(tmp_path: Path) -> None:
     graph = build()
     for suffix in ("svg", "dot", "mmd", "html"):
-        planned = graph.draw(tmp_path / f"planned.{suffix}", plan(graph, Devices(cpus=2))).read_text()
+        planned = graph.draw(
+            tmp_path / f"planned.{suffix}", plan(graph, Devices(cpus=2))
+        ).read_text()
         bare = graph.draw(tmp_path / f"bare.{suffix}").read_text()
         assert "shared_memory" in planned and "shared_memory" not in bare
 
@@ -182,11 +224,37 @@ def test_a_forced_executor_stands_in_the_plan() -> None:
     ("weights", "how", "said"),
     [
         ("glo", {}, r"no weight executor 'glo'.*did you mean 'gloo'.*name one of these"),
-        ("local", {}, r"by local, which needs both ends in one process; they sit on cpu and cpu; leave weights= out"),
-        ("cuda_ipc", {}, r"by cuda_ipc, which needs both ends on GPUs; they sit on cpu and cpu;.*use shared_memory"),
-        ("nccl", {"gpus": {"trainer": 1}}, r"by nccl, which needs both ends on GPUs; they sit on cuda:0 and cpu"),
-        ("nccl", {"gpus": {"generator": 1, "trainer": "generator"}}, r"needs a GPU of its own for each end.*cuda_ipc"),
-        ("gloo", {"one_process": True}, r"needs two processes; they sit on cpu and cpu of one process;.*use local"),
+        (
+            "local",
+            {},
+            (
+                r"by local, which needs both ends in one process; they sit on cpu and cpu; leave"
+                r" weights= out"
+            ),
+        ),
+        (
+            "cuda_ipc",
+            {},
+            (
+                r"by cuda_ipc, which needs both ends on GPUs; they sit on cpu and cpu;.*use"
+                r" shared_memory"
+            ),
+        ),
+        (
+            "nccl",
+            {"gpus": {"trainer": 1}},
+            r"by nccl, which needs both ends on GPUs; they sit on cuda:0 and cpu",
+        ),
+        (
+            "nccl",
+            {"gpus": {"generator": 1, "trainer": "generator"}},
+            r"needs a GPU of its own for each end.*cuda_ipc",
+        ),
+        (
+            "gloo",
+            {"one_process": True},
+            r"needs two processes; they sit on cpu and cpu of one process;.*use local",
+        ),
     ],
 )
 def test_a_forced_executor_that_cannot_serve_is_refused_with_what_it_needs(
@@ -230,12 +298,25 @@ def test_a_trainer_with_readers_of_two_kinds_offers_each_version_to_both() -> No
     assert both.publish(2, {}) is True
 
 
-@given(st.lists(st.tuples(*[st.sampled_from("ab")] * 2, st.sampled_from(["cpu", "cuda:0", "cuda:1"])), min_size=2))
-def test_of_many_ranks_few_pairs_tell_what_all_of_them_would(drawn: list[tuple[str, str, str]]) -> None:
-    seats = [Seat(machine=machine, process=process, device=device) for machine, process, device in drawn]
+@given(
+    st.lists(
+        st.tuples(*[st.sampled_from("ab")] * 2, st.sampled_from(["cpu", "cuda:0", "cuda:1"])),
+        min_size=2,
+    )
+)
+def test_of_many_ranks_few_pairs_tell_what_all_of_them_would(
+    drawn: list[tuple[str, str, str]],
+) -> None:
+    seats = [
+        Seat(machine=machine, process=process, device=device) for machine, process, device in drawn
+    ]
     for at in range(1, len(seats)):
         here, there = seats[:at], seats[at:]
-        fits = [each for each in EXECUTORS if all(obstacle(each, a, b) is None for a in here for b in there)]
+        fits = [
+            each
+            for each in EXECUTORS
+            if all(obstacle(each, a, b) is None for a in here for b in there)
+        ]
         if fits:
             assert choose(here, there) == fits[0]
         else:

@@ -1,4 +1,5 @@
-"""What operators that read trained weights are told of the graph around them, and what their edges hold."""
+"""What operators that read trained weights are told of the graph around them, and what their edges
+hold."""
 
 from dataflow import Devices, Graph, Model, join, plan
 from dataflow.planning.plan import bounds_of
@@ -11,7 +12,8 @@ POLICY, CRITIC = Model("policy"), Model("critic", head="value")
 
 
 def graph(prompts_per_step: int = 512) -> Graph:
-    """Generation runs up to 3 versions ahead; values are of the newest critic, proximal log-probabilities one older."""
+    """Generation runs up to 3 versions ahead; values are of the newest critic, proximal
+    log-probabilities one older."""
     g = Graph("test")
     generator = FakeGenerator(model=POLICY, group_size=8)
     rollouts = generator(g.source(FakePrompts(size=None)))
@@ -33,7 +35,9 @@ def test_only_a_generators_feedback_bounds_how_far_generation_runs_ahead() -> No
 
 def test_a_reader_is_told_how_old_its_weights_may_be_and_what_their_trainer_consumes() -> None:
     g = graph()
-    facts = {node: context_facts(g, plan(g, Devices(cpus=2)), node)["feedback"] for node in g.operators}
+    facts = {
+        node: context_facts(g, plan(g, Devices(cpus=2)), node)["feedback"] for node in g.operators
+    }
     assert {node: bound for node, bound in facts.items() if bound is not None} == {
         "generator": Bound(max_staleness=3, prompts_per_step=512),
         "proximal_logprobs": Bound(max_staleness=1, prompts_per_step=512),
@@ -51,8 +55,11 @@ def test_forward_operators_have_devices_of_their_own_and_may_run_as_replicas() -
     made = plan(graph(), Devices(cpus=8), replicas={"values": 2, "proximal_logprobs": 3})
     assert [made.placements[node].replicas for node in ("values", "proximal_logprobs")] == [2, 3]
     workers = [
-        made.placements[node].worker for node in ("generator", "values", "proximal_logprobs", "actor", "learner")
+        made.placements[node].worker
+        for node in ("generator", "values", "proximal_logprobs", "actor", "learner")
     ]
     assert len(set(workers)) == 5
-    shared = plan(graph(), Devices(cpus=8, gpus=3), gpus={"generator": 2, "values": "generator", "actor": 1})
+    shared = plan(
+        graph(), Devices(cpus=8, gpus=3), gpus={"generator": 2, "values": "generator", "actor": 1}
+    )
     assert shared.placements["values"].gpus == shared.placements["generator"].gpus == (0, 1)

@@ -20,7 +20,9 @@ from operators.credit import advantage
 PAIR = ("generator", "trainer")
 
 
-def planned(gpus: Any, *, count: int = 0, cpus: int = 4, graph: Graph | None = None, **how: Any) -> Plan:
+def planned(
+    gpus: Any, *, count: int = 0, cpus: int = 4, graph: Graph | None = None, **how: Any
+) -> Plan:
     return plan(graph or fake_graph(), Devices(cpus=cpus, gpus=count), gpus=gpus, **how)
 
 
@@ -47,12 +49,17 @@ def real(feedback: bool = True, **knobs: Any) -> Graph:
         (None, 2, (), ""),
     ],
 )
-def test_a_node_that_names_another_takes_turns_with_it(gpus: Any, count: int, turns: Any, devices: str) -> None:
+def test_a_node_that_names_another_takes_turns_with_it(
+    gpus: Any, count: int, turns: Any, devices: str
+) -> None:
     made = planned(gpus, count=count)
     assert made.turns == turns
     assert made.placements["trainer"].gpus == made.placements["generator"].gpus or not turns
     told = [line for line in made.explain().splitlines() if "take turns" in line]
-    wanted = f"'generator' and 'trainer' take turns on {devices}: one is awake at a time, the others have given their "
+    wanted = (
+        f"'generator' and 'trainer' take turns on {devices}: one is awake at a time, the others"
+        " have given their "
+    )
     assert told == ([wanted + "memory back and wait until its work is done"] if turns else [])
     assert any("in turn with trainer" in frame.label for frame in made.frames()) == bool(turns)
 
@@ -72,10 +79,13 @@ def test_who_takes_turns_has_all_cores_in_its_turn() -> None:
 def test_of_nodes_in_turn_the_larger_one_counts_on_each_device_and_all_replicas_of_it() -> None:
     need = {size: Need({"weights": size}) for size in (1, 2, 3, 5)}
     needs = [
-        ("generator-0", "generator", "cpu", need[2]), ("generator-1", "generator", "cpu", need[2]),
-        ("trainer-0", "trainer", "cpu", need[3]), ("judge-0", "judge", "cpu", need[1]),
-        ("generator-2", "generator", "cuda:0", need[2]), ("trainer-0.1", "trainer", "cuda:0", need[5]),
-    ]  # fmt: skip
+        ("generator-0", "generator", "cpu", need[2]),
+        ("generator-1", "generator", "cpu", need[2]),
+        ("trainer-0", "trainer", "cpu", need[3]),
+        ("judge-0", "judge", "cpu", need[1]),
+        ("generator-2", "generator", "cuda:0", need[2]),
+        ("trainer-0.1", "trainer", "cuda:0", need[5]),
+    ]
     found = [process for process, _, _ in awake_at_once((PAIR,), needs)]
     assert found == ["generator-0", "generator-1", "judge-0", "trainer-0.1"]
     assert len(awake_at_once((), needs)) == len(needs)
@@ -85,19 +95,34 @@ def test_of_nodes_in_turn_the_larger_one_counts_on_each_device_and_all_replicas_
     ("gpus", "graph", "message"),
     [
         ("all", None, r"gpus is 'all', which says nothing; .* or 'shared'"),
-        ({"trainer": "trainer"}, None, r"'trainer' is to share the devices of 'trainer', which has none of its own"),
+        (
+            {"trainer": "trainer"},
+            None,
+            r"'trainer' is to share the devices of 'trainer', which has none of its own",
+        ),
         ({"trainer": "judge"}, None, r"devices of 'judge' are to be shared, but the graph has"),
         ({"reward": "generator"}, None, r"'reward' is to share devices, but it uses none"),
-        ("shared", real(engine="vllm"), r"'generator' cannot take turns .*\['trainer'\]: it keeps its memory"),
+        (
+            "shared",
+            real(engine="vllm"),
+            r"'generator' cannot take turns .*\['trainer'\]: it keeps its memory",
+        ),
     ],
 )
-def test_sharing_that_cannot_work_is_refused_and_says_why(gpus: Any, graph: Graph | None, message: str) -> None:
+def test_sharing_that_cannot_work_is_refused_and_says_why(
+    gpus: Any, graph: Graph | None, message: str
+) -> None:
     with pytest.raises(GraphError, match=message):
         planned(gpus, graph=graph)
 
 
 def test_replicas_that_join_get_the_devices_that_their_node_shares() -> None:
-    made = planned({"generator": 2, "trainer": "generator"}, count=3, replicas={"generator": 2}, ranks={"trainer": 2})
+    made = planned(
+        {"generator": 2, "trainer": "generator"},
+        count=3,
+        replicas={"generator": 2},
+        ranks={"trainer": 2},
+    )
     table = Table(graph=fake_graph(), plan=made)
     scaling.check(table, {"generator": 3})
     with pytest.raises(GraphError, match="3 GPUs have room for 3 beside the others"):

@@ -1,4 +1,5 @@
-"""Hosts as values: their checks, what they have together, and the inputs and the digest of a plan on every host."""
+"""Hosts as values: their checks, what they have together, and the inputs and the digest of a plan
+on every host."""
 
 import json
 import os
@@ -45,13 +46,22 @@ def test_this_machine_is_a_host_without_a_name() -> None:
         (lambda: Host(name="a+b", cpus=1), r"a host is called 'a\+b'"),
         (lambda: Host(name="../up", cpus=1), r"a host is called '\.\./up'"),
         (lambda: Host(name="a", cpus=0), r"host 'a' is said to have cpus=0; give 1 or more"),
-        (lambda: Host(name="a", cpus=1, gpus=-1), r"host 'a' is said to have gpus=-1; give 0 or more"),
+        (
+            lambda: Host(name="a", cpus=1, gpus=-1),
+            r"host 'a' is said to have gpus=-1; give 0 or more",
+        ),
         (lambda: Host(name="a", cpus=1, memory_bytes=-5), r"memory_bytes=-5"),
         (lambda: Devices.of([]), r"there are none; give it one or more"),
-        (lambda: Devices.of([A, C, A]), r"need names of their own, but found \['a', 'c', 'a'\]; rename 'a'"),
-        (lambda: Devices.of([Host(name="", cpus=1), A]), r"need names of their own, but found \['', 'a'\]"),
+        (
+            lambda: Devices.of([A, C, A]),
+            r"need names of their own, but found \['a', 'c', 'a'\]; rename 'a'",
+        ),
+        (
+            lambda: Devices.of([Host(name="", cpus=1), A]),
+            r"need names of their own, but found \['', 'a'\]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_host_that_cannot_be_is_refused(made: object, said: str) -> None:
     with pytest.raises(GraphError, match=said):
         made()  # type: ignore[operator]
@@ -59,18 +69,31 @@ def test_a_host_that_cannot_be_is_refused(made: object, said: str) -> None:
 
 def test_hosts_and_all_a_plan_is_made_from_come_back_from_json() -> None:
     inputs = PlanInputs(
-        devices=Devices.of([A, B], link_bytes_per_s=2.5e8), gpus={"generator": 2, "trainer": "generator"},
-        scale={100: {"generator": 3}}, place={"generator": ("a", "b"), "trainer": "a"}, steps=7, listen="10.0.0.1",
-    )  # fmt: skip
+        devices=Devices.of([A, B], link_bytes_per_s=2.5e8),
+        gpus={"generator": 2, "trainer": "generator"},
+        scale={100: {"generator": 3}},
+        place={"generator": ("a", "b"), "trainer": "a"},
+        steps=7,
+        listen="10.0.0.1",
+    )
     back = PlanInputs.from_plain(json.loads(json.dumps(inputs.to_plain())))
-    assert back.to_plain() == inputs.to_plain() and back.devices == inputs.devices and back.scale == inputs.scale
+    assert (
+        back.to_plain() == inputs.to_plain()
+        and back.devices == inputs.devices
+        and back.scale == inputs.scale
+    )
     assert back.place == {"generator": ("a", "b"), "trainer": ("a",)}
 
 
 def test_what_does_not_fit_names_its_host() -> None:
-    needs = [("generator-0", ("b", "cpu"), Need({"weights": 9})), ("trainer-0", ("a", "cpu"), Need({"weights": 9}))]
+    needs = [
+        ("generator-0", ("b", "cpu"), Need({"weights": 9})),
+        ("trainer-0", ("a", "cpu"), Need({"weights": 9})),
+    ]
     check_fit(needs, {("a", "cpu"): 10, ("b", "cpu"): 10})
-    with pytest.raises(GraphError, match="does not fit into main memory of host 'b': .*found 'generator-0'"):
+    with pytest.raises(
+        GraphError, match="does not fit into main memory of host 'b': .*found 'generator-0'"
+    ):
         check_fit(needs, {("a", "cpu"): 10, ("b", "cpu"): 8})
 
 
@@ -85,18 +108,28 @@ def made(max_staleness: int = 1, cpus: int = 4) -> Plan:
     return plan(graph, Devices(cpus=cpus), replicas={"generator": 2}, scale={3: {"generator": 1}})
 
 
-def test_the_digest_of_a_plan_is_the_same_in_another_process_and_differs_where_the_plan_does() -> None:
+def test_the_digest_of_a_plan_is_the_same_in_another_process_and_differs_where_the_plan_does() -> (
+    None
+):
     here = made().digest()
     program = (
-        f"import importlib.util as u; s = u.spec_from_file_location('m', {__file__!r}); m = u.module_from_spec(s);"
-        "s.loader.exec_module(m); print(m.made().digest())"
+        f"import importlib.util as u; s = u.spec_from_file_location('m', {__file__!r}); m ="
+        " u.module_from_spec(s);s.loader.exec_module(m); print(m.made().digest())"
     )
     environment = os.environ | {"PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment
+    )
     assert done.stdout.split() == [here], done.stderr
     assert len({here, made(2).digest(), made(cpus=8).digest()}) == 3
 
 
 def test_a_digest_does_not_hang_on_the_order_in_which_a_mapping_was_filled() -> None:
-    assert digest({"a": 1, "b": (2, 0.1)}) == digest({"b": [2, 0.1], "a": 1}) != digest({"a": 1, "b": (2, 0.2)})
-    assert digest({"a": 1}) == "015abd7f5cc57a2dd94b7590f04ad8084273905ee33ec5cebeae62276a97f862", "another Python"
+    assert (
+        digest({"a": 1, "b": (2, 0.1)})
+        == digest({"b": [2, 0.1], "a": 1})
+        != digest({"a": 1, "b": (2, 0.2)})
+    )
+    assert digest({"a": 1}) == "015abd7f5cc57a2dd94b7590f04ad8084273905ee33ec5cebeae62276a97f862", (
+        "another Python"
+    )

@@ -18,16 +18,24 @@ from operators.training.learner.packing import pack
 from operators.training.learner.policy import Policy
 
 WIDTHS = {
-    "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 320,
-    "vocab_size": 256, "max_position_embeddings": 512, "tie_word_embeddings": True,
-}  # fmt: skip
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 320,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
 RANK = 4
 
 
 def module(family: str, layers: int, dtype: torch.dtype, lora: bool) -> Any:
     import transformers
 
-    config = transformers.AutoConfig.for_model(family, **WIDTHS, num_hidden_layers=layers, pad_token_id=0)
+    config = transformers.AutoConfig.for_model(
+        family, **WIDTHS, num_hidden_layers=layers, pad_token_id=0
+    )
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if lora:
         made.requires_grad_(False)
@@ -56,7 +64,9 @@ def saved_bytes(made: Any, compute: torch.dtype | None, tokens: int) -> int:
 
 
 def size_of(family: str, tmp_path: Path) -> ModelSize:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **WIDTHS, "num_hidden_layers": 2}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": family, **WIDTHS, "num_hidden_layers": 2})
+    )
     size = measured(str(tmp_path))
     assert size is not None
     return size
@@ -74,9 +84,14 @@ def size_of(family: str, tmp_path: Path) -> ModelSize:
     ],
 )
 def test_a_layer_keeps_of_each_token_what_a_plan_counts(
-    family: str, dtype: torch.dtype, compute: torch.dtype | None, lora: bool, checkpointed: bool, tmp_path: Path,
+    family: str,
+    dtype: torch.dtype,
+    compute: torch.dtype | None,
+    lora: bool,
+    checkpointed: bool,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(policy, "MOST_LOGITS", 0)
     kept = {}
     for layers in (1, 2):
@@ -88,7 +103,11 @@ def test_a_layer_keeps_of_each_token_what_a_plan_counts(
     each = (kept[2, 256] - kept[2, 128] - kept[1, 256] + kept[1, 128]) / 128
     size = size_of(family, tmp_path)
     passes = Passes(
-        size=size, wide=compute is None, masters=dtype == torch.float32, trains=not lora, rank=RANK if lora else 0
+        size=size,
+        wide=compute is None,
+        masters=dtype == torch.float32,
+        trains=not lora,
+        rank=RANK if lora else 0,
     )
     counted = passes.of_input * size.width if checkpointed else passes.of_layer
     assert counted == pytest.approx(each, rel=0.03)

@@ -23,9 +23,17 @@ from operators import Generator, Logprobs, Prompts, Trainer
 
 GIB = 1 << 30
 SIZE = ModelSize(
-    parameters=1 << 30, largest_end=1 << 27, linear=(("q_proj", 1 << 14, 1 << 14),) * 3, layers=16, width=2048,
-    cache_elements=2 * 16 * 1024, key_value_heads=2, context=4096, query_width=2048, inner=8192,
-)  # fmt: skip
+    parameters=1 << 30,
+    largest_end=1 << 27,
+    linear=(("q_proj", 1 << 14, 1 << 14),) * 3,
+    layers=16,
+    width=2048,
+    cache_elements=2 * 16 * 1024,
+    key_value_heads=2,
+    context=4096,
+    query_width=2048,
+    inner=8192,
+)
 """A model of 2 ** 30 parameters, of which 3 * 2 ** 28 are in linear layers."""
 KV = 4096 * 2 * 16 * 1024 * 2
 """Of one rollout in bfloat16."""
@@ -38,7 +46,9 @@ def planned(gpu_gib: float, gpus: Any = None, *, main_gib: float = 0, **knobs: A
     trainer = Trainer(model, prompts_per_step=2, **knobs)
     trainer(_scored(generator(graph.source(Prompts([{"prompt": "a"}])))))
     graph.feedback(trainer.weights, generator, max_staleness=1)
-    devices = Devices(cpus=8, gpus=8, gpu_memory_bytes=int(gpu_gib * GIB), memory_bytes=int(main_gib * GIB))
+    devices = Devices(
+        cpus=8, gpus=8, gpu_memory_bytes=int(gpu_gib * GIB), memory_bytes=int(main_gib * GIB)
+    )
     return plan(graph, devices, gpus=gpus, sizes={"policy": SIZE})
 
 
@@ -72,13 +82,20 @@ def test_a_trainer_needs_weights_gradients_moments_and_what_its_passes_keep() ->
 def test_more_tokens_widths_and_trained_weights_keep_more_and_knobs_that_spare_keep_less() -> None:
     base = Passes(size=SIZE, wide=False, masters=True)
     for more in (
-        replace(base, size=replace(SIZE, width=4096)), replace(base, size=replace(SIZE, inner=9000)),
-        replace(base, size=replace(SIZE, query_width=4096)), replace(base, size=replace(SIZE, norms_heads=True)),
+        replace(base, size=replace(SIZE, width=4096)),
+        replace(base, size=replace(SIZE, inner=9000)),
+        replace(base, size=replace(SIZE, query_width=4096)),
+        replace(base, size=replace(SIZE, norms_heads=True)),
         replace(base, wide=True),
-    ):  # fmt: skip
+    ):
         assert more.at_most(4096) > base.at_most(4096) and more.of_layer > base.of_layer
-    spare = [replace(base, checkpointed=True), replace(base, compiled=True), replace(base, masters=False),
-             replace(base, masters=False, trains=False, rank=16), replace(base, shares=2)]  # fmt: skip
+    spare = [
+        replace(base, checkpointed=True),
+        replace(base, compiled=True),
+        replace(base, masters=False),
+        replace(base, masters=False, trains=False, rank=16),
+        replace(base, shares=2),
+    ]
     for each in (base, *spare):
         assert each.at_most(2048) < each.at_most(4096)
     assert all(each.at_most(4096) < base.at_most(4096) for each in spare)
@@ -86,16 +103,31 @@ def test_more_tokens_widths_and_trained_weights_keep_more_and_knobs_that_spare_k
 
 
 @pytest.mark.parametrize(
-    ("knobs", "gib"), [({}, 54.7), ({"compile": True}, 42.4), ({"gradient_checkpointing": True}, 27.1)]
+    ("knobs", "gib"),
+    [({}, 54.7), ({"compile": True}, 42.4), ({"gradient_checkpointing": True}, 27.1)],
 )
-def test_a_trainer_needs_what_it_took_on_an_h200(tmp_path: Path, knobs: dict[str, bool], gib: float) -> None:
-    """Peak memory in docs/figures.md: Qwen3-1.7B, four rollouts of 2,048 tokens in one micro-batch."""
+def test_a_trainer_needs_what_it_took_on_an_h200(
+    tmp_path: Path, knobs: dict[str, bool], gib: float
+) -> None:
+    """Peak memory in docs/figures.md: Qwen3-1.7B, four rollouts of 2,048 tokens in one
+    micro-batch."""
     policy = tmp_path / "qwen3-1.7b"
     policy.mkdir()
-    (policy / "config.json").write_text(json.dumps({
-        "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True,
-    }))  # fmt: skip
+    (policy / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "qwen3",
+                "num_hidden_layers": 28,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "head_dim": 128,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "vocab_size": 151936,
+                "tie_word_embeddings": True,
+            }
+        )
+    )
     graph, model = Graph("bench"), Model(str(policy), dtype="bfloat16")
     generator = Generator(model, group_size=4, max_tokens=2048)
     trainer = Trainer(model, prompts_per_step=1, micro_batch_tokens=8192, **knobs)
@@ -109,31 +141,75 @@ def test_a_trainer_needs_what_it_took_on_an_h200(tmp_path: Path, knobs: dict[str
 @pytest.mark.parametrize(
     ("knobs", "gpus", "node", "wanted"),
     [
-        ({}, {"generator": 1, "trainer": 4}, "trainer", {"weights": GIB, "gradients": GIB, "optimiser": 2 * GIB}),
-        ({"dp_replicate": 2}, {"generator": 1, "trainer": 4}, "trainer",
-         {"weights": 2 * GIB, "gradients": 2 * GIB, "optimiser": 4 * GIB}),
-        ({"lora": LoRA(16)}, ONE_EACH, "trainer",
-         {"weights": 2 * GIB, "gradients": 4 * 3 * 16 * (2 << 14), "optimiser": 8 * 3 * 16 * (2 << 14)}),
-        ({"lora": LoRA(16)}, ONE_EACH, "generator", {"weights": 2 * GIB, "adapted layers": 2 * (3 << 28)}),
-        ({"generator": {"weights": "int8"}}, ONE_EACH, "generator", {"weights": 2 * GIB - (3 << 28)}),
-        ({"generator": {"tensor_parallel": 2}}, {"generator": 2, "trainer": 1}, "generator",
-         {"weights": GIB, "KV-cache": KV // 2}),
-        ({"generator": {"tensor_parallel": 4}}, {"generator": 4, "trainer": 1}, "generator",
-         {"weights": GIB // 2, "KV-cache": KV // 2}),
+        (
+            {},
+            {"generator": 1, "trainer": 4},
+            "trainer",
+            {"weights": GIB, "gradients": GIB, "optimiser": 2 * GIB},
+        ),
+        (
+            {"dp_replicate": 2},
+            {"generator": 1, "trainer": 4},
+            "trainer",
+            {"weights": 2 * GIB, "gradients": 2 * GIB, "optimiser": 4 * GIB},
+        ),
+        (
+            {"lora": LoRA(16)},
+            ONE_EACH,
+            "trainer",
+            {
+                "weights": 2 * GIB,
+                "gradients": 4 * 3 * 16 * (2 << 14),
+                "optimiser": 8 * 3 * 16 * (2 << 14),
+            },
+        ),
+        (
+            {"lora": LoRA(16)},
+            ONE_EACH,
+            "generator",
+            {"weights": 2 * GIB, "adapted layers": 2 * (3 << 28)},
+        ),
+        (
+            {"generator": {"weights": "int8"}},
+            ONE_EACH,
+            "generator",
+            {"weights": 2 * GIB - (3 << 28)},
+        ),
+        (
+            {"generator": {"tensor_parallel": 2}},
+            {"generator": 2, "trainer": 1},
+            "generator",
+            {"weights": GIB, "KV-cache": KV // 2},
+        ),
+        (
+            {"generator": {"tensor_parallel": 4}},
+            {"generator": 4, "trainer": 1},
+            "generator",
+            {"weights": GIB // 2, "KV-cache": KV // 2},
+        ),
         ({"generator": {"context_tokens": 1024}}, ONE_EACH, "generator", {"KV-cache": KV // 4}),
         ({"generator": {"cache_bytes": 3 * GIB}}, ONE_EACH, "generator", {"KV-cache": 3 * GIB}),
-        ({"generator": {"cache_bytes": 900 * GIB, "slots": 8}}, ONE_EACH, "generator", {"KV-cache": 8 * KV}),
+        (
+            {"generator": {"cache_bytes": 900 * GIB, "slots": 8}},
+            ONE_EACH,
+            "generator",
+            {"KV-cache": 8 * KV},
+        ),
     ],
-)  # fmt: skip
-def test_knobs_change_what_they_are_for(knobs: Any, gpus: Any, node: str, wanted: dict[str, int]) -> None:
+)
+def test_knobs_change_what_they_are_for(
+    knobs: Any, gpus: Any, node: str, wanted: dict[str, int]
+) -> None:
     found = parts(planned(2000, gpus, **knobs), node)
     assert {name: found[name] for name in wanted} == wanted
 
 
 def test_what_does_not_fit_is_refused_with_the_sum_and_its_parts() -> None:
     wanted = (
-        r"does not fit into the memory of gpu 1: it needs at least ([0-9.]+) GiB of 18\.0 GiB; found "
-        r"'trainer-0' \1 GiB \(weights 4\.0 GiB, gradients 4\.0 GiB, optimiser 8\.0 GiB, activations .* GiB\); "
+        r"does not fit into the memory of gpu 1: it needs at least ([0-9.]+) GiB of 18\.0 GiB;"
+        r" found "
+        r"'trainer-0' \1 GiB \(weights 4\.0 GiB, gradients 4\.0 GiB, optimiser 8\.0 GiB,"
+        r" activations .* GiB\); "
         r"give it more.*lora"
     )
     with pytest.raises(GraphError, match=wanted):
@@ -153,13 +229,20 @@ def test_of_those_that_take_turns_on_a_device_the_larger_one_has_to_fit() -> Non
         planned(1, {"trainer": "generator"}, main_gib=12)
 
 
-def test_who_takes_turns_on_accelerators_has_moments_elsewhere_while_it_computes_and_all_while_it_sleeps() -> None:
+def test_who_takes_turns_on_accelerators_has_moments_elsewhere_while_it_computes_and_all_while_it_sleeps() -> (
+    None
+):
     apart, shared = planned(80, ONE_EACH), {"generator": 1, "trainer": "generator"}
     in_turn = planned(80, shared, main_gib=13)
     spared = sum(parts(apart, "trainer").values()) - sum(parts(in_turn, "trainer").values())
     assert spared == min(8 * GIB, parts(apart, "trainer")["activations"])
-    assert parts(in_turn, "generator")["version on its way"] == 2 * GIB, "in the trainer's memory, on the same device"
-    with pytest.raises(GraphError, match=r"main memory.* 12\.0 GiB .*'trainer' .*while others have their turn 12\.0"):
+    assert parts(in_turn, "generator")["version on its way"] == 2 * GIB, (
+        "in the trainer's memory, on the same device"
+    )
+    with pytest.raises(
+        GraphError,
+        match=r"main memory.* 12\.0 GiB .*'trainer' .*while others have their turn 12\.0",
+    ):
         planned(80, shared, main_gib=11)
 
 
@@ -173,26 +256,40 @@ def test_every_rank_has_a_device_of_its_own_and_main_memory_is_for_all() -> None
 def test_a_rank_of_a_reference_has_its_share_and_gathers_one_end_of_its_model() -> None:
     graph, model = Graph("test"), Model("policy", dtype="bfloat16")
     generator = Generator(model, group_size=4, max_tokens=512, tensor_parallel=2)
-    reference, trainer = Logprobs(model.frozen(), tensor_parallel=2), Trainer(model, prompts_per_step=2)
+    reference, trainer = (
+        Logprobs(model.frozen(), tensor_parallel=2),
+        Trainer(model, prompts_per_step=2),
+    )
     trainer(_scored(reference(generator(graph.source(Prompts([{"prompt": "a"}]))))))
     graph.feedback(trainer.weights, generator, max_staleness=1)
     graph.feedback(trainer.weights, reference, every=2)
     made = plan(graph, Devices(cpus=8), sizes={"policy": SIZE})
     needed = {"weights": GIB, "embedding or head while it computes": GIB // 4}
     assert parts(made, "ref_logprobs") == needed and parts(made, "generator")["weights"] == GIB
-    assert {path.reader: path.nbytes for path in made.weight_paths} == {"generator": GIB, "ref_logprobs": GIB}
+    assert {path.reader: path.nbytes for path in made.weight_paths} == {
+        "generator": GIB,
+        "ref_logprobs": GIB,
+    }
 
 
 def test_where_a_size_is_not_known_nothing_is_refused() -> None:
     assert planned(0, ONE_EACH)
     check_fit(
-        [("a-0", ("", "cuda:0"), Need({"weights": 9})), ("b-0", ("", "cpu"), Need({"weights": 9}))], {("", "cpu"): 0}
+        [("a-0", ("", "cuda:0"), Need({"weights": 9})), ("b-0", ("", "cpu"), Need({"weights": 9}))],
+        {("", "cpu"): 0},
     )
 
 
 def test_the_sum_is_part_of_what_a_plan_says_of_itself() -> None:
-    (line,) = [line for line in planned(80, ONE_EACH).explain().splitlines() if "process of 'trainer'" in line]
-    assert re.search(r"needs at least .* GiB \(weights 4.0 GiB, gradients 4.0 GiB, optimiser 8.0 GiB, activat", line)
+    (line,) = [
+        line
+        for line in planned(80, ONE_EACH).explain().splitlines()
+        if "process of 'trainer'" in line
+    ]
+    assert re.search(
+        r"needs at least .* GiB \(weights 4.0 GiB, gradients 4.0 GiB, optimiser 8.0 GiB, activat",
+        line,
+    )
 
 
 def test_layers_are_measured_from_the_config_of_a_folder(policy: Any) -> None:
@@ -203,7 +300,10 @@ def test_layers_are_measured_from_the_config_of_a_folder(policy: Any) -> None:
     assert (size.layers, size.width) == (config["num_hidden_layers"], config["hidden_size"])
     heads = config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"]
     assert size.key_value_heads == config["num_key_value_heads"]
-    assert size.cache_elements == 2 * size.layers * heads and size.context == config["max_position_embeddings"]
+    assert (
+        size.cache_elements == 2 * size.layers * heads
+        and size.context == config["max_position_embeddings"]
+    )
     assert start_fault(Model(str(policy))) is None
 
 
@@ -249,9 +349,13 @@ class Library:
         (object(), 0),
     ],
 )
-def test_the_memory_of_accelerators_is_that_of_the_smallest_that_answers(library: Any, found: int) -> None:
+def test_the_memory_of_accelerators_is_that_of_the_smallest_that_answers(
+    library: Any, found: int
+) -> None:
     assert gpu_memory(library) == found
-    assert getattr(library, "calls", ["shutdown"]) == ([] if getattr(library, "begins", 0) else ["shutdown"])
+    assert getattr(library, "calls", ["shutdown"]) == (
+        [] if getattr(library, "begins", 0) else ["shutdown"]
+    )
 
 
 def test_accelerators_that_answer_have_names() -> None:

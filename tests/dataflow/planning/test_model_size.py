@@ -12,7 +12,9 @@ from operators.models.loading import load_adapted, load_merged
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj")])
-def test_sizes_with_adapters_are_those_of_what_is_made(policy: Path, targets: str | tuple[str, ...]) -> None:
+def test_sizes_with_adapters_are_those_of_what_is_made(
+    policy: Path, targets: str | tuple[str, ...]
+) -> None:
     model = Model(str(policy), lora=LoRA(4, targets=targets))
     g = Graph("g")
     Generator(model)(g.source(Prompts([{"prompt": "a"}])))

@@ -1,4 +1,5 @@
-"""How a trainer of several ranks is planned: its threads and memory, how its shards travel, and what is refused."""
+"""How a trainer of several ranks is planned: its threads and memory, how its shards travel, and
+what is refused."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -22,14 +23,17 @@ CPUS, GPUS = Devices(cpus=8), Devices(cpus=8, gpus=8)
 
 @dataclass(frozen=True, eq=False)
 class Sharing(FakeTrainer):
-    """A trainer whose layers may be shared out, and which may hold several replicas of its model."""
+    """A trainer whose layers may be shared out, and which may hold several replicas of its
+    model."""
 
     tensor_parallel: int = 1
     dp_replicate: int = 1
 
     @property
     def traits(self) -> Traits:
-        return dataclasses.replace(super().traits, tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate)
+        return dataclasses.replace(
+            super().traits, tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +45,13 @@ class Narrow(FakeGenerator):
         return "int8"
 
 
-def build(tensor_parallel: int = 1, generator: FakeGenerator | None = None, dp_replicate: int = 1) -> Graph:
+def build(
+    tensor_parallel: int = 1, generator: FakeGenerator | None = None, dp_replicate: int = 1
+) -> Graph:
     graph = Graph("test")
-    trainer = Sharing(name="trainer", model=POLICY, tensor_parallel=tensor_parallel, dp_replicate=dp_replicate)
+    trainer = Sharing(
+        name="trainer", model=POLICY, tensor_parallel=tensor_parallel, dp_replicate=dp_replicate
+    )
     generator = generator or FakeGenerator(model=POLICY)
     trainer(generator(graph.source(FakePrompts())))
     graph.feedback(trainer.weights, generator, max_staleness=1)
@@ -62,7 +70,9 @@ def test_ranks_on_the_cpu_share_the_cores_and_the_models_memory() -> None:
     assert (one.ranks, one.threads, trainer.ranks, trainer.replicas) == (1, 4, 3, 1)
     assert trainer.threads == generator.threads == 2
     assert one.memory_bytes is not None and trainer.memory_bytes is not None
-    assert 0 <= one.memory_bytes // 3 - trainer.memory_bytes < 3, "each of its three parts is rounded"
+    assert 0 <= one.memory_bytes // 3 - trainer.memory_bytes < 3, (
+        "each of its three parts is rounded"
+    )
     assert made.processes().count(("trainer", 0, ["trainer"])) == 1
 
 
@@ -78,13 +88,17 @@ def test_tensor_parallel_alone_asks_for_as_many_ranks() -> None:
         ({"dp_replicate": 2}, {}, 2, "2 (replicate)"),
         ({"dp_replicate": 2}, {"ranks": {"trainer": 4}}, 4, "2 x 2 (replicate x shard)"),
         ({"dp_replicate": 2, "tensor_parallel": 2}, {}, 4, "2 x 2 (replicate x tensor)"),
-        ({"dp_replicate": 2, "tensor_parallel": 2}, {"gpus": {"trainer": 8}}, 8,
-         "2 x 2 x 2 (replicate x shard x tensor)"),
+        (
+            {"dp_replicate": 2, "tensor_parallel": 2},
+            {"gpus": {"trainer": 8}},
+            8,
+            "2 x 2 x 2 (replicate x shard x tensor)",
+        ),
         ({"tensor_parallel": 2}, {"ranks": {"trainer": 4}}, 4, "2 x 2 (shard x tensor)"),
         ({"tensor_parallel": 2}, {}, 2, None),
         ({}, {"ranks": {"trainer": 4}}, 4, None),
     ],
-)  # fmt: skip
+)
 def test_a_plan_says_how_ranks_make_up_a_mesh_in_words_and_in_the_picture(
     knobs: dict[str, int], how: dict[str, Any], ranks: int, said: str | None
 ) -> None:
@@ -121,14 +135,49 @@ def test_each_rank_sends_its_own_shards_by_one_executor_for_all_and_the_plan_say
 @pytest.mark.parametrize(
     ("tensor_parallel", "devices", "how", "said"),
     [
-        (1, CPUS, {"ranks": {"trainr": 2}}, r"'trainr', but the graph has .*did you mean 'trainer'"),
+        (
+            1,
+            CPUS,
+            {"ranks": {"trainr": 2}},
+            r"'trainr', but the graph has .*did you mean 'trainer'",
+        ),
         (1, CPUS, {"ranks": {"trainer": 0}}, "given 0 ranks; give it 1 rank or more"),
-        (1, CPUS, {"ranks": {"generator": 2}}, "given 2 ranks, but it trains nothing; .*tensor_parallel"),
-        (1, GPUS, {"ranks": {"trainer": 2}, "gpus": {"trainer": 4}}, "2 ranks and 4 GPUs; .*leave ranks= out"),
-        (2, CPUS, {"ranks": {"trainer": 3}}, "on 3 ranks, but has tensor_parallel=2, .*multiple of 2"),
-        (2, GPUS, {"gpus": {"trainer": 3}}, "on 3 ranks, but has tensor_parallel=2, .*multiple of 2"),
-        (2, CPUS, {"one_process": True}, "on 2 ranks, but a run in one process has one of everything"),
-        (1, CPUS, {"ranks": {"trainer": 2}, "weights": "nccl"}, "needs both ends on GPUs; .*use shared_memory"),
+        (
+            1,
+            CPUS,
+            {"ranks": {"generator": 2}},
+            "given 2 ranks, but it trains nothing; .*tensor_parallel",
+        ),
+        (
+            1,
+            GPUS,
+            {"ranks": {"trainer": 2}, "gpus": {"trainer": 4}},
+            "2 ranks and 4 GPUs; .*leave ranks= out",
+        ),
+        (
+            2,
+            CPUS,
+            {"ranks": {"trainer": 3}},
+            "on 3 ranks, but has tensor_parallel=2, .*multiple of 2",
+        ),
+        (
+            2,
+            GPUS,
+            {"gpus": {"trainer": 3}},
+            "on 3 ranks, but has tensor_parallel=2, .*multiple of 2",
+        ),
+        (
+            2,
+            CPUS,
+            {"one_process": True},
+            "on 2 ranks, but a run in one process has one of everything",
+        ),
+        (
+            1,
+            CPUS,
+            {"ranks": {"trainer": 2}, "weights": "nccl"},
+            "needs both ends on GPUs; .*use shared_memory",
+        ),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_with_what_to_do(
@@ -141,12 +190,22 @@ def test_ranks_that_cannot_be_are_refused_with_what_to_do(
 @pytest.mark.parametrize(
     ("tensor_parallel", "how", "said"),
     [
-        (1, {"ranks": {"trainer": 3}}, "on 3 ranks, but has dp_replicate=2, .*multiple of 2 ranks, or another dp_rep"),
-        (2, {"ranks": {"trainer": 6}}, "on 6 ranks, but has dp_replicate=2 and tensor_parallel=2, .*multiple of 4"),
+        (
+            1,
+            {"ranks": {"trainer": 3}},
+            "on 3 ranks, but has dp_replicate=2, .*multiple of 2 ranks, or another dp_rep",
+        ),
+        (
+            2,
+            {"ranks": {"trainer": 6}},
+            "on 6 ranks, but has dp_replicate=2 and tensor_parallel=2, .*multiple of 4",
+        ),
         (1, {"one_process": True}, "on 2 ranks, but a run in one process .*dp_replicate=1"),
     ],
-)  # fmt: skip
-def test_ranks_that_replicas_do_not_divide_are_refused(tensor_parallel: int, how: dict[str, Any], said: str) -> None:
+)
+def test_ranks_that_replicas_do_not_divide_are_refused(
+    tensor_parallel: int, how: dict[str, Any], said: str
+) -> None:
     with pytest.raises(GraphError, match=said):
         plan(build(tensor_parallel, dp_replicate=2), CPUS, **how)
 
@@ -168,7 +227,10 @@ def test_the_command_line_takes_ranks(
     monkeypatch.setattr("dataflow.node.start_fault", lambda model: None)
     main(graph_of_main, args=["--ranks", "trainer=2", "--explain", "--runs", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "weights trainer -> generator: shared_memory (2 trainer ranks -> 1 reader, from the weights" in said
+    assert (
+        "weights trainer -> generator: shared_memory (2 trainer ranks -> 1 reader, from the weights"
+        in said
+    )
     with pytest.raises(SystemExit) as ended:
         main(graph_of_main, args=["--ranks", "trainer=many", "--explain", "--runs", str(tmp_path)])
     assert ended.value.code == 1

@@ -1,4 +1,5 @@
-"""Which trainers send versions from their weights themselves, and which from copies: planned, told, refused."""
+"""Which trainers send versions from their weights themselves, and which from copies: planned, told,
+refused."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ POLICY = Model("policy")
 CPUS = Devices(cpus=4)
 SLOW = Devices(cpus=4, link_bytes_per_s=12.5e6)
 GPUS = Devices(cpus=8, gpus=8)
-STRAIGHT, COPIED = "from the weights themselves: an update waits for who is taking them", "from copies of the weights"
+STRAIGHT, COPIED = (
+    "from the weights themselves: an update waits for who is taking them",
+    "from copies of the weights",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +68,16 @@ def told(made: Plan) -> str:
         (None, GPUS, {"gpus": {"generator": 1, "trainer": 2}}, True),
         (None, GPUS, {"gpus": {"trainer": 2}}, False),
     ],
-    ids=["ranks", "asked for", "copies", "one rank by gloo", "deltas", "turns", "GPUs", "GPU to main memory"],
+    ids=[
+        "ranks",
+        "asked for",
+        "copies",
+        "one rank by gloo",
+        "deltas",
+        "turns",
+        "GPUs",
+        "GPU to main memory",
+    ],
 )
 def test_versions_go_out_from_the_weights_unless_these_are_put_away_or_must_be_copied(
     copies: bool | None, devices: Devices, how: dict[str, Any], zero_copy: bool
@@ -86,10 +99,18 @@ def test_one_rank_writes_the_memory_in_which_its_readers_compute(copies: bool | 
 @pytest.mark.parametrize(
     ("devices", "how", "said"),
     [
-        (CPUS, {"gpus": {"trainer": "generator"}}, r"it takes turns on its devices with \['generator'\]"),
+        (
+            CPUS,
+            {"gpus": {"trainer": "generator"}},
+            r"it takes turns on its devices with \['generator'\]",
+        ),
         (SLOW, {"weights": "gloo"}, r"it sends what changed over links of 12.5 MB/s"),
     ],
 )
-def test_weights_that_are_put_away_or_compared_are_not_lent(devices: Devices, how: dict[str, Any], said: str) -> None:
-    with pytest.raises(GraphError, match=rf"'trainer' has copy_weights=False, but {said}.*; leave copy_weights out"):
+def test_weights_that_are_put_away_or_compared_are_not_lent(
+    devices: Devices, how: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(
+        GraphError, match=rf"'trainer' has copy_weights=False, but {said}.*; leave copy_weights out"
+    ):
         planned(False, devices, **how)

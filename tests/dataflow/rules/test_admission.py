@@ -1,4 +1,5 @@
-"""Groups start in order, within the staleness bound, when they fit; sources without a bound go first."""
+"""Groups start in order, within the staleness bound, when they fit; sources without a bound go
+first."""
 
 from dataclasses import dataclass
 
@@ -14,7 +15,9 @@ class Waiting:
 
 
 def admission(sources, *, in_flight=None, steps=None, staleness=1):
-    found = Admission({"train": Bound(max_staleness=staleness, prompts_per_step=2, steps=steps)}, in_flight)
+    found = Admission(
+        {"train": Bound(max_staleness=staleness, prompts_per_step=2, steps=steps)}, in_flight
+    )
     for source, groups in sources.items():
         for group in groups:
             found.add(source, group)
@@ -64,7 +67,9 @@ def test_a_prompt_waits_for_its_version():
 
 
 def test_sources_without_a_bound_go_first_and_do_not_count():
-    policy = admission({"train": [Waiting(i) for i in range(9)], "held_out": [Waiting(i) for i in range(9)]})
+    policy = admission(
+        {"train": [Waiting(i) for i in range(9)], "held_out": [Waiting(i) for i in range(9)]}
+    )
     assert started(policy, free=40) == [("held_out", i, 4) for i in range(9)] + [("train", 0, 4)]
 
 

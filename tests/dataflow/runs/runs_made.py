@@ -27,9 +27,11 @@ def length(completion: str) -> int:
 def one_run(runs: Path, steps: int = STEPS, **knobs: object) -> Path:
     """The folder of such a run."""
     graph = fake_graph(
-        generator=FakeGenerator(model=Model("fake-policy"), group_size=GROUP), scorers=(reward, length),
-        prompts_per_step=PROMPTS, **knobs,
-    )  # fmt: skip
+        generator=FakeGenerator(model=Model("fake-policy"), group_size=GROUP),
+        scorers=(reward, length),
+        prompts_per_step=PROMPTS,
+        **knobs,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
         return run(graph, steps=steps, on=inline(), runs=runs, quiet=True).folder

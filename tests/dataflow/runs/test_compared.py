@@ -33,13 +33,23 @@ def changed(made: Path, to: Path) -> Path:
 
 def lines(pace: float, gain: float) -> list[dict[str, Any]]:
     return [
-        {"step": step, "seconds": pace * step, "reward_mean": gain * step / 100, "loss": 1 / step, "rollouts": 10,
-         "staleness_mean": 1.5, "staleness_max": 3, "dropped": {"stale": 1}}
+        {
+            "step": step,
+            "seconds": pace * step,
+            "reward_mean": gain * step / 100,
+            "loss": 1 / step,
+            "rollouts": 10,
+            "staleness_mean": 1.5,
+            "staleness_max": 3,
+            "dropped": {"stale": 1},
+        }
         for step in range(1, 41)
-    ]  # fmt: skip
+    ]
 
 
-def test_a_run_differs_in_nothing_from_itself(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_differs_in_nothing_from_itself(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.compare_runs(made, made) == 0
     text = capsys.readouterr().out
     assert text.count("  the same") == 2
@@ -49,7 +59,9 @@ def test_what_differs_is_named_and_what_does_not_is_left_out(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = changed(made, tmp_path / "other")
-    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines(0.5, 2.0)))
+    (other / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines(0.5, 2.0))
+    )
     assert cli.compare_runs(made, other, draw=tmp_path / "both.svg") == 0
     text = capsys.readouterr().out
     assert "prompts_per_step of 'trainer' was 4 and is 8" in text
@@ -60,9 +72,14 @@ def test_what_differs_is_named_and_what_does_not_is_left_out(
     assert any(line[:2] == ["steps", "12"] for line in told)
     with Ledger.open(other / "ledger.db") as ledger:
         config = ledger.facts()["config"]
-        ledger.set_facts({"config": {**config, "command": [*config["command"], "--note", "x" * 80]}})
+        ledger.set_facts(
+            {"config": {**config, "command": [*config["command"], "--note", "x" * 80]}}
+        )
     cli.compare_runs(made, other)
-    assert any(line.startswith("    B  ") and line.endswith("x" * 80) for line in capsys.readouterr().out.splitlines())
+    assert any(
+        line.startswith("    B  ") and line.endswith("x" * 80)
+        for line in capsys.readouterr().out.splitlines()
+    )
     root = ElementTree.fromstring((tmp_path / "both.svg").read_text())
     assert {made.name, "other"} <= {each.text for each in root.iter() if each.text}
     assert cli.compare_runs(made, other, json=True) == 0
@@ -82,7 +99,11 @@ def test_two_curves_stand_below_each_other_on_one_scale(
         (tmp_path / name / "metrics.jsonl").write_text(text)
     cli.compare_runs(tmp_path / "slow", tmp_path / "fast")
     told = capsys.readouterr().out.splitlines()
-    at = next(number for number, line in enumerate(told) if line.startswith("  reward, mean of a step, 0.01 to 0.8"))
+    at = next(
+        number
+        for number, line in enumerate(told)
+        if line.startswith("  reward, mean of a step, 0.01 to 0.8")
+    )
     slow, fast = told[at + 1], told[at + 2]
     assert slow.endswith(" 0.4")
     assert fast.endswith(" 0.8")
@@ -100,7 +121,8 @@ def test_a_folder_of_an_older_version_is_compared_as_far_as_it_says(
     text = capsys.readouterr().out
     assert "the graph of old is not known" in text
     differs = {
-        each.name: each.second for each in setting_differences(*sides_of(RunFolder.open(made), RunFolder.open(old)))
+        each.name: each.second
+        for each in setting_differences(*sides_of(RunFolder.open(made), RunFolder.open(old)))
     }
     assert differs["environment"] == "not recorded"
 
@@ -110,7 +132,9 @@ def test_means_of_two_runs_are_over_as_many_steps_however_long_the_one_is(tmp_pa
         (tmp_path / name).mkdir()
         folder = RunFolder.open(tmp_path / name)
         for step in range(1, steps + 1):
-            folder.append_metrics({"step": step, "node": "trainer", "loss": 1 / step, "reward_mean": step / 100})
+            folder.append_metrics(
+                {"step": step, "node": "trainer", "loss": 1 / step, "reward_mean": step / 100}
+            )
         return folder
 
     short, long = sides_of(run_of("short", 40), run_of("long", 400))
@@ -121,11 +145,17 @@ def test_means_of_two_runs_are_over_as_many_steps_however_long_the_one_is(tmp_pa
 
 
 def test_figures_are_of_the_steps_without_the_first_tenth_and_best_is_of_means() -> None:
-    slow_start = [{**line, "seconds": line["seconds"] + 100 * (line["step"] > 1)} for line in lines(0.5, 1.0)]
+    slow_start = [
+        {**line, "seconds": line["seconds"] + 100 * (line["step"] > 1)} for line in lines(0.5, 1.0)
+    ]
     found = figures(
-        slow_start, [{"step": 0, "eval_accuracy": 0.1}, {"step": 40, "eval_accuracy": 0.4}],
-        {"seconds": 40.0, "busy_seconds": {"generator": 30.0, "trainer": 10.0}}, {}, faults=2, restarts=1,
-    )  # fmt: skip
+        slow_start,
+        [{"step": 0, "eval_accuracy": 0.1}, {"step": 40, "eval_accuracy": 0.4}],
+        {"seconds": 40.0, "busy_seconds": {"generator": 30.0, "trainer": 10.0}},
+        {},
+        faults=2,
+        restarts=1,
+    )
     assert found.step_s == pytest.approx(0.5)
     assert (found.rollouts, found.rollouts_per_s, found.dropped) == (400, 10.0, 40)
     assert (found.efficiency, found.bounded_by) == (0.75, "generator")

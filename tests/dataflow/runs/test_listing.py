@@ -1,4 +1,5 @@
-"""`dataflow list`: what it says of runs in any state, and of what is no run; it touches none of them."""
+"""`dataflow list`: what it says of runs in any state, and of what is no run; it touches none of
+them."""
 
 import fcntl
 import json
@@ -43,7 +44,9 @@ def test_a_lock_of_the_scheduler_says_that_a_run_goes_on_and_looking_at_it_does_
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX, 1, 0)
         assert state_of(folder).word == "running"
-        assert state_of(folder).word == "running", "the first look has let go of this process's own lock"
+        assert state_of(folder).word == "running", (
+            "the first look has let go of this process's own lock"
+        )
         fcntl.lockf(handle, fcntl.LOCK_UN, 1, 0)
         fcntl.flock(handle, fcntl.LOCK_EX)
         assert signs_of(folder).works
@@ -52,15 +55,22 @@ def test_a_lock_of_the_scheduler_says_that_a_run_goes_on_and_looking_at_it_does_
         os.close(handle)
 
 
-def test_locks_of_other_files_and_those_that_wait_are_not_taken_for_the_runs(tmp_path: Path) -> None:
+def test_locks_of_other_files_and_those_that_wait_are_not_taken_for_the_runs(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "lock").touch()
     number = (tmp_path / "lock").stat().st_ino
     lines = [
-        f"1: POSIX  ADVISORY  WRITE 7 fe:00:{number + 1} 0 0", f"2: -> POSIX  ADVISORY  WRITE 7 fe:00:{number} 0 0",
-        f"3: POSIX  ADVISORY  READ 7 fe:00:{number} 0 0", "junk", "",
-    ]  # fmt: skip
+        f"1: POSIX  ADVISORY  WRITE 7 fe:00:{number + 1} 0 0",
+        f"2: -> POSIX  ADVISORY  WRITE 7 fe:00:{number} 0 0",
+        f"3: POSIX  ADVISORY  READ 7 fe:00:{number} 0 0",
+        "junk",
+        "",
+    ]
     assert lock_kinds(tmp_path / "lock", lines) == set()
-    assert lock_kinds(tmp_path / "lock", [*lines, f"4: FLOCK  ADVISORY  WRITE 7 00:1b:{number} 0 EOF"]) == {"FLOCK"}
+    assert lock_kinds(
+        tmp_path / "lock", [*lines, f"4: FLOCK  ADVISORY  WRITE 7 00:1b:{number} 0 EOF"]
+    ) == {"FLOCK"}
     assert lock_kinds(tmp_path / "gone") == set()
 
 
@@ -91,7 +101,9 @@ def test_the_list_says_of_each_folder_what_it_is_newest_first_and_never_raises(
         file.write('{"step": 5, "node": "eval", "eval_accuracy": 0.25}\n{"step": 13, "node": "tra')
     old = root / "old"
     old.mkdir()
-    (old / "metrics.jsonl").write_bytes(b'\xff\xfe{"step": 1}\n[3]\n{"step": 2, "reward_mean": NaN, "loss": true}\n')
+    (old / "metrics.jsonl").write_bytes(
+        b'\xff\xfe{"step": 1}\n[3]\n{"step": 2, "reward_mean": NaN, "loss": true}\n'
+    )
     (root / "unreadable").mkdir()
     (root / "unreadable" / "metrics.jsonl").mkdir()
     (root / "unreadable" / "config.json").mkdir()
@@ -102,8 +114,15 @@ def test_the_list_says_of_each_folder_what_it_is_newest_first_and_never_raises(
     denied = root / "denied"
     denied.mkdir()
     scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
-                        if Path(path) == denied else scandir(path))  # fmt: skip
+    monkeypatch.setattr(
+        os,
+        "scandir",
+        lambda path: (
+            (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+            if Path(path) == denied
+            else scandir(path)
+        ),
+    )
     before = {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in root.rglob("*")}
     assert cli.list_runs(root) == 0
     text = capsys.readouterr().out
@@ -112,8 +131,15 @@ def test_the_list_says_of_each_folder_what_it_is_newest_first_and_never_raises(
     assert names[0] == "killed"
     assert names[-1] == "old", "that nothing dates"
     assert lines[1].split()[1:4] == ["died", "12/12", "0.25"]
-    assert next(line for line in lines if line.startswith("done")).split()[1:3] == ["finished", "12/12"]
-    assert next(line for line in lines if line.startswith("old")).split()[:3] == ["old", "died", "2"]
+    assert next(line for line in lines if line.startswith("done")).split()[1:3] == [
+        "finished",
+        "12/12",
+    ]
+    assert next(line for line in lines if line.startswith("old")).split()[:3] == [
+        "old",
+        "died",
+        "2",
+    ]
     assert "note: unreadable: 'metrics.jsonl' cannot be read: Is a directory" in text
     assert "note: old: neither graph.json nor config.json is there" in text
     assert "times.json' is not JSON" in text
@@ -130,9 +156,13 @@ def test_the_list_says_of_each_folder_what_it_is_newest_first_and_never_raises(
     assert {each["name"] for each in found["others"]} == {"empty", "denied", "dangling"}
 
 
-def test_a_run_is_listed_by_itself_and_a_folder_that_is_not_there_is_refused(made: Path, tmp_path: Path) -> None:
+def test_a_run_is_listed_by_itself_and_a_folder_that_is_not_there_is_refused(
+    made: Path, tmp_path: Path
+) -> None:
     assert [run.name for run in runs_in(made).runs] == [made.name]
-    with pytest.raises(RunFolderError, match="no folder of runs at .*nothing is there; give the folder that --runs"):
+    with pytest.raises(
+        RunFolderError, match="no folder of runs at .*nothing is there; give the folder that --runs"
+    ):
         runs_in(tmp_path / "nowhere")
 
 
@@ -150,5 +180,9 @@ def test_a_long_file_is_read_from_its_end_until_an_evaluation_stands_there(tmp_p
 
 def test_an_age_is_told_in_one_unit() -> None:
     assert [ago(at, 1e6) for at in (None, 1e6 + 5, 1e6 - 90, 1e6 - 7200, 1e6 - 86400 * 3)] == [
-        "-", "0 s", "90 s", "2 h", "3 d",
-    ]  # fmt: skip
+        "-",
+        "0 s",
+        "90 s",
+        "2 h",
+        "3 d",
+    ]

@@ -1,4 +1,5 @@
-"""A run under way, in another process: looked at, exported and reported while it goes on, then killed."""
+"""A run under way, in another process: looked at, exported and reported while it goes on, then
+killed."""
 
 import subprocess
 import sys
@@ -43,7 +44,9 @@ def test_a_live_run_is_looked_at_without_a_trace_and_a_killed_one_has_died(tmp_p
             assert time.monotonic() < deadline, "no second step was made"
             time.sleep(0.05)
         shown = seen._repr_html_()
-        assert "<dt>state</dt><dd>running</dd>" in shown and "generator" in shown and "<svg" in shown
+        assert (
+            "<dt>state</dt><dd>running</dd>" in shown and "generator" in shown and "<svg" in shown
+        )
         for number in range(4):
             (listed,) = runs_in(runs).runs
             assert (listed.state.word, seen.state) == ("running", "running")

@@ -17,12 +17,16 @@ from dataflow.runs.report import report, write_report
 from dataflow.runs.texts import escaped, visible
 from dataflow.runs.which import parts_of
 
-EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31mred\x1b[0m\u202egnp.exe\u2066\u200bz\x00\x7f"
+EVIL = (
+    "</pre><script>alert(1)</script><img src=x"
+    " onerror=alert(2)>\x1b[31mred\x1b[0m\u202egnp.exe\u2066\u200bz\x00\x7f"
+)
 VOID = {"meta", "link", "img", "br", "hr", "input", "base"}
 
 
 class Page(HTMLParser):
-    """What a browser would see: elements with their attributes, the text, and whether all that opens is closed."""
+    """What a browser would see: elements with their attributes, the text, and whether all that
+    opens is closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -52,17 +56,43 @@ def harmless(text: str) -> Page:
     page = Page(text)
     assert not page.open, f"never closed: {page.open}"
     for tag, attributes in page.elements:
-        assert tag not in ("script", "img", "iframe", "link", "object", "embed", "form", "base", "foreignobject", "a"
-                           if not str(attributes.get("href", "")).startswith("#") else ""), tag  # fmt: skip
+        assert tag not in (
+            "script",
+            "img",
+            "iframe",
+            "link",
+            "object",
+            "embed",
+            "form",
+            "base",
+            "foreignobject",
+            "a" if not str(attributes.get("href", "")).startswith("#") else "",
+        ), tag
         for name, value in attributes.items():
             assert not name.startswith("on"), f"{name} of <{tag}>"
-            assert name not in ("src", "srcset", "action", "formaction", "ping", "data"), f"{name} of <{tag}>"
+            assert name not in (
+                "src",
+                "srcset",
+                "action",
+                "formaction",
+                "ping",
+                "data",
+            ), f"{name} of <{tag}>"
             if name in ("href", "xlink:href"):
                 assert str(value).startswith("#")
     assert "url(" not in text
     assert "@import" not in text
-    signs = set(text) & {chr(code) for code in (*range(9), *range(11, 32), 127, *range(0x200B, 0x2010),
-                                                *range(0x202A, 0x202F), *range(0x2060, 0x206A))}  # fmt: skip
+    signs = set(text) & {
+        chr(code)
+        for code in (
+            *range(9),
+            *range(11, 32),
+            127,
+            *range(0x200B, 0x2010),
+            *range(0x202A, 0x202F),
+            *range(0x2060, 0x206A),
+        )
+    }
     assert not signs, f"signs that act: {[hex(ord(sign)) for sign in signs]}"
     return page
 
@@ -77,11 +107,19 @@ def test_a_report_has_curves_graph_rollouts_faults_ledger_and_environment(
     text = " ".join(page.texts)
     ids = {attributes.get("id") for _, attributes in page.elements}
     assert {"curves", "graph", "rollouts", "faults", "ledger", "environment"} <= ids
-    assert {attributes["href"] for tag, attributes in page.elements if tag == "a"} <= {f"#{name}" for name in ids}
+    assert {attributes["href"] for tag, attributes in page.elements if tag == "a"} <= {
+        f"#{name}" for name in ids
+    }
     for wanted in (
-        " = 48 trained + 0 dropped", "144 rollouts of 12 of 12 steps", "Best, by", "No worker ended", "finished",
-        "pyarrow", "python", "length",
-    ):  # fmt: skip
+        " = 48 trained + 0 dropped",
+        "144 rollouts of 12 of 12 steps",
+        "Best, by",
+        "No worker ended",
+        "finished",
+        "pyarrow",
+        "python",
+        "length",
+    ):
         assert wanted in text, wanted
     style = out.read_text().partition("<style>")[2].partition("</style>")[0]
     assert "prefers-color-scheme:dark" in style
@@ -90,7 +128,9 @@ def test_a_report_has_curves_graph_rollouts_faults_ledger_and_environment(
     assert "width=device-width" in out.read_text()
     cli.report_run(made, out=out)  # a report is written over
     (tmp_path / "thesis.html").write_text("<p>years of work</p>")
-    with pytest.raises(RunError, match="is there already and is no report; name another file with --out"):
+    with pytest.raises(
+        RunError, match="is there already and is no report; name another file with --out"
+    ):
         cli.report_run(made, out=tmp_path / "thesis.html")
 
 
@@ -107,14 +147,19 @@ def test_what_models_prompts_scorers_and_errors_say_is_text(made: Path, tmp_path
     evil = json.dumps(EVIL)[1:-1]
     for name in ("graph.json", "config.json"):
         text = (folder.path / name).read_text()
-        (folder.path / name).write_text(text.replace('"reward"', f'"{evil}"').replace("FakeTrainer", evil))
-    (folder.path / "faults.jsonl").write_text(json.dumps({"worker": EVIL, "cause": EVIL, "at": 1.0}) + "\n")
+        (folder.path / name).write_text(
+            text.replace('"reward"', f'"{evil}"').replace("FakeTrainer", evil)
+        )
+    (folder.path / "faults.jsonl").write_text(
+        json.dumps({"worker": EVIL, "cause": EVIL, "at": 1.0}) + "\n"
+    )
     folder.ledger.unlink()  # so that the two files say what the run is
     text = report(folder)
     page = harmless(text)
     shown = "".join(page.texts)
     assert (
-        "<script>alert(1)</script><img src=x onerror=alert(2)>␛[31mred␛[0m‹U+202E›gnp.exe‹U+2066›‹U+200B›z␀␡" in shown
+        "<script>alert(1)</script><img src=x"
+        " onerror=alert(2)>␛[31mred␛[0m‹U+202E›gnp.exe‹U+2066›‹U+200B›z␀␡" in shown
     )
     assert "more characters" in shown
     assert len(text) < 600_000
@@ -122,12 +167,16 @@ def test_what_models_prompts_scorers_and_errors_say_is_text(made: Path, tmp_path
 
 
 @pytest.mark.parametrize("left", ["nothing", "graph", "metrics", "torn"])
-def test_a_folder_of_which_little_is_left_has_a_report_too(made: Path, tmp_path: Path, left: str) -> None:
+def test_a_folder_of_which_little_is_left_has_a_report_too(
+    made: Path, tmp_path: Path, left: str
+) -> None:
     folder = RunFolder.create(tmp_path, "thin")
     if left != "nothing":
         shutil.copy(made / "graph.json", folder.path)
     if left in ("metrics", "torn"):
-        (folder.path / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.5}\n{"step": 2, "rew')
+        (folder.path / "metrics.jsonl").write_text(
+            '{"step": 1, "reward_mean": 0.5}\n{"step": 2, "rew'
+        )
     if left == "torn":
         (folder.path / "faults.jsonl").write_text('{"worker": null}\n[1]\n{"wor')
         (folder.path / "config.json").write_text("[]")
@@ -157,7 +206,9 @@ def test_the_best_the_worst_and_some_by_chance_are_chosen_alike_each_time(made: 
     assert "no rollouts" in rollouts(Examples())
 
 
-def test_a_report_is_there_whole_or_not(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_is_there_whole_or_not(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dataflow.runs import report as module
 
     def fail(*args: object, **how: object) -> str:

@@ -24,14 +24,25 @@ def test_every_trained_rollout_is_a_row_with_its_step_and_its_scores(made: Path)
     seen = Run(made)
     rows = seen.rollouts()
     assert rows.num_rows == STEPS * PROMPTS * GROUP
-    assert pc.all(pc.equal(rows.column("step"), pc.add(pc.divide(rows.column("group_id"), PROMPTS), 1))).as_py()
+    assert pc.all(
+        pc.equal(rows.column("step"), pc.add(pc.divide(rows.column("group_id"), PROMPTS), 1))
+    ).as_py()
     assert set(rows.column("outcome").to_pylist()) == {"trained"}
     assert set(rows.column("node").to_pylist()) == {"trainer"}
     assert set(rows.column("source").to_pylist()) == {"prompts"}
-    assert {"prompt", "completion", "tokens", "logprobs", "versions", "mask", "reward", "length"} <= {
-        *rows.column_names
-    }
-    assert rows.column("staleness").to_pylist() == [step - 1 for step in rows.column("step").to_pylist()]
+    assert {
+        "prompt",
+        "completion",
+        "tokens",
+        "logprobs",
+        "versions",
+        "mask",
+        "reward",
+        "length",
+    } <= {*rows.column_names}
+    assert rows.column("staleness").to_pylist() == [
+        step - 1 for step in rows.column("step").to_pylist()
+    ]
     assert rows.column("drop_reason").null_count == rows.num_rows
     some = seen.rollouts(columns=["staleness", "reward"])
     assert some.column_names == ["staleness", "reward"]
@@ -46,11 +57,18 @@ def test_a_run_says_how_it_stands_and_has_steps_and_faults(made: Path, tmp_path:
     assert seen.steps().column("step").to_pylist() == list(range(1, STEPS + 1))
     assert seen.faults().num_rows == seen.evaluations().num_rows == 0
     copy = shutil.copytree(made, tmp_path / "copy")
-    (copy / "faults.jsonl").write_text('{"worker": "generator-0", "cause": "was killed", "recovered_s": 1.5}\n{"wor')
-    assert Run(copy).faults().to_pylist() == [{"worker": "generator-0", "cause": "was killed", "recovered_s": 1.5}]
+    (copy / "faults.jsonl").write_text(
+        '{"worker": "generator-0", "cause": "was killed", "recovered_s": 1.5}\n{"wor'
+    )
+    assert Run(copy).faults().to_pylist() == [
+        {"worker": "generator-0", "cause": "was killed", "recovered_s": 1.5}
+    ]
     for look in (seen.steps, lambda trainer: seen.rollouts(trainer=trainer)):
         assert look("trainer").num_rows
-        with pytest.raises(RunError, match=r"no trainer 'trainr'; name one of \['trainer'\]; did you mean 'trainer'"):
+        with pytest.raises(
+            RunError,
+            match=r"no trainer 'trainr'; name one of \['trainer'\]; did you mean 'trainer'",
+        ):
             look("trainr")
     with pytest.raises(RunFolderError, match="no run folder at"):
         Run(tmp_path / "nowhere")
@@ -60,7 +78,9 @@ def test_a_notebook_shows_the_curves_and_the_graph_of_a_run(made: Path, tmp_path
     copy = RunFolder.open(shutil.copytree(made, tmp_path / "copy"))
     assert "No step was finished" in Run(copy.path)._repr_html_()
     for step in range(1, STEPS + 1):
-        copy.append_metrics({"step": step, "node": "trainer", "loss": 1 / step, "reward_mean": step / 9})
+        copy.append_metrics(
+            {"step": step, "node": "trainer", "loss": 1 / step, "reward_mean": step / 9}
+        )
     shown = Run(copy.path)._repr_html_()
     assert shown.count("<svg") == 3, "two curves and the graph"
     assert "<title>loss</title>" in shown and "<title>reward, mean of a step</title>" in shown
@@ -94,7 +114,9 @@ def test_rollouts_that_nobody_trained_are_told_with_the_reason(made: Path, tmp_p
     groups = [GROUP * [group] for group in (0, upto, upto + 1)]
     ids = pa.array(np.ravel(groups), pa.int64())
     place = rows.schema.get_field_index("group_id")
-    batch = rows.slice(0, 3 * GROUP).set_column(place, "group_id", ids).combine_chunks().to_batches()[0]
+    batch = (
+        rows.slice(0, 3 * GROUP).set_column(place, "group_id", ids).combine_chunks().to_batches()[0]
+    )
     kept = folder.finished("generator") / "0-0-0.prompts.arrows"
     kept.parent.mkdir(parents=True, exist_ok=True)
     for old in kept.parent.glob("*.arrows"):
@@ -116,12 +138,18 @@ def test_files_with_other_columns_make_one_table_and_a_damaged_one_is_named(tmp_
     write_arrow(first, pa.table({"group_id": pa.array([0], pa.int64()), "reward": [1.0]}))
     write_arrow(second, pa.table({"group_id": pa.array([1], pa.int64()), "length": [3]}))
     parts = [
-        Part(path=path, outcome="trained", node="t", source=None, step=n) for n, path in enumerate((first, second), 1)
+        Part(path=path, outcome="trained", node="t", source=None, step=n)
+        for n, path in enumerate((first, second), 1)
     ]
     rows = pa.Table.from_batches(rollout_batches(parts)).to_pylist()
-    assert [(row["step"], row["reward"], row["length"]) for row in rows] == [(1, 1.0, None), (2, None, 3)]
+    assert [(row["step"], row["reward"], row["length"]) for row in rows] == [
+        (1, 1.0, None),
+        (2, None, 3),
+    ]
     write_arrow(second, pa.table({"group_id": pa.array([1], pa.int64()), "reward": ["good"]}))
-    with pytest.raises(RunFolderError, match=r"'step-000002.arrow' has other types than the files before it"):
+    with pytest.raises(
+        RunFolderError, match=r"'step-000002.arrow' has other types than the files before it"
+    ):
         rollout_schema(parts)
     second.write_bytes(second.read_bytes()[:-30])
     with pytest.raises(RunFolderError, match="is not a whole Arrow file"):
@@ -133,10 +161,12 @@ def test_figures_of_any_kind_become_columns_and_series() -> None:
         {"step": 2, "loss": 1, "dropped": {"stale": 2}, "ok": True, "who": "a", "large": 1 << 70},
         {"step": 1, "loss": None, "dropped": {}, "ok": None, "more": [1]},
         {"step": 3, "loss": 0.5},
-    ]  # fmt: skip
+    ]
     table = table_of(lines)
     assert table.column("loss").to_pylist() == [1.0, None, 0.5]
     assert table.column("dropped").to_pylist() == ['{"stale": 2}', "{}", None]
     assert table.column("ok").type == pa.bool_()
     assert table.column("large").to_pylist()[0] == float(1 << 70)
-    assert series([*lines, {"step": 4, "loss": float("nan")}, {"step": 3, "loss": 0.25}], "loss") == [(2, 1), (3, 0.25)]
+    assert series(
+        [*lines, {"step": 4, "loss": float("nan")}, {"step": 3, "loss": 0.25}], "loss"
+    ) == [(2, 1), (3, 0.25)]

@@ -1,4 +1,5 @@
-"""Who hears that a worker listens elsewhere: those who send to it, and those who read the weights of its trainers."""
+"""Who hears that a worker listens elsewhere: those who send to it, and those who read the weights
+of its trainers."""
 
 import json
 
@@ -25,7 +26,9 @@ def hello(played: Played, name: str, line: WeightLine = HERE, **own: str) -> lis
     record = played.table.workers[name]
     lines = {"trainer": line} if name == "trainer-0" else {}
     addresses = dict(record.addresses) | own
-    return played._said(name, lambda attempt: Hello(attempt=attempt, pid=1, addresses=addresses, lines=lines))
+    return played._said(
+        name, lambda attempt: Hello(attempt=attempt, pid=1, addresses=addresses, lines=lines)
+    )
 
 
 def again(played: Played, name: str) -> None:
@@ -35,11 +38,19 @@ def again(played: Played, name: str) -> None:
 
 
 def moves(commands: list[Command]) -> list[tuple[str, Moved]]:
-    return [(each.to, each.message) for each in commands if isinstance(each, Send) and isinstance(each.message, Moved)]
+    return [
+        (each.to, each.message)
+        for each in commands
+        if isinstance(each, Send) and isinstance(each.message, Moved)
+    ]
 
 
 def wire(commands: list[Command]) -> Wire:
-    (found,) = [each.message for each in commands if isinstance(each, Send) and isinstance(each.message, Wire)]
+    (found,) = [
+        each.message
+        for each in commands
+        if isinstance(each, Send) and isinstance(each.message, Wire)
+    ]
     return found
 
 
@@ -76,7 +87,9 @@ def test_senders_hear_where_a_receiver_is_and_all_addresses_that_they_may_know_i
         assert message.before == {EDGE: sorted({*known} - {address})}
 
 
-def test_a_successor_of_the_scheduler_says_again_who_moved_and_reads_it_from_what_was_left() -> None:
+def test_a_successor_of_the_scheduler_says_again_who_moved_and_reads_it_from_what_was_left() -> (
+    None
+):
     from dataflow.scheduler.addresses import told_again
 
     played = begun()
@@ -98,8 +111,11 @@ def test_a_worker_that_names_the_weight_line_of_another_is_refused() -> None:
     played = begun()
     again(played, "generator-0")
     record: WorkerRecord = played.table.workers["generator-0"]
-    said = played._said("generator-0", lambda attempt: Hello(
-        attempt=attempt, pid=1, addresses=record.addresses, lines={"trainer": THERE}
-    ))  # fmt: skip
+    said = played._said(
+        "generator-0",
+        lambda attempt: Hello(
+            attempt=attempt, pid=1, addresses=record.addresses, lines={"trainer": THERE}
+        ),
+    )
     assert said == [Refuse("'generator-0'")]
     assert played.table.workers["trainer-0"].lines == {"trainer": HERE}

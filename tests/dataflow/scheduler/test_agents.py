@@ -36,9 +36,17 @@ from dataflow.system.security import RunKeys
 
 KEYS = RunKeys.make()
 JOIN = Join(
-    name="h1", cpus=2, address="127.0.0.1", sockets="/dev/shm/of-h1", folder="/runs/a", pid=7, versions=versions()
+    name="h1",
+    cpus=2,
+    address="127.0.0.1",
+    sockets="/dev/shm/of-h1",
+    folder="/runs/a",
+    pid=7,
+    versions=versions(),
 )
-BEGIN = Begin(launch={"module": "m"}, inputs={}, whereabouts={"control": "tcp://127.0.0.1:1", "commands": ""})
+BEGIN = Begin(
+    launch={"module": "m"}, inputs={}, whereabouts={"control": "tcp://127.0.0.1:1", "commands": ""}
+)
 BUILT = Built(digest="same", files={"a.py": "1"})
 DEADLINE_S = 10.0
 
@@ -130,8 +138,12 @@ def test_a_worker_is_asked_for_on_its_host_and_events_come_from_there(agents: Ag
     with begun(agents, "h1", "h2") as (first, second):
         assert [host.name for host in agents.hosts] == ["h1", "h2"]
         assert agents.place("h1") == {
-            "sockets": "/dev/shm/of-h1", "listen": "127.0.0.1", "folder": "/runs/a", "disk": "", "disks": {},
-        }  # fmt: skip
+            "sockets": "/dev/shm/of-h1",
+            "listen": "127.0.0.1",
+            "folder": "/runs/a",
+            "disk": "",
+            "disks": {},
+        }
         agents.spawn("w-0", settings("h2"), heavy=True, keeps=True)
         agents.kill("w-0", signal.SIGTERM)
         until(agents, lambda: second.heard(Spawn) and second.heard(SendSignal))
@@ -150,17 +162,26 @@ def test_hosts_are_counted_as_people_do(agents: Agents) -> None:
         assert [host.name for host in agents.hosts] == ["h1", "h2", "h10"]
 
 
-def test_too_few_hosts_are_waited_for_no_longer_than_said_and_those_that_came_are_named(agents: Agents) -> None:
-    with hosts(agents, "h1"), pytest.raises(DeadlineError, match=r"waited 0 s for 2 hosts at .*, and these came: h1; "):
+def test_too_few_hosts_are_waited_for_no_longer_than_said_and_those_that_came_are_named(
+    agents: Agents,
+) -> None:
+    with (
+        hosts(agents, "h1"),
+        pytest.raises(DeadlineError, match=r"waited 0 s for 2 hosts at .*, and these came: h1; "),
+    ):
         until(agents, lambda: agents.hosts)
         agents.assemble(2, 0.1)
 
 
 @pytest.mark.parametrize(("what", "its"), [("Python", "3.9"), ("torch", "1.0"), ("engine", "abc")])
-def test_a_host_with_another_version_is_refused_and_both_are_named(agents: Agents, what: str, its: str) -> None:
+def test_a_host_with_another_version_is_refused_and_both_are_named(
+    agents: Agents, what: str, its: str
+) -> None:
     its_versions = {**versions(), what: its}
     agent = PlayedAgent(agents, "h1", versions=its_versions)
-    with pytest.raises(RunError, match=f"host 'h1' has {what} {its} and the scheduler {versions()[what]};"):
+    with pytest.raises(
+        RunError, match=f"host 'h1' has {what} {its} and the scheduler {versions()[what]};"
+    ):
         agents.assemble(1, DEADLINE_S)
     until(agents, lambda: agent.heard(Refused))
     agent.line.close()
@@ -171,13 +192,18 @@ def test_a_host_with_another_program_is_refused_and_both_are_named(agents: Agent
         agents.assemble(2, DEADLINE_S)
         first.say(BUILT)
         second.say(Built(digest="other", files={"a.py": "2", "b.py": "3"}))
-        said = r"host 'h2' .*digest other, and .* same; 'a.py' is 2 on it and 1 here; 'b.py' is 3 on it and not there"
+        said = (
+            r"host 'h2' .*digest other, and .* same; 'a.py' is 2 on it and 1 here; 'b.py' is 3 on"
+            r" it and not there"
+        )
         with pytest.raises(RunError, match=said):
             agents.build(BEGIN, BUILT, DEADLINE_S)
         until(agents, lambda: second.heard(Refused))
 
 
-def test_a_host_that_cannot_build_or_ends_while_it_does_ends_the_wait_with_its_reason(agents: Agents) -> None:
+def test_a_host_that_cannot_build_or_ends_while_it_does_ends_the_wait_with_its_reason(
+    agents: Agents,
+) -> None:
     with hosts(agents, "h1") as (agent,):
         agents.assemble(1, DEADLINE_S)
         agent.say(Failed("no such file"))
@@ -192,7 +218,10 @@ def test_an_agent_that_its_launcher_has_lost_ends_the_wait(agents: Agents) -> No
 
 
 def test_two_hosts_of_one_name_are_refused(agents: Agents) -> None:
-    with hosts(agents, "h1", "h1"), pytest.raises(RunError, match=r"two hosts .* called 'h1'.*DATAFLOW_AGENT_HOST"):
+    with (
+        hosts(agents, "h1", "h1"),
+        pytest.raises(RunError, match=r"two hosts .* called 'h1'.*DATAFLOW_AGENT_HOST"),
+    ):
         agents.assemble(2, DEADLINE_S)
 
 
@@ -228,18 +257,24 @@ def test_an_agent_without_the_runs_keys_hears_nothing_and_is_told_why(agents: Ag
 
 def test_a_port_that_is_taken_is_named(agents: Agents, tmp_path: Path) -> None:
     taken = agents.address.removeprefix("tcp://")
-    with pytest.raises(RunError, match=rf"cannot listen for agents at {taken}: Address already in use"):
+    with pytest.raises(
+        RunError, match=rf"cannot listen for agents at {taken}: Address already in use"
+    ):
         Agents(taken, KEYS, tmp_path, hang_s=15.0)
 
 
-def test_a_host_whose_agent_is_gone_is_lost_soon_and_once(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_agent_is_gone_is_lost_soon_and_once(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module, name in ((Agents.__module__, "_LIVES_S"), (HostAgent.__module__, "_CLOSED_S")):
         monkeypatch.setattr(sys.modules[module], name, 0.1)
     with begun(agents, "h1", "h2") as (first, _):
         first.line.close()
         found = told_of(agents, "lost")
         lost = [each for each in found if each["event"] == "lost"]
-        assert [(each["name"], each["cause"]) for each in lost] == [("h1", "has lost the connection of its agent")]
+        assert [(each["name"], each["cause"]) for each in lost] == [
+            ("h1", "has lost the connection of its agent")
+        ]
 
 
 def test_a_host_that_was_asked_to_end_is_told_of_before_it_does(agents: Agents) -> None:
@@ -292,7 +327,9 @@ def test_a_host_joins_a_run_that_was_taken_over_once_it_has_built_the_same(agent
     agent.line.close()
 
 
-def test_an_agent_that_asks_again_says_what_it_has_and_gets_what_was_lost_on_its_way(agents: Agents) -> None:
+def test_an_agent_that_asks_again_says_what_it_has_and_gets_what_was_lost_on_its_way(
+    agents: Agents,
+) -> None:
     with begun(agents, "h1") as (agent,):
         for name in ("a-0", "b-0"):
             agents.spawn(name, settings("h1"), heavy=False)
@@ -303,7 +340,9 @@ def test_an_agent_that_asks_again_says_what_it_has_and_gets_what_was_lost_on_its
         until(agents, lambda: len(agent.heard(Spawn)) == 3)
         assert agent.heard(Spawn)[-1].name == "b-0"
         processes = next(each["processes"] for each in found if each["event"] == "joined")
-        assert [(each.name, each.alive, each.status) for each in processes.values()] == [("a-0", False, 1)]
+        assert [(each.name, each.alive, each.status) for each in processes.values()] == [
+            ("a-0", False, 1)
+        ]
 
 
 def test_a_host_that_is_cleared_is_told_when_its_workers_have_ended(agents: Agents) -> None:
@@ -330,9 +369,11 @@ def test_workers_that_end_before_their_host_is_cleared_are_not_waited_for(agents
         assert [each["processes"] for each in found if each["event"] == "joined"] == [{}]
 
 
-def test_an_answer_from_before_a_process_was_asked_for_says_nothing_and_another_is_asked_for(agents: Agents) -> None:
-    """Simulation, seed 14733: a host that was given up was taken for empty, and its workers started beside themselves.
-    And a process that was not lost was started twice."""
+def test_an_answer_from_before_a_process_was_asked_for_says_nothing_and_another_is_asked_for(
+    agents: Agents,
+) -> None:
+    """Simulation, seed 14733: a host that was given up was taken for empty, and its workers started
+    beside themselves. And a process that was not lost was started twice."""
     with begun(agents, "h1") as (agent,):
         agent.say(agent.join)
         until(agents, lambda: agent.heard(HandOver))
@@ -345,7 +386,9 @@ def test_an_answer_from_before_a_process_was_asked_for_says_nothing_and_another_
         assert list(joined["processes"]) == ["a-0"] and len(agent.heard(Spawn)) == 1
 
 
-def test_an_answer_counts_with_all_of_its_workers_though_another_question_leaves_in_its_midst(agents: Agents) -> None:
+def test_an_answer_counts_with_all_of_its_workers_though_another_question_leaves_in_its_midst(
+    agents: Agents,
+) -> None:
     with begun(agents, "h1") as (agent,):
         agents.spawn("a-0", settings("h1"), heavy=False)
         agent.say(agent.join)
@@ -358,7 +401,9 @@ def test_an_answer_counts_with_all_of_its_workers_though_another_question_leaves
         assert list(joined["processes"]) == ["a-0"]
 
 
-def test_a_host_that_is_asked_while_it_is_cleared_is_not_taken_for_empty_before_it_is(agents: Agents) -> None:
+def test_a_host_that_is_asked_while_it_is_cleared_is_not_taken_for_empty_before_it_is(
+    agents: Agents,
+) -> None:
     with begun(agents, "h1") as (agent,):
         both = [Handed(name, 5, settings("h1"), None, alive=True) for name in ("a-0", "b-0")]
         agent.say(agent.join)
@@ -406,7 +451,9 @@ def test_a_pause_returns_once_all_have_said_so_and_waits_for_nobody_too_long(
         assert 0.1 <= time.monotonic() - began < 5.0
 
 
-def test_the_end_is_waited_for_until_all_have_said_goodbye_and_nothing_is_left(agents: Agents, tmp_path: Path) -> None:
+def test_the_end_is_waited_for_until_all_have_said_goodbye_and_nothing_is_left(
+    agents: Agents, tmp_path: Path
+) -> None:
     with begun(agents, "h1") as (agent,):
         agents.announce(agents.hosts)
         assert (tmp_path / KEYS_FILE).stat().st_mode & 0o777 == 0o600
@@ -419,11 +466,15 @@ def test_the_end_is_waited_for_until_all_have_said_goodbye_and_nothing_is_left(a
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_scheduler_that_finds_another_in_its_place_ends_and_removes_nothing(agents: Agents, tmp_path: Path) -> None:
+def test_a_scheduler_that_finds_another_in_its_place_ends_and_removes_nothing(
+    agents: Agents, tmp_path: Path
+) -> None:
     with begun(agents, "h1") as (agent,):
         agents.announce(agents.hosts)
         Rendezvous(address="tcp://127.0.0.1:9", number=1, hosts=()).write(tmp_path, KEYS)
-        with pytest.raises(Replaced, match=r"another one, at tcp://127\.0\.0\.1:9, has taken the run over"):
+        with pytest.raises(
+            Replaced, match=r"another one, at tcp://127\.0\.0\.1:9, has taken the run over"
+        ):
             until(agents, lambda: False)
         agents.leave()
         agents.close()

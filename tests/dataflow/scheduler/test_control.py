@@ -1,4 +1,5 @@
-"""What the scheduler does when workers die, hang or fail: a server plays the workers, the clock is moved by hand."""
+"""What the scheduler does when workers die, hang or fail: a server plays the workers, the clock is
+moved by hand."""
 
 import json
 import signal
@@ -43,7 +44,7 @@ from dataflow.worker.messages import (
     Stacks,
     Start,
     Wire,
-)  # fmt: skip
+)
 
 
 class PlayedServer:
@@ -115,8 +116,11 @@ class Play:
     """A run whose workers are played."""
 
     NAMES = ("prompts-0", "held_out-0", "generator-0", "trainer-0", "eval-0")
-    INLETS: ClassVar = {"generator": ("prompts>generator:prompts", "held_out>generator:held_out"),
-              "trainer": ("generator>trainer:prompts",), "eval": ("generator>eval:held_out",)}  # fmt: skip
+    INLETS: ClassVar = {
+        "generator": ("prompts>generator:prompts", "held_out>generator:held_out"),
+        "trainer": ("generator>trainer:prompts",),
+        "eval": ("generator>eval:held_out",),
+    }
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> None:
         monkeypatch.setattr(control, "ControlServer", PlayedServer)
@@ -129,8 +133,12 @@ class Play:
         self.now, self.folder = 100.0, folder
         made = plan(graph, Devices(cpus=2))
         self.run = Scheduler(
-            graph, made, Settings(folder=str(folder)), limits=Limits(**limits), clock=lambda: self.now
-        )  # fmt: skip
+            graph,
+            made,
+            Settings(folder=str(folder)),
+            limits=Limits(**limits),
+            clock=lambda: self.now,
+        )
         self.server: PlayedServer = self.run._server  # type: ignore[assignment]
 
     def begin(self) -> "Play":
@@ -154,16 +162,24 @@ class Play:
     def inlets(self, name: str) -> dict[str, str]:
         return {edge: f"{edge}@{name}" for edge in self.INLETS.get(name.removesuffix("-0"), ())}
 
-    def say(self, name: str, kind: Callable[..., FromWorker], attempt: int | None = None, **more: Any) -> None:
+    def say(
+        self, name: str, kind: Callable[..., FromWorker], attempt: int | None = None, **more: Any
+    ) -> None:
         record = self.run.table.workers.get(name)
         made = attempt if attempt is not None else record.attempt if record else 0
         self.server.received.append(Received(name, kind(attempt=made, **more)))
 
-    def heartbeat(self, name: str, rows: int = 0, attempt: int | None = None, status: Any = None, **more: Any) -> None:
+    def heartbeat(
+        self, name: str, rows: int = 0, attempt: int | None = None, status: Any = None, **more: Any
+    ) -> None:
         report = NodeReport(
-            status=status or {}, seconds={"busy": 1.0 * rows, "waiting": 0.0, "blocked": 0.0, "starved": 0.0},
-            rows_in=rows, rows_out=rows, ended=False, blocked=False,
-        )  # fmt: skip
+            status=status or {},
+            seconds={"busy": 1.0 * rows, "waiting": 0.0, "blocked": 0.0, "starved": 0.0},
+            rows_in=rows,
+            rows_out=rows,
+            ended=False,
+            blocked=False,
+        )
         self.say(name, Heartbeat, attempt, nodes={name.removesuffix("-0"): report}, **more)
 
     def all_heartbeats(self) -> None:
@@ -180,7 +196,11 @@ class Play:
 
     def to(self, name: str) -> list[Any]:
         """What was said to a worker since the last time, but for answers to heartbeats."""
-        found = [message for to, message in self.server.sent if to == name and not isinstance(message, Heard)]
+        found = [
+            message
+            for to, message in self.server.sent
+            if to == name and not isinstance(message, Heard)
+        ]
         self.server.sent = [(to, message) for to, message in self.server.sent if to != name]
         return found
 
@@ -204,7 +224,9 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Play]
 # Restarts
 
 
-def test_a_worker_that_died_is_started_again_with_the_next_attempt_and_hears_all_it_needs(play: Any) -> None:
+def test_a_worker_that_died_is_started_again_with_the_next_attempt_and_hears_all_it_needs(
+    play: Any,
+) -> None:
     run = play().begin()
     run.exits("held_out-0")
     run.turn()
@@ -222,7 +244,11 @@ def test_a_worker_that_died_is_started_again_with_the_next_attempt_and_hears_all
     evaluate = NodeCommand("held_out", {"evaluate": 0, "again": True})
     assert run.to("held_out-0") == [evaluate, Start()]
     (fault,) = run.faults()
-    assert (fault["worker"], fault["cause"], fault["attempt"]) == ("held_out-0", "died (SIGKILL)", 0)
+    assert (fault["worker"], fault["cause"], fault["attempt"]) == (
+        "held_out-0",
+        "died (SIGKILL)",
+        0,
+    )
     assert fault["recovered_s"] == 0.25
     assert run.run.notices == ["worker held_out-0 died (SIGKILL), restarted after 0.2 s"]
 
@@ -232,7 +258,9 @@ def test_a_receiver_that_died_is_started_again_for_as_many_senders_as_it_has(pla
     run.exits("generator-0")
     run.turn()
     run.restart("generator-0")
-    assert run.server.settings["generator-0"]["senders"] == dict.fromkeys(Play.INLETS["generator"], 1)
+    assert run.server.settings["generator-0"]["senders"] == dict.fromkeys(
+        Play.INLETS["generator"], 1
+    )
     wire, start = run.to("generator-0")
     assert wire.addresses == {
         "generator>trainer:prompts": ["generator>trainer:prompts@trainer-0"],
@@ -270,7 +298,9 @@ def test_a_failure_that_a_restart_does_not_mend_ends_the_run_at_once(play: Any) 
     run.say("trainer-0", Failed, message="reward() in mine.py:3 returned nan", lasting=True)
     run.turn()
     run.exits("trainer-0", status=1)
-    with pytest.raises(RunError, match="mine.py:3 returned nan; a restart would not mend that") as found:
+    with pytest.raises(
+        RunError, match="mine.py:3 returned nan; a restart would not mend that"
+    ) as found:
         run.turn()
     assert not isinstance(found.value, WorkerDied) and run.server.spawned == []
 
@@ -287,7 +317,9 @@ def test_any_other_failure_is_worth_a_restart(play: Any, said: dict[str, Any]) -
     assert run.server.spawned == [("trainer-0", 1)]
 
 
-def test_what_a_worker_said_before_it_ended_is_its_cause_also_when_its_end_is_noticed_first(play: Any) -> None:
+def test_what_a_worker_said_before_it_ended_is_its_cause_also_when_its_end_is_noticed_first(
+    play: Any,
+) -> None:
     run = play().begin()
     run.exits("trainer-0", status=1)
     waited = run.server.waited
@@ -300,7 +332,9 @@ def test_what_a_worker_said_before_it_ended_is_its_cause_also_when_its_end_is_no
     assert run.faults()[0]["cause"] == "failed: no memory"
 
 
-def test_nobody_is_killed_for_a_silence_in_which_the_scheduler_itself_was_stopped(play: Any) -> None:
+def test_nobody_is_killed_for_a_silence_in_which_the_scheduler_itself_was_stopped(
+    play: Any,
+) -> None:
     run = play().begin()
     run.turn(3600.0)
     run.turn(10.0)
@@ -311,7 +345,10 @@ def test_nobody_is_killed_for_a_silence_in_which_the_scheduler_itself_was_stoppe
 
 @pytest.mark.parametrize(
     ("turned_s", "silent_s", "cause"),
-    [(0.0, 15.5, "has not answered for 16 s"), (601.0, 0.5, "was stuck in one slice of work for 601 s")],
+    [
+        (0.0, 15.5, "has not answered for 16 s"),
+        (601.0, 0.5, "was stuck in one slice of work for 601 s"),
+    ],
 )
 def test_a_worker_that_hangs_or_is_stuck_is_killed_and_started_again_when_it_is_gone(
     turned_s: float, silent_s: float, cause: str, play: Any
@@ -381,7 +418,9 @@ def test_sums_of_what_workers_did_do_not_go_backwards(play: Any) -> None:
     assert found["nodes"]["generator"]["seconds"]["busy"] == 11.0
 
 
-def test_a_replica_that_the_plan_wants_from_a_step_on_has_the_whole_time_of_a_start_to_join(play: Any) -> None:
+def test_a_replica_that_the_plan_wants_from_a_step_on_has_the_whole_time_of_a_start_to_join(
+    play: Any,
+) -> None:
     run = play(start_s=50.0).begin()
     run.run.table.schedule = [(0, {"generator": 2})]
     run.turn()
@@ -389,7 +428,9 @@ def test_a_replica_that_the_plan_wants_from_a_step_on_has_the_whole_time_of_a_st
     for _ in range(6):
         run.all_heartbeats()
         run.turn(8.0)
-    with pytest.raises(DeadlineError, match=r"waited 50 s for 'generator-1' to join, .* its process to say hello"):
+    with pytest.raises(
+        DeadlineError, match=r"waited 50 s for 'generator-1' to join, .* its process to say hello"
+    ):
         run.turn(8.0)
 
 
@@ -409,7 +450,12 @@ def test_a_worker_that_fails_again_and_again_ends_the_run_with_every_cause_named
     run.exits("generator-0", status=1)
     with pytest.raises(WorkerDied) as raised:
         run.turn()
-    for said in ("'generator-0' failed 3 times", "died (SIGKILL)", "ended with status 3", "failed: no such model"):
+    for said in (
+        "'generator-0' failed 3 times",
+        "died (SIGKILL)",
+        "ended with status 3",
+        "failed: no such model",
+    ):
         assert said in str(raised.value)
     run.run.close()
     assert [fault["recovered_s"] is None for fault in run.faults()] == [False, True, True]
@@ -419,15 +465,25 @@ def test_light_workers_are_asked_for_before_those_that_wait_for_torch(play: Any)
     assert play().begin().server.heavy == [False] * 3 + [True] * 2
 
 
-def test_a_worker_that_dies_again_and_again_before_all_were_ready_once_ends_the_run(play: Any) -> None:
+def test_a_worker_that_dies_again_and_again_before_all_were_ready_once_ends_the_run(
+    play: Any,
+) -> None:
     run = play()
     run.run._apply(RunBegins())
-    with pytest.raises(WorkerDied, match=r"'generator-0' failed 5 times .*died \(SIGKILL\) \(5 times\)"):
+    with pytest.raises(
+        WorkerDied, match=r"'generator-0' failed 5 times .*died \(SIGKILL\) \(5 times\)"
+    ):
         for _ in range(100):
             run.exits("generator-0")
             run.turn()
             run.pass_time(1.0)
-    assert [attempt for name, attempt in run.server.spawned if name == "generator-0"] == [0, 1, 2, 3, 4]
+    assert [attempt for name, attempt in run.server.spawned if name == "generator-0"] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 @pytest.mark.parametrize("error", ["WorkerDied", "ValueError"])
@@ -454,12 +510,16 @@ def test_a_worker_that_dies_as_the_run_is_to_end_before_it_began_ends_it(play: A
     run.run._apply(RunBegins())
     run.run.wish_drain()
     run.exits("generator-0")
-    with pytest.raises(WorkerDied, match=r"'generator-0' \(generator\) died \(SIGKILL\) .*logs/generator-0\.log"):
+    with pytest.raises(
+        WorkerDied, match=r"'generator-0' \(generator\) died \(SIGKILL\) .*logs/generator-0\.log"
+    ):
         run.turn()
         run.turn()
 
 
-def test_a_worker_that_fails_before_all_were_ready_once_ends_the_run_with_its_reason(play: Any) -> None:
+def test_a_worker_that_fails_before_all_were_ready_once_ends_the_run_with_its_reason(
+    play: Any,
+) -> None:
     run = play()
     run.run._apply(RunBegins())
     run.say("generator-0", Failed, message="no such model")
@@ -479,10 +539,15 @@ def test_a_restart_does_not_begin_while_the_run_is_ending(play: Any) -> None:
         run.turn(1.0)
     assert run.server.spawned == []
     run.run.close()
-    assert {fault["worker"]: fault["recovered_s"] for fault in run.faults()} == {"generator-0": None, "prompts-0": None}
+    assert {fault["worker"]: fault["recovered_s"] for fault in run.faults()} == {
+        "generator-0": None,
+        "prompts-0": None,
+    }
 
 
-def test_a_trainer_that_dies_while_the_run_is_ending_ends_it_and_says_what_is_good(play: Any) -> None:
+def test_a_trainer_that_dies_while_the_run_is_ending_ends_it_and_says_what_is_good(
+    play: Any,
+) -> None:
     run = play().begin()
     run.run.wish_drain()
     run.turn()
@@ -546,9 +611,13 @@ def test_closing_waits_no_longer_than_the_limit_for_one_that_goes_on(play: Any) 
 # Messages that are well formed and mean nothing
 
 REPORT = NodeReport(
-    status={"step": 1, "done": 0, "version": 1}, seconds={"busy": 1.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0},
-    rows_in=1, rows_out=1, ended=False, blocked=False,
-)  # fmt: skip
+    status={"step": 1, "done": 0, "version": 1},
+    seconds={"busy": 1.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0},
+    rows_in=1,
+    rows_out=1,
+    ended=False,
+    blocked=False,
+)
 JUNK = (
     None,
     -1,
@@ -587,15 +656,22 @@ def test_what_several_workers_note_as_they_become_ready_is_told_once(play: Any) 
 
 def test_no_message_of_anybody_raises_through_the_scheduler(play: Any) -> None:
     run, rng, heard = play().begin(), np.random.default_rng(14), 0
-    watch = ProgressWatch(run.run.table.graph, run.run.table.plan, RunFolder(run.folder), 10, lambda: run.now)
+    watch = ProgressWatch(
+        run.run.table.graph, run.run.table.plan, RunFolder(run.folder), 10, lambda: run.now
+    )
     for _ in range(800):
         node = ("trainer", "generator", "eval", "prompts")[int(rng.integers(4))]
         messages: list[FromWorker] = [
             Heartbeat(attempt=0, nodes={node: REPORT}, edges={"a>b:c": (1, 2)}, at=node, at_s=1.0),
-            Hello(attempt=0, pid=7, addresses={"a": "b"}), Confirmed(attempt=0, ticket=5),
-            Stacks(attempt=0, threads=[]), Ready(attempt=0), Bye(attempt=1),
-        ]  # fmt: skip
-        protocol, kind, plain = msgpack.unpackb(TO_SCHEDULER.encode(messages[int(rng.integers(len(messages)))]))
+            Hello(attempt=0, pid=7, addresses={"a": "b"}),
+            Confirmed(attempt=0, ticket=5),
+            Stacks(attempt=0, threads=[]),
+            Ready(attempt=0),
+            Bye(attempt=1),
+        ]
+        protocol, kind, plain = msgpack.unpackb(
+            TO_SCHEDULER.encode(messages[int(rng.integers(len(messages)))])
+        )
         try:
             found = TO_SCHEDULER.decode(msgpack.packb([protocol, kind, mutated(rng, plain)]))
         except MessageError:

@@ -1,4 +1,5 @@
-"""Junk at the sockets of the control plane: dropped, told of once, and the next message is heard."""
+"""Junk at the sockets of the control plane: dropped, told of once, and the next message is
+heard."""
 
 import logging
 import tempfile
@@ -16,7 +17,17 @@ from dataflow.scheduler.control_server import Client, ControlServer
 from dataflow.scheduler.requests import REPLIES, REQUESTS, Scale, Scaled, TellFacts
 from dataflow.system.messages import MessageError
 from dataflow.worker.link import SchedulerLink
-from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, Bye, Heard, Heartbeat, Hello, NodeReport, Stop, ToWorker
+from dataflow.worker.messages import (
+    TO_SCHEDULER,
+    TO_WORKER,
+    Bye,
+    Heard,
+    Heartbeat,
+    Hello,
+    NodeReport,
+    Stop,
+    ToWorker,
+)
 
 DEADLINE_S = 30.0
 HEARTBEAT = Heartbeat(attempt=0, nodes={})
@@ -24,21 +35,43 @@ HELLO = Hello(attempt=0, pid=7, addresses={})
 
 
 def junk(seed: int, count: int) -> Iterator[list[bytes]]:
-    """Messages that are none: noise, cut messages, messages that lack something, several frames, none."""
+    """Messages that are none: noise, cut messages, messages that lack something, several frames,
+    none."""
     rng = np.random.default_rng(seed)
     whole = [TO_SCHEDULER.encode(one) for one in (HEARTBEAT, HELLO)]
     (protocol, _, beat), (_, _, hello) = map(msgpack.unpackb, whole)
     others: tuple[Any, ...] = (
-        None, 7, "Heartbeat", [], [[[]]], {}, {"kind": 3}, [protocol], [protocol, "Hello"], [protocol, "Hello", {}],
-        [protocol, "Later", {}], ["another/1", "Hello", hello], [f"{protocol}0", "Hello", hello],
-        [protocol, ["Hello"], hello], [protocol, "Hello", {**hello, "pid": "7"}], [protocol, "Failed", {}],
-        [protocol, "Hello", {**hello, "attempt": []}], [protocol, "Hello", {**hello, "addresses": {"a": 7}}],
-        [protocol, "Hello", {**hello, "more": 1}], [protocol, "Confirmed", {}],
-        *([protocol, "Heartbeat", {**beat, **change}] for change in (
-            {"nodes": []}, {"turned_s": "1"}, {"nodes": {"trainer": 5}}, {"edges": {"a": 1}},
-            {"nodes": {"trainer": {"status": {}}}},
-        )),
-    )  # fmt: skip
+        None,
+        7,
+        "Heartbeat",
+        [],
+        [[[]]],
+        {},
+        {"kind": 3},
+        [protocol],
+        [protocol, "Hello"],
+        [protocol, "Hello", {}],
+        [protocol, "Later", {}],
+        ["another/1", "Hello", hello],
+        [f"{protocol}0", "Hello", hello],
+        [protocol, ["Hello"], hello],
+        [protocol, "Hello", {**hello, "pid": "7"}],
+        [protocol, "Failed", {}],
+        [protocol, "Hello", {**hello, "attempt": []}],
+        [protocol, "Hello", {**hello, "addresses": {"a": 7}}],
+        [protocol, "Hello", {**hello, "more": 1}],
+        [protocol, "Confirmed", {}],
+        *(
+            [protocol, "Heartbeat", {**beat, **change}]
+            for change in (
+                {"nodes": []},
+                {"turned_s": "1"},
+                {"nodes": {"trainer": 5}},
+                {"edges": {"a": 1}},
+                {"nodes": {"trainer": {"status": {}}}},
+            )
+        ),
+    )
     for number in range(count):
         one = whole[number % 2]
         match number % 5:
@@ -62,14 +95,22 @@ def test_whatever_is_no_message_is_refused() -> None:
         assert TO_SCHEDULER.decode(TO_SCHEDULER.encode(genuine)) == genuine
 
 
-@pytest.mark.parametrize("status", [{"step": "7"}, {"done": 1.5}, {"eval_accuracy": "high"}, {"version": "1"}])
+@pytest.mark.parametrize(
+    "status", [{"step": "7"}, {"done": 1.5}, {"eval_accuracy": "high"}, {"version": "1"}]
+)
 def test_a_status_that_nobody_could_count_with_is_refused(status: dict[str, Any]) -> None:
     whole: dict[str, Any] = {"rows_in": 0, "rows_out": 0, "ended": False, "blocked": False}
     NodeReport(
-        status={"step": 7, "why": "so"}, seconds={"busy": 0.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0}, **whole
+        status={"step": 7, "why": "so"},
+        seconds={"busy": 0.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0},
+        **whole,
     )
     with pytest.raises(ValueError, match="status"):
-        NodeReport(status=status, seconds={"busy": 0.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0}, **whole)
+        NodeReport(
+            status=status,
+            seconds={"busy": 0.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0},
+            **whole,
+        )
     with pytest.raises(ValueError, match="seconds are busy, blocked, waiting, starved"):
         NodeReport(status={}, seconds={"busy": 0.0}, **whole)
 
@@ -112,9 +153,15 @@ def heard(server: ControlServer, count: int) -> list[tuple[str | Client, Any]]:
 
 
 def test_the_scheduler_hears_workers_and_requests_through_junk_and_tells_of_it_once(
-    server: ControlServer, dealer: Callable[..., "zmq.Socket[bytes]"], caplog: pytest.LogCaptureFixture
+    server: ControlServer,
+    dealer: Callable[..., "zmq.Socket[bytes]"],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    strangers = [dealer(server.address), dealer(server.address, b"\xff\xfe"), dealer(server.requests)]
+    strangers = [
+        dealer(server.address),
+        dealer(server.address, b"\xff\xfe"),
+        dealer(server.requests),
+    ]
     worker, client = dealer(server.address, b"trainer-0"), dealer(server.requests, b"trainer-0")
     with caplog.at_level(logging.WARNING, logger="dataflow.scheduler.control_server"):
         for stranger in strangers:
@@ -137,13 +184,25 @@ def test_the_scheduler_hears_workers_and_requests_through_junk_and_tells_of_it_o
     assert not worker.poll(0), "the reply to a request went to the worker whose name it bears"
 
 
-IDENTITIES = [b"?", b"?zz", b"?6162", b"?" + b"f" * 200, b"trainer-0?", b"\xff?", b"\\x3f61", b"?\x00", b"'", b"%s%n{}"]
+IDENTITIES = [
+    b"?",
+    b"?zz",
+    b"?6162",
+    b"?" + b"f" * 200,
+    b"trainer-0?",
+    b"\xff?",
+    b"\\x3f61",
+    b"?\x00",
+    b"'",
+    b"%s%n{}",
+]
 
 
 def test_no_identity_is_taken_for_another_or_ends_the_scheduler(
     server: ControlServer, dealer: Callable[..., "zmq.Socket[bytes]"]
 ) -> None:
-    """Whoever is at the workers' socket is answered there, if at all, under the very name that he has."""
+    """Whoever is at the workers' socket is answered there, if at all, under the very name that he
+    has."""
     rng = np.random.default_rng(4)
     names = IDENTITIES + [b"?" + rng.bytes(int(rng.integers(1, 40))) for _ in range(40)]
     client = dealer(server.requests, b"ab")
@@ -162,7 +221,9 @@ def test_no_identity_is_taken_for_another_or_ends_the_scheduler(
 
 
 def test_a_monstrous_message_is_cut_off_at_the_control_sockets(
-    server: ControlServer, dealer: Callable[..., "zmq.Socket[bytes]"], monkeypatch: pytest.MonkeyPatch
+    server: ControlServer,
+    dealer: Callable[..., "zmq.Socket[bytes]"],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for address in (server.address, server.requests):
         stranger = dealer(address)

@@ -1,5 +1,5 @@
-"""What a scheduler says that has taken over reaches its workers, whenever they find it: real sockets, a played
-forkserver."""
+"""What a scheduler says that has taken over reaches its workers, whenever they find it: real
+sockets, a played forkserver."""
 
 import json
 import socket
@@ -29,7 +29,13 @@ class PlayedForkserver:
 
     def __init__(self, takeover: str) -> None:
         self.handed: list[dict[str, Any]] = [
-            {"name": "prompts-0", "alive": True, "pid": 1, "status": None, "settings": {"attempt": 0, "keys": {}}}
+            {
+                "name": "prompts-0",
+                "alive": True,
+                "pid": 1,
+                "status": None,
+                "settings": {"attempt": 0, "keys": {}},
+            }
         ]
         self.alone_s, self.number, self.lives = 0.1, 1, False
         self._socket, self._other = socket.socketpair()

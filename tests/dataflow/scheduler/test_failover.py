@@ -1,4 +1,5 @@
-"""A scheduler that takes another's place: whoever is at work stays, all others are started again or are done."""
+"""A scheduler that takes another's place: whoever is at work stays, all others are started again or
+are done."""
 
 import json
 import signal
@@ -34,24 +35,35 @@ def of(left: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def successor(
-    play: Play, left: dict[str, Any], change: Callable[[dict[str, dict[str, Any]]], None] = lambda handed: None
+    play: Play,
+    left: dict[str, Any],
+    change: Callable[[dict[str, dict[str, Any]]], None] = lambda handed: None,
 ) -> Scheduler:
-    """Takes over from a run that is played; change: what has become of its workers meanwhile, by name."""
+    """Takes over from a run that is played; change: what has become of its workers meanwhile, by
+    name."""
     server = PlayedServer()
     handed = {
         name: {
-            "name": name, "pid": 1, "alive": True, "status": None,
+            "name": name,
+            "pid": 1,
+            "alive": True,
+            "status": None,
             "settings": {"attempt": record.attempt, "keys": {}},
         }
         for name, record in play.run.table.workers.items()
-    }  # fmt: skip
+    }
     change(handed)
     server.handed, server.alone_s, server.number = list(handed.values()), 2.5, 1  # type: ignore[misc]
     settings = Settings(folder=str(play.folder))
     made = Scheduler(
-        play.run.table.graph, play.run.table.plan, settings, limits=Limits(), clock=lambda: play.now,
-        server=server, left=left,  # type: ignore[arg-type]
-    )  # fmt: skip
+        play.run.table.graph,
+        play.run.table.plan,
+        settings,
+        limits=Limits(),
+        clock=lambda: play.now,
+        server=server,
+        left=left,  # type: ignore[arg-type]
+    )
     made.start()
     return made
 
@@ -68,7 +80,9 @@ def test_whoever_was_at_work_stays_so_and_hears_again_what_it_may_have_missed(be
     assert server.sent == [], "nobody has found this scheduler's socket"
     server.received = [Received(name, Heartbeat(attempt=0, nodes={})) for name in begun.NAMES]
     run.turn(0.0)
-    assert sorted(name for name, message in server.sent if message == Start()) == sorted(begun.NAMES)
+    assert sorted(name for name, message in server.sent if message == Start()) == sorted(
+        begun.NAMES
+    )
     assert ("held_out-0", NodeCommand("held_out", {"evaluate": 0})) in server.sent
     assert server.stays == (Limits().adopt_s, Limits().drain_s, Limits().silent_s)
     (line,) = [json.loads(text) for text in (begun.folder / FILE).read_text().splitlines()]
@@ -99,7 +113,9 @@ def test_one_that_no_forkserver_ever_saw_is_started_for_the_first_time(begun: Pl
     left = left_by(begun)
     of(left, "eval-0")["life"] = "forked"
     run = successor(begun, left, lambda handed: handed.pop("eval-0"))
-    assert states(run)["eval-0"] == "down" and run.table.workers["eval-0"].cause == "was never started"
+    assert (
+        states(run)["eval-0"] == "down" and run.table.workers["eval-0"].cause == "was never started"
+    )
 
 
 def test_workers_that_had_ended_when_all_was_done_are_missed_by_nobody(begun: Play) -> None:
@@ -114,14 +130,18 @@ def test_workers_that_had_ended_when_all_was_done_are_missed_by_nobody(begun: Pl
     assert run.table.run.over and set(states(run).values()) == {"gone"}
 
 
-def test_what_is_deferred_is_sent_in_order_once_its_worker_speaks_and_not_to_its_next_attempt(begun: Play) -> None:
+def test_what_is_deferred_is_sent_in_order_once_its_worker_speaks_and_not_to_its_next_attempt(
+    begun: Play,
+) -> None:
     run = successor(begun, left_by(begun))
     server: Any = run._server
     run._apply(Drain())
     server.received = [Received("prompts-0", Heartbeat(attempt=0, nodes={}))]
     run.turn(0.0)
     drain = NodeCommand("prompts", {"drain": True})
-    received = [message for _, message in server.sent if not isinstance(message, Heard | AddReceivers)]
+    received = [
+        message for _, message in server.sent if not isinstance(message, Heard | AddReceivers)
+    ]
     pause, go_on = (NodeCommand("prompts", {"pause": is_paused}) for is_paused in (True, False))
     assert received == [Start(), pause, drain, go_on]
     assert {name for name, _ in server.sent} == {"prompts-0"}
@@ -130,7 +150,9 @@ def test_what_is_deferred_is_sent_in_order_once_its_worker_speaks_and_not_to_its
 def test_the_next_attempt_is_sent_nothing_that_was_deferred_for_the_one_before(begun: Play) -> None:
     run = successor(begun, left_by(begun))
     server: Any = run._server
-    server.events.append({"event": "exited", "name": "held_out-0", "pid": 1, "status": -signal.SIGKILL})
+    server.events.append(
+        {"event": "exited", "name": "held_out-0", "pid": 1, "status": -signal.SIGKILL}
+    )
     run.turn(0.0)
     begun.now += 1.0
     run.turn(0.0)

@@ -1,4 +1,5 @@
-"""Hosts that are lost, come back and join, told as plain values: who falls, where it starts again, what counts."""
+"""Hosts that are lost, come back and join, told as plain values: who falls, where it starts again,
+what counts."""
 
 import dataclasses
 import json
@@ -12,7 +13,16 @@ from dataflow.errors import DataflowError, DeadlineError, RunError
 from dataflow.limits import Limits, Patience
 from dataflow.planning.hosts import Devices, Host
 from dataflow.scheduler import events, seating
-from dataflow.scheduler.events import Clear, Command, FaultNoticed, HostHeard, HostJoined, HostLost, Send, StartWorker
+from dataflow.scheduler.events import (
+    Clear,
+    Command,
+    FaultNoticed,
+    HostHeard,
+    HostJoined,
+    HostLost,
+    Send,
+    StartWorker,
+)
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.table import Life, Membership, Table
 from dataflow.system.files import to_json
@@ -20,7 +30,14 @@ from dataflow.worker import messages
 from dataflow.worker.messages import Moved, Start, Wire
 
 A, B, C = (Host(name=name, cpus=4, gpus=2) for name in "abc")
-SITS = {"prompts-0": "a", "reward-0": "a", "trainer-0": "a", "generator-0": "a", "generator-1": "b", "stage-0": "b"}
+SITS = {
+    "prompts-0": "a",
+    "reward-0": "a",
+    "trainer-0": "a",
+    "generator-0": "a",
+    "generator-1": "b",
+    "stage-0": "b",
+}
 GPUS = {"generator": (0, 2), "trainer": (1,)}
 LIMITS = Limits(hang_s=10.0, host_s=60.0, patience=Patience(first_s=0.0, of_one=3))
 
@@ -30,19 +47,33 @@ class Run:
 
     def __init__(self, hosts: Sequence[Host] = (A, B)) -> None:
         graph, made = planned(Devices.of(hosts), gpus={"generator": 2, "trainer": 1})
-        made = dataclasses.replace(made, placements={
-            node: dataclasses.replace(
-                placement, hosts=tuple(SITS[f"{placement.worker}-{replica}"] for replica in range(placement.replicas)),
-                gpus=GPUS.get(node, ()),
-            )
-            for node, placement in made.placements.items()
-        })  # fmt: skip
+        made = dataclasses.replace(
+            made,
+            placements={
+                node: dataclasses.replace(
+                    placement,
+                    hosts=tuple(
+                        SITS[f"{placement.worker}-{replica}"]
+                        for replica in range(placement.replicas)
+                    ),
+                    gpus=GPUS.get(node, ()),
+                )
+                for node, placement in made.placements.items()
+            },
+        )
         self.table, self.now = Table(graph=graph, plan=made, limits=LIMITS), 100.0
         self.own = addresses(graph, made)
         for number, record in enumerate(self.table):
             record.host = SITS[record.name]
-            record.gpus = {"generator-0": (0,), "trainer-0": (1,), "generator-1": (2,)}.get(record.name, ())
-            record.life, record.wired, record.has_process, record.pid = Life.READY, True, True, number + 1
+            record.gpus = {"generator-0": (0,), "trainer-0": (1,), "generator-1": (2,)}.get(
+                record.name, ()
+            )
+            record.life, record.wired, record.has_process, record.pid = (
+                Life.READY,
+                True,
+                True,
+                number + 1,
+            )
             record.addresses, record.received_at = self.own[record.name], record.host
         self.table.begun = True
         self.table.watched_at = self.now
@@ -94,18 +125,23 @@ def told(commands: list[Command]) -> str:
     return "\n".join(command.text for command in commands if isinstance(command, events.NotifyUser))
 
 
-def test_a_host_that_is_not_heard_is_lost_and_its_workers_start_where_there_is_room_as_soon_as_that_is() -> None:
+def test_a_host_that_is_not_heard_is_lost_and_its_workers_start_where_there_is_room_as_soon_as_that_is() -> (
+    None
+):
     run = Run((A, B, C))
     seconds = {"busy": 0.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0}
     report = messages.NodeReport(
         status={"begun": 5}, seconds=seconds, rows_in=0, rows_out=0, ended=False, blocked=False
     )
     run.says("generator-1", messages.Heartbeat(attempt=0, nodes={"generator": report}))
-    assert run.tick(10.0, "a", "c") == [], "and nobody is blamed who cannot be heard because of his host"
+    assert run.tick(10.0, "a", "c") == [], (
+        "and nobody is blamed who cannot be heard because of his host"
+    )
     found = run.tick(1.0, "a", "c")
     fell = [command for command in found if isinstance(command, FaultNoticed)]
     assert [(each.worker, each.cause) for each in fell] == [
-        (name, "was on host 'b', which was not heard for 11 s") for name in ("generator-1", "stage-0")
+        (name, "was on host 'b', which was not heard for 11 s")
+        for name in ("generator-1", "stage-0")
     ]
     assert [each.rollouts for each in fell] == [5, 0], "that are drawn again"
     assert spawned(found) == ["generator-1", "stage-0"] and not run.table.failures
@@ -151,20 +187,32 @@ def test_a_lost_host_that_is_back_ends_what_it_has_before_anything_is_started_th
     assert run.table.workers["generator-1"].gpus == (2,)
 
 
-def test_without_room_the_run_says_what_it_waits_for_goes_on_with_a_host_that_joins_or_ends_with_the_numbers() -> None:
-    wanted = "no host has room for 'generator-1' (1 GPU): 'a' has 0 of 2 GPUs free, 'b' has ended its agent"
+def test_without_room_the_run_says_what_it_waits_for_goes_on_with_a_host_that_joins_or_ends_with_the_numbers() -> (
+    None
+):
+    wanted = (
+        "no host has room for 'generator-1' (1 GPU): 'a' has 0 of 2 GPUs free, 'b' has ended its"
+        " agent"
+    )
     waits, ends = Run(), Run()
     for run in (waits, ends):
         run.take(HostLost("b", "has ended its agent"))
         found = run.tick(0.0, "a")
-        assert spawned(found) == ["stage-0"] and f"{wanted}; the run waits 60 s for a host that joins" in told(found)
+        assert spawned(found) == [
+            "stage-0"
+        ] and f"{wanted}; the run waits 60 s for a host that joins" in told(found)
         run.back("stage-0")
         assert run.tick(50.0, "a") == [], "it says so once"
     assert told(waits.take(HostJoined(C))) == "host 'c' has joined with 4 cores and 2 GPUs"
     assert spawned(waits.tick(1.0, "a", "c")) == ["generator-1"]
-    assert (waits.table.workers["generator-1"].host, waits.table.workers["generator-1"].gpus) == ("c", (4,))
+    assert (waits.table.workers["generator-1"].host, waits.table.workers["generator-1"].gpus) == (
+        "c",
+        (4,),
+    )
     found = error(ends.tick(11.0, "a"))
-    assert isinstance(found, DeadlineError) and f"waited 60 s for a host that joins, as {wanted}" in str(found)
+    assert isinstance(
+        found, DeadlineError
+    ) and f"waited 60 s for a host that joins, as {wanted}" in str(found)
 
 
 def test_the_workers_of_a_host_that_is_lost_before_all_were_ready_start_elsewhere_too() -> None:
@@ -198,9 +246,14 @@ def test_those_that_send_to_a_worker_that_is_elsewhere_hear_where_it_was_and_is(
     edge = "generator>stage:prompts"
     moved = Moved(receivers={edge: "tcp://c:1"}, before={edge: ["at-stage-0"]})
     sends = [command for command in found if isinstance(command, Send)]
-    assert Send("generator-0", moved) in sends and "generator-1" not in [each.to for each in sends], "it is away itself"
-    wires = [each.message.addresses for each in [c for c in run.back("generator-1") if isinstance(c, Send)]
-             if isinstance(each.message, Wire)]  # fmt: skip
+    assert Send("generator-0", moved) in sends and "generator-1" not in [
+        each.to for each in sends
+    ], "it is away itself"
+    wires = [
+        each.message.addresses
+        for each in [c for c in run.back("generator-1") if isinstance(c, Send)]
+        if isinstance(each.message, Wire)
+    ]
     assert wires == [{edge: ["tcp://c:1"]}]
     again = [each for each in run.take(events.TakeOver({})) if isinstance(each, Send)]
     assert again == [], "they have not found the next scheduler"
@@ -208,13 +261,17 @@ def test_those_that_send_to_a_worker_that_is_elsewhere_hear_where_it_was_and_is(
     assert generator.deferred[0] == moved, "before it is asked to send there as well"
 
 
-def test_the_next_scheduler_meets_the_workers_of_a_host_when_its_agent_joins_and_misses_the_others() -> None:
+def test_the_next_scheduler_meets_the_workers_of_a_host_when_its_agent_joins_and_misses_the_others() -> (
+    None
+):
     left = json.loads(to_json(Run().table.to_plain()))
     run = Run()
     run.table.take_up(left)
     run.table.begun = True
     assert spawned(run.take(events.TakeOver({}))) == []
-    kept = {name: events.KeptProcess(0, 5, True, None) for name, host in SITS.items() if host == "a"}
+    kept = {
+        name: events.KeptProcess(0, 5, True, None) for name, host in SITS.items() if host == "a"
+    }
     kept["generator-0"] = events.KeptProcess(0, 5, False, -9)
     found = run.take(HostJoined(A, kept))
     assert [each.worker for each in found if isinstance(each, FaultNoticed)] == ["generator-0"]
@@ -226,7 +283,8 @@ def test_the_next_scheduler_meets_the_workers_of_a_host_when_its_agent_joins_and
 
 
 def test_a_wish_that_came_before_any_host_was_met_is_fulfilled_when_they_are() -> None:
-    """Simulation, seed 19622: nobody fell, so that nobody became ready again, and the wish waited for ever."""
+    """Simulation, seed 19622: nobody fell, so that nobody became ready again, and the wish waited
+    for ever."""
     left = json.loads(to_json(Run((A, B, C)).table.to_plain()))
     run = Run((A, B, C))
     run.table.take_up(left)
@@ -234,14 +292,21 @@ def test_a_wish_that_came_before_any_host_was_met_is_fulfilled_when_they_are() -
     run.take(events.TakeOver({}))
     assert spawned(run.take(events.Wish({"generator": 3}))) == []
     for host in (A, B, C):
-        kept = {name: events.KeptProcess(0, 5, True, None) for name, where in SITS.items() if where == host.name}
+        kept = {
+            name: events.KeptProcess(0, 5, True, None)
+            for name, where in SITS.items()
+            if where == host.name
+        }
         assert spawned(run.take(HostJoined(host, kept))) == []
     assert spawned(run.tick(1.0, "a", "b", "c")) == ["generator-2"]
 
 
 def test_an_agent_that_finds_its_scheduler_again_tells_of_ends_that_nobody_heard_of() -> None:
     run = Run()
-    kept = {"generator-1": events.KeptProcess(0, 5, False, -9), "stage-0": events.KeptProcess(0, 6, True, None)}
+    kept = {
+        "generator-1": events.KeptProcess(0, 5, False, -9),
+        "stage-0": events.KeptProcess(0, 6, True, None),
+    }
     found = run.take(HostJoined(B, kept))
     assert [each.worker for each in found if isinstance(each, FaultNoticed)] == ["generator-1"]
     assert run.table.workers["stage-0"].life is Life.READY
@@ -263,14 +328,22 @@ def test_a_newcomer_gets_the_accelerators_of_one_host_that_lives() -> None:
 
 
 @pytest.mark.parametrize("life", [Life.FORKED, Life.STARTING, Life.DYING])
-def test_one_that_is_on_its_way_or_dying_falls_with_its_host_and_is_killed_by_nobody(life: Life) -> None:
+def test_one_that_is_on_its_way_or_dying_falls_with_its_host_and_is_killed_by_nobody(
+    life: Life,
+) -> None:
     run = Run((A, B, C))
     record = run.table.workers["generator-1"]
     record.life, record.dying_since = life, run.now
     found = run.tick(11.0, "a", "c")
     assert "generator-1" in spawned(found) and record.host == "c"
-    killed = [command for command in found if isinstance(command, events.Signal) and command.number == signal.SIGKILL]
-    assert [command.to for command in killed] == (["generator-1"] if life is Life.DYING else []), "at its old host"
+    killed = [
+        command
+        for command in found
+        if isinstance(command, events.Signal) and command.number == signal.SIGKILL
+    ]
+    assert [command.to for command in killed] == (["generator-1"] if life is Life.DYING else []), (
+        "at its old host"
+    )
 
 
 def test_who_keeps_what_no_other_host_sees_waits_for_its_own_and_others_go_elsewhere() -> None:
@@ -280,12 +353,24 @@ def test_who_keeps_what_no_other_host_sees_waits_for_its_own_and_others_go_elsew
     commands = run.take(HostLost("a", "has ended its agent"))
     commands += run.tick(2.0, "b", "c")
     spawned = {
-        command.name: run.table.workers[command.name].host for command in commands if isinstance(command, StartWorker)
+        command.name: run.table.workers[command.name].host
+        for command in commands
+        if isinstance(command, StartWorker)
     }
-    assert spawned.keys() == {"prompts-0", "reward-0", "generator-0"} and set(spawned.values()) <= {"b", "c"}
+    assert spawned.keys() == {"prompts-0", "reward-0", "generator-0"} and set(spawned.values()) <= {
+        "b",
+        "c",
+    }
     told = " ".join(each.text for each in commands if isinstance(each, events.NotifyUser))
-    assert "'trainer-0' keeps on host 'a' what no other sees, and nothing else can go on with that" in told
-    ends = [each.error for each in run.tick(LIMITS.host_s + 2, "b", "c") if isinstance(each, events.EndRun)]
+    assert (
+        "'trainer-0' keeps on host 'a' what no other sees, and nothing else can go on with that"
+        in told
+    )
+    ends = [
+        each.error
+        for each in run.tick(LIMITS.host_s + 2, "b", "c")
+        if isinstance(each, events.EndRun)
+    ]
     assert isinstance(ends[0], DeadlineError) and "what no other sees" in str(ends[0])
 
 
@@ -301,8 +386,8 @@ def test_a_host_that_is_back_and_sees_another_folder_than_before_gets_nothing() 
     run.take(HostLost("b", "has ended its agent"))
     commands = run.take(HostJoined(dataclasses.replace(B, own_folder=True)))
     assert [each.text for each in commands if isinstance(each, events.NotifyUser)] == [
-        "host 'b' is back and does not see the run folder, other than before; nothing is started there: let it see "
-        "what it saw, or give it another name"
+        "host 'b' is back and does not see the run folder, other than before; nothing is started"
+        " there: let it see what it saw, or give it another name"
     ]
     assert not run.table.hosts["b"].is_alive
 
@@ -318,16 +403,24 @@ def moved() -> Run:
     return run
 
 
-def test_who_was_moved_goes_back_once_its_planned_host_has_been_back_for_a_while_and_has_not_failed() -> None:
+def test_who_was_moved_goes_back_once_its_planned_host_has_been_back_for_a_while_and_has_not_failed() -> (
+    None
+):
     run = moved()
     found = run.tick(10.0, "a", "b", "c")
     killed = [command.to for command in found if isinstance(command, events.Signal)]
     assert killed == ["generator-1", "stage-0"]
     assert told(found) == "hosts are back for 30 s: generator-1 to 'b', stage-0 to 'b' as planned"
     for name in killed:
-        assert run.take(events.ProcessEvent(name, "exited", -9, host=run.table.workers[name].host)) == []
+        assert (
+            run.take(events.ProcessEvent(name, "exited", -9, host=run.table.workers[name].host))
+            == []
+        )
     assert spawned(run.tick(1.0, "a", "b", "c")) == ["generator-1", "stage-0"]
-    assert [(run.table.workers[name].host, run.table.workers[name].gpus) for name in killed] == [("b", (2,)), ("b", ())]
+    assert [(run.table.workers[name].host, run.table.workers[name].gpus) for name in killed] == [
+        ("b", (2,)),
+        ("b", ()),
+    ]
     assert not run.table.failures and run.table.hopeless is None
     for name in killed:
         run.back(name)
@@ -336,12 +429,20 @@ def test_who_was_moved_goes_back_once_its_planned_host_has_been_back_for_a_while
 
 def test_nobody_goes_back_where_what_it_had_is_anothers_or_before_all_are_at_work() -> None:
     run = moved()
-    newcomer = dataclasses.replace(run.table.workers["generator-0"], name="generator-2", replica=2, host="b", gpus=(2,))
+    newcomer = dataclasses.replace(
+        run.table.workers["generator-0"], name="generator-2", replica=2, host="b", gpus=(2,)
+    )
     run.table.add(newcomer)
-    assert [each.to for each in run.tick(10.0, "a", "b", "c") if isinstance(each, events.Signal)] == ["stage-0"]
+    assert [
+        each.to for each in run.tick(10.0, "a", "b", "c") if isinstance(each, events.Signal)
+    ] == ["stage-0"]
     run = moved()
     run.table.workers["trainer-0"].die("is dying", run.now)
-    assert not [each for each in run.tick(10.0, "a", "b", "c") if getattr(each, "to", "") in ("generator-1", "stage-0")]
+    assert not [
+        each
+        for each in run.tick(10.0, "a", "b", "c")
+        if getattr(each, "to", "") in ("generator-1", "stage-0")
+    ]
 
 
 def test_one_that_dies_elsewhere_starts_where_the_plan_has_it() -> None:
@@ -359,6 +460,9 @@ def test_what_an_earlier_attempt_says_or_any_on_another_host_counts_nowhere() ->
     assert (record.host, record.attempt, record.life) == ("c", 1, Life.FORKED)
     record.is_reachable, record.deferred = False, [Start()]
     for attempt, host in ((0, "b"), (0, "c"), (1, "b")):
-        for message in (messages.Ready(attempt=attempt), messages.Heartbeat(attempt=attempt, nodes={})):
+        for message in (
+            messages.Ready(attempt=attempt),
+            messages.Heartbeat(attempt=attempt, nodes={}),
+        ):
             assert run.take(events.Received("generator-1", message, host)) == []
     assert record.life is Life.FORKED and not record.is_reachable and record.deferred == [Start()]

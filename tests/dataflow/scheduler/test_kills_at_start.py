@@ -1,5 +1,5 @@
-"""Workers that are killed before all were ready once, at every moment: the run begins as it would have, wired to those
-that are there."""
+"""Workers that are killed before all were ready once, at every moment: the run begins as it would
+have, wired to those that are there."""
 
 from random import Random
 
@@ -7,7 +7,16 @@ import pytest
 from test_scaling import planned
 
 from dataflow.limits import Limits, Patience
-from dataflow.scheduler.events import Command, EndRun, ProcessEvent, Received, RunBegins, Send, StartWorker, Tick
+from dataflow.scheduler.events import (
+    Command,
+    EndRun,
+    ProcessEvent,
+    Received,
+    RunBegins,
+    Send,
+    StartWorker,
+    Tick,
+)
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.table import Life, Table
 from dataflow.worker.messages import FromWorker, Hello, Moved, Ready, Start, Wire
@@ -35,7 +44,9 @@ class Attempt:
             case Moved():
                 for edge, where in message.receivers.items():
                     own = self.wires[-1][edge]
-                    self.wires[-1][edge] = [where if at in message.before[edge] else at for at in own]
+                    self.wires[-1][edge] = [
+                        where if at in message.before[edge] else at for at in own
+                    ]
             case Start():
                 self.started += 1
 
@@ -53,12 +64,18 @@ class Starting:
 
     def run(self) -> None:
         for _ in range(1000):
-            if self.table.begun and not self.kills and all(record.life is Life.READY for record in self.table):
+            if (
+                self.table.begun
+                and not self.kills
+                and all(record.life is Life.READY for record in self.table)
+            ):
                 return
             self.now += 0.01
             self.turn(self.random.choice(list(self.attempts.values())))
             self.do(reduce(self.table, Tick(), self.now))
-        raise AssertionError(f"the run does not begin: {[str(record.life) for record in self.table]}")
+        raise AssertionError(
+            f"the run does not begin: {[str(record.life) for record in self.table]}"
+        )
 
     def turn(self, one: Attempt) -> None:
         if self.kills and self.random.random() < 0.2:
@@ -108,5 +125,8 @@ def test_the_run_begins_whoever_is_killed_at_whichever_moment_of_its_start(kills
             if one.number and one.name.startswith("stage"):
                 assert one.senders == {"generator>stage:prompts": 2}
             for edge, to in one.wires[0].items():
-                assert sorted(to) == sorted(own[edge] for own in where if edge in own), (seed, one.name)
+                assert sorted(to) == sorted(own[edge] for own in where if edge in own), (
+                    seed,
+                    one.name,
+                )
         assert sum(one.number for one in run.attempts.values()) == kills

@@ -57,7 +57,9 @@ def test_what_a_run_needs_of_which_any_process_lives_stays(tmp_path: Path, memor
     assert clear(folder)
 
 
-def test_what_was_counted_when_all_was_killed_goes_to_the_run_folder(tmp_path: Path, memory: Path) -> None:
+def test_what_was_counted_when_all_was_killed_goes_to_the_run_folder(
+    tmp_path: Path, memory: Path
+) -> None:
     folder, place = killed(tmp_path, memory)
     folder.write_json("times.json", {"outcome": "not finished", "seconds": 3.0, "edges": {}})
     kept = KeptCounts(path_of(str(place), "a", 0), ["a>b:a"])
@@ -66,7 +68,9 @@ def test_what_was_counted_when_all_was_killed_goes_to_the_run_folder(tmp_path: P
     SnapshotFile(place, {"begun": lambda: {"edges": before}}).write()
     assert clear(folder)
     found = folder.read_json("times.json")
-    assert found["edges"] == {"a>b:a": {"sent": [3, 24, 1000], "received": [1, 8, 100], "acknowledged": [1, 8, 100]}}
+    assert found["edges"] == {
+        "a>b:a": {"sent": [3, 24, 1000], "received": [1, 8, 100], "acknowledged": [1, 8, 100]}
+    }
     assert (found["outcome"], found["seconds"]) == ("not finished", 3.0)
 
 
@@ -98,10 +102,27 @@ def points_at(folder: RunFolder, place: Path | str) -> None:
     folder.write_json(CONTROL, {"address": f"ipc://{place}/commands", "pid": 1})
 
 
-@pytest.mark.parametrize("control", [["no", "map"], {}, *({"address": each} for each in (
-    "", "ipc:///dev/shm/commands", "tcp://127.0.0.1:5555", None, 7, "ipc://\0/commands",
-))])  # fmt: skip
-def test_nothing_is_removed_where_the_run_folder_names_nothing(tmp_path: Path, memory: Path, control: object) -> None:
+@pytest.mark.parametrize(
+    "control",
+    [
+        ["no", "map"],
+        {},
+        *(
+            {"address": each}
+            for each in (
+                "",
+                "ipc:///dev/shm/commands",
+                "tcp://127.0.0.1:5555",
+                None,
+                7,
+                "ipc://\0/commands",
+            )
+        ),
+    ],
+)
+def test_nothing_is_removed_where_the_run_folder_names_nothing(
+    tmp_path: Path, memory: Path, control: object
+) -> None:
     folder, place = killed(tmp_path, memory)
     folder.write_json(CONTROL, control)
     assert not clear(folder) and place.exists()
@@ -158,7 +179,18 @@ def in_a_folder_of_all(place: Path, mine: RunFolder) -> Path:
 
 
 @pytest.mark.parametrize(
-    "change", [elsewhere, renamed, opened, linked, roundabout, unmarked, a_neighbours, a_copys, in_a_folder_of_all]
+    "change",
+    [
+        elsewhere,
+        renamed,
+        opened,
+        linked,
+        roundabout,
+        unmarked,
+        a_neighbours,
+        a_copys,
+        in_a_folder_of_all,
+    ],
 )
 def test_only_what_a_run_made_for_itself_where_it_makes_it_is_removed(
     tmp_path: Path, memory: Path, change: Callable[[Path, RunFolder], Path]
@@ -173,7 +205,9 @@ def test_only_what_a_run_made_for_itself_where_it_makes_it_is_removed(
         shutil.rmtree(memory.parent / f"{memory.name}-else", ignore_errors=True)
 
 
-def test_what_another_user_made_is_not_removed(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_user_made_is_not_removed(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, place = killed(tmp_path, memory)
     with monkeypatch.context() as patch:
         patch.setattr(os, "getuid", lambda uid=os.getuid(): uid + 1)
@@ -205,7 +239,9 @@ def test_workers_are_taken_over_only_where_the_run_itself_put_them(
     assert execute.take(folder) is None and asked == [place]
 
 
-def test_all_killed_runs_of_a_folder_are_cleared_and_the_others_left(tmp_path: Path, memory: Path) -> None:
+def test_all_killed_runs_of_a_folder_are_cleared_and_the_others_left(
+    tmp_path: Path, memory: Path
+) -> None:
     first, one = killed(tmp_path, memory)
     living, two = killed(tmp_path, memory)
     RunFolder.create(tmp_path, "inline")

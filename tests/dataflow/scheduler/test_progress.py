@@ -28,7 +28,9 @@ class Scene:
         made = plan(graph, Devices(cpus=2), gpus=gpus)
         self.now = 0.0
         self.folder = RunFolder.create(folder, "test")
-        self.watch = ProgressWatch(graph, made, self.folder, 10, clock=lambda: self.now, begun={"trainer": begun})
+        self.watch = ProgressWatch(
+            graph, made, self.folder, 10, clock=lambda: self.now, begun={"trainer": begun}
+        )
         self.run = RunStateMachine(graph, made)
         self.run.start()
 
@@ -41,12 +43,18 @@ class Scene:
         return next(node for node in self.watch.snapshot().nodes if node.name == "generator")
 
 
-def beat(member: str, rows: int, busy: float, version: int = 3, ended: bool = False) -> dict[str, Any]:
+def beat(
+    member: str, rows: int, busy: float, version: int = 3, ended: bool = False
+) -> dict[str, Any]:
     report = {
-        "status": {"version": version, "tokens": 10 * rows, "active": 0 if ended else 4}, "rows_in": rows,
-        "rows_out": rows, "ended": ended, "blocked": False, "starved": False,
+        "status": {"version": version, "tokens": 10 * rows, "active": 0 if ended else 4},
+        "rows_in": rows,
+        "rows_out": rows,
+        "ended": ended,
+        "blocked": False,
+        "starved": False,
         "seconds": {"busy": busy, "waiting": 0.0, "blocked": 0.0, "starved": 0.0},
-    }  # fmt: skip
+    }
     return {"member": member, "nodes": {"generator": report}, "edges": {}}
 
 
@@ -63,7 +71,9 @@ def test_what_a_node_notices_is_told_once(scene: Scene) -> None:
     assert scene.watch.notices == ["'generator': most turns are none"]
 
 
-def test_of_nodes_that_share_devices_it_tells_who_sleeps_and_who_waits_for_whom(tmp_path: Path) -> None:
+def test_of_nodes_that_share_devices_it_tells_who_sleeps_and_who_waits_for_whom(
+    tmp_path: Path,
+) -> None:
     scene = Scene(tmp_path, gpus="shared")
     scene.note(0.0, all_0=beat("live", 10, 0.0))
     for generator, trainer, told in (
@@ -110,11 +120,15 @@ def test_a_run_that_goes_on_begins_at_the_step_that_it_had_come_to(tmp_path: Pat
     scene.folder.append_metrics({"step": 9, "loss": 0.5, "groups": 2})
     scene.note(110.0, generator_0=beat("live", 20, 2.0))
     shown = scene.watch.snapshot()
-    assert (shown.step, shown.left_s) == (9, 10.0), "a step of this part takes as long as the one it has made"
+    assert (shown.step, shown.left_s) == (9, 10.0), (
+        "a step of this part takes as long as the one it has made"
+    )
     assert shown.groups["trained"] == 2, "what is issued and trained is of the same part"
 
 
-def test_rollouts_under_way_are_told_and_their_tokens_counted_before_any_has_ended(scene: Scene) -> None:
+def test_rollouts_under_way_are_told_and_their_tokens_counted_before_any_has_ended(
+    scene: Scene,
+) -> None:
     for second in range(90):
         scene.note(float(second), generator_0=beat("live", second // 30, 0.0))
     shown = scene.watch.snapshot()
@@ -126,13 +140,19 @@ def test_rollouts_under_way_are_told_and_their_tokens_counted_before_any_has_end
 
 
 def test_those_at_work_are_counted_and_those_on_their_way_are_noted(scene: Scene) -> None:
-    scene.note(0.0, generator_0=beat("live", 10, 1.0), generator_1=beat("joining", 0, 0.0, version=-1))
+    scene.note(
+        0.0, generator_0=beat("live", 10, 1.0), generator_1=beat("joining", 0, 0.0, version=-1)
+    )
     assert (scene.generator.replicas, scene.generator.note) == (1, "1 joining, 8 rollouts, v3")
     scene.note(1.0, generator_0=beat("live", 20, 2.0), generator_1=beat("live", 5, 1.0, version=2))
     assert (scene.generator.replicas, scene.watch.snapshot().version) == (2, 2)
     scene.note(2.0, generator_0=beat("live", 30, 3.0), generator_1=beat("leaving", 8, 1.5))
     assert (scene.generator.replicas, scene.generator.note) == (2, "1 leaving, 8 rollouts, v3")
-    scene.note(3.0, generator_0=beat("live", 40, 4.0), generator_1=beat("left", 9, 1.6, version=1, ended=True))
+    scene.note(
+        3.0,
+        generator_0=beat("live", 40, 4.0),
+        generator_1=beat("left", 9, 1.6, version=1, ended=True),
+    )
     assert (scene.generator.replicas, scene.generator.note) == (1, "4 rollouts, v3")
 
 
@@ -144,16 +164,23 @@ def test_failures_are_noted_by_cause_over_all_replicas_and_attempts(scene: Scene
     assert scene.generator.note == "8 rollouts, v3, 5 failed (4 hung, 1 raised), 4 tried again"
 
 
-def test_what_a_replica_did_before_it_left_still_counts_and_its_end_is_not_the_node_s(scene: Scene) -> None:
+def test_what_a_replica_did_before_it_left_still_counts_and_its_end_is_not_the_node_s(
+    scene: Scene,
+) -> None:
     scene.note(0.0, generator_0=beat("live", 0, 0.0), generator_1=beat("live", 0, 0.0))
     scene.note(1.0, generator_0=beat("live", 10, 0.5), generator_1=beat("live", 10, 0.5))
-    scene.note(2.0, generator_0=beat("live", 20, 1.0), generator_1=beat("left", 10, 0.5, ended=True))
+    scene.note(
+        2.0, generator_0=beat("live", 20, 1.0), generator_1=beat("left", 10, 0.5, ended=True)
+    )
     assert scene.generator.rate == pytest.approx(15.0)
     assert scene.generator.state != "ended"
 
 
-def test_a_node_is_busy_as_its_replicas_are_on_the_mean_however_many_there_were(scene: Scene) -> None:
-    """Three at work all the time for two seconds, then one for another two: busy for four seconds, not for eight."""
+def test_a_node_is_busy_as_its_replicas_are_on_the_mean_however_many_there_were(
+    scene: Scene,
+) -> None:
+    """Three at work all the time for two seconds, then one for another two: busy for four seconds,
+    not for eight."""
     everyone = {f"generator_{number}": beat("live", 0, 0.0) for number in range(3)}
     scene.note(0.0, **everyone)
     scene.note(2.0, **{name: beat("live", 0, 2.0) for name in everyone})
@@ -175,7 +202,10 @@ def test_what_a_node_s_own_processes_have_of_its_work_is_counted_like_it(scene: 
 def test_a_node_whose_worker_is_away_is_told_as_restarting(scene: Scene) -> None:
     scene.note(0.0, generator_0=beat("live", 10, 1.0))
     scene.note(1.0, generator_0=beat("restarting", 10, 1.0))
-    assert (scene.generator.state, scene.generator.note) == ("restarting", "1 restarting, 4 rollouts")
+    assert (scene.generator.state, scene.generator.note) == (
+        "restarting",
+        "1 restarting, 4 rollouts",
+    )
     assert scene.watch.snapshot().version is None
     scene.note(2.0, generator_0=beat("live", 12, 1.5))
     assert scene.generator.state == "working" and scene.generator.rate == pytest.approx(1.0)
@@ -186,7 +216,13 @@ def test_it_holds_as_much_after_many_steps_as_after_few(scene: Scene) -> None:
 
     def make(steps: range) -> int:
         for step in steps:
-            line = {"step": step, "loss": 0.5, "reward_mean": 0.1, "groups": 2, "dropped": {"too old": 1}}
+            line = {
+                "step": step,
+                "loss": 0.5,
+                "reward_mean": 0.1,
+                "groups": 2,
+                "dropped": {"too old": 1},
+            }
             scene.folder.append_metrics(line)
             if step % 10 == 0:
                 scene.folder.append_metrics({"step": step, "eval_accuracy": step / 1000})
@@ -196,9 +232,19 @@ def test_it_holds_as_much_after_many_steps_as_after_few(scene: Scene) -> None:
     few, many = make(range(1, 101)), make(range(101, 1001))
     shown = scene.watch.snapshot()
     assert many <= few
-    assert (shown.step, shown.accuracy_before, shown.accuracy, shown.groups["trained"], shown.groups["dropped"]) == (
-        1000, 0.01, 1.0, 2000, 1000,
-    )  # fmt: skip
+    assert (
+        shown.step,
+        shown.accuracy_before,
+        shown.accuracy,
+        shown.groups["trained"],
+        shown.groups["dropped"],
+    ) == (
+        1000,
+        0.01,
+        1.0,
+        2000,
+        1000,
+    )
     curve = scene.watch.curve()
     assert len(curve) == 1100 and curve[0] == {"step": 1, "reward_mean": 0.1}
 

@@ -1,4 +1,5 @@
-"""When a worker is started again and when the run gives up, told as plain values under a clock moved by hand."""
+"""When a worker is started again and when the run gives up, told as plain values under a clock
+moved by hand."""
 
 from typing import Any
 
@@ -20,7 +21,8 @@ class Recovery:
     def __init__(self, patience: Patience) -> None:
         self.table = small_table(limits=Limits(patience=patience))
         self.table.workers = {
-            name: WorkerRecord(name=name, worker=name, replica=0, nodes=("node",), life=Life.READY) for name in WORKERS
+            name: WorkerRecord(name=name, worker=name, replica=0, nodes=("node",), life=Life.READY)
+            for name in WORKERS
         }
 
     @property
@@ -96,7 +98,12 @@ def test_a_worker_that_fails_again_and_again_is_hopeless_with_every_cause_named(
         fails.died("a", cause, 100.0 * number)
         fails.due(100.0 * number + 50)
     assert fails.hopeless is not None
-    for said in ("'a' failed 3 times in 200 s", "'a' died (SIGKILL) (2 times)", "'a' failed: no memory", "logs/a.log"):
+    for said in (
+        "'a' failed 3 times in 200 s",
+        "'a' died (SIGKILL) (2 times)",
+        "'a' failed: no memory",
+        "logs/a.log",
+    ):
         assert said in fails.hopeless
 
 
@@ -127,7 +134,9 @@ def test_too_many_failures_of_all_workers_end_the_run_though_it_makes_progress()
         fails.died(WORKERS[number % 3], "died", float(number))
         fails.due(number + 0.5)
         fails.progressed(number + 1, number + 0.6)
-    assert fails.hopeless is not None and all(f"'{name}' died (2 times)" in fails.hopeless for name in WORKERS)
+    assert fails.hopeless is not None and all(
+        f"'{name}' died (2 times)" in fails.hopeless for name in WORKERS
+    )
 
 
 @pytest.mark.parametrize("how", ["the run ends", "there is no hope"])
@@ -141,11 +150,13 @@ def test_nothing_is_started_again_when(how: str) -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("die", "due", "recover", "progress", "end")), st.sampled_from(WORKERS),
-        st.floats(0.0, 40.0, allow_nan=False), st.integers(0, 5),
+        st.sampled_from(("die", "due", "recover", "progress", "end")),
+        st.sampled_from(WORKERS),
+        st.floats(0.0, 40.0, allow_nan=False),
+        st.integers(0, 5),
     ),
     max_size=60,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=150)
@@ -182,12 +193,16 @@ def test_whatever_happens_a_death_has_one_restart_at_most_after_its_wait_and_non
             if not (over or fails.hopeless):
                 assert not [name for name, at in died.items() if now - at > patience.most_s]
             assert fails.due(now) == []
-        assert all((fails.table.workers[name].restart_at is not None) == (name in died) for name in WORKERS)
+        assert all(
+            (fails.table.workers[name].restart_at is not None) == (name in died) for name in WORKERS
+        )
 
 
 @settings(max_examples=100)
 @given(st.lists(st.floats(0.0, 100.0, allow_nan=False), min_size=5, max_size=5))
-def test_a_worker_that_only_dies_ends_the_run_at_the_set_number_whatever_the_times(gaps: list[float]) -> None:
+def test_a_worker_that_only_dies_ends_the_run_at_the_set_number_whatever_the_times(
+    gaps: list[float],
+) -> None:
     fails, now = Recovery(Patience(of_one=5)), 0.0
     for number, gap in enumerate(gaps):
         assert fails.hopeless is None
@@ -205,9 +220,10 @@ def test_what_a_restart_does_not_mend_is_told_with_what_the_worker_died_of_befor
     fails.died("a", "died (SIGKILL)", 0.0)
     fails.due(30.0)
     fails.died("a", "failed: the model is gone", 31.0, lasting=True)
-    assert fails.hopeless == (
-        "worker 'a' failed: the model is gone; a restart would not mend that (before that: 'a' died (SIGKILL)); see "
-        "logs/a.log"
+    assert (
+        fails.hopeless
+        == "worker 'a' failed: the model is gone; a restart would not mend that (before that: 'a'"
+        " died (SIGKILL)); see logs/a.log"
     )
 
 

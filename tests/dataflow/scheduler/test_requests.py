@@ -25,7 +25,7 @@ from dataflow.scheduler.requests import (
     TellFacts,
     answer,
     ask_to_stop,
-)  # fmt: skip
+)
 from dataflow.system.messages import MessageError
 
 
@@ -57,9 +57,20 @@ def test_a_refusal_is_answered_with_its_reason() -> None:
 
 
 JUNK: list[Any] = [
-    None, 7, b"\x00", "TellFacts", [], {}, ["TellFacts", {}], ["Facts?", {}], [["TellFacts"], {}], ["Scale", {}],
-    ["Scale", {"wishes": {"a": True}}], ["Scale", {"wishes": {7: 1}}], ["Scale", {"wishes": {"a": -1}}],
-]  # fmt: skip
+    None,
+    7,
+    b"\x00",
+    "TellFacts",
+    [],
+    {},
+    ["TellFacts", {}],
+    ["Facts?", {}],
+    [["TellFacts"], {}],
+    ["Scale", {}],
+    ["Scale", {"wishes": {"a": True}}],
+    ["Scale", {"wishes": {7: 1}}],
+    ["Scale", {"wishes": {"a": -1}}],
+]
 
 
 @pytest.mark.parametrize("junk", JUNK)
@@ -82,7 +93,9 @@ def test_who_asks_a_scheduler_that_is_replaced_meanwhile_is_told_so_at_once(
     later = threading.Timer(0.1, lambda: folder.write_json(CONTROL, {**address, "pid": 2}))
     later.start()
     try:
-        with pytest.raises(RunError, match="was replaced while it was asked, so it may have done it or not"):
+        with pytest.raises(
+            RunError, match="was replaced while it was asked, so it may have done it or not"
+        ):
             ask_to_stop(folder, timeout_s=20.0)
     finally:
         later.join()

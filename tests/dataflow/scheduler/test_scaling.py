@@ -1,4 +1,5 @@
-"""Who joins and leaves, told as plain values: by hand, and in a small world where everything comes in any order."""
+"""Who joins and leaves, told as plain values: by hand, and in a small world where everything comes
+in any order."""
 
 import dataclasses
 import json
@@ -69,7 +70,11 @@ class Played:
     """A table whose workers are played: what they say goes to the reducer."""
 
     def __init__(self, graph: Graph, made: Plan) -> None:
-        limits = Limits(hang_s=1e9, start_s=1e9, patience=Patience(first_s=0.0, most_s=0.0, of_one=10**6, of_all=10**6))
+        limits = Limits(
+            hang_s=1e9,
+            start_s=1e9,
+            patience=Patience(first_s=0.0, most_s=0.0, of_one=10**6, of_all=10**6),
+        )
         self.table = Table(graph=graph, plan=made, limits=limits)
         for name, own in addresses(graph, made).items():
             self.table.workers[name].addresses = own
@@ -142,15 +147,23 @@ class Stage(Transform):
 
 
 def planned(devices: Devices | None = None, **how: Any) -> tuple[Graph, Plan]:
-    graph, generator, trainer = Graph("test"), FakeGenerator(model=POLICY), FakeTrainer(model=POLICY)
+    graph, generator, trainer = (
+        Graph("test"),
+        FakeGenerator(model=POLICY),
+        FakeTrainer(model=POLICY),
+    )
     trainer(reward(Stage(name="stage")(generator(graph.source(FakePrompts())))))
     graph.feedback(trainer.weights, generator, max_staleness=1)
     return graph, plan(graph, devices or Devices(cpus=2), **how)
 
 
 def addresses(graph: Graph, made: Plan) -> dict[str, dict[str, str]]:
-    inlets = {"generator": "prompts>generator:prompts", "stage": "generator>stage:prompts",
-              "reward": "stage>reward:prompts", "trainer": "reward>trainer:prompts"}  # fmt: skip
+    inlets = {
+        "generator": "prompts>generator:prompts",
+        "stage": "generator>stage:prompts",
+        "reward": "stage>reward:prompts",
+        "trainer": "reward>trainer:prompts",
+    }
     return {
         f"{name}-{replica}": {inlets[name]: f"at-{name}-{replica}"} if name in inlets else {}
         for name, replica, _ in made.processes()
@@ -165,7 +178,9 @@ def begun(**how: Any) -> Played:
 
 def said(commands: list[Command]) -> list[tuple[str, type]]:
     """(to whom, which message) of the messages among them."""
-    return [(command.to, type(command.message)) for command in commands if isinstance(command, Send)]
+    return [
+        (command.to, type(command.message)) for command in commands if isinstance(command, Send)
+    ]
 
 
 def ticket(command: Command) -> int:
@@ -177,19 +192,29 @@ def ticket(command: Command) -> int:
 # A join and a leave, step by step
 
 
-def test_a_join_forks_waits_for_hello_and_for_everybody_downstream_then_wires_starts_and_tells_upstream() -> None:
+def test_a_join_forks_waits_for_hello_and_for_everybody_downstream_then_wires_starts_and_tells_upstream() -> (
+    None
+):
     played = begun()
     forked, expect = played.scale({"generator": 2})
     assert forked == StartWorker(name="generator-1", senders={"prompts>generator:prompts": 1})
-    assert expect == Send("stage-0", Expect(senders={"generator>stage:prompts": 2}, ticket=ticket(expect)))
+    assert expect == Send(
+        "stage-0", Expect(senders={"generator>stage:prompts": 2}, ticket=ticket(expect))
+    )
     assert played.hello("generator-1", {"prompts>generator:prompts": "at-generator-1"}) == []
     (wire,) = played.confirmed(ticket(expect))
     assert wire == Send("generator-1", Wire(addresses={"generator>stage:prompts": ["at-stage-0"]}))
     start, add, told = played.ready("generator-1")
     assert start == Send("generator-1", Start())
-    assert add == Send("prompts-0", AddReceivers(receivers={"prompts>generator:prompts": "at-generator-1"}))
+    assert add == Send(
+        "prompts-0", AddReceivers(receivers={"prompts>generator:prompts": "at-generator-1"})
+    )
     assert told == NotifyUser("'generator-1' has joined with 1 thread")
-    assert settled(played.table) and played.replicas("generator") == {"joining": 0, "live": 2, "leaving": 0}
+    assert settled(played.table) and played.replicas("generator") == {
+        "joining": 0,
+        "live": 2,
+        "leaving": 0,
+    }
 
 
 def joined(played: Played, node: str, count: int) -> list[Command]:
@@ -197,7 +222,11 @@ def joined(played: Played, node: str, count: int) -> list[Command]:
     orders = played.scale({node: count})
     while played.table.joining is not None:
         name = played.table.joining.name
-        orders = [order for order in orders if isinstance(order, Send) and isinstance(order.message, Expect)]
+        orders = [
+            order
+            for order in orders
+            if isinstance(order, Send) and isinstance(order.message, Expect)
+        ]
         played.hello(name, dict.fromkeys(_inlets(node), f"at-{name}"))
         for order in orders:
             played.confirmed(ticket(order))
@@ -232,7 +261,9 @@ def test_a_leaver_is_stopped_when_it_has_nothing_left_and_upstream_knows_it() ->
         assert not played.leaves("generator-1")
         assert events[second]() == [Send("generator-1", Stop())]
         assert played.leaves("generator-1") and not settled(played.table)
-        assert played.exited("generator-1") == [NotifyUser("'generator-1' has left; all it had was sent on")]
+        assert played.exited("generator-1") == [
+            NotifyUser("'generator-1' has left; all it had was sent on")
+        ]
         assert settled(played.table)
 
 
@@ -240,7 +271,9 @@ def test_what_a_replica_did_that_has_left_is_known_to_the_next_scheduler() -> No
     played = begun()
     joined(played, "generator", 2)
     (retire,) = played.scale({"generator": 1})
-    crossed = {"file": {"prompts>generator:prompts": {"received": Crossed(batches=1, rows=8, bytes=100)}}}
+    crossed = {
+        "file": {"prompts>generator:prompts": {"received": Crossed(batches=1, rows=8, bytes=100)}}
+    }
     told = Heartbeat(attempt=0, nodes={}, drained=True, crossed=crossed)
     reduce(played.table, Received("generator-1", told), 0.0)
     played.confirmed(ticket(retire))
@@ -287,17 +320,29 @@ def test_the_newest_wish_counts() -> None:
     played.hello("generator-1", {"prompts>generator:prompts": "at-generator-1"})
     played.confirmed(1)
     orders = played.ready("generator-1")
-    assert said(orders) == [("generator-1", Start), ("prompts-0", AddReceivers), ("prompts-0", RetireReceivers)]
+    assert said(orders) == [
+        ("generator-1", Start),
+        ("prompts-0", AddReceivers),
+        ("prompts-0", RetireReceivers),
+    ]
 
 
 def test_it_says_what_a_newcomer_waits_for() -> None:
     played = begun()
     played.scale({"generator": 2})
-    assert scaling.missing(played.table, played.table.workers["generator-1"]) == "its process to say hello"
+    assert (
+        scaling.missing(played.table, played.table.workers["generator-1"])
+        == "its process to say hello"
+    )
     played.hello("generator-1", {"prompts>generator:prompts": "at-generator-1"})
-    assert scaling.missing(played.table, played.table.workers["generator-1"]) == "stage-0 to expect it"
+    assert (
+        scaling.missing(played.table, played.table.workers["generator-1"]) == "stage-0 to expect it"
+    )
     played.confirmed(1)
-    assert scaling.missing(played.table, played.table.workers["generator-1"]) == "its operator to be built"
+    assert (
+        scaling.missing(played.table, played.table.workers["generator-1"])
+        == "its operator to be built"
+    )
 
 
 # What cannot be
@@ -313,7 +358,9 @@ def test_it_says_what_a_newcomer_waits_for() -> None:
         ({"generator": 3, "trainer": 2}, "'trainer' cannot run as 2 replicas"),
     ],
 )
-def test_wishes_that_cannot_be_are_refused_and_none_of_them_is_taken_in(wishes: dict[str, int], reason: str) -> None:
+def test_wishes_that_cannot_be_are_refused_and_none_of_them_is_taken_in(
+    wishes: dict[str, int], reason: str
+) -> None:
     played = begun()
     with pytest.raises(GraphError, match=reason):
         played.scale(wishes)
@@ -327,7 +374,10 @@ def test_a_newcomer_takes_spare_accelerators_and_a_leaver_gives_them_back() -> N
     played = begun(devices=Devices(cpus=8, gpus=4), gpus={"generator": 1, "trainer": 1})
     forked = played.scale({"generator": 2})[0]
     assert isinstance(forked, StartWorker) and played.table.workers["generator-1"].gpus == (2,)
-    with pytest.raises(GraphError, match="3 replicas of 1 GPU each.*|room for 3 beside the others; ask for 3 at most"):
+    with pytest.raises(
+        GraphError,
+        match="3 replicas of 1 GPU each.*|room for 3 beside the others; ask for 3 at most",
+    ):
         played.scale({"generator": 4})
 
 
@@ -338,7 +388,10 @@ def test_a_newcomer_waits_for_the_accelerators_of_a_leaver() -> None:
     played.drained("generator-1")
     played.confirmed(ticket(retire))
     forked = played.exited("generator-1")[1]
-    assert isinstance(forked, StartWorker) and (forked.name, played.table.workers["generator-2"].gpus) == (
+    assert isinstance(forked, StartWorker) and (
+        forked.name,
+        played.table.workers["generator-2"].gpus,
+    ) == (
         "generator-2",
         (1,),
     )
@@ -390,7 +443,9 @@ class World:
         self.random, self.moves = random.Random(seed), moves
         self.played = Played(*planned())
         self.order = ["prompts", "generator", "stage", "reward", "trainer"]
-        self.edges = {a: f"{a}>{b}:prompts" for a, b in zip(self.order, self.order[1:], strict=False)}
+        self.edges = {
+            a: f"{a}>{b}:prompts" for a, b in zip(self.order, self.order[1:], strict=False)
+        }
         self.processes: dict[str, Process] = {}
         self.issued = 0
         self.issuing = True
@@ -398,7 +453,9 @@ class World:
         for name in self.order:
             before = self.order[self.order.index(name) - 1] if name != "prompts" else None
             expected = {self.edges[before]: 1} if before else {}
-            process = Process(f"{name}-0", name, expected, started=True, ready=True, address=f"at-{name}-0")
+            process = Process(
+                f"{name}-0", name, expected, started=True, ready=True, address=f"at-{name}-0"
+            )
             self.processes[process.name] = process
         for a, b in zip(self.order, self.order[1:], strict=False):
             self.connect(self.processes[f"{a}-0"], self.edges[a], f"at-{b}-0")
@@ -409,12 +466,17 @@ class World:
 
     def connect(self, sender: Process, edge: str, address: str) -> None:
         receiver = self.at(address)
-        assert not receiver.gone, f"{sender.name} was told to send to {receiver.name}, which is gone"
+        assert not receiver.gone, (
+            f"{sender.name} was told to send to {receiver.name}, which is gone"
+        )
         sender.receivers.setdefault(edge, []).append(address)
         if receiver.down or receiver.address != address:
-            return  # it finds those that are connected when it is started again, or they hear where it is
+            # it finds those that are connected when it is started again, or they hear where it is
+            return
         receiver.peers[sender.name] = sender.ended
-        assert len(receiver.peers) <= receiver.expected[edge], f"{receiver.name} did not expect {sender.name}"
+        assert len(receiver.peers) <= receiver.expected[edge], (
+            f"{receiver.name} did not expect {sender.name}"
+        )
 
     def execute(self, commands: list[Command]) -> None:
         for command in commands:
@@ -451,7 +513,8 @@ class World:
                 yield lambda process=process: self.drain(process)
 
     def crash(self, process: Process) -> None:
-        """It dies, and that is noticed; what it was sent and has not passed on is sent to it again."""
+        """It dies, and that is noticed; what it was sent and has not passed on is sent to it
+        again."""
         if self.played.leaves(process.name):
             process.gone = True
             self.execute(self.played.exited(process.name))
@@ -492,7 +555,9 @@ class World:
     def owing(self, process: Process) -> bool:
         held = [a for message in process.retiring for a in message.receivers.values()]
         return bool(process.retiring) or any(
-            self.owed(process, address) for each in [*process.receivers.values(), held] for address in each
+            self.owed(process, address)
+            for each in [*process.receivers.values(), held]
+            for address in each
         )
 
     def hear(self, process: Process) -> None:
@@ -518,7 +583,9 @@ class World:
                 for edge, address in message.receivers.items():
                     if address not in process.receivers.get(edge, []):
                         self.connect(process, edge, address)
-            case RetireReceivers() if message.ticket not in [known.ticket for known in process.retiring]:
+            case RetireReceivers() if message.ticket not in [
+                known.ticket for known in process.retiring
+            ]:
                 for edge, address in message.receivers.items():
                     if address in process.receivers[edge]:
                         process.receivers[edge].remove(address)
@@ -526,14 +593,18 @@ class World:
                             self.at(address).peers[process.name] = True
                 process.retiring.append(message)
             case Stop():
-                assert process.drained and not process.rows, f"{process.name} is stopped with rows in its hands"
+                assert process.drained and not process.rows, (
+                    f"{process.name} is stopped with rows in its hands"
+                )
                 process.gone = True
                 self.execute(self.played.exited(process.name))
 
     def move(self, process: Process, edge: str, before: set[str], address: str) -> None:
         """A receiver is elsewhere: what it has not acknowledged goes there."""
         receiver, found = self.at(address), process.receivers.get(edge, [])
-        retiring = [message for message in process.retiring if message.receivers.get(edge) in before]
+        retiring = [
+            message for message in process.retiring if message.receivers.get(edge) in before
+        ]
         if not retiring and not before & set(found):
             return
         process.receivers[edge] = [address if known in before else known for known in found]
@@ -541,22 +612,29 @@ class World:
             dataclasses.replace(each, receivers={edge: address}) if each in retiring else each
             for each in process.retiring
         ]
-        process.unreached = [(address if to in before else to, row) for to, row in process.unreached]
+        process.unreached = [
+            (address if to in before else to, row) for to, row in process.unreached
+        ]
         if not receiver.down and receiver.address == address:
             receiver.peers[process.name] = process.ended or bool(retiring)
             self.reach(process, receiver)
 
     def reach(self, sender: Process, receiver: Process) -> None:
         """What was sent to where a receiver is by now has arrived."""
-        receiver.rows.extend((sender.name, row) for to, row in sender.unreached if to == receiver.address)
+        receiver.rows.extend(
+            (sender.name, row) for to, row in sender.unreached if to == receiver.address
+        )
         sender.unreached = [(to, row) for to, row in sender.unreached if to != receiver.address]
 
     def succeed(self) -> None:
-        """The scheduler dies, some of what was on its way is lost; another takes over, and ends who was not ready."""
+        """The scheduler dies, some of what was on its way is lost; another takes over, and ends who
+        was not ready."""
         left = json.loads(to_json(self.played.table.to_plain()))
         self.played = Played(*planned())
         self.played.table.take_up(left)
-        here = [process for process in self.processes.values() if not process.gone and not process.down]
+        here = [
+            process for process in self.processes.values() if not process.gone and not process.down
+        ]
         for process in here:
             for queue in (process.messages, process.events):
                 if self.random.random() < 0.5:
@@ -573,7 +651,8 @@ class World:
         self.execute(commands)
         for process in here:
             if process.ready:
-                process.events.append(("drained" if process.drained else "heartbeat", None))  # it finds the new one
+                # it finds the new one
+                process.events.append(("drained" if process.drained else "heartbeat", None))
 
     def report(self, process: Process) -> None:
         kind, value = process.events.popleft()
@@ -632,10 +711,13 @@ class World:
             if self.played.table.workers[each.name].membership is Membership.LIVE
         ]
         return [
-            (sender.name, receiver.name) for sender in live for receiver in live
-            if sender.worker in self.edges and self.edges[sender.worker] in receiver.expected
+            (sender.name, receiver.name)
+            for sender in live
+            for receiver in live
+            if sender.worker in self.edges
+            and self.edges[sender.worker] in receiver.expected
             and receiver.address not in sender.receivers[self.edges[sender.worker]]
-        ]  # fmt: skip
+        ]
 
     def settle(self) -> None:
         """Go on until every wish is fulfilled."""
@@ -683,7 +765,9 @@ def test_whoever_dies_while_replicas_come_and_go_every_row_is_trained_once(seed:
             wished[node] = count
             world.execute(world.played.scale({node: count}))
         for _ in range(world.random.randrange(0, 3)):
-            world.crash(world.random.choice([each for each in world.processes.values() if not each.gone]))
+            world.crash(
+                world.random.choice([each for each in world.processes.values() if not each.gone])
+            )
             world.run(world.random.randrange(0, 30))
         world.run(world.random.randrange(0, 200))
     world.settle()
@@ -691,7 +775,9 @@ def test_whoever_dies_while_replicas_come_and_go_every_row_is_trained_once(seed:
 
 
 @pytest.mark.parametrize("seed", range(120))
-def test_whenever_the_scheduler_dies_the_next_one_goes_on_and_every_row_is_trained_once(seed: int) -> None:
+def test_whenever_the_scheduler_dies_the_next_one_goes_on_and_every_row_is_trained_once(
+    seed: int,
+) -> None:
     world = World(2_000 + seed, moves=bool(seed % 2))
     wished = {"generator": 1, "stage": 1}
     for _ in range(world.random.randrange(2, 12)):
@@ -700,7 +786,9 @@ def test_whenever_the_scheduler_dies_the_next_one_goes_on_and_every_row_is_train
             wished[node] = count
             world.execute(world.played.scale({node: count}))
         if world.random.random() < 0.3:
-            world.crash(world.random.choice([each for each in world.processes.values() if not each.gone]))
+            world.crash(
+                world.random.choice([each for each in world.processes.values() if not each.gone])
+            )
         world.run(world.random.randrange(0, 30))
         if world.random.random() < 0.6:
             world.succeed()
@@ -730,11 +818,14 @@ def test_one_that_died_while_it_let_another_go_lets_it_go_again() -> None:
     wire, again = played.hello("prompts-0", {})
     assert again == retire
     assert wire == Send(
-        "prompts-0", Wire(addresses={"prompts>generator:prompts": ["at-generator-0", "at-generator-1"]})
-    )  # fmt: skip
+        "prompts-0",
+        Wire(addresses={"prompts>generator:prompts": ["at-generator-0", "at-generator-1"]}),
+    )
 
 
-def test_one_that_died_counts_a_leaver_that_was_told_to_stop_as_it_may_come_once_more_or_not() -> None:
+def test_one_that_died_counts_a_leaver_that_was_told_to_stop_as_it_may_come_once_more_or_not() -> (
+    None
+):
     played = begun()
     joined(played, "generator", 2)
     (retire,) = played.scale({"generator": 1})
@@ -746,4 +837,6 @@ def test_one_that_died_counts_a_leaver_that_was_told_to_stop_as_it_may_come_once
     assert over == Send("stage-0", SenderEnded(senders={"generator>stage:prompts": 1}))
     played.exited("generator-1")
     played.fell("stage-0")
-    assert played.starts("stage-0") == {"generator>stage:prompts": 1}, "one that has left does not come"
+    assert played.starts("stage-0") == {"generator>stage:prompts": 1}, (
+        "one that has left does not come"
+    )

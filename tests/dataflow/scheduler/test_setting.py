@@ -1,4 +1,5 @@
-"""Knobs of a live run that are set, and checkpoints that are asked for: a server plays workers, the clock is moved."""
+"""Knobs of a live run that are set, and checkpoints that are asked for: a server plays workers, the
+clock is moved."""
 
 import json
 import re
@@ -15,7 +16,15 @@ from dataflow.folder.knob_changes import KnobChange
 from dataflow.folder.swaps import Swap
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
-from dataflow.scheduler.requests import CheckpointKept, KeepCheckpoint, KnobsSet, Refused, Reply, SetKnobs, Swapped
+from dataflow.scheduler.requests import (
+    CheckpointKept,
+    KeepCheckpoint,
+    KnobsSet,
+    Refused,
+    Reply,
+    SetKnobs,
+    Swapped,
+)
 from dataflow.scheduler.swaps.checkpoint_requests import WRITTEN_S
 from dataflow.scheduler.swaps.knob_requests import BOUNDARY_S
 from dataflow.worker.changed_knobs import ChangedGraph
@@ -65,14 +74,20 @@ def test_a_change_is_told_to_all_and_answered_when_each_goes_by_it(live: Swappin
             1.0,
             "anna@here",
         )
-        assert change.trainer == "trainer" and change.step == 0, "the trainer says from which step on"
+        assert change.trainer == "trainer" and change.step == 0, (
+            "the trainer says from which step on"
+        )
     goes_by(live, 1, "trainer-0")
     assert live.replies == []
     goes_by(live, 1)
     assert live.replies == [KnobsSet("trainer.lr = 0.5 from now on")]
     assert live.server.killed == []
-    (line,) = (json.loads(each) for each in (live.folder / "requests.jsonl").read_text().splitlines())
-    assert line["request"] == "trainer.lr = 0.5" and line["by"] == "anna@here" and not line["refused"]
+    (line,) = (
+        json.loads(each) for each in (live.folder / "requests.jsonl").read_text().splitlines()
+    )
+    assert (
+        line["request"] == "trainer.lr = 0.5" and line["by"] == "anna@here" and not line["refused"]
+    )
 
 
 def test_what_does_not_fit_is_refused_and_nobody_hears_of_it(live: Swapping) -> None:
@@ -93,13 +108,16 @@ def test_a_boundary_that_does_not_come_is_told_and_the_change_stays(live: Swappi
     replies: list[Reply] = live.replies
     assert replies == [
         KnobsSet(
-            "trainer.lr = 0.5 is taken in, and counts with ['trainer-0'] at the next boundary, which has not come yet"
+            "trainer.lr = 0.5 is taken in, and counts with ['trainer-0'] at the next boundary,"
+            " which has not come yet"
         )
     ]
     assert len(live.run.table.changes) == 1
 
 
-def test_a_worker_that_starts_again_begins_with_the_values_in_force_and_hears_of_later_ones(live: Swapping) -> None:
+def test_a_worker_that_starts_again_begins_with_the_values_in_force_and_hears_of_later_ones(
+    live: Swapping,
+) -> None:
     wish(live, trainer__lr=0.5)
     live.exits("generator-0")
     live.turn()
@@ -131,7 +149,9 @@ def swapped_in(live: Swapping) -> None:
     assert isinstance(live.replies.pop(), Swapped)
 
 
-def test_a_knob_of_an_operator_that_was_swapped_in_is_set_and_its_worker_starts_again_with_it(live: Swapping) -> None:
+def test_a_knob_of_an_operator_that_was_swapped_in_is_set_and_its_worker_starts_again_with_it(
+    live: Swapping,
+) -> None:
     swapped_in(live)
     live.server.killed.clear()
     wish(live, reward__weight=2)
@@ -150,7 +170,10 @@ def test_a_knob_of_an_operator_that_was_swapped_in_is_set_and_its_worker_starts_
 @pytest.mark.parametrize(
     ("wishes", "why"),
     [
-        ({"reward__weight": "much"}, "'reward' has weight=1.5 and cannot take 'much'; give a number"),
+        (
+            {"reward__weight": "much"},
+            "'reward' has weight=1.5 and cannot take 'much'; give a number",
+        ),
         ({"reward__scale": 2.0}, "'reward.scale' is no knob .*these may: reward.weight = 1.5"),
     ],
 )
@@ -164,7 +187,9 @@ def test_what_an_operator_that_was_swapped_in_does_not_take_is_refused(
     assert live.run.table.changes == []
 
 
-def test_what_was_set_of_an_operator_goes_with_it_and_is_no_knob_of_the_next(live: Swapping) -> None:
+def test_what_was_set_of_an_operator_goes_with_it_and_is_no_knob_of_the_next(
+    live: Swapping,
+) -> None:
     swapped_in(live)
     wish(live, reward__weight=2)
     live.exits("reward-0")
@@ -180,22 +205,34 @@ def test_what_was_set_of_an_operator_goes_with_it_and_is_no_knob_of_the_next(liv
 def test_a_worker_goes_by_what_was_set_of_the_operators_that_it_has() -> None:
     def set_to(number: int, value: float, swap: int) -> KnobChange:
         return KnobChange(
-            number=number, node="reward", knob="scale", value=value, was=1.0, trainer="trainer", swap=swap
+            number=number,
+            node="reward",
+            knob="scale",
+            value=value,
+            was=1.0,
+            trainer="trainer",
+            swap=swap,
         )
 
     graph = fake_graph(scorers=(scaled.renamed("reward"),))
     changes = (set_to(1, 2.0, 0), set_to(2, 3.0, 4))
     for swaps, value in (((), 2.0), ((Swap(number=4, node="reward", reference="m:o"),), 3.0)):
-        found = ChangedGraph(declared=graph, plan=plan(graph, Devices(cpus=2)), changes=changes, swaps=swaps)
+        found = ChangedGraph(
+            declared=graph, plan=plan(graph, Devices(cpus=2)), changes=changes, swaps=swaps
+        )
         assert (found.now().operators["reward"].knobs()["scale"], found.last) == (value, 2)
 
 
 def test_a_checkpoint_is_asked_of_the_trainer_and_answered_when_it_is_there(live: Swapping) -> None:
     live.server.requested.append((SOMEBODY, KeepCheckpoint("anna@here")))
     live.turn()
-    assert NodeCommand("trainer", {"checkpoint": 1}) in heard(live, "trainer-0") and live.replies == []
+    assert (
+        NodeCommand("trainer", {"checkpoint": 1}) in heard(live, "trainer-0") and live.replies == []
+    )
     status = {"step": 7, "asked_checkpoint": 1, "asked_step": 7}
-    report = NodeReport(status=status, seconds=SECONDS, rows_in=0, rows_out=0, ended=False, blocked=False)
+    report = NodeReport(
+        status=status, seconds=SECONDS, rows_in=0, rows_out=0, ended=False, blocked=False
+    )
     live.say("trainer-0", Heartbeat, nodes={"trainer": report})
     live.turn()
     live.turn()

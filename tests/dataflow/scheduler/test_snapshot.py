@@ -15,7 +15,9 @@ from dataflow.system.files import RunFolderError
 
 def test_the_newest_is_read_whole_and_only_what_changed_is_written(tmp_path: Path) -> None:
     found: dict[str, object] = {"step": 1}
-    snapshot = SnapshotFile(tmp_path, {"table": lambda: found, "begun": lambda: [1.5, None]}, clock=lambda: 7.0)
+    snapshot = SnapshotFile(
+        tmp_path, {"table": lambda: found, "begun": lambda: [1.5, None]}, clock=lambda: 7.0
+    )
     snapshot.write()
     first = (tmp_path / FILE.format(0)).stat().st_ino
     snapshot.write()
@@ -46,7 +48,9 @@ def test_what_is_no_whole_snapshot_is_refused(content: bytes | None, tmp_path: P
 
 
 @pytest.mark.parametrize("ahead_s", [-86_400.0, 0.0, 86_400.0])
-def test_the_clock_of_a_run_over_hosts_goes_on_where_it_stood_on_whichever_host(ahead_s: float) -> None:
+def test_the_clock_of_a_run_over_hosts_goes_on_where_it_stood_on_whichever_host(
+    ahead_s: float,
+) -> None:
     server = HostsControlServer.__new__(HostsControlServer)
     server.alone_s = 5.0
     left = {"at": time.monotonic() + ahead_s, "away_s": 3.0}

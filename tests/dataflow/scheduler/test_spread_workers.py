@@ -1,4 +1,5 @@
-"""A worker whose ranks are on several hosts, told as plain values: its life and theirs, and a host that is lost."""
+"""A worker whose ranks are on several hosts, told as plain values: its life and theirs, and a host
+that is lost."""
 
 import json
 import signal
@@ -10,7 +11,15 @@ from dataflow.limits import Limits, Patience
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.plan import plan
 from dataflow.scheduler import events, seating
-from dataflow.scheduler.events import Command, EndRanks, HostHeard, HostLost, Signal, StartRanks, StartWorker
+from dataflow.scheduler.events import (
+    Command,
+    EndRanks,
+    HostHeard,
+    HostLost,
+    Signal,
+    StartRanks,
+    StartWorker,
+)
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.system.files import to_json
@@ -20,17 +29,35 @@ LIMITS = Limits(hang_s=10.0, host_s=60.0, patience=Patience(first_s=0.0, of_one=
 
 
 class Run:
-    """Three hosts of two accelerators; the trainer has those of `a` and `b`, and there is a spare host."""
+    """Three hosts of two accelerators; the trainer has those of `a` and `b`, and there is a spare
+    host."""
 
     def __init__(self, hosts: str = "abcd") -> None:
         graph, self.now = build(), 100.0
         devices = Devices.of([Host(name=name, cpus=4, gpus=2) for name in hosts])
-        made = plan(graph, devices, gpus={"trainer": 4, "generator": 1}, place={"generator": "c", "prompts": "c"})
+        made = plan(
+            graph,
+            devices,
+            gpus={"trainer": 4, "generator": 1},
+            place={"generator": "c", "prompts": "c"},
+        )
         self.table = Table(graph=graph, plan=made, limits=LIMITS)
-        own = {"generator-0": {"prompts>generator:prompts": "x"}, "trainer-0": {"generator>trainer:prompts": "y"}}
+        own = {
+            "generator-0": {"prompts>generator:prompts": "x"},
+            "trainer-0": {"generator>trainer:prompts": "y"},
+        }
         for number, record in enumerate(self.table):
-            record.life, record.wired, record.has_process, record.pid = Life.READY, True, True, number + 1
-            record.addresses, record.received_at, record.heard_at = own.get(record.name, {}), record.host, self.now
+            record.life, record.wired, record.has_process, record.pid = (
+                Life.READY,
+                True,
+                True,
+                number + 1,
+            )
+            record.addresses, record.received_at, record.heard_at = (
+                own.get(record.name, {}),
+                record.host,
+                self.now,
+            )
         self.own, self.table.begun, self.table.watched_at = own, True, self.now
         for host in self.table.hosts:
             self.take(HostHeard(host))
@@ -51,13 +78,17 @@ class Run:
 
 
 def of_ranks(commands: list[Command]) -> list[Command]:
-    return [each for each in commands if isinstance(each, StartWorker | StartRanks | EndRanks | Signal)]
+    return [
+        each for each in commands if isinstance(each, StartWorker | StartRanks | EndRanks | Signal)
+    ]
 
 
 def test_the_processes_of_its_ranks_start_when_it_says_where_it_waits_for_them() -> None:
     run = Run()
     run.trainer.life = Life.FORKED
-    hello = messages.Hello(attempt=0, pid=5, addresses=run.own["trainer-0"], ranks_at="tcp://10.0.0.1:5000")
+    hello = messages.Hello(
+        attempt=0, pid=5, addresses=run.own["trainer-0"], ranks_at="tcp://10.0.0.1:5000"
+    )
     said = run.take(events.Received("trainer-0", hello, "a"))
     assert StartRanks("trainer-0", "tcp://10.0.0.1:5000") in said
     assert seating.rank_devices(run.table, run.trainer) == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
@@ -66,15 +97,22 @@ def test_the_processes_of_its_ranks_start_when_it_says_where_it_waits_for_them()
 def test_they_end_when_it_has_ended_however_it_did() -> None:
     run = Run()
     assert of_ranks(run.exits()) == [EndRanks("trainer-0", 0)]
-    assert of_ranks(run.tick()) == [StartWorker(name="trainer-0", senders={"generator>trainer:prompts": 1})]
+    assert of_ranks(run.tick()) == [
+        StartWorker(name="trainer-0", senders={"generator>trainer:prompts": 1})
+    ]
     assert run.trainer.rank_hosts == ("a", "a", "b", "b") and run.trainer.attempt == 1
 
 
-def test_it_is_killed_when_a_host_of_its_ranks_is_lost_and_starts_again_on_hosts_that_live() -> None:
+def test_it_is_killed_when_a_host_of_its_ranks_is_lost_and_starts_again_on_hosts_that_live() -> (
+    None
+):
     run = Run()
     found = run.take(HostLost("b", "has ended its agent"))
     assert of_ranks(found) == [Signal("trainer-0", signal.SIGKILL)]
-    assert run.trainer.life is Life.DYING and run.trainer.cause == "had ranks on host 'b', which has ended its agent"
+    assert (
+        run.trainer.life is Life.DYING
+        and run.trainer.cause == "had ranks on host 'b', which has ended its agent"
+    )
     assert of_ranks(run.take(HostLost("b", "again"))) == [], "once is enough"
     assert of_ranks(run.exits()) == [EndRanks("trainer-0", 0)]
     assert not run.table.failures, "it has not failed itself"

@@ -26,7 +26,9 @@ def run(every_steps: int | None = 10, trains: bool = True) -> RunStateMachine:
         trainer(reward(generator(graph.source(FakePrompts()))))
         graph.feedback(trainer.weights, generator, max_staleness=1)
     if every_steps:
-        FakeEvaluate(every_steps=every_steps)(reward(generator(graph.source(FakePrompts(name="held_out")))))
+        FakeEvaluate(every_steps=every_steps)(
+            reward(generator(graph.source(FakePrompts(name="held_out"))))
+        )
     return RunStateMachine(graph, plan(graph, Devices(cpus=2)))
 
 
@@ -50,7 +52,8 @@ def test_what_workers_say_before_the_start_does_not_skip_the_first_evaluation() 
 
 def test_groups_that_were_dropped_before_the_start_are_told_to_the_source_at_the_start() -> None:
     c = run(every_steps=None)
-    c.hear("trainer", {"step": 3, "dropped": 2})  # a run that goes on; the source is not ready, and does not hear it
+    # a run that goes on; the source is not ready, and does not hear it
+    c.hear("trainer", {"step": 3, "dropped": 2})
     assert ("prompts", {"dropped": 2}) in said(c.start())
 
 
@@ -149,8 +152,15 @@ def test_one_that_was_started_again_hears_what_it_would_have_heard() -> None:
     assert said(c.commands_for("held_out")) == [("held_out", {"evaluate": 0, "again": True})]
     c.hear("eval", {"round": 0})
     c.hear("trainer", {"step": 3, "dropped": 2})
-    assert said(c.commands_for("prompts")) == [("prompts", {"pause": False}), ("prompts", {"dropped": 2})]
-    assert c.commands_for("held_out") == [] and c.commands_for("trainer") == [] and c.commands_for("reward") == []
+    assert said(c.commands_for("prompts")) == [
+        ("prompts", {"pause": False}),
+        ("prompts", {"dropped": 2}),
+    ]
+    assert (
+        c.commands_for("held_out") == []
+        and c.commands_for("trainer") == []
+        and c.commands_for("reward") == []
+    )
     c.drain()
     assert said(c.commands_for("prompts"))[-1] == ("prompts", {"drain": True})
     assert said(c.commands_for("trainer")) == [("trainer", {"drain": True})]
@@ -184,7 +194,12 @@ def test_progress_grows_with_steps_and_rounds_and_never_shrinks() -> None:
     c = run()
     c.start()
     seen = [c.progress]
-    events = [("eval", {"round": 0}), ("trainer", {"step": 4}), ("trainer", {"step": 0}), ("trainer", {"step": 10})]
+    events = [
+        ("eval", {"round": 0}),
+        ("trainer", {"step": 4}),
+        ("trainer", {"step": 0}),
+        ("trainer", {"step": 10}),
+    ]
     for node, status in [*events, ("eval", {"round": 10}), ("eval", {"round": 0})]:
         c.hear(node, status)
         seen.append(c.progress)
@@ -192,20 +207,28 @@ def test_progress_grows_with_steps_and_rounds_and_never_shrinks() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_one_that_takes_up_what_another_left_says_from_then_on_what_that_would_have_said(seed: int) -> None:
+def test_one_that_takes_up_what_another_left_says_from_then_on_what_that_would_have_said(
+    seed: int,
+) -> None:
     draw = random.Random(seed)
     first, events = run(), []
     words = first.start()
     for step in range(0, 40, draw.choice((1, 3, 7))):
         events.append(("trainer", {"step": step, "dropped": step // 5, "done": int(step >= 36)}))
-        events += [("eval", {"round": draw.choice((0, step, step - step % 10))})] * draw.randrange(2)
+        events += [("eval", {"round": draw.choice((0, step, step - step % 10))})] * draw.randrange(
+            2
+        )
     cut = draw.randrange(len(events) + 1)
     for node, status in events[:cut]:
         words += first.hear(node, status)
     second = run()
     second.take_up(json.loads(json.dumps(first.to_plain())))
     assert (second.phase, second.step, second.over) == (first.phase, first.step, first.over)
-    again = [word for node in ("prompts", "held_out", "trainer") for word in second.commands_for(node, again=False)]
+    again = [
+        word
+        for node in ("prompts", "held_out", "trainer")
+        for word in second.commands_for(node, again=False)
+    ]
     assert not any("again" in word.message for word in again)
     heard = [said([word]) for word in words]
     assert all(said([word]) in heard for word in again), "what it says again was said before"

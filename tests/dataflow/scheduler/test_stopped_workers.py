@@ -1,4 +1,5 @@
-"""Workers that a signal has stopped are let go on after a while, and the book of faults tells of it."""
+"""Workers that a signal has stopped are let go on after a while, and the book of faults tells of
+it."""
 
 import signal
 from pathlib import Path
@@ -8,7 +9,14 @@ from small_table import small_table
 
 from dataflow.folder.faults import STOPPED, Faults, read_faults
 from dataflow.limits import Limits
-from dataflow.scheduler.events import Command, FaultNoticed, FaultRecovered, ProcessEvent, Signal, Tick
+from dataflow.scheduler.events import (
+    Command,
+    FaultNoticed,
+    FaultRecovered,
+    ProcessEvent,
+    Signal,
+    Tick,
+)
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.table import Life
 
@@ -32,7 +40,9 @@ class Watched:
         for command in commands:
             match command:
                 case FaultNoticed():
-                    self.faults.noticed(command.worker, command.cause, command.attempt, command.heard_at)
+                    self.faults.noticed(
+                        command.worker, command.cause, command.attempt, command.heard_at
+                    )
                 case FaultRecovered():
                     self.faults.recovered(command.worker, command.notice)
         return commands
@@ -62,7 +72,9 @@ def test_a_stopped_worker_is_let_go_on_once_when_the_limit_has_passed(watched: W
     assert (line["noticed_s"], line["recovered_s"]) == (pytest.approx(1.1), pytest.approx(0.4))
 
 
-def test_a_worker_that_goes_on_by_itself_is_left_alone_and_nothing_is_told(watched: Watched) -> None:
+def test_a_worker_that_goes_on_by_itself_is_left_alone_and_nothing_is_told(
+    watched: Watched,
+) -> None:
     watched.note("stopped")
     watched.now = 0.9
     watched.note("continued")
@@ -77,7 +89,9 @@ def test_a_worker_that_was_killed_while_it_stood_still_is_forgotten(watched: Wat
     assert [line["cause"] for line in read_faults(watched.folder)] == ["died (SIGKILL)"]
 
 
-def test_what_is_noticed_of_one_that_starts_again_stays_open_until_it_is_at_work(watched: Watched) -> None:
+def test_what_is_noticed_of_one_that_starts_again_stays_open_until_it_is_at_work(
+    watched: Watched,
+) -> None:
     """Its line tells of its death, not of the stop."""
     watched.faults.noticed(NAME, "died (SIGKILL)", 1, heard=0.0)
     watched.record.life = Life.STARTING

@@ -1,4 +1,5 @@
-"""One scorer in the place of another in a live run: a server plays workers and trials, the clock is moved by hand."""
+"""One scorer in the place of another in a live run: a server plays workers and trials, the clock is
+moved by hand."""
 
 import dataclasses
 import json
@@ -54,9 +55,10 @@ class Swapping(Play):
 
     NAMES = ("prompts-0", "generator-0", "reward-0", "trainer-0")
     INLETS: ClassVar = {
-        "generator": ("prompts>generator:prompts",), "reward": ("generator>reward:prompts",),
+        "generator": ("prompts>generator:prompts",),
+        "reward": ("generator>reward:prompts",),
         "trainer": ("reward>trainer:prompts",),
-    }  # fmt: skip
+    }
 
     def __init__(self, folder: Path) -> None:
         self.now, self.folder = 100.0, folder
@@ -68,9 +70,14 @@ class Swapping(Play):
         made = plan(graph, Devices(cpus=2))
         self.server = server
         self.run = Scheduler(
-            graph, made, Settings(folder=str(self.folder)), limits=Limits(), clock=lambda: self.now,
-            server=server, left=left,  # type: ignore[arg-type]
-        )  # fmt: skip
+            graph,
+            made,
+            Settings(folder=str(self.folder)),
+            limits=Limits(),
+            clock=lambda: self.now,
+            server=server,
+            left=left,  # type: ignore[arg-type]
+        )
         return server
 
     @property
@@ -91,9 +98,13 @@ class Swapping(Play):
     def answers(self, error: str = "") -> None:
         """The trial has come to its end."""
         wanted = Swap(**self.played.settings[self.trial]["tries"])
-        found = None if error else dataclasses.replace(
-            wanted, file="rewards.py", source="text", digest="0123456789abcdef", knobs=KNOBS
-        )  # fmt: skip
+        found = (
+            None
+            if error
+            else dataclasses.replace(
+                wanted, file="rewards.py", source="text", digest="0123456789abcdef", knobs=KNOBS
+            )
+        )
         self.server.received.append(Received(self.trial, Tried(attempt=0, swap=found, error=error)))
         self.turn()
 
@@ -113,13 +124,19 @@ def has_no_faults(live: Swapping) -> bool:
     return not (live.folder / FILE).exists()
 
 
-def test_an_operator_is_tried_first_and_then_its_worker_is_started_again_with_it(live: Swapping) -> None:
+def test_an_operator_is_tried_first_and_then_its_worker_is_started_again_with_it(
+    live: Swapping,
+) -> None:
     live.ask()
     assert (
-        live.server.killed == [] and live.replies == [] and live.played.settings[live.trial]["worker"] == "swap.trial"
+        live.server.killed == []
+        and live.replies == []
+        and live.played.settings[live.trial]["worker"] == "swap.trial"
     )
     live.answers()
-    assert live.server.killed == [("reward-0", signal.SIGKILL)] and live.played.dismissed == [live.trial]
+    assert live.server.killed == [("reward-0", signal.SIGKILL)] and live.played.dismissed == [
+        live.trial
+    ]
     live.exits("reward-0")
     live.turn()
     live.turn()
@@ -127,8 +144,12 @@ def test_an_operator_is_tried_first_and_then_its_worker_is_started_again_with_it
     assert live.replies == []
     live.restart("reward-0", 0.0)
     live.turn()
-    assert live.replies == [Swapped("'reward' is 'rewards:strict' from now on (sha256 0123456789ab), after step 0")]
-    assert live.run.notices == ["'reward' is 'rewards:strict' from now on (sha256 0123456789ab), after step 0"]
+    assert live.replies == [
+        Swapped("'reward' is 'rewards:strict' from now on (sha256 0123456789ab), after step 0")
+    ]
+    assert live.run.notices == [
+        "'reward' is 'rewards:strict' from now on (sha256 0123456789ab), after step 0"
+    ]
     assert has_no_faults(live) and not live.run.table.failures
 
 
@@ -142,7 +163,9 @@ def test_what_does_not_fit_is_refused_and_nothing_has_changed(live: Swapping) ->
     assert live.server.killed == [("reward-0", signal.SIGKILL)]
 
 
-def test_a_module_that_is_not_imported_in_time_is_refused_and_its_process_ended(live: Swapping) -> None:
+def test_a_module_that_is_not_imported_in_time_is_refused_and_its_process_ended(
+    live: Swapping,
+) -> None:
     live.ask()
     live.turn(TRIAL_S - 0.1)
     live.all_heartbeats()
@@ -163,7 +186,10 @@ def test_a_module_that_ends_its_process_is_refused(live: Swapping) -> None:
     live.turn()
     live.turn(LAST_WORD_S + 0.1)
     (reply,) = live.replies
-    assert isinstance(reply, Refused) and "importing 'rewards:strict' ended the process that tried it" in reply.error
+    assert (
+        isinstance(reply, Refused)
+        and "importing 'rewards:strict' ended the process that tried it" in reply.error
+    )
 
 
 def test_the_last_word_of_a_trial_counts_though_its_end_was_heard_before(live: Swapping) -> None:
@@ -196,11 +222,16 @@ def test_a_worker_that_cannot_start_with_it_is_started_with_the_one_before(live:
     live.restart("reward-0", 0.0)
     live.turn()
     (reply,) = live.replies
-    assert isinstance(reply, Refused) and "could not start with 'rewards:strict': no such lexicon" in reply.error
+    assert (
+        isinstance(reply, Refused)
+        and "could not start with 'rewards:strict': no such lexicon" in reply.error
+    )
     assert has_no_faults(live) and live.run.table.hopeless is None
 
 
-def test_a_worker_that_is_killed_while_it_starts_with_it_is_started_with_it_again(live: Swapping) -> None:
+def test_a_worker_that_is_killed_while_it_starts_with_it_is_started_with_it_again(
+    live: Swapping,
+) -> None:
     live.ask()
     live.answers()
     for _ in range(2):
@@ -209,7 +240,9 @@ def test_a_worker_that_is_killed_while_it_starts_with_it_is_started_with_it_agai
         live.turn(0.5)
     assert live.server.spawned[-1] == ("reward-0", 2) and live.told("reward-0") == [STRICT]
     live.restart("reward-0", 0.0)
-    assert [fault["cause"] for fault in live.faults()] == ["died (SIGKILL)"], "the second death was none of a swap"
+    assert [fault["cause"] for fault in live.faults()] == ["died (SIGKILL)"], (
+        "the second death was none of a swap"
+    )
     live.exits("reward-0")
     live.turn()
     live.turn(0.5)
@@ -223,7 +256,9 @@ def test_a_worker_that_is_killed_while_it_starts_with_it_is_started_with_it_agai
 def test_two_swaps_at_once_are_refused(live: Swapping) -> None:
     live.ask()
     live.ask()
-    assert live.replies == [Refused("'reward' is just being swapped for 'rewards:strict'; ask again when that is done")]
+    assert live.replies == [
+        Refused("'reward' is just being swapped for 'rewards:strict'; ask again when that is done")
+    ]
     live.answers()
     live.ask()
     assert "is just being started with another operator" in live.replies[-1].error  # type: ignore[union-attr]
@@ -237,8 +272,12 @@ def test_who_asks_is_told_when_the_worker_takes_long_to_start(live: Swapping) ->
     assert isinstance(reply, Swapped) and "has not started within 20 s" in reply.text
 
 
-@pytest.mark.parametrize("when", ["before it is told to end", "before it has ended", "when it has ended"])
-def test_a_scheduler_that_takes_over_in_the_midst_of_a_swap_brings_it_to_its_end(live: Swapping, when: str) -> None:
+@pytest.mark.parametrize(
+    "when", ["before it is told to end", "before it has ended", "when it has ended"]
+)
+def test_a_scheduler_that_takes_over_in_the_midst_of_a_swap_brings_it_to_its_end(
+    live: Swapping, when: str
+) -> None:
     live.ask()
     live.answers()
     if when == "when it has ended":
@@ -249,10 +288,15 @@ def test_a_scheduler_that_takes_over_in_the_midst_of_a_swap_brings_it_to_its_end
     server = _Server()
     alive = {name: name != "reward-0" or when != "when it has ended" for name in live.NAMES}
     server.handed = [
-        {"name": name, "pid": 1, "alive": alive[name], "status": None if alive[name] else -signal.SIGKILL,
-         "settings": {"attempt": 0, "keys": {}}}
+        {
+            "name": name,
+            "pid": 1,
+            "alive": alive[name],
+            "status": None if alive[name] else -signal.SIGKILL,
+            "settings": {"attempt": 0, "keys": {}},
+        }
         for name in live.NAMES
-    ]  # fmt: skip
+    ]
     server.number, live.played = 1, server  # type: ignore[misc]
     live.follow(server, left)
     live.run.start()
@@ -269,9 +313,14 @@ def test_a_scheduler_that_takes_over_in_the_midst_of_a_swap_brings_it_to_its_end
 def test_a_run_that_was_resumed_goes_on_with_what_was_swapped_in(tmp_path: Path) -> None:
     live = Swapping(tmp_path)
     live.run = Scheduler(
-        live.run.table.graph, live.run.table.plan, clock=lambda: live.now, server=live.server,  # type: ignore[arg-type]
-        settings=Settings(folder=str(tmp_path), swaps=(Swap(number=4, node="reward", reference=STRICT),)),
-    )  # fmt: skip
+        live.run.table.graph,
+        live.run.table.plan,
+        clock=lambda: live.now,
+        server=live.server,  # type: ignore[arg-type]
+        settings=Settings(
+            folder=str(tmp_path), swaps=(Swap(number=4, node="reward", reference=STRICT),)
+        ),
+    )
     live.begin()
     assert live.told("reward-0") == [STRICT] and live.told("generator-0") == []
     live.ask()
@@ -317,15 +366,23 @@ def table() -> Table:
 @pytest.mark.parametrize(
     ("node", "why"),
     [
-        ("generator", "'generator' generates: rollouts under way and the weights that drew them are its own"),
+        (
+            "generator",
+            "'generator' generates: rollouts under way and the weights that drew them are its own",
+        ),
         ("trainer", "'trainer' trains: weights and the optimiser's state are its own"),
         ("prompts", "'prompts' is a source: which groups are issued"),
         ("eval", "'eval' is a FakeEvaluate, which may hold what it was given earlier"),
     ],
 )
-def test_what_is_no_scorer_is_refused_with_what_could_be_and_what_to_do(table: Table, node: str, why: str) -> None:
+def test_what_is_no_scorer_is_refused_with_what_could_be_and_what_to_do(
+    table: Table, node: str, why: str
+) -> None:
     said = refused(table, node)
-    assert why in said and "scorers and filters alone, here ['reward']; end it with dataflow stop" in said
+    assert (
+        why in said
+        and "scorers and filters alone, here ['reward']; end it with dataflow stop" in said
+    )
 
 
 def test_a_node_that_is_not_there_is_refused_with_the_nearest_one(table: Table) -> None:
@@ -335,7 +392,9 @@ def test_a_node_that_is_not_there_is_refused_with_the_nearest_one(table: Table) 
 def test_a_worker_that_is_away_and_a_run_that_ends_take_nothing_in(table: Table) -> None:
     record = policy.worker_of(table, "reward")
     record.life = Life.DOWN
-    assert f"'{record.name}', which runs 'reward', is down and not at work" in refused(table, "reward")
+    assert f"'{record.name}', which runs 'reward', is down and not at work" in refused(
+        table, "reward"
+    )
     record.life, table.run.draining = Life.READY, True
     assert "the run is ending" in refused(table, "reward")
     table.run.draining = False

@@ -21,8 +21,11 @@ def heartbeat(rows: int, busy: float, ended: bool = False) -> Heartbeat:
     report = NodeReport(
         status={"tokens": 10 * rows, "queue": 3},
         seconds={"busy": busy, "waiting": 1.0, "blocked": 0.0, "starved": 0.0},
-        rows_in=rows, rows_out=2 * rows, ended=ended, blocked=True,
-    )  # fmt: skip
+        rows_in=rows,
+        rows_out=2 * rows,
+        ended=ended,
+        blocked=True,
+    )
     return Heartbeat(attempt=0, nodes={"node": report}, edges={"e": (1, 2)})
 
 
@@ -48,12 +51,16 @@ def test_sums_of_a_worker_never_go_backwards_over_its_attempts() -> None:
     for key in ("rows_in", "rows_out"):
         values = [report[key] for report in seen]
         assert values == sorted(values) and values[-1] == 27 * (1 if key == "rows_in" else 2)
-    assert [report["seconds"]["busy"] for report in seen] == sorted(report["seconds"]["busy"] for report in seen)
+    assert [report["seconds"]["busy"] for report in seen] == sorted(
+        report["seconds"]["busy"] for report in seen
+    )
     assert seen[-1]["status"]["tokens"] == 270
 
 
 def test_how_things_stand_is_what_the_attempt_under_way_says() -> None:
-    found = together(together({}, heartbeat(5, 1.0, ended=True)), heartbeat(1, 1.0))["nodes"]["node"]
+    found = together(together({}, heartbeat(5, 1.0, ended=True)), heartbeat(1, 1.0))["nodes"][
+        "node"
+    ]
     assert (found["status"]["queue"], found["ended"], found["blocked"]) == (3, False, True)
     away = together(together({}, heartbeat(5, 1.0, ended=True)), None)["nodes"]["node"]
     assert (away["rows_in"], away["ended"], away["blocked"]) == (5, False, False)
@@ -64,12 +71,19 @@ def test_failures_of_an_attempt_count_by_cause_after_it() -> None:
     first.nodes["node"].status.update({"failed": 3, "failed_hung": 3, "retried": 1})
     second.nodes["node"].status.update({"failed": 1, "failed_raised": 1})
     status = together(together({}, first), second)["nodes"]["node"]["status"]
-    assert {name: status[name] for name in status if name.startswith("failed") or name == "retried"} == {
-        "failed": 4, "failed_hung": 3, "failed_raised": 1, "retried": 1,
-    }  # fmt: skip
+    assert {
+        name: status[name] for name in status if name.startswith("failed") or name == "retried"
+    } == {
+        "failed": 4,
+        "failed_hung": 3,
+        "failed_raised": 1,
+        "retried": 1,
+    }
 
 
-@pytest.mark.parametrize("key", ["does_not_apply", "decode_steps", "decode_16_rollouts", "decode_16_s"])
+@pytest.mark.parametrize(
+    "key", ["does_not_apply", "decode_steps", "decode_16_rollouts", "decode_16_s"]
+)
 def test_what_each_process_counts_from_0_is_added_up_over_attempts(key: str) -> None:
     first, second = heartbeat(5, 1.0), heartbeat(1, 1.0)
     first.nodes["node"].status[key] = 5
@@ -79,7 +93,12 @@ def test_what_each_process_counts_from_0_is_added_up_over_attempts(key: str) -> 
 
 @pytest.mark.parametrize(
     ("status", "said"),
-    [(-9, "died (SIGKILL)"), (3, "ended with status 3"), (0, "ended with status 0"), (None, "for an unknown reason")],
+    [
+        (-9, "died (SIGKILL)"),
+        (3, "ended with status 3"),
+        (0, "ended with status 0"),
+        (None, "for an unknown reason"),
+    ],
 )
 def test_an_end_is_told_by_its_signal_or_its_status(status: int | None, said: str) -> None:
     assert said in lifecycle.how(status)
@@ -99,7 +118,11 @@ LIMITS = Limits(hang_s=15.0, stuck_s=600.0, asleep_s=120.0, start_s=300.0)
         (worker(), 16.0, "not answered for 16 s"),
         (worker(heartbeat=stuck(turned_s=601.0)), 1.0, "stuck in one slice of work for 601 s"),
         (worker(heartbeat=stuck(turned_s=599.0)), 1.0, None),
-        (worker(heartbeat=stuck(turned_s=130.0, asleep_s=121.0)), 1.0, "computed nothing for 121 s"),
+        (
+            worker(heartbeat=stuck(turned_s=130.0, asleep_s=121.0)),
+            1.0,
+            "computed nothing for 121 s",
+        ),
         (worker(heartbeat=stuck(turned_s=500.0, asleep_s=119.0)), 1.0, None),
         (worker(Life.STARTING), 59.0, None),
         (worker(Life.STARTING), 61.0, "while it started"),
@@ -125,12 +148,30 @@ def test_a_restart_has_the_deadline_of_a_start() -> None:
 
 def test_a_table_survives_its_encoding_but_for_what_is_of_this_scheduler_alone() -> None:
     before = table(begun=True)
-    before.workers = {"w-0": worker(
-        life=Life.DOWN, membership=Membership.LEAVING, attempt=2, gpus=(1, 2), cause="died", lasting=True,
-        earlier=json.loads(to_json(together({}, heartbeat(3, 1.0)))), restart_at=7.5, at_work_since=3.0, delay_s=0.5,
-        addresses={"e": "at"}, senders={"a-0", "b-0"}, unconfirmed={7: "a-0"}, wired=True, may_miss_ends=True,
-        drained=True, pid=9, heard_at=5.0, deferred=[Start()], is_reachable=False,
-    )}  # fmt: skip
+    before.workers = {
+        "w-0": worker(
+            life=Life.DOWN,
+            membership=Membership.LEAVING,
+            attempt=2,
+            gpus=(1, 2),
+            cause="died",
+            lasting=True,
+            earlier=json.loads(to_json(together({}, heartbeat(3, 1.0)))),
+            restart_at=7.5,
+            at_work_since=3.0,
+            delay_s=0.5,
+            addresses={"e": "at"},
+            senders={"a-0", "b-0"},
+            unconfirmed={7: "a-0"},
+            wired=True,
+            may_miss_ends=True,
+            drained=True,
+            pid=9,
+            heard_at=5.0,
+            deferred=[Start()],
+            is_reachable=False,
+        )
+    }
     before.wishes, before.last_ticket, before.schedule = {"w": 2}, 7, [(3, {"w": 1})]
     before.failures, before.made, before.progressed_at = [Failure("w-0", 1, "died", 2.0)], 4, 1.5
     after = table()
@@ -156,9 +197,14 @@ def test_every_fault_is_a_line_of_its_own_with_how_it_ended(tmp_path: Path) -> N
     faults.close()
     lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     assert lines[0] == {
-        "at": 1e9 + 10.0, "worker": "a-0", "cause": "died (SIGKILL)", "attempt": 0, "noticed_s": 0.5,
-        "rollouts_again": 0, "recovered_s": 0.25,
-    }  # fmt: skip
+        "at": 1e9 + 10.0,
+        "worker": "a-0",
+        "cause": "died (SIGKILL)",
+        "attempt": 0,
+        "noticed_s": 0.5,
+        "rollouts_again": 0,
+        "recovered_s": 0.25,
+    }
     told = [(line["worker"], line["attempt"], line["recovered_s"]) for line in lines]
     assert told[1:] == [("a-0", 1, None), ("a-0", 2, None), ("b-0", 0, None)]
     assert describe_faults(read_faults(tmp_path))[:2] == [
@@ -169,13 +215,32 @@ def test_every_fault_is_a_line_of_its_own_with_how_it_ended(tmp_path: Path) -> N
 
 
 def test_workers_that_fell_with_their_host_are_one_fault_for_people() -> None:
-    def line(worker: str, at: float, rollouts: int, back: float | None, cause: str = "was on host 'b', ...") -> Any:
-        told = {"worker": worker, "cause": cause, "noticed_s": 6.04, "rollouts_again": rollouts, "recovered_s": back}
+    def line(
+        worker: str,
+        at: float,
+        rollouts: int,
+        back: float | None,
+        cause: str = "was on host 'b', ...",
+    ) -> Any:
+        told = {
+            "worker": worker,
+            "cause": cause,
+            "noticed_s": 6.04,
+            "rollouts_again": rollouts,
+            "recovered_s": back,
+        }
         return {"at": at, "attempt": 0, **told}
 
-    lines = [line("a-0", 1.0, 0, 2.0), line("g-0", 1.1, 3, 4.0), line("g-1", 1.2, 1, None, "died (SIGKILL)")]
+    lines = [
+        line("a-0", 1.0, 0, 2.0),
+        line("g-0", 1.1, 3, 4.0),
+        line("g-1", 1.2, 1, None, "died (SIGKILL)"),
+    ]
     assert describe_faults(lines) == [
-        "a-0, g-0 was on host 'b', ...: noticed after 6.0 s, back after 4.0 s, 3 rollouts drawn again",
+        (
+            "a-0, g-0 was on host 'b', ...: noticed after 6.0 s, back after 4.0 s, 3 rollouts drawn"
+            " again"
+        ),
         "g-1 died (SIGKILL): noticed after 6.0 s, not back, 1 rollout drawn again",
     ]
     assert len(describe_faults([line("a-0", 1.0, 0, 2.0), line("a-0", 100.0, 0, 2.0)])) == 2

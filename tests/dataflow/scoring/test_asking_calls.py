@@ -1,4 +1,5 @@
-"""Laws of calls that ask: what they hear is an answer to their own question, and their owner's time is not theirs."""
+"""Laws of calls that ask: what they hear is an answer to their own question, and their owner's time
+is not theirs."""
 
 import asyncio
 import contextlib
@@ -37,7 +38,8 @@ def prepare(payload: bytes) -> Call:
                 time.sleep(60)
             if word == "die" and number == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if word.startswith("meet"):  # in the world, and nobody knows by whose fault its process ends
+            # in the world, and nobody knows by whose fault its process ends
+            if word.startswith("meet"):
                 await asyncio.sleep(0.05)
                 if word == "meet and die":
                     os._exit(3)
@@ -64,17 +66,22 @@ async def held(mark: Path, ask: Ask) -> bytes:
 @contextlib.contextmanager
 def pool(**settings: Any) -> Iterator[Pool]:
     knobs = {"timeout_s": 0.3, "memory_mb": 64, "concurrency": 8, **settings}
-    made = Pool(PoolSettings(
-        prepare=prepare, pack=b"".join, describe=str, is_async=True, asks=True, **knobs
-    ))  # fmt: skip
+    made = Pool(
+        PoolSettings(
+            prepare=prepare, pack=b"".join, describe=str, is_async=True, asks=True, **knobs
+        )
+    )
     try:
         yield made
     finally:
         made.close()
 
 
-def conversed(made: Pool, words: list[str], answer: Callable[[Asked], bytes | None]) -> dict[str, bytes | str]:
-    """By word, what its call gave, or why it failed. answer: what is said to a question; None: nothing."""
+def conversed(
+    made: Pool, words: list[str], answer: Callable[[Asked], bytes | None]
+) -> dict[str, bytes | str]:
+    """By word, what its call gave, or why it failed. answer: what is said to a question; None:
+    nothing."""
     jobs = {made.submit(1, lambda start, stop, word=word: word.encode()): word for word in words}
     got: dict[str, bytes | str] = {}
     deadline = time.monotonic() + 30
@@ -117,7 +124,11 @@ def test_a_call_that_waits_for_its_owner_is_not_late() -> None:
 
 @pytest.mark.parametrize(
     ("word", "failure"),
-    [("hang", "hung: no answer within 0.3 s"), ("block", "hung: no answer within 0.3 s"), ("raise", "bad")],
+    [
+        ("hang", "hung: no answer within 0.3 s"),
+        ("block", "hung: no answer within 0.3 s"),
+        ("raise", "bad"),
+    ],
 )
 def test_a_call_that_fails_after_an_answer_fails_alone(word: str, failure: str) -> None:
     with pool() as made:
@@ -126,7 +137,8 @@ def test_a_call_that_fails_after_an_answer_fails_alone(word: str, failure: str) 
 
 
 def test_calls_of_a_process_that_died_ask_again_from_their_first_question() -> None:
-    """The one to blame is found, and the others go on; none hears an answer to a question of its earlier life."""
+    """The one to blame is found, and the others go on; none hears an answer to a question of its
+    earlier life."""
     asked: dict[int, list[int]] = {}
 
     def answer(question: Asked) -> bytes:
@@ -142,8 +154,12 @@ def test_calls_of_a_process_that_died_ask_again_from_their_first_question() -> N
         assert all("012".startswith("0" + life) for life in lives), numbers
 
 
-@pytest.mark.parametrize(("end", "failure"), [("die", "exited with status 3"), ("block", "no answer within 1 s")])
-def test_who_ends_or_blocks_its_process_beside_others_is_found_at_once(end: str, failure: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "failure"), [("die", "exited with status 3"), ("block", "no answer within 1 s")]
+)
+def test_who_ends_or_blocks_its_process_beside_others_is_found_at_once(
+    end: str, failure: str
+) -> None:
     words = [f"meet and {end}", *(f"meet {number}" for number in range(6))]
     with pool(timeout_s=1.0) as made:
         got = conversed(made, words, lambda asked: b".")
@@ -188,7 +204,8 @@ def test_calls_under_way_give_back_what_they_hold_when_their_pool_closes(tmp_pat
 
 
 def test_no_call_waits_in_a_process_behind_others_that_may_wait_for_it() -> None:
-    """All that may be made at once have asked before any is answered, though one process was quicker before."""
+    """All that may be made at once have asked before any is answered, though one process was
+    quicker before."""
     with pool(timeout_s=60.0, processes=2, concurrency=2) as made:
         for _ in range(4):
             conversed(made, ["quick"], lambda asked: None)

@@ -25,7 +25,12 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 MEETING = threading.Barrier(4)
 LATE = "hung: no answer within 0.2 s"
-KINDS = {"one": {}, "processes": {"processes": 2}, "threads": {"concurrency": 4}, "tasks": {"concurrency": 4}}
+KINDS = {
+    "one": {},
+    "processes": {"processes": 2},
+    "threads": {"concurrency": 4},
+    "tasks": {"concurrency": 4},
+}
 
 
 def act(word: str) -> Any:
@@ -113,10 +118,13 @@ def pool(kind: str = "one", **settings: Any) -> Iterator[Pool]:
     is_async = kind == "tasks"
     made = Pool(
         PoolSettings(
-            prepare=prepare_tasks if is_async else prepare, pack=pack, describe=describe, is_async=is_async,
+            prepare=prepare_tasks if is_async else prepare,
+            pack=pack,
+            describe=describe,
+            is_async=is_async,
             **{"timeout_s": 0.2, "memory_mb": 64, **KINDS[kind], **settings},
         )
-    )  # fmt: skip
+    )
     try:
         yield made
     finally:
@@ -195,15 +203,20 @@ def test_a_server_that_somebody_stopped_is_let_go_on() -> None:
 def test_a_call_that_eats_memory_is_ended_and_named() -> None:
     with pool(timeout_s=20.0) as made:
         assert answers(made, ["a", "memory", "b"]) == [
-            "a", "died: its process took more memory than its limit of 64 MB", "b"
-        ]  # fmt: skip
+            "a",
+            "died: its process took more memory than its limit of 64 MB",
+            "b",
+        ]
 
 
 def test_a_call_that_closes_every_file_is_found_among_others() -> None:
     with pool() as made:
         got = answers(made, ["a", "close", "b"])
     assert (got[0], got[2]) == ("a", "b")
-    assert got[1] in ("died: its process exited with status 0", "died: it closed the wire of its process")
+    assert got[1] in (
+        "died: its process exited with status 0",
+        "died: it closed the wire of its process",
+    )
 
 
 def test_a_blocked_event_loop_is_ended_like_any_other_call() -> None:
@@ -225,7 +238,9 @@ def test_a_task_that_hangs_leaves_its_process_and_the_others_alone() -> None:
         assert made.restarts == 0
 
 
-def test_answered_calls_are_not_made_again_when_a_later_one_ends_the_process(tmp_path: Path) -> None:
+def test_answered_calls_are_not_made_again_when_a_later_one_ends_the_process(
+    tmp_path: Path,
+) -> None:
     marks = [f"mark:{tmp_path / str(number)}" for number in range(3)]
     with pool() as made:
         assert answers(made, marks) == marks
@@ -253,7 +268,8 @@ def test_a_server_killed_from_outside_costs_no_call() -> None:
 
 
 def test_an_end_of_a_process_that_nobody_has_said_started_is_told_by_the_server() -> None:
-    """A server that is killed closes the ends that it had not handed to a process, one after the other."""
+    """A server that is killed closes the ends that it had not handed to a process, one after the
+    other."""
     with pool("processes", timeout_s=20.0) as made:
         while len(made.pids) < 3:
             made.poll()
@@ -291,7 +307,9 @@ def test_a_payload_larger_than_the_wire_holds_arrives_whole() -> None:
         assert answers(made, words) == words
 
 
-def test_prints_go_where_the_worker_prints_and_break_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_prints_go_where_the_worker_prints_and_break_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with pool(timeout_s=20.0) as made:
         assert answers(made, ["print", "a", "print"]) == ["print", "a", "print"]
     out, err = capfd.readouterr()
@@ -382,5 +400,8 @@ def test_open_calls_become_pieces_of_neighbours_and_lonely_ones_stay_apart() -> 
         return CallChunk(job, min(calls), calls, is_alone, 0.0)
 
     assert pieces_of([chunk(0, {3, 1, 2, 7}), chunk(0, {8}), chunk(1, {4, 5}, True)]) == [
-        CallRange(0, 1, 4), CallRange(0, 7, 9), CallRange(1, 4, 5, True), CallRange(1, 5, 6, True)
-    ]  # fmt: skip
+        CallRange(0, 1, 4),
+        CallRange(0, 7, 9),
+        CallRange(1, 4, 5, True),
+        CallRange(1, 5, 6, True),
+    ]

@@ -14,7 +14,9 @@ def test_a_task_that_outlives_its_call_leaves_the_next_one_alone() -> None:
 
     async def work() -> None:
         limit = asyncio.timeout(60.0)
-        ask = _Asking(lambda message, body: posted.append(message), {}, limit, progress, (1, 0), 60.0)
+        ask = _Asking(
+            lambda message, body: posted.append(message), {}, limit, progress, (1, 0), 60.0
+        )
         gate = asyncio.Event()
 
         async def rests() -> None:

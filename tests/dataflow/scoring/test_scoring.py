@@ -41,11 +41,14 @@ def reward(completion: str, answer: str, bonus: float = 0.0) -> float:
 def rows(completions: list[str], group: int = 2, **columns: pa.Array) -> pa.RecordBatch:
     count = len(completions)
     found = {
-        GROUP_ID: pa.array(np.arange(count) // group), ROLLOUT_ID: pa.array(np.arange(count)),
-        COMPLETION: pa.array(completions), "answer": pa.array(["right"] * count, pa.string()),
+        GROUP_ID: pa.array(np.arange(count) // group),
+        ROLLOUT_ID: pa.array(np.arange(count)),
+        COMPLETION: pa.array(completions),
+        "answer": pa.array(["right"] * count, pa.string()),
         TOKENS: pa.array([list(range(i % 4)) for i in range(count)], pa.list_(pa.int32())),
-        ERROR: pa.nulls(count, pa.string()), **columns,
-    }  # fmt: skip
+        ERROR: pa.nulls(count, pa.string()),
+        **columns,
+    }
     return pa.RecordBatch.from_arrays(list(found.values()), names=list(found))
 
 
@@ -76,7 +79,9 @@ def score(made: Scorer[..., Any], records: pa.RecordBatch) -> pa.RecordBatch:
     runtime = build(made)
     try:
         runtime.push(Batch("prompts", records))
-        table = pa.Table.from_batches([batch.records for batch in drain(runtime)]).sort_by(ROLLOUT_ID)
+        table = pa.Table.from_batches([batch.records for batch in drain(runtime)]).sort_by(
+            ROLLOUT_ID
+        )
     finally:
         runtime.close()
     (batch,) = table.combine_chunks().to_batches() if len(table) else [records.slice(0, 0)]
@@ -117,22 +122,29 @@ def judge(completion: str, answer: str) -> Any:
 
 
 JUDGED = {
-    "right": 1.0, "wrong": 0.0, "numpy": 0.5, "none": None,
+    "right": 1.0,
+    "wrong": 0.0,
+    "numpy": 0.5,
+    "none": None,
     "raise": "verdict: raised: ValueError: bad in two lines (test_scoring.py:",
     "raise far away": "verdict: raised: ValueError: invalid literal",
     "sys.exit": "verdict: raised: SystemExit: 1 (test_scoring.py:",
-
-    "nan": "verdict: unusable: returned nan; return a finite number, or None where it does not apply",
+    "nan": (
+        "verdict: unusable: returned nan; return a finite number, or None where it does not apply"
+    ),
     "text": "verdict: unusable: returned 'text' (str), which is no number",
     "array": "verdict: unusable: returned array([0., 0., 0.]) (ndarray), which is no number",
     "surrogate": "verdict: raised: ValueError: \\ud800 (test_scoring.py:",
-}  # fmt: skip
+}
 
 
 def test_a_row_gets_a_score_or_an_error_and_never_both_and_none_is_neither(isolate: bool) -> None:
     scored = score(scorer(name="verdict", isolate=isolate)(judge), rows(list(JUDGED)))
     for value, error, wanted in zip(
-        scored.column("verdict").to_pylist(), scored.column(ERROR).to_pylist(), JUDGED.values(), strict=True
+        scored.column("verdict").to_pylist(),
+        scored.column(ERROR).to_pylist(),
+        JUDGED.values(),
+        strict=True,
     ):
         if isinstance(wanted, str):
             assert value is None
@@ -181,7 +193,17 @@ def test_a_group_that_fails_fails_whole_and_alone(isolate: bool) -> None:
 
     records = rows(["x"] * 12, 2, reward=pa.array(np.repeat(np.arange(6.0), 2)))
     scored = score(scorer(per="group", isolate=isolate)(credit), records)
-    assert scored.column("credit").to_pylist() == [None, None, None, 2.0, None, 2.0, *[None] * 4, 5.0, 5.0]
+    assert scored.column("credit").to_pylist() == [
+        None,
+        None,
+        None,
+        2.0,
+        None,
+        2.0,
+        *[None] * 4,
+        5.0,
+        5.0,
+    ]
     errors = scored.column(ERROR).to_pylist()
     assert [row for row, error in enumerate(errors) if error is None] == [2, 3, 5, 10, 11]
     assert errors[6] == "credit: unusable: returned 1 values for 2 rows; return one for each"
@@ -204,7 +226,11 @@ def test_numbers_per_token_travel_as_ragged_columns(isolate: bool) -> None:
     records = rows(["a", "b", "c", "d"])
     scored = score(scorer(isolate=isolate)(halves), records)
     assert scored.column("halves").to_pylist() == [[], [0.5], [0.5, 1.0], [0.5, 1.0, 1.5]]
-    assert records.column(TOKENS).to_pylist()[3] == [0, 1, 2], "the function's own array was changed, not the rows"
+    assert records.column(TOKENS).to_pylist()[3] == [
+        0,
+        1,
+        2,
+    ], "the function's own array was changed, not the rows"
 
     def relative(tokens: list[Array]) -> list[Array]:
         return [each - max(map(len, tokens)) for each in tokens]
@@ -227,7 +253,9 @@ def test_a_list_column_arrives_as_its_annotation_says(annotation: Any, found: st
     assert scored.column("kind").to_pylist() == [found, found]
 
 
-def test_a_function_is_not_asked_about_rows_without_a_value_unless_it_takes_none(isolate: bool) -> None:
+def test_a_function_is_not_asked_about_rows_without_a_value_unless_it_takes_none(
+    isolate: bool,
+) -> None:
     def is_missing(hint: str | None, tokens: Array) -> bool:
         return hint is None
 
@@ -276,7 +304,9 @@ def test_a_batch_function_gets_all_rows_at_once_and_a_bad_group_fails_alone(isol
     scored = score(made, rows(["a", "none", "bad", "c", "d"]))
     assert scored.column("worth").to_pylist() == [2.0, None, None, None, 1.0]
     errors = scored.column(ERROR).drop_null().to_pylist()
-    assert len(errors) == 2 and errors[0].startswith("worth: raised: ValueError: a bad one (test_scoring.py:")
+    assert len(errors) == 2 and errors[0].startswith(
+        "worth: raised: ValueError: a bad one (test_scoring.py:"
+    )
 
 
 def test_a_group_that_hangs_or_ends_its_process_in_a_batch_fails_alone() -> None:
@@ -287,11 +317,18 @@ def test_a_group_that_hangs_or_ends_its_process_in_a_batch_fails_alone() -> None
             os._exit(3)
         return [1.0 for _ in completion]
 
-    scored = score(scorer(per="batch", timeout_s=0.5)(worth), rows(["a", "b", "hang", "c", "die", "d"]))
+    scored = score(
+        scorer(per="batch", timeout_s=0.5)(worth), rows(["a", "b", "hang", "c", "die", "d"])
+    )
     assert scored.column("worth").to_pylist() == [1.0, 1.0, None, None, None, None]
     assert [error and error[:12] for error in scored.column(ERROR).to_pylist()] == [
-        None, None, "worth: hung:", "worth: hung:", "worth: died:", "worth: died:",
-    ]  # fmt: skip
+        None,
+        None,
+        "worth: hung:",
+        "worth: hung:",
+        "worth: died:",
+        "worth: died:",
+    ]
 
 
 def one_for_all(completion: list[str]) -> list[float]:
@@ -329,7 +366,9 @@ def test_an_answer_for_several_rows_is_never_made_of_answers_for_some(
     assert all(error.startswith(f"{function.__name__}: {said}") for error in errors)
 
 
-def test_the_rows_other_columns_come_by_keyword_and_those_of_the_engine_do_not(isolate: bool) -> None:
+def test_the_rows_other_columns_come_by_keyword_and_those_of_the_engine_do_not(
+    isolate: bool,
+) -> None:
     def seen(completion: str, **columns: Any) -> str:
         return " ".join(sorted(columns))
 
@@ -348,7 +387,9 @@ def test_a_note_is_a_column_beside_the_number(isolate: bool) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["function", "coroutine"])
-def test_a_call_is_made_again_where_the_world_failed_and_only_there(tmp_path: Path, is_async: bool) -> None:
+def test_a_call_is_made_again_where_the_world_failed_and_only_there(
+    tmp_path: Path, is_async: bool
+) -> None:
     def ask(completion: str) -> float:
         calls = tmp_path / completion
         calls.write_text(calls.read_text() + "x" if calls.exists() else "x")
@@ -433,7 +474,11 @@ class FakeCaller:
         return ready
 
     def answer(self, job: int, values: Mapping[int, float]) -> None:
-        self.ready.append(Answer(job, list(values), {}, pack(scorer(f_float_of_completion), list(values.values()))))
+        self.ready.append(
+            Answer(
+                job, list(values), {}, pack(scorer(f_float_of_completion), list(values.values()))
+            )
+        )
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -453,14 +498,18 @@ def fake() -> tuple[Scoring, FakeCaller, Clock]:
 
 
 def groups(batches: list[Batch] | None) -> list[int]:
-    return [group for batch in batches or [] for group in batch.records.column(GROUP_ID).to_pylist()]
+    return [
+        group for batch in batches or [] for group in batch.records.column(GROUP_ID).to_pylist()
+    ]
 
 
 def test_whole_groups_leave_without_waiting_for_a_slow_one() -> None:
     runtime, caller, clock = fake()
     events: list[str] = []
     records = rows(["x"] * 6)
-    runtime.push(Batch("prompts", records, "generator", whole(records, lambda: events.append("ack"))))
+    runtime.push(
+        Batch("prompts", records, "generator", whole(records, lambda: events.append("ack")))
+    )
     caller.answer(0, {0: 1.0, 4: 1.0, 5: 1.0})
     clock.now = 1.0
     assert groups(runtime.work()) == [2, 2]
@@ -561,10 +610,15 @@ def few_hang(completions: list[str]) -> bool:
 def test_every_row_comes_back_exactly_once_with_a_score_or_an_error(
     completions: list[str], limits: dict[str, Any], is_async: bool, failed: set[int]
 ) -> None:
-    made = scorer(name="score", timeout_s=0.2, memory_mb=64, **limits)(behave_async if is_async else behave)
-    errors = pa.array(["before" if row in failed else None for row in range(len(completions))], pa.string())
+    made = scorer(name="score", timeout_s=0.2, memory_mb=64, **limits)(
+        behave_async if is_async else behave
+    )
+    errors = pa.array(
+        ["before" if row in failed else None for row in range(len(completions))], pa.string()
+    )
     scored = score(made, rows(completions, 3, **{ERROR: errors}))
-    is_blocked = is_async and "concurrency" in limits and "hang" in completions  # a loop hangs as a whole
+    # a loop hangs as a whole
+    is_blocked = is_async and "concurrency" in limits and "hang" in completions
     for row, word in enumerate(completions):
         value, error = scored.column("score")[row].as_py(), scored.column(ERROR)[row].as_py()
         if row in failed:

@@ -1,4 +1,5 @@
-"""Channels: messages arrive whole and in order, files with them, and the end of a peer is noticed."""
+"""Channels: messages arrive whole and in order, files with them, and the end of a peer is
+noticed."""
 
 import os
 import socket
@@ -102,7 +103,9 @@ def test_bodies_come_with_their_messages_in_their_order(ends):
 
 
 def test_a_body_that_is_too_large_is_refused_on_both_sides(ends):
-    with pytest.raises(MessageError, match=f"found {(1 << 26) + 1} bytes, the bound is {1 << 26}; send less"):
+    with pytest.raises(
+        MessageError, match=f"found {(1 << 26) + 1} bytes, the bound is {1 << 26}; send less"
+    ):
         ends[0].post(Note(1), body=bytes((1 << 26) + 1))
     ends[0]._end.sendall(LENGTH.pack(BODY | 1 << 40))
     with pytest.raises(MessageError, match=f"found {1 << 40} bytes"):

@@ -1,4 +1,5 @@
-"""A child finalises nothing that it inherits, and computes on several threads, whatever its parent has done."""
+"""A child finalises nothing that it inherits, and computes on several threads, whatever its parent
+has done."""
 
 import gc
 import os
@@ -91,7 +92,9 @@ def test_garbage_that_owns_threads_does_not_hang_a_child() -> None:
         assert in_child(collect) == 0
 
 
-def test_nothing_is_collected_on_the_way_into_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_collected_on_the_way_into_the_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told, plain = tmp_path / "told", os.fork
 
     def busy() -> int:

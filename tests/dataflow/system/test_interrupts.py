@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM and SIGHUP: asked once, insisted upon, passed over; and what they mean before anybody has said."""
+"""Ctrl-C, SIGTERM and SIGHUP: asked once, insisted upon, passed over; and what they mean before
+anybody has said."""
 
 import os
 import signal
@@ -9,7 +10,14 @@ import pytest
 
 from dataflow.system import interrupts
 from dataflow.system.child import fork
-from dataflow.system.interrupts import ENDINGS, asked_to_end, end_as_others_do, interrupted, leave_to_leader, status_of
+from dataflow.system.interrupts import (
+    ENDINGS,
+    asked_to_end,
+    end_as_others_do,
+    interrupted,
+    leave_to_leader,
+    status_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +51,9 @@ def test_a_sigterm_some_time_after_the_first_insists(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_where_nothing_could_end_in_order_they_interrupt_as_control_c_does(number: int, status: int) -> None:
+def test_where_nothing_could_end_in_order_they_interrupt_as_control_c_does(
+    number: int, status: int
+) -> None:
     with interrupted(), pytest.raises(KeyboardInterrupt) as told:
         signal.raise_signal(number)
     assert status_of(told.value) == status and status_of(KeyboardInterrupt()) == 130

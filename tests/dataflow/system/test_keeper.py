@@ -1,4 +1,5 @@
-"""A keeper ends a program with all that it has started; SIGTERM asks for it in a session of its own alone."""
+"""A keeper ends a program with all that it has started; SIGTERM asks for it in a session of its own
+alone."""
 
 import os
 import signal
@@ -22,7 +23,8 @@ with open(sys.argv[1], "a") as out:
     out.write(f"{'program' if child else 'other'} {os.getpid()}\\n")
 time.sleep(600)
 """
-"""A program, and another that it has started, in a session of its own, where no signal to its group comes."""
+"""A program, and another that it has started, in a session of its own, where no signal to its group
+comes."""
 DEADLINE_S = 30.0
 
 
@@ -33,7 +35,11 @@ class Kept:
         """leads: a session of its own."""
         command = below_keeper([sys.executable, "-c", FAMILY, str(path)])
         self.keeper = subprocess.Popen(command, start_new_session=leads)
-        wait_until(lambda: path.exists() and len(path.read_text().splitlines()) == 2, DEADLINE_S, "the program")
+        wait_until(
+            lambda: path.exists() and len(path.read_text().splitlines()) == 2,
+            DEADLINE_S,
+            "the program",
+        )
         self.below = {name: int(pid) for name, pid in map(str.split, path.read_text().splitlines())}
 
 
@@ -60,7 +66,9 @@ def test_sigterm_ends_all_of_a_keeper_with_a_session_of_its_own(start: Callable[
     assert not alive(kept.below.values())
 
 
-def test_sigterm_ends_nothing_where_it_may_have_been_meant_for_others(start: Callable[..., Kept]) -> None:
+def test_sigterm_ends_nothing_where_it_may_have_been_meant_for_others(
+    start: Callable[..., Kept],
+) -> None:
     kept = start(leads=False)
     kept.keeper.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -82,5 +90,7 @@ def test_it_ends_as_its_program_does_and_leaves_none_of_what_that_started(
 
 
 def test_a_program_that_cannot_be_started_is_named() -> None:
-    done = subprocess.run(below_keeper(["/no/such/program"]), capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(
+        below_keeper(["/no/such/program"]), capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert done.returncode == 127 and "/no/such/program cannot be started" in done.stderr

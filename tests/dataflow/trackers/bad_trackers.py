@@ -1,4 +1,5 @@
-"""Trackers that do what trackers do: hang, raise, die, print without end, find no room; and one that takes lines."""
+"""Trackers that do what trackers do: hang, raise, die, print without end, find no room; and one
+that takes lines."""
 
 import errno
 import os
@@ -26,7 +27,9 @@ class Lines(Tracker):
     def log(self, figures: StepFigures) -> None:
         self._kept["count"] = self._kept.get("count", 0) + 1
         value = figures.numbers.get("eval_accuracy" if figures.is_evaluation else "loss")
-        self._put(f"{figures.node} {figures.step} {value:.3f}{' again' if figures.is_again else ''}")
+        self._put(
+            f"{figures.node} {figures.step} {value:.3f}{' again' if figures.is_again else ''}"
+        )
 
     def rollouts(self, table: RolloutTable) -> None:
         self._put(f"table {table.step} of {len(table.rows)}")
@@ -210,7 +213,8 @@ class Held(Steps):
 
 @dataclass(kw_only=True)
 class Bulky(Tracker):
-    """Writes 16 KiB for each line into a file of its own; what is in it beyond what was kept is cut off."""
+    """Writes 16 KiB for each line into a file of its own; what is in it beyond what was kept is cut
+    off."""
 
     path: str = ""
     """Empty: what the environment says."""

@@ -27,9 +27,13 @@ class Kept:
         self.said: list[str] = []
         self.now, self.free = 1000.0, 1 << 40
         self.keeper = TrackerKeeper(
-            folder, choose(wished), self.said.append, path=sys.path, clock=lambda: self.now,
+            folder,
+            choose(wished),
+            self.said.append,
+            path=sys.path,
+            clock=lambda: self.now,
             free_bytes=lambda path: self.free,
-        )  # fmt: skip
+        )
 
     def until(self, is_so: Callable[[], bool]) -> None:
         """Let it look until something is so."""
@@ -48,7 +52,11 @@ class Kept:
         """Let time go by, in which all but the first give their signs of life."""
         for _ in range(10):
             self.now += seconds / 10
-            self.until(lambda: all(each.is_done or each.heard >= self.now for each in self.keeper._kept[1:]))
+            self.until(
+                lambda: all(
+                    each.is_done or each.heard >= self.now for each in self.keeper._kept[1:]
+                )
+            )
 
     def finish(self) -> list[str]:
         """End it as a run does; what it has said."""

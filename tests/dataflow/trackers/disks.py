@@ -1,4 +1,5 @@
-"""A disk of its own for a process, which it may fill: a small file system in memory that no other process sees."""
+"""A disk of its own for a process, which it may fill: a small file system in memory that no other
+process sees."""
 
 import ctypes
 import errno
@@ -17,11 +18,14 @@ class Disk:
     """One of them, at a path, until this process and those that it starts have ended."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Mount it there; ends the process with `REFUSED` where that is not allowed. size: bytes."""
+        """Mount it there; ends the process with `REFUSED` where that is not allowed. size:
+        bytes."""
         self.path, self._ballast = path, path / "ballast"
         path.mkdir(parents=True, exist_ok=True)
         libc = ctypes.CDLL(None, use_errno=True)
-        made = libc.unshare(_NEW_MOUNTS) or libc.mount(b"none", b"/", None, _PRIVATE | _ALL_BELOW, None)
+        made = libc.unshare(_NEW_MOUNTS) or libc.mount(
+            b"none", b"/", None, _PRIVATE | _ALL_BELOW, None
+        )
         if made or libc.mount(b"none", str(path).encode(), b"tmpfs", 0, f"size={size}".encode()):
             print(f"no disk can be mounted at {path}: {os.strerror(ctypes.get_errno())}")
             sys.exit(REFUSED)

@@ -1,7 +1,7 @@
 """A run whose tracker's disk runs full: python full_disk_program.py KIND TRACKER FOLDER POLICY.
 
-KIND: `for_a_while`: there is room again in the midst of the run; `to_the_end`: only when that is over.
-"""
+KIND: `for_a_while`: there is room again in the midst of the run; `to_the_end`: only when that is
+over."""
 
 import os
 import sys
@@ -25,11 +25,13 @@ from dataflow.trackers.command import track_run  # noqa: E402
 from dataflow.trackers.tail import TrackerPlace  # noqa: E402
 
 STEPS, FULL, NOTICED, FREE, CAUGHT_UP = 30, 2, 20, 24, 27
-"""When the disk runs full; by when that was said; when there is room; by when the tracker has caught up."""
+"""When the disk runs full; by when that was said; when there is room; by when the tracker has
+caught up."""
 SIZES = {"Bulky": 1 << 20, "tensorboard": 1 << 20, "mlflow": 64 << 20, "mlflow files": 4 << 20}
 STORES: dict[str, Callable[[Disk], str]] = {
-    "mlflow": lambda disk: f"sqlite:///{disk.path}/mlflow.db", "mlflow files": lambda disk: f"file://{disk.path}/mlruns",
-}  # fmt: skip
+    "mlflow": lambda disk: f"sqlite:///{disk.path}/mlflow.db",
+    "mlflow files": lambda disk: f"file://{disk.path}/mlruns",
+}
 DEADLINE_S = 120.0
 
 
@@ -38,7 +40,10 @@ class Course:
 
     def __init__(self, disk: Disk, runs: Path, name: str, is_full_to_the_end: bool) -> None:
         self._disk, self._runs, self._name = disk, runs, name
-        self._left: list[tuple[int, Callable[[], None]]] = [(FULL, self._fill), (NOTICED, self._notice)]
+        self._left: list[tuple[int, Callable[[], None]]] = [
+            (FULL, self._fill),
+            (NOTICED, self._notice),
+        ]
         if not is_full_to_the_end:
             self._left += [(FREE, self._make_room), (CAUGHT_UP, self._catch_up)]
 
@@ -75,12 +80,17 @@ class Course:
         until(lambda: any(" failed in " in text for text in self.said), "that the failure is said")
 
     def _make_room(self) -> None:
-        assert self._told() < self.folder.metrics.stat().st_size, "steps were made while it was told none"
+        assert self._told() < self.folder.metrics.stat().st_size, (
+            "steps were made while it was told none"
+        )
         self._disk.make_room()
 
     def _catch_up(self) -> None:
         size = self.folder.metrics.stat().st_size
-        until(lambda: self._told() >= size, "that the tracker is told all that there is, while the run goes on")
+        until(
+            lambda: self._told() >= size,
+            "that the tracker is told all that there is, while the run goes on",
+        )
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
@@ -111,15 +121,24 @@ def main() -> None:
         return sum(letter in "abcdefgh" for letter in completion) / max(1, len(completion))
 
     result = run(
-        tiny_graph(policy, max_staleness=0, max_tokens=8, scorers=(reward,)), steps=STEPS, on=inline(),
-        runs=folder / "runs", quiet=True, track=[tracker_on(disk, name)],
+        tiny_graph(policy, max_staleness=0, max_tokens=8, scorers=(reward,)),
+        steps=STEPS,
+        on=inline(),
+        runs=folder / "runs",
+        quiet=True,
+        track=[tracker_on(disk, name)],
         limits=Limits(track_s=60.0, track_again_s=1.0),
-    )  # fmt: skip
+    )
     assert result.verdict.clean and result.steps == STEPS and course.is_over, result.verdict.line
     said = [text for text in course.said if text.startswith("tracker ")]
-    assert " failed in " in said[0] and ("No space left" in said[0] or "disk is full" in said[0]), said
+    assert " failed in " in said[0] and ("No space left" in said[0] or "disk is full" in said[0]), (
+        said
+    )
     if kind == "to_the_end":
-        assert len(said) == 2 and f"lacks the end of the run: dataflow track {result.folder} --to" in said[1], said
+        assert (
+            len(said) == 2
+            and f"lacks the end of the run: dataflow track {result.folder} --to" in said[1]
+        ), said
         disk.make_room()
         assert track_run(result.folder, to=(said[1].rpartition(" --to ")[2].split()[0],)) == 0
     else:
@@ -132,7 +151,10 @@ def main() -> None:
 
 def read_bulky(disk: Disk, run: Path) -> None:
     told = (disk.path / "bulky").read_text().split()
-    assert told == [word for step in range(1, STEPS + 1) for word in ("step", str(step))] + ["finish", "finished"], told
+    assert told == [word for step in range(1, STEPS + 1) for word in ("step", str(step))] + [
+        "finish",
+        "finished",
+    ], told
 
 
 def read_tensorboard(disk: Disk, run: Path) -> None:
@@ -155,10 +177,16 @@ def read_mlflow(uri: str) -> None:
     assert experiment is not None
     (found,) = client.search_runs([experiment.experiment_id])
     steps = [each.step for each in client.get_metric_history(found.info.run_id, "loss")]
-    assert steps == list(range(1, STEPS + 1)) and found.info.status == "FINISHED", (steps, found.info.status)
+    assert steps == list(range(1, STEPS + 1)) and found.info.status == "FINISHED", (
+        steps,
+        found.info.status,
+    )
 
 
-READ: dict[str, Callable[[Disk, Path], None]] = {"Bulky": read_bulky, "tensorboard": read_tensorboard}
+READ: dict[str, Callable[[Disk, Path], None]] = {
+    "Bulky": read_bulky,
+    "tensorboard": read_tensorboard,
+}
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,8 @@
 """Trackers of a run whose own folder has no room: python full_folder_program.py KIND FOLDER.
 
-KIND: `a_moment`: while it is kept how far a tracker has come; `until_it_is_killed`: the same, and then the tracker's
-process is killed; `all_of_it`: the whole folder, before the keeper of its trackers has said anything.
-"""
+KIND: `a_moment`: while it is kept how far a tracker has come; `until_it_is_killed`: the same, and
+then the tracker's process is killed; `all_of_it`: the whole folder, before the keeper of its
+trackers has said anything."""
 
 import os
 import shutil
@@ -53,7 +53,8 @@ def make(folder: RunFolder, step: int) -> None:
 
 
 def where_it_is_kept(root: Path, is_killed: bool) -> None:
-    """Only the folder of trackers' places is full: the run's disk has room, as trackers have none otherwise."""
+    """Only the folder of trackers' places is full: the run's disk has room, as trackers have none
+    otherwise."""
     folder = made(root)
     disk = Disk(folder.path / FOLDER, 64 << 10)
     of_run, said = TrackersOfRun(folder, choose([Steps]), LIMITS), list[str]()
@@ -73,10 +74,16 @@ def where_it_is_kept(root: Path, is_killed: bool) -> None:
     make(folder, STEPS + 3)
     until(lambda: kept(folder) == folder.metrics.stat().st_size, "that it is kept again")
     of_run.end("finished", said.append)
-    said = [text for text in (folder.logs / "trackers.log").read_text().splitlines() if text.startswith("tracker ")]
+    said = [
+        text
+        for text in (folder.logs / "trackers.log").read_text().splitlines()
+        if text.startswith("tracker ")
+    ]
     assert len(said) == is_killed, said
     steps = [f"step {step}" for step in range(1, STEPS + 3)]
-    assert told(folder) == ["start new", *steps, *again, f"step {STEPS + 3}", "finish finished"], told(folder)
+    assert told(folder) == ["start new", *steps, *again, f"step {STEPS + 3}", "finish finished"], (
+        told(folder)
+    )
 
 
 def pid_of_teller(folder: RunFolder) -> int:
@@ -100,7 +107,9 @@ def all_of_it(root: Path) -> None:
     until(lambda: said.extend(of_run.look()) or said, "that somebody says so")
     assert "trackers stand still" in said[0], said
     of_run.end("finished", said.append)
-    assert "stood still for want of room; it lacks the end of the run: dataflow track" in said[-1], said
+    assert (
+        "stood still for want of room; it lacks the end of the run: dataflow track" in said[-1]
+    ), said
     assert told(folder) == [], "on a disk that the run needs"
     elsewhere = root / "copy"
     disk.make_room()
@@ -108,8 +117,10 @@ def all_of_it(root: Path) -> None:
     again = TrackersOfRun(RunFolder.open(elsewhere), choose([Steps]), LIMITS)
     again.end("finished", said.append)
     assert told(RunFolder.open(elsewhere)) == [
-        "start new", *(f"step {step}" for step in range(1, STEPS + 1)), "finish finished"
-    ]  # fmt: skip
+        "start new",
+        *(f"step {step}" for step in range(1, STEPS + 1)),
+        "finish finished",
+    ]
 
 
 if __name__ == "__main__":

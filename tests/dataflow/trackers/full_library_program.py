@@ -1,8 +1,8 @@
-"""A run told to a library that writes in threads of its own, whose disk runs full: python full_library_program.py KIND
-LIBRARY FOLDER.
+"""A run told to a library that writes in threads of its own, whose disk runs full: python
+full_library_program.py KIND LIBRARY FOLDER.
 
-KIND: `for_a_while`: there is room again in the midst of the run; `at_once`: the same, and there was no moment of little
-room before; `to_the_end`: there is room only when the run is over.
+KIND: `for_a_while`: there is room again in the midst of the run; `at_once`: the same, and there was
+no moment of little room before; `to_the_end`: there is room only when the run is over.
 """
 
 import os
@@ -44,7 +44,11 @@ def main() -> None:
     """The steps; then what was told."""
     kind, name, root = sys.argv[1], sys.argv[2], Path(sys.argv[3]).resolve()
     (root / "home").mkdir()
-    os.environ |= {"HOME": str(root / "home"), "WANDB_MODE": "offline", "TRACKIO_DIR": str(root / "trackio")}
+    os.environ |= {
+        "HOME": str(root / "home"),
+        "WANDB_MODE": "offline",
+        "TRACKIO_DIR": str(root / "trackio"),
+    }
     folder = made(root)
     disk = Disk(folder.path / "wandb" if name == "wandb" else root / "trackio", 2 * SPARE_BYTES)
     of_run = TrackersOfRun(folder, choose([name]), LIMITS)
@@ -75,10 +79,14 @@ def main() -> None:
         until(is_told, "that all is told, while the run goes on")
     of_run.end("finished", print)
     words = said()
-    assert f"tracker {name} failed in 'log': OSError: [Errno 28] No space left on device: " in words[0], words
+    assert (
+        f"tracker {name} failed in 'log': OSError: [Errno 28] No space left on device: " in words[0]
+    ), words
     assert len(words) == 1 + (kind == "to_the_end"), words
     if kind == "to_the_end":
-        assert f"lacks the end of the run: dataflow track {folder.path} --to {name}" in words[1], words
+        assert f"lacks the end of the run: dataflow track {folder.path} --to {name}" in words[1], (
+            words
+        )
         disk.make_room()
         assert track_run(folder.path, to=(name,)) == 0
     told = READ[name](folder)
@@ -86,16 +94,23 @@ def main() -> None:
 
 
 def steps_of_wandb(folder: RunFolder) -> list[int]:
-    return [row["step"] for part in wandb_records(folder.path) for row in history(part) if "loss" in row]
+    return [
+        row["step"] for part in wandb_records(folder.path) for row in history(part) if "loss" in row
+    ]
 
 
 def steps_of_trackio(folder: RunFolder) -> list[int]:
     from trackio.sqlite_storage import SQLiteStorage
 
-    return [row["step"] for row in SQLiteStorage.get_logs("fakes", folder.path.name) if "loss" in row]
+    return [
+        row["step"] for row in SQLiteStorage.get_logs("fakes", folder.path.name) if "loss" in row
+    ]
 
 
-READ: dict[str, Callable[[RunFolder], list[int]]] = {"wandb": steps_of_wandb, "trackio": steps_of_trackio}
+READ: dict[str, Callable[[RunFolder], list[int]]] = {
+    "wandb": steps_of_wandb,
+    "trackio": steps_of_trackio,
+}
 
 if __name__ == "__main__":
     keeper.stays_in_front()

@@ -1,4 +1,5 @@
-"""Real libraries that write in threads of their own, whose process ends before the run does: nothing is lost."""
+"""Real libraries that write in threads of their own, whose process ends before the run does:
+nothing is lost."""
 
 import os
 import signal
@@ -26,7 +27,11 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
     name = str(request.param)
     pytest.importorskip(name, reason=f"{name} is not installed: pip install 'dataflow-rl[{name}]'")
     place = tmp_path / "trackio"
-    for variable, value in {"HOME": tmp_path, "WANDB_MODE": "offline", "TRACKIO_DIR": place}.items():
+    for variable, value in {
+        "HOME": tmp_path,
+        "WANDB_MODE": "offline",
+        "TRACKIO_DIR": place,
+    }.items():
         monkeypatch.setenv(variable, str(value))
     if name == "trackio":
         import trackio.sqlite_storage  # noqa: F401
@@ -40,10 +45,17 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
 def steps(library: str, folder: RunFolder) -> list[int]:
     """That it has, read as it reads them itself."""
     if library == "wandb":
-        return [row["step"] for part in wandb_records(folder.path) for row in history(part) if "loss" in row]
+        return [
+            row["step"]
+            for part in wandb_records(folder.path)
+            for row in history(part)
+            if "loss" in row
+        ]
     from trackio.sqlite_storage import SQLiteStorage
 
-    return [row["step"] for row in SQLiteStorage.get_logs("fakes", folder.path.name) if "loss" in row]
+    return [
+        row["step"] for row in SQLiteStorage.get_logs("fakes", folder.path.name) if "loss" in row
+    ]
 
 
 def told(library: str, folder: RunFolder, keep: Keep) -> Any:
@@ -55,7 +67,7 @@ def told(library: str, folder: RunFolder, keep: Keep) -> Any:
 
 def test_trackers_that_stand_still_have_brought_out_all_that_they_took(
     library: str, folder: RunFolder, keep: Keep
-) -> None:  # fmt: skip
+) -> None:
     kept = told(library, folder, keep)
     kept.free, kept.now = 0, kept.now + 1.0
     kept.until(lambda: kept.keeper._kept[0].process is None)
@@ -69,7 +81,7 @@ def test_trackers_that_stand_still_have_brought_out_all_that_they_took(
 
 def test_what_a_killed_tracker_may_not_have_written_is_told_again(
     library: str, folder: RunFolder, keep: Keep
-) -> None:  # fmt: skip
+) -> None:
     kept = told(library, folder, keep)
     os.kill(kept.keeper._kept[0].process.pid, signal.SIGKILL)
     kept.until(lambda: kept.keeper._kept[0].fails == 1)
@@ -90,7 +102,9 @@ def test_a_wandb_that_writes_by_32_kib_is_told_again_all_that_a_killed_process_t
 
     def in_its_process() -> int:
         tracker = wandb.WandbTracker(mode="offline")
-        tracker.start(TrackedRun(name="r", folder=folder.path, graph={"name": "g"}, config={}, goes_on=False))
+        tracker.start(
+            TrackedRun(name="r", folder=folder.path, graph={"name": "g"}, config={}, goes_on=False)
+        )
         now = 0.0
         settling = Settling(tracker.settles_s, lambda: now)
         settling.reached(TrackerPlace(read=10))
@@ -105,7 +119,9 @@ def test_what_was_certain_is_not_told_again(library: str, folder: RunFolder, kee
     if library == "wandb":
         needs_timed_writes()
     kept = told(library, folder, keep)
-    kept.until(lambda: TrackerPlace.read_from(folder, library).read == folder.metrics.stat().st_size)
+    kept.until(
+        lambda: TrackerPlace.read_from(folder, library).read == folder.metrics.stat().st_size
+    )
     os.kill(kept.keeper._kept[0].process.pid, signal.SIGKILL)
     kept.until(lambda: kept.keeper._kept[0].fails == 1)
     add(folder, STEPS + 1)

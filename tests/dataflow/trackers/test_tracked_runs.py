@@ -1,4 +1,5 @@
-"""Runs with trackers: the same steps and losses whatever these do; a run that is resumed goes on there."""
+"""Runs with trackers: the same steps and losses whatever these do; a run that is resumed goes on
+there."""
 
 import importlib
 import os
@@ -24,11 +25,19 @@ LIMITS = Limits(track_s=30.0)
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    return [(line["step"], line["loss"]) for line in RunFolder.open(folder).read_metrics() if "loss" in line]
+    return [
+        (line["step"], line["loss"])
+        for line in RunFolder.open(folder).read_metrics()
+        if "loss" in line
+    ]
 
 
 def tracked(folder: Path) -> list[str]:
-    return [text for text in (folder / "lines.txt").read_text().splitlines() if text.startswith("trainer ")]
+    return [
+        text
+        for text in (folder / "lines.txt").read_text().splitlines()
+        if text.startswith("trainer ")
+    ]
 
 
 def expected(folder: Path) -> list[str]:
@@ -66,12 +75,21 @@ def done(policy: Path, runs: Path, **how: Any) -> Path:
     ],
 )
 def test_a_run_has_its_steps_and_losses_whatever_a_tracker_does(
-    how: str, at: str, plain: list[tuple[int, float]], policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    how: str,
+    at: str,
+    plain: list[tuple[int, float]],
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[str] = []
     look, end = TrackersOfRun.look, TrackersOfRun.end
-    monkeypatch.setattr(TrackersOfRun, "look", lambda of_run: said.extend(found := look(of_run)) or found)
-    monkeypatch.setattr(TrackersOfRun, "end", lambda of_run, outcome, say, s: end(of_run, outcome, said.append, s))
+    monkeypatch.setattr(
+        TrackersOfRun, "look", lambda of_run: said.extend(found := look(of_run)) or found
+    )
+    monkeypatch.setattr(
+        TrackersOfRun, "end", lambda of_run, outcome, say, s: end(of_run, outcome, said.append, s)
+    )
     folder = done(policy, tmp_path, track=[Bad(how=how, at=at)], limits=Limits(track_s=2.0))
     assert losses(folder) == plain
     told = {text for text in said if "Bad" in text and not text.startswith("waiting")}
@@ -81,7 +99,7 @@ def test_a_run_has_its_steps_and_losses_whatever_a_tracker_does(
 
 def test_a_tracker_is_told_every_step_of_a_run_in_one_process(
     plain: list[tuple[int, float]], policy: Path, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     folder = done(policy, tmp_path, track=["bad_trackers:Lines"], limits=LIMITS)
     assert losses(folder) == plain and tracked(folder) == expected(folder)
     assert (folder / "lines.txt").read_text().endswith("finish finished\n")
@@ -96,27 +114,36 @@ def test_a_tracker_is_told_every_step_of_a_run_in_processes(policy: Path, tmp_pa
 
 def test_a_run_that_is_resumed_goes_on_in_the_same_tracker(
     plain: list[tuple[int, float]], policy: Path, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     first = done(policy, tmp_path, track=[Lines], limits=LIMITS, steps=2)
     folder = done(policy, tmp_path, track=[Lines], limits=LIMITS, resume=first)
     assert losses(folder) == plain and tracked(folder) == expected(folder)
-    starts = [text for text in (folder / "lines.txt").read_text().splitlines() if text.startswith("start")]
+    starts = [
+        text for text in (folder / "lines.txt").read_text().splitlines() if text.startswith("start")
+    ]
     assert starts == ["start new 0", "start again 2"]
 
 
 def test_a_run_that_is_over_is_told_later(
-    plain: list[tuple[int, float]], policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    plain: list[tuple[int, float]],
+    policy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     folder = done(policy, tmp_path)
     monkeypatch.setattr("dataflow.trackers.command.step_back", lambda: None)
     assert track_run(folder, to=("bad_trackers:Lines",)) == 0
-    assert tracked(folder) == expected(folder) and capsys.readouterr().out == "Lines: see lines.txt\n"
+    assert (
+        tracked(folder) == expected(folder) and capsys.readouterr().out == "Lines: see lines.txt\n"
+    )
     with pytest.raises(GraphError, match="no tracker was named; give --to wandb"):
         track_run(folder)
 
 
-def test_the_libraries_of_a_run_are_recorded_and_a_users_own_are_not(policy: Path, tmp_path: Path) -> None:
+def test_the_libraries_of_a_run_are_recorded_and_a_users_own_are_not(
+    policy: Path, tmp_path: Path
+) -> None:
     folder = done(policy, tmp_path, track=[Lines], limits=LIMITS, steps=1)
     assert RunFolder.open(folder).read_json("config.json")["track"] is None
 
@@ -126,27 +153,35 @@ def test_a_keeper_that_dies_is_told_once_and_ends_nothing_else(folder: RunFolder
     said: list[str] = []
     wait_until(lambda: bool(said.extend(of_run.look()) or said), 30.0)
     of_run.end("finished", said.append)
-    assert said == ["the process that keeps Orphans has ended; the run goes on without, see trackers.log"]
+    assert said == [
+        "the process that keeps Orphans has ended; the run goes on without, see trackers.log"
+    ]
 
 
 def test_a_keeper_ends_with_the_process_that_started_it(folder: RunFolder, tmp_path: Path) -> None:
     """It is asked of the kernel who its parent is: no word of the run is needed."""
     program = (
-        "import os, sys\nfrom dataflow.folder.run_folder import RunFolder\nfrom dataflow.limits import Limits\n"
-        "from dataflow.trackers.chosen import choose\nfrom dataflow.trackers.following import TrackersOfRun\n"
-        f"of_run = TrackersOfRun(RunFolder.open({str(folder.path)!r}), choose(['bad_trackers:Lines']), Limits())\n"
-        "print(of_run._keeper.pid, flush=True)\nos._exit(9)\n"
+        "import os, sys\nfrom dataflow.folder.run_folder import RunFolder\nfrom dataflow.limits"
+        " import Limits\nfrom dataflow.trackers.chosen import choose\nfrom"
+        " dataflow.trackers.following import TrackersOfRun\nof_run ="
+        f" TrackersOfRun(RunFolder.open({str(folder.path)!r}), choose(['bad_trackers:Lines']),"
+        " Limits())\nprint(of_run._keeper.pid, flush=True)\nos._exit(9)\n"
     )
     made = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60,
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    )
     keeper = int(made.stdout)
     wait_until(lambda: not alive([keeper]), 60.0)
     assert (folder.path / "lines.txt").read_text().endswith("finish died\n")
 
 
-def test_the_tracker_of_the_page_takes_in_a_run(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tracker_of_the_page_takes_in_a_run(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (Path(__file__).parents[3] / "docs" / "trackers.md").read_text()
     (tmp_path / "my_module.py").write_text(page.split("```python\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
@@ -154,7 +189,9 @@ def test_the_tracker_of_the_page_takes_in_a_run(policy: Path, tmp_path: Path, mo
     wished = importlib.import_module("my_module").Rewards(path=str(tmp_path / "r.txt"))
     folder = done(policy, tmp_path / "runs", track=[wished], limits=LIMITS)
     told = [
-        f"{line['step']} {line['reward_mean']:.3f}" for line in RunFolder.open(folder).read_metrics() if "loss" in line
+        f"{line['step']} {line['reward_mean']:.3f}"
+        for line in RunFolder.open(folder).read_metrics()
+        if "loss" in line
     ]
     assert (tmp_path / "r.txt").read_text().splitlines() == told
     assert len(page.split("class Rewards")[1].split("```")[0].splitlines()) <= 10

@@ -1,4 +1,5 @@
-"""What trackers are told: new lines, tables, groups; and which trackers are refused before a run begins."""
+"""What trackers are told: new lines, tables, groups; and which trackers are refused before a run
+begins."""
 
 import errno
 import json
@@ -61,7 +62,9 @@ def test_a_step_that_is_made_while_others_are_told_has_its_own_time(folder: RunF
     assert all(each.at < now + 1e5 for each in found), "not that of its telling"
 
 
-def test_a_step_made_again_is_told_again_only_where_it_came_out_otherwise(folder: RunFolder) -> None:
+def test_a_step_made_again_is_told_again_only_where_it_came_out_otherwise(
+    folder: RunFolder,
+) -> None:
     tail = RunTail(folder, 0)
     told(tail)
     folder.append_metrics(line(4, 0.25, seconds_step=77.0, generated_tokens_per_s=1.0))
@@ -82,7 +85,9 @@ def test_who_goes_on_knows_what_was_told_before(folder: RunFolder) -> None:
 
 def test_a_place_that_is_torn_or_missing_is_the_beginning(folder: RunFolder) -> None:
     TrackerPlace(read=7, kept={"id": "x"}, steps={"trainer": 3}).write_to(folder, "lines")
-    assert TrackerPlace.read_from(folder, "lines") == TrackerPlace(read=7, kept={"id": "x"}, steps={"trainer": 3})
+    assert TrackerPlace.read_from(folder, "lines") == TrackerPlace(
+        read=7, kept={"id": "x"}, steps={"trainer": 3}
+    )
     (folder.path / "trackers" / "lines.json").write_text('{"read": "se')
     assert TrackerPlace.read_from(folder, "lines") == TrackerPlace()
 
@@ -94,12 +99,20 @@ def test_figures_of_several_trainers_are_told_apart(folder: RunFolder) -> None:
     assert told(RunTail(folder, 0))[-1].numbers["critic/loss"] == 0.1
 
 
-def test_a_table_has_the_best_the_worst_and_the_failed_with_texts_that_do_no_harm(folder: RunFolder) -> None:
+def test_a_table_has_the_best_the_worst_and_the_failed_with_texts_that_do_no_harm(
+    folder: RunFolder,
+) -> None:
     table = table_of(folder, "trainer", 1)
     assert table is not None
-    why, reward, completion = (table.columns.index(name) for name in ("why", "reward", "completion"))
+    why, reward, completion = (
+        table.columns.index(name) for name in ("why", "reward", "completion")
+    )
     best = next(row for row in table.rows if row[why] == "best")
-    assert best[reward] == 4.0 and {row[why] for row in table.rows} >= {"worst", "by chance", "with an error"}
+    assert best[reward] == 4.0 and {row[why] for row in table.rows} >= {
+        "worst",
+        "by chance",
+        "with an error",
+    }
     texts = "".join(str(row[completion]) for row in table.rows)
     assert "\x1b" not in texts and "\u202e" not in texts and "<script>" in texts
     assert table_of(folder, "trainer", 99) is None, "which was not kept"
@@ -114,26 +127,42 @@ def test_markdown_has_no_tags_and_no_cells_of_its_contents(folder: RunFolder) ->
 
 def test_knobs_and_edges_of_a_graph_are_told_by_name(folder: RunFolder) -> None:
     run_ = TrackedRun(
-        name="x", folder=folder.path, graph=folder.read_json("graph.json"), config=folder.read_json("config.json"),
+        name="x",
+        folder=folder.path,
+        graph=folder.read_json("graph.json"),
+        config=folder.read_json("config.json"),
         goes_on=False,
-    )  # fmt: skip
-    assert run_.knobs["seed"] == 7 and run_.knobs["version.torch"] == "9" and "trainer.operator" in run_.knobs
+    )
+    assert (
+        run_.knobs["seed"] == 7
+        and run_.knobs["version.torch"] == "9"
+        and "trainer.operator" in run_.knobs
+    )
     assert "prompts -> generator" in run_.edges and "trainer => generator" in run_.edges
 
 
 def test_groups_are_seen_as_they_go_and_told_with_their_step(folder: RunFolder) -> None:
     clock = iter(range(10_000)).__next__
     watch = GroupWatch(folder, ["trainer"], {}, clock)
-    assert [(g.step, sorted(g.seen)) for g in watch] == [(k, [2 * k - 2, 2 * k - 1]) for k in range(1, STEPS + 1)]
+    assert [(g.step, sorted(g.seen)) for g in watch] == [
+        (k, [2 * k - 2, 2 * k - 1]) for k in range(1, STEPS + 1)
+    ]
     with Ledger.open(folder.ledger) as ledger:
         ledger.issue("prompts", [(10, "a"), (11, "b")])
         assert list(watch) == []
         for state in ("generating", "generated", "scored"):
             ledger.advance("prompts", [10, 11], state)
             assert list(watch) == []
-        ledger.commit_step("trainer", 6, version=6, source="prompts", trained=[10], dropped={11: "stale"})
+        ledger.commit_step(
+            "trainer", 6, version=6, source="prompts", trained=[10], dropped={11: "stale"}
+        )
     (made,) = list(watch)
-    assert list(made.seen[10]) == ["issued", "generating", "generated", "scored"] and made.dropped == {11: "stale"}
+    assert list(made.seen[10]) == [
+        "issued",
+        "generating",
+        "generated",
+        "scored",
+    ] and made.dropped == {11: "stale"}
     assert sorted(made.seen[10].values()) == list(made.seen[10].values())
     assert made.began is not None and made.began <= made.at
     assert list(GroupWatch(folder, ["trainer"], watch.last, clock)) == []
@@ -163,7 +192,9 @@ def test_a_library_that_says_nothing_of_a_full_disk_is_told_nothing_where_there_
     check_room(tmp_path / "not" / "there yet")
     assert asked == [tmp_path]
     free -= 1
-    with pytest.raises(OSError, match="No space left on device: 63 MiB are free, and 64 are needed: '") as caught:
+    with pytest.raises(
+        OSError, match="No space left on device: 63 MiB are free, and 64 are needed: '"
+    ) as caught:
         check_room(tmp_path)
     assert caught.value.errno == errno.ENOSPC
 
@@ -179,7 +210,10 @@ def test_what_a_library_raised_is_said_in_one_line_with_what_it_came_from() -> N
     full.__context__ = None
     said = in_one_line(wrapped)
     assert "\n" not in said and len(said) < 300
-    assert said.startswith("RuntimeError: INSERT INSERT ") and ", from OSError: database or disk is full" in said
+    assert (
+        said.startswith("RuntimeError: INSERT INSERT ")
+        and ", from OSError: database or disk is full" in said
+    )
     error.__suppress_context__ = True
     assert in_one_line(error) == "ValueError: could not log (at unknown line)"
     assert in_one_line(OSError("x" * 999)).count("OSError") == 1
@@ -193,13 +227,19 @@ def test_what_a_library_raised_is_said_in_one_line_with_what_it_came_from() -> N
         ("bad_trackers:Missing", "has no tracker 'Missing'"),
         ("pathlib:Path", "is no tracker"),
         ("bad_trackers:Bad", "cannot be made"),
-        (NotInstalled, r"a_library_that_nobody_has, which is not installed; pip install 'dataflow-rl\[nothing\]'"),
+        (
+            NotInstalled,
+            (
+                r"a_library_that_nobody_has, which is not installed; pip install"
+                r" 'dataflow-rl\[nothing\]'"
+            ),
+        ),
         (Unfit(), "make it a dataclass"),
         (Lines(name=object()), "as JSON"),
         (3, "derived from dataflow.trackers.Tracker, but got a int"),
         (PrometheusTracker(port=0), "from 1 to 65535, but --metrics-port is 0"),
     ],
-)  # fmt: skip
+)
 def test_a_tracker_that_cannot_be_is_refused(wished: Any, said: str) -> None:
     with pytest.raises(GraphError, match=said):
         choose([wished])
@@ -225,7 +265,9 @@ def test_a_refused_tracker_leaves_no_run_folder(tmp_path: Path) -> None:
 
 def test_a_tracker_goes_to_its_process_as_json_and_is_the_same_there() -> None:
     (chosen,) = choose([Bad(how="hang", at="start")])
-    there = ChosenTracker.from_plain(json.loads(json.dumps(chosen.__dict__ | {"given": dict(chosen.given)})))
+    there = ChosenTracker.from_plain(
+        json.loads(json.dumps(chosen.__dict__ | {"given": dict(chosen.given)}))
+    )
     tracker = there.make()
     assert isinstance(tracker, Bad) and (tracker.how, tracker.at) == ("hang", "start")
     assert chosen.reference == "bad_trackers:Bad" and recorded_names([chosen]) is None
@@ -234,11 +276,10 @@ def test_a_tracker_goes_to_its_process_as_json_and_is_the_same_there() -> None:
 def test_a_program_that_runs_a_graph_when_a_tracker_is_imported_is_refused(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "from dataflow import Graph, inline, run\nfrom dataflow.testing import *\n"
-        "from dataflow.trackers import Tracker\n"
-        "class Mine(Tracker):\n    pass\n"
-        "g = Graph('tiny')\nFakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(FakePrompts())))\n"
-        f"run(g, on=inline(), steps=1, runs={str(tmp_path / 'runs')!r}, quiet=True, track=[Mine])\n"
+        "from dataflow import Graph, inline, run\nfrom dataflow.testing import *\nfrom"
+        " dataflow.trackers import Tracker\nclass Mine(Tracker):\n    pass\ng ="
+        " Graph('tiny')\nFakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(FakePrompts())))\nrun(g,"
+        f" on=inline(), steps=1, runs={str(tmp_path / 'runs')!r}, quiet=True, track=[Mine])\n"
     )
     with pytest.raises(GraphError, match="imports this program, and found that it runs a graph"):
         choose([f"{program}:Mine"])
@@ -253,7 +294,9 @@ def test_every_library_is_found_by_its_name() -> None:
     assert WandbTracker(project="a").project == "a"
 
 
-def test_a_keeper_s_scheduler_leads_until_it_ends_or_another_stands_in_its_place(folder: RunFolder) -> None:
+def test_a_keeper_s_scheduler_leads_until_it_ends_or_another_stands_in_its_place(
+    folder: RunFolder,
+) -> None:
     parents = [7]
     process = RunProcess(folder, 7, lambda: parents[-1])
     assert process.is_there, "of an inline run, which takes no commands"

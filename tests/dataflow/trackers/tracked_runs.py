@@ -22,28 +22,47 @@ def rollouts(step: int) -> pa.Table:
     position = np.tile(np.arange(SIZE, dtype=np.int32), GROUPS)
     count = len(ids)
     made: dict[str, Any] = {
-        records.GROUP_ID: ids, records.PROMPT_ID: [f"p{each}" for each in ids], records.PROMPT: ["what?"] * count,
-        records.GROUP_SIZE: [SIZE] * count, records.MIN_VERSION: [0] * count, records.ROUND_SIZE: [0] * count,
-        records.ROLLOUT_ID: ids * SIZE + position, records.POSITION: position,
+        records.GROUP_ID: ids,
+        records.PROMPT_ID: [f"p{each}" for each in ids],
+        records.PROMPT: ["what?"] * count,
+        records.GROUP_SIZE: [SIZE] * count,
+        records.MIN_VERSION: [0] * count,
+        records.ROUND_SIZE: [0] * count,
+        records.ROLLOUT_ID: ids * SIZE + position,
+        records.POSITION: position,
         records.COMPLETION: [EVIL, *(f"answer {step} {at}" for at in range(1, count))],
-        records.TOKENS: [[1, 2]] * count, records.MASK: [[False, True]] * count,
-        records.LOGPROBS: [[0.0, -0.5]] * count, records.VERSIONS: [[-1, step - 1]] * count,
+        records.TOKENS: [[1, 2]] * count,
+        records.MASK: [[False, True]] * count,
+        records.LOGPROBS: [[0.0, -0.5]] * count,
+        records.VERSIONS: [[-1, step - 1]] * count,
         records.FINISH_REASON: ["stop"] * count,
         records.ERROR: ["tool failed" if at == 5 else None for at in range(count)],
-    }  # fmt: skip
+    }
     schema = records.schema({**records.PROMPT_COLUMNS, **records.ROLLOUT_COLUMNS})
-    table = pa.table([pa.array(made[name], schema.field(name).type) for name in schema.names], schema=schema)
+    table = pa.table(
+        [pa.array(made[name], schema.field(name).type) for name in schema.names], schema=schema
+    )
     return table.append_column("reward", pa.array([float(at) for at in range(count)], pa.float64()))
 
 
 def line(step: int, loss: float, **more: Any) -> dict[str, Any]:
     """Of metrics.jsonl."""
     return {
-        "step": step, "node": "trainer", "version": step, "seconds": step * 2.0, "loss": loss,
+        "step": step,
+        "node": "trainer",
+        "version": step,
+        "seconds": step * 2.0,
+        "loss": loss,
         "reward_mean": 0.1 * step,
-        "kl": None, "dropped": {"stale": 1}, "seconds_step": 1.5, "seconds_publish": 0.25, "rollouts": 6,
-        "generated_tokens_per_s": 100.0, "weights_sent": {"a>b": {"bytes": 1}}, **more,
-    }  # fmt: skip
+        "kl": None,
+        "dropped": {"stale": 1},
+        "seconds_step": 1.5,
+        "seconds_publish": 0.25,
+        "rollouts": 6,
+        "generated_tokens_per_s": 100.0,
+        "weights_sent": {"a>b": {"bytes": 1}},
+        **more,
+    }
 
 
 def made(root: Path, steps: int = STEPS) -> RunFolder:
@@ -52,7 +71,12 @@ def made(root: Path, steps: int = STEPS) -> RunFolder:
     graph = fake_graph(max_staleness=2)
     planned = plan(graph, Devices(cpus=2))
     with Ledger.create(folder.ledger, consumers(graph)) as ledger:
-        facts = {"begun": 1.7e9, "seed": 7, "steps": steps, "environment": {"packages": {"torch": "9"}}}
+        facts = {
+            "begun": 1.7e9,
+            "seed": 7,
+            "steps": steps,
+            "environment": {"packages": {"torch": "9"}},
+        }
         describe(folder, ledger, graph_facts(graph), facts | plan_facts(graph, planned))
     graph.draw(folder.graph_svg)
     for step in range(1, steps + 1):

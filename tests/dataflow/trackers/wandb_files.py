@@ -17,7 +17,8 @@ def needs_timed_writes() -> None:
 
 
 def wandb_records(folder: Path) -> list[list[Any]]:
-    """By part, in order: the records of .wandb files, in LevelDB's log format, 32 KiB blocks behind a header."""
+    """By part, in order: the records of .wandb files, in LevelDB's log format, 32 KiB blocks behind
+    a header."""
     from wandb.proto import wandb_internal_pb2
 
     parts = []
@@ -41,6 +42,10 @@ def wandb_records(folder: Path) -> list[list[Any]]:
 
 def history(records: list[Any]) -> list[dict[str, Any]]:
     return [
-        {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for record in records if record.WhichOneof("record_type") == "history"
-    ]  # fmt: skip
+        {
+            item.key or ".".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]

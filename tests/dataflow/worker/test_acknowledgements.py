@@ -1,4 +1,5 @@
-"""The groups that a node answers for: acknowledged when nobody needs them, done once whatever comes again."""
+"""The groups that a node answers for: acknowledged when nobody needs them, done once whatever comes
+again."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +19,9 @@ class Acks(list[str]):
         return {group: partial(self.append, f"{group} {name}") for group in groups}
 
 
-def test_a_group_is_acknowledged_when_the_next_nodes_are_done_with_it_whatever_it_came_with() -> None:
+def test_a_group_is_acknowledged_when_the_next_nodes_are_done_with_it_whatever_it_came_with() -> (
+    None
+):
     held, acks = Acknowledgements(), Acks()
     assert held.arrive("a", "source", acks.of("first", 1, 2)) == [1, 2]
     held.sent("a", [1, 2], 2)
@@ -51,7 +54,9 @@ def test_a_group_that_comes_again_is_not_new_and_its_latest_delivery_stands_for_
     assert acks == ["2 old", "1 old", "2 new", "3 new"]
 
 
-def test_what_several_replicas_sent_is_acknowledged_to_each_of_them_when_it_has_an_outcome() -> None:
+def test_what_several_replicas_sent_is_acknowledged_to_each_of_them_when_it_has_an_outcome() -> (
+    None
+):
     held, acks = Acknowledgements(), Acks()
     assert held.arrive("a", "generator", acks.of("first of 0", 1), "generator-0") == [1]
     assert held.arrive("a", "generator", acks.of("of 1", 1), "generator-1") == []
@@ -86,7 +91,9 @@ def test_who_keeps_a_group_hears_that_it_has_an_outcome_also_where_it_began() ->
 
 @settings(max_examples=150)
 @given(st.data())
-def test_every_group_of_a_delivery_is_acknowledged_once_and_not_while_it_is_needed(data: st.DataObject) -> None:
+def test_every_group_of_a_delivery_is_acknowledged_once_and_not_while_it_is_needed(
+    data: st.DataObject,
+) -> None:
     held = Acknowledgements()
     acked: Counter[tuple[int, int]] = Counter()
     """By delivery and group."""
@@ -100,7 +107,9 @@ def test_every_group_of_a_delivery_is_acknowledged_once_and_not_while_it_is_need
         if act == "arrive":
             groups = data.draw(st.sets(st.integers(0, 5), max_size=3))
             new = held.arrive(
-                "a", "source", {group: partial(acked.update, [(number, group)]) for group in sorted(groups)}
+                "a",
+                "source",
+                {group: partial(acked.update, [(number, group)]) for group in sorted(groups)},
             )
             assert set(new) == groups - newest.keys()
             deliveries[number] = groups
@@ -119,7 +128,9 @@ def test_every_group_of_a_delivery_is_acknowledged_once_and_not_while_it_is_need
             held.acknowledged("a", [group])
         newest = {group: of for group, of in newest.items() if group in inside or under_way[group]}
         for number_of, groups in deliveries.items():
-            assert all(acked[number_of, group] == (newest.get(group) != number_of) for group in groups)
+            assert all(
+                acked[number_of, group] == (newest.get(group) != number_of) for group in groups
+            )
 
 
 def test_who_has_sent_rows_of_a_group_is_known_as_long_as_it_is_held() -> None:

@@ -52,7 +52,9 @@ def test_a_short_slice_is_not_looked_at_and_each_slice_is_one_of_its_own() -> No
 
 def test_between_two_looks_time_goes_on() -> None:
     asleep = CpuWatchdog(lambda: 7.0)
-    assert [asleep.look(LOOK_S + at / 5, 100.0 + at / 5) for at in range(4)] == pytest.approx([0.0, 0.2, 0.4, 0.6])
+    assert [asleep.look(LOOK_S + at / 5, 100.0 + at / 5) for at in range(4)] == pytest.approx(
+        [0.0, 0.2, 0.4, 0.6]
+    )
 
 
 def compute(seconds: float) -> None:
@@ -61,7 +63,9 @@ def compute(seconds: float) -> None:
         pass
 
 
-def test_what_the_main_thread_and_other_processes_compute_counts_and_what_other_threads_do_does_not() -> None:
+def test_what_the_main_thread_and_other_processes_compute_counts_and_what_other_threads_do_does_not() -> (
+    None
+):
     before = processor_time()
     helper = threading.Thread(target=compute, args=(0.3,))
     helper.start()
@@ -70,7 +74,9 @@ def test_what_the_main_thread_and_other_processes_compute_counts_and_what_other_
     compute(0.3)
     assert processor_time() - before >= 0.3
     program = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
-    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert child.stdout is not None and child.stdin is not None
     child.stdout.readline()
     assert processor_time() - before >= 0.75

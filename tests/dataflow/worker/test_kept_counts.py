@@ -34,7 +34,9 @@ def test_other_edges_or_another_host_are_counted_in_a_file_of_their_own(tmp_path
     assert alone.read() == {alone.name: {}}
 
 
-def test_what_workers_have_counted_is_read_without_them_and_without_their_folder(tmp_path: Path) -> None:
+def test_what_workers_have_counted_is_read_without_them_and_without_their_folder(
+    tmp_path: Path,
+) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     kept = []
     for folder, worker, edges in ((here, "a", EDGES[:1]), (here, "b", EDGES), (there, "b", EDGES)):
@@ -55,9 +57,19 @@ def test_what_workers_have_counted_is_read_without_them_and_without_their_folder
 
 
 def test_the_last_word_of_each_file_counts_and_files_add_up() -> None:
-    said = [{"x": {"a>b:a": {"sent": (1, 8, 100)}}}, {"y": {"a>b:a": {"sent": (2, 9, 50), "received": (3, 17, 150)}}}]
+    said = [
+        {"x": {"a>b:a": {"sent": (1, 8, 100)}}},
+        {"y": {"a>b:a": {"sent": (2, 9, 50), "received": (3, 17, 150)}}},
+    ]
     summed = total(said)
-    assert summed == {"a>b:a": {"sent": [3, 17, 150], "received": [3, 17, 150], "acknowledged": [0, 0, 0]}}
+    assert summed == {
+        "a>b:a": {"sent": [3, 17, 150], "received": [3, 17, 150], "acknowledged": [0, 0, 0]}
+    }
     assert total([*said, {"x": {"a>b:a": {"sent": (2, 9, 101)}}}])["a>b:a"]["sent"] == [4, 18, 151]
     assert known_edges(summed) == summed
-    assert known_edges({"a": 1, "b": {"sent": [1]}, "c": {"sent": "x"}}) == known_edges([]) == known_edges(None) == {}
+    assert (
+        known_edges({"a": 1, "b": {"sent": [1]}, "c": {"sent": "x"}})
+        == known_edges([])
+        == known_edges(None)
+        == {}
+    )

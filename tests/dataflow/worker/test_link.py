@@ -1,4 +1,5 @@
-"""A worker's line to the scheduler: it sends heartbeats, passes messages on, and notices that nobody is there."""
+"""A worker's line to the scheduler: it sends heartbeats, passes messages on, and notices that
+nobody is there."""
 
 import subprocess
 import sys
@@ -77,7 +78,9 @@ def link_to(address: str) -> Iterator[Callable[..., SchedulerLink]]:
     links: list[SchedulerLink] = []
 
     def make(name: str = "generator-0", **knobs: Any) -> SchedulerLink:
-        link = SchedulerLink(address, name, **{"orphaned": lambda: None, "context": context, **knobs})
+        link = SchedulerLink(
+            address, name, **{"orphaned": lambda: None, "context": context, **knobs}
+        )
         links.append(link)
         return link
 
@@ -108,7 +111,9 @@ def test_what_a_worker_tells_arrives_in_order_under_its_name(
     assert set(server.heard) == {"trainer-0"}
 
 
-def test_a_heartbeat_carries_the_newest_snapshot(server: Server, link_to: Callable[..., SchedulerLink]) -> None:
+def test_a_heartbeat_carries_the_newest_snapshot(
+    server: Server, link_to: Callable[..., SchedulerLink]
+) -> None:
     newest = [Heartbeat(attempt=0, nodes={}, rss_bytes=0)]
     link = link_to()
     link.start(lambda: newest[0])
@@ -127,7 +132,9 @@ def test_messages_reach_the_worker_in_order_and_answers_to_heartbeats_do_not(
     for number in range(3):
         server.send("generator-0", Heard())
         server.send("generator-0", NodeCommand("generator", {"dropped": number}))
-    assert messages_of(link, 3) == [NodeCommand("generator", {"dropped": number}) for number in range(3)]
+    assert messages_of(link, 3) == [
+        NodeCommand("generator", {"dropped": number}) for number in range(3)
+    ]
     assert link.messages() == []
 
 
@@ -142,7 +149,9 @@ def test_the_socket_is_quiet_when_every_message_was_taken(
     assert link.socket.poll(0) == 0
 
 
-def test_closing_sends_what_was_told_just_before(server: Server, link_to: Callable[..., SchedulerLink]) -> None:
+def test_closing_sends_what_was_told_just_before(
+    server: Server, link_to: Callable[..., SchedulerLink]
+) -> None:
     link = link_to()
     link.start()
     link.send(Failed(attempt=0, message="boom"))
@@ -151,14 +160,19 @@ def test_closing_sends_what_was_told_just_before(server: Server, link_to: Callab
 
 
 @pytest.mark.slow
-def test_what_a_worker_says_last_arrives_though_its_process_ends_at_once(server: Server, address: str) -> None:
+def test_what_a_worker_says_last_arrives_though_its_process_ends_at_once(
+    server: Server, address: str
+) -> None:
     """The message is too large to have left by chance."""
     program = (
-        "import os, sys; from dataflow.worker.link import SchedulerLink; from dataflow.worker.messages import Failed;"
-        "link = SchedulerLink(sys.argv[1], 'w', orphaned=lambda: None); link.start();"
-        f"link.send(Failed(attempt=0, message='x' * {LONG})); link.close(); os._exit(1)"
+        "import os, sys; from dataflow.worker.link import SchedulerLink; from"
+        " dataflow.worker.messages import Failed;link = SchedulerLink(sys.argv[1], 'w',"
+        f" orphaned=lambda: None); link.start();link.send(Failed(attempt=0, message='x' * {LONG}));"
+        " link.close(); os._exit(1)"
     )
-    with subprocess.Popen([sys.executable, "-c", program, address], cwd=Path(__file__).parents[3]) as worker:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, address], cwd=Path(__file__).parents[3]
+    ) as worker:
         assert len(server.hear(Failed).message) == LONG
     assert worker.returncode == 1
 
@@ -222,7 +236,9 @@ def test_it_learns_it_once(link_to: Callable[..., SchedulerLink]) -> None:
     assert len(beats) >= 3 and len(calls) == 1
 
 
-def test_an_answered_worker_is_no_orphan(server: Server, link_to: Callable[..., SchedulerLink]) -> None:
+def test_an_answered_worker_is_no_orphan(
+    server: Server, link_to: Callable[..., SchedulerLink]
+) -> None:
     orphaned = threading.Event()
     link_to(orphaned=orphaned.set, patience_s=20.0).start()
     for _ in range(5):

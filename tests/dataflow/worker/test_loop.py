@@ -1,4 +1,5 @@
-"""The loop around a runtime: rows in by credit, rows out by credit, and acknowledgements only after both."""
+"""The loop around a runtime: rows in by credit, rows out by credit, and acknowledgements only after
+both."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -78,9 +79,12 @@ class FakeInlet:
 
 
 class FakeOutlet:
-    """Takes as many batches as it has credit for; with `keeps`, acknowledges none before `acknowledge`."""
+    """Takes as many batches as it has credit for; with `keeps`, acknowledges none before
+    `acknowledge`."""
 
-    def __init__(self, events: Events, credit: int = 1_000, name: str = "sent", keeps: bool = False) -> None:
+    def __init__(
+        self, events: Events, credit: int = 1_000, name: str = "sent", keeps: bool = False
+    ) -> None:
         self.events, self.credit, self.polls, self.name, self.finishes = events, credit, 0, name, 0
         self.keeps, self.owed = keeps, deque[tuple[Acked, set[int]]]()
 
@@ -157,7 +161,9 @@ class Swallow(Script):
         return []
 
 
-def loop_of(runtime: Runtime, inlet: FakeInlet | None, *outlets: FakeOutlet, marks: Any = None) -> NodeLoop:
+def loop_of(
+    runtime: Runtime, inlet: FakeInlet | None, *outlets: FakeOutlet, marks: Any = None
+) -> NodeLoop:
     inlets = [] if inlet is None else [("prompts", "before", inlet)]
     return NodeLoop("node", runtime, inlets, {"prompts": list(outlets)}, marks=marks)
 
@@ -171,7 +177,9 @@ def turn_until_still(loop: NodeLoop) -> None:
 
 def test_an_acknowledgement_leaves_after_what_its_rows_led_to() -> None:
     events = Events()
-    turn_until_still(loop_of(Script(events), FakeInlet(events, rows(0), rows(1)), FakeOutlet(events)))
+    turn_until_still(
+        loop_of(Script(events), FakeInlet(events, rows(0), rows(1)), FakeOutlet(events))
+    )
     assert events.of("sent", "acked") == [("sent", 0), ("acked", 0), ("sent", 1), ("acked", 1)]
 
 
@@ -284,7 +292,9 @@ def test_the_end_waits_for_every_inlet() -> None:
     assert loop.ended
 
 
-def test_the_end_of_one_source_is_passed_on_while_another_goes_on_and_not_before_its_last_row() -> None:
+def test_the_end_of_one_source_is_passed_on_while_another_goes_on_and_not_before_its_last_row() -> (
+    None
+):
     """Held-out prompts never end by themselves; those that are trained may."""
     events = Events()
     ending, lasting = FakeInlet(events, rows(0)), FakeInlet(events)
@@ -302,7 +312,12 @@ def test_the_end_of_one_source_is_passed_on_while_another_goes_on_and_not_before
     lasting.waiting.append(rows(1))
     lasting.ended = True
     turn_until_still(loop)
-    assert (first.finishes, second.finishes, loop.ended, runtime.told) == (1, 1, True, [{"end": True}])
+    assert (first.finishes, second.finishes, loop.ended, runtime.told) == (
+        1,
+        1,
+        True,
+        [{"end": True}],
+    )
     assert events.of("other") == [("other", 1)]
 
 
@@ -349,16 +364,26 @@ def test_groups_are_marked_in_the_ledger_before_they_are_sent() -> None:
     outlet = FakeOutlet(events)
     inlet = FakeInlet(events, rows(0, 0, 1, 1), rows(2, 2))
     loop = loop_of(
-        Script(events), inlet, outlet, marks={"prompts": lambda groups: events.append(("marked", "prompts", *groups))}
+        Script(events),
+        inlet,
+        outlet,
+        marks={"prompts": lambda groups: events.append(("marked", "prompts", *groups))},
     )
     turn_until_still(loop)
     assert events.of("marked", "sent") == [
-        ("marked", "prompts", 0, 1), ("sent", 0, 0, 1, 1), ("marked", "prompts", 2), ("sent", 2, 2),
-    ]  # fmt: skip
+        ("marked", "prompts", 0, 1),
+        ("sent", 0, 0, 1, 1),
+        ("marked", "prompts", 2),
+        ("sent", 2, 2),
+    ]
 
 
-@pytest.mark.parametrize(("method", "doing"), [("work", "working"), ("push", "taking rows of 'prompts' from 'before'")])
-def test_an_exception_in_a_runtime_names_the_node_and_what_it_was_doing(method: str, doing: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "doing"), [("work", "working"), ("push", "taking rows of 'prompts' from 'before'")]
+)
+def test_an_exception_in_a_runtime_names_the_node_and_what_it_was_doing(
+    method: str, doing: str
+) -> None:
     events = Events()
     runtime = Script(events)
 
@@ -367,7 +392,9 @@ def test_an_exception_in_a_runtime_names_the_node_and_what_it_was_doing(method: 
 
     setattr(runtime, method, fail)
     loop = loop_of(runtime, FakeInlet(events, rows(0)), FakeOutlet(events))
-    with pytest.raises(OperatorError, match=f"'node' failed while {doing}: ValueError: boom .*test_loop.py"):
+    with pytest.raises(
+        OperatorError, match=f"'node' failed while {doing}: ValueError: boom .*test_loop.py"
+    ):
         loop.turn()
     assert events.of("acked") == []
 
@@ -382,7 +409,9 @@ def test_rows_are_acknowledged_only_when_the_next_node_has_acknowledged_what_the
     assert events.of("acked") == [("acked", 0)]
 
 
-def test_what_the_next_node_says_of_one_group_is_passed_on_before_its_neighbours_have_an_outcome() -> None:
+def test_what_the_next_node_says_of_one_group_is_passed_on_before_its_neighbours_have_an_outcome() -> (
+    None
+):
     events = Events()
     outlet = FakeOutlet(events, keeps=True)
     loop = loop_of(Script(events), FakeInlet(events, rows(7, 7, 7, 8, 9, 9)), outlet)
@@ -392,12 +421,17 @@ def test_what_the_next_node_says_of_one_group_is_passed_on_before_its_neighbours
     outlet.acknowledge_rows(1, 2)
     assert len(events.of("acked early")) == 1, "no group begins with these rows"
     outlet.acknowledge()
-    assert events.of("acked", "acked early")[1:] == [("acked early", 7, 7, 7), ("acked", 7, 7, 7, 8, 9, 9)]
+    assert events.of("acked", "acked early")[1:] == [
+        ("acked early", 7, 7, 7),
+        ("acked", 7, 7, 7, 8, 9, 9),
+    ]
 
 
 def test_what_a_runtime_says_of_one_group_is_passed_on_before_it_is_done_with_the_others() -> None:
     events, script = Events(), Script(Events(), keeps_last=True)
-    loop = NodeLoop("node", script, [("prompts", "before", FakeInlet(events, rows(0, 0, 1, 2)))], {})
+    loop = NodeLoop(
+        "node", script, [("prompts", "before", FakeInlet(events, rows(0, 0, 1, 2)))], {}
+    )
     turn_until_still(loop)
     (batch,) = script.inside
     batch.release(1)
@@ -429,7 +463,9 @@ def test_what_was_finished_before_a_restart_leaves_without_being_made_again(tmp_
     finished.load([0, 1])
     outlet = FakeOutlet(events, keeps=True)
     inlets = [("prompts", "origin", FakeInlet(events, rows(0, 1)))]
-    loop = NodeLoop("node", Script(events), inlets, {"prompts": [outlet]}, finished={"prompts": finished})
+    loop = NodeLoop(
+        "node", Script(events), inlets, {"prompts": [outlet]}, finished={"prompts": finished}
+    )
     turn_until_still(loop)
     assert events.of("pushed") == [("pushed", 0)]
     assert sorted(events.of("sent")) == [("sent", 0), ("sent", 1, 1)]
@@ -441,7 +477,9 @@ def test_what_was_finished_before_a_restart_leaves_without_being_made_again(tmp_
     assert list(tmp_path.iterdir()) == [], "all have an outcome"
 
 
-def test_the_end_of_a_source_waits_for_rows_that_were_found_finished_in_the_same_turn(tmp_path: Path) -> None:
+def test_the_end_of_a_source_waits_for_rows_that_were_found_finished_in_the_same_turn(
+    tmp_path: Path,
+) -> None:
     with_rows = Finished(tmp_path, "prompts")
     with_rows.append(rows(0))
     finished = Finished(tmp_path, "prompts", attempt=1)
@@ -451,7 +489,9 @@ def test_the_end_of_a_source_waits_for_rows_that_were_found_finished_in_the_same
     other.ended = False
     outlet = FakeOutlet(events, credit=0)
     inlets = [("prompts", "source", FakeInlet(events, rows(0))), ("questions", "other", other)]
-    loop = NodeLoop("node", Script(events), inlets, {"prompts": [outlet]}, finished={"prompts": finished})
+    loop = NodeLoop(
+        "node", Script(events), inlets, {"prompts": [outlet]}, finished={"prompts": finished}
+    )
     loop.turn()
     assert events.of("sent", "finished") == []
     outlet.credit = 1
@@ -468,21 +508,34 @@ def test_after_the_end_what_a_restarted_node_sends_again_is_acknowledged_like_th
     inlet.waiting.extend([rows(0), rows(7)])
     loop.turn()
     assert events.of("pushed") == [("pushed", 0)]
-    assert events.of("acked") == [("acked", 0), ("acked", 7)], "the delivery before, and what has an outcome"
+    assert events.of("acked") == [
+        ("acked", 0),
+        ("acked", 7),
+    ], "the delivery before, and what has an outcome"
     outlet.acknowledge()
     assert len(events.of("acked")) == 3
 
 
 def test_what_has_an_outcome_is_acknowledged_and_not_made_again(tmp_path: Path) -> None:
-    """A generator that was started again: groups 0 and 1 were trained before their source heard of it."""
+    """A generator that was started again: groups 0 and 1 were trained before their source heard of
+    it."""
     with Ledger.create(tmp_path / "ledger.db", {"trainer": ["source"]}) as ledger:
         ledger.issue("source", [(group, f"prompt {group}") for group in range(3)])
         settled = settled_since(ledger, ["source"])
         ledger.commit_step("trainer", 1, version=1, source="source", trained=[0, 1])
         ledger.issue("source", [(3, "prompt 3")])
         events = Events()
-        inlet, outlet = FakeInlet(events, rows(0), rows(1, 2), rows(3)), FakeOutlet(events, keeps=True)
-        loop = NodeLoop("node", Script(events), [("source", "origin", inlet)], {"source": [outlet]}, settled=settled)
+        inlet, outlet = (
+            FakeInlet(events, rows(0), rows(1, 2), rows(3)),
+            FakeOutlet(events, keeps=True),
+        )
+        loop = NodeLoop(
+            "node",
+            Script(events),
+            [("source", "origin", inlet)],
+            {"source": [outlet]},
+            settled=settled,
+        )
         loop.turn()
         assert events.of("pushed", "acked") == [("pushed", 2), ("pushed", 3), ("acked", 0)]
         while loop.turn():
@@ -518,16 +571,27 @@ def test_what_a_node_finished_is_kept_before_it_is_sent(tmp_path: Path) -> None:
         def send(self, batch: pa.RecordBatch, *told: Any, **called: Any) -> bool:
             later = Finished(tmp_path, "prompts", attempt=1)
             later.load(ids(batch))
-            events.append(("found", *(group for group in ids(batch) if later.find(group) is not None)))
+            events.append(
+                ("found", *(group for group in ids(batch) if later.find(group) is not None))
+            )
             return super().send(batch, *told, **called)
 
     inlets = [("prompts", "before", FakeInlet(events, rows(0, 1), rows(2)))]
     kept = Finished(tmp_path, "prompts")
     loop = NodeLoop(
-        "node", Script(events), inlets, {"prompts": [Successor(events, keeps=True)]}, finished={"prompts": kept}
+        "node",
+        Script(events),
+        inlets,
+        {"prompts": [Successor(events, keeps=True)]},
+        finished={"prompts": kept},
     )
     turn_until_still(loop)
-    assert events.of("found", "sent") == [("found", 0, 1), ("sent", 0, 1), ("found", 2), ("sent", 2)]
+    assert events.of("found", "sent") == [
+        ("found", 0, 1),
+        ("sent", 0, 1),
+        ("found", 2),
+        ("sent", 2),
+    ]
 
 
 def test_a_runtime_hears_of_every_group_that_has_an_outcome_and_of_no_other(tmp_path: Path) -> None:
@@ -543,9 +607,13 @@ def test_a_runtime_hears_of_every_group_that_has_an_outcome_and_of_no_other(tmp_
     kept.load([0, 1, 2])
     outlet = FakeOutlet(events, keeps=True)
     loop = NodeLoop(
-        "node", Keeps(events), [("source", "origin", FakeInlet(events, rows(0, 1, 2), rows(3)))], {"source": [outlet]},
-        finished={"source": kept}, settled=lambda source, groups: {2} & set(groups),
-    )  # fmt: skip
+        "node",
+        Keeps(events),
+        [("source", "origin", FakeInlet(events, rows(0, 1, 2), rows(3)))],
+        {"source": [outlet]},
+        finished={"source": kept},
+        settled=lambda source, groups: {2} & set(groups),
+    )
     turn_until_still(loop)
     assert events.of("pushed") == [("pushed", 0), ("pushed", 3)]
     assert events.of("forgot") == [("forgot", "source", 2)], "the others are on their way"
@@ -560,7 +628,11 @@ def test_rows_of_no_group_are_acknowledged_and_neither_pushed_nor_sent() -> None
     class Empty(Script):
         def work(self) -> list[Batch] | None:
             made = super().work()
-            return None if made is None else [Batch(batch.source, batch.records.slice(0, 0)) for batch in made]
+            return (
+                None
+                if made is None
+                else [Batch(batch.source, batch.records.slice(0, 0)) for batch in made]
+            )
 
     outlet = FakeOutlet(events)
     turn_until_still(loop_of(Empty(events), FakeInlet(events, rows(), rows(1)), outlet))

@@ -1,4 +1,5 @@
-"""The ports of one process open what the plan chose, and edges hold what may be in flight however many send."""
+"""The ports of one process open what the plan chose, and edges hold what may be in flight however
+many send."""
 
 import tempfile
 from collections.abc import Iterator
@@ -35,7 +36,9 @@ def folder() -> Iterator[str]:
 def ports(graph: Graph, made: Plan, node: str, folder: str, **more: Any) -> tuple[Ports, NodeLoops]:
     settings = Settings(folder="", worker=node, sockets=folder, **more)
     opened = Ports(graph, made, [node], settings)
-    return opened, NodeLoops(graph, made, [node], settings, writer_of=opened.writer_of, reader_of=opened.reader_of)
+    return opened, NodeLoops(
+        graph, made, [node], settings, writer_of=opened.writer_of, reader_of=opened.reader_of
+    )
 
 
 def test_readers_on_the_gpus_of_one_machine_meet_the_trainer_in_device_memory(folder: str) -> None:
@@ -47,28 +50,39 @@ def test_readers_on_the_gpus_of_one_machine_meet_the_trainer_in_device_memory(fo
     (place,) = opened._lines.sites_of("trainer", None)
     site = opened._site(place)
     assert isinstance(site, CudaIpc)
-    assert (str(site.device), site.address) == ("cuda:1", f"ipc://{folder}/weights.trainer.cuda_ipc")
+    assert (str(site.device), site.address) == (
+        "cuda:1",
+        f"ipc://{folder}/weights.trainer.cuda_ipc",
+    )
 
 
 def test_a_trainer_whose_readers_sit_apart_writes_for_each_of_them(folder: str) -> None:
     graph = build()
     paths = plan(graph, Devices(cpus=2), replicas={"generator": 2}).weight_paths
-    other = [type(p)(**{n: getattr(p, n) for n in p.__slots__} | {"executor": "gloo"}) for p in paths[1:]]
+    other = [
+        type(p)(**{n: getattr(p, n) for n in p.__slots__} | {"executor": "gloo"}) for p in paths[1:]
+    ]
     made = plan(graph, Devices(cpus=2), replicas={"generator": 2})
     object.__setattr__(made, "weight_paths", (paths[0], *other))
     opened, _ = ports(graph, made, "trainer", folder)
     assert list(opened.lines["trainer"].at) == ["shared_memory", "gloo"]
 
 
-def test_one_of_three_replicas_may_have_all_that_is_in_flight_on_its_way_to_the_trainer(folder: str) -> None:
-    """The others have the group that the trainer waits for; shares of an edge must not keep it from them."""
+def test_one_of_three_replicas_may_have_all_that_is_in_flight_on_its_way_to_the_trainer(
+    folder: str,
+) -> None:
+    """The others have the group that the trainer waits for; shares of an edge must not keep it from
+    them."""
     graph = build()
     made = plan(graph, Devices(cpus=2), replicas={"generator": 3})
     receiving, host = ports(graph, made, "trainer", folder)
     (addresses,) = receiving.open_inlets(host).items()
     sending = [ports(graph, made, "generator", folder, replica=replica) for replica in range(3)]
     (edge,) = [edge for edge in edges(graph) if edge.consumer == "trainer"]
-    outlets = [each.open_outlets(owner, {addresses[0]: [addresses[1]]})[edge.name] for each, owner in sending]
+    outlets = [
+        each.open_outlets(owner, {addresses[0]: [addresses[1]]})[edge.name]
+        for each, owner in sending
+    ]
     rows = 256 * 4
     batch = _rows(edge.columns, rows)
     sent = 0
@@ -80,14 +94,17 @@ def test_one_of_three_replicas_may_have_all_that_is_in_flight_on_its_way_to_the_
             sent += outlets[0].send(batch)
             if sent == 5:
                 break
-        assert sent == 5, "five steps of rows are in flight at a staleness of 4, and none is acknowledged"
+        assert sent == 5, (
+            "five steps of rows are in flight at a staleness of 4, and none is acknowledged"
+        )
     finally:
         for each, _ in [*sending, (receiving, host)]:
             each.close()
 
 
 def test_two_replicas_together_get_no_more_prompts_than_one_has_room_for(folder: str) -> None:
-    """What one of them had that leaves or dies, and has to be trained first, then finds room with the other."""
+    """What one of them had that leaves or dies, and has to be trained first, then finds room with
+    the other."""
     graph = build()
     made = plan(graph, Devices(cpus=2), replicas={"generator": 2})
     receiving = [ports(graph, made, "generator", folder, replica=replica) for replica in range(2)]
@@ -102,7 +119,11 @@ def test_two_replicas_together_get_no_more_prompts_than_one_has_room_for(folder:
                 each_got[index] += each.inlets[edge.name].receive(0.001) is not None
             outlet.poll()
             sent += outlet.send(batch)
-        assert edge.most_rows is not None and sent == edge.most_rows // edge.batch_rows and min(each_got) > 0
+        assert (
+            edge.most_rows is not None
+            and sent == edge.most_rows // edge.batch_rows
+            and min(each_got) > 0
+        )
     finally:
         for each, _ in [*receiving, (sending, host)]:
             each.close()
@@ -111,12 +132,16 @@ def test_two_replicas_together_get_no_more_prompts_than_one_has_room_for(folder:
 def _rows(columns: dict[str, pa.DataType], count: int) -> pa.RecordBatch:
     made = schema(columns)
     zeros = pa.array(np.zeros(count, np.int64))
-    arrays = [zeros.cast(f.type) if pa.types.is_integer(f.type) else pa.nulls(count, f.type) for f in made]
+    arrays = [
+        zeros.cast(f.type) if pa.types.is_integer(f.type) else pa.nulls(count, f.type) for f in made
+    ]
     return pa.RecordBatch.from_arrays(arrays, schema=made)
 
 
 @pytest.mark.parametrize("executor", ["shared_memory", "gloo"])
-def test_the_ends_of_the_weight_plane_are_known_by_the_scheduler_s_attempt(executor: str, folder: str) -> None:
+def test_the_ends_of_the_weight_plane_are_known_by_the_scheduler_s_attempt(
+    executor: str, folder: str
+) -> None:
     import torch
 
     graph, tensors = build(), {"w": torch.nn.Parameter(torch.zeros(4))}
@@ -130,8 +155,11 @@ def test_the_ends_of_the_weight_plane_are_known_by_the_scheduler_s_attempt(execu
         opened.close()
 
 
-def test_a_receiver_that_was_added_at_its_new_place_before_it_was_said_to_have_moved_stays_once(folder: str) -> None:
-    """Simulation, seed 15592: a scheduler that took over told of both, and the worker died of the second."""
+def test_a_receiver_that_was_added_at_its_new_place_before_it_was_said_to_have_moved_stays_once(
+    folder: str,
+) -> None:
+    """Simulation, seed 15592: a scheduler that took over told of both, and the worker died of the
+    second."""
     graph = build()
     made = plan(graph, Devices(cpus=2))
     opened, host = ports(graph, made, "prompts", folder)

@@ -1,4 +1,5 @@
-"""What a node's time goes into, by a virtual clock: each state is what a loop saw, and all of them add up."""
+"""What a node's time goes into, by a virtual clock: each state is what a loop saw, and all of them
+add up."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -52,14 +53,24 @@ class Edge:
     def receive(self, timeout_s: float = 0.0) -> Any:
         if not self.rows:
             return None
-        return type("Delivery", (), {"batch": self.rows.popleft(), "sender": "s", "ack_rows": lambda *_: None,
-                                     "ack": lambda *_: None})  # fmt: skip
+        return type(
+            "Delivery",
+            (),
+            {
+                "batch": self.rows.popleft(),
+                "sender": "s",
+                "ack_rows": lambda *_: None,
+                "ack": lambda *_: None,
+            },
+        )
 
 
 class Worked(Runtime):
     """Takes so many seconds for each batch; `allowed` is how many it may begin, as by weights."""
 
-    def __init__(self, clock: Clock, seconds: float, allowed: float = float("inf"), helpers: float = 0.0) -> None:
+    def __init__(
+        self, clock: Clock, seconds: float, allowed: float = float("inf"), helpers: float = 0.0
+    ) -> None:
         self.clock, self.seconds, self.allowed, self.helpers = clock, seconds, allowed, helpers
         self.inside: deque[Batch] = deque()
 
@@ -98,16 +109,22 @@ class Issued(Worked):
 
 
 class Line:
-    """Operators in a row in one worker, or each in its own: then they work beside each other, by one clock each."""
+    """Operators in a row in one worker, or each in its own: then they work beside each other, by
+    one clock each."""
 
     def __init__(self, clock: Clock, runtimes: Sequence[Runtime], credit: int = 2) -> None:
         edges = [Edge(credit) for _ in runtimes[1:]]
         self.clock = clock
         self.loops = [
-            NodeLoop(f"n{at}", runtime, [("s", "before", edges[at - 1])] if at else [],
-                     {"s": [edges[at]] if at < len(edges) else []}, clock=clock)
+            NodeLoop(
+                f"n{at}",
+                runtime,
+                [("s", "before", edges[at - 1])] if at else [],
+                {"s": [edges[at]] if at < len(edges) else []},
+                clock=clock,
+            )
             for at, runtime in enumerate(runtimes)
-        ]  # fmt: skip
+        ]
 
     def run(self, until: float, nap_s: float = 0.001) -> None:
         while self.clock.now < until:
@@ -129,8 +146,13 @@ def test_one_that_spins_and_one_that_waits_for_it_come_out_as_what_they_are() ->
     line = Line(clock, [Issued(clock, 0.03), Worked(clock, 0.01)])
     line.run(200.0)
     first, second = line.shares()
-    assert first["busy"] == pytest.approx(0.75, abs=0.02) and second["busy"] == pytest.approx(0.25, abs=0.02)
-    assert second["waiting"] == pytest.approx(0.75, abs=0.02) and second["starved"] == second["blocked"] == 0
+    assert first["busy"] == pytest.approx(0.75, abs=0.02) and second["busy"] == pytest.approx(
+        0.25, abs=0.02
+    )
+    assert (
+        second["waiting"] == pytest.approx(0.75, abs=0.02)
+        and second["starved"] == second["blocked"] == 0
+    )
 
 
 def test_one_whose_rows_find_no_room_is_blocked_and_not_waiting() -> None:
@@ -142,7 +164,9 @@ def test_one_whose_rows_find_no_room_is_blocked_and_not_waiting() -> None:
     assert first["waiting"] < 0.01 > second["waiting"] and first["starved"] == 0
 
 
-def test_one_that_has_rows_and_no_weights_is_starved_until_they_come_and_one_without_rows_waits() -> None:
+def test_one_that_has_rows_and_no_weights_is_starved_until_they_come_and_one_without_rows_waits() -> (
+    None
+):
     clock = Clock()
     withheld, idle = Worked(clock, 0.01, allowed=0), Worked(clock, 0.01, allowed=0)
     line = Line(clock, [Issued(clock, 0.0), withheld])
@@ -171,9 +195,21 @@ def test_who_looks_on_from_another_thread_sees_a_long_slice_as_work_while_it_las
     clock = StateClock(0.0)
     clock.begin(10.0)
     assert clock.read(10.0 + LONG_TURN_S / 2)["busy"] == 0, "it may yet come to nothing"
-    assert clock.read(15.0) == {"busy": 5.0, "blocked": 0.0, "waiting": 10.0, "starved": 0.0, "beside": 0.0}
+    assert clock.read(15.0) == {
+        "busy": 5.0,
+        "blocked": 0.0,
+        "waiting": 10.0,
+        "starved": 0.0,
+        "beside": 0.0,
+    }
     clock.end(16.0, "starved", is_work=True)
-    assert clock.read(17.0) == {"busy": 6.0, "blocked": 0.0, "waiting": 10.0, "starved": 1.0, "beside": 0.0}
+    assert clock.read(17.0) == {
+        "busy": 6.0,
+        "blocked": 0.0,
+        "waiting": 10.0,
+        "starved": 1.0,
+        "beside": 0.0,
+    }
 
 
 def test_a_look_that_finds_nothing_is_no_work() -> None:
@@ -181,13 +217,24 @@ def test_a_look_that_finds_nothing_is_no_work() -> None:
     for at in range(100):
         clock.begin(float(at))
         clock.end(at + 0.01, "waiting", is_work=False)
-    assert clock.read(100.0) == {"busy": 0.0, "blocked": 0.0, "waiting": 100.0, "starved": 0.0, "beside": 0.0}
+    assert clock.read(100.0) == {
+        "busy": 0.0,
+        "blocked": 0.0,
+        "waiting": 100.0,
+        "starved": 0.0,
+        "beside": 0.0,
+    }
 
 
 TURNS = st.lists(
-    st.tuples(st.floats(0, 0.2), st.floats(0, 0.2), st.sampled_from(STATES[1:]), st.booleans(),
-              st.sampled_from([0.0, 0.5, 1.0]))
-)  # fmt: skip
+    st.tuples(
+        st.floats(0, 0.2),
+        st.floats(0, 0.2),
+        st.sampled_from(STATES[1:]),
+        st.booleans(),
+        st.sampled_from([0.0, 0.5, 1.0]),
+    )
+)
 
 
 @given(TURNS, st.floats(0, 5))
@@ -197,7 +244,9 @@ def test_the_states_add_up_to_the_time_whatever_happens(turns: list[Any], last: 
         clock.begin(now := now + rest)
         clock.end(now := now + turn, state, is_work=is_work, beside=beside)
         seconds = clock.read(now)
-        assert all(seconds[each] >= before[each] - 1e-9 for each in STATES), "what was counted stays"
+        assert all(seconds[each] >= before[each] - 1e-9 for each in STATES), (
+            "what was counted stays"
+        )
         before = seconds
     seconds = clock.read(now + last)
     assert sum(seconds[state] for state in STATES) == pytest.approx(now + last - 7.0)

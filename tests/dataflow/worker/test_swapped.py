@@ -1,4 +1,5 @@
-"""Operators that take the place of others: found by name, kept as text, refused where the graph cannot take them."""
+"""Operators that take the place of others: found by name, kept as text, refused where the graph
+cannot take them."""
 
 import dataclasses
 import os
@@ -76,16 +77,21 @@ def test_an_operator_is_found_and_takes_the_nodes_name(write: Callable[[str], Pa
     assert list(made.operators) == list(graph().operators)
 
 
-def test_a_trial_tells_which_knobs_may_be_set_and_of_what_kind_they_are(write: Callable[[str], Path]) -> None:
+def test_a_trial_tells_which_knobs_may_be_set_and_of_what_kind_they_are(
+    write: Callable[[str], Path],
+) -> None:
     write(
-        HEAD + "from typing import Literal\n\n@scorer(isolate=False)\ndef strict(completion: str, worth: float = 1, "
-        "most: int | None = None, how: Literal['a', 'b'] = 'a', of: object = 'x', table: tuple = ()) -> float:\n"
-        "    return worth\n"
+        HEAD
+        + "from typing import Literal\n\n@scorer(isolate=False)\ndef strict(completion: str, worth:"
+        " float = 1, most: int | None = None, how: Literal['a', 'b'] = 'a', of: object = 'x',"
+        " table: tuple = ()) -> float:\n    return worth\n"
     )
     knobs = attempt(wanted()).settable()
     assert {name: each.kind for name, each in knobs.items()} == {
-        "worth": float, "most": int | None, "how": Literal["a", "b"],
-    }  # fmt: skip
+        "worth": float,
+        "most": int | None,
+        "how": Literal["a", "b"],
+    }
     assert knobs["most"].taken(3, "reward", "most") == 3
     with pytest.raises(GraphError, match="'reward' has how='a' and cannot take 'c'; give one of"):
         knobs["how"].taken("c", "reward", "how")
@@ -107,7 +113,9 @@ def test_an_operator_is_found_by_its_file_wherever_that_is(tmp_path: Path) -> No
 
     file = tmp_path / "elsewhere" / "json.py"
     file.parent.mkdir()
-    file.write_text(STRICT.format(worth=3.0) + "\n\ndef theirs(completions, **kwargs):\n    return [4.0]\n")
+    file.write_text(
+        STRICT.format(worth=3.0) + "\n\ndef theirs(completions, **kwargs):\n    return [4.0]\n"
+    )
     for reference, value in ((f"{file}:strict", 3.0), (f"trl:{file}:theirs", [4.0])):
         found = attempt(Swap(number=1, node="reward", reference=reference))
         made = swapped(graph(), [found]).operators["reward"]
@@ -115,18 +123,23 @@ def test_an_operator_is_found_by_its_file_wherever_that_is(tmp_path: Path) -> No
         given = {"completion": "x"} if value == 3.0 else {"prompt": ["p"], "completion": ["x"]}
         assert made(**given) == value  # type: ignore[operator]
     assert sys.modules["json"].__file__ != str(file), "a module of its name stays"
-    with pytest.raises(GraphError, match=rf"'json\.py' \({file}\) has no 'strikt'; did you mean 'strict'"):
+    with pytest.raises(
+        GraphError, match=rf"'json\.py' \({file}\) has no 'strikt'; did you mean 'strict'"
+    ):
         attempt(Swap(number=1, node="reward", reference=f"{file}:strikt"))
 
 
 def test_a_module_is_read_anew_whatever_was_imported_of_it(write: Callable[[str], Path]) -> None:
     for worth in (1.0, 2.0, 3.0):
         path = write(STRICT.format(worth=worth))
-        os.utime(path, (1, 1))  # as old as the one before, and as large: no compiled file would be found outdated
+        # as old as the one before, and as large: no compiled file would be found outdated
+        os.utime(path, (1, 1))
         assert load(find(wanted()))("x") == worth
 
 
-def test_what_was_kept_counts_and_not_what_the_file_has_become(write: Callable[[str], Path]) -> None:
+def test_what_was_kept_counts_and_not_what_the_file_has_become(
+    write: Callable[[str], Path],
+) -> None:
     path = write(STRICT.format(worth=1.0))
     kept = find(wanted())
     path.write_text("this is no Python")
@@ -135,10 +148,15 @@ def test_what_was_kept_counts_and_not_what_the_file_has_become(write: Callable[[
     assert load(kept)("x") == 1.0
 
 
-def test_later_swaps_count_and_filters_are_swapped_for_filters(write: Callable[[str], Path]) -> None:
+def test_later_swaps_count_and_filters_are_swapped_for_filters(
+    write: Callable[[str], Path],
+) -> None:
     write(STRICT.format(worth=1.0))
     first = find(wanted())
-    write(STRICT.format(worth=2.0) + "@keep(isolate=False)\ndef all(reward: list[float]) -> bool:\n    return True\n")
+    write(
+        STRICT.format(worth=2.0)
+        + "@keep(isolate=False)\ndef all(reward: list[float]) -> bool:\n    return True\n"
+    )
     second = dataclasses.replace(find(wanted()), number=2)
     third = dataclasses.replace(find(wanted("all", "varied")), number=3)
     made = swapped(graph(), [first, second, third])
@@ -148,19 +166,43 @@ def test_later_swaps_count_and_filters_are_swapped_for_filters(write: Callable[[
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("@scorer\ndef strict(completion: str) -> int: return 1", "would write {'error': 'string', 'reward': 'int64'}"),
-        ("@scorer\ndef strict(lexicon: str) -> float: return 1.0", "'reward' reads column 'lexicon', but 'generator'"),
-        ("@keep\ndef strict(completion: list[str]) -> bool: return True", "'swapped_rewards:strict' is a filter"),
-        ("def strict(completion: str) -> float: return 1.0", "is a function, .* decorate it with @scorer"),
+        (
+            "@scorer\ndef strict(completion: str) -> int: return 1",
+            "would write {'error': 'string', 'reward': 'int64'}",
+        ),
+        (
+            "@scorer\ndef strict(lexicon: str) -> float: return 1.0",
+            "'reward' reads column 'lexicon', but 'generator'",
+        ),
+        (
+            "@keep\ndef strict(completion: list[str]) -> bool: return True",
+            "'swapped_rewards:strict' is a filter",
+        ),
+        (
+            "def strict(completion: str) -> float: return 1.0",
+            "is a function, .* decorate it with @scorer",
+        ),
         ("strict = 3", "is a int, and no operator that a live run could take in; name one"),
-        ("@scorer\ndef strictest(completion: str) -> float: return 1.0", "has no 'strict'; did you mean 'strictest'"),
-        ("import nowhere_at_all", "cannot be imported: ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        (
+            "@scorer\ndef strictest(completion: str) -> float: return 1.0",
+            "has no 'strict'; did you mean 'strictest'",
+        ),
+        (
+            "import nowhere_at_all",
+            "cannot be imported: ModuleNotFoundError: No module named 'nowhere_at_all'",
+        ),
         ("def strict(:", r"cannot be imported: SyntaxError: .*swapped_rewards\.py"),
         ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
-        ("strict = " + "'x' * 1" * 60_000, "has 420,0.. bytes, and a run keeps a module of 262,144 at most"),
-        ("@scorer\ndef strict(reward: float) -> float: return 1.0", "writes column 'reward', which it also reads"),
+        (
+            "strict = " + "'x' * 1" * 60_000,
+            "has 420,0.. bytes, and a run keeps a module of 262,144 at most",
+        ),
+        (
+            "@scorer\ndef strict(reward: float) -> float: return 1.0",
+            "writes column 'reward', which it also reads",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_the_run_cannot_take_in_is_refused_with_the_reason(
     write: Callable[[str], Path], text: str, said: str
 ) -> None:
@@ -173,8 +215,14 @@ def test_what_the_run_cannot_take_in_is_refused_with_the_reason(
     ("reference", "said"),
     [
         ("strict", "write it as reward=rewards:strict"),
-        ("nowhere/rewards.py:strict", "/nowhere/rewards.py' cannot be read where the run is: No such file"),
-        ("rewards.py:str ict", "write it as reward=rewards:strict or reward=path/to/rewards.py:strict"),
+        (
+            "nowhere/rewards.py:strict",
+            "/nowhere/rewards.py' cannot be read where the run is: No such file",
+        ),
+        (
+            "rewards.py:str ict",
+            "write it as reward=rewards:strict or reward=path/to/rewards.py:strict",
+        ),
         ("a b:c", "write it as reward=rewards:strict"),
         ("__main__:strict", "names the program that is running"),
         ("nowhere_at_all:strict", "names module 'nowhere_at_all', which is not found where"),

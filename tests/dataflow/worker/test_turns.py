@@ -1,4 +1,5 @@
-"""Whose turn it is: never two nodes awake, no turn lost, whoever works, dies or is stopped, in any order."""
+"""Whose turn it is: never two nodes awake, no turn lost, whoever works, dies or is stopped, in any
+order."""
 
 import os
 import signal
@@ -12,7 +13,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from rigs.machine import wait_until
 
 from dataflow.errors import DeadlineError
@@ -79,7 +86,8 @@ class Process:
         self.turns = Turns(self.path, NODES, self.node)
 
     def dies(self) -> "Orphan":
-        """The kernel closes its files; another is started, which has its work to do again. Its other rank lives on."""
+        """The kernel closes its files; another is started, which has its work to do again. Its
+        other rank lives on."""
         orphan = Orphan(self.node, tuple(map(os.dup, self.turns.files)), self.runtime.has_memory)
         self.turns.close()
         self.runtime.has_memory = self.stopped = False
@@ -101,7 +109,8 @@ class Orphan:
 
 
 class World(RuleBasedStateMachine):
-    """Nodes that share devices, one of them as two replicas of two ranks each: work comes, processes die and stop."""
+    """Nodes that share devices, one of them as two replicas of two ranks each: work comes,
+    processes die and stop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,8 +169,13 @@ def test_never_two_nodes_have_memory_and_all_work_is_done_whoever_dies_or_stops(
     run_state_machine_as_test(World, settings=settings(stateful_step_count=60))
 
 
-def test_of_two_that_look_at_once_one_alone_takes_the_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, trainer = Process("generator", tmp_path / "turns"), Process("trainer", tmp_path / "turns")
+def test_of_two_that_look_at_once_one_alone_takes_the_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, trainer = (
+        Process("generator", tmp_path / "turns"),
+        Process("trainer", tmp_path / "turns"),
+    )
     generator.runtime.work = trainer.runtime.work = 1
     looks = trainer.turns._locks.is_taken
 
@@ -177,18 +191,26 @@ def test_of_two_that_look_at_once_one_alone_takes_the_turn(tmp_path: Path, monke
 
 
 def test_memory_is_given_back_before_the_turn(tmp_path: Path) -> None:
-    generator, trainer = Process("generator", tmp_path / "turns"), Process("trainer", tmp_path / "turns")
+    generator, trainer = (
+        Process("generator", tmp_path / "turns"),
+        Process("trainer", tmp_path / "turns"),
+    )
     generator.runtime.work = trainer.runtime.work = 1
     generator.turns.turn(generator.runtime)
     generator.runtime.work = 0
     trainer.turns.turn(trainer.runtime)
-    generator.runtime.on_sleep = lambda: trainer.turns.turn(trainer.runtime) and trainer.runtime.events.append("early")
+    generator.runtime.on_sleep = lambda: (
+        trainer.turns.turn(trainer.runtime) and trainer.runtime.events.append("early")
+    )
     assert generator.turns.turn(generator.runtime) and trainer.runtime.events == []
     assert trainer.turns.turn(trainer.runtime) and trainer.runtime.has_memory
 
 
 def test_memory_moves_once_for_each_turn(tmp_path: Path) -> None:
-    generator, trainer = Process("generator", tmp_path / "turns"), Process("trainer", tmp_path / "turns")
+    generator, trainer = (
+        Process("generator", tmp_path / "turns"),
+        Process("trainer", tmp_path / "turns"),
+    )
     generator.runtime.work = 3
     for _ in range(10):
         generator.turns.turn(generator.runtime)
@@ -203,7 +225,10 @@ def test_memory_moves_once_for_each_turn(tmp_path: Path) -> None:
 
 
 def test_one_that_cannot_go_on_gives_its_turn_up_though_it_has_work(tmp_path: Path) -> None:
-    generator, trainer = Process("generator", tmp_path / "turns"), Process("trainer", tmp_path / "turns")
+    generator, trainer = (
+        Process("generator", tmp_path / "turns"),
+        Process("trainer", tmp_path / "turns"),
+    )
     generator.runtime.work = trainer.runtime.work = 1
     for _ in range(3):
         generator.turns.turn(generator.runtime, held_up=True)
@@ -212,9 +237,14 @@ def test_one_that_cannot_go_on_gives_its_turn_up_though_it_has_work(tmp_path: Pa
 
 
 def test_building_waits_for_the_turn_with_a_deadline_that_says_for_whom(tmp_path: Path) -> None:
-    generator, trainer = Process("generator", tmp_path / "turns"), Process("trainer", tmp_path / "turns")
+    generator, trainer = (
+        Process("generator", tmp_path / "turns"),
+        Process("trainer", tmp_path / "turns"),
+    )
     with generator.turns.building(1.0):
-        wait = pytest.raises(DeadlineError, match=r"'trainer' waited 0 s .* shares with \['generator', 'reference'\]")
+        wait = pytest.raises(
+            DeadlineError, match=r"'trainer' waited 0 s .* shares with \['generator', 'reference'\]"
+        )
         with wait, trainer.turns.building(0.05):
             pass
     generator.turns.built(generator.runtime)
@@ -240,7 +270,10 @@ def test_a_turn_ends_with_the_last_rank_of_who_had_it(number: int, tmp_path: Pat
     path, runtime = tmp_path / "turns", Sleeper(work=1)
     generator = Turns(path, ("generator", "trainer"), "generator")
     with subprocess.Popen(
-        [sys.executable, "-c", ALONE, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ALONE, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as first:
         assert first.stdout is not None
         rank = int(first.stdout.readline())
@@ -270,7 +303,10 @@ with turns.building(10.0):
 def test_a_stopped_process_keeps_its_turn_and_a_killed_one_does_not(tmp_path: Path) -> None:
     path, runtime = tmp_path / "turns", Sleeper(work=1)
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     trainer = Turns(path, ("generator", "trainer"), "trainer")
     with holder:

@@ -1,4 +1,5 @@
-"""Where ends of a weight plane meet: in a host's private folder, or between hosts; and what becomes of who moves."""
+"""Where ends of a weight plane meet: in a host's private folder, or between hosts; and what becomes
+of who moves."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,26 +32,44 @@ def make() -> Iterator[Make]:
     trainer(generator(graph.source(FakePrompts())))
     graph.feedback(trainer.weights, generator, max_staleness=1)
     with ExitStack() as closing:
-        folders = {host: closing.enter_context(tempfile.TemporaryDirectory(prefix="dataflow-")) for host in ADDRESSES}
+        folders = {
+            host: closing.enter_context(tempfile.TemporaryDirectory(prefix="dataflow-"))
+            for host in ADDRESSES
+        }
 
         def made(node: str, host: str, trains_on: str = "c", **more: Any) -> WeightLines:
             place = {"generator": ("a", "b"), "trainer": trains_on}
             hosts = [Host(name=name, cpus=2) for name in ADDRESSES]
             planned = plan(graph, Devices.of(hosts), replicas={"generator": 2}, place=place)
-            lines = WeightLines(graph, planned, [node], Settings(
-                folder="", worker=node, host=host, sockets=folders[host], listen=ADDRESSES[host], keys=KEYS, **more
-            ))  # fmt: skip
+            lines = WeightLines(
+                graph,
+                planned,
+                [node],
+                Settings(
+                    folder="",
+                    worker=node,
+                    host=host,
+                    sockets=folders[host],
+                    listen=ADDRESSES[host],
+                    keys=KEYS,
+                    **more,
+                ),
+            )
             closing.callback(lines.close)
             return lines
 
         yield made
 
 
-def test_a_trainer_listens_at_its_hosts_address_and_a_reader_there_and_elsewhere_finds_it(make: Make) -> None:
+def test_a_trainer_listens_at_its_hosts_address_and_a_reader_there_and_elsewhere_finds_it(
+    make: Make,
+) -> None:
     trainer = make("trainer", "a", trains_on="a")
     line = trainer.own["trainer"]
     assert (line.host, sorted(line.at)) == ("a", ["gloo", "shared_memory"])
-    assert line.at["gloo"].startswith("tcp://127.0.0.1:") and line.at["shared_memory"].startswith("ipc://")
+    assert line.at["gloo"].startswith("tcp://127.0.0.1:") and line.at["shared_memory"].startswith(
+        "ipc://"
+    )
     for host, replica, executor in (("a", 0, "shared_memory"), ("b", 1, "gloo")):
         reader = make("generator", host, trains_on="a", replica=replica)
         reader.read_from({"trainer": line})
@@ -60,7 +79,9 @@ def test_a_trainer_listens_at_its_hosts_address_and_a_reader_there_and_elsewhere
         assert site.get("host", "") == ("127.0.0.2" if executor == "gloo" else "")
 
 
-def test_a_trainer_offers_what_a_reader_needs_that_is_started_again_on_another_host(make: Make) -> None:
+def test_a_trainer_offers_what_a_reader_needs_that_is_started_again_on_another_host(
+    make: Make,
+) -> None:
     """All of its readers may have been planned beside it."""
     trainer = make("trainer", "a", trains_on="a")
     moved = make("generator", "c", trains_on="a", replica=0)
@@ -77,7 +98,9 @@ def test_a_reader_that_comes_to_be_beside_its_trainer_reads_what_that_offers(mak
     assert (site["executor"], site["host"]) == ("gloo", "127.0.0.3")
 
 
-def test_a_trainer_listens_again_where_it_did_unless_that_is_taken_or_another_hosts(make: Make) -> None:
+def test_a_trainer_listens_again_where_it_did_unless_that_is_taken_or_another_hosts(
+    make: Make,
+) -> None:
     first = make("trainer", "c")
     before = first.own["trainer"].at["gloo"]
     elsewhere = make("trainer", "c", at={"trainer.gloo": before}).own["trainer"].at["gloo"]
@@ -96,24 +119,34 @@ def test_every_rank_of_a_reader_finds_where_a_trainer_moved_to(make: Make) -> No
     reader.read_from({"trainer": WeightLine(host="a", at={"gloo": "tcp://127.0.0.1:7000"})})
     assert Path(site["where"]).read_text() == "tcp://127.0.0.1:7000"
     written = [path.read_bytes() for path in Path(site["folder"]).iterdir()]
-    assert not any(key in content for key in KEYS.values() for content in written), "keys are written nowhere"
+    assert not any(key in content for key in KEYS.values() for content in written), (
+        "keys are written nowhere"
+    )
 
 
-def test_a_reader_whose_trainer_leaves_its_host_ends_to_be_started_again_and_says_so(make: Make) -> None:
+def test_a_reader_whose_trainer_leaves_its_host_ends_to_be_started_again_and_says_so(
+    make: Make,
+) -> None:
     reader = make("generator", "a", trains_on="a", replica=0)
     reader.read_from(make("trainer", "a", trains_on="a").own)
     assert reader.site_of("trainer", "generator")["executor"] == "shared_memory"
-    with pytest.raises(RunError, match="were read by shared_memory, and now their trainer is on 'b'"):
+    with pytest.raises(
+        RunError, match="were read by shared_memory, and now their trainer is on 'b'"
+    ):
         reader.read_from(make("trainer", "b", trains_on="a").own)
 
 
-def test_on_one_machine_ends_meet_in_its_private_folder_and_nobody_listens(make: Make, tmp_path: Path) -> None:
+def test_on_one_machine_ends_meet_in_its_private_folder_and_nobody_listens(
+    make: Make, tmp_path: Path
+) -> None:
     graph, model = Graph("test"), Model("policy")
     generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model)
     trainer(generator(graph.source(FakePrompts())))
     graph.feedback(trainer.weights, generator, max_staleness=1)
     for listen in ("", "127.0.0.1"):
-        settings = Settings(folder="", sockets=str(tmp_path), listen=listen, keys=KEYS if listen else {})
+        settings = Settings(
+            folder="", sockets=str(tmp_path), listen=listen, keys=KEYS if listen else {}
+        )
         lines = WeightLines(graph, plan(graph, Devices(cpus=2)), ["trainer"], settings)
         address = f"ipc://{tmp_path}/weights.trainer.shared_memory"
         assert lines.own == {"trainer": WeightLine(host="", at={"shared_memory": address})}

@@ -1,4 +1,5 @@
-"""A worker hears every message of the scheduler, also those that come while it waits for another."""
+"""A worker hears every message of the scheduler, also those that come while it waits for
+another."""
 
 import dataclasses
 import os
@@ -57,7 +58,10 @@ def worker(link: FakeLink, start_s: float = 1.0) -> Worker:
 
 
 def test_messages_that_come_before_or_with_the_awaited_one_are_heard_later() -> None:
-    pause, evaluate = NodeCommand("prompts", {"pause": True}), NodeCommand("prompts", {"evaluate": 0})
+    pause, evaluate = (
+        NodeCommand("prompts", {"pause": True}),
+        NodeCommand("prompts", {"evaluate": 0}),
+    )
     made = worker(FakeLink([pause], [Start(), evaluate]))
     assert made._wait_for(Start) == Start()
     told: list[Any] = []
@@ -72,18 +76,25 @@ def test_a_stop_ends_the_wait() -> None:
 
 
 def test_a_wait_has_a_deadline_and_says_who_waited_for_what() -> None:
-    with pytest.raises(DeadlineError, match=r"'prompts' waited 900 s .* scheduler's 'Start' .*or raise Limits.start_s"):
+    with pytest.raises(
+        DeadlineError,
+        match=r"'prompts' waited 900 s .* scheduler's 'Start' .*or raise Limits.start_s",
+    ):
         worker(FakeLink(passes_s=100.0), start_s=900.0)._wait_for(Start)
 
 
 @pytest.mark.parametrize("message", [Wire(addresses={}), Start()])
-def test_a_worker_waits_for_a_model_that_loads_elsewhere_as_long_as_the_start_may_take(message: Wire | Start) -> None:
+def test_a_worker_waits_for_a_model_that_loads_elsewhere_as_long_as_the_start_may_take(
+    message: Wire | Start,
+) -> None:
     silence: list[list[ToWorker]] = [[]] * 6
     made = worker(FakeLink(*silence, [message], passes_s=100.0), start_s=900.0)
     assert made._wait_for(type(message)) == message
 
 
-def test_a_worker_builds_its_operators_once_it_knows_where_the_others_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_builds_its_operators_once_it_knows_where_the_others_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     line = WeightLine(host="c", at={"gloo": "tcp://10.0.0.7:7000"})
     link = FakeLink([], [Wire(addresses={}, lines={"trainer": line})])
     made, done = worker(link), []
@@ -106,7 +117,12 @@ def test_a_sign_of_life_tells_what_has_grown_within_the_slice_of_work() -> None:
     made._host.loops = {"prompts": SimpleNamespace(spent=dict)}  # type: ignore[dict-item]
     status = {"tokens": 3, "queue": 1}
     report = NodeReport(
-        status=status, seconds=dict.fromkeys(STATES, 0.0), rows_in=0, rows_out=0, ended=False, blocked=False
+        status=status,
+        seconds=dict.fromkeys(STATES, 0.0),
+        rows_in=0,
+        rows_out=0,
+        ended=False,
+        blocked=False,
     )
     made._report = {"prompts": report}
     assert made.heartbeat().nodes["prompts"].status == {"tokens": 7, "queue": 1}
@@ -131,7 +147,8 @@ def test_what_a_worker_is_told_of_limits_reaches_it_over_the_wire() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "host", "listen"), [("cuda:0", "a", "127.0.0.2"), ("cuda:0", "", ""), ("cpu", "a", "127.0.0.2")]
+    ("device", "host", "listen"),
+    [("cuda:0", "a", "127.0.0.2"), ("cuda:0", "", ""), ("cpu", "a", "127.0.0.2")],
 )
 def test_nccl_of_a_worker_on_a_gpu_takes_the_interface_of_its_hosts_address_or_loopback(
     monkeypatch: pytest.MonkeyPatch, device: str, host: str, listen: str
@@ -140,7 +157,8 @@ def test_nccl_of_a_worker_on_a_gpu_takes_the_interface_of_its_hosts_address_or_l
     made._link.send = lambda message: None  # type: ignore[method-assign]
     made._settings = dataclasses.replace(made._settings, device=device, host=host, listen=listen)
     monkeypatch.setattr(
-        "dataflow.worker.weight_ports.interface_of", lambda address: f"of {address}" if address else "lo"
+        "dataflow.worker.weight_ports.interface_of",
+        lambda address: f"of {address}" if address else "lo",
     )
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "a user's")
     with pytest.raises(SystemExit):

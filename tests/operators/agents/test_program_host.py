@@ -29,8 +29,15 @@ def line() -> Iterator[HostLine]:
 
 
 def start(line: HostLine, number: int, *argv: str, **order: Any) -> None:
-    given = {"argv": argv, "env": {"KEY": f"key-{number}"}, "without": ["HOME"], "marker": f"key-{number}",
-             "input": "a line\n", "memory_mb": None, "output_bytes": 1 << 20}  # fmt: skip
+    given = {
+        "argv": argv,
+        "env": {"KEY": f"key-{number}"},
+        "without": ["HOME"],
+        "marker": f"key-{number}",
+        "input": "a line\n",
+        "memory_mb": None,
+        "output_bytes": 1 << 20,
+    }
     line.start(number, given | order)
 
 
@@ -49,7 +56,10 @@ def sleeping(seconds: int) -> list[int]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.cmdline() == ["sleep", str(seconds)] and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.cmdline() == ["sleep", str(seconds)]
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process.pid)
     return found
 
@@ -79,7 +89,13 @@ def test_nothing_is_left_of_a_program_that_has_ended(line: HostLine, tmp_path: P
     start(line, 0, "sh", "-c", "setsid sleep 20101 & sleep 20101 & wait")
     go = tmp_path / "go"
     until = f"until [ -e {go} ]; do sleep 0.05; done"
-    start(line, 1, "sh", "-c", f"sleep 20102 & (setsid sleep 20102 &) ; setsid sleep 20102 & {until}; echo over")
+    start(
+        line,
+        1,
+        "sh",
+        "-c",
+        f"sleep 20102 & (setsid sleep 20102 &) ; setsid sleep 20102 & {until}; echo over",
+    )
     wait_until(lambda: len(sleeping(20102)) == 3, WAIT_S)
     wait_until(lambda: len(sleeping(20101)) == 2, WAIT_S)
     go.touch()
@@ -105,9 +121,8 @@ def test_a_program_that_takes_more_memory_than_it_may_fails(line: HostLine) -> N
 def test_programs_are_forks_of_what_they_import_and_none_draws_as_another(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(
-        "import random, sys\n"
-        "print(sys.stdin.read().strip(), __name__, sys.argv[1:], 'plistlib' in sys.modules, random.random())\n"
-        "sys.exit('in the end')\n"
+        "import random, sys\nprint(sys.stdin.read().strip(), __name__, sys.argv[1:], 'plistlib' in"
+        " sys.modules, random.random())\nsys.exit('in the end')\n"
     )
     line = HostLine(sys.executable, ["plistlib"])
     try:
@@ -116,27 +131,38 @@ def test_programs_are_forks_of_what_they_import_and_none_draws_as_another(tmp_pa
         found = ended(line, 2)
     finally:
         line.close()
-    assert all(each.last.startswith("a line __main__ ['argument'] True ") for each in found.values())
+    assert all(
+        each.last.startswith("a line __main__ ['argument'] True ") for each in found.values()
+    )
     assert all((each.status, each.errors) == (1, "in the end\n") for each in found.values())
     assert found[0].last != found[1].last
 
 
 def test_a_module_that_cannot_be_imported_is_named_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "breaks_inside.py").write_text("raise RuntimeError('no licence')\n")
-    for module, why in (("no_such_module_anywhere", "ModuleNotFoundError"), ("breaks_inside", "no licence")):
+    for module, why in (
+        ("no_such_module_anywhere", "ModuleNotFoundError"),
+        ("breaks_inside", "no licence"),
+    ):
         line = HostLine(sys.executable, ["json", module], str(tmp_path))
         try:
-            with pytest.raises(Unusable, match=f"cannot be imported; found imports='{module}' to end with .*{why}"):
+            with pytest.raises(
+                Unusable, match=f"cannot be imported; found imports='{module}' to end with .*{why}"
+            ):
                 wait_until(lambda each=line: each.ended() is None, WAIT_S)
         finally:
             line.close()
 
 
-def test_modules_beside_a_program_are_shared_too_and_it_is_ready_when_they_are_there(tmp_path: Path) -> None:
+def test_modules_beside_a_program_are_shared_too_and_it_is_ready_when_they_are_there(
+    tmp_path: Path,
+) -> None:
     """A fork has what the module had made; what else stands on the path is as without imports."""
     (tmp_path / "heavy_state.py").write_text("import os\nmade_by = os.getpid()\n")
     script = tmp_path / "program.py"
-    script.write_text("import heavy_state, os, sys\nprint(heavy_state.made_by == os.getppid(), len(sys.path))\n")
+    script.write_text(
+        "import heavy_state, os, sys\nprint(heavy_state.made_by == os.getppid(), len(sys.path))\n"
+    )
     line = HostLine(sys.executable, ["heavy_state"], str(tmp_path))
     plain = HostLine(sys.executable, [])
     try:
@@ -157,17 +183,23 @@ def test_modules_beside_a_program_are_shared_too_and_it_is_ready_when_they_are_t
 def test_imports_that_take_too_long_are_named(tmp_path: Path) -> None:
     now = [0.0]
     (tmp_path / "never_there.py").write_text("import time\ntime.sleep(600)\n")
-    line = HostLine(sys.executable, ["never_there"], str(tmp_path), start_s=50.0, clock=lambda: now[0])
+    line = HostLine(
+        sys.executable, ["never_there"], str(tmp_path), start_s=50.0, clock=lambda: now[0]
+    )
     try:
         wait_until(lambda: line.ended() == [] and line.importing == "never_there", WAIT_S)
         now[0] = 51.0
-        with pytest.raises(DeadlineError, match="not ready after 50 s; found it importing never_there"):
+        with pytest.raises(
+            DeadlineError, match="not ready after 50 s; found it importing never_there"
+        ):
             line.ended()
     finally:
         line.close()
 
 
-def test_when_the_process_that_starts_programs_dies_they_end_and_others_can_be_started(line: HostLine) -> None:
+def test_when_the_process_that_starts_programs_dies_they_end_and_others_can_be_started(
+    line: HostLine,
+) -> None:
     start(line, 0, "sh", "-c", "setsid sleep 20104 & sleep 20104")
     wait_until(lambda: len(sleeping(20104)) == 2, WAIT_S)
     os.kill(line.pid, signal.SIGKILL)
@@ -188,9 +220,10 @@ def test_a_process_that_somebody_stopped_is_let_go_on(line: HostLine) -> None:
 
 def test_programs_end_when_their_owner_does() -> None:
     owner = (
-        "import sys, time; from operators.agents.host_line import HostLine; line = HostLine(sys.executable, []);"
-        "order = {'env': {}, 'without': [], 'marker': 'x', 'input': '', 'memory_mb': None, 'output_bytes': 100};"
-        "line.start(0, {'argv': ['sh', '-c', 'setsid sleep 20105 & sleep 20105'], **order}); time.sleep(60)"
+        "import sys, time; from operators.agents.host_line import HostLine; line ="
+        " HostLine(sys.executable, []);order = {'env': {}, 'without': [], 'marker': 'x', 'input':"
+        " '', 'memory_mb': None, 'output_bytes': 100};line.start(0, {'argv': ['sh', '-c', 'setsid"
+        " sleep 20105 & sleep 20105'], **order}); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", owner])
     try:
@@ -203,13 +236,15 @@ def test_programs_end_when_their_owner_does() -> None:
 
 def test_programs_end_with_their_owner_though_what_starts_them_was_stopped() -> None:
     owner = (
-        "import os, signal, sys, time; from operators.agents.host_line import HostLine;"
-        "line = HostLine(sys.executable, []);"
-        "order = {'env': {}, 'without': [], 'marker': 'x', 'input': '', 'memory_mb': None, 'output_bytes': 100};"
-        "line.start(0, {'argv': ['sh', '-c', 'setsid sleep 20106 & sleep 20106'], **order});"
-        "input(); os.kill(line.pid, signal.SIGSTOP); print(line.pid, flush=True); time.sleep(60)"
+        "import os, signal, sys, time; from operators.agents.host_line import HostLine;line ="
+        " HostLine(sys.executable, []);order = {'env': {}, 'without': [], 'marker': 'x', 'input':"
+        " '', 'memory_mb': None, 'output_bytes': 100};line.start(0, {'argv': ['sh', '-c', 'setsid"
+        " sleep 20106 & sleep 20106'], **order});input(); os.kill(line.pid, signal.SIGSTOP);"
+        " print(line.pid, flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", owner], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", owner], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdin is not None and process.stdout is not None
     try:
         wait_until(lambda: len(sleeping(20106)) == 2, WAIT_S)

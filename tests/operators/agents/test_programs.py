@@ -23,7 +23,14 @@ def programs_of() -> Iterator[Callable[..., Programs]]:
 
     def make(command: str, clock: Callable[[], float], **knobs: Any) -> Programs:
         made.append(
-            Programs(agent(command, **knobs), TurnsInRun(64), "http://127.0.0.1:1", lambda _: None, str, clock=clock)
+            Programs(
+                agent(command, **knobs),
+                TurnsInRun(64),
+                "http://127.0.0.1:1",
+                lambda _: None,
+                str,
+                clock=clock,
+            )
         )
         return made[-1]
 
@@ -44,7 +51,9 @@ def answers_of(programs: Programs, count: int) -> list[Answer]:
 
 
 def submit(programs: Programs) -> int:
-    return programs.submit(1, lambda start, stop: row_bytes(pa.RecordBatch.from_pylist([{"prompt": "a"}])))
+    return programs.submit(
+        1, lambda start, stop: row_bytes(pa.RecordBatch.from_pylist([{"prompt": "a"}]))
+    )
 
 
 def test_time_that_imports_take_is_no_time_of_the_programs(
@@ -53,10 +62,13 @@ def test_time_that_imports_take_is_no_time_of_the_programs(
     """They are ordered while what they share is imported, which takes longer than they may."""
     go, now = tmp_path / "go", [0.0]
     (tmp_path / "waits.py").write_text(
-        f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.02)\n"
+        f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists():\n   "
+        " time.sleep(0.02)\n"
     )
     (tmp_path / "solve.py").write_text("print(1)\n")
-    programs = programs_of(f"python {tmp_path}/solve.py", lambda: now[0], imports=("waits",), timeout_s=2.0)
+    programs = programs_of(
+        f"python {tmp_path}/solve.py", lambda: now[0], imports=("waits",), timeout_s=2.0
+    )
     submit(programs)
     assert programs.poll() == []
     now[0] = 1000.0
@@ -70,8 +82,12 @@ def test_a_program_that_neither_calls_nor_ends_is_late_once_it_runs(
     programs_of: Callable[..., Programs], tmp_path: Path
 ) -> None:
     now, begun = [0.0], tmp_path / "begun"
-    (tmp_path / "solve.py").write_text(f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(600)\n")
-    programs = programs_of(f"python {tmp_path}/solve.py", lambda: now[0], imports=("json",), timeout_s=2.0)
+    (tmp_path / "solve.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(600)\n"
+    )
+    programs = programs_of(
+        f"python {tmp_path}/solve.py", lambda: now[0], imports=("json",), timeout_s=2.0
+    )
     submit(programs)
     wait_until(lambda: programs.poll() == [] and begun.exists(), WAIT_S)
     now[0] = 3.0

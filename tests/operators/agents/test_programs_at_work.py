@@ -38,7 +38,9 @@ def begun() -> Iterator[tuple[Programs, TurnsInRun, Clock]]:
     """A program that runs, and asks as a test likes."""
     turns, clock = TurnsInRun(64), Clock()
     declared = agent("sleep 1000", name="sleeper", timeout_s=TIMEOUT_S)
-    made = Programs(declared, turns, "http://127.0.0.1:9", lambda key: None, lambda ids: "", clock=clock)
+    made = Programs(
+        declared, turns, "http://127.0.0.1:9", lambda key: None, lambda ids: "", clock=clock
+    )
     made.submit(1, lambda start, stop: ROW)
     yield made, turns, clock
     made.close()
@@ -49,8 +51,14 @@ def asking(turns: TurnsInRun, programs: Programs, told: list[News]) -> None:
     """A call of the program's, as the endpoint hands it over."""
     (key,) = programs._by_key
     work = Work(
-        prompt=np.array([1, 2]), limit=64, seeds=[0], sampling=None, stop=None, tell=told.append, session=key
-    )  # fmt: skip
+        prompt=np.array([1, 2]),
+        limit=64,
+        seeds=[0],
+        sampling=None,
+        stop=None,
+        tell=told.append,
+        session=key,
+    )
     turns.submit([work])
 
 
@@ -77,13 +85,20 @@ def test_a_program_is_late_by_the_clock_of_its_worker(policy: Path) -> None:
     runtime: Any = g.operators["sleeper"].build(Context(node="sleeper", clock=clock))
     try:
         programs: Programs = runtime._programs
-        wait_until(lambda: programs.poll() == [] and programs._host.is_ready, what="the process that starts programs")
+        wait_until(
+            lambda: programs.poll() == [] and programs._host.is_ready,
+            what="the process that starts programs",
+        )
         programs.submit(1, lambda start, stop: ROW)
         time.sleep(0.01)
-        assert programs.poll() == [] and programs._sessions[0].failure is None, "no time has passed for the worker"
+        assert programs.poll() == [] and programs._sessions[0].failure is None, (
+            "no time has passed for the worker"
+        )
         clock.now = 1.0
         answers: list[Any] = []
-        wait_until(lambda: answers.extend(programs.poll()) or answers, what="the end of the program")
+        wait_until(
+            lambda: answers.extend(programs.poll()) or answers, what="the end of the program"
+        )
         assert "hung: no call and no end within 0.001 s" in answers[0].failures[0]
     finally:
         runtime.close()

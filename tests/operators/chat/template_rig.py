@@ -1,4 +1,5 @@
-"""Byte-level BPE tokenizers that merge over line ends and over delimiters' borders, with chat templates for them."""
+"""Byte-level BPE tokenizers that merge over line ends and over delimiters' borders, with chat
+templates for them."""
 
 import contextlib
 import functools
@@ -20,24 +21,35 @@ from operators.chat.chat_format import ChatError
 SPECIAL = re.compile(r"<[|｜][^<>|｜\s]{2,40}[|｜]>|<(?:start|end)_of_turn>|\[/?[A-Z_]{4,20}\]")
 """What stands in templates for a special token."""
 TEXTS = [
-    "<|im_end|>\n<|im_start|>user\nhello\n\n world\n<|im_end|>\n", '> <tool_call>\n{"name": "', "\n</tool_call>\n",
-    "</s>[INST] hello [/INST] hello</s>", "].\n\n[", ">\n\n", ">\n", "hello.\n\nhello\n",
-    "}\n}\n", '"}}\n', "?>\n\nuser\n",
-]  # fmt: skip
+    "<|im_end|>\n<|im_start|>user\nhello\n\n world\n<|im_end|>\n",
+    '> <tool_call>\n{"name": "',
+    "\n</tool_call>\n",
+    "</s>[INST] hello [/INST] hello</s>",
+    "].\n\n[",
+    ">\n\n",
+    ">\n",
+    "hello.\n\nhello\n",
+    "}\n}\n",
+    '"}}\n',
+    "?>\n\nuser\n",
+]
 CHATML = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in"
+    " messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or []"
+    ' %}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments |'
+    " tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt"
+    " %}<|im_start|>assistant\n{% endif %}"
 )
 STRIPPING = CHATML.replace(
     "{{ m.content }}",
-    "{{ m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' and not loop.last else m.content }}",
+    "{{ m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' and not loop.last else"
+    " m.content }}",
 )
 """Leaves out the thinking of turns that are past."""
 MOVING = (
-    "{% for m in messages %}{% if m.role == 'user' %}{% if tools and loop.last %}[AVAILABLE_TOOLS]{{ tools | tojson }}"
-    "[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% if tools and loop.last"
+    " %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content"
+    " }}[/INST]{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
 )
 """Puts tools before the last message of a user's alone."""
 TOOL = {
@@ -63,7 +75,9 @@ def trained():
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core.train_from_iterator(
         TEXTS * 4,
-        trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False, min_frequency=1),
+        trainers.BpeTrainer(
+            vocab_size=700, initial_alphabet=alphabet, show_progress=False, min_frequency=1
+        ),
     )
     return core.to_str()
 
@@ -71,36 +85,53 @@ def trained():
 def tokenizer_for(template, name="tiny", *, begins="<bos>", ends="<eos>", special=None):
     """A tokenizer with this template, and the special tokens that stand in it (or those given)."""
     made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(trained()), bos_token=begins, eos_token=ends, chat_template=template,
-        additional_special_tokens=sorted(set(SPECIAL.findall(template))) if special is None else special,
+        tokenizer_object=Tokenizer.from_str(trained()),
+        bos_token=begins,
+        eos_token=ends,
+        chat_template=template,
+        additional_special_tokens=(
+            sorted(set(SPECIAL.findall(template))) if special is None else special
+        ),
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
     made.name_or_path = name
     return made
 
 
 def trl_template(name):
-    """A template of TRL's package, read where it is installed; the test is skipped where it is not."""
+    """A template of TRL's package, read where it is installed; the test is skipped where it is
+    not."""
     found = importlib.util.find_spec("trl")
     if found is None or not found.submodule_search_locations:
         pytest.skip("the extra `bench` (trl) is not installed")
-    return (Path(found.submodule_search_locations[0]) / "chat_templates" / f"{name}.jinja").read_text("utf-8")
+    return (
+        Path(found.submodule_search_locations[0]) / "chat_templates" / f"{name}.jinja"
+    ).read_text("utf-8")
 
 
 def mistral_template(version, *, spm=False):
-    """A template of Mistral's, made by their package; the test is skipped where it is not installed."""
+    """A template of Mistral's, made by their package; the test is skipped where it is not
+    installed."""
     made = pytest.importorskip("mistral_common.integrations.chat_templates.chat_templates")
     base = pytest.importorskip("mistral_common.tokens.tokenizers.base")
     return made.generate_chat_template(
-        spm=spm, tokenizer_version=base.TokenizerVersion(version), image_support=False, audio_support=False,
-        thinking_support=False, default_system_prompt=None, plain_thinking_support=False,
-        use_special_token_variables=True, model_settings_fields=None, reasoning_effort_values=None,
+        spm=spm,
+        tokenizer_version=base.TokenizerVersion(version),
+        image_support=False,
+        audio_support=False,
+        thinking_support=False,
+        default_system_prompt=None,
+        plain_thinking_support=False,
+        use_special_token_variables=True,
+        model_settings_fields=None,
+        reasoning_effort_values=None,
         reasoning_effort_default=None,
-    )  # fmt: skip
+    )
 
 
 def sampled(form, text, rng, *, ends=True, version=0):
-    """Tokens of a text as a policy might draw them: cut anywhere, so not as the tokenizer would cut it."""
+    """Tokens of a text as a policy might draw them: cut anywhere, so not as the tokenizer would cut
+    it."""
     ids = []
     while text:
         size = rng.randint(1, 6)
@@ -145,21 +176,27 @@ def call(form, rng, content, place):
     arguments = {"a": words(rng)}
     spelled = json.dumps(arguments, ensure_ascii=False)
     number = f"call{place:05d}"
-    text = form.calls.replace('{"xqp5": "xqg7"}', spelled).replace("xqf3", "add").replace("xqcall007", number)
+    text = (
+        form.calls.replace('{"xqp5": "xqg7"}', spelled)
+        .replace("xqf3", "add")
+        .replace("xqcall007", number)
+    )
     made = {"id": number, "type": "function", "function": {"name": "add", "arguments": arguments}}
     return content + text, {"role": "assistant", "content": content, "tool_calls": [made]}
 
 
 @functools.cache
 def opening_of(form):
-    """What a call of TOOL is made to begin with, where it has to be one; nothing where the template has no such."""
+    """What a call of TOOL is made to begin with, where it has to be one; nothing where the template
+    has no such."""
     with contextlib.suppress(ChatError):
         return call_opening(form, ["add"])
     return ""
 
 
 def conversed(form, conversation, rng, *, turns, tools, cut=0.2):
-    """Speak at random; what was sampled, turn by turn, and (prompt ids, messages) before each turn."""
+    """Speak at random; what was sampled, turn by turn, and (prompt ids, messages) before each
+    turn."""
     said, prompts = [], []
     conversation.hear({"role": "user", "content": words(rng)})
     for turn in range(turns):
@@ -178,7 +215,9 @@ def conversed(form, conversation, rng, *, turns, tools, cut=0.2):
         said.append(drawn)
         if message.get("tool_calls"):
             number = message["tool_calls"][0]["id"]
-            conversation.hear({"role": "tool", "tool_call_id": number, "name": "add", "content": words(rng)})
+            conversation.hear(
+                {"role": "tool", "tool_call_id": number, "name": "add", "content": words(rng)}
+            )
         else:
             conversation.hear({"role": "user", "content": words(rng)})
     prompts.append((conversation.prompt(), list(conversation.messages)))

@@ -1,11 +1,23 @@
-"""A conversation's ids: those that were sampled as they were, those of the world put behind them."""
+"""A conversation's ids: those that were sampled as they were, those of the world put behind
+them."""
 
 import re
 
 import numpy as np
 import pytest
 from serving_rig import tiny_llama
-from template_rig import CHATML, MOVING, STRIPPING, TOOL, call, check_rows, conversed, rng_of, sampled, tokenizer_for
+from template_rig import (
+    CHATML,
+    MOVING,
+    STRIPPING,
+    TOOL,
+    call,
+    check_rows,
+    conversed,
+    rng_of,
+    sampled,
+    tokenizer_for,
+)
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.training_rows import NO_TURN
@@ -32,14 +44,18 @@ def say(conversation, text, rng=None, **knobs):
 
 @pytest.mark.parametrize("template", [CHATML, MOVING, PLAIN])
 @pytest.mark.parametrize("special", [None, []])
-def test_every_sampled_token_is_trained_once_as_it_was_and_the_text_is_the_templates(template, special):
+def test_every_sampled_token_is_trained_once_as_it_was_and_the_text_is_the_templates(
+    template, special
+):
     form = form_of(template, special=special)
     for number in range(20):
         rng = rng_of(template, number)
         tools = [TOOL] if form.calls or template is MOVING else []
         conversation = Conversation(form, tools=tools)
         speaks = form.end is not None
-        said, prompts = conversed(form, conversation, rng, turns=4, tools=bool(form.calls), cut=0.3 if speaks else 1.0)
+        said, prompts = conversed(
+            form, conversation, rng, turns=4, tools=bool(form.calls), cut=0.3 if speaks else 1.0
+        )
         check_rows(conversation, said)
         for ids, messages in prompts:
             assert form.decode(ids) == form.render(messages, tools)
@@ -60,13 +76,20 @@ def test_log_probabilities_are_those_of_a_full_forward_pass():
     found = self_test.adapt(decoder, "tiny")
     sampling = Sampling(temperature=0.8)
     engine = Engine(
-        decoder, slots=4, context_tokens=1024, sampling=sampling, end_tokens=sorted(form.ends), kernel=found.kernel,
+        decoder,
+        slots=4,
+        context_tokens=1024,
+        sampling=sampling,
+        end_tokens=sorted(form.ends),
+        kernel=found.kernel,
         token_bytes=found.token_bytes,
-    )  # fmt: skip
+    )
     conversation = Conversation(form, [USER], tools=[TOOL])
     for turn in range(4):
         prompt = conversation.prompt().astype(np.int64)
-        ended = engine.step([PromptStart(prompt=prompt, limit=len(prompt) + 12, tickets=[turn], seeds=[turn])])
+        ended = engine.step(
+            [PromptStart(prompt=prompt, limit=len(prompt) + 12, tickets=[turn], seeds=[turn])]
+        )
         while not ended:
             ended = engine.step()
         conversation.say(ended[0].tokens[ended[0].start :])
@@ -97,7 +120,9 @@ def test_what_the_template_strips_from_the_past_is_kept_begins_a_row_or_is_refus
     conversation = Conversation(form_of(STRIPPING), [USER], past="refused")
     say(conversation, thought)
     conversation.hear(USER)
-    with pytest.raises(ChatError, match=r"changes what was sampled once it is past; found .*; give past='sampled'"):
+    with pytest.raises(
+        ChatError, match=r"changes what was sampled once it is past; found .*; give past='sampled'"
+    ):
         conversation.prompt()
 
 
@@ -120,7 +145,10 @@ def test_tools_that_move_to_the_last_message_begin_a_row_each():
         conversation.hear(USER)
     check_rows(conversation, said)
     assert len(conversation.rows) == 3
-    assert all(conversation.form.decode(row.tokens.ids).count("[AVAILABLE_TOOLS]") == 1 for row in conversation.rows)
+    assert all(
+        conversation.form.decode(row.tokens.ids).count("[AVAILABLE_TOOLS]") == 1
+        for row in conversation.rows
+    )
 
 
 def test_a_past_that_was_cut_begins_a_row_in_which_turns_keep_their_ids():
@@ -134,7 +162,11 @@ def test_a_past_that_was_cut_begins_a_row_in_which_turns_keep_their_ids():
     prompt = conversation.prompt()
     assert conversation.form.decode(prompt) == conversation.form.render(left)
     for drawn in said[1:]:
-        assert (np.lib.stride_tricks.sliding_window_view(prompt, len(drawn)) == drawn.ids).all(-1).any()
+        assert (
+            (np.lib.stride_tricks.sliding_window_view(prompt, len(drawn)) == drawn.ids)
+            .all(-1)
+            .any()
+        )
     said.append(say(conversation, "four"))
     check_rows(conversation, said)
     assert len(conversation.rows) == 2
@@ -178,7 +210,9 @@ def test_what_was_said_before_a_fork_is_trained_in_one_branch():
     assert set(row.turns.tolist()) == {NO_TURN, 1}
 
 
-@pytest.mark.parametrize("ending", ["<|im_end|>\n", "<|im_end|>\n<|im_start|>", "<|im_end|>", "<|im"])
+@pytest.mark.parametrize(
+    "ending", ["<|im_end|>\n", "<|im_end|>\n<|im_start|>", "<|im_end|>", "<|im"]
+)
 def test_a_stop_string_that_the_policy_wrote_is_not_written_twice(ending):
     form = form_of(special=[])
     conversation = Conversation(form, [USER])
@@ -206,20 +240,27 @@ def test_calls_are_read_and_numbered_and_stand_in_the_ids_with_their_results():
         said = conversation.say(sampled(form, text, rng))
         (made,) = said.message["tool_calls"]
         assert (made["id"], made["function"]["name"], said.broken) == (f"call0000{turn}", "add", ())
-        conversation.hear({"role": "tool", "tool_call_id": made["id"], "name": "add", "content": "4"})
+        conversation.hear(
+            {"role": "tool", "tool_call_id": made["id"], "name": "add", "content": "4"}
+        )
         assert form.decode(conversation.prompt()) == form.render(conversation.messages, [TOOL])
     assert len(conversation.rows) == 1
 
 
 def test_a_broken_call_is_what_the_policy_said():
     conversation = Conversation(form_of(), [USER], tools=[TOOL])
-    said = conversation.say(sampled(conversation.form, "<tool_call>add(1)</tool_call>", rng_of("broken")))
+    said = conversation.say(
+        sampled(conversation.form, "<tool_call>add(1)</tool_call>", rng_of("broken"))
+    )
     assert said.message == {"role": "assistant", "content": "<tool_call>add(1)</tool_call>"}
     assert len(said.broken) == 1
 
 
 REFUSED = {
-    "upper": (CHATML.replace("{{ m.content }}", "{{ m.content | upper }}"), "does not stand in what it lays out"),
+    "upper": (
+        CHATML.replace("{{ m.content }}", "{{ m.content | upper }}"),
+        "does not stand in what it lays out",
+    ),
     "last only": (CHATML.replace("in messages", "in messages[-1:]"), "stands 0 times"),
     "no end": ("{% for m in messages %}{{ m.content }}{% endfor %}", "it ends a turn with ''"),
     "other end": (
@@ -231,7 +272,10 @@ REFUSED = {
         "depends on the turn",
     ),
     "raising": (CHATML + "{{ raise_exception('never') }}", "refuses the messages: never"),
-    "changing": (CHATML.replace("{{ m.role }}", "{{ m.role }} of {{ messages | length }}"), "changes"),
+    "changing": (
+        CHATML.replace("{{ m.role }}", "{{ m.role }} of {{ messages | length }}"),
+        "changes",
+    ),
     "none": (None, "has no chat template"),
 }
 
@@ -257,7 +301,9 @@ def test_the_world_cannot_speak_for_the_policy():
         Conversation(form_of(), [USER]).hear({"role": "assistant", "content": "hello"})
 
 
-THINKING = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+THINKING = CHATML.replace(
+    "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
+)
 NUMBERED = CHATML.replace('{"name"', '{"id": "{{ c.id }}", "name"')
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<tool_call>"]
 

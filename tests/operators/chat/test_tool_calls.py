@@ -11,13 +11,17 @@ from operators.chat.tool_calls import FORMATS, format_of
 
 WRITTEN = {
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x\\n"}}\n</tool_call>',
-    "xml": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n\n</parameter>\n"
-    "</function>\n</tool_call>",
+    "xml": (
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n\n</parameter>\n"
+        "</function>\n</tool_call>"
+    ),
     "llama": '{"name": "add", "parameters": {"a": 1, "b": "x\\n"}}',
     "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": "x\\n"}}]',
     "mistral-named": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": "x\\n"}',
-    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
-    '```json\n{"a": 1, "b": "x\\n"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
+        '```json\n{"a": 1, "b": "x\\n"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ),
 }
 
 
@@ -55,23 +59,31 @@ def test_several_calls_are_read_in_order():
         "hermes": WRITTEN["hermes"] + "\n" + WRITTEN["hermes"].replace('"add"', '"sub"'),
         "mistral": WRITTEN["mistral"][:-1] + ', {"name": "sub", "arguments": {}}]',
         "mistral-named": WRITTEN["mistral-named"] + "[TOOL_CALLS]sub[CALL_ID]abcdefghi[ARGS]{}",
-        "deepseek": WRITTEN["deepseek"].replace(
-            "<｜tool▁calls▁end｜>",
-            "\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>sub\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "deepseek": (
+            WRITTEN["deepseek"].replace(
+                "<｜tool▁calls▁end｜>",
+                "\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>sub\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            )
         ),
     }
     for name, text in several.items():
         read = FORMATS[name].read(text, TOOLS)
-        assert [call["function"]["name"] for call in read.message["tool_calls"]] == ["add", "sub"], name
+        assert [call["function"]["name"] for call in read.message["tool_calls"]] == [
+            "add",
+            "sub",
+        ], name
         assert read.message["content"] == ""
         assert len({call["id"] for call in read.message["tool_calls"]}) == 2
 
 
 BROKEN = {
     "hermes": [
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1}\n</tool_call>', "<tool_call>add(1)</tool_call>",
-        '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "<tool_call>",
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}\n</tool_call>',
+        "<tool_call>add(1)</tool_call>",
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        "<tool_call>",
         "<tool_call>" + "[" * 100_000 + "</tool_call>",
         '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
         '<tool_call>{"name": "add", "arguments": {"b": "\\ud83d"}}</tool_call>',
@@ -79,19 +91,37 @@ BROKEN = {
         '<tool_call>{"name": "add", "arguments": "{\\"b\\": -1e999}"}</tool_call>',
         '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 900 + "]" * 900 + "}}</tool_call>",
     ],
-    "xml": ["<tool_call>\n<parameter=a>\n1\n</parameter>\n</tool_call>",
-            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>\n</tool_call>"],
-    "llama": ['{"name": "add", "parameters": {"a": 1}', '{"name": "add", "parameters": 3}', '{"name": "add"} or so'],
-    "mistral": ["[TOOL_CALLS] [", '[TOOL_CALLS] [{"name": "add", "id": "\\ud83d"}]',
-                '[TOOL_CALLS] [{"arguments": {}}]', "[TOOL_CALLS] 3"],
-    "mistral-named": ["[TOOL_CALLS]add{}", "[TOOL_CALLS]add[ARGS]{", '[TOOL_CALLS]add[ARGS]{"a": -1e999}',
-                      "[TOOL_CALLS][ARGS]{}"],
-    "deepseek": ["<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\n```<｜tool▁call▁end｜>",
-                 "<｜tool▁call▁begin｜>add<｜tool▁call▁end｜>"],
-}  # fmt: skip
+    "xml": [
+        "<tool_call>\n<parameter=a>\n1\n</parameter>\n</tool_call>",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>\n</tool_call>",
+    ],
+    "llama": [
+        '{"name": "add", "parameters": {"a": 1}',
+        '{"name": "add", "parameters": 3}',
+        '{"name": "add"} or so',
+    ],
+    "mistral": [
+        "[TOOL_CALLS] [",
+        '[TOOL_CALLS] [{"name": "add", "id": "\\ud83d"}]',
+        '[TOOL_CALLS] [{"arguments": {}}]',
+        "[TOOL_CALLS] 3",
+    ],
+    "mistral-named": [
+        "[TOOL_CALLS]add{}",
+        "[TOOL_CALLS]add[ARGS]{",
+        '[TOOL_CALLS]add[ARGS]{"a": -1e999}',
+        "[TOOL_CALLS][ARGS]{}",
+    ],
+    "deepseek": [
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\n```<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>add<｜tool▁call▁end｜>",
+    ],
+}
 
 
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in BROKEN.items() for text in texts])
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name, texts in BROKEN.items() for text in texts]
+)
 def test_what_is_broken_is_text_with_the_reason(name, text):
     read = FORMATS[name].read(text, TOOLS)
     assert read.message == {"role": "assistant", "content": text}
@@ -108,7 +138,10 @@ def test_a_whole_call_beside_a_broken_one_is_a_call():
 
 def test_text_without_a_call_is_text():
     for each in FORMATS.values():
-        assert each.read('hello {"a": 1} ', TOOLS).message == {"role": "assistant", "content": 'hello {"a": 1} '}
+        assert each.read('hello {"a": 1} ', TOOLS).message == {
+            "role": "assistant",
+            "content": 'hello {"a": 1} ',
+        }
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -124,11 +157,18 @@ def test_what_is_shown_of_a_growing_text_is_never_a_part_of_a_call(name):
 @pytest.mark.parametrize(
     ("template", "name"),
     [
-        ("qwen2_5", "hermes"), ("qwen3", "hermes"), ("qwen3_5_think", "xml"), ("llama3_1", "llama"),
-        ("deepseekv3", "deepseek"), ("v3", "mistral"), ("v7", "mistral"), ("v11", "mistral-named"),
-        ("v13", "mistral-named"), ("llama3", None),
+        ("qwen2_5", "hermes"),
+        ("qwen3", "hermes"),
+        ("qwen3_5_think", "xml"),
+        ("llama3_1", "llama"),
+        ("deepseekv3", "deepseek"),
+        ("v3", "mistral"),
+        ("v7", "mistral"),
+        ("v11", "mistral-named"),
+        ("v13", "mistral-named"),
+        ("llama3", None),
     ],
-)  # fmt: skip
+)
 def test_the_format_is_seen_in_what_the_template_writes(template, name):
     made = mistral_template(template) if template.startswith("v") else trl_template(template)
     found = format_of(ChatFormat(tokenizer_for(made, template)))
@@ -144,7 +184,10 @@ def test_what_a_template_writes_is_read_as_it_was_called():
 def test_a_function_is_a_tool_by_its_hints_and_docstring():
     (tool,) = definitions_of([add])
     assert tool["function"]["name"] == "add"
-    assert tool["function"]["parameters"]["properties"]["a"] == {"type": "integer", "description": "A number."}
+    assert tool["function"]["parameters"]["properties"]["a"] == {
+        "type": "integer",
+        "description": "A number.",
+    }
     assert tool["function"]["parameters"]["required"] == ["a"]
 
 
@@ -152,7 +195,9 @@ def test_a_function_without_hints_or_of_a_name_that_is_taken_is_no_tool():
     def bare(a):
         """Adds."""
 
-    with pytest.raises(ChatError, match=r"'bare' cannot be a tool: .*; found it in .*; give every parameter"):
+    with pytest.raises(
+        ChatError, match=r"'bare' cannot be a tool: .*; found it in .*; give every parameter"
+    ):
         definition_of(bare)
     with pytest.raises(ChatError, match="two tools have one name"):
         definitions_of([add, add])
@@ -171,5 +216,8 @@ def test_a_call_that_cannot_be_made_is_told_to_the_model():
         with pytest.raises(ValueError, match=why):
             arguments_of(call(name, arguments), TOOLS)
     assert result_of(call("add", "{}"), "4") == {
-        "role": "tool", "tool_call_id": "call00000", "name": "add", "content": "4",
-    }  # fmt: skip
+        "role": "tool",
+        "tool_call_id": "call00000",
+        "name": "add",
+        "content": "4",
+    }

@@ -45,8 +45,9 @@ QUICK = {
     "c": ("llama", "mistral", "gemma", "gemma2", "mixtral"),
     "fused": ("llama", "qwen2", "qwen3", "mistral"),
 }
-"""By engine, the families of `make test`; `make test-all` has every pair. What C cannot fuse is there with attention in
-C, what it can with all of it, and each of torch's own ways of attention once."""
+"""By engine, the families of `make test`; `make test-all` has every pair. What C cannot fuse is
+there with attention in C, what it can with all of it, and each of torch's own ways of attention
+once."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -79,23 +80,33 @@ def make_model() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def shared_model(make_model: Callable[..., Any]) -> Callable[[str, str], Any]:
-    """A model of a family that no test changes, one for each use: an engine attends otherwise than its oracle."""
+    """A model of a family that no test changes, one for each use: an engine attends otherwise than
+    its oracle."""
     return functools.cache(lambda family, use: make_model(family))
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """One token per character of ALPHABET."""
-    vocabulary = {"<pad>": PAD, "<eos>": EOS, **{letter: i + 2 for i, letter in enumerate(ALPHABET)}}
+    vocabulary = {
+        "<pad>": PAD,
+        "<eos>": EOS,
+        **{letter: i + 2 for i, letter in enumerate(ALPHABET)},
+    }
     core = Tokenizer(models.BPE(vocabulary, merges=[]))
     core.decoder = decoders.Fuse()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
     )
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], tokenizer: Any) -> Path:
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], tokenizer: Any
+) -> Path:
     """A Hugging Face folder with a tiny Llama and its tokenizer."""
     path = tmp_path_factory.mktemp("policy")
     make_model("llama").save_pretrained(path)
@@ -105,7 +116,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., A
 
 @pytest.fixture(params=["torch", "c", "fused"])
 def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """An Engine for a model: torch's operators, attention in C, or all of it in C where that is possible."""
+    """An Engine for a model: torch's operators, attention in C, or all of it in C where that is
+    possible."""
     from operators.engine import self_test
     from operators.engine.decode import Engine
     from operators.engine.native import attention as native
@@ -119,7 +131,13 @@ def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
             model.proof = self_test.adapt(model, "tiny")
         found = model.proof
         assert found.kernel is not None or native.kernel() is None
-        knobs = {"slots": 16, "context_tokens": 64, "end_tokens": [EOS], "sampling": Sampling(), **knobs}
+        knobs = {
+            "slots": 16,
+            "context_tokens": 64,
+            "end_tokens": [EOS],
+            "sampling": Sampling(),
+            **knobs,
+        }
         kernel = found.kernel if request.param != "torch" else None
         fused = found.fused if request.param == "fused" else None
         return Engine(model, kernel=kernel, fused=fused, token_bytes=found.token_bytes, **knobs)

@@ -8,11 +8,14 @@ from operators.engine.sampling_params import RowSampling, Sampling
 from operators.engine.truncation import block_sums, left_out
 
 
-def log_distribution(logits: Tensor, sampling: Sampling | RowSampling, seen: Tensor | None = None) -> Tensor:
-    """Log-probabilities that tokens are drawn with, float32 [n, V]; -inf where truncation left one out.
+def log_distribution(
+    logits: Tensor, sampling: Sampling | RowSampling, seen: Tensor | None = None
+) -> Tensor:
+    """Log-probabilities that tokens are drawn with, float32 [n, V]; -inf where truncation left one
+    out.
 
-    seen: bool [n, V], tokens that stand in each row; needed for a repetition penalty (ValueError without it).
-    """
+    seen: bool [n, V], tokens that stand in each row; needed for a repetition penalty (ValueError
+    without it)."""
     knobs = _columns(sampling, logits)
     scores = _scaled(logits, knobs, seen)
     shares = torch.softmax(scores, dim=-1)
@@ -26,5 +29,7 @@ def log_distribution(logits: Tensor, sampling: Sampling | RowSampling, seen: Ten
     found = scores - best + (largest / total).log().float()
     if knobs.greedy is None:
         return found
-    certain = torch.zeros_like(scores).masked_fill_(~_only(likeliest, scores), -torch.inf) + (best - best)
+    certain = torch.zeros_like(scores).masked_fill_(~_only(likeliest, scores), -torch.inf) + (
+        best - best
+    )
     return torch.where(knobs.greedy, certain, found)

@@ -1,4 +1,5 @@
-"""The oracle: replays rows through transformers' own cache, each token under the weights it names."""
+"""The oracle: replays rows through transformers' own cache, each token under the weights it
+names."""
 
 from __future__ import annotations
 
@@ -18,13 +19,20 @@ from operators.engine.sampling_params import Sampling
 
 @torch.no_grad()
 def replayed(
-    models: Mapping[int, Any], tokens: Any, versions: Any, start: int, sampling: Sampling | None = None
+    models: Mapping[int, Any],
+    tokens: Any,
+    versions: Any,
+    start: int,
+    sampling: Sampling | None = None,
 ) -> np.ndarray[Any, Any]:
-    """Log-probabilities [tokens - start] of a completion, with keys and values kept from older versions."""
+    """Log-probabilities [tokens - start] of a completion, with keys and values kept from older
+    versions."""
     ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64))[None]
     found: list[float] = []
     cache, fed = None, 0
-    for version, places in itertools.groupby(range(start, ids.shape[1]), lambda place: int(versions[place])):
+    for version, places in itertools.groupby(
+        range(start, ids.shape[1]), lambda place: int(versions[place])
+    ):
         drawn = ids[0, list(places)]
         until = start + len(found) + len(drawn) - 1
         output = models[version](input_ids=ids[:, fed:until], past_key_values=cache, use_cache=True)
@@ -34,7 +42,9 @@ def replayed(
     return np.array(found)
 
 
-def drive(engine: Engine, starts: Sequence[PromptStart], at_step: Any = lambda step: None) -> dict[int, dict[str, Any]]:
+def drive(
+    engine: Engine, starts: Sequence[PromptStart], at_step: Any = lambda step: None
+) -> dict[int, dict[str, Any]]:
     """Run an engine dry, starting prompts as soon as they fit; what each ticket got."""
     waiting = list(starts)
     found: dict[int, dict[str, Any]] = {}
@@ -52,7 +62,9 @@ def drive(engine: Engine, starts: Sequence[PromptStart], at_step: Any = lambda s
             first = waiting.pop(0)
             now.append(replace(first, tickets=first.tickets[:count], seeds=first.seeds[:count]))
             if count < wanted:
-                waiting.insert(0, replace(first, tickets=first.tickets[count:], seeds=first.seeds[count:]))
+                waiting.insert(
+                    0, replace(first, tickets=first.tickets[count:], seeds=first.seeds[count:])
+                )
                 break
         if not now and not engine.live:
             return found
@@ -62,14 +74,21 @@ def drive(engine: Engine, starts: Sequence[PromptStart], at_step: Any = lambda s
 
 @torch.no_grad()
 def recomputed(
-    models: Mapping[int, Any], tokens: Any, versions: Any, start: int, sampling: Sampling | None = None
+    models: Mapping[int, Any],
+    tokens: Any,
+    versions: Any,
+    start: int,
+    sampling: Sampling | None = None,
 ) -> np.ndarray[Any, Any]:
-    """Log-probabilities [tokens - start] of a completion, each from a full pass under the weights it names."""
+    """Log-probabilities [tokens - start] of a completion, each from a full pass under the weights
+    it names."""
     ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64))[None]
     found = np.zeros(ids.shape[1] - start)
     for version in {int(version) for version in versions[start:]}:
         logits = models[version](input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
-        logprobs = log_distribution(logits, sampling or Sampling()).gather(1, ids[0, start:, None])[:, 0]
+        logprobs = log_distribution(logits, sampling or Sampling()).gather(1, ids[0, start:, None])[
+            :, 0
+        ]
         mine = np.asarray(versions[start:]) == version
         found[mine] = logprobs.numpy()[mine]
     return found

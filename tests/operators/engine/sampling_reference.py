@@ -1,4 +1,5 @@
-"""The distribution of the next token in float64, one token after the other: slow, and plain to read."""
+"""The distribution of the next token in float64, one token after the other: slow, and plain to
+read."""
 
 import math
 
@@ -7,16 +8,25 @@ import torch
 from operators.engine.sampling_params import Sampling
 
 
-def reference(logits: torch.Tensor, sampling: Sampling, seen: torch.Tensor | None = None) -> torch.Tensor:
+def reference(
+    logits: torch.Tensor, sampling: Sampling, seen: torch.Tensor | None = None
+) -> torch.Tensor:
     """Log-probabilities float64 [V] of one row of logits [V]; seen: bool [V]."""
     scores = logits.double().tolist()
     penalty = sampling.repetition_penalty
     if penalty != 1:
         assert seen is not None
         for token in seen.nonzero()[:, 0].tolist():
-            scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+            scores[token] = (
+                scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+            )
     if sampling.temperature == 0:
-        return torch.tensor([0.0 if token == scores.index(max(scores)) else -math.inf for token in range(len(scores))])
+        return torch.tensor(
+            [
+                0.0 if token == scores.index(max(scores)) else -math.inf
+                for token in range(len(scores))
+            ]
+        )
     scores = [score / sampling.temperature for score in scores]
     if sampling.top_k:
         last = sorted(scores, reverse=True)[: sampling.top_k][-1]
@@ -28,11 +38,17 @@ def reference(logits: torch.Tensor, sampling: Sampling, seen: torch.Tensor | Non
             reached, last = reached + share, share
             if reached >= sampling.top_p:
                 break
-        scores = [score if share >= last else -math.inf for score, share in zip(scores, shares, strict=True)]
+        scores = [
+            score if share >= last else -math.inf
+            for score, share in zip(scores, shares, strict=True)
+        ]
     if sampling.min_p:
         shares = _softmax(scores)
         least = sampling.min_p * max(shares)
-        scores = [score if share >= least else -math.inf for score, share in zip(scores, shares, strict=True)]
+        scores = [
+            score if share >= least else -math.inf
+            for score, share in zip(scores, shares, strict=True)
+        ]
     return torch.tensor(_softmax(scores), dtype=torch.float64).log()
 
 

@@ -1,4 +1,5 @@
-"""Recorded log-probabilities and versions are true per token, in any company and over weight updates."""
+"""Recorded log-probabilities and versions are true per token, in any company and over weight
+updates."""
 
 import functools
 
@@ -23,7 +24,11 @@ def many(count, seed=0, copies=4):
         prompt = random.integers(2, 32, random.integers(1, 12))
         tickets = range(i * copies, (i + 1) * copies)
         limit = len(prompt) + int(random.integers(1, 20))
-        found.append(PromptStart(prompt=prompt, limit=limit, tickets=tickets, seeds=[t * 7919 for t in tickets]))
+        found.append(
+            PromptStart(
+                prompt=prompt, limit=limit, tickets=tickets, seeds=[t * 7919 for t in tickets]
+            )
+        )
     return found
 
 
@@ -43,13 +48,19 @@ ALL = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "mixtral"]
     ids=str,
 )
 def test_logprobs_equal_a_full_forward_pass(family, sampling, make_engine, shared_model):
-    rows = list(drive(make_engine(shared_model(family, "engine"), sampling=sampling), many(12)).values())
+    rows = list(
+        drive(make_engine(shared_model(family, "engine"), sampling=sampling), many(12)).values()
+    )
     tokens = [torch.tensor(row["tokens"].astype(np.int64)) for row in rows]
     with torch.no_grad():
-        whole = shared_model(family, "oracle")(torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)).logits
+        whole = shared_model(family, "oracle")(
+            torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+        ).logits
     for row, ids, logits in zip(rows, tokens, whole, strict=True):
         start = row["start"]
-        expected = log_distribution(logits[start - 1 : len(ids) - 1], sampling).gather(1, ids[start:, None])
+        expected = log_distribution(logits[start - 1 : len(ids) - 1], sampling).gather(
+            1, ids[start:, None]
+        )
         np.testing.assert_allclose(row["logprobs"][start:], expected[:, 0], atol=1e-5)
         assert not row["logprobs"][:start].any()
         assert (row["versions"][:start] == -1).all() and (row["versions"][start:] == 0).all()
@@ -116,7 +127,10 @@ def test_no_rollout_is_lost_or_doubled_and_each_has_its_length(slots, lengths, c
         assert row["tokens"][: row["start"]].tolist() == work[ticket // copies].prompt.tolist()
     assert engine.live == 0
     assert engine.drawn == sum(lengths) * copies
-    assert engine.looked == sum((1 + i % 5) * n + n * (n - 1) // 2 for i, n in enumerate(lengths)) * copies
+    assert (
+        engine.looked
+        == sum((1 + i % 5) * n + n * (n - 1) // 2 for i, n in enumerate(lengths)) * copies
+    )
 
 
 def test_a_freed_slot_is_refilled_at_the_next_step(adapted):
@@ -126,13 +140,17 @@ def test_a_freed_slot_is_refilled_at_the_next_step(adapted):
         for i, limit in enumerate((21, 3, 3, 3, 3, 3))
     ]
     drive(engine, work)
-    assert engine.steps == 20, "two slots: the long rollout in one, the five short ones one after the other beside it"
+    assert engine.steps == 20, (
+        "two slots: the long rollout in one, the five short ones one after the other beside it"
+    )
 
 
 def test_broken_weights_end_rows_with_an_error_and_the_engine_goes_on(make_model, adapted):
     engine = adapted(slots=4, end_tokens=[])
     good = {name: value.clone() for name, value in engine.model.state_dict().items()}
-    work = [PromptStart(prompt=np.array([4, 5]), limit=12, tickets=[i], seeds=[i]) for i in range(8)]
+    work = [
+        PromptStart(prompt=np.array([4, 5]), limit=12, tickets=[i], seeds=[i]) for i in range(8)
+    ]
 
     def spoil(step):
         if step == 3:
@@ -158,7 +176,12 @@ def test_siblings_that_drew_the_same_are_computed_once_and_none_changes_by_a_bit
     recomputes, make_engine, make_model, monkeypatch
 ):
     work = [
-        PromptStart(prompt=np.arange(3, 3 + n), limit=n + 30, tickets=range(8 * i, 8 * i + 8), seeds=range(100))
+        PromptStart(
+            prompt=np.arange(3, 3 + n),
+            limit=n + 30,
+            tickets=range(8 * i, 8 * i + 8),
+            seeds=range(100),
+        )
         for i, n in enumerate((3, 16, 17))
     ]
     computed = []
@@ -166,7 +189,10 @@ def test_siblings_that_drew_the_same_are_computed_once_and_none_changes_by_a_bit
     def rows_of_a_run():
         sampling, updates = Sampling(temperature=0.05), []
         engine = make_engine(
-            make_model("llama", initializer_range=0.2), end_tokens=[], sampling=sampling, on_update=recomputes
+            make_model("llama", initializer_range=0.2),
+            end_tokens=[],
+            sampling=sampling,
+            on_update=recomputes,
         )
         if engine.fused is None:
             pytest.skip("only the fused step computes rows by themselves to the bit")
@@ -184,7 +210,9 @@ def test_siblings_that_drew_the_same_are_computed_once_and_none_changes_by_a_bit
 
         def update(step):
             if step == 9:
-                engine.model.load_state_dict(make_model("llama", seed=1, initializer_range=0.2).state_dict())
+                engine.model.load_state_dict(
+                    make_model("llama", seed=1, initializer_range=0.2).state_dict()
+                )
                 engine.adopted(1)
                 updates.append(step)
 

@@ -1,4 +1,5 @@
-"""What memory does to rollouts: parked, resumed, aborted or recomputed, each token stays what it was."""
+"""What memory does to rollouts: parked, resumed, aborted or recomputed, each token stays what it
+was."""
 
 import functools
 
@@ -62,7 +63,9 @@ def undisturbed(adapted):
 @examples(12)
 @given(pages=st.integers(4, 14), seed=st.integers(0, 5))
 @example(pages=4, seed=0)
-def test_rollouts_that_are_parked_for_memory_draw_the_tokens_they_would_have_drawn(pages, seed, adapted, undisturbed):
+def test_rollouts_that_are_parked_for_memory_draw_the_tokens_they_would_have_drawn(
+    pages, seed, adapted, undisturbed
+):
     roomy, token_bytes = undisturbed(seed)
     tight = adapted(cache_bytes=pages * 16 * token_bytes)
     parked = []
@@ -76,8 +79,12 @@ def test_rollouts_that_are_parked_for_memory_draw_the_tokens_they_would_have_dra
         assert max(parked) > 0, "so little memory must have parked somebody"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "mixtral"])
-def test_recomputing_at_an_update_gives_each_token_the_whole_pass_of_its_weights(family, make_model, make_engine):
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "mixtral"]
+)
+def test_recomputing_at_an_update_gives_each_token_the_whole_pass_of_its_weights(
+    family, make_model, make_engine
+):
     """Parked and resumed over two updates, short of memory beside."""
     models = {version: make_model(family, seed=version) for version in range(3)}
     knobs = {"sampling": SAMPLING, "end_tokens": [], "on_update": "recompute", "slots": 12}
@@ -103,7 +110,9 @@ def test_a_prompt_seen_before_is_not_computed_again_until_the_weights_change(ada
     engine = adapted()
     fed = []
     forward = engine._forward
-    engine._forward = lambda new: fed.append(engine.rows.n + sum(prefix.new for prefix in new)) or forward(new)
+    engine._forward = lambda new: (
+        fed.append(engine.rows.n + sum(prefix.new for prefix in new)) or forward(new)
+    )
     prompt = np.arange(37) % 29 + 2
     first = drive(engine, work([prompt], [38]))
     again = drive(engine, work([prompt], [38]))
@@ -136,7 +145,10 @@ def test_a_prefix_that_is_known_in_part_gives_the_same_rollouts(threads, adapted
 def test_tokens_that_prompts_have_in_common_are_computed_once_within_a_page_too(threads, adapted):
     torch.set_num_threads(threads)
     shared = np.arange(27) % 29 + 2
-    prompts = [np.concatenate([shared, tail]) for tail in (np.arange(3, 22), np.arange(4, 22), [5, 9], np.arange(3, 9))]
+    prompts = [
+        np.concatenate([shared, tail])
+        for tail in (np.arange(3, 22), np.arange(4, 22), [5, 9], np.arange(3, 9))
+    ]
     limits = [len(prompt) + 8 for prompt in prompts]
     alone = {}
     for start in work(prompts, limits):
@@ -155,7 +167,9 @@ def test_tokens_that_prompts_have_in_common_are_computed_once_within_a_page_too(
             np.testing.assert_array_equal(row["logprobs"], alone[ticket]["logprobs"])
 
 
-def test_siblings_hold_the_full_pages_of_their_prompt_once_and_are_told_to_attention_as_a_run(adapted):
+def test_siblings_hold_the_full_pages_of_their_prompt_once_and_are_told_to_attention_as_a_run(
+    adapted,
+):
     engine = adapted()
     engine.step(work([np.arange(37) % 29 + 2, np.arange(20) % 17 + 3], [60, 60]))
     assert engine.pages.count - engine.pages.available == (2 + 4) + (1 + 4)
@@ -176,7 +190,9 @@ def test_aborted_rollouts_come_back_as_far_as_they_got_and_the_rest_goes_on(adap
         engine.step()
     seen = engine.progress(5)
     gone = engine.abort([5, 6, 999])
-    assert sorted(row.ticket for row in gone) == [5, 6] and all(row.reason == ABORTED for row in gone)
+    assert sorted(row.ticket for row in gone) == [5, 6] and all(
+        row.reason == ABORTED for row in gone
+    )
     assert engine.progress(5) is None and engine.abort([5]) == []
     cut = next(row.tokens.ids.tolist() for row in gone if row.ticket == 5)
     assert len(cut) == len(prompts[1]) + 5
@@ -190,7 +206,12 @@ def test_aborted_rollouts_come_back_as_far_as_they_got_and_the_rest_goes_on(adap
 
 def test_each_rollout_may_have_its_own_sampling(adapted):
     prompts = random_prompts(4)
-    knobs = [Sampling(temperature=0.0), Sampling(), Sampling(top_k=3), Sampling(top_p=0.5, repetition_penalty=1.3)]
+    knobs = [
+        Sampling(temperature=0.0),
+        Sampling(),
+        Sampling(top_k=3),
+        Sampling(top_p=0.5, repetition_penalty=1.3),
+    ]
     limits = [len(prompt) + 10 for prompt in prompts]
     alone = {}
     for start, sampling in zip(work(prompts, limits), knobs, strict=True):
@@ -209,13 +230,20 @@ def test_the_mask_names_every_token_that_truncation_left(adapted, make_model):
 
     sampling = Sampling(top_k=5, top_p=0.9)
     prompts = random_prompts(3, longest=8)
-    rows = drive(adapted(sampling=sampling, record_mask=True), work(prompts, [len(prompt) + 6 for prompt in prompts]))
+    rows = drive(
+        adapted(sampling=sampling, record_mask=True),
+        work(prompts, [len(prompt) + 6 for prompt in prompts]),
+    )
     model = make_model()
     for row in rows.values():
         with torch.no_grad():
-            logits = model(torch.tensor(row["tokens"].astype(np.int64))[None]).logits[0, row["start"] - 1 : -1]
+            logits = model(torch.tensor(row["tokens"].astype(np.int64))[None]).logits[
+                0, row["start"] - 1 : -1
+            ]
         left = log_distribution(logits, sampling) > -torch.inf
-        assert [ids.tolist() for ids in row["left"]] == [mask.nonzero()[:, 0].tolist() for mask in left]
+        assert [ids.tolist() for ids in row["left"]] == [
+            mask.nonzero()[:, 0].tolist() for mask in left
+        ]
 
 
 def test_attention_is_called_by_name_only_with_pages():

@@ -1,4 +1,5 @@
-"""A model that cannot be loaded says what is wrong, what was found and what to do, as a ModelError."""
+"""A model that cannot be loaded says what is wrong, what was found and what to do, as a
+ModelError."""
 
 import json
 import shutil
@@ -30,29 +31,39 @@ def test_a_folder_loads_in_the_type_asked_for(folder, make_model):
     assert not loaded.training
     for name, value in make_model().state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value)
-    assert next(load_model(Model(str(folder), dtype="bfloat16")).parameters()).dtype == torch.bfloat16
+    assert (
+        next(load_model(Model(str(folder), dtype="bfloat16")).parameters()).dtype == torch.bfloat16
+    )
     assert next(load_model(Model(str(folder)), dtype="float16").parameters()).dtype == torch.float16
 
 
 def test_a_policy_folder_is_loaded_as_a_critic_whose_values_are_0(folder):
     critic = load_model(Model(str(folder), head="value"))
     assert torch.equal(critic(input_ids=torch.tensor([[3, 4, 5]])).logits, torch.zeros(1, 3, 1))
-    assert torch.equal(critic.model.embed_tokens.weight, load_model(Model(str(folder))).model.embed_tokens.weight)
+    assert torch.equal(
+        critic.model.embed_tokens.weight, load_model(Model(str(folder))).model.embed_tokens.weight
+    )
 
 
 def test_a_critic_that_was_saved_keeps_its_head(folder, tmp_path):
     critic = load_model(Model(str(folder), head="value"))
     torch.nn.init.normal_(critic.score.weight)
     critic.save_pretrained(tmp_path)
-    assert torch.equal(load_model(Model(str(tmp_path), head="value")).score.weight, critic.score.weight)
+    assert torch.equal(
+        load_model(Model(str(tmp_path), head="value")).score.weight, critic.score.weight
+    )
 
 
-def test_a_judge_gives_a_number_per_sequence_and_one_without_a_head_is_refused(folder, make_model, tmp_path):
+def test_a_judge_gives_a_number_per_sequence_and_one_without_a_head_is_refused(
+    folder, make_model, tmp_path
+):
     config = make_model().config
     config.num_labels = 1
     judge = LlamaForSequenceClassification(config)
     judge.save_pretrained(tmp_path)
-    assert load_model(Model(str(tmp_path), head="score"))(input_ids=torch.tensor([[3, 4, 5]])).logits.shape == (1, 1)
+    assert load_model(Model(str(tmp_path), head="score"))(
+        input_ids=torch.tensor([[3, 4, 5]])
+    ).logits.shape == (1, 1)
     refused(folder, "score.weight", "random", head="score")
 
 

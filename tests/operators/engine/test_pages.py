@@ -20,7 +20,9 @@ def test_a_known_prefix_is_found_up_to_the_token_before_the_last():
     held = pages.take(3)
     pages.remember(tokens(3 * PAGE + 5), held)
     assert pages.find(tokens(3 * PAGE + 5)) == held
-    assert pages.find(tokens(3 * PAGE)) == held[:2], "the last token has to be computed, for its logits"
+    assert pages.find(tokens(3 * PAGE)) == held[:2], (
+        "the last token has to be computed, for its logits"
+    )
     assert pages.find(np.concatenate([tokens(PAGE), tokens(2 * PAGE, 500)])) == held[:1]
     assert pages.find(tokens(2 * PAGE, 7)) == []
 
@@ -34,7 +36,9 @@ def test_the_page_that_begins_most_alike_is_found_behind_a_known_prefix_while_so
         pages.remember(np.concatenate([begin, tail]), held)
     asked = np.concatenate([begin, tokens(9, 50), [7, 7]])
     assert pages.near(asked, 1) == (held[1], 9)
-    assert pages.near(asked[:-2], 1) == (held[1], 8), "the last token has to be computed, for its logits"
+    assert pages.near(asked[:-2], 1) == (held[1], 8), (
+        "the last token has to be computed, for its logits"
+    )
     assert pages.near(tokens(20, 500), 0) == (-1, 0)
     pages.release(held)
     assert pages.near(asked, 1)[1] == 3
@@ -62,7 +66,11 @@ def test_idle_prefixes_make_room_those_unused_for_longest_first():
         pages.release(held)
     assert pages.available == 3
     pages.take(1)
-    assert [bool(pages.find(tokens(PAGE + 1, first))) for first in (0, 100, 200)] == [False, True, True]
+    assert [bool(pages.find(tokens(PAGE + 1, first))) for first in (0, 100, 200)] == [
+        False,
+        True,
+        True,
+    ]
     with pytest.raises(MemoryError, match="3 pages"):
         pages.take(3)
 
@@ -93,7 +101,12 @@ def test_no_page_is_lost_or_held_by_surprise(moves):
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=9, unique_by=lambda r: r[0]),
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 5)),
+        min_size=1,
+        max_size=9,
+        unique_by=lambda r: r[0],
+    ),
     st.integers(0, 30),
 )
 def test_the_oldest_row_is_never_parked_and_no_more_than_needed(rows, wanted):
@@ -111,5 +124,8 @@ def test_a_budget_that_cannot_hold_one_rollout_is_refused_with_the_numbers():
     assert pages_for(1) == pages_for(PAGE) == 1 and pages_for(PAGE + 1) == 2
     assert page_count(slots=4, context_tokens=40, token_bytes=10, budget=10**9) == 12
     assert page_count(slots=4, context_tokens=40, token_bytes=10, budget=5 * PAGE * 10) == 5
-    with pytest.raises(ModelError, match=r"40 tokens take 480 bytes \(10 each\), but its budget is 470.*cache_bytes"):
+    with pytest.raises(
+        ModelError,
+        match=r"40 tokens take 480 bytes \(10 each\), but its budget is 470.*cache_bytes",
+    ):
         page_count(slots=4, context_tokens=40, token_bytes=10, budget=470)

@@ -1,4 +1,5 @@
-"""Quantised weights: bounds of rounding, the model they stand for, and versions that arrive over the weight plane."""
+"""Quantised weights: bounds of rounding, the model they stand for, and versions that arrive over
+the weight plane."""
 
 import copy
 
@@ -11,7 +12,15 @@ from dataflow import Model
 from operators.engine import attention
 from operators.engine.decode import Engine
 from operators.engine.pages import PAGE
-from operators.engine.precision import FORMATS, cast, fault, formats, linear_weights, quantise, unrounded
+from operators.engine.precision import (
+    FORMATS,
+    cast,
+    fault,
+    formats,
+    linear_weights,
+    quantise,
+    unrounded,
+)
 from operators.engine.precision import linear as linear_layers
 from operators.engine.precision.formats import pack, per_token, unpack
 from operators.engine.precision.linear import FEW_ROWS, QuantisedExperts, QuantisedLinear
@@ -25,7 +34,8 @@ from transport.weights.encoding import Encoding
 from transport.weights.tensor_encoder import EncodedWriter, Encoder
 
 WHOLE_STEPS = 2
-"""Of what rounding does, the most that last bits do by rounding: it moves a number by half a step, they by a whole."""
+"""Of what rounding does, the most that last bits do by rounding: it moves a number by half a step,
+they by a whole."""
 IDS = torch.from_numpy(np.random.default_rng(0).integers(2, 32, (3, 20)))
 
 
@@ -43,7 +53,9 @@ def packed(weight, form, groups=1):
 
 def narrow_layers(model):
     return {
-        path: module for path, module in model.named_modules() if isinstance(module, QuantisedLinear | QuantisedExperts)
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, QuantisedLinear | QuantisedExperts)
     }
 
 
@@ -55,7 +67,9 @@ class Rounding(torch.nn.Linear):
     def forward(self, inputs):
         rows = inputs.reshape(-1, inputs.shape[-1]).double()
         scale = (rows.abs().amax(-1, keepdim=True).float() / self.form.top).double()
-        exact = (rows.float() / torch.where(scale > 0, scale, 1).float()).clamp(-self.form.top, self.form.top)
+        exact = (rows.float() / torch.where(scale > 0, scale, 1).float()).clamp(
+            -self.form.top, self.form.top
+        )
         values = exact.round() if self.form.dtype is torch.int8 else exact.to(self.form.dtype)
         bias = None if self.bias is None else self.bias.double()
         out = F.linear(values.double() * scale, self.weight.double(), bias)
@@ -84,7 +98,10 @@ def stands_for(model, narrow, *, rounds=True):
 @pytest.mark.parametrize("groups", [1, 4])
 def test_an_int8_weight_is_off_by_half_a_scale_at_most(dtype, groups):
     spread = torch.logspace(-6, 3, 300, dtype=torch.float64)[:, None]
-    weight = (torch.randn(300, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * spread).to(dtype)
+    weight = (
+        torch.randn(300, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        * spread
+    ).to(dtype)
     values, scale = packed(weight, FORMATS["int8"], groups)
     exact = values.double().unflatten(-1, (groups, -1)) * scale.double()[..., None]
     off = (weight.double().unflatten(-1, (groups, -1)) - exact).abs()
@@ -141,23 +158,33 @@ def test_parts_of_rows_are_quantised_as_whole_rows_are(form, dtype, poison):
 
     for part in parts:
         made(part, lambda mine: own.append(mine.clone()))
-    assert {each.dtype for each in own} == {torch.int32}, "a maximum of floats loses what is no number"
+    assert {each.dtype for each in own} == {torch.int32}, (
+        "a maximum of floats loses what is no number"
+    )
     found = [made(part, lambda mine: mine.copy_(torch.maximum(*own))) for part in parts]
     values, scale = packed(weight, form)
-    assert torch.equal(torch.cat([each for each, _ in found], -1).view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(
+        torch.cat([each for each, _ in found], -1).view(torch.uint8), values.view(torch.uint8)
+    )
     assert all(torch.equal(each.view(torch.int32), scale.view(torch.int32)) for _, each in found)
 
 
 def test_slices_are_quantised_with_the_other_ranks_or_not_at_all(make_model):
     model = make_model()
     model._tp_size = 2
-    with pytest.raises(ModelError, match="2 ranks share out is quantised with sliced=.*say how it is shared out"):
+    with pytest.raises(
+        ModelError, match="2 ranks share out is quantised with sliced=.*say how it is shared out"
+    ):
         quantise(model, "int8")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral"])
-@pytest.mark.parametrize(("weights", "group"), [("int8", None), ("int8", 16), ("int8_dynamic", None), ("fp8", None)])
-def test_a_quantised_model_computes_what_its_dequantised_weights_do(make_model, family, weights, group):
+@pytest.mark.parametrize(
+    ("weights", "group"), [("int8", None), ("int8", 16), ("int8_dynamic", None), ("fp8", None)]
+)
+def test_a_quantised_model_computes_what_its_dequantised_weights_do(
+    make_model, family, weights, group
+):
     model = make_model(family)
     narrow = copy.deepcopy(model)
     quantise(narrow, weights, group=group)
@@ -166,7 +193,9 @@ def test_a_quantised_model_computes_what_its_dequantised_weights_do(make_model, 
     plain, rounded = (logits(stands_for(model, narrow, rounds=rounds)) for rounds in (False, True))
     with unrounded(narrow):
         torch.testing.assert_close(logits(narrow), plain, rtol=1e-5, atol=1e-5)
-    assert (logits(narrow) - rounded).abs().max() <= WHOLE_STEPS * (rounded - plain).abs().max() + 1e-5
+    assert (logits(narrow) - rounded).abs().max() <= WHOLE_STEPS * (
+        rounded - plain
+    ).abs().max() + 1e-5
     assert (plain - logits(model)).abs().max() > 1e-4
 
 
@@ -192,7 +221,9 @@ def test_a_library_whose_integers_saturate_is_not_used(monkeypatch):
     """As oneDNN's do on a processor with VNNI that it may not use (ONEDNN_MAX_CPU_ISA=AVX2)."""
 
     def saturating(x, weight):
-        pairs = ((x.int() + 128)[:, None, :] * weight.t().int()[None]).unflatten(-1, (-1, 2)).sum(-1)
+        pairs = (
+            ((x.int() + 128)[:, None, :] * weight.t().int()[None]).unflatten(-1, (-1, 2)).sum(-1)
+        )
         return (pairs.clamp(-32768, 32767).sum(-1) - 128 * weight.int().sum(0)).int()
 
     torch.manual_seed(0)
@@ -200,11 +231,15 @@ def test_a_library_whose_integers_saturate_is_not_used(monkeypatch):
     inputs = torch.randn(40, 128)
     values, width = per_token(inputs, layer.form)
     exact = F.linear(
-        values.double() * width.double(), layer.weight.double() * layer.scale.double(), layer.bias.double()
+        values.double() * width.double(),
+        layer.weight.double() * layer.scale.double(),
+        layer.bias.double(),
     )
     monkeypatch.setattr(torch, "_int_mm", saturating)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
-    monkeypatch.setattr(linear_layers, "_multiplies_integers", linear_layers._multiplies_integers.__wrapped__)
+    monkeypatch.setattr(
+        linear_layers, "_multiplies_integers", linear_layers._multiplies_integers.__wrapped__
+    )
     torch.testing.assert_close(layer(inputs).double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -262,15 +297,20 @@ def test_layers_that_share_a_weight_share_the_quantised_one(make_model):
     first, second = (layer.mlp.up_proj for layer in model.model.layers)
     assert first.weight is second.weight
     assert first.scale is second.scale
-    torch.testing.assert_close(logits(model), logits(stands_for(shared(), model)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits(model), logits(stands_for(shared(), model)), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("adopt", ["view", "copy"])
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize(
-    ("family", "changes"), [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("mixtral", {})]
+    ("family", "changes"),
+    [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("mixtral", {})],
 )
-def test_versions_from_the_trainer_are_quantised_and_the_last_one_counts(make_model, adopt, weights, family, changes):
+def test_versions_from_the_trainer_are_quantised_and_the_last_one_counts(
+    make_model, adopt, weights, family, changes
+):
     hub = Hub()
     model = make_model(family, seed=0, **changes)
     policies = [make_model(family, seed=seed, **changes) for seed in (1, 2, 3)]
@@ -333,15 +373,20 @@ NARROW = {"int8": "int8", "int8_dynamic": "int8", "fp8": "fp8"}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize(
-    ("family", "changes"), [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("mixtral", {})]
+    ("family", "changes"),
+    [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("mixtral", {})],
 )
-def test_versions_that_the_trainer_quantised_give_the_same_bits(make_model, adopt, dtype, weights, family, changes):
+def test_versions_that_the_trainer_quantised_give_the_same_bits(
+    make_model, adopt, dtype, weights, family, changes
+):
     hub = Hub()
     model = make_model(family, seed=0, **changes).to(dtype)
     policies = [make_model(family, seed=seed, **changes) for seed in (1, 2, 3)]
     intake = quantise(model, weights, adopt=adopt, arrives_quantised=True)
     encoding = Encoding(
-        dtype=str(dtype).removeprefix("torch."), quantized=NARROW[weights], names=linear_weights(policies[0])
+        dtype=str(dtype).removeprefix("torch."),
+        quantized=NARROW[weights],
+        names=linear_weights(policies[0]),
     )
     encoder = Encoder(encoding, dict(policies[0].named_parameters()))
     writer = EncodedWriter(WeightWriter(encoder.layout, hub), encoder)
@@ -363,7 +408,9 @@ def test_a_version_that_arrives_narrow_is_adopted_by_turning_pointers(make_model
     hub = Hub()
     model, policy = make_model(), make_model(seed=1)
     intake = quantise(model, "int8", arrives_quantised=True)
-    encoder = Encoder(Encoding(quantized="int8", names=linear_weights(policy)), dict(policy.named_parameters()))
+    encoder = Encoder(
+        Encoding(quantized="int8", names=linear_weights(policy)), dict(policy.named_parameters())
+    )
     writer, reader = WeightWriter(encoder.layout, hub), WeightReader(hub, "generator")
     reader.attach(intake.tensors)
     writer.publish(0, encoder.encode(dict(policy.named_parameters())))
@@ -371,14 +418,19 @@ def test_a_version_that_arrives_narrow_is_adopted_by_turning_pointers(make_model
     (segment,) = hub.segments.values()
     low, high = segment.buffer.data_ptr(), segment.buffer.data_ptr() + segment.buffer.numel()
     layers = narrow_layers(model).values()
-    assert all(low <= part.data_ptr() < high for layer in layers for part in (layer.weight, layer.scale))
+    assert all(
+        low <= part.data_ptr() < high for layer in layers for part in (layer.weight, layer.scale)
+    )
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("gemma2", {}), ("mixtral", {})]
+    ("family", "changes"),
+    [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("gemma2", {}), ("mixtral", {})],
 )
-def test_the_narrow_tensors_are_told_by_a_models_config_alone(make_model, family, changes, tmp_path):
+def test_the_narrow_tensors_are_told_by_a_models_config_alone(
+    make_model, family, changes, tmp_path
+):
     model = make_model(family, **changes)
     model.config.save_pretrained(tmp_path)
     names = quantized_names(Model(str(tmp_path)))
@@ -397,17 +449,30 @@ def test_greedy_decoding_with_quantised_weights_is_that_of_the_dequantised_ones(
     model = make_model()
     narrow = copy.deepcopy(model)
     quantise(narrow, "int8")
-    knobs = {"do_sample": False, "max_new_tokens": 20, "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
-    found, expected = (m.generate(IDS[:1, :5], **knobs) for m in (narrow, stands_for(model, narrow)))
+    knobs = {
+        "do_sample": False,
+        "max_new_tokens": 20,
+        "attention_mask": torch.ones(1, 5, dtype=torch.int64),
+    }
+    found, expected = (
+        m.generate(IDS[:1, :5], **knobs) for m in (narrow, stands_for(model, narrow))
+    )
     assert torch.equal(found, expected)
 
 
 def decoded(model, *, steps=12, kernel=None, token_bytes=0):
-    """What an engine draws for two prompts: (tokens, logprobs, start) of each rollout, by ticket."""
+    """What an engine draws for two prompts: (tokens, logprobs, start) of each rollout, by
+    ticket."""
     engine = Engine(
-        model, slots=6, context_tokens=64, sampling=Sampling(temperature=0.8), end_tokens=[], kernel=kernel,
-        token_bytes=token_bytes, cache_bytes=1 << 20,
-    )  # fmt: skip
+        model,
+        slots=6,
+        context_tokens=64,
+        sampling=Sampling(temperature=0.8),
+        end_tokens=[],
+        kernel=kernel,
+        token_bytes=token_bytes,
+        cache_bytes=1 << 20,
+    )
     starts = [
         PromptStart(prompt=IDS[0, :9].numpy(), limit=9 + steps, tickets=[0, 1, 2], seeds=[5, 6, 7]),
         PromptStart(prompt=IDS[1, :4].numpy(), limit=4 + steps, tickets=[3, 4], seeds=[8, 9]),
@@ -430,7 +495,10 @@ def forward_logprobs(tokens, model):
 
 def worst_logprob(rows, model):
     """Largest difference of recorded log-probabilities from a full forward pass, in nats."""
-    return max(np.abs(forward_logprobs(tokens, model) - found)[start:].max() for tokens, found, start in rows.values())
+    return max(
+        np.abs(forward_logprobs(tokens, model) - found)[start:].max()
+        for tokens, found, start in rows.values()
+    )
 
 
 @pytest.mark.parametrize("quantised_first", [True, False])
@@ -448,12 +516,17 @@ def test_recorded_logprobs_are_those_of_the_quantised_policy(make_model, weights
         rows = decoded(model, kernel=proof.kernel, token_bytes=proof.token_bytes)
     assert worst_logprob(rows, plain) < 1e-5
     rows = decoded(model, kernel=proof.kernel, token_bytes=proof.token_bytes)
-    passed = {ticket: (tokens, forward_logprobs(tokens, plain), start) for ticket, (tokens, _, start) in rows.items()}
+    passed = {
+        ticket: (tokens, forward_logprobs(tokens, plain), start)
+        for ticket, (tokens, _, start) in rows.items()
+    }
     assert worst_logprob(rows, rounding) <= WHOLE_STEPS * worst_logprob(passed, rounding) + 1e-5
 
 
 @pytest.mark.parametrize("weights", FORMATS)
-def test_a_wrong_cache_is_refused_whatever_the_layers_do_with_their_inputs(make_model, weights, monkeypatch):
+def test_a_wrong_cache_is_refused_whatever_the_layers_do_with_their_inputs(
+    make_model, weights, monkeypatch
+):
     model = make_model()
     quantise(model, weights)
     decode = attention.decode
@@ -469,7 +542,9 @@ def test_a_wrong_cache_is_refused_whatever_the_layers_do_with_their_inputs(make_
 
 
 @pytest.mark.parametrize("weights", FORMATS)
-def test_a_wrong_kernel_is_left_out_whatever_the_layers_do_with_their_inputs(make_model, weights, monkeypatch):
+def test_a_wrong_kernel_is_left_out_whatever_the_layers_do_with_their_inputs(
+    make_model, weights, monkeypatch
+):
     def narrow(query, key, value, keys, values, layout, scale, window, softcap):
         return attention.decode(query, key, value, keys, values, layout, scale, 20, softcap)
 
@@ -477,16 +552,24 @@ def test_a_wrong_kernel_is_left_out_whatever_the_layers_do_with_their_inputs(mak
         attended = attention.decode(query, key, value, keys, values, layout, scale, window, softcap)
         return attended * (layout.positions < 2 * PAGE)[:, None, None]
 
-    for kernel, kept in ((attention.decode, attention.decode), (narrow, None), (of_two_pages, None)):
+    for kernel, kept in (
+        (attention.decode, attention.decode),
+        (narrow, None),
+        (of_two_pages, None),
+    ):
         model = make_model()
         quantise(model, weights)
-        monkeypatch.setattr("operators.engine.self_test.native_kernel", lambda model, found=kernel: found)
+        monkeypatch.setattr(
+            "operators.engine.self_test.native_kernel", lambda model, found=kernel: found
+        )
         assert adapt(model, "tiny").kernel is kept
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("weights", ["model", *FORMATS])
-def test_a_bfloat16_engine_is_as_close_to_a_forward_pass_as_that_is_to_float32(make_model, family, weights):
+def test_a_bfloat16_engine_is_as_close_to_a_forward_pass_as_that_is_to_float32(
+    make_model, family, weights
+):
     model = make_model(family).to(torch.bfloat16)
     oracle = copy.deepcopy(model)
     proof = adapt(model, "tiny")
@@ -495,7 +578,10 @@ def test_a_bfloat16_engine_is_as_close_to_a_forward_pass_as_that_is_to_float32(m
         quantise(oracle, weights)
     rows = decoded(model, steps=40, kernel=proof.kernel, token_bytes=proof.token_bytes)
     exact = copy.deepcopy(oracle).float()
-    passed = {ticket: (tokens, forward_logprobs(tokens, oracle), start) for ticket, (tokens, _, start) in rows.items()}
+    passed = {
+        ticket: (tokens, forward_logprobs(tokens, oracle), start)
+        for ticket, (tokens, _, start) in rows.items()
+    }
     assert worst_logprob(rows, oracle) <= 2 * worst_logprob(passed, exact)
     drawn = np.concatenate([logprobs[start:] for _, logprobs, start in rows.values()])
     assert np.mean(drawn == torch.from_numpy(drawn).bfloat16().float().numpy()) < 0.1

@@ -1,4 +1,5 @@
-"""The generator at work: whole groups out, bounds kept, weights taken between steps, bad prompts as rows."""
+"""The generator at work: whole groups out, bounds kept, weights taken between steps, bad prompts as
+rows."""
 
 import json
 import shutil
@@ -21,7 +22,8 @@ COLUMNS = {**PROMPT_COLUMNS, "answer": pa.string()}
 
 
 class FakePlane:
-    """Weights that are offered at chosen polls, and a note; as the real plane, it turns only parameters into views."""
+    """Weights that are offered at chosen polls, and a note; as the real plane, it turns only
+    parameters into views."""
 
     def __init__(self, versions, at_poll=None):
         self.versions, self.at_poll = versions, at_poll or {0: 0}
@@ -77,7 +79,9 @@ def prompts(texts, source="train", *, first=0, sizes=None, min_version=0, acked=
 def build(folder):
     def make(*, context=None, **knobs):
         knobs = {"group_size": 4, "max_tokens": 12, "slots": 16, "segment_tokens": 8, **knobs}
-        return Generator(Model(str(folder)), **knobs).build(Context(node="generator", **(context or {})))
+        return Generator(Model(str(folder)), **knobs).build(
+            Context(node="generator", **(context or {}))
+        )
 
     return make
 
@@ -163,7 +167,9 @@ def test_an_arrival_is_acknowledged_with_the_last_of_its_groups(build):
     seen = []
     while (made := runtime.work()) is not None:
         seen += [row["group_id"] for row in rows_of(made)]
-        assert [first for _, first in acked] == [first for first, last in ((0, 1), (2, 2)) if last in seen]
+        assert [first for _, first in acked] == [
+            first for first, last in ((0, 1), (2, 2)) if last in seen
+        ]
     assert len(acked) == 2
 
 
@@ -199,7 +205,9 @@ def test_training_groups_start_only_within_the_staleness_bound(build, make_model
     assert {(source, state) for source, _, state in ledger.calls} == {("train", "generating")}
 
 
-def test_it_is_starved_while_prompts_wait_for_newer_weights_and_waits_where_there_are_none(build, make_model):
+def test_it_is_starved_while_prompts_wait_for_newer_weights_and_waits_where_there_are_none(
+    build, make_model
+):
     plane = FakePlane({0: make_model(), 1: make_model(seed=1)})
     bounds = {"train": Bound(max_staleness=0, prompts_per_step=2)}
     runtime = build(context={"reader": plane, "bounds": bounds}, slots=64)
@@ -238,12 +246,16 @@ def test_nothing_starts_before_the_first_version_has_come(build, make_model):
     assert [runtime.work() is None for _ in range(4)] == [True, True, True, False]
 
 
-def test_a_version_that_the_plane_refuses_does_not_disturb_the_rollouts(build, make_model, monkeypatch):
+def test_a_version_that_the_plane_refuses_does_not_disturb_the_rollouts(
+    build, make_model, monkeypatch
+):
     plane = FakePlane({0: make_model()}, at_poll={0: 0, 5: 1})
     runtime = build(context={"reader": plane}, on_update="recompute")
     told = []
     adopted = runtime.engine.adopted
-    monkeypatch.setattr(runtime.engine, "adopted", lambda version: (told.append(version), adopted(version)))
+    monkeypatch.setattr(
+        runtime.engine, "adopted", lambda version: (told.append(version), adopted(version))
+    )
     take = plane.adopt
     monkeypatch.setattr(plane, "adopt", lambda: take() if plane.offered == 0 else plane.version)
     runtime.push(prompts(letters(3)))
@@ -255,11 +267,15 @@ def test_a_version_that_the_plane_refuses_does_not_disturb_the_rollouts(build, m
 def test_the_engine_is_told_which_version_was_taken_though_another_one_was_offered_before(
     build, make_model, monkeypatch
 ):
-    plane = FakePlane({0: make_model(), 1: make_model(seed=1), 2: make_model(seed=2)}, at_poll={0: 0, 5: 1})
+    plane = FakePlane(
+        {0: make_model(), 1: make_model(seed=1), 2: make_model(seed=2)}, at_poll={0: 0, 5: 1}
+    )
     runtime = build(context={"reader": plane})
     told = []
     adopted = runtime.engine.adopted
-    monkeypatch.setattr(runtime.engine, "adopted", lambda version: (told.append(version), adopted(version)))
+    monkeypatch.setattr(
+        runtime.engine, "adopted", lambda version: (told.append(version), adopted(version))
+    )
     take = plane.adopt
 
     def take_newer():
@@ -280,7 +296,9 @@ def test_after_a_trainers_restart_the_engine_is_told_of_its_version_though_the_n
     runtime = build(context={"reader": plane})
     told = []
     adopted = runtime.engine.adopted
-    monkeypatch.setattr(runtime.engine, "adopted", lambda version: (told.append(version), adopted(version)))
+    monkeypatch.setattr(
+        runtime.engine, "adopted", lambda version: (told.append(version), adopted(version))
+    )
     runtime.push(prompts(letters(3)))
     rows = rows_of(run_dry(runtime))
     assert told == [1, 1, 0]
@@ -288,10 +306,14 @@ def test_after_a_trainers_restart_the_engine_is_told_of_its_version_though_the_n
 
 
 @pytest.mark.parametrize(("policy", "oracle"), [("keep", replayed), ("recompute", recomputed)])
-def test_weights_change_in_the_middle_of_rollouts_and_every_token_tells(policy, oracle, build, make_model):
+def test_weights_change_in_the_middle_of_rollouts_and_every_token_tells(
+    policy, oracle, build, make_model
+):
     models = {0: make_model(), 1: make_model(seed=1), 2: make_model(seed=2)}
     plane = FakePlane(models, at_poll={0: 0, 6: 1, 13: 2})
-    runtime = build(context={"reader": plane}, slots=12, max_tokens=25, temperature=1.5, on_update=policy)
+    runtime = build(
+        context={"reader": plane}, slots=12, max_tokens=25, temperature=1.5, on_update=policy
+    )
     runtime.push(prompts(letters(9)))
     rows = rows_of(run_dry(runtime))
     assert len(rows) == 36
@@ -316,7 +338,8 @@ def test_the_same_seed_gives_the_same_rollouts_in_other_slots_and_another_does_n
 
 
 def test_lengths_that_are_sent_on_are_those_that_were_started(build):
-    """Nothing is thrown away at the end of a segment, so long rollouts are not fewer than they were."""
+    """Nothing is thrown away at the end of a segment, so long rollouts are not fewer than they
+    were."""
     whole = build(slots=256, segment_tokens=100, max_tokens=60)
     cut = build(slots=8, segment_tokens=2, max_tokens=60)
     lengths = []
@@ -346,7 +369,10 @@ def test_a_prompt_with_a_token_beyond_the_embeddings_becomes_error_rows_beside_t
     runtime.tokenizer.add_tokens(["<new>"])
     runtime.push(prompts(["ab", "a<new>", "cd"]))
     errors = {row["group_id"]: row["error"] for row in rows_of(run_dry(runtime))}
-    assert errors[0] is errors[2] is None and f"but the model knows {runtime.engine.vocabulary}" in errors[1]
+    assert (
+        errors[0] is errors[2] is None
+        and f"but the model knows {runtime.engine.vocabulary}" in errors[1]
+    )
 
 
 def test_logits_that_are_not_finite_become_error_rows(build):
@@ -394,11 +420,16 @@ def test_the_heartbeat_tells_version_load_and_rate(build):
     runtime.push(prompts(letters(6)))
     runtime.work()
     status = runtime.status()
-    assert status["version"] == 0 and status["tokens_per_s"] == 0.0 and 0 < status["slot_share"] <= 1
+    assert (
+        status["version"] == 0 and status["tokens_per_s"] == 0.0 and 0 < status["slot_share"] <= 1
+    )
     now[0] = 2.0
     rows = rows_of(run_dry(runtime))
     before, status = status["tokens"], runtime.status()
-    assert status["tokens_per_s"] == (status["tokens"] - before) / 2 and status["waiting"] == status["active"] == 0
+    assert (
+        status["tokens_per_s"] == (status["tokens"] - before) / 2
+        and status["waiting"] == status["active"] == 0
+    )
     assert len(rows) > 0
 
 

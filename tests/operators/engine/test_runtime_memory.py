@@ -1,4 +1,5 @@
-"""The generator under little memory, with recomputing and with masks: the same rollouts, and nothing lost."""
+"""The generator under little memory, with recomputing and with masks: the same rollouts, and
+nothing lost."""
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from operators.models.errors import ModelError
 def build(folder):
     def make(*, context=None, **knobs):
         knobs = {"group_size": 4, "max_tokens": 30, "slots": 16, "segment_tokens": 8, **knobs}
-        return Generator(Model(str(folder)), **knobs).build(Context(node="generator", **(context or {})))
+        return Generator(Model(str(folder)), **knobs).build(
+            Context(node="generator", **(context or {}))
+        )
 
     return make
 
@@ -38,22 +41,32 @@ def test_little_memory_makes_rollouts_wait_and_changes_none(build):
         parked.append(tight.status()["parked"])
     found = {row["rollout_id"]: row for row in rows_of(made)}
     assert max(parked) > 0
-    assert {key: row["tokens"] for key, row in found.items()} == {key: row["tokens"] for key, row in expected.items()}
+    assert {key: row["tokens"] for key, row in found.items()} == {
+        key: row["tokens"] for key, row in expected.items()
+    }
     for key, row in found.items():
         np.testing.assert_allclose(row["logprobs"], expected[key]["logprobs"], atol=2e-5)
 
 
 def test_memory_for_less_than_one_rollout_is_refused(build):
-    with pytest.raises(ModelError, match=r"cannot hold one rollout: 128 tokens take .* budget is 1000 bytes"):
+    with pytest.raises(
+        ModelError, match=r"cannot hold one rollout: 128 tokens take .* budget is 1000 bytes"
+    ):
         build(cache_bytes=1000)
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-def test_lengths_that_are_trained_are_those_that_were_started_whatever_the_updates(policy, build, make_model):
-    """Weights that change every other step, and rollouts that are parked by them, favour no length."""
+def test_lengths_that_are_trained_are_those_that_were_started_whatever_the_updates(
+    policy, build, make_model
+):
+    """Weights that change every other step, and rollouts that are parked by them, favour no
+    length."""
     models = {version: make_model() for version in range(40)}
     plane = FakePlane(models, at_poll={2 * version: version for version in range(40)})
-    calm, busy = build(max_tokens=40), build(context={"reader": plane}, max_tokens=40, on_update=policy)
+    calm, busy = (
+        build(max_tokens=40),
+        build(context={"reader": plane}, max_tokens=40, on_update=policy),
+    )
     lengths = []
     for runtime in (calm, busy):
         runtime.push(prompts(letters(25)))
@@ -88,7 +101,13 @@ def test_narrow_weights_follow_the_trainer(weights, build, make_model):
         while plane.version != 2:
             runtime.work()
         runtime.push(prompts(letters(6)))
-        return {row["rollout_id"]: (row["tokens"], row["logprobs"]) for row in rows_of(run_dry(runtime))}
+        return {
+            row["rollout_id"]: (row["tokens"], row["logprobs"]) for row in rows_of(run_dry(runtime))
+        }
 
     models = {version: make_model(seed=version) for version in range(3)}
-    assert tokens(models, {0: 0, 2: 1, 4: 2}) == tokens(models, {0: 2}) != tokens({2: models[1]}, {0: 2})
+    assert (
+        tokens(models, {0: 0, 2: 1, 4: 2})
+        == tokens(models, {0: 2})
+        != tokens({2: models[1]}, {0: 2})
+    )

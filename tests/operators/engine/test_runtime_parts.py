@@ -1,4 +1,5 @@
-"""A generator that is killed in the middle of long rollouts: the next one goes on where it was, token for token."""
+"""A generator that is killed in the middle of long rollouts: the next one goes on where it was,
+token for token."""
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +24,8 @@ TEXTS = letters(6, seed=3)
 
 
 class Site:
-    """A run folder, and the processes of a generator that follow one another in it. None of them is closed: that is
-    how a kill leaves them."""
+    """A run folder, and the processes of a generator that follow one another in it. None of them is
+    closed: that is how a kill leaves them."""
 
     def __init__(self, policy, path, sources=("train",)):
         self.policy, self.folder = policy, RunFolder.create(path, "t")
@@ -37,10 +38,15 @@ class Site:
         knobs = {"group_size": 4, "max_tokens": 44, "slots": 16, "segment_tokens": SEGMENT, **knobs}
         made = Generator(Model(str(self.policy)), **knobs).build(
             Context(
-                node="generator", rank=replica, attempt=self.attempt, folder=self.folder, ledger=self.ledger,
-                columns=dict.fromkeys(self.sources, COLUMNS), **(context or {}),
+                node="generator",
+                rank=replica,
+                attempt=self.attempt,
+                folder=self.folder,
+                ledger=self.ledger,
+                columns=dict.fromkeys(self.sources, COLUMNS),
+                **(context or {}),
             )
-        )  # fmt: skip
+        )
         self.alive.append(made)
         return made
 
@@ -143,9 +149,10 @@ def test_rollouts_that_ended_while_siblings_go_on_are_kept_with_their_text_and_r
     rows = segments(first, 3)
     ended = {
         (group.group_id, position): row
-        for group, _ in first._tickets.values() for position, row in enumerate(group.rows)
+        for group, _ in first._tickets.values()
+        for position, row in enumerate(group.rows)
         if position in group.written_ends
-    }  # fmt: skip
+    }
     assert len(ended) > 3 and {row.reason for row in ended.values()} == {0}
     assert any(row.text is not None for row in ended.values())
     second = site.process(**knobs)
@@ -156,7 +163,10 @@ def test_rollouts_that_ended_while_siblings_go_on_are_kept_with_their_text_and_r
     made = {(row["group_id"], row["position"]): row for row in rows_of(run_dry(second))}
     for key, row in ended.items():
         if key in made:
-            assert made[key]["tokens"] == row.tokens.ids.tolist() and made[key]["finish_reason"] == "stop"
+            assert (
+                made[key]["tokens"] == row.tokens.ids.tolist()
+                and made[key]["finish_reason"] == "stop"
+            )
             assert row.text is None or made[key]["completion"] == row.text
 
 
@@ -170,7 +180,9 @@ def test_a_group_all_of_whose_rollouts_had_ended_leaves_at_once(site):
         (group,) = {id(group): group for group, _ in runtime._tickets.values()}.values()
         row = runtime.engine.progress(min(runtime._tickets))
         for position in (0, 1) if runtime is one else (2, 3):
-            rollout = PartialRollout(begin=0, tokens=row.tokens[row.start :], finish_reason="length")
+            rollout = PartialRollout(
+                begin=0, tokens=row.tokens[row.start :], finish_reason="length"
+            )
             runtime._partial._files["train"].append([PartialRow(0, position, group.mark, rollout)])
     third = site.process()
     third.push(batch)
@@ -250,7 +262,9 @@ def test_under_newer_weights_each_token_tells_which_drew_it(policy, site, make_m
     first = site.process(context={"reader": FakePlane(models)}, on_update=policy, temperature=1.5)
     first.push(site.issue(TEXTS))
     rows = segments(first, 3)
-    second = site.process(context={"reader": FakePlane(models, at_poll={0: 1})}, on_update=policy, temperature=1.5)
+    second = site.process(
+        context={"reader": FakePlane(models, at_poll={0: 1})}, on_update=policy, temperature=1.5
+    )
     second.push(unsent(TEXTS, rows))
     made = rows_of(run_dry(second))
     assert second.status()["recalled"] > 0
@@ -258,7 +272,9 @@ def test_under_newer_weights_each_token_tells_which_drew_it(policy, site, make_m
     for row in made:
         start = row["mask"].index(True)
         assert row["versions"][start:] == sorted(row["versions"][start:])
-        expected = recomputed(models, row["tokens"], row["versions"], start, Sampling(temperature=1.5))
+        expected = recomputed(
+            models, row["tokens"], row["versions"], start, Sampling(temperature=1.5)
+        )
         np.testing.assert_allclose(row["logprobs"][start:], expected, atol=1e-5)
 
 
@@ -273,7 +289,8 @@ def began(runtime):
     ("was", "dropped_was", "now", "dropped", "go_on"),
     [
         (0, 2, 1, 2, {0, 1, 2, 3, 4, 5}),  # what was admitted stays so
-        (0, 2, 2, 0, {0, 1, 2, 3}),  # step 3 trains group 4 under version 2, and version 0 is too old by then
+        # step 3 trains group 4 under version 2, and version 0 is too old by then
+        (0, 2, 2, 0, {0, 1, 2, 3}),
         (1, 0, 2, 0, {0, 1, 2, 3, 4, 5}),
         (3, 0, 2, 0, set()),  # version 3 was taken back
     ],
@@ -287,7 +304,9 @@ def test_rollouts_go_on_unless_their_oldest_token_would_be_too_old_or_its_versio
     for version, gone in ((was, dropped_was), (now, dropped)):
         plane = FakePlane(models, at_poll={0: version})
         plane.note = {"dropped": gone}
-        runtime = site.process(context={"reader": plane, "bounds": {"train": bound}}, slots=32, temperature=0.3)
+        runtime = site.process(
+            context={"reader": plane, "bounds": {"train": bound}}, slots=32, temperature=0.3
+        )
         runtime.push(batch)
         found.append(began(runtime))
     assert found[0] == (set(range(6)), set())
@@ -306,7 +325,9 @@ def test_parts_of_another_seed_or_another_prompt_begin_anew(site):
 
 
 def test_vllm_keeps_no_parts(site):
-    context = Context(node="generator", folder=site.folder, ledger=site.ledger, columns={"train": COLUMNS})
+    context = Context(
+        node="generator", folder=site.folder, ledger=site.ledger, columns={"train": COLUMNS}
+    )
     assert partial_rollouts_of(Generator(Model("somewhere")), context) is not None
     assert partial_rollouts_of(Generator(Model("somewhere"), engine="vllm"), context) is None
 
@@ -347,9 +368,18 @@ def test_flags_that_are_read_late_let_no_token_after_the_end_be_kept(make_model)
 
     found = self_test.adapt(model := make_model(), "tiny")
     engine = Engine(
-        model, slots=16, context_tokens=64, end_tokens=[1], sampling=Sampling(), lag=1, token_bytes=found.token_bytes
+        model,
+        slots=16,
+        context_tokens=64,
+        end_tokens=[1],
+        sampling=Sampling(),
+        lag=1,
+        token_bytes=found.token_bytes,
     )
-    starts = [PromptStart(prompt=np.array([2 + i, 3]), limit=60, tickets=[i], seeds=[i]) for i in range(16)]
+    starts = [
+        PromptStart(prompt=np.array([2 + i, 3]), limit=60, tickets=[i], seeds=[i])
+        for i in range(16)
+    ]
     seen: dict[int, list[int]] = {}
     whole: dict[int, list[int]] = {}
     engine.step(starts)

@@ -1,4 +1,5 @@
-"""The distribution drawn from is that of the knobs, its log-probabilities are those recorded, in any company."""
+"""The distribution drawn from is that of the knobs, its log-probabilities are those recorded, in
+any company."""
 
 import numpy as np
 import pytest
@@ -35,7 +36,9 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def _batch(rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _batch(
+    rows: int, vocabulary: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits, seen, seeds and counts."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = 3 * torch.randn(rows, vocabulary, generator=generator)
@@ -48,7 +51,9 @@ def _batch(rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torc
 def test_the_distribution_is_that_of_a_float64_reference(sampling, vocabulary):
     logits, seen, *_ = _batch(4, vocabulary)
     found = log_distribution(logits, sampling, seen)
-    wanted = torch.stack([reference(row, sampling, was) for row, was in zip(logits, seen, strict=True)])
+    wanted = torch.stack(
+        [reference(row, sampling, was) for row, was in zip(logits, seen, strict=True)]
+    )
     torch.testing.assert_close(found, wanted.float(), atol=2e-6, rtol=1e-6)
 
 
@@ -62,9 +67,12 @@ def test_the_distribution_is_that_of_generate(sampling, vocabulary):
     seen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, prompt, True)
     config = GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1)
     knobs = {
-        "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p or None,
-        "min_p": sampling.min_p or None, "repetition_penalty": sampling.repetition_penalty,
-    }  # fmt: skip
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p or None,
+        "min_p": sampling.min_p or None,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
     processors = GPT2LMHeadModel(config)._get_logits_processor(
         GenerationConfig(do_sample=True, **knobs), input_ids_seq_length=20
     )
@@ -73,7 +81,9 @@ def test_the_distribution_is_that_of_generate(sampling, vocabulary):
 
         processors.append(TopPLogitsWarper(0.0))
     wanted = torch.log_softmax(processors(prompt, logits.clone()).double(), -1).float()
-    torch.testing.assert_close(log_distribution(logits, sampling, seen), wanted, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        log_distribution(logits, sampling, seen), wanted, atol=2e-6, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 100, 512, 4100, 32_000])
@@ -96,7 +106,9 @@ def test_tokens_and_logprobs_are_equal_to_the_bit_in_any_company(vocabulary):
 
 @pytest.mark.parametrize("vocabulary", [8, 100, 50_257])
 @pytest.mark.parametrize("sampling", KNOBS, ids=str)
-def test_a_draw_reports_the_logprob_of_its_token_and_the_tokens_that_were_left(sampling, vocabulary):
+def test_a_draw_reports_the_logprob_of_its_token_and_the_tokens_that_were_left(
+    sampling, vocabulary
+):
     logits, seen, seeds, counts = _batch(5, vocabulary)
     drawn = draw(logits, sampling, seeds, counts, seen=seen, keep=True)
     distribution = log_distribution(logits, sampling, seen)
@@ -124,7 +136,9 @@ def test_a_draw_off_the_cpu_never_looks_at_a_value(sampling):
     integers = there((6,), torch.int64)
     for given in (sampling, RowSampling.of([sampling, Sampling()] * 3, "meta")):
         seen = there((6, 3000), torch.bool)
-        drawn = draw(there((6, 3000), torch.bfloat16), given, integers, integers, seen=seen, keep=True)
+        drawn = draw(
+            there((6, 3000), torch.bfloat16), given, integers, integers, seen=seen, keep=True
+        )
         assert (drawn.tokens.shape, drawn.logprobs.shape) == ((6,), (6,))
         assert (drawn.tokens.dtype, drawn.logprobs.dtype) == (torch.int64, torch.float32)
         assert log_distribution(there((6, 3000), torch.float32), given, seen).shape == (6, 3000)
@@ -195,9 +209,17 @@ def test_ties_with_the_last_token_kept_are_kept():
 
 
 @pytest.mark.parametrize(
-    "knob", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 1.5}, {"min_p": -0.1}, {"repetition_penalty": 0.0},
-             {"temperature": float("nan")}, {"top_p": float("nan")}],
-)  # fmt: skip
+    "knob",
+    [
+        {"temperature": -1.0},
+        {"top_k": -1},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0.0},
+        {"temperature": float("nan")},
+        {"top_p": float("nan")},
+    ],
+)
 def test_a_knob_out_of_range_is_refused_by_name(knob):
     with pytest.raises(ValueError, match=rf"{next(iter(knob))} does not fit; found .*; give "):
         Sampling(**knob)
@@ -205,4 +227,9 @@ def test_a_knob_out_of_range_is_refused_by_name(knob):
 
 def test_a_repetition_penalty_without_the_tokens_seen_is_refused():
     with pytest.raises(ValueError, match="seen"):
-        draw(LOGITS[None], Sampling(repetition_penalty=1.2), torch.zeros(1).long(), torch.zeros(1).long())
+        draw(
+            LOGITS[None],
+            Sampling(repetition_penalty=1.2),
+            torch.zeros(1).long(),
+            torch.zeros(1).long(),
+        )

@@ -1,4 +1,5 @@
-"""200,000 draws with each knob fit the distribution that a float64 reference computes, and would not fit another."""
+"""200,000 draws with each knob fit the distribution that a float64 reference computes, and would
+not fit another."""
 
 import pytest
 import torch
@@ -34,11 +35,14 @@ def _one_thread():
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """The p-value of counts where `expected` (float64, same sum) was expected; 0 for a draw of what cannot be."""
+    """The p-value of counts where `expected` (float64, same sum) was expected; 0 for a draw of what
+    cannot be."""
     possible = expected > 0
     if bool(counts[~possible].any()):
         return 0.0
-    assert float(expected[possible].min()) > 5, "the approximation needs at least 5 expected draws in each cell"
+    assert float(expected[possible].min()) > 5, (
+        "the approximation needs at least 5 expected draws in each cell"
+    )
     statistic = ((counts[possible].double() - expected[possible]) ** 2 / expected[possible]).sum()
     freedom = torch.tensor(float(possible.sum()) - 1, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom / 2, statistic / 2))
@@ -50,7 +54,9 @@ def _draws(sampling: Sampling | RowSampling, first_seed: int) -> torch.Tensor:
     seeds = torch.arange(first_seed, first_seed + rollouts) * 7919
     logits, seen = LOGITS.expand(rollouts, -1), SEEN.expand(rollouts, -1)
     for count in range(10):
-        tokens.append(draw(logits, sampling, seeds, torch.full_like(seeds, count), seen=seen).tokens)
+        tokens.append(
+            draw(logits, sampling, seeds, torch.full_like(seeds, count), seen=seen).tokens
+        )
     return torch.stack(tokens, dim=1)
 
 
@@ -88,7 +94,10 @@ def test_a_distribution_that_is_off_by_a_few_percent_is_rejected(knob):
 @pytest.mark.parametrize(("knob", "wrong"), [("temperature", 0.63), ("hot", 1.75)])
 def test_a_wrong_temperature_is_rejected(knob, wrong):
     counts = _counts(_draws(KNOBS[knob], 10**6))
-    assert chi_square(counts, reference(LOGITS, Sampling(temperature=wrong), SEEN).exp() * DRAWS) < LEAST
+    assert (
+        chi_square(counts, reference(LOGITS, Sampling(temperature=wrong), SEEN).exp() * DRAWS)
+        < LEAST
+    )
 
 
 @pytest.mark.parametrize("distance", [1, 2, 5])
@@ -102,9 +111,13 @@ def test_tokens_of_one_rollout_are_drawn_independently(distance):
 
 def test_neighbouring_seeds_draw_independently():
     seeds = torch.arange(DRAWS + 1)
-    tokens = draw(LOGITS.expand(DRAWS + 1, -1), Sampling(top_k=6), seeds, torch.zeros_like(seeds)).tokens
+    tokens = draw(
+        LOGITS.expand(DRAWS + 1, -1), Sampling(top_k=6), seeds, torch.zeros_like(seeds)
+    ).tokens
     shares = reference(LOGITS, Sampling(top_k=6), SEEN).exp()
-    pairs = torch.bincount(tokens[::2][: DRAWS // 2] * VOCABULARY + tokens[1::2], minlength=VOCABULARY**2)
+    pairs = torch.bincount(
+        tokens[::2][: DRAWS // 2] * VOCABULARY + tokens[1::2], minlength=VOCABULARY**2
+    )
     assert chi_square(pairs, torch.outer(shares, shares).flatten() * (DRAWS // 2)) > LEAST
 
 

@@ -14,7 +14,10 @@ def asked():
     prompts = [random.integers(2, 32, random.integers(3, 40)) for _ in range(3)]
     return [
         PromptStart(
-            prompt=prompt, limit=len(prompt) + 20, tickets=range(3 * i, 3 * i + 3), seeds=[7 * i + c for c in range(3)]
+            prompt=prompt,
+            limit=len(prompt) + 20,
+            tickets=range(3 * i, 3 * i + 3),
+            seeds=[7 * i + c for c in range(3)],
         )
         for i, prompt in enumerate(prompts)
     ]

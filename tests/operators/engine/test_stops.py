@@ -1,4 +1,5 @@
-"""Stop strings are found where they span tokens, and asking costs nothing for tokens that cannot end one."""
+"""Stop strings are found where they span tokens, and asking costs nothing for tokens that cannot
+end one."""
 
 import copy
 from types import SimpleNamespace
@@ -24,7 +25,9 @@ def ids(tokenizer, text):
 
 def test_only_tokens_with_the_last_character_of_a_stop_are_looked_at(tokenizer):
     may = StopStrings(tokenizer, ("xyz", "q.")).may_stop(40)
-    assert sorted(np.nonzero(may.numpy())[0]) == sorted([*ids(tokenizer, "z"), *ids(tokenizer, ".")])
+    assert sorted(np.nonzero(may.numpy())[0]) == sorted(
+        [*ids(tokenizer, "z"), *ids(tokenizer, ".")]
+    )
 
 
 def test_the_text_before_the_first_stop_is_kept(tokenizer):
@@ -37,7 +40,9 @@ def test_the_text_before_the_first_stop_is_kept(tokenizer):
 
 def test_rows_end_at_a_stop_string_that_spans_tokens(make_model, tokenizer, make_engine):
     stops = StopStrings(tokenizer, ("ab", "cd", "q\n", "xx"))
-    engine = make_engine(make_model(), slots=32, sampling=Sampling(temperature=3.0), end_tokens=[], stop=stops)
+    engine = make_engine(
+        make_model(), slots=32, sampling=Sampling(temperature=3.0), end_tokens=[], stop=stops
+    )
     prompt = ids(tokenizer, "ab=a")
     rows = drive(
         engine,
@@ -68,11 +73,18 @@ def test_a_stop_that_is_a_special_token_is_an_end_token(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda t, stop: split(t, (stop,), 32), StopStrings, lambda t, stop: StopCache(t, frozenset())((stop,))]
+    "make",
+    [
+        lambda t, stop: split(t, (stop,), 32),
+        StopStrings,
+        lambda t, stop: StopCache(t, frozenset())((stop,)),
+    ],
 )
 @pytest.mark.parametrize("stop", ["\n<eos>", "<eos>a", "a<pad>b"])
 def test_a_stop_that_mixes_text_and_special_tokens_is_refused(make, stop, tokenizer):
-    with pytest.raises(ModelError, match="has no special tokens; found '<.*>' in it; give '<.*>' alone"):
+    with pytest.raises(
+        ModelError, match="has no special tokens; found '<.*>' in it; give '<.*>' alone"
+    ):
         make(tokenizer, (stop,) if make is StopStrings else stop)
 
 
@@ -94,17 +106,24 @@ def test_special_tokens_end_a_rollout_by_their_ids_wherever_the_tokenizer_names_
 
 
 def test_what_ends_a_turn_in_the_chat_template_ends_a_completion(tokenizer):
-    tokenizer, model = copy.deepcopy(tokenizer), SimpleNamespace(config=SimpleNamespace(eos_token_id=1))
+    tokenizer, model = (
+        copy.deepcopy(tokenizer),
+        SimpleNamespace(config=SimpleNamespace(eos_token_id=1)),
+    )
     tokenizer.add_tokens([AddedToken("<|im_end|>", special=True)])
     template = (
         "{% for m in messages %}{{ m.role }}={{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}a={% endif %}"
     )
-    assert stops_of(tokenizer, model, ("end", 7), 40, chat=True) == ({1, 7}, ("end",)), "without a template"
+    assert stops_of(tokenizer, model, ("end", 7), 40, chat=True) == ({1, 7}, ("end",)), (
+        "without a template"
+    )
     tokenizer.chat_template = template
     for chat in (False, True):
         assert stops_of(tokenizer, model, ("end",), 40, chat=chat) == ({1, 32}, ("end",))
-        assert stops_of(tokenizer, model, ("end",), 32, chat=chat)[0] == {1}, "a token that the model does not know"
+        assert stops_of(tokenizer, model, ("end",), 32, chat=chat)[0] == {1}, (
+            "a token that the model does not know"
+        )
     tokenizer.chat_template = template.replace("<|im_end|>", "</s>")
     assert [stops_of(tokenizer, model, ("end",), 40, chat=chat)[1] for chat in (False, True)] == [
         ("end",),
@@ -121,10 +140,17 @@ def test_a_stop_that_can_never_occur_is_refused(stop, tokenizer):
 def test_a_stop_of_many_bytes_to_a_character_is_found_at_the_end_of_a_long_completion():
     """With a tokenizer of single bytes, ten such characters are forty tokens."""
     core = Tokenizer(
-        models.BPE({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+        models.BPE(
+            {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []
+        )
     )
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    byte_wise = transformers.PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    byte_wise = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, clean_up_tokenization_spaces=False
+    )
     stop = "\U0001f600" * 10
     assert StopStrings(byte_wise, (stop,)).find(ids(byte_wise, "a" * 60 + stop)) == "a" * 60
 
@@ -134,7 +160,10 @@ def test_stops_that_no_row_has_any_more_are_let_go(make_model, tokenizer, make_e
     engine = make_engine(make_model(), slots=4, end_tokens=[])
     for i in range(12):
         stops = StopStrings(tokenizer, ("abcdefghijkl"[i],))
-        found = drive(engine, [PromptStart(prompt=np.array([5]), limit=30, tickets=[i], seeds=[i], stop=stops)])
+        found = drive(
+            engine,
+            [PromptStart(prompt=np.array([5]), limit=30, tickets=[i], seeds=[i], stop=stops)],
+        )
         text = tokenizer.decode(found[i]["tokens"][1:], skip_special_tokens=True)
         assert "abcdefghijkl"[i] not in text[:-1]
         assert len(engine._watched) <= 4

@@ -1,4 +1,5 @@
-"""The adapters of packages, against modules of the same shape; the packages are in test_real_environments."""
+"""The adapters of packages, against modules of the same shape; the packages are in
+test_real_environments."""
 
 import asyncio
 import importlib.machinery
@@ -72,7 +73,13 @@ class Line:
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.at += 1
-        return np.array([self.at, 0.5]), float(np.asarray(action).sum()), self.at == 3, self.at == self.limit, {}
+        return (
+            np.array([self.at, 0.5]),
+            float(np.asarray(action).sum()),
+            self.at == 3,
+            self.at == self.limit,
+            {},
+        )
 
     def close(self) -> None:
         self.closed = True
@@ -81,7 +88,13 @@ class Line:
 @pytest.fixture
 def gymnasium(monkeypatch: pytest.MonkeyPatch) -> list[Line]:
     lines: list[Line] = []
-    kinds = {"Discrete": Discrete, "Box": Box, "Text": Others, "MultiDiscrete": Others, "MultiBinary": Others}
+    kinds = {
+        "Discrete": Discrete,
+        "Box": Box,
+        "Text": Others,
+        "MultiDiscrete": Others,
+        "MultiBinary": Others,
+    }
     spaces = module(monkeypatch, "gymnasium.spaces", **kinds)
 
     def make(name: str, *, space: Space = Discrete(), limit: int = 9) -> Line:
@@ -115,8 +128,15 @@ def test_gymnasium_actions_are_read_as_the_space_has_them(gymnasium: list[Line])
     arrays = made("gymnasium:Line-v0", {"space": Box()})
     assert arrays.read("[1, 2] no, [0.5, -1]").tolist() == [0.5, -1.0]
     endless = made("gymnasium:Line-v0", {"space": Box(most=np.inf)})
-    for session, said in ((numbers, "left"), (numbers, "7"), (words, "up"), (arrays, "[1, 2, 3]"), (arrays, "[9, 9]"),
-                          (endless, "[1e999, 0]"), (endless, "[NaN, 0]")):  # fmt: skip
+    for session, said in (
+        (numbers, "left"),
+        (numbers, "7"),
+        (words, "up"),
+        (arrays, "[1, 2, 3]"),
+        (arrays, "[9, 9]"),
+        (endless, "[1e999, 0]"),
+        (endless, "[NaN, 0]"),
+    ):
         with pytest.raises(InvalidAction, match="That is no action; say "):
             session.read(said)
     with pytest.raises(TypeError, match="which no text is read as; give"):
@@ -127,7 +147,10 @@ def test_gymnasium_is_looked_at_before_anybody_plays(gymnasium: list[Line]) -> N
     for options, found in (
         ({}, None),
         ({"space": Box()}, None),
-        ({"space": SimpleNamespace()}, "which no text is read as; give environment(..., action=function)"),
+        (
+            {"space": SimpleNamespace()},
+            "which no text is read as; give environment(..., action=function)",
+        ),
         ({"nothing": 1}, "'gymnasium:Line-v0' cannot be made; found TypeError: "),
     ):
         said = run(environment("gymnasium:Line-v0", options=options).look())
@@ -140,7 +163,8 @@ def test_gymnasium_is_looked_at_before_anybody_plays(gymnasium: list[Line]) -> N
 
 
 class Duel:
-    """Two players say a number below the one drawn; draws one in each step, from Python's own generator."""
+    """Two players say a number below the one drawn; draws one in each step, from Python's own
+    generator."""
 
     def __init__(self, **options: Any) -> None:
         self.state = SimpleNamespace(current_player_id=0)
@@ -148,7 +172,9 @@ class Duel:
 
     def reset(self, *, num_players: int, seed: int) -> None:
         self.players, self.drawn = num_players, random.randint(0, 999)
-        self.seen: dict[int, list[Any]] = {player: [(-1, f"rules for {player}", None)] for player in range(num_players)}
+        self.seen: dict[int, list[Any]] = {
+            player: [(-1, f"rules for {player}", None)] for player in range(num_players)
+        }
 
     def step(self, *, action: str) -> tuple[bool, dict[str, Any]]:
         player = self.state.current_player_id
@@ -256,13 +282,19 @@ def reasoning_gym(monkeypatch: pytest.MonkeyPatch) -> None:
     module(monkeypatch, "reasoning_gym.utils", extract_answer=extract_answer)
 
 
-def test_reasoning_gym_items_are_numbered_by_seeds_and_scored_by_their_data_set(reasoning_gym: None) -> None:
+def test_reasoning_gym_items_are_numbered_by_seeds_and_scored_by_their_data_set(
+    reasoning_gym: None,
+) -> None:
     session = made("reasoning-gym:sums", {"most": 5, "attempts": 2})
     first = run(session.reset({}, 4))
     assert first.text == Sums("sums", seed=0, size=1, most=5)[4]["question"]
     answer = str(sum(map(int, first.text.removesuffix("=").split("+"))))
     seen = run(session.step(session.read("<answer>none</answer>")))
-    assert not seen.terminated and seen.reward is None and seen.text == "That is not right (0.25 of 1). Try again."
+    assert (
+        not seen.terminated
+        and seen.reward is None
+        and seen.text == "That is not right (0.25 of 1). Try again."
+    )
     seen = run(session.step(session.read(f"I think: <answer>{answer}</answer>")))
     assert (seen.reward, seen.terminated) == (1.0, True)
     run(session.reset({}, 4))
@@ -281,7 +313,10 @@ class Countdown:
         self.truth, self.extras, self.closed = extras["reward_spec"]["ground_truth"], extras, False
 
     def init(self, prompt: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-        return [*prompt, *({"role": "user", "content": text} for text in self.extras.get("more", ()))], {}
+        return [
+            *prompt,
+            *({"role": "user", "content": text} for text in self.extras.get("more", ())),
+        ], {}
 
     def step(self, action: str) -> dict[str, Any]:
         done = action == self.truth
@@ -312,7 +347,10 @@ def test_skyrl_gym_environments_are_made_of_rows(skyrl_gym: None) -> None:
         assert (seen.text, seen.reward, seen.terminated) == ("again", 0.0, False)
         seen = await session.step("0")
         assert (seen.text, seen.reward, seen.terminated) == ("", 1.0, True)
-        with pytest.raises(WorldFailed, match="rewrites what the policy said; found '0'; let the generator stop there"):
+        with pytest.raises(
+            WorldFailed,
+            match="rewrites what the policy said; found '0'; let the generator stop there",
+        ):
             await session.step("0 ")
         await session.close()
 

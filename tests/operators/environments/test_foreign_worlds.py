@@ -1,4 +1,5 @@
-"""Environments and rollout functions of TRL, tasksets of verifiers: what the adapters make of them, no processes."""
+"""Environments and rollout functions of TRL, tasksets of verifiers: what the adapters make of them,
+no processes."""
 
 import asyncio
 import json
@@ -66,7 +67,9 @@ class FakeChat:
 
     async def call(self, reply: Any) -> None:
         for name, arguments in reply.tool_calls:
-            self.heard.append(await self.worlds.call(name, arguments, timeout_s=5.0, characters=100))
+            self.heard.append(
+                await self.worlds.call(name, arguments, timeout_s=5.0, characters=100)
+            )
 
 
 def test_an_instance_in_which_a_call_is_still_at_work_is_reset_no_more() -> None:
@@ -81,7 +84,9 @@ def test_an_instance_in_which_a_call_is_still_at_work_is_reset_no_more() -> None
     async def work() -> None:
         session = await TrlTools(Slow, 4).open()
         first = session.world
-        assert "took more than 0.05 s" in await session.call("wait", {}, timeout_s=0.05, characters=100)
+        assert "took more than 0.05 s" in await session.call(
+            "wait", {}, timeout_s=0.05, characters=100
+        )
         await session.reset({"target": 1}, 20.0)
         assert session.world is not first and session.world.target == 1
         second = session.world
@@ -123,14 +128,18 @@ def test_what_a_method_raises_is_its_result_and_no_failure() -> None:
     assert play(chat) == 0.0 and chat.heard == ["{'error': 'no way back'}"]
 
 
-def test_an_environment_ends_after_its_rounds_of_calls_and_where_the_policy_has_no_turn_left() -> None:
+def test_an_environment_ends_after_its_rounds_of_calls_and_where_the_policy_has_no_turn_left() -> (
+    None
+):
     chat = FakeChat(*[[("add", {"step": 1})]] * 5)
     assert play(chat, rounds=3) == 1.0 and len(chat.left) == 1
     chat = FakeChat(*[[("add", {"step": 1})]] * 3)
     assert play(chat) == 1.0
 
 
-def test_an_environment_of_trls_reads_what_reset_names_and_writes_a_column_where_it_has_a_reward() -> None:
+def test_an_environment_of_trls_reads_what_reset_names_and_writes_a_column_where_it_has_a_reward() -> (
+    None
+):
     world = trl_environment(Counter, columns=("level",), name="count")
     assert list(world.signature.annotations) == ["prompt", "target", "level"]
     assert world.name == "count" and str(world.signature.output) == "double"
@@ -157,15 +166,22 @@ SETTINGS = {"tokenizer": "nowhere", "max_tokens": 4, "gives": "env_reward"}
 
 
 def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
-    ids, drawn, logprobs, _ = trainer.vllm_generation.generate(prompts=[[1, 2]], images=None, num_generations=1)
+    ids, drawn, logprobs, _ = trainer.vllm_generation.generate(
+        prompts=[[1, 2]], images=None, num_generations=1
+    )
     assert (ids, drawn, logprobs) == ([[1, 2]], [[2]], [[[-0.5]]])
     return {
-        "prompt_ids": ids, "completion_ids": [[2, 9]], "logprobs": [[-0.5, 0.0]], "env_mask": [[1, 0]],
+        "prompt_ids": ids,
+        "completion_ids": [[2, 9]],
+        "logprobs": [[-0.5, 0.0]],
+        "env_mask": [[1, 0]],
         "env_reward": [len(prompts)],
-    }  # fmt: skip
+    }
 
 
-def test_a_rollout_func_is_told_what_it_cannot_have_and_held_to_what_was_drawn(monkeypatch: Any) -> None:
+def test_a_rollout_func_is_told_what_it_cannot_have_and_held_to_what_was_drawn(
+    monkeypatch: Any,
+) -> None:
     monkeypatch.setattr(beside_trl, "ask", answered)
     assert beside_trl.rolled_out(rollout, {"prompt": "a"}, SETTINGS) == 1
 
@@ -175,7 +191,9 @@ def test_a_rollout_func_is_told_what_it_cannot_have_and_held_to_what_was_drawn(m
     with pytest.raises(ValueError, match="other tokens than the policy has said"):
         beside_trl.rolled_out(lying, {"prompt": "a"}, SETTINGS)
     with pytest.raises(ValueError, match="returned no .*logprobs"):
-        beside_trl.rolled_out(lambda prompts, trainer: {"prompt_ids": [[]]}, {"prompt": "a"}, SETTINGS)
+        beside_trl.rolled_out(
+            lambda prompts, trainer: {"prompt_ids": [[]]}, {"prompt": "a"}, SETTINGS
+        )
     with pytest.raises(AttributeError, match=r"trainer\.model cannot be had"):
         beside_trl.rolled_out(lambda prompts, trainer: trainer.model, {"prompt": "a"}, SETTINGS)
 
@@ -188,7 +206,9 @@ def called(*turns: list[str]) -> Any:
         ask.heard = [each["content"] for each in body["messages"]]  # type: ignore[attr-defined]
         if not left:
             raise beside_trl.NoTurnLeft
-        calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in left.pop(0)]
+        calls = [
+            {"id": name, "function": {"name": name, "arguments": "{}"}} for name in left.pop(0)
+        ]
         return {"choices": [{"message": {"role": "assistant", "content": "", "tool_calls": calls}}]}
 
     return ask
@@ -206,12 +226,18 @@ def test_an_environment_in_a_program_is_called_until_an_end_and_then_asked_for_i
     monkeypatch.setattr(beside_trl, "ask", ask)
     row = {"prompt": json.loads(CHAT), "target": 0}
     assert beside_trl.played(Counter(), row, rounds) == 1.0
-    results = {8: ["0", "{'error': 'Tool nothing not found.'}"] if len(turns[0]) > 1 else ["0", "0"], 1: ["0"]}[rounds]
+    results = {
+        8: ["0", "{'error': 'Tool nothing not found.'}"] if len(turns[0]) > 1 else ["0", "0"],
+        1: ["0"],
+    }[rounds]
     assert [each for each in ask.heard[1:] if each] == results and ask.heard[0] == "Go. Count to 0."
 
 
 def episode(*rewards: float | None, ok: bool = True, errors: Any = ()) -> Any:
-    values = {str(at): None if each is None else SimpleNamespace(value=each) for at, each in enumerate(rewards)}
+    values = {
+        str(at): None if each is None else SimpleNamespace(value=each)
+        for at, each in enumerate(rewards)
+    }
     trace = SimpleNamespace(rewards=values, errors=[], agent=SimpleNamespace(trainable=True))
     return SimpleNamespace(ok=ok, errors=list(errors), traces=[trace])
 

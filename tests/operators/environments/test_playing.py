@@ -1,4 +1,5 @@
-"""An environment played as an episode: what the policy hears, what it is worth, and whose failure is whose."""
+"""An environment played as an episode: what the policy hears, what it is worth, and whose failure
+is whose."""
 
 import asyncio
 import dataclasses
@@ -57,7 +58,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     known(monkeypatch)
 
 
-def played(chat: Spoken, folder: Path, task: dict[str, Any], *, prompt: str = "hello", **knobs: Any) -> float:
+def played(
+    chat: Spoken, folder: Path, task: dict[str, Any], *, prompt: str = "hello", **knobs: Any
+) -> float:
     world = environment("counted:world", options={"folder": str(folder)}, **knobs)
 
     async def bounded() -> float:
@@ -70,18 +73,28 @@ def played(chat: Spoken, folder: Path, task: dict[str, Any], *, prompt: str = "h
     return value
 
 
-def test_what_the_environment_says_is_heard_and_its_rewards_stand_at_their_turns(tmp_path: Path) -> None:
+def test_what_the_environment_says_is_heard_and_its_rewards_stand_at_their_turns(
+    tmp_path: Path,
+) -> None:
     chat = Spoken(["a", "z", "b"])
     assert played(chat, tmp_path, {"seed": 7, "turns": 3}) == 2.0
-    assert chat.heard == ["7=", "a=", "z=", "b="] and chat.rewards == [1.0, 0.0, 1.0] and not chat.is_cut_off
+    assert (
+        chat.heard == ["7=", "a=", "z=", "b="]
+        and chat.rewards == [1.0, 0.0, 1.0]
+        and not chat.is_cut_off
+    )
 
 
-def test_bytes_that_an_environment_could_not_decode_are_heard_and_stand_in_prompts(tmp_path: Path) -> None:
+def test_bytes_that_an_environment_could_not_decode_are_heard_and_stand_in_prompts(
+    tmp_path: Path,
+) -> None:
     half = b"caf\xe9".decode("utf-8", "surrogateescape")
     chat = Spoken(["a", "b"])
     played(chat, tmp_path, {"seed": 7}, wording=lambda raw: half)
     assert chat.heard == ["caf\N{REPLACEMENT CHARACTER}"] * 3
-    world = environment("counted:world", options={"folder": str(tmp_path)}, wording=lambda raw: half)
+    world = environment(
+        "counted:world", options={"folder": str(tmp_path)}, wording=lambda raw: half
+    )
     assert world.tasks(range(1)).source[0]["prompt"] == "caf\N{REPLACEMENT CHARACTER}"
 
 
@@ -113,7 +126,14 @@ def test_what_nobody_has_scored_has_no_value(tmp_path: Path) -> None:
 
 def test_wording_and_actions_are_the_users_to_choose(tmp_path: Path) -> None:
     chat = Spoken(["so: a", "so: z"])
-    value = played(chat, tmp_path, {"seed": 7}, wording=lambda raw: f"<{raw}>", action=lambda said: said[-1], total=max)
+    value = played(
+        chat,
+        tmp_path,
+        {"seed": 7},
+        wording=lambda raw: f"<{raw}>",
+        action=lambda said: said[-1],
+        total=max,
+    )
     assert value == 1.0 and chat.heard == ["<7=>", "<a>", "<z>"]
 
 
@@ -138,7 +158,10 @@ def test_what_an_invalid_action_leads_to_is_stated(
 @pytest.mark.parametrize(
     ("task", "found"),
     [
-        ({"does": "raise"}, r"'counted:world' could not go on; found KeyError: 'the world is broken'"),
+        (
+            {"does": "raise"},
+            r"'counted:world' could not go on; found KeyError: 'the world is broken'",
+        ),
         ({"does": "wait"}, r"'counted:world' could not go on; found no answer within 1 s"),
         ({"does": "lie"}, r"a reward that is no finite number; found nan"),
         ({"does": "mute"}, r"is over and has given no reward; found none in 1 turns"),
@@ -149,17 +172,26 @@ def test_what_fails_in_the_environment_is_the_worlds_failure_and_never_a_reward(
     task: dict[str, Any], found: str, tmp_path: Path
 ) -> None:
     with pytest.raises(WorldFailed, match=found):
-        played(Spoken(["a"] * 9), tmp_path, {"seed": 7, **task}, timeout_s=1.0 if task.get("does") == "wait" else 20.0)
+        played(
+            Spoken(["a"] * 9),
+            tmp_path,
+            {"seed": 7, **task},
+            timeout_s=1.0 if task.get("does") == "wait" else 20.0,
+        )
     assert not opened(tmp_path)
 
 
-def test_a_session_is_used_for_one_episode_after_the_other_and_renewed_after_a_failure(tmp_path: Path) -> None:
+def test_a_session_is_used_for_one_episode_after_the_other_and_renewed_after_a_failure(
+    tmp_path: Path,
+) -> None:
     world = environment("counted:world", options={"folder": str(tmp_path)}, sessions=1, ahead=0)
 
     async def some() -> None:
         for does in (None, None, "raise", None):
             try:
-                await world(Spoken(["a", "b"]), prompt="", task=json.dumps({"seed": 7, "does": does}))
+                await world(
+                    Spoken(["a", "b"]), prompt="", task=json.dumps({"seed": 7, "does": does})
+                )
             except WorldFailed:
                 assert does == "raise"
 
@@ -170,8 +202,13 @@ def test_a_session_is_used_for_one_episode_after_the_other_and_renewed_after_a_f
 def test_a_range_of_seeds_makes_prompts_of_what_the_environment_says_first(tmp_path: Path) -> None:
     world = environment("counted:world", options={"folder": str(tmp_path)})
     train, held_out = world.tasks(range(3)), world.tasks(range(3, 5), intro="Go. ", name="held_out")
-    assert list(train.source) == [{"prompt": f"{seed}=", "task": json.dumps({"seed": seed})} for seed in range(3)]
-    assert [row["prompt"] for row in held_out.source] == ["Go. 3=", "Go. 4="] and held_out.count() == 2
+    assert list(train.source) == [
+        {"prompt": f"{seed}=", "task": json.dumps({"seed": seed})} for seed in range(3)
+    ]
+    assert [row["prompt"] for row in held_out.source] == [
+        "Go. 3=",
+        "Go. 4=",
+    ] and held_out.count() == 2
 
 
 def test_a_row_whole_is_a_task(tmp_path: Path) -> None:
@@ -179,8 +216,14 @@ def test_a_row_whole_is_a_task(tmp_path: Path) -> None:
 
     world = environment("counted:world", options={"folder": str(tmp_path)})
     rows = [{"prompt": "hi", "answer": "4", "seed": 3}]
-    made = collect(Graph("g").source(world.tasks(rows, columns=("answer",), epochs=1)), rows=1).to_pylist()[0]
-    assert (made["prompt"], made["answer"], json.loads(made["task"])) == ("hi", "4", {"answer": "4", "seed": 3})
+    made = collect(
+        Graph("g").source(world.tasks(rows, columns=("answer",), epochs=1)), rows=1
+    ).to_pylist()[0]
+    assert (made["prompt"], made["answer"], json.loads(made["task"])) == (
+        "hi",
+        "4",
+        {"answer": "4", "seed": 3},
+    )
 
 
 def test_two_that_declare_the_same_environment_have_one_operator(tmp_path: Path) -> None:
@@ -189,22 +232,31 @@ def test_two_that_declare_the_same_environment_have_one_operator(tmp_path: Path)
     for name in ("prompts", "held_out"):
         world = environment("counted:world", options={"folder": str(tmp_path)})
         rollouts = world(generator, g.source(world.tasks(range(4), name=name)))
-    assert set(g.operators) == {"prompts", "held_out", "generator", "reward"} and "reward" in rollouts.columns
+    assert (
+        set(g.operators) == {"prompts", "held_out", "generator", "reward"}
+        and "reward" in rollouts.columns
+    )
 
 
 def test_what_cannot_be_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SYSTEMS, "openenv", dataclasses.replace(SYSTEMS["openenv"], package="json"))
-    monkeypatch.setitem(SYSTEMS, "nemo-gym", dataclasses.replace(SYSTEMS["nemo-gym"], package="json"))
+    monkeypatch.setitem(
+        SYSTEMS, "nemo-gym", dataclasses.replace(SYSTEMS["nemo-gym"], package="json")
+    )
     for name in ("gymnasum:CartPole-v1", "CartPole-v1", "gymnasium:"):
         with pytest.raises(GraphError, match=r"named by its system and its name there, but got"):
             environment(name)
-    with pytest.raises(GraphError, match=r"has 4 processes and sessions=2; give each a session at least"):
+    with pytest.raises(
+        GraphError, match=r"has 4 processes and sessions=2; give each a session at least"
+    ):
         environment("counted:world", sessions=2, processes=4)
     with pytest.raises(GraphError, match=r"has uses=0, which is no number of sessions"):
         environment("counted:world", uses=0)
     with pytest.raises(GraphError, match=r"makes no tasks of seeds, but got range\(0, 3\)"):
         environment("nemo-gym:http://127.0.0.1:1").tasks(range(3))
-    with pytest.raises(GraphError, match=r"is asked when an episode begins, and gives no prompt; give intro="):
+    with pytest.raises(
+        GraphError, match=r"is asked when an episode begins, and gives no prompt; give intro="
+    ):
         environment("openenv:ws://127.0.0.1:1").tasks(range(3))
 
 
@@ -214,6 +266,7 @@ def test_an_environment_whose_package_is_missing_is_refused_with_the_extra_that_
     gone = dataclasses.replace(SYSTEMS["gymnasium"], package="no_such_package")
     monkeypatch.setitem(SYSTEMS, "gymnasium", gone)
     with pytest.raises(
-        GraphError, match=r"imports 'no_such_package', which is not installed; pip install .*\[gymnasium\]"
+        GraphError,
+        match=r"imports 'no_such_package', which is not installed; pip install .*\[gymnasium\]",
     ):
         environment("gymnasium:CartPole-v1")

@@ -1,4 +1,5 @@
-"""The packages themselves, each with a task of its own: a few steps by a tiny policy, whose ledger is clean."""
+"""The packages themselves, each with a task of its own: a few steps by a tiny policy, whose ledger
+is clean."""
 
 import asyncio
 import contextlib
@@ -28,7 +29,11 @@ from operators.environments import environment
 from operators.environments.declaration import PlayedEnvironment
 from operators.losses import aipo
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked", "one_core"),
+    pytest.mark.timeout(300),
+]
 
 STEPS = 3
 LETTERS = string.printable[:95] + "\n"
@@ -39,7 +44,9 @@ TEMPLATE = (
 
 
 def needs(package: str, extra: str) -> None:
-    pytest.importorskip(package, reason=f'{package} is not installed; pip install "dataflow-rl[{extra}]"')
+    pytest.importorskip(
+        package, reason=f'{package} is not installed; pip install "dataflow-rl[{extra}]"'
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +57,19 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("writer")
     spec = WarmStartSpec(
-        alphabet=LETTERS, layers=1, width=32, heads=2, mlp_width=64, max_positions=4096, steps=1, batch_size=1,
-        learning_rate=1e-3, seed=0, threads=1, examples_sha256="",
-    )  # fmt: skip
+        alphabet=LETTERS,
+        layers=1,
+        width=32,
+        heads=2,
+        mlp_width=64,
+        max_positions=4096,
+        steps=1,
+        batch_size=1,
+        learning_rate=1e-3,
+        seed=0,
+        threads=1,
+        examples_sha256="",
+    )
     tokenizer = character_tokenizer(LETTERS, 4096)
     tokenizer.chat_template = TEMPLATE
     small_llama(spec, tokenizer).save_pretrained(folder)
@@ -61,7 +78,13 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(
-    world: PlayedEnvironment, policy: Path, runs: Path, *, chat: bool = False, rows: Any = None, **prompts: Any
+    world: PlayedEnvironment,
+    policy: Path,
+    runs: Path,
+    *,
+    chat: bool = False,
+    rows: Any = None,
+    **prompts: Any,
 ) -> pa.Table:
     """The rollouts of a run that plays a world."""
     g, model = Graph("real"), Model(str(policy))
@@ -86,13 +109,17 @@ def trained(
 def test_gymnasium_cart_pole(writer: Path, tmp_path: Path) -> None:
     needs("gymnasium", "gymnasium")
     world = environment(
-        "gymnasium:CartPole-v1", max_turns=80, wording=lambda seen: f"{seen[2]:.2f};",
+        "gymnasium:CartPole-v1",
+        max_turns=80,
+        wording=lambda seen: f"{seen[2]:.2f};",
         action=lambda said: len(said) % 2,
-    )  # fmt: skip
+    )
     table = trained(world, writer, tmp_path)
     assert set(table.column("finish_reason").to_pylist()) == {"stop"}
     for row in table.to_pylist():
-        assert row["reward"] == max(row["turn"]) + 1 >= 8, "each step is worth 1 until the pole falls"
+        assert row["reward"] == max(row["turn"]) + 1 >= 8, (
+            "each step is worth 1 until the pole falls"
+        )
 
 
 def test_gymnasium_frozen_lake_is_cut_off_by_its_own_limit(writer: Path, tmp_path: Path) -> None:
@@ -113,9 +140,14 @@ def test_textarena_guess_the_number(writer: Path, tmp_path: Path) -> None:
     world = environment("textarena:GuessTheNumber-v0", action=number, max_turns=20)
     table = trained(world, writer, tmp_path)
     rows = table.to_pylist()
-    assert all(row["prompt"].startswith("You are Player 0. You are playing Guess The Number.") for row in rows)
+    assert all(
+        row["prompt"].startswith("You are Player 0. You are playing Guess The Number.")
+        for row in rows
+    )
     assert any("The target number is" in row["completion"] for row in rows)
-    assert all(0 <= row["reward"] <= 1 for row in rows) and {row["finish_reason"] for row in rows} == {"stop"}
+    assert all(0 <= row["reward"] <= 1 for row in rows) and {
+        row["finish_reason"] for row in rows
+    } == {"stop"}
 
 
 def test_textarena_nim_with_an_opponent(writer: Path, tmp_path: Path) -> None:
@@ -127,7 +159,9 @@ def test_textarena_nim_with_an_opponent(writer: Path, tmp_path: Path) -> None:
     options = {"players": 2, "seat": 1, "opponent": takes}
     world = environment("textarena:Nim-v0", options=options, action=takes)
     rows = trained(world, writer, tmp_path).to_pylist()
-    assert {row["reward"] for row in rows} <= {-1.0, 0.0, 1.0} and {row["finish_reason"] for row in rows} == {"stop"}
+    assert {row["reward"] for row in rows} <= {-1.0, 0.0, 1.0} and {
+        row["finish_reason"] for row in rows
+    } == {"stop"}
 
 
 def test_reasoning_gym_basic_arithmetic(writer: Path, tmp_path: Path) -> None:
@@ -141,10 +175,14 @@ def test_reasoning_gym_basic_arithmetic(writer: Path, tmp_path: Path) -> None:
 def test_skyrl_gym_gsm8k_in_turns(writer: Path, tmp_path: Path) -> None:
     needs("skyrl_gym", "skyrl-gym")
     rows = [
-        {"prompt": [{"role": "user", "content": f"{n}+1="}], "env_class": "gsm8k_multi_turn",
-         "reward_spec": {"method": "rule", "ground_truth": str(n + 1)}, "extra_info": {"max_turns": 2}}
+        {
+            "prompt": [{"role": "user", "content": f"{n}+1="}],
+            "env_class": "gsm8k_multi_turn",
+            "reward_spec": {"method": "rule", "ground_truth": str(n + 1)},
+            "extra_info": {"max_turns": 2},
+        }
         for n in range(16)
-    ]  # fmt: skip
+    ]
     world = environment("skyrl-gym:gsm8k_multi_turn")
     made = trained(world, writer, tmp_path, chat=True, rows=rows).to_pylist()
     assert all(max(row["turn"]) == 1 for row in made if row["reward"] < 1)
@@ -174,21 +212,29 @@ def openenv_server(places: int) -> Iterator[str]:
             super().__init__()
             self._state = State()
 
-        def reset(self, seed: int | None = None, episode_id: str | None = None, **more: Any) -> Shown:
+        def reset(
+            self, seed: int | None = None, episode_id: str | None = None, **more: Any
+        ) -> Shown:
             self._state = State(episode_id=episode_id, step_count=0)
             return Shown(response=f"say {seed}", done=False)
 
         def step(self, action: Say, timeout_s: float | None = None, **more: Any) -> Shown:
             self._state.step_count += 1
             share = sum(map(str.isalpha, action.message)) / max(1, len(action.message))
-            return Shown(response=f"heard {len(action.message)}", reward=share, done=self._state.step_count == 2)
+            return Shown(
+                response=f"heard {len(action.message)}",
+                reward=share,
+                done=self._state.step_count == 2,
+            )
 
         @property
         def state(self) -> State:
             return self._state
 
     app = create_app(Echo, Say, Shown, env_name="echo", max_concurrent_envs=places)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws_ping_interval=0.5, ws_ping_timeout=20))
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, log_level="error", ws_ping_interval=0.5, ws_ping_timeout=20)
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     began = time.monotonic()
@@ -200,15 +246,22 @@ def openenv_server(places: int) -> Iterator[str]:
     thread.join(20)
 
 
-def test_openenv_with_fewer_places_than_episodes_that_want_one(writer: Path, tmp_path: Path) -> None:
+def test_openenv_with_fewer_places_than_episodes_that_want_one(
+    writer: Path, tmp_path: Path
+) -> None:
     needs("openenv.core", "openenv")
     needs("websockets", "openenv")
     with openenv_server(places=2) as url:
-        world = environment(f"openenv:{url}", sessions=3)  # one more than there is room for: it waits
+        # one more than there is room for: it waits
+        world = environment(f"openenv:{url}", sessions=3)
         rows = trained(world, writer, tmp_path, intro="Speak.\n").to_pylist()
     for row in rows:
         seed = json.loads(row["task"])["seed"]
-        assert row["completion"].startswith(f"say {seed}") and max(row["turn"]) == 1 and 0 <= row["reward"] <= 2
+        assert (
+            row["completion"].startswith(f"say {seed}")
+            and max(row["turn"]) == 1
+            and 0 <= row["reward"] <= 2
+        )
 
 
 NEMO_GYM = """
@@ -227,12 +280,14 @@ config = Server.model_fields["config"].annotation(host="127.0.0.1", port=1, entr
 app = Server(config=config, server_client=MagicMock(spec=ServerClient)).setup_webserver()
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="error")
 """
-"""Serves one of NeMo-Gym's own environments, as its `run_webserver` does once it has read its configuration."""
+"""Serves one of NeMo-Gym's own environments, as its `run_webserver` does once it has read its
+configuration."""
 
 
 @contextlib.contextmanager
 def nemo_gym_server(which: str) -> Iterator[str]:
-    """By the interpreter that DATAFLOW_NEMO_GYM_PYTHON names, which has nemo_gym: it asks for another than this one."""
+    """By the interpreter that DATAFLOW_NEMO_GYM_PYTHON names, which has nemo_gym: it asks for
+    another than this one."""
     python = os.environ.get("DATAFLOW_NEMO_GYM_PYTHON")
     if not python:
         pytest.skip("DATAFLOW_NEMO_GYM_PYTHON names no interpreter that has nemo_gym")
@@ -257,10 +312,16 @@ def listens(port: int) -> bool:
 def counting(initial: int, expected: int) -> dict[str, Any]:
     """A row as the environment's own data has them."""
     asked = [{"role": "user", "content": "add 1 then add 2 then get the count"}]
-    return {"responses_create_params": {"input": asked}, "initial_count": initial, "expected_count": expected}
+    return {
+        "responses_create_params": {"input": asked},
+        "initial_count": initial,
+        "expected_count": expected,
+    }
 
 
-def test_nemo_gyms_counter_keeps_the_session_over_its_tools_and_verifies(writer: Path, tmp_path: Path) -> None:
+def test_nemo_gyms_counter_keeps_the_session_over_its_tools_and_verifies(
+    writer: Path, tmp_path: Path
+) -> None:
     def call(name: str, **arguments: int) -> str:
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
@@ -277,7 +338,9 @@ def test_nemo_gyms_counter_keeps_the_session_over_its_tools_and_verifies(writer:
             assert chat.heard == ['{"success":true}', '{"success":true}', f'{{"count":{4 + more}}}']
         rows = [counting(n, n + n % 2) for n in range(24)]
         table = trained(world, writer, tmp_path, chat=True, rows=rows)
-    found = {(json.loads(row["task"])["initial_count"] % 2, row["reward"]) for row in table.to_pylist()}
+    found = {
+        (json.loads(row["task"])["initial_count"] % 2, row["reward"]) for row in table.to_pylist()
+    }
     assert found == {(0, 1.0), (1, 0.0)}, "the policy calls nothing: the count is what it was"
 
 
@@ -286,9 +349,13 @@ def test_nemo_gyms_blackjack_is_played_step_by_step(writer: Path, tmp_path: Path
         return f"<action>{'hit' if len(said) % 2 else 'stand'}</action>"
 
     with nemo_gym_server("blackjack") as url:
-        world = environment(f"nemo-gym:{url}", options={"protocol": "step"}, action=action, sessions=4, max_turns=12)
+        world = environment(
+            f"nemo-gym:{url}", options={"protocol": "step"}, action=action, sessions=4, max_turns=12
+        )
         asked = [{"role": "user", "content": "Play."}]
         rows = [{"responses_create_params": {"input": asked}, "number": n} for n in range(16)]
         found = trained(world, writer, tmp_path, chat=True, rows=rows).to_pylist()
-    assert {row["reward"] for row in found} <= {-1.0, 0.0, 1.0} and {row["finish_reason"] for row in found} == {"stop"}
+    assert {row["reward"] for row in found} <= {-1.0, 0.0, 1.0} and {
+        row["finish_reason"] for row in found
+    } == {"stop"}
     assert all("Your hand: [" in row["completion"] for row in found)

@@ -1,4 +1,5 @@
-"""OpenEnv and NeMo-Gym over their wires, against servers that speak as theirs do and count their sessions."""
+"""OpenEnv and NeMo-Gym over their wires, against servers that speak as theirs do and count their
+sessions."""
 
 import asyncio
 import json
@@ -33,10 +34,14 @@ def all_are_back(served: Served) -> None:
 class TestOpenEnv:
     @pytest.fixture(autouse=True)
     def there(self) -> None:
-        pytest.importorskip("websockets", reason="websockets is not installed; pip install dataflow-rl[openenv]")
+        pytest.importorskip(
+            "websockets", reason="websockets is not installed; pip install dataflow-rl[openenv]"
+        )
 
     def world(self, served: Served, **knobs: Any) -> PlayedEnvironment:
-        return environment(f"openenv:{served.url}", **{"options": {"field": "message"}, "timeout_s": 20.0, **knobs})
+        return environment(
+            f"openenv:{served.url}", **{"options": {"field": "message"}, "timeout_s": 20.0, **knobs}
+        )
 
     def test_an_episode_is_a_connection(self) -> None:
         with openenv() as served:
@@ -65,11 +70,20 @@ class TestOpenEnv:
             world = self.world(served, **{"options": {}, **knobs})
             said = asyncio.run(world.look()) if world.can_look else None
             assert served.started == 0
-        assert said == found if found is None or said is None else found in said and "says nowhere what" in said
+        assert (
+            said == found
+            if found is None or said is None
+            else found in said and "says nowhere what" in said
+        )
 
     def test_what_is_no_json_that_a_server_could_take_is_the_text_of_an_action(self) -> None:
         session = OpenEnvSession(None, "message", {})
-        for said in ('{"message": 1e999}', '{"message": "\\ud83d"}', "[" * 100_000, '{"message": NaN}'):
+        for said in (
+            '{"message": 1e999}',
+            '{"message": "\\ud83d"}',
+            "[" * 100_000,
+            '{"message": NaN}',
+        ):
             assert session.read(said) == {"message": said}
 
     def test_a_server_that_is_away_when_it_is_looked_at_says_nothing(self) -> None:
@@ -80,7 +94,9 @@ class TestOpenEnv:
 
         async def work(served: Served) -> float:
             async with connect(f"{served.url}/ws"):  # somebody else's session
-                waiting = asyncio.ensure_future(bounded(self.world(served), Spoken(["a", "b"]), {"seed": 7}))
+                waiting = asyncio.ensure_future(
+                    bounded(self.world(served), Spoken(["a", "b"]), {"seed": 7})
+                )
                 while served.refused < 2 and not waiting.done():
                     await asyncio.sleep(0.01)
                 assert not waiting.done(), waiting
@@ -103,11 +119,16 @@ class TestOpenEnv:
             assert played(self.world(served), Slow(["a", "b"]), {"seed": 7}) == 2.0
             all_are_back(served)
 
-    def test_a_server_that_thinks_and_answers_no_ping_keeps_its_session(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As it would not with the library's own pings, which close who is silent for 20 s; for less here."""
+    def test_a_server_that_thinks_and_answers_no_ping_keeps_its_session(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As it would not with the library's own pings, which close who is silent for 20 s; for
+        less here."""
         from websockets.asyncio import client
 
-        monkeypatch.setattr(client, "connect", partial(client.connect, ping_interval=0.05, ping_timeout=0.05))
+        monkeypatch.setattr(
+            client, "connect", partial(client.connect, ping_interval=0.05, ping_timeout=0.05)
+        )
         with openenv() as served:
             assert played(self.world(served), Spoken(["think", "a"]), {"seed": 7}) == 1.0
             all_are_back(served)
@@ -128,19 +149,33 @@ class TestOpenEnv:
             ("broken", r"the server could not step; found EXECUTION_ERROR: 'no disk'"),
         ],
     )
-    def test_a_server_that_fails_is_the_worlds_failure_and_the_session_comes_back(self, said: str, found: str) -> None:
+    def test_a_server_that_fails_is_the_worlds_failure_and_the_session_comes_back(
+        self, said: str, found: str
+    ) -> None:
         with openenv() as served:
             with pytest.raises(WorldFailed, match=found):
-                played(self.world(served, timeout_s=10.0 if said == "mute" else 20.0), Spoken([said]), {"seed": 7})
+                played(
+                    self.world(served, timeout_s=10.0 if said == "mute" else 20.0),
+                    Spoken([said]),
+                    {"seed": 7},
+                )
             all_are_back(served)
 
     def test_a_server_that_is_not_there_is_named(self) -> None:
-        wrong = r"no session of 'openenv:ws://127.0.0.1:9' could be started; found ConnectionRefusedError"
+        wrong = (
+            r"no session of 'openenv:ws://127.0.0.1:9' could be started; found"
+            r" ConnectionRefusedError"
+        )
         with pytest.raises(WorldFailed, match=wrong):
-            played(environment("openenv:ws://127.0.0.1:9", timeout_s=0.3), Spoken(["a"]), {"seed": 7})
+            played(
+                environment("openenv:ws://127.0.0.1:9", timeout_s=0.3), Spoken(["a"]), {"seed": 7}
+            )
 
-    def test_a_server_that_is_started_again_is_waited_for_and_no_lost_connection_is_used(self) -> None:
-        """What a pool holds idle ends with the first server; the next episode has a connection to the second."""
+    def test_a_server_that_is_started_again_is_waited_for_and_no_lost_connection_is_used(
+        self,
+    ) -> None:
+        """What a pool holds idle ends with the first server; the next episode has a connection to
+        the second."""
 
         async def work() -> list[float]:
             with openenv() as first:
@@ -161,14 +196,17 @@ class TestOpenEnv:
 
 ROW = {
     "responses_create_params": {"input": [{"role": "user", "content": "add 1, then 2"}]},
-    "initial_count": 3, "expected_count": 6,
-}  # fmt: skip
+    "initial_count": 3,
+    "expected_count": 6,
+}
 
 
 class TestNemoGym:
     @pytest.fixture(autouse=True)
     def there(self) -> None:
-        pytest.importorskip("httpx", reason="httpx is not installed; pip install dataflow-rl[nemo-gym]")
+        pytest.importorskip(
+            "httpx", reason="httpx is not installed; pip install dataflow-rl[nemo-gym]"
+        )
 
     def world(self, served: Served, **knobs: Any) -> PlayedEnvironment:
         return environment(f"nemo-gym:{served.url}", **{"timeout_s": 10.0, **knobs})
@@ -177,7 +215,9 @@ class TestNemoGym:
         async def work() -> float:
             with nemo_gym() as first:
                 world, port = self.world(first), int(first.url.rpartition(":")[2])
-            playing = asyncio.ensure_future(bounded(world, Spoken(["it is 3"]), {**ROW, "expected_count": 3}))
+            playing = asyncio.ensure_future(
+                bounded(world, Spoken(["it is 3"]), {**ROW, "expected_count": 3})
+            )
             await asyncio.sleep(0.3)
             assert not playing.done(), "nobody listens"
             with nemo_gym(port=port):
@@ -187,13 +227,19 @@ class TestNemoGym:
 
     def test_tools_are_run_and_the_whole_trajectory_is_verified(self) -> None:
         def call(count: int) -> str:
-            return f'<tool_call>{{"name": "increment", "arguments": {{"count": {count}}}}}</tool_call>'
+            return (
+                f'<tool_call>{{"name": "increment", "arguments": {{"count": {count}}}}}</tool_call>'
+            )
 
         with nemo_gym() as served:
             chat = Spoken([call(1), f"so: {call(2)}", "it is 6"])
             assert played(self.world(served), chat, ROW) == 1.0
             all_are_back(served)
-        assert chat.heard == ['{"success":true}', '{"success":true}'] and chat.rewards == [0.0, 0.0, 1.0]
+        assert chat.heard == ['{"success":true}', '{"success":true}'] and chat.rewards == [
+            0.0,
+            0.0,
+            1.0,
+        ]
         routes = [route for route, _ in served.bodies]
         assert routes == ["/seed_session", "/increment", "/increment", "/verify"]
         verified = served.bodies[-1][1]
@@ -211,8 +257,12 @@ class TestNemoGym:
     def test_a_turn_that_a_busy_server_did_not_take_stands_in_the_trajectory_once(self) -> None:
         with nemo_gym() as served:
             served.busy = 2
-            assert played(self.world(served), Spoken(["it is 3"]), {**ROW, "expected_count": 3}) == 1.0
-        verified = [body["response"]["output"] for route, body in served.bodies if route == "/verify"]
+            assert (
+                played(self.world(served), Spoken(["it is 3"]), {**ROW, "expected_count": 3}) == 1.0
+            )
+        verified = [
+            body["response"]["output"] for route, body in served.bodies if route == "/verify"
+        ]
         assert [len(output) for output in verified] == [1, 1, 1]
 
     def test_a_tool_that_is_not_there_is_the_policys_to_read(self) -> None:
@@ -224,7 +274,9 @@ class TestNemoGym:
     @pytest.mark.parametrize("name", ["verify", "seed_session", "../verify", "increment?x=1"])
     def test_no_route_but_those_of_tools_is_the_policys_to_call(self, name: str) -> None:
         with nemo_gym() as served:
-            chat = Spoken([f'<tool_call>{{"name": "{name}", "arguments": {{"count": 3}}}}</tool_call>', "no"])
+            chat = Spoken(
+                [f'<tool_call>{{"name": "{name}", "arguments": {{"count": 3}}}}</tool_call>', "no"]
+            )
             assert played(self.world(served), chat, ROW) == 0.0
         assert chat.heard == [f"error: there is no tool {name!r}"]
         assert [route for route, _ in served.bodies] == ["/seed_session", "/verify"]
@@ -246,5 +298,12 @@ class TestNemoGym:
             all_are_back(served)
 
     def test_a_tool_that_breaks_is_the_worlds_failure(self) -> None:
-        with nemo_gym() as served, pytest.raises(WorldFailed, match=r"tool break failed; found status 500: 'no disk'"):
-            played(self.world(served), Spoken(['<tool_call>{"name": "break", "arguments": {}}</tool_call>']), ROW)
+        with (
+            nemo_gym() as served,
+            pytest.raises(WorldFailed, match=r"tool break failed; found status 500: 'no disk'"),
+        ):
+            played(
+                self.world(served),
+                Spoken(['<tool_call>{"name": "break", "arguments": {}}</tool_call>']),
+                ROW,
+            )

@@ -1,4 +1,5 @@
-"""Addresses of environments' servers: what is none is refused, and nobody there when a run begins ends it, named."""
+"""Addresses of environments' servers: what is none is refused, and nobody there when a run begins
+ends it, named."""
 
 import socket
 from collections.abc import Iterator
@@ -33,9 +34,14 @@ def listener() -> Iterator[int]:
         yield made.getsockname()[1]
 
 
-@pytest.mark.parametrize("place", ["localhost:8000", "ws://127.0.0.1:8000", "http://:8000", "http://a:port", "a"])
+@pytest.mark.parametrize(
+    "place", ["localhost:8000", "ws://127.0.0.1:8000", "http://:8000", "http://a:port", "a"]
+)
 def test_what_is_no_address_of_such_a_server_is_refused(place: str) -> None:
-    with pytest.raises(GraphError, match=r"is asked at an address, but got .*; write one of http://HOST:PORT, https"):
+    with pytest.raises(
+        GraphError,
+        match=r"is asked at an address, but got .*; write one of http://HOST:PORT, https",
+    ):
         environment(f"nemo-gym:{place}")
 
 
@@ -46,9 +52,10 @@ def test_whoever_is_there_is_taken_for_the_server(listener: int) -> None:
 
 def test_nobody_at_an_address_is_named_with_what_to_do() -> None:
     port = free_port()
-    assert absence("a world", f"http://127.0.0.1:{port}") == (
-        f"the server of environment 'a world' is not there; found nobody at '127.0.0.1', port {port} (Connection "
-        f"refused); start it before the run, or correct the address"
+    assert (
+        absence("a world", f"http://127.0.0.1:{port}")
+        == "the server of environment 'a world' is not there; found nobody at '127.0.0.1', port"
+        f" {port} (Connection refused); start it before the run, or correct the address"
     )
 
 
@@ -58,10 +65,15 @@ def test_a_name_that_no_machine_has_is_said_to_be_none(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     said = str(absence("a world", "ws://hots:8000"))
-    assert "found no machine by the name 'hots' (Name or service not known); correct the address" in said
+    assert (
+        "found no machine by the name 'hots' (Name or service not known); correct the address"
+        in said
+    )
 
 
-def test_nothing_is_said_of_a_server_that_is_slow_or_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_said_of_a_server_that_is_slow_or_asked_through_a_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def late(*_: Any, **__: Any) -> Any:
         raise TimeoutError
 
@@ -80,7 +92,10 @@ ROWS = [{"responses_create_params": {"input": "go"}}] * 8
 
 def graph(policy: Path, port: int) -> Graph:
     g, model = Graph("away"), Model(str(policy))
-    generator, trainer = Generator(model, group_size=2, max_tokens=4, slots=8), Trainer(model, loss=aipo, lr=1e-3)
+    generator, trainer = (
+        Generator(model, group_size=2, max_tokens=4, slots=8),
+        Trainer(model, loss=aipo, lr=1e-3),
+    )
     world = environment(f"nemo-gym:http://127.0.0.1:{port}")
     trainer(advantage(world(generator, g.source(world.tasks(ROWS)))))
     g.feedback(trainer.weights, generator, max_staleness=1)
@@ -89,9 +104,13 @@ def graph(policy: Path, port: int) -> Graph:
 
 @pytest.mark.usefixtures("forked", "one_core")
 @pytest.mark.timeout(120)
-def test_a_run_whose_server_is_not_there_ends_at_once_and_says_so(policy: Path, tmp_path: Path) -> None:
+def test_a_run_whose_server_is_not_there_ends_at_once_and_says_so(
+    policy: Path, tmp_path: Path
+) -> None:
     port = free_port()
-    with pytest.raises(RunError, match=rf"'reward': the server of environment 'nemo-gym:.*nobody at .*{port}"):
+    with pytest.raises(
+        RunError, match=rf"'reward': the server of environment 'nemo-gym:.*nobody at .*{port}"
+    ):
         run(graph(policy, port), steps=1, runs=tmp_path, quiet=True, limits=Limits(stop_s=2.0))
 
 

@@ -1,4 +1,5 @@
-"""The pool of sessions: how many there are, who gets one, when another takes its place, and that all come back."""
+"""The pool of sessions: how many there are, who gets one, when another takes its place, and that
+all come back."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -111,7 +112,11 @@ def test_a_session_whose_borrower_failed_is_closed_and_another_takes_its_place()
                 assert session.number == 0
                 raise KeyError
         await settled()
-        assert maker.log == ["start 0", "close 0", "start 1"], "the next one does not wait to be asked for"
+        assert maker.log == [
+            "start 0",
+            "close 0",
+            "start 1",
+        ], "the next one does not wait to be asked for"
         async with pool.lend() as session:
             assert session.number == 1
         assert (pool.started, pool.renewed) == (2, 1)
@@ -163,7 +168,9 @@ def test_a_session_that_was_lost_while_it_was_idle_is_lent_to_nobody() -> None:
         assert pool.open == 0
 
     run(work)
-    assert sorted(maker.log) == sorted(f"{what} {number}" for what in ("start", "close") for number in range(3))
+    assert sorted(maker.log) == sorted(
+        f"{what} {number}" for what in ("start", "close") for number in range(3)
+    )
 
 
 def away() -> Away:
@@ -190,7 +197,9 @@ def test_a_server_that_stays_away_is_the_failure_of_who_waits_with_the_reason() 
 
     async def work() -> None:
         pool = pool_of(maker, start_s=0.2)
-        with pytest.raises(WorldFailed, match=r"could be started; found ConnectionRefusedError: nobody listens"):
+        with pytest.raises(
+            WorldFailed, match=r"could be started; found ConnectionRefusedError: nobody listens"
+        ):
             async with pool.lend():
                 raise AssertionError("there is none")
         await pool.close()
@@ -206,7 +215,10 @@ def test_who_waits_too_long_is_told_and_takes_nothing_along() -> None:
     async def work() -> None:
         pool = pool_of(maker, most=1, patience_s=1.0)
         async with pool.lend():
-            with pytest.raises(WorldFailed, match=r"no session of 'a world' was free within 1 s; found 1 of 1 at work"):
+            with pytest.raises(
+                WorldFailed,
+                match=r"no session of 'a world' was free within 1 s; found 1 of 1 at work",
+            ):
                 async with pool.lend():
                     raise AssertionError("there is none")
         async with pool.lend() as session:
@@ -217,17 +229,23 @@ def test_who_waits_too_long_is_told_and_takes_nothing_along() -> None:
     run(work)
 
 
-def test_a_session_that_cannot_be_started_is_the_failure_of_one_who_waits_and_none_is_started_for_nobody() -> None:
+def test_a_session_that_cannot_be_started_is_the_failure_of_one_who_waits_and_none_is_started_for_nobody() -> (
+    None
+):
     maker = Maker(*[OSError("the port is closed")] * 4, None)
 
     async def work() -> None:
         pool = pool_of(maker, ahead=2)
         for _ in range(3):
-            with pytest.raises(WorldFailed, match=r"could be started; found OSError: the port is closed"):
+            with pytest.raises(
+                WorldFailed, match=r"could be started; found OSError: the port is closed"
+            ):
                 async with pool.lend():
                     raise AssertionError("there is none")
             await settled()
-        assert maker.log == ["no OSError"] * 4, "one for each who waits, and one that was started ahead"
+        assert maker.log == ["no OSError"] * 4, (
+            "one for each who waits, and one that was started ahead"
+        )
         async with pool.lend():
             pass
         await settled()

@@ -34,7 +34,13 @@ def test_the_past_is_cut_to_turns_that_still_stand() -> None:
         await chat.say()
 
     asyncio.run(play())
-    assert [question.rewritten for question in asked] == [None, None, None, '{"keep": 2}', '{"keep": 1}']
+    assert [question.rewritten for question in asked] == [
+        None,
+        None,
+        None,
+        '{"keep": 2}',
+        '{"keep": 1}',
+    ]
     assert [question.heard for question in asked] == [(), ("1",), ("2",), ("3",), ("4",)]
 
 
@@ -54,8 +60,10 @@ def test_what_was_heard_before_the_past_was_rewritten_is_not_heard_again() -> No
 
     asyncio.run(play())
     assert [json.loads(question.rewritten or "null") for question in asked] == [
-        None, {"text": "short"}, {"messages": messages},
-    ]  # fmt: skip
+        None,
+        {"text": "short"},
+        {"messages": messages},
+    ]
     assert [question.heard for question in asked] == [(), ("kept",), ()]
 
 
@@ -74,8 +82,10 @@ def test_who_has_no_turn_left_may_cut_the_past_and_ask_again() -> None:
 
     assert asyncio.run(play()) == "b" and not chat.among.is_over
     assert [(question.heard, question.rewritten) for question in asked] == [
-        ((), None), (("long",), None), (("long",), '{"keep": 0}'),
-    ]  # fmt: skip
+        ((), None),
+        (("long",), None),
+        (("long",), '{"keep": 0}'),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -118,10 +128,14 @@ def test_branches_and_agents_are_conversations_of_their_own() -> None:
     black = ConversationOrigin(role="black", history='{"text": "rules"}')
     origin = ConversationOrigin
     assert [(question.conversation, question.origin, question.heard) for question in asked] == [
-        (0, origin(), ()), (1, origin(branch_of=0, at=1), ("1", "2")), (4, origin(branch_of=1, at=2), ()),
-        (2, origin(branch_of=0, at=1), ("1", "2")), (6, origin(branch_of=2, at=2), ()), (7, black, ()),
+        (0, origin(), ()),
+        (1, origin(branch_of=0, at=1), ("1", "2")),
+        (4, origin(branch_of=1, at=2), ()),
+        (2, origin(branch_of=0, at=1), ("1", "2")),
+        (6, origin(branch_of=2, at=2), ()),
+        (7, black, ()),
         (0, origin(), ("1",)),
-    ]  # fmt: skip
+    ]
     assert asked[-1].rewards == ((1.0,), (0.0,), (0.0,), (), (0.0,), (), (0.0,), (-1.0,))
 
 

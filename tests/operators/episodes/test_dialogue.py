@@ -1,4 +1,5 @@
-"""Laws of a conversation: what was sampled is kept as it is, what was said once is told again and not drawn twice."""
+"""Laws of a conversation: what was sampled is kept as it is, what was said once is told again and
+not drawn twice."""
 
 from collections.abc import Sequence
 
@@ -25,11 +26,17 @@ def context_as(
 
 
 def dialogue(key: str = "0/prompts/0/0", max_turns: int = 8, max_tokens: int = 1000) -> Dialogue:
-    return Dialogue(key=key, prompt=PROMPT, max_turns=max_turns, max_tokens=max_tokens, context=context_as)
+    return Dialogue(
+        key=key, prompt=PROMPT, max_turns=max_turns, max_tokens=max_tokens, context=context_as
+    )
 
 
 def asked(
-    talk: Dialogue, number: int, heard: tuple[str, ...] = (), most: int | None = None, rewritten: str | None = None
+    talk: Dialogue,
+    number: int,
+    heard: tuple[str, ...] = (),
+    most: int | None = None,
+    rewritten: str | None = None,
 ) -> TurnRequest:
     request = talk.ask(number, heard, most, rewritten)
     assert isinstance(request, TurnRequest)
@@ -49,13 +56,17 @@ def converse(talk: Dialogue, turns: list[tuple[str, list[int]]]) -> list[TurnReq
 
 
 TURNS = st.lists(
-    st.tuples(st.text("ab", max_size=3), st.lists(st.integers(0, 99), min_size=1, max_size=4)), min_size=1, max_size=6
+    st.tuples(st.text("ab", max_size=3), st.lists(st.integers(0, 99), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=6,
 )
 
 
 @examples(100)
 @given(TURNS)
-def test_tokens_are_those_that_were_drawn_with_what_was_heard_between_them(turns: list[tuple[str, list[int]]]) -> None:
+def test_tokens_are_those_that_were_drawn_with_what_was_heard_between_them(
+    turns: list[tuple[str, list[int]]],
+) -> None:
     talk = dialogue()
     converse(talk, turns)
     talk.end(len(turns))
@@ -68,9 +79,13 @@ def test_tokens_are_those_that_were_drawn_with_what_was_heard_between_them(turns
         expected += [(ord(letter), False, -1, -1) for letter in heard]
         expected += [(token, True, number, number) for token in ids]
     columns = tokens.ids, tokens.mask, tokens.versions, numbers
-    assert [tuple(each) for each in zip(*(column.tolist() for column in columns), strict=True)] == expected
+    assert [
+        tuple(each) for each in zip(*(column.tolist() for column in columns), strict=True)
+    ] == expected
     last = [int(np.flatnonzero(numbers == number)[-1]) for number in range(len(turns))]
-    assert {at: rewards[at] for at in np.flatnonzero(rewards)} == dict(zip(last, given_for, strict=True))
+    assert {at: rewards[at] for at in np.flatnonzero(rewards)} == dict(
+        zip(last, given_for, strict=True)
+    )
     assert talk.text(("!",)) == "".join(f"{heard}<{n}>" for n, (heard, _) in enumerate(turns)) + "!"
 
 
@@ -117,7 +132,9 @@ def test_the_same_turn_of_the_same_conversation_is_one_request() -> None:
 
 
 @pytest.mark.parametrize(("limits", "left"), [({"max_turns": 2}, 998), ({"max_tokens": 4}, 2)])
-def test_a_policy_has_no_turn_beyond_its_turns_and_its_tokens(limits: dict[str, int], left: int) -> None:
+def test_a_policy_has_no_turn_beyond_its_turns_and_its_tokens(
+    limits: dict[str, int], left: int
+) -> None:
     talk = dialogue(**limits)
     converse(talk, [("", [1, 2])])
     assert asked(talk, 1, ("a",)).most == left
@@ -139,11 +156,13 @@ def test_what_does_not_fit_the_context_is_no_part_of_the_rollout() -> None:
 
 REWRITTEN = st.lists(
     st.tuples(
-        st.none() | st.text("xyz", max_size=4), st.text("ab", max_size=3),
+        st.none() | st.text("xyz", max_size=4),
+        st.text("ab", max_size=3),
         st.lists(st.integers(0, 99), min_size=1, max_size=4),
     ),
-    min_size=1, max_size=6,
-)  # fmt: skip
+    min_size=1,
+    max_size=6,
+)
 
 
 @examples(100)
@@ -159,7 +178,9 @@ def test_each_sampled_token_of_a_rewritten_conversation_is_chosen_once_behind_al
     rows = talk.rows()
     found = {}
     for row in rows:
-        assert (row.tokens.mask == (row.turns >= 0)).all() and (row.tokens.versions == row.turns).all()
+        assert (row.tokens.mask == (row.turns >= 0)).all() and (
+            row.tokens.versions == row.turns
+        ).all()
         for turn in sorted(set(row.turns[row.turns >= 0].tolist())):
             at = np.flatnonzero(row.turns == turn)
             assert turn not in found and (np.diff(at) == 1).all()

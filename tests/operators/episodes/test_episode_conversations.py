@@ -1,4 +1,5 @@
-"""Laws of rollouts of several conversations: one budget, each sampled token once, told again as they were."""
+"""Laws of rollouts of several conversations: one budget, each sampled token once, told again as
+they were."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,12 @@ from rigs.examples import examples
 from turns_rig import drawn, encode
 
 from dataflow.records import AnyArray
-from operators.episodes.conversations import FIRST, ConversationOrigin, RecordedTurn, RolloutConversations
+from operators.episodes.conversations import (
+    FIRST,
+    ConversationOrigin,
+    RecordedTurn,
+    RolloutConversations,
+)
 from operators.episodes.dialogue import Context, SaidTurn, TurnRequest, row_ids
 
 BLACK = ConversationOrigin(role="black", history="b")
@@ -18,7 +24,10 @@ BLACK = ConversationOrigin(role="black", history="b")
 
 def begin(history: str | None) -> tuple[AnyArray, Context]:
     def context(
-        prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str], rewritten: str | None = None
+        prompt: AnyArray,
+        turns: Sequence[SaidTurn],
+        heard: Sequence[str],
+        rewritten: str | None = None,
     ) -> AnyArray:
         return np.concatenate([row_ids(prompt, turns), encode("".join(heard))])
 
@@ -26,7 +35,9 @@ def begin(history: str | None) -> tuple[AnyArray, Context]:
 
 
 def talks(**limits: int) -> RolloutConversations:
-    return RolloutConversations(key="0", begin=begin, **{"max_turns": 50, "max_tokens": 1000, **limits})
+    return RolloutConversations(
+        key="0", begin=begin, **{"max_turns": 50, "max_tokens": 1000, **limits}
+    )
 
 
 class Played:
@@ -50,7 +61,11 @@ class Played:
 
     def say(self, conversation: int, heard: str, *ids: int) -> Any:
         found = self.made.ask(
-            (heard,), None, rewards=self.rewards, conversation=conversation, origin=self.origins[conversation]
+            (heard,),
+            None,
+            rewards=self.rewards,
+            conversation=conversation,
+            origin=self.origins[conversation],
         )
         if isinstance(found, TurnRequest):
             self.drawn += 1
@@ -63,12 +78,19 @@ class Played:
 
 
 MOVES = st.lists(
-    st.tuples(st.sampled_from(["say", "say", "branch", "agent"]), st.integers(0, 9), st.text("xy", max_size=2)),
-    min_size=1, max_size=14,
-)  # fmt: skip
+    st.tuples(
+        st.sampled_from(["say", "say", "branch", "agent"]),
+        st.integers(0, 9),
+        st.text("xy", max_size=2),
+    ),
+    min_size=1,
+    max_size=14,
+)
 
 
-def play(made: RolloutConversations, moves: Any) -> tuple[Played, dict[tuple[int, int], tuple[list[int], list[int]]]]:
+def play(
+    made: RolloutConversations, moves: Any
+) -> tuple[Played, dict[tuple[int, int], tuple[list[int], list[int]]]]:
     """What was drawn, by conversation and place: what was seen, and the ids."""
     played, seen = Played(made), {}
     for at, (what, which, heard) in enumerate(moves):
@@ -88,7 +110,9 @@ def play(made: RolloutConversations, moves: Any) -> tuple[Played, dict[tuple[int
 
 @examples(150)
 @given(MOVES)
-def test_each_sampled_token_of_several_conversations_is_chosen_once_behind_what_was_seen(moves: Any) -> None:
+def test_each_sampled_token_of_several_conversations_is_chosen_once_behind_what_was_seen(
+    moves: Any,
+) -> None:
     made = talks()
     played, seen = play(made, moves)
     tokens, columns = made.columns()
@@ -101,7 +125,10 @@ def test_each_sampled_token_of_several_conversations_is_chosen_once_behind_what_
             row = np.flatnonzero(rows == rows[at[0]])
             assert columns["row_conversation"][rows[at[0]]] == conversation
             assert columns["turn_reward"][at[-1]] == reward
-            found[conversation, place] = tokens.ids[row[row < at[0]]].tolist(), tokens.ids[at].tolist()
+            found[conversation, place] = (
+                tokens.ids[row[row < at[0]]].tolist(),
+                tokens.ids[at].tolist(),
+            )
             number += 1
     assert found == seen and number == turns.max(initial=-1) + 1
     for row, conversation in enumerate(columns["row_conversation"]):
@@ -116,7 +143,9 @@ def test_each_sampled_token_of_several_conversations_is_chosen_once_behind_what_
 
 @examples(100)
 @given(MOVES)
-def test_several_conversations_are_told_again_and_recalled_without_a_turn_drawn_twice(moves: Any) -> None:
+def test_several_conversations_are_told_again_and_recalled_without_a_turn_drawn_twice(
+    moves: Any,
+) -> None:
     made = talks()
     played, _ = play(made, moves)
     before, columns = made.columns()
@@ -127,7 +156,9 @@ def test_several_conversations_are_told_again_and_recalled_without_a_turn_drawn_
         assert repeated.drawn == 0
         tokens, found = again.columns()
         assert tokens.ids.tolist() == before.ids.tolist()
-        assert all(np.array_equal(found[name], columns[name]) for name in columns if name != "turn_reward")
+        assert all(
+            np.array_equal(found[name], columns[name]) for name in columns if name != "turn_reward"
+        )
 
 
 def test_branches_of_what_was_drawn_anew_are_drawn_anew() -> None:

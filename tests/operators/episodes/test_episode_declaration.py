@@ -33,7 +33,9 @@ def graph(**knobs: Any) -> tuple[Graph, Generator]:
     g = Graph("episodes")
     generator = Generator(MODEL, group_size=2, **knobs)
     trainer = FakeTrainer(model=MODEL, prompts_per_step=4)
-    held_out = Prompts([{"prompt": "a", "answer": "b"}], columns=("answer",), name="held_out", group_size=1)
+    held_out = Prompts(
+        [{"prompt": "a", "answer": "b"}], columns=("answer",), name="held_out", group_size=1
+    )
     trainer(reward(guess(generator, g.source(FakePrompts()))))
     Evaluate(every_steps=5)(reward(guess(generator, g.source(held_out))))
     g.feedback(trainer.weights, generator, max_staleness=1)
@@ -43,7 +45,15 @@ def graph(**knobs: Any) -> tuple[Graph, Generator]:
 def test_one_episode_serves_several_sources_and_shares_the_generator() -> None:
     g, _ = graph()
     g.check()
-    assert list(g.operators) == ["prompts", "generator", "guess", "reward", "trainer", "held_out", "eval"]
+    assert list(g.operators) == [
+        "prompts",
+        "generator",
+        "guess",
+        "reward",
+        "trainer",
+        "held_out",
+        "eval",
+    ]
     assert {data["plane"] for *_, data in g.nx.edges("guess", data=True)} == {"data", "turns"}
     assert ("guess", "generator") in g.nx.edges() and ("generator", "guess") not in g.nx.edges()
 
@@ -52,11 +62,14 @@ def test_turns_travel_on_two_edges_of_their_own_with_room_for_all_rollouts_in_fl
     g, _ = graph()
     turns = [edge for edge in edges(g) if edge.plane == "turns"]
     assert [(edge.name, dict(edge.columns)) for edge in turns] == [
-        ("guess>generator:guess", dict(TURN_REQUEST)), ("generator>guess:guess", dict(TURN_ANSWER)),
-    ]  # fmt: skip
+        ("guess>generator:guess", dict(TURN_REQUEST)),
+        ("generator>guess:guess", dict(TURN_ANSWER)),
+    ]
     arriving = [edge for edge in edges(g) if edge.consumer == "guess" and edge.plane == "data"]
     assert len(arriving) == 2
-    assert all(edge.capacity_rows >= sum(2 * each.capacity_rows for each in arriving) for edge in turns)
+    assert all(
+        edge.capacity_rows >= sum(2 * each.capacity_rows for each in arriving) for edge in turns
+    )
 
 
 def test_rollouts_of_episodes_are_bounded_as_if_the_generator_drew_them_whole() -> None:
@@ -75,7 +88,9 @@ def test_an_episode_takes_no_threads_and_no_accelerator_from_those_that_compute(
     assert not made.placements["guess"].gpus
     cores = plan(g, Devices(cpus=4))
     assert cores.placements["generator"].threads_of(0) == 2
-    with pytest.raises(GraphError, match="'guess' is given 1 GPUs, but it uses no device; leave it out"):
+    with pytest.raises(
+        GraphError, match="'guess' is given 1 GPUs, but it uses no device; leave it out"
+    ):
         plan(g, Devices(cpus=4, gpus=2), gpus={"generator": 1, "guess": 1})
 
 
@@ -101,9 +116,15 @@ def test_what_is_returned_and_what_is_a_turn_are_columns() -> None:
     g, _ = graph(top_k=4, sampling_mask=True)
     columns = next(call.output.columns for call in g.calls if call.operator.name == "guess")
     assert list(columns)[-8:] == [
-        "sampling_mask", "turn", "turn_reward", "training_row", "row_conversation", "row_role", "row_branch_turn",
+        "sampling_mask",
+        "turn",
+        "turn_reward",
+        "training_row",
+        "row_conversation",
+        "row_role",
+        "row_branch_turn",
         "guess",
-    ]  # fmt: skip
+    ]
 
 
 async def plain(chat: Any, answer: str) -> None: ...
@@ -126,30 +147,67 @@ def applied(made: Episode, generator: Any = None, columns: Any = None) -> Stream
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "no async function": (lambda: episode(not_async), r"needs an async function, but got 'not_async' .*; write `async"),
-    "a return type": (lambda: episode(returns_list), r"returns list\[float\], which no .*; annotate it -> float"),
-    "parameters": (lambda: episode(takes_many), r"takes \['chat.*', '\*answers.*'\].*; write `async def takes_many"),
-    "an unknown knob": (lambda: Episode(function=plain, max_turn=3), "Episode has no knob 'max_turn'.*max_turns"),
+    "no async function": (
+        lambda: episode(not_async),
+        r"needs an async function, but got 'not_async' .*; write `async",
+    ),
+    "a return type": (
+        lambda: episode(returns_list),
+        r"returns list\[float\], which no .*; annotate it -> float",
+    ),
+    "parameters": (
+        lambda: episode(takes_many),
+        r"takes \['chat.*', '\*answers.*'\].*; write `async def takes_many",
+    ),
+    "an unknown knob": (
+        lambda: Episode(function=plain, max_turn=3),
+        "Episode has no knob 'max_turn'.*max_turns",
+    ),
     "an unknown knob of the function": (
-        lambda: guess(Generator(MODEL), Graph("g").source(FakePrompts()), blnk=True), "has no knob 'blnk'.*'blank'",
+        lambda: guess(Generator(MODEL), Graph("g").source(FakePrompts()), blnk=True),
+        "has no knob 'blnk'.*'blank'",
     ),
-    "a stream alone": (lambda: guess(Graph("g").source(FakePrompts())), r"got \['Stream'\]; write guess\(generator, "),
+    "a stream alone": (
+        lambda: guess(Graph("g").source(FakePrompts())),
+        r"got \['Stream'\]; write guess\(generator, ",
+    ),
     "a generator that takes no turns": (
-        lambda: applied(guess, FakeGenerator()), r"got FakeGenerator\(name='generator'\); give it Generator",
+        lambda: applied(guess, FakeGenerator()),
+        r"got FakeGenerator\(name='generator'\); give it Generator",
     ),
-    "another engine": (lambda: applied(guess, Generator(MODEL, engine="vllm")), 'runs on vllm.*; use engine="native"'),
-    "a missing column": (lambda: applied(guess, columns={}), "'guess' reads column 'answer', but 'prompts' provides"),
-    "a column's type": (lambda: applied(guess, columns={"answer": int}), "reads column 'answer' as str .*; change the"),
-    "no turns": (lambda: applied(dataclasses.replace(guess, max_turns=0)), "has max_turns=0; give a whole number"),
-    "no time": (lambda: applied(dataclasses.replace(guess, timeout_s=0)), "has timeout_s=0; give seconds above 0"),
-    "another past": (lambda: applied(dataclasses.replace(guess, past="kept")), "has past='kept'; give one of "),
+    "another engine": (
+        lambda: applied(guess, Generator(MODEL, engine="vllm")),
+        'runs on vllm.*; use engine="native"',
+    ),
+    "a missing column": (
+        lambda: applied(guess, columns={}),
+        "'guess' reads column 'answer', but 'prompts' provides",
+    ),
+    "a column's type": (
+        lambda: applied(guess, columns={"answer": int}),
+        "reads column 'answer' as str .*; change the",
+    ),
+    "no turns": (
+        lambda: applied(dataclasses.replace(guess, max_turns=0)),
+        "has max_turns=0; give a whole number",
+    ),
+    "no time": (
+        lambda: applied(dataclasses.replace(guess, timeout_s=0)),
+        "has timeout_s=0; give seconds above 0",
+    ),
+    "another past": (
+        lambda: applied(dataclasses.replace(guess, past="kept")),
+        "has past='kept'; give one of ",
+    ),
     "processes inside the worker": (
-        lambda: applied(dataclasses.replace(guess, isolate=False, processes=2)), "but isolate=False; leave isolate=T",
+        lambda: applied(dataclasses.replace(guess, isolate=False, processes=2)),
+        "but isolate=False; leave isolate=T",
     ),
     "its own column": (
-        lambda: applied(episode(name="answer")(guess.function)), "writes column 'answer', which it also reads; give",
+        lambda: applied(episode(name="answer")(guess.function)),
+        "writes column 'answer', which it also reads; give",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -161,10 +219,17 @@ def test_an_episode_that_could_not_run_is_refused(what: str) -> None:
 
 def test_an_episode_may_have_replicas_and_their_number_is_that_of_the_start() -> None:
     g, _ = graph()
-    made = plan(g, Devices(cpus=4), replicas={"guess": 2, "generator": 3}, scale={5: {"guess": 2, "generator": 1}})
+    made = plan(
+        g,
+        Devices(cpus=4),
+        replicas={"guess": 2, "generator": 3},
+        scale={5: {"guess": 2, "generator": 1}},
+    )
     assert (made.placements["guess"].replicas, made.placements["generator"].replicas) == (2, 3)
     for count in (1, 3):
-        with pytest.raises(GraphError, match=f"of 2 replicas, and cannot have {count} from some step"):
+        with pytest.raises(
+            GraphError, match=f"of 2 replicas, and cannot have {count} from some step"
+        ):
             plan(g, Devices(cpus=4), replicas={"guess": 2}, scale={5: {"guess": count}})
 
 

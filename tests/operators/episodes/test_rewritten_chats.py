@@ -1,4 +1,5 @@
-"""Rewritten and branched chats with templates and tokenizers that merge: trained to the id, as they were seen."""
+"""Rewritten and branched chats with templates and tokenizers that merge: trained to the id, as they
+were seen."""
 
 import json
 import random
@@ -9,11 +10,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from template_rig import CHATML, STRIPPING, mistral_template, rng_of, sampled, tokenizer_for, trl_template, words
+from template_rig import (
+    CHATML,
+    STRIPPING,
+    mistral_template,
+    rng_of,
+    sampled,
+    tokenizer_for,
+    trl_template,
+    words,
+)
 
 from operators.chat.chat_format import ChatFormat, Message
 from operators.episodes.chat import rewriting
-from operators.episodes.conversations import FIRST, ConversationOrigin, RecordedTurn, RolloutConversations
+from operators.episodes.conversations import (
+    FIRST,
+    ConversationOrigin,
+    RecordedTurn,
+    RolloutConversations,
+)
 from operators.episodes.dialogue import TurnRequest
 from operators.episodes.record import KeptTurn, TurnFiles
 from operators.episodes.turn_context import ConversationStarts, PlainContext
@@ -31,7 +46,9 @@ def form_of(name: str) -> ChatFormat:
 class Told:
     """What one conversation of the test's is to look like as messages."""
 
-    def __init__(self, origin: ConversationOrigin, begin: list[Message], rest: list[Message]) -> None:
+    def __init__(
+        self, origin: ConversationOrigin, begin: list[Message], rest: list[Message]
+    ) -> None:
         self.origin, self.begin, self.rest = origin, begin, rest
         self.rewards: list[float] = []
 
@@ -48,8 +65,8 @@ class Played:
     anew: Callable[[], RolloutConversations]
     """The same before anything was said."""
     seen: list[Any] = field(default_factory=list)
-    """Of each turn that was drawn its conversation, the ids that were asked with, what was drawn, and the messages that
-    were to be seen."""
+    """Of each turn that was drawn its conversation, the ids that were asked with, what was drawn,
+    and the messages that were to be seen."""
     asked: list[tuple[dict[str, Any], TurnRequest, RecordedTurn]] = field(default_factory=list)
     """The questions, what they led to, and what is written down."""
 
@@ -60,7 +77,9 @@ def play(form: ChatFormat, rng: random.Random, past: Any, moves: int) -> Played:
     prompt = np.array(form.encode(form.render(first)))
 
     def anew() -> RolloutConversations:
-        begin = ConversationStarts(PlainContext(form.tokenizer), form, past, prompt, json.dumps(first))
+        begin = ConversationStarts(
+            PlainContext(form.tokenizer), form, past, prompt, json.dumps(first)
+        )
         return RolloutConversations(key="0", max_turns=99, max_tokens=9999, begin=begin)
 
     played, told = Played(anew(), anew), [Told(FIRST, first, [])]
@@ -77,7 +96,9 @@ def play(form: ChatFormat, rng: random.Random, past: Any, moves: int) -> Played:
             continue
         if what == "agent":
             begun: list[Message] = [{"role": "user", "content": words(rng)}]
-            told.append(Told(ConversationOrigin("other", history=rewriting("messages", begun)), begun, []))
+            told.append(
+                Told(ConversationOrigin("other", history=rewriting("messages", begun)), begun, [])
+            )
             continue
         if what == "keep" and len(each.standing()) > 1:
             keep = rng.randrange(1, len(each.standing()))
@@ -85,13 +106,21 @@ def play(form: ChatFormat, rng: random.Random, past: Any, moves: int) -> Played:
             rewritten = rewriting("keep", keep)
         elif what == "rewrite":
             text = words(rng)
-            each.begin, each.rest, rewritten = [{"role": "user", "content": text}], [], rewriting("text", text)
+            each.begin, each.rest, rewritten = (
+                [{"role": "user", "content": text}],
+                [],
+                rewriting("text", text),
+            )
         heard = (words(rng),) if each.rest else ()
         each.rest += [{"role": "user", "content": heard[0]}] if heard else []
         question = {
-            "heard": heard, "most": None, "rewards": [list(one.rewards) for one in told], "rewritten": rewritten,
-            "conversation": number, "origin": each.origin,
-        }  # fmt: skip
+            "heard": heard,
+            "most": None,
+            "rewards": [list(one.rewards) for one in told],
+            "rewritten": rewritten,
+            "conversation": number,
+            "origin": each.origin,
+        }
         request = talks.ask(**question)
         assert isinstance(request, TurnRequest)
         seen.append([number, request.tokens.tolist(), None, [*each.begin, *each.rest]])
@@ -107,7 +136,9 @@ def play(form: ChatFormat, rng: random.Random, past: Any, moves: int) -> Played:
     return played
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    "count", [6, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
 @pytest.mark.parametrize("past", ["sampled", "rendered"])
 @pytest.mark.parametrize("name", ["chatml", "stripping", "mistral", *TRL])
 def test_rewritten_and_branched_chats_are_trained_to_the_id_behind_what_the_policy_saw(
@@ -132,7 +163,9 @@ def test_rewritten_and_branched_chats_are_trained_to_the_id_behind_what_the_poli
                 assert form.decode(asked) == form.render(messages)
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    "count", [6, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
 @pytest.mark.parametrize("past", ["sampled", "rendered"])
 @pytest.mark.parametrize("name", ["chatml", "stripping", "mistral", *TRL])
 def test_a_rollout_that_goes_on_from_the_disk_keeps_the_ids_of_turns_that_stand_in_a_rewritten_past(

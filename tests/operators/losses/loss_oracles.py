@@ -1,4 +1,5 @@
-"""The losses a second time: objectives as their papers write them, in plain loops over ragged rollouts, in float64."""
+"""The losses a second time: objectives as their papers write them, in plain loops over ragged
+rollouts, in float64."""
 
 import math
 import random
@@ -8,14 +9,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-TOKEN_COLUMNS = ("new_logprobs", "logprobs", "ref_logprobs", "teacher_logprobs", "proximal_logprobs", "entropy",
-                 "new_values", "values", "advantage")  # fmt: skip
+TOKEN_COLUMNS = (
+    "new_logprobs",
+    "logprobs",
+    "ref_logprobs",
+    "teacher_logprobs",
+    "proximal_logprobs",
+    "entropy",
+    "new_values",
+    "values",
+    "advantage",
+)
 WITH_GRADIENT = ("new_logprobs", "entropy", "new_values")
 
 
 @dataclass
 class Rollout:
-    """One rollout: numbers per token, prompt and all; what stands at unmarked tokens must not matter."""
+    """One rollout: numbers per token, prompt and all; what stands at unmarked tokens must not
+    matter."""
 
     group: int
     mask: list[bool]
@@ -36,7 +47,8 @@ class Rollout:
 
 
 def draw(seed: int, *, per_token: bool = False) -> list[Rollout]:
-    """Three groups of two to four rollouts; ratios near 1 and far from it, some rewards and advantages equal.
+    """Three groups of two to four rollouts; ratios near 1 and far from it, some rewards and
+    advantages equal.
 
     per_token: advantages differ within a rollout."""
     noise = random.Random(seed)
@@ -49,17 +61,26 @@ def draw(seed: int, *, per_token: bool = False) -> list[Rollout]:
     for group in range(3):
         for _ in range(whole(2, 4)):
             mask = [False] * whole(1, 3) + [whole(0, 3) > 0 for _ in range(whole(1, 7))] + [True]
-            reward, advantage, spread = float(whole(0, 3)), normal(1.0), (0.01, 0.2, 1.5)[whole(0, 2)]
+            reward, advantage, spread = (
+                float(whole(0, 3)),
+                normal(1.0),
+                (0.01, 0.2, 1.5)[whole(0, 2)],
+            )
             rollout = Rollout(group, mask, reward)
             columns: dict[str, list[float]] = {name: [] for name in TOKEN_COLUMNS}
             for _ in mask:
                 old = -abs(normal(1.5)) - 0.1
                 numbers = {
-                    "logprobs": old, "new_logprobs": old + normal(spread), "ref_logprobs": old + normal(0.5),
-                    "teacher_logprobs": old + normal(1.0), "proximal_logprobs": old + normal(spread),
-                    "entropy": abs(normal(1.0)), "values": normal(0.5), "new_values": normal(0.7),
+                    "logprobs": old,
+                    "new_logprobs": old + normal(spread),
+                    "ref_logprobs": old + normal(0.5),
+                    "teacher_logprobs": old + normal(1.0),
+                    "proximal_logprobs": old + normal(spread),
+                    "entropy": abs(normal(1.0)),
+                    "values": normal(0.5),
+                    "new_values": normal(0.7),
                     "advantage": normal(1.0) if per_token else advantage,
-                }  # fmt: skip
+                }
                 for name, number in numbers.items():
                     columns[name].append(number)
             for name in WITH_GRADIENT:
@@ -75,11 +96,13 @@ def flat(rollouts: list[Rollout], dtype: torch.dtype = torch.float64) -> dict[st
     given = {
         name: torch.tensor([r.number(name, t) for r in rollouts for t in r.chosen], dtype=dtype)
         for name in TOKEN_COLUMNS
-    }  # fmt: skip
+    }
     for name in WITH_GRADIENT:
         given[name].requires_grad_()
     index = [(number, r.group, r.reward) for number, r in enumerate(rollouts) for _ in r.chosen]
-    given["rollout_index"], given["group_index"] = (torch.tensor([each[at] for each in index]) for at in (0, 1))
+    given["rollout_index"], given["group_index"] = (
+        torch.tensor([each[at] for each in index]) for at in (0, 1)
+    )
     given["reward"] = torch.tensor([reward for *_, reward in index], dtype=dtype)
     given["mask"] = torch.ones(len(index), dtype=torch.bool)
     return given
@@ -89,10 +112,15 @@ def reduced(losses_T: Tensor, rollouts: list[Rollout], normalize: str) -> Tensor
     """What the trainer makes of a number per token."""
     lengths = [len(rollout.chosen) for rollout in rollouts]
     divisors = {
-        "tokens": [sum(lengths)] * len(lengths), "rollouts": [len(lengths)] * len(lengths),
+        "tokens": [sum(lengths)] * len(lengths),
+        "rollouts": [len(lengths)] * len(lengths),
         "rollout_means": [len(lengths) * length for length in lengths],
-    }[normalize]  # fmt: skip
-    scale = [1.0 / divisor for divisor, length in zip(divisors, lengths, strict=True) for _ in range(length)]
+    }[normalize]
+    scale = [
+        1.0 / divisor
+        for divisor, length in zip(divisors, lengths, strict=True)
+        for _ in range(length)
+    ]
     return (losses_T * torch.tensor(scale, dtype=losses_T.dtype)).sum()
 
 
@@ -109,7 +137,9 @@ def mean_of_sums(rollouts: list[Rollout], term: Term) -> Tensor:
 
 
 def mean_of_means(rollouts: list[Rollout], term: Term) -> Tensor:
-    return _sum(_sum(term(r, t) for t in r.chosen) / len(r.chosen) for r in rollouts) / len(rollouts)
+    return _sum(_sum(term(r, t) for t in r.chosen) / len(r.chosen) for r in rollouts) / len(
+        rollouts
+    )
 
 
 def _sum(terms: Iterable[Tensor]) -> Tensor:
@@ -144,7 +174,7 @@ def aipo(rollouts: list[Rollout], rho: float) -> Tensor:
     return token_mean(
         rollouts,
         lambda r, t: -min(_ratio(r, t).item(), rho) * _push(r, t) * r.at("new_logprobs", t),
-    )  # fmt: skip
+    )
 
 
 def aipo_surrogate(rollouts: list[Rollout], rho: float) -> Tensor:
@@ -186,11 +216,16 @@ def gspo(rollouts: list[Rollout], low: float, high: float) -> Tensor:
     return total / len(rollouts)
 
 
-def weighted_clip(rollouts: list[Rollout], weight: Callable[[Rollout, int], float], low: float, high: float) -> Tensor:
+def weighted_clip(
+    rollouts: list[Rollout], weight: Callable[[Rollout, int], float], low: float, high: float
+) -> Tensor:
     return token_mean(
         rollouts,
-        lambda r, t: -weight(r, t) * _clip_objective(_ratio(r, t, "proximal_logprobs"), _push(r, t), low, high),
-    )  # fmt: skip
+        lambda r, t: (
+            -weight(r, t)
+            * _clip_objective(_ratio(r, t, "proximal_logprobs"), _push(r, t), low, high)
+        ),
+    )
 
 
 def decoupled_weight(r: Rollout, t: int) -> float:
@@ -220,7 +255,11 @@ def value_error(clip: float | None) -> Term:
         free = (new - target) ** 2 / 2
         if clip is None:
             return free
-        held = new if abs(new.item() - old) < clip else new * 0 + old + math.copysign(clip, new.item() - old)
+        held = (
+            new
+            if abs(new.item() - old) < clip
+            else new * 0 + old + math.copysign(clip, new.item() - old)
+        )
         bounded = (held - target) ** 2 / 2
         return free if free >= bounded else bounded
 
@@ -236,7 +275,8 @@ def distill_term(rho: float) -> Term:
 
 
 def dpo(rollouts: list[Rollout], beta: float) -> Tensor:
-    """Sum over groups of n_g / R times the pair's loss: the mean over groups where all are of one size."""
+    """Sum over groups of n_g / R times the pair's loss: the mean over groups where all are of one
+    size."""
     total = torch.zeros((), dtype=torch.float64)
     for group in sorted({r.group for r in rollouts}):
         members = [r for r in rollouts if r.group == group]
@@ -247,7 +287,8 @@ def dpo(rollouts: list[Rollout], beta: float) -> Tensor:
         if best.reward == worst.reward:
             continue
         margin_of = [
-            _sum(r.at("new_logprobs", t) - r.number("ref_logprobs", t) for t in r.chosen) for r in (best, worst)
+            _sum(r.at("new_logprobs", t) - r.number("ref_logprobs", t) for t in r.chosen)
+            for r in (best, worst)
         ]
         loss = torch.log(1 + torch.exp(-beta * (margin_of[0] - margin_of[1])))
         total = total + len(members) / len(rollouts) * loss

@@ -1,4 +1,5 @@
-"""Laws of combined losses: they read what their parts read, keep their knobs, and are used like any other loss."""
+"""Laws of combined losses: they read what their parts read, keep their knobs, and are used like any
+other loss."""
 
 from functools import partial
 
@@ -16,7 +17,12 @@ def test_a_combined_loss_reads_the_columns_of_its_parts_once_and_has_their_knobs
     read = read_loss(losses.with_entropy(losses.with_kl(losses.grpo, beta=0.1)), "trainer")
     assert read.columns == ("logprobs", "advantage", "ref_logprobs")
     assert read.computed == ("new_logprobs", "entropy")
-    assert read.knobs == {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.1, "entropy_weight": 0.001}
+    assert read.knobs == {
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "kl_beta": 0.1,
+        "entropy_weight": 0.001,
+    }
     assert read.name == "grpo+kl_to_reference+entropy_bonus"
     assert "clipped.py:" in read.where
     assert not read.faults
@@ -27,7 +33,9 @@ def test_knobs_can_be_set_before_and_after_combining():
     after = partial(losses.with_kl(losses.grpo), clip_high=0.3, kl_beta=0.1)
     assert read_loss(before, "trainer").knobs == read_loss(after, "trainer").knobs
     known = oracle.flat(oracle.draw(0))
-    given = {name: known[name] for name in ("new_logprobs", "logprobs", "advantage", "ref_logprobs")}
+    given = {
+        name: known[name] for name in ("new_logprobs", "logprobs", "advantage", "ref_logprobs")
+    }
     assert torch.equal(before(**given), after(**given))
     assert not torch.equal(before(**given), losses.with_kl(losses.grpo)(**given))
     shown = tiny_trainer(loss=before).knobs()["loss"]

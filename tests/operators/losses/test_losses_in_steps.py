@@ -1,4 +1,5 @@
-"""Laws of losses inside a step: how it is cut into micro-batches changes neither loss nor gradient."""
+"""Laws of losses inside a step: how it is cut into micro-batches changes neither loss nor
+gradient."""
 
 from functools import partial
 
@@ -6,7 +7,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from trainer_rig import gradient, group, reference_logprobs, rows_of, tiny_learner, tiny_llama, tiny_trainer
+from trainer_rig import (
+    gradient,
+    group,
+    reference_logprobs,
+    rows_of,
+    tiny_learner,
+    tiny_llama,
+    tiny_trainer,
+)
 
 from operators import losses
 from operators.training.learner.loss_function import read_loss
@@ -28,14 +37,18 @@ def _columns(batch: pa.RecordBatch, *names: str) -> pa.RecordBatch:
 
 
 GROUPS = [
-    _columns(group(number, size=4), "ref_logprobs", "proximal_logprobs", "teacher_logprobs") for number in range(5)
+    _columns(group(number, size=4), "ref_logprobs", "proximal_logprobs", "teacher_logprobs")
+    for number in range(5)
 ]
 STEPS = {
     "gspo": (partial(losses.gspo, clip_low=0.3, clip_high=0.4), "rollout_means"),
     "sequence_truncated_is": (losses.sequence_truncated_is, "tokens"),
     "dpo": (losses.dpo, "rollout_means"),
     "distill": (losses.distill, "tokens"),
-    "grpo with kl and entropy": (losses.with_entropy(losses.with_kl(losses.grpo), weight=0.1), "rollout_means"),
+    "grpo with kl and entropy": (
+        losses.with_entropy(losses.with_kl(losses.grpo), weight=0.1),
+        "rollout_means",
+    ),
     "one update": (losses.one_update(losses.icepop), "tokens"),
 }
 
@@ -54,7 +67,9 @@ def test_micro_batches_change_neither_loss_nor_gradient(name):
     rows = rows_of(*GROUPS, columns=read_loss(loss, "trainer").columns)
     found = []
     for limit in (10_000, 60, 1):
-        learner = tiny_learner(tiny_trainer(loss=loss, normalize=normalize, micro_batch_tokens=limit))
+        learner = tiny_learner(
+            tiny_trainer(loss=loss, normalize=normalize, micro_batch_tokens=limit)
+        )
         found.append((*gradient(learner, rows)[:2], len(learner.begin(rows, 0))))
     assert found[0][1].abs().max() > 1e-4
     assert 1 == found[0][2] < found[1][2] <= found[2][2]
@@ -64,11 +79,15 @@ def test_micro_batches_change_neither_loss_nor_gradient(name):
 
 
 RATIOS = {
-    **STEPS, "aipo": (losses.aipo, "tokens"), "grpo": (losses.grpo, "rollout_means"),
-    "aipo_surrogate": (losses.aipo_surrogate, "tokens"), "decoupled_ppo": (losses.decoupled_ppo, "tokens"),
-    "icepop": (losses.icepop, "tokens"), "truncated_is": (losses.truncated_is, "tokens"),
+    **STEPS,
+    "aipo": (losses.aipo, "tokens"),
+    "grpo": (losses.grpo, "rollout_means"),
+    "aipo_surrogate": (losses.aipo_surrogate, "tokens"),
+    "decoupled_ppo": (losses.decoupled_ppo, "tokens"),
+    "icepop": (losses.icepop, "tokens"),
+    "truncated_is": (losses.truncated_is, "tokens"),
     "corrected": (losses.with_kl(losses.cispo, corrected=True), "tokens"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RATIOS)
@@ -79,9 +98,17 @@ def test_one_token_whose_ratio_overflows_costs_no_step(name):
     for column in ("logprobs", "proximal_logprobs", "ref_logprobs", "teacher_logprobs"):
         values = batch.column(column).to_pylist()
         at = batch.column("mask")[0].as_py().index(True)
-        values[0][at] += 0.0 if column.startswith(("ref", "teacher")) else -300.0 if column == "logprobs" else -120.0
+        values[0][at] += (
+            0.0
+            if column.startswith(("ref", "teacher"))
+            else -300.0
+            if column == "logprobs"
+            else -120.0
+        )
         place = batch.schema.get_field_index(column)
-        batch = batch.set_column(place, batch.schema.field(column), pa.array(values, batch.schema.field(column).type))
+        batch = batch.set_column(
+            place, batch.schema.field(column), pa.array(values, batch.schema.field(column).type)
+        )
     learner = tiny_learner(tiny_trainer(loss=loss, normalize=normalize))
     for part in learner.begin(rows_of(batch, *GROUPS[1:], columns=columns), 0):
         learner.micro(part)
@@ -93,7 +120,9 @@ def test_one_token_whose_ratio_overflows_costs_no_step(name):
 def test_a_group_is_never_cut_where_pairs_are_made_of_it():
     rows = rows_of(*GROUPS, columns=read_loss(losses.dpo, "trainer").columns)
     learner = tiny_learner(tiny_trainer(loss=losses.dpo, micro_batch_tokens=1))
-    assert [part.tolist() for part in learner.begin(rows, 0)] == np.arange(20).reshape(5, 4).tolist()
+    assert [part.tolist() for part in learner.begin(rows, 0)] == np.arange(20).reshape(
+        5, 4
+    ).tolist()
 
 
 def test_preference_through_the_trainer_is_that_computed_by_hand():
@@ -114,8 +143,12 @@ def test_preference_through_the_trainer_is_that_computed_by_hand():
         total = total + torch.log1p(torch.exp(-0.1 * (margins[0] - margins[1]))) / len(GROUPS)
         pairs += 1
     assert pairs > 1
-    wanted = torch.cat([grad.flatten() for grad in torch.autograd.grad(total, list(module.parameters()))])
-    learner = tiny_learner(tiny_trainer(loss=losses.dpo, normalize="rollout_means", micro_batch_tokens=60))
+    wanted = torch.cat(
+        [grad.flatten() for grad in torch.autograd.grad(total, list(module.parameters()))]
+    )
+    learner = tiny_learner(
+        tiny_trainer(loss=losses.dpo, normalize="rollout_means", micro_batch_tokens=60)
+    )
     rows = rows_of(*GROUPS, columns=read_loss(losses.dpo, "trainer").columns)
     found, grad, _ = gradient(learner, rows)
     assert abs(found - total.item()) < 1e-5

@@ -1,4 +1,5 @@
-"""What begins at some position: engine, trainer and forward operators are right on both sides of it, or refuse it."""
+"""What begins at some position: engine, trainer and forward operators are right on both sides of
+it, or refuse it."""
 
 from pathlib import Path
 from typing import Any
@@ -27,43 +28,74 @@ from operators.training.learner.packing import pack
 from operators.training.learner.policy import Policy
 
 SIZES = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 192, "initializer_range": 0.3, "bos_token_id": 1,
-    "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 192,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 BORDER, MOST = 48, 96
 """Where something begins, and the longest rollout."""
 ROLLOUTS = ((5, 4), (4, 50), (20, MOST - 20))
 """Tokens of prompts and completions: before the border, over it, and far beyond it."""
 LONGROPE = {
-    "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.5, 3.0, 5.0, 9.0],
-    "rope_theta": 1e4, "original_max_position_embeddings": BORDER,
-}  # fmt: skip
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.5, 3.0, 5.0, 9.0],
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": BORDER,
+}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 SCALED = {
-    "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": BORDER,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": BORDER,
     "llama_4_scaling_beta": 0.5,
-}  # fmt: skip
+}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": BORDER}
 CHANGING = {
     "phi3": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": BORDER}),
     "llama, longrope": ("Llama", {"rope_parameters": LONGROPE}),
     "llama, dynamic": ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": BORDER}),
-    "gemma3, in some layers": ("Gemma3Text", MIXED | {
-        "head_dim": 8, "query_pre_attn_scalar": 8,
-        "rope_parameters": {"full_attention": LONGROPE, "sliding_attention": DYNAMIC | {"rope_type": "default"}},
-    }),
-}  # fmt: skip
+    "gemma3, in some layers": (
+        "Gemma3Text",
+        MIXED
+        | {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "rope_parameters": {
+                "full_attention": LONGROPE,
+                "sliding_attention": DYNAMIC | {"rope_type": "default"},
+            },
+        },
+    ),
+}
 CHUNKED = {"head_dim": 8, "no_rope_layers": [1, 0], "moe_layers": [], "intermediate_size_mlp": 48}
 STAYING = {
     "mistral": ("Mistral", {"sliding_window": BORDER}),
-    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": BORDER, "max_window_layers": 1}),
+    "qwen2": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": BORDER, "max_window_layers": 1},
+    ),
     "gemma2": ("Gemma2", {"sliding_window": BORDER, "head_dim": 8, "query_pre_attn_scalar": 8}),
     "olmo3": ("Olmo3", MIXED),
     "smollm3": ("SmolLM3", MIXED | {"no_rope_layers": [1, 0], "use_sliding_window": True}),
-    "ministral3": ("Ministral3", {"rope_parameters": SCALED, "head_dim": 8, "sliding_window": None}),
+    "ministral3": (
+        "Ministral3",
+        {"rope_parameters": SCALED, "head_dim": 8, "sliding_window": None},
+    ),
     "llama4": ("Llama4Text", CHUNKED | {"attention_chunk_size": BORDER, "floor_scale": BORDER}),
-    "gpt-oss": ("GptOss", MIXED | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "gpt-oss": (
+        "GptOss",
+        MIXED | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
 }
 REFUSED = {"llama4": "attention_chunk_size 48, floor_scale 48 begins", "gpt-oss": "s_aux"}
 """What the engine says to those that it cannot decode."""
@@ -72,12 +104,15 @@ REFUSED = {"llama4": "attention_chunk_size 48, floor_scale 48 begins", "gpt-oss"
 def saved(folder: Path, kind: str, config: dict[str, Any]) -> Path:
     torch.manual_seed(0)
     made = getattr(transformers, kind + "Config")(**{**SIZES, **config})
-    transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval().save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval().save_pretrained(
+        folder
+    )
     return folder
 
 
 def plain(folder: Path, tokens: np.ndarray, most: int) -> torch.Tensor:
-    """Log-probabilities of the tokens, by transformers alone, in a forward pass over `most` positions."""
+    """Log-probabilities of the tokens, by transformers alone, in a forward pass over `most`
+    positions."""
     module = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     padded = torch.from_numpy(np.r_[tokens, np.zeros(max(0, most - len(tokens)), np.int64)])
     with torch.no_grad():
@@ -94,9 +129,15 @@ def generated(module: Any, most: int = MOST) -> list[tuple[np.ndarray, np.ndarra
     """Tokens of each rollout, and what the engine noted of those that it drew."""
     proof = adapt(module.requires_grad_(False), "tiny", most)
     engine = Engine(
-        module, slots=4, context_tokens=most, sampling=Sampling(), end_tokens=[], kernel=proof.kernel,
-        fused=proof.fused, token_bytes=proof.token_bytes,
-    )  # fmt: skip
+        module,
+        slots=4,
+        context_tokens=most,
+        sampling=Sampling(),
+        end_tokens=[],
+        kernel=proof.kernel,
+        fused=proof.fused,
+        token_bytes=proof.token_bytes,
+    )
     starts = [
         PromptStart(prompt=prompt, limit=min(most, sum(sizes)), tickets=[i], seeds=[i])
         for i, (prompt, sizes) in enumerate(zip(prompts(), ROLLOUTS, strict=True))
@@ -118,15 +159,21 @@ def trained(module: Any, rollouts: list[np.ndarray]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", CHANGING)
-def test_a_rope_that_changes_with_length_is_that_of_the_longest_sequence_for_every_rollout(kind, tmp_path):
+def test_a_rope_that_changes_with_length_is_that_of_the_longest_sequence_for_every_rollout(
+    kind, tmp_path
+):
     folder = saved(tmp_path, *CHANGING[kind])
     model = Model(str(folder), context_tokens=MOST)
     rollouts = generated(load_model(model))
-    for (tokens, noted), found in zip(rollouts, trained(load_model(model), [t for t, _ in rollouts]), strict=True):
+    for (tokens, noted), found in zip(
+        rollouts, trained(load_model(model), [t for t, _ in rollouts]), strict=True
+    ):
         wanted = plain(folder, tokens, MOST)
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
         np.testing.assert_allclose(noted, wanted[-len(noted) :], atol=1e-4)
-    assert (plain(folder, rollouts[0][0], 0) - plain(folder, rollouts[0][0], MOST)).abs().max() > 0.1
+    assert (
+        plain(folder, rollouts[0][0], 0) - plain(folder, rollouts[0][0], MOST)
+    ).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("kind", CHANGING)
@@ -138,9 +185,13 @@ def test_below_the_border_such_a_rope_is_that_of_short_sequences(kind, tmp_path)
 
 
 @pytest.mark.parametrize("kind", sorted(CHANGING.keys() - {"llama, dynamic"}))
-def test_a_rope_that_changes_below_the_models_length_needs_to_be_told_how_long_rollouts_are(kind, tmp_path):
+def test_a_rope_that_changes_below_the_models_length_needs_to_be_told_how_long_rollouts_are(
+    kind, tmp_path
+):
     folder = saved(tmp_path, *CHANGING[kind])
-    with pytest.raises(ModelError, match=r"longrope.*up to 192 tokens.*Model\(\.\.\., context_tokens=N\)"):
+    with pytest.raises(
+        ModelError, match=r"longrope.*up to 192 tokens.*Model\(\.\.\., context_tokens=N\)"
+    ):
         load_model(Model(str(folder)))
     raw = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     for use in (Policy, lambda module: adapt(module, "raw")):
@@ -150,7 +201,11 @@ def test_a_rope_that_changes_below_the_models_length_needs_to_be_told_how_long_r
 
 def test_a_rope_that_cannot_keep_to_one_set_of_factors_is_refused(tmp_path):
     scales = LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.3}
-    folder = saved(tmp_path, "Phimoe", {"rope_parameters": scales, "num_local_experts": 2, "num_experts_per_tok": 1})
+    folder = saved(
+        tmp_path,
+        "Phimoe",
+        {"rope_parameters": scales, "num_local_experts": 2, "num_experts_per_tok": 1},
+    )
     with pytest.raises(ModelError, match="PhimoeRotaryEmbedding cannot keep to one set"):
         load_model(Model(str(folder), context_tokens=MOST))
     load_model(Model(str(folder), context_tokens=BORDER))
@@ -159,7 +214,10 @@ def test_a_rope_that_cannot_keep_to_one_set_of_factors_is_refused(tmp_path):
 def test_no_rollout_is_longer_than_a_model_without_rope_has_positions_for():
     config = transformers.GPT2Config(n_positions=BORDER)
     assert context_tokens_of(Generator(Model("gpt2"), context_tokens=BORDER), config) == BORDER
-    for generator in (Generator(Model("gpt2"), context_tokens=MOST), Generator(Model("gpt2", context_tokens=MOST))):
+    for generator in (
+        Generator(Model("gpt2"), context_tokens=MOST),
+        Generator(Model("gpt2", context_tokens=MOST)),
+    ):
         with pytest.raises(ModelError, match="each of 48 positions.*context_tokens=96"):
             context_tokens_of(generator, config)
 
@@ -180,16 +238,23 @@ def test_no_operator_takes_longer_rollouts_than_the_rope_was_settled_for(tmp_pat
 
 
 @pytest.mark.parametrize("kind", STAYING)
-def test_rollouts_on_both_sides_of_a_border_are_those_of_the_plain_forward_or_refused(kind, tmp_path):
+def test_rollouts_on_both_sides_of_a_border_are_those_of_the_plain_forward_or_refused(
+    kind, tmp_path
+):
     folder = saved(tmp_path, *STAYING[kind])
     model = Model(str(folder))
     if kind in REFUSED:
         with pytest.raises(ModelError, match=REFUSED[kind]):
             generated(load_model(model))
-        rollouts = [(np.resize(prompt, sum(sizes)), []) for prompt, sizes in zip(prompts(), ROLLOUTS, strict=True)]
+        rollouts = [
+            (np.resize(prompt, sum(sizes)), [])
+            for prompt, sizes in zip(prompts(), ROLLOUTS, strict=True)
+        ]
     else:
         rollouts = generated(load_model(model))
-    for (tokens, noted), found in zip(rollouts, trained(load_model(model), [t for t, _ in rollouts]), strict=True):
+    for (tokens, noted), found in zip(
+        rollouts, trained(load_model(model), [t for t, _ in rollouts]), strict=True
+    ):
         wanted = plain(folder, tokens, 0)
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
         np.testing.assert_allclose(noted, wanted[len(wanted) - len(noted) :], atol=1e-4)
@@ -228,7 +293,9 @@ def test_a_model_whose_numbers_depend_on_what_stands_beside_is_not_trained():
         Policy(transformers.BertLMHeadModel(config).eval())
 
 
-def test_a_model_that_gives_other_rows_of_logits_than_were_asked_for_is_neither_decoded_nor_packed(tmp_path):
+def test_a_model_that_gives_other_rows_of_logits_than_were_asked_for_is_neither_decoded_nor_packed(
+    tmp_path,
+):
     folder = saved(tmp_path, "Llama", {})
 
     def careless() -> Any:

@@ -41,7 +41,8 @@ class End:
 
 
 @pytest.mark.parametrize(
-    ("is_withdrawn", "is_there", "taken"), [(True, False, None), (True, True, 3), (False, False, 3), (False, True, 3)]
+    ("is_withdrawn", "is_there", "taken"),
+    [(True, False, None), (True, True, 3), (False, False, 3), (False, True, 3)],
 )
 def test_an_offer_that_is_withdrawn_before_it_is_taken_fills_nothing(
     is_withdrawn: bool, is_there: bool, taken: int | None, tmp_path: Path

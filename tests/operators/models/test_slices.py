@@ -1,4 +1,5 @@
-"""A model that is read by slices is the one that transformers loads: every tensor bit for bit, and all that it says."""
+"""A model that is read by slices is the one that transformers loads: every tensor bit for bit, and
+all that it says."""
 
 import itertools
 import json
@@ -15,20 +16,36 @@ from operators.models.held import held, runs_of
 from operators.models.slices import boxes, overlap
 
 SIZES = {
-    "vocab_size": 33, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2,
-}  # fmt: skip
+    "vocab_size": 33,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
 FAMILIES = {
-    "llama": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}),
+    "llama": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}},
+    ),
     "tied llama": ("LlamaConfig", {"tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 8, "tie_word_embeddings": True}),
     "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2 moe": ("Qwen2MoeConfig", {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2,
-                                     "shared_expert_intermediate_size": 24}),
+    "qwen2 moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 3,
+            "moe_intermediate_size": 8,
+            "num_experts_per_tok": 2,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
-}  # fmt: skip
+}
 HEADS = {
     "lm": "AutoModelForCausalLM",
     "value": "AutoModelForTokenClassification",
@@ -36,7 +53,9 @@ HEADS = {
 }
 
 
-def written(folder: Path, family: str = "llama", head: str = "lm", dtype: str = "float32", **options) -> Path:
+def written(
+    folder: Path, family: str = "llama", head: str = "lm", dtype: str = "float32", **options
+) -> Path:
     """A folder with a model of random weights; every tensor differs from what it is at first."""
     kind, extra = FAMILIES[family]
     config = getattr(transformers, kind)(**{**SIZES, **extra})
@@ -60,14 +79,19 @@ def same(model: Model, **options) -> None:
         of_found, of_wanted = dict(getattr(found, tensors)()), dict(getattr(wanted, tensors)())
         assert list(of_found) == list(of_wanted)
         for name, tensor in of_wanted.items():
-            assert (of_found[name].dtype, of_found[name].device) == (tensor.dtype, tensor.device), name
+            assert (of_found[name].dtype, of_found[name].device) == (tensor.dtype, tensor.device), (
+                name
+            )
             assert torch.equal(of_found[name], tensor), name
             assert of_found[name].requires_grad == tensor.requires_grad, name
     assert {**found.config.to_dict()} == {**wanted.config.to_dict()}
     assert found.config._attn_implementation == wanted.config._attn_implementation
     if wanted.can_generate():
         assert found.generation_config.to_dict() == wanted.generation_config.to_dict()
-    assert torch.equal(found(input_ids=torch.arange(9)[None]).logits, wanted(input_ids=torch.arange(9)[None]).logits)
+    assert torch.equal(
+        found(input_ids=torch.arange(9)[None]).logits,
+        wanted(input_ids=torch.arange(9)[None]).logits,
+    )
     for mine, theirs in zip(saved(found), saved(wanted), strict=True):
         assert mine == theirs
 
@@ -77,7 +101,8 @@ def saved(module):
     from transformers.core_model_loading import revert_weight_conversion
 
     return sorted(
-        (name, tensor.shape) for name, tensor in revert_weight_conversion(module, module.state_dict()).items()
+        (name, tensor.shape)
+        for name, tensor in revert_weight_conversion(module, module.state_dict()).items()
     )
 
 
@@ -86,7 +111,9 @@ def test_every_family_is_read_as_transformers_does(family, tmp_path):
     same(Model(str(written(tmp_path, family))))
 
 
-@pytest.mark.parametrize(("stored", "dtype"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", None)])
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", None)]
+)
 def test_weights_are_cast_as_transformers_does(stored, dtype, tmp_path):
     same(Model(str(written(tmp_path, "qwen3", dtype=stored)), dtype="bfloat16"), dtype=dtype)
 
@@ -111,7 +138,10 @@ def test_a_head_that_is_not_there_begins_at_0(tmp_path):
 def test_names_without_the_prefix_of_the_base_model_are_known(tmp_path):
     folder = written(tmp_path, "tied llama")
     tensors = load_file(folder / "model.safetensors")
-    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     same(Model(str(folder)))
 
 
@@ -121,7 +151,9 @@ def test_what_takes_more_than_putting_tensors_together_is_loaded_at_once(tmp_pat
     twice = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
     save_file(twice, folder / "model.safetensors", metadata={"format": "pt"})
     assert loading.outlined(Model(str(folder))) is None
-    assert torch.equal(loading.load_model(Model(str(folder))).lm_head.weight, twice["lm_head.weight"])
+    assert torch.equal(
+        loading.load_model(Model(str(folder))).lm_head.weight, twice["lm_head.weight"]
+    )
     quantised = written(tmp_path / "quantised")
     config = json.loads((quantised / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}

@@ -1,4 +1,5 @@
-"""Parts of tensors in safetensors files: what is read is what lies there, what is written others read."""
+"""Parts of tensors in safetensors files: what is read is what lies there, what is written others
+read."""
 
 import json
 import os
@@ -44,7 +45,9 @@ def test_a_part_that_is_read_is_that_part(shape, offsets, sizes, dtype, buffer, 
     into = {
         "its own bytes": torch.full(sizes, 7.0, dtype=dtype),
         "cast": torch.full(sizes, 7.0, dtype=torch.float64),
-        "strided": torch.full((*sizes[:-1], 2 * sizes[-1]), 7.0, dtype=dtype)[..., ::2] if sizes else None,
+        "strided": torch.full((*sizes[:-1], 2 * sizes[-1]), 7.0, dtype=dtype)[..., ::2]
+        if sizes
+        else None,
     }
     file = os.open(tmp_path / "file", os.O_RDONLY)
     for tensor in filter(lambda each: each is not None, into.values()):
@@ -55,9 +58,15 @@ def test_a_part_that_is_read_is_that_part(shape, offsets, sizes, dtype, buffer, 
 
 @pytest.mark.parametrize(("shape", "offsets", "sizes"), PARTS, ids=str)
 def test_a_part_that_is_written_changes_nothing_beside_it(shape, offsets, sizes, buffer, tmp_path):
-    shapes = {"a": ((3,), torch.bfloat16), "it": (shape, torch.float32), "z": ((2, 2), torch.float32)}
+    shapes = {
+        "a": ((3,), torch.bfloat16),
+        "it": (shape, torch.float32),
+        "z": ((2, 2), torch.float32),
+    }
     header, size, stored = laid_out(tmp_path / "file", shapes, {"format": "pt"})
-    assert len(header) % 8 == 0 and {place.begin % place.dtype.itemsize for place in stored.values()} == {0}
+    assert len(header) % 8 == 0 and {
+        place.begin % place.dtype.itemsize for place in stored.values()
+    } == {0}
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.pwrite(file, header, 0)
     os.ftruncate(file, size)

@@ -1,4 +1,5 @@
-"""A trainer of several ranks without a run: a fork of the test's process is rank 0, and forks the others."""
+"""A trainer of several ranks without a run: a fork of the test's process is rank 0, and forks the
+others."""
 
 import contextlib
 import functools
@@ -43,8 +44,9 @@ CODEC = codec_of("test", Said)
 
 
 def in_a_fork(test: Callable[..., None]) -> Callable[..., None]:
-    """A test whose process is a worker's: new, and in no process group before. torch keeps what it knows of meshes for
-    as long as a process lives, so that a second one in it finds groups that are gone."""
+    """A test whose process is a worker's: new, and in no process group before. torch keeps what it
+    knows of meshes for as long as a process lives, so that a second one in it finds groups that are
+    gone."""
 
     def main(end: int, rank: int, body: Callable[[], None]) -> int:
         channel = Channel(socket.socket(fileno=end), CODEC, TEST_S)
@@ -80,12 +82,15 @@ def led(
     key_value_heads: int = 2,
     **facts: Any,
 ) -> Iterator[LedLearner]:
-    """The learner of so many ranks; they end with the block. found: what they read slices of, instead of `make`."""
+    """The learner of so many ranks; they end with the block. found: what they read slices of,
+    instead of `make`."""
     torch.set_num_threads(1)
     limits = Limits(start_s=90.0, exchange_s=timeout_s)
     context = Context(node="trainer", ranks=ranks, limits=limits, **facts)
     make = make or (lambda: tiny_learner(trainer, tiny_llama()))
-    making = Making(trainer=trainer, context=context, make=make, found=found, key_value_heads=key_value_heads)
+    making = Making(
+        trainer=trainer, context=context, make=make, found=found, key_value_heads=key_value_heads
+    )
     learner = lead(making)
     try:
         yield learner
@@ -106,14 +111,18 @@ def train(learner: Learner, steps: list[StepRows], lr: float = 1e-2) -> list[Ste
 def weights(learner: Learner) -> list[dict[str, torch.Tensor]]:
     """The trained weights, as each rank puts them together from those of all."""
     return [
-        {name: torch.tensor(values).view(learner.parameters[name].shape) for name, values in each.items()}
+        {
+            name: torch.tensor(values).view(learner.parameters[name].shape)
+            for name, values in each.items()
+        }
         for each in learner.everywhere(_weights)
     ]
 
 
 def sent(learner: LedLearner, readers: int) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
-    """The trained weights as so many ranks of a reader get them, each its rows, by the layout that the trainer's ranks
-    agree on and the plan of copies from it; and the bytes that each rank of the trainer has sent."""
+    """The trained weights as so many ranks of a reader get them, each its rows, by the layout that
+    the trainer's ranks agree on and the plan of copies from it; and the bytes that each rank of the
+    trainer has sent."""
     plain, held = zip(*learner.everywhere(_offered), strict=True)
     layout = Layout.from_plain(plain[0])
     assert all(each == plain[0] for each in plain), "every rank describes all of them alike"
@@ -121,8 +130,9 @@ def sent(learner: LedLearner, readers: int) -> tuple[list[dict[str, torch.Tensor
     wanted = Layout.fsdp(full, readers)
     plan = reshard(layout, wanted)
     source = [
-        {name: torch.tensor(values).view(shape) for name, (values, shape) in each.items()} for each in held
-    ]  # fmt: skip
+        {name: torch.tensor(values).view(shape) for name, (values, shape) in each.items()}
+        for each in held
+    ]
     got = [
         {name: torch.full(shape, torch.nan) for name, (shape, _) in wanted.local(rank).items()}
         for rank in range(readers)
@@ -131,7 +141,9 @@ def sent(learner: LedLearner, readers: int) -> tuple[list[dict[str, torch.Tensor
         place = got[copy.destination_rank][copy.destination_name][copy.destination_box]
         assert place.isnan().all(), "no element comes twice"
         place.copy_(source[copy.source_rank][copy.source_name][copy.source_box])
-    nbytes = [sum(copy.nbytes for copy in plan.copies(source_rank=rank)) for rank in range(learner.ranks)]
+    nbytes = [
+        sum(copy.nbytes for copy in plan.copies(source_rank=rank)) for rank in range(learner.ranks)
+    ]
     return got, nbytes
 
 

@@ -1,4 +1,5 @@
-"""Ranks on another host: what is said to them, their ends, the ends of their hosts, and where they meet."""
+"""Ranks on another host: what is said to them, their ends, the ends of their hosts, and where they
+meet."""
 
 import contextlib
 import gc
@@ -57,7 +58,12 @@ def there(line: RankLine, host: str, keys: RunKeys = KEYS) -> Forked:
 
     def body() -> int:
         settings = Settings(
-            folder="", worker="trainer", host=host, ranks_at=line.address, keys=keys.to_plain(), limits=LIMITS
+            folder="",
+            worker="trainer",
+            host=host,
+            ranks_at=line.address,
+            keys=keys.to_plain(),
+            limits=LIMITS,
         )
         made = RankHost(settings, lambda told: answers(told["said"]))
         try:
@@ -72,7 +78,12 @@ def there(line: RankLine, host: str, keys: RunKeys = KEYS) -> Forked:
 def team() -> Iterator[tuple[Team, RankLine, Forked]]:
     line = RankLine("127.0.0.1", KEYS, HOSTS)
     places = RankPlaces(
-        hosts=HOSTS, devices=("cpu",) * 3, address="127.0.0.1", meets_at=line.address, keys=KEYS, starts=line
+        hosts=HOSTS,
+        devices=("cpu",) * 3,
+        address="127.0.0.1",
+        meets_at=line.address,
+        keys=KEYS,
+        starts=line,
     )
     line.prepare({"said": "hello"})
     found = Team("trainer", 3, on_their_hosts(forked(answers("here")), places), LIMITS, CODEC)
@@ -103,7 +114,10 @@ def test_what_ends_one_is_said_with_its_host() -> None:
     with team() as (ranks, _, _):
         ranks.answer(1, Answer)
         ranks.tell(End(3), 1)
-        with pytest.raises(WorkerDied, match=r"rank 1 .*on host 'b'.* ended with status 1 .*ValueError: told to end"):
+        with pytest.raises(
+            WorkerDied,
+            match=r"rank 1 .*on host 'b'.* ended with status 1 .*ValueError: told to end",
+        ):
             ranks.answer(1, Answer)
         ranks.answer(2, Answer)
         os.kill(ranks._processes[2].pid, signal.SIGKILL)
@@ -177,9 +191,12 @@ def test_ranks_meet_at_the_line_of_the_first(tmp_path: Path) -> None:
 
 
 def test_groups_that_are_made_later_meet_there_too(tmp_path: Path) -> None:
-    """torch keeps no reference to a store that is written in Python: it has to live as long as the process group."""
+    """torch keeps no reference to a store that is written in Python: it has to live as long as the
+    process group."""
     line = RankLine("127.0.0.1", KEYS, HOSTS)
-    places = RankPlaces(hosts=("a",), devices=("cpu",), address="127.0.0.1", meets_at=line.address, keys=KEYS)
+    places = RankPlaces(
+        hosts=("a",), devices=("cpu",), address="127.0.0.1", meets_at=line.address, keys=KEYS
+    )
 
     def rank() -> int:
         group.join(tmp_path, 0, 1, torch.device("cpu"), WAIT_S, places)

@@ -1,4 +1,5 @@
-"""Ranks that are forked: what they inherit, what they do not, and that they end with their parent."""
+"""Ranks that are forked: what they inherit, what they do not, and that they end with their
+parent."""
 
 import os
 import signal
@@ -45,7 +46,11 @@ def test_a_fork_runs_a_closure_with_no_open_file_of_its_parents_but_its_own_end(
 
     def main(end, rank):
         channel = channel_of(end)
-        held = {int(each.name): os.path.realpath(each) for each in Path("/dev/fd").iterdir() if each.exists()}
+        held = {
+            int(each.name): os.path.realpath(each)
+            for each in Path("/dev/fd").iterdir()
+            if each.exists()
+        }
         mine = {number for number, file in held.items() if number > 2 and file != os.devnull}
         channel.send(Answer(words["said"], rank, mine == {end}))
         return channel.receive(WAIT_S).status
@@ -117,7 +122,9 @@ def test_waiting_for_a_fork_has_a_deadline_and_tells_its_signal():
     process.kill()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end on Linux alone")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel tells of a parent's end on Linux alone"
+)
 def test_a_fork_ends_with_its_parent_however_that_ends():
     hears, tells = os.pipe()
 
@@ -153,5 +160,9 @@ def test_a_process_that_has_used_a_gpu_forks_no_rank(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(RunError, match="has used CUDA; .*before anything touches the GPU"):
+    with (
+        ours,
+        theirs,
+        pytest.raises(RunError, match="has used CUDA; .*before anything touches the GPU"),
+    ):
         forked(lambda end, rank: 0)(theirs, 1)

@@ -1,4 +1,5 @@
-"""A collective has a deadline of ours, which stands still while the ranks are stopped; gloo's own does not."""
+"""A collective has a deadline of ours, which stands still while the ranks are stopped; gloo's own
+does not."""
 
 import os
 import signal
@@ -84,7 +85,8 @@ CODEC = codec_of("test", Sum)
 
 
 def member(folder: Path, end: int, rank: int) -> int:
-    """Ranks 1 and 2 of the team are 0 and 1 of the group; the second enters the collective when it is told to."""
+    """Ranks 1 and 2 of the team are 0 and 1 of the group; the second enters the collective when it
+    is told to."""
     torch.set_num_threads(1)
     channel = Channel(socket.socket(fileno=end), CODEC, WAIT_S)
     group.join(folder, rank - 1, 2, torch.device("cpu"), LIMIT_S)
@@ -104,7 +106,13 @@ def member(folder: Path, end: int, rank: int) -> int:
 
 @pytest.fixture
 def team(tmp_path: Path):
-    made = Team("ranks", 3, forked(lambda end, rank: member(tmp_path, end, rank)), Limits(start_s=WAIT_S), CODEC)
+    made = Team(
+        "ranks",
+        3,
+        forked(lambda end, rank: member(tmp_path, end, rank)),
+        Limits(start_s=WAIT_S),
+        CODEC,
+    )
     for rank in (1, 2):
         made.answer(rank, Loaded)
     yield made
@@ -116,7 +124,9 @@ def stopped(pids: list[int]) -> bool:
 
 
 @pytest.mark.slow
-def test_ranks_that_are_stopped_in_a_collective_for_longer_than_its_limit_go_on_in_it(team: Team) -> None:
+def test_ranks_that_are_stopped_in_a_collective_for_longer_than_its_limit_go_on_in_it(
+    team: Team,
+) -> None:
     pids = [process.pid for process in team._processes.values()]
     time.sleep(1.0)  # the first is in the collective
     for pid in pids:
@@ -130,7 +140,9 @@ def test_ranks_that_are_stopped_in_a_collective_for_longer_than_its_limit_go_on_
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_one_that_never_comes_ends_though_gloo_would_wait_for_ever(team: Team) -> None:
+def test_a_rank_that_waits_for_one_that_never_comes_ends_though_gloo_would_wait_for_ever(
+    team: Team,
+) -> None:
     assert team.answer(1, Sum).value == f"TimeoutError: timed out after {LIMIT_S:g} s"
     team.tell(Load(), 2)
     assert "RuntimeError" in team.answer(2, Sum).value

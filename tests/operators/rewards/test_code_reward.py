@@ -1,4 +1,5 @@
-"""Laws of `code_reward`: what a program earns, what its row says, and that nothing runs without a sandbox."""
+"""Laws of `code_reward`: what a program earns, what its row says, and that nothing runs without a
+sandbox."""
 
 import json
 import re
@@ -56,16 +57,24 @@ def apply(reward: Any) -> None:
 
 
 @pytest.mark.parametrize("made", [lambda: code_reward(), lambda: find("code")])
-def test_a_graph_is_refused_where_there_is_no_bubblewrap(monkeypatch: pytest.MonkeyPatch, made: Any) -> None:
+def test_a_graph_is_refused_where_there_is_no_bubblewrap(
+    monkeypatch: pytest.MonkeyPatch, made: Any
+) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(GraphError, match="needs bubblewrap.*is not on PATH; install bubblewrap.*never run"):
+    with pytest.raises(
+        GraphError, match="needs bubblewrap.*is not on PATH; install bubblewrap.*never run"
+    ):
         apply(made())
 
 
-def test_a_graph_is_refused_where_the_named_bubblewrap_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_refused_where_the_named_bubblewrap_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(VARIABLE, "/nowhere/bwrap")
-    with pytest.raises(GraphError, match=f"{VARIABLE} names '/nowhere/bwrap', which is no program; install"):
+    with pytest.raises(
+        GraphError, match=f"{VARIABLE} names '/nowhere/bwrap', which is no program; install"
+    ):
         apply(code_reward())
 
 
@@ -74,7 +83,9 @@ def test_a_graph_is_refused_where_the_kernel_makes_no_namespaces(
 ) -> None:
     text = "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
     monkeypatch.setenv(VARIABLE, program(tmp_path / "bwrap", text))
-    with pytest.raises(GraphError, match="cannot make a sandbox.*No permissions to create new namespace.*sysctl"):
+    with pytest.raises(
+        GraphError, match="cannot make a sandbox.*No permissions to create new namespace.*sysctl"
+    ):
         apply(code_reward())
 
 
@@ -100,10 +111,14 @@ def test_no_program_runs_without_a_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_sandbox_that_fails_is_an_error_of_its_row_and_never_a_reward(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(VARIABLE, program(tmp_path / "bwrap", "#!/bin/sh\necho broken >&2\nexit 3\n"))
+    monkeypatch.setenv(
+        VARIABLE, program(tmp_path / "bwrap", "#!/bin/sh\necho broken >&2\nexit 3\n")
+    )
     monkeypatch.setattr(code, "fault", lambda: None)
     runtime = code_reward().build(Context(node="reward", log=Log()))
-    (row,) = scored(runtime, {"completion": [ADD], "tests": [["assert add(1, 2) == 3"]], "group_id": [0]})
+    (row,) = scored(
+        runtime, {"completion": [ADD], "tests": [["assert add(1, 2) == 3"]], "group_id": [0]}
+    )
     assert row["reward"] is None and row["reward_note"] is None
     assert "SandboxError: a sandbox ended with status 3; it said: broken" in row[ERROR]
 
@@ -135,7 +150,9 @@ def test_limits_that_cannot_be_are_refused(knobs: dict[str, Any], message: str) 
         ("```python\nx = 1\n```\n```bash\nls\n```", "x = 1\n"),
     ],
 )
-def test_the_program_is_the_last_block_of_python_else_the_whole_text(completion: str, found: str) -> None:
+def test_the_program_is_the_last_block_of_python_else_the_whole_text(
+    completion: str, found: str
+) -> None:
     assert program_in(completion) == found
 
 
@@ -154,7 +171,9 @@ def test_the_program_is_the_last_block_of_python_else_the_whole_text(completion:
         ("1e999999999", "1", False),
     ],
 )
-def test_outputs_are_compared_by_lines_words_and_the_value_of_numbers(found: str, wanted: str, same: bool) -> None:
+def test_outputs_are_compared_by_lines_words_and_the_value_of_numbers(
+    found: str, wanted: str, same: bool
+) -> None:
     assert is_same_output(found, wanted) is same
 
 
@@ -165,9 +184,15 @@ def test_the_tests_of_open_data_sets_are_read() -> None:
     live_code_bench = read_cases(json.dumps([{"input": "1\n", "output": "a", "testtype": "stdin"}]))
     called = read_cases(json.dumps({"fn_name": "f", "inputs": [[[1], "x"]], "outputs": [2]}))
     called_by_line = read_cases(json.dumps([{"fn_name": "f", "input": '[1]\n"x"', "output": "2"}]))
-    assert [case.test for case in mbpp] == [PythonTest("assert f(1) == 2"), PythonTest("assert f(2) == 3")]
+    assert [case.test for case in mbpp] == [
+        PythonTest("assert f(1) == 2"),
+        PythonTest("assert f(2) == 3"),
+    ]
     assert len(human_eval) == 1 and isinstance(human_eval[0].test, PythonTest)
-    assert [(case.test, case.wanted) for case in apps] == [(ScriptTest("1\n"), "a\n"), (ScriptTest("2\n3"), "b")]
+    assert [(case.test, case.wanted) for case in apps] == [
+        (ScriptTest("1\n"), "a\n"),
+        (ScriptTest("2\n3"), "b"),
+    ]
     assert [(case.test, case.wanted) for case in live_code_bench] == [(ScriptTest("1\n"), "a")]
     assert called == called_by_line == [Case(CallTest("f", [[1], "x"], 2))]
 
@@ -182,22 +207,48 @@ def test_tests_that_cannot_be_read_are_an_error_and_no_reward(tests: Any) -> Non
 
 SCRIPTS = json.dumps({"inputs": ["2\n1 2\n", "1\n5"], "outputs": ["3\n", "6"]})
 SUM = "input()\nprint(sum(map(int, input().split())))"
-TWICE = "class Solution:\n    def twice(self, items):\n        return tuple(2 * item for item in items)"
+TWICE = (
+    "class Solution:\n    def twice(self, items):\n        return tuple(2 * item for item in items)"
+)
 SORT = "def sort(items):\n    items.sort()"
-PAIR = "class Pair:\n    def __init__(self, a, b):\n        self.a, self.b = a, b\ndef last(p):\n    return p[-1].b"
+PAIR = (
+    "class Pair:\n    def __init__(self, a, b):\n        self.a, self.b = a, b\ndef last(p):\n   "
+    " return p[-1].b"
+)
 RAISES = "def f(x):\n    raise ValueError('negative')"
-CAUGHT = "try:\n    f(-1)\n    assert False\nexcept ValueError as error:\n    assert 'negative' in str(error)"
-THREAD = "import threading\nthreading.stack_size(1 << 26)\nthreading.Thread(target=lambda: print(input())).start()"
+CAUGHT = (
+    "try:\n    f(-1)\n    assert False\nexcept ValueError as error:\n    assert 'negative' in"
+    " str(error)"
+)
+THREAD = (
+    "import threading\nthreading.stack_size(1 << 26)\nthreading.Thread(target=lambda:"
+    " print(input())).start()"
+)
 
 
 @needs_sandbox
 @pytest.mark.parametrize(
     ("source", "tests", "reward", "note"),
     [
-        (ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 3"], 0.5, "1 of 2.*test 2: AssertionError in `assert add"),
-        (ADD, "def check(candidate):\n    assert abs(candidate(0.5, 1) - 1.5) < 1e-6\ncheck(add)", 1.0, "1 of 1"),
+        (
+            ADD,
+            ["assert add(1, 2) == 3", "assert add(1, 1) == 3"],
+            0.5,
+            "1 of 2.*test 2: AssertionError in `assert add",
+        ),
+        (
+            ADD,
+            "def check(candidate):\n    assert abs(candidate(0.5, 1) - 1.5) < 1e-6\ncheck(add)",
+            1.0,
+            "1 of 1",
+        ),
         (SUM, SCRIPTS, 0.5, r"test 2: printed '5\\n', not '6'"),
-        (TWICE, json.dumps({"fn_name": "twice", "inputs": [[[1, 2]]], "outputs": [[2, 4]]}), 1.0, "1 of 1"),
+        (
+            TWICE,
+            json.dumps({"fn_name": "twice", "inputs": [[[1, 2]]], "outputs": [[2, 4]]}),
+            1.0,
+            "1 of 1",
+        ),
         (SORT, ["a = [3, 1]\nsort(a)\nassert a == [1, 3]"], 1.0, "1 of 1"),
         (PAIR, ["assert last([Pair(1, 2), Pair(3, 4)]) == 4"], 1.0, "1 of 1"),
         ("def g(n):\n    yield from range(n)", ["assert list(g(3)) == [0, 1, 2]"], 1.0, "1 of 1"),
@@ -218,10 +269,15 @@ def test_a_program_earns_the_share_of_its_tests_that_it_passes(
 
 
 @needs_sandbox
-@pytest.mark.parametrize("wanted", ["Infinity", "-Infinity", "NaN", "true", "null", "[Infinity, NaN]"])
+@pytest.mark.parametrize(
+    "wanted", ["Infinity", "-Infinity", "NaN", "true", "null", "[Infinity, NaN]"]
+)
 def test_a_program_that_names_a_literal_earns_nothing_and_the_right_one_all(wanted: str) -> None:
     tests = f'{{"fn_name": "f", "inputs": [[5]], "outputs": [{wanted}]}}'
-    cheats = f"inf = nan = Infinity = NaN = true = null = 5\ndef f(x):\n    return {5 if wanted[0] != '[' else [5, 5]}"
+    cheats = (
+        "inf = nan = Infinity = NaN = true = null = 5\ndef f(x):\n    return"
+        f" {5 if wanted[0] != '[' else [5, 5]}"
+    )
     right = f"import json\ndef f(x):\n    return json.loads('{wanted}')"
     assert [judge(source, tests).reward for source in (cheats, right)] == [0.0, 1.0]
 

@@ -1,8 +1,8 @@
 """Reward functions in the forms of other systems, unchanged, in a graph.
 
-The functions under "as their documentation has them" are written to the documented form of each system, a few lines
-each: TRL's "Using a custom reward function" (Apache-2.0), verl's "Implement Reward Function for Dataset" (Apache-2.0),
-verifiers' "Rubrics" of 0.2 (MIT).
+The functions under "as their documentation has them" are written to the documented form of each
+system, a few lines each: TRL's "Using a custom reward function" (Apache-2.0), verl's "Implement
+Reward Function for Dataset" (Apache-2.0), verifiers' "Rubrics" of 0.2 (MIT).
 """
 
 import inspect
@@ -41,7 +41,11 @@ ROWS = [
 
 
 def scored(
-    reward: Scorer[..., Any], rows: list[dict[str, Any]] = ROWS, *, chat: bool = False, size: int = 1
+    reward: Scorer[..., Any],
+    rows: list[dict[str, Any]] = ROWS,
+    *,
+    chat: bool = False,
+    size: int = 1,
 ) -> list[dict[str, Any]]:
     columns = [name for name in rows[0] if name != "prompt"]
     source = Prompts(rows, columns=columns, epochs=1, chat=chat)
@@ -67,15 +71,22 @@ def format_reward_func(completions: Any, **kwargs: Any) -> list[float]:
     return [1.0 if re.match(r"^group", content) else 0.0 for content in contents]
 
 
-def math_reward_func(prompts: Any, completions: Any, task: Any, **kwargs: Any) -> list[float | None]:
-    return [1.0 if t == "math" else None for prompt, completion, t in zip(prompts, completions, task, strict=True)]
+def math_reward_func(
+    prompts: Any, completions: Any, task: Any, **kwargs: Any
+) -> list[float | None]:
+    return [
+        1.0 if t == "math" else None
+        for prompt, completion, t in zip(prompts, completions, task, strict=True)
+    ]
 
 
 async def async_reward_func(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
     return [float(prompt in ("one", "two")) for prompt in prompts]
 
 
-def my_reward_fn(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+def my_reward_fn(
+    data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
     return len(solution_str) / 100
 
 
@@ -97,13 +108,18 @@ def test_trls_functions_get_messages_where_prompts_are_chats() -> None:
     assert values(found) == [1.0 if row["completion"].startswith("group") else 0.0 for row in found]
 
     def shape(prompts: Any, completions: Any) -> list[float]:
-        return [float(prompt == CHAT and done[0]["role"] == "assistant") for prompt, done in zip(prompts, completions)]  # noqa: B905
+        return [
+            float(prompt == CHAT and done[0]["role"] == "assistant")
+            for prompt, done in zip(prompts, completions)  # noqa: B905
+        ]
 
     assert values(scored(from_trl(shape), rows, chat=True)) == [1.0, 1.0]
 
 
 def test_trls_functions_get_ids_the_trainers_step_and_log() -> None:
-    def everything(completions, completion_ids, trainer_state, log_extra, log_metric, answer, **kwargs):  # type: ignore[no-untyped-def]
+    def everything(
+        completions, completion_ids, trainer_state, log_extra, log_metric, answer, **kwargs
+    ):  # type: ignore[no-untyped-def]
         assert all(isinstance(each, int) for ids in completion_ids for each in ids)
         log_extra("seen", answer)
         log_metric("share", 0.5)
@@ -114,15 +130,20 @@ def test_trls_functions_get_ids_the_trainers_step_and_log() -> None:
     rows = scored(made)
     assert values(rows) == [float(len(rows))] * 2
     assert [json.loads(row["reward_note"]) for row in rows] == [
-        {"seen": "1", "share": 0.5}, {"seen": "none", "share": 0.5},
-    ]  # fmt: skip
+        {"seen": "1", "share": 0.5},
+        {"seen": "none", "share": 0.5},
+    ]
 
 
 def test_verls_functions_get_the_columns_of_its_data_and_give_a_number_or_a_dict() -> None:
     rows = [
-        {"prompt": "one", "data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "4"},
-         "extra_info": {"index": 3}},
-    ]  # fmt: skip
+        {
+            "prompt": "one",
+            "data_source": "sums",
+            "reward_model": {"style": "rule", "ground_truth": "4"},
+            "extra_info": {"index": 3},
+        },
+    ]
     (row,) = scored(from_verl(my_reward_fn), rows)
     assert values([row]) == [len(row["completion"]) / 100]
 
@@ -134,7 +155,9 @@ def test_verls_functions_get_the_columns_of_its_data_and_give_a_number_or_a_dict
     assert (values([row]), json.loads(row["reward_note"])) == ([0.25], {"acc": 1})
 
     def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):  # type: ignore[no-untyped-def]
-        return [float(len(data_sources) == len(solution_strs) == len(ground_truths) == len(extra_infos))]
+        return [
+            float(len(data_sources) == len(solution_strs) == len(ground_truths) == len(extra_infos))
+        ]
 
     assert values(scored(from_verl(compute_scores), rows)) == [1.0]
     (row,) = scored(from_verl(lambda_free_dict), rows)
@@ -168,7 +191,9 @@ def test_verifiers_functions_of_a_group_and_what_a_rubric_gives_by_name() -> Non
     def seen_again(state: Any) -> float:
         return float(state["seen"])
 
-    first = SimpleNamespace(funcs=[unique], weights=[1.0], parser=None, class_objects={"helper": lambda n: 1.0 / n})
+    first = SimpleNamespace(
+        funcs=[unique], weights=[1.0], parser=None, class_objects={"helper": lambda n: 1.0 / n}
+    )
     second = SimpleNamespace(funcs=[seen, seen_again], weights=[0.0, 10.0], parser=None)
     made = from_verifiers(SimpleNamespace(rubrics=[first, second]), note=True)
     assert made.per == "group" and "helper" not in made.reads()
@@ -229,8 +254,12 @@ def test_what_a_foreign_function_does_wrong_is_the_rows_error_at_its_own_line() 
 
 
 @pytest.mark.parametrize("note", [False, True])
-@pytest.mark.parametrize("returned", [{0: 5.0, 1: 5.0}, {0.0, 1.0}, [1.0, 1.0, 1.0], [1.0], 1.0, "11"], ids=repr)
-def test_what_a_foreign_function_returns_for_several_rows_is_one_value_for_each(returned: Any, note: bool) -> None:
+@pytest.mark.parametrize(
+    "returned", [{0: 5.0, 1: 5.0}, {0.0, 1.0}, [1.0, 1.0, 1.0], [1.0], 1.0, "11"], ids=repr
+)
+def test_what_a_foreign_function_returns_for_several_rows_is_one_value_for_each(
+    returned: Any, note: bool
+) -> None:
     def queried(queries: list[str]) -> Any:
         return {"rewards": returned}
 
@@ -244,9 +273,12 @@ def test_what_a_foreign_function_returns_for_several_rows_is_one_value_for_each(
         return returned
 
     rewards = [
-        from_openrlhf(queried, label="answer", note=note), from_slime(sampled, label="answer", note=note),
-        from_trl(completed, note=note), from_verifiers(completed, note=note), from_verl(solved, note=note),
-    ]  # fmt: skip
+        from_openrlhf(queried, label="answer", note=note),
+        from_slime(sampled, label="answer", note=note),
+        from_trl(completed, note=note),
+        from_verifiers(completed, note=note),
+        from_verl(solved, note=note),
+    ]
     for reward in rewards:
         for row in scored(reward, ROWS[:1], size=2) if reward.per == "group" else scored(reward):
             assert row["reward"] is None
@@ -258,16 +290,24 @@ def test_a_column_that_a_foreign_function_takes_is_asked_for_when_the_graph_is_b
         return [1.0 if kwargs["reference"] else None for _ in completions]
 
     for made in (from_trl(wants), from_trl(math_reward_func), from_verl(my_reward_fn)):
-        rollouts = FakeGenerator(group_size=1)(Graph("g").source(Prompts(ROWS, columns=("answer",))))
-        with pytest.raises(GraphError, match=r"'reward' reads column '(reference|task|data_source|reward_model)'"):
+        rollouts = FakeGenerator(group_size=1)(
+            Graph("g").source(Prompts(ROWS, columns=("answer",)))
+        )
+        with pytest.raises(
+            GraphError, match=r"'reward' reads column '(reference|task|data_source|reward_model)'"
+        ):
             made(rollouts)
 
 
 def test_rewards_that_do_not_apply_are_left_out_of_a_sum_and_of_the_groups_mean() -> None:
     reward = combine({"math": 1.0, "length": 0.1})
     columns = ["answer", "task"]
-    rollouts = FakeGenerator(group_size=1)(Graph("g").source(Prompts(ROWS, columns=columns, epochs=1)))
-    found = reward(from_trl(reward_len, name="length")(from_trl(math_reward_func, name="math")(rollouts)))
+    rollouts = FakeGenerator(group_size=1)(
+        Graph("g").source(Prompts(ROWS, columns=columns, epochs=1))
+    )
+    found = reward(
+        from_trl(reward_len, name="length")(from_trl(math_reward_func, name="math")(rollouts))
+    )
     rows = sorted(collect(found, rows=2).to_pylist(), key=lambda row: row["group_id"])
     first, second = values(rows)
     assert math.isclose(first, 1.0 + 0.1 * len(rows[0]["completion"]))
@@ -281,7 +321,10 @@ def test_rewards_that_do_not_apply_are_left_out_of_a_sum_and_of_the_groups_mean(
         (lambda: from_trl(lambda *a: a), r"takes '\*a' by position, but TRL gives keywords"),
         (lambda: from_slime(lambda args, other: 1.0), r"takes \['other'\] beside args"),
         (lambda: from_verifiers(lambda trace: 1.0), "a reward of verifiers v1"),
-        (lambda: from_verifiers(SimpleNamespace(funcs=[exact_match], weights=[])), "1 reward functions and 0 weights"),
+        (
+            lambda: from_verifiers(SimpleNamespace(funcs=[exact_match], weights=[])),
+            "1 reward functions and 0 weights",
+        ),
     ],
 )
 def test_what_cannot_be_called_so_is_refused(make: Any, message: str) -> None:
@@ -314,14 +357,18 @@ def test_trls_own_reward_functions_run_unchanged() -> None:
     pytest.importorskip("trl", reason="trl is not installed; pip install dataflow-rl[bench]")
     rows = [{"prompt": CHAT, "solution": "4"}]
     assert values(scored(find("trl:trl.rewards:think_format_reward"), rows, chat=True)) == [0.0]
-    pytest.importorskip("math_verify", reason="math-verify is not installed; pip install dataflow-rl[math]")
+    pytest.importorskip(
+        "math_verify", reason="math-verify is not installed; pip install dataflow-rl[math]"
+    )
     rows = [{"prompt": CHAT, "solution": r"\frac{1}{3}"}, {"prompt": CHAT, "solution": ""}]
     assert values(scored(find("trl:trl.rewards:accuracy_reward"), rows, chat=True)) == [0.0, None]
 
 
 @pytest.mark.slow
 def test_verls_own_compute_score_runs_unchanged() -> None:
-    pytest.importorskip("verl", reason="verl is not installed, and needs CUDA for most of it; pip install verl")
+    pytest.importorskip(
+        "verl", reason="verl is not installed, and needs CUDA for most of it; pip install verl"
+    )
     reward = find("verl:verl.utils.reward_score.gsm8k:compute_score")
     assert reward(completion="so it is #### 4", reward_model={"ground_truth": "4"}) == 1.0
     reward = find("verl:verl.utils.reward_score:default_compute_score")

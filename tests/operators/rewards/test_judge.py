@@ -1,4 +1,5 @@
-"""A judge behind HTTP: answers, pauses, failures that are none of the policy's, a cache, and a key that is nowhere."""
+"""A judge behind HTTP: answers, pauses, failures that are none of the policy's, a cache, and a key
+that is nowhere."""
 
 import json
 import threading
@@ -52,7 +53,11 @@ class Handler(BaseHTTPRequestHandler):
         if status == 0:
             self.close_connection = True
             return
-        reply = {"choices": [{"message": {"role": "assistant", "content": said}}]} if status == 200 else said
+        reply = (
+            {"choices": [{"message": {"role": "assistant", "content": said}}]}
+            if status == 200
+            else said
+        )
         text = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(text)))
@@ -80,8 +85,12 @@ def serving(**replies: list[tuple[int, Any]]) -> Iterator[Server]:
 
 def judged(judge: Judge, words: list[str]) -> list[dict[str, Any]]:
     rows = [{"prompt": "Is it right?", "word": word} for word in words]
-    rollouts = FakeGenerator(group_size=1)(Graph("g").source(Prompts(rows, columns=("word",), epochs=1)))
-    found: list[dict[str, Any]] = collect(judge(rollouts), rows=len(rows)).sort_by("group_id").to_pylist()
+    rollouts = FakeGenerator(group_size=1)(
+        Graph("g").source(Prompts(rows, columns=("word",), epochs=1))
+    )
+    found: list[dict[str, Any]] = (
+        collect(judge(rollouts), rows=len(rows)).sort_by("group_id").to_pylist()
+    )
     return found
 
 
@@ -91,38 +100,71 @@ def test_a_judge_is_asked_about_each_rollout_and_its_verdict_is_the_reward(tmp_p
 
     with serving(right=[(200, "yes")], wrong=[(200, "no")], neither=[(200, "skip")]) as server:
         judge = Judge(
-            ask="{prompt} {word}", model="m", url=server.url, verdict=passed, system="Be strict.", params={"seed": 1},
+            ask="{prompt} {word}",
+            model="m",
+            url=server.url,
+            verdict=passed,
+            system="Be strict.",
+            params={"seed": 1},
             cache=str(tmp_path),
-        )  # fmt: skip
+        )
         rows = judged(judge, ["right", "wrong", "neither"])
-    assert [(row["reward"], row["error"]) for row in rows] == [(1.0, None), (0.0, None), (None, None)]
+    assert [(row["reward"], row["error"]) for row in rows] == [
+        (1.0, None),
+        (0.0, None),
+        (None, None),
+    ]
     body = next(each for each in server.asked if each["messages"][-1]["content"].endswith("right"))
     assert body == {
-        "model": "m", "temperature": 0, "seed": 1,
+        "model": "m",
+        "temperature": 0,
+        "seed": 1,
         "messages": [
-            {"role": "system", "content": "Be strict."}, {"role": "user", "content": "Is it right? right"},
+            {"role": "system", "content": "Be strict."},
+            {"role": "user", "content": "Is it right? right"},
         ],
-    }  # fmt: skip
+    }
 
 
-def test_a_busy_or_broken_judge_is_asked_again_and_what_fails_for_good_is_no_reward(tmp_path: Path) -> None:
+def test_a_busy_or_broken_judge_is_asked_again_and_what_fails_for_good_is_no_reward(
+    tmp_path: Path,
+) -> None:
     replies: dict[str, list[tuple[int, Any]]] = {
         "busy": [(429, {}), (429, {}), (200, "1")],
-        "closed": [(0, None), (200, "0.5")], "down": [(503, {"why": "down"})],
-        "refused": [(400, {"why": "no such model"})], "mute": [(200, "no number")],
-    }  # fmt: skip
+        "closed": [(0, None), (200, "0.5")],
+        "down": [(503, {"why": "down"})],
+        "refused": [(400, {"why": "no such model"})],
+        "mute": [(200, "no number")],
+    }
     with serving(**replies) as server:
-        judge = Judge(ask="{prompt} {word}", model="m", url=server.url, retries=2, cache=str(tmp_path))
+        judge = Judge(
+            ask="{prompt} {word}", model="m", url=server.url, retries=2, cache=str(tmp_path)
+        )
         rows = judged(judge, list(replies))
     assert [row["reward"] for row in rows] == [1.0, 0.5, None, None, None]
     failures = [row["error"] and RolloutFailure.read(row["error"]) for row in rows]
-    assert [failure and failure.cause for failure in failures] == [None, None, "world", "raised", "raised"]
+    assert [failure and failure.cause for failure in failures] == [
+        None,
+        None,
+        "world",
+        "raised",
+        "raised",
+    ]
     asked = [each["messages"][-1]["content"].split()[-1] for each in server.asked]
-    assert {word: asked.count(word) for word in replies} == {"busy": 3, "closed": 2, "down": 3, "refused": 1, "mute": 1}
+    assert {word: asked.count(word) for word in replies} == {
+        "busy": 3,
+        "closed": 2,
+        "down": 3,
+        "refused": 1,
+        "mute": 1,
+    }
 
 
 def test_what_was_said_is_kept_by_what_was_asked_and_a_failure_is_not(tmp_path: Path) -> None:
-    replies: dict[str, list[tuple[int, Any]]] = {"good": [(200, "1")], "bad": [(200, "hm"), (200, "2")]}
+    replies: dict[str, list[tuple[int, Any]]] = {
+        "good": [(200, "1")],
+        "bad": [(200, "hm"), (200, "2")],
+    }
     with serving(**replies) as server:
         judge = Judge(ask="{word}", model="m", url=server.url, cache=str(tmp_path))
         assert [row["reward"] for row in judged(judge, ["good", "good", "bad"])] == [1.0, 1.0, None]
@@ -142,7 +184,9 @@ def test_the_key_comes_from_the_environment_and_is_written_nowhere(
 ) -> None:
     monkeypatch.setenv("MY_JUDGES_KEY", KEY)
     with serving(good=[(200, "1")], leaky=[(401, {"error": f"the key {KEY} is wrong"})]) as server:
-        judge = Judge(ask="{word}", model="m", url=server.url, key_env="MY_JUDGES_KEY", cache=str(tmp_path))
+        judge = Judge(
+            ask="{word}", model="m", url=server.url, key_env="MY_JUDGES_KEY", cache=str(tmp_path)
+        )
         rows = judged(judge, ["good", "leaky"])
         assert set(server.keys) == {f"Bearer {KEY}"}
     assert KEY not in repr(judge) + repr(rows) + json.dumps(judge.scorer.knobs(), default=str)

@@ -21,7 +21,10 @@ def f(completion: str) -> float:
 def test_a_scorer_whose_package_is_missing_is_refused_with_the_extra_that_has_it() -> None:
     missing = PackagedScorer(function=f, package="no_such_package", extra="math")
     rollouts = FakeGenerator(group_size=1)(Graph("g").source(Prompts(["a"])))
-    with pytest.raises(GraphError, match=r"imports 'no_such_package', which is not installed; pip install .*\[math\]"):
+    with pytest.raises(
+        GraphError,
+        match=r"imports 'no_such_package', which is not installed; pip install .*\[math\]",
+    ):
         missing(rollouts)
 
 
@@ -37,14 +40,20 @@ def test_a_scorer_whose_package_is_missing_is_refused_with_the_extra_that_has_it
         ("4", "", None),
     ],
 )
-def test_what_is_equal_mathematically_is_right(completion: str, answer: str, worth: float | None) -> None:
-    pytest.importorskip("math_verify", reason="math-verify is not installed; pip install dataflow-rl[math]")
+def test_what_is_equal_mathematically_is_right(
+    completion: str, answer: str, worth: float | None
+) -> None:
+    pytest.importorskip(
+        "math_verify", reason="math-verify is not installed; pip install dataflow-rl[math]"
+    )
     assert math_verify(completion, answer) == worth
 
 
 @pytest.mark.slow
 def test_the_answers_of_gsm8k_are_right_for_themselves_and_wrong_for_others() -> None:
-    pytest.importorskip("math_verify", reason="math-verify is not installed; pip install dataflow-rl[math]")
+    pytest.importorskip(
+        "math_verify", reason="math-verify is not installed; pip install dataflow-rl[math]"
+    )
     files = sorted(GSM8K.rglob("*.jsonl")) if GSM8K.is_dir() else []
     if not files:
         pytest.skip(f"{GSM8K} is not there")

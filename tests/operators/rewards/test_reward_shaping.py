@@ -1,4 +1,5 @@
-"""Rewards put together and shaped, against numbers worked out by hand; and a filter for groups without signal."""
+"""Rewards put together and shaped, against numbers worked out by hand; and a filter for groups
+without signal."""
 
 import math
 from typing import Any
@@ -46,7 +47,9 @@ def test_rewards_are_added_by_their_weights_and_a_row_that_lacks_one_has_none() 
 
 
 def test_called_with_plain_values_it_is_their_sum() -> None:
-    assert combine({"a": 0.1, "b": -2.0, "c": 1})(a=3.0, b=0.5, c=-1.0) == pytest.approx(-1.7, abs=1e-15)
+    assert combine({"a": 0.1, "b": -2.0, "c": 1})(a=3.0, b=0.5, c=-1.0) == pytest.approx(
+        -1.7, abs=1e-15
+    )
 
 
 def test_a_column_that_is_not_there_or_no_number_is_refused_when_the_graph_is_built() -> None:
@@ -60,7 +63,9 @@ def test_equal_sums_are_one_operator_of_the_graph_and_others_are_not() -> None:
     g = Graph("g")
     generator, made = FakeGenerator(group_size=1), []
     for source in ("prompts", "held_out"):
-        made.append(combine({"accuracy": 0.5})(accuracy(generator(g.source(FakePrompts(name=source))))))
+        made.append(
+            combine({"accuracy": 0.5})(accuracy(generator(g.source(FakePrompts(name=source)))))
+        )
     assert [stream.node for stream in made] == ["reward", "reward"]
     assert list(g.operators) == ["prompts", "generator", "accuracy", "reward", "held_out"]
     assert g.operators["reward"].knobs()["weights"] == {"accuracy": 0.5}
@@ -107,7 +112,10 @@ def test_the_tokens_of_the_prompt_are_no_part_of_the_length() -> None:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"max_tokens": 8, "buffer_tokens": 9}, r"the last 9 tokens \(buffer_tokens\) of 8 \(max_tokens\)"),
+        (
+            {"max_tokens": 8, "buffer_tokens": 9},
+            r"the last 9 tokens \(buffer_tokens\) of 8 \(max_tokens\)",
+        ),
         ({"max_tokens": 8, "buffer_tokens": 0}, "buffer_tokens=0, which is no number of tokens"),
         ({"max_tokens": 8.0, "buffer_tokens": 2}, "max_tokens=8.0, which is no number of tokens"),
     ],
@@ -122,31 +130,39 @@ def test_an_impossible_buffer_is_refused(knobs: Any, message: str) -> None:
 
 def test_the_penalty_is_the_summed_log_ratio_of_the_chosen_tokens_alone() -> None:
     found = kl_penalty(
-        np.array([9.0, -1.0, -2.0, 9.0, -0.5]), np.array([0.0, -1.5, -1.0, 0.0, -3.5]),
-        np.array([False, True, True, False, True]), beta=0.1,
-    )  # fmt: skip
+        np.array([9.0, -1.0, -2.0, 9.0, -0.5]),
+        np.array([0.0, -1.5, -1.0, 0.0, -3.5]),
+        np.array([False, True, True, False, True]),
+        beta=0.1,
+    )
     assert found == pytest.approx(-0.1 * (0.5 - 1.0 + 3.0), abs=1e-12)
 
 
 def test_its_mean_over_what_the_policy_draws_is_beta_times_the_divergence() -> None:
     policy, reference = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
-    values = [kl_penalty(np.log([p]), np.log([q]), np.array([True])) for p, q in zip(policy, reference, strict=True)]
+    values = [
+        kl_penalty(np.log([p]), np.log([q]), np.array([True]))
+        for p, q in zip(policy, reference, strict=True)
+    ]
     assert float(policy @ values) == pytest.approx(
         -0.02 * float((policy * np.log(policy / reference)).sum()), abs=1e-15
     )
 
 
 def test_penalties_work_on_rows_as_they_travel() -> None:
-    rows = pa.RecordBatch.from_pydict({
-        "group_id": pa.array([0, 0]),
-        "mask": pa.array([[False, True, True], [False, True]]),
-        "logprobs": pa.array([[0.0, -1.0, -2.0], [0.0, -1.0]], pa.list_(pa.float32())),
-        "ref_logprobs": pa.array([[0.0, -2.0, -2.0], [0.0, -0.5]], pa.list_(pa.float32())),
-        "error": pa.nulls(2, pa.string()),
-    })  # fmt: skip
+    rows = pa.RecordBatch.from_pydict(
+        {
+            "group_id": pa.array([0, 0]),
+            "mask": pa.array([[False, True, True], [False, True]]),
+            "logprobs": pa.array([[0.0, -1.0, -2.0], [0.0, -1.0]], pa.list_(pa.float32())),
+            "ref_logprobs": pa.array([[0.0, -2.0, -2.0], [0.0, -0.5]], pa.list_(pa.float32())),
+            "error": pa.nulls(2, pa.string()),
+        }
+    )
     for made, wanted in (
-        (kl_penalty.configured(beta=1.0), [-1.0, 0.5]), (overlong(max_tokens=2, buffer_tokens=2), [-1.0, -0.5])
-    ):  # fmt: skip
+        (kl_penalty.configured(beta=1.0), [-1.0, 0.5]),
+        (overlong(max_tokens=2, buffer_tokens=2), [-1.0, -0.5]),
+    ):
         runtime = made.build(Context(node=made.name))
         runtime.push(Batch("prompts", rows))
         (batch,) = runtime.work() or []
@@ -157,7 +173,8 @@ def test_penalties_work_on_rows_as_they_travel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "kept"), [([1.0, 1.0], False), ([0.0, 1.0], True), ([0.1] * 10, False), ([0.3], False)]
+    ("rewards", "kept"),
+    [([1.0, 1.0], False), ([0.0, 1.0], True), ([0.1] * 10, False), ([0.3], False)],
 )
 def test_groups_of_equal_rewards_have_no_signal(rewards: list[float], kept: bool) -> None:
     """Also where the mean of equal numbers is not that number, in floating point."""

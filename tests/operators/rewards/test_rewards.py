@@ -13,7 +13,9 @@ from operators.rewards.match import exact, last_number, number
     ("completion", "answer", "worth"),
     [("24", "24", 1.0), (" 24\n", "24", 1.0), ("24.0", "24", 0.0), ("", "24", 0.0)],
 )
-def test_exact_compares_text_without_the_blanks_around_it(completion: str, answer: str, worth: float) -> None:
+def test_exact_compares_text_without_the_blanks_around_it(
+    completion: str, answer: str, worth: float
+) -> None:
     assert exact(completion, answer) == worth
 
 
@@ -31,7 +33,9 @@ def test_exact_compares_text_without_the_blanks_around_it(completion: str, answe
         ("5", "none", 0.0),
     ],
 )
-def test_number_compares_the_last_numbers_exactly(completion: str, answer: str, worth: float) -> None:
+def test_number_compares_the_last_numbers_exactly(
+    completion: str, answer: str, worth: float
+) -> None:
     assert number(completion, answer) == worth
 
 

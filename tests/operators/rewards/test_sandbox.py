@@ -1,4 +1,5 @@
-"""Laws of the sandbox: hostile programs get nothing, leave nothing, and pass no test that they should not."""
+"""Laws of the sandbox: hostile programs get nothing, leave nothing, and pass no test that they
+should not."""
 
 import contextlib
 import os
@@ -52,7 +53,9 @@ def test_without_its_filter_a_sandbox_still_has_no_network_and_no_files(hostile:
     with world() as made:
         program = made.filled(hostile.program)
         words = [*command(find() or "", 1 << 20)[:-1], program]
-        done = subprocess.run(words, env=os.environ, capture_output=True, text=True, timeout=DEADLINE_S)
+        done = subprocess.run(
+            words, env=os.environ, capture_output=True, text=True, timeout=DEADLINE_S
+        )
         assert sorted(path.name for path in made.home.iterdir()) == ["secret", "socket"]
     assert done.returncode == 0, done.stderr
     assert done.stdout and "ESCAPED" not in done.stdout and made.secret not in done.stdout
@@ -62,19 +65,26 @@ def test_without_its_filter_a_sandbox_still_has_no_network_and_no_files(hostile:
 @needs_sandbox
 def test_each_test_runs_in_a_process_of_its_own() -> None:
     source = "seen = []\ndef f(x):\n    seen.append(x)\n    return seen"
-    assert all(outcome.passed for outcome in run(source, [PythonTest("assert f(1) == [1]")] * 3, SandboxLimits()))
+    assert all(
+        outcome.passed
+        for outcome in run(source, [PythonTest("assert f(1) == [1]")] * 3, SandboxLimits())
+    )
 
 
 @needs_sandbox
 def test_outcomes_come_in_the_order_of_the_tests() -> None:
-    outcomes = list(run("print(input())", [ScriptTest(str(number)) for number in range(5)], SandboxLimits()))
+    outcomes = list(
+        run("print(input())", [ScriptTest(str(number)) for number in range(5)], SandboxLimits())
+    )
     assert [outcome.output for outcome in outcomes] == [f"{number}\n" for number in range(5)]
 
 
 @needs_sandbox
 def test_a_program_does_the_same_each_time() -> None:
     source = "print([hash('a'), sorted(map(hash, 'abc')), list({'x', 'y', 'z'})])"
-    assert len({outcome.output for outcome in run(source, [ScriptTest("")] * 3, SandboxLimits())}) == 1
+    assert (
+        len({outcome.output for outcome in run(source, [ScriptTest("")] * 3, SandboxLimits())}) == 1
+    )
     (first,), (second,) = (list(run(source, [ScriptTest("")], SandboxLimits())) for _ in range(2))
     assert first.passed and first == second
 
@@ -82,14 +92,22 @@ def test_a_program_does_the_same_each_time() -> None:
 @needs_sandbox
 def test_a_test_that_hangs_leaves_the_others_their_time() -> None:
     source = "import time\ndef f(x):\n    time.sleep(100 * x)\n    return x"
-    outcomes = list(run(source, [PythonTest("f(1)"), PythonTest("assert f(0) == 0")], SandboxLimits(time_s=0.2)))
+    outcomes = list(
+        run(source, [PythonTest("f(1)"), PythonTest("assert f(0) == 0")], SandboxLimits(time_s=0.2))
+    )
     assert [outcome.passed for outcome in outcomes] == [False, True]
     assert outcomes[0].note == "had not ended after 1 s"
 
 
 @needs_sandbox
 def test_when_the_time_of_all_tests_is_over_the_rest_fail() -> None:
-    outcomes = list(run("import time\ntime.sleep(100)", [ScriptTest("")] * 4, SandboxLimits(time_s=1.0, total_s=1.0)))
+    outcomes = list(
+        run(
+            "import time\ntime.sleep(100)",
+            [ScriptTest("")] * 4,
+            SandboxLimits(time_s=1.0, total_s=1.0),
+        )
+    )
     assert [outcome.passed for outcome in outcomes] == [False] * 4
     assert outcomes[-1].note == "no time was left (1 s for all tests)"
 
@@ -101,7 +119,9 @@ def below(pid: int) -> set[psutil.Process]:
 
 
 def are_gone(processes: set[psutil.Process]) -> bool:
-    return not [process for process in processes if process.is_running() and process.status() != "zombie"]
+    return not [
+        process for process in processes if process.is_running() and process.status() != "zombie"
+    ]
 
 
 def wait_for(condition: Any) -> bool:
@@ -114,7 +134,11 @@ def wait_for(condition: Any) -> bool:
 @needs_sandbox
 def test_a_sandbox_ends_with_the_iterator() -> None:
     before = below(os.getpid())
-    outcomes = run("import time\nif input(): time.sleep(100)", [ScriptTest("\n"), ScriptTest("x")], SandboxLimits())
+    outcomes = run(
+        "import time\nif input(): time.sleep(100)",
+        [ScriptTest("\n"), ScriptTest("x")],
+        SandboxLimits(),
+    )
     assert next(outcomes).passed
     inside = below(os.getpid()) - before
     assert inside
@@ -125,11 +149,18 @@ def test_a_sandbox_ends_with_the_iterator() -> None:
 @needs_sandbox
 def test_a_sandbox_ends_with_the_process_that_made_it() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads, which the child does not use
+        # a fork beside threads, which the child does not use
+        warnings.simplefilter("ignore", DeprecationWarning)
         owner = os.fork()
     if owner == 0:
         try:
-            list(run("import time\ntime.sleep(100)", [ScriptTest("")], SandboxLimits(time_s=60.0, total_s=100.0)))
+            list(
+                run(
+                    "import time\ntime.sleep(100)",
+                    [ScriptTest("")],
+                    SandboxLimits(time_s=60.0, total_s=100.0),
+                )
+            )
         finally:
             os._exit(0)
     is_inside = wait_for(lambda: len(below(owner)) >= 3)
@@ -143,10 +174,15 @@ def test_a_sandbox_ends_with_the_process_that_made_it() -> None:
 @needs_sandbox
 def test_a_sandbox_that_is_killed_is_a_failure_of_its_own_and_not_of_the_program() -> None:
     before = below(os.getpid())
-    outcomes = run("import time\nif input(): time.sleep(100)", [ScriptTest("\n"), ScriptTest("x")], SandboxLimits())
+    outcomes = run(
+        "import time\nif input(): time.sleep(100)",
+        [ScriptTest("\n"), ScriptTest("x")],
+        SandboxLimits(),
+    )
     assert next(outcomes).passed
     inside = below(os.getpid()) - before
-    for process in sorted(inside, key=lambda each: each.pid):  # the outermost first: the others tell it of their ends
+    # the outermost first: the others tell it of their ends
+    for process in sorted(inside, key=lambda each: each.pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     with pytest.raises(SandboxError, match="a sandbox ended with status"):
@@ -155,20 +191,38 @@ def test_a_sandbox_that_is_killed_is_a_failure_of_its_own_and_not_of_the_program
 
 def test_nothing_of_the_machine_can_be_written_and_no_namespace_is_shared() -> None:
     words = command("bwrap", 1 << 20)
-    assert {"--unshare-all", "--unshare-user", "--clearenv", "--die-with-parent", "--as-pid-1"} <= set(words)
+    assert {
+        "--unshare-all",
+        "--unshare-user",
+        "--clearenv",
+        "--die-with-parent",
+        "--as-pid-1",
+    } <= set(words)
     assert not {"--share-net", "--bind", "--bind-try", "--proc", "--dev", "--overlay"} & set(words)
     assert words.index("--remount-ro") > words.index("--tmpfs")
-    bound = [words[at + 1] for at, word in enumerate(words) if word in ("--dev-bind", "--ro-bind", "--ro-bind-try")]
+    bound = [
+        words[at + 1]
+        for at, word in enumerate(words)
+        if word in ("--dev-bind", "--ro-bind", "--ro-bind-try")
+    ]
     assert not {"/", "/root", "/home", "/etc", "/var", "/run", str(Path.home())} & set(bound)
 
 
 # The filter of system calls
 
 
-def verdict(machine: str, number: int, *arguments: int, pid: int = 7, architecture: int | None = None) -> int:
+def verdict(
+    machine: str, number: int, *arguments: int, pid: int = 7, architecture: int | None = None
+) -> int:
     """What a filter says of a call: its program run as seccomp(2) says the kernel runs it."""
     own = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
-    data = struct.pack("<IIQ6Q", number, own if architecture is None else architecture, 0, *(*arguments, *[0] * 6)[:6])
+    data = struct.pack(
+        "<IIQ6Q",
+        number,
+        own if architecture is None else architecture,
+        0,
+        *(*arguments, *[0] * 6)[:6],
+    )
     steps = list(struct.iter_unpack("<HBBI", cage.rules(machine, pid)))
     at, held = 0, 0
     while True:
@@ -227,15 +281,22 @@ def test_the_filter_refuses_fork_where_there_is_one() -> None:
 # What processes of a sandbox say to each other
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
     | st.complex_numbers(allow_nan=False),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.lists(inner, max_size=4).map(tuple)
-    | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
-    | st.frozensets(st.integers() | st.text(), max_size=4)
-    | st.sets(st.integers(), max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
+        | st.frozensets(st.integers() | st.text(), max_size=4)
+        | st.sets(st.integers(), max_size=4)
+    ),
     max_leaves=20,
-)  # fmt: skip
+)
 
 
 def refuse(value: Any) -> int:
@@ -252,7 +313,9 @@ def test_plain_data_arrives_as_it_was(value: Any) -> None:
 @settings(max_examples=200)
 @given(st.binary(max_size=60))
 def test_bytes_of_any_kind_are_plain_data_or_refused(data: bytes) -> None:
-    with contextlib.suppress(ValueError, TypeError, IndexError, KeyError, struct.error, RecursionError):
+    with contextlib.suppress(
+        ValueError, TypeError, IndexError, KeyError, struct.error, RecursionError
+    ):
         decode(data, lambda number: None)
 
 
@@ -276,7 +339,11 @@ def test_an_object_goes_by_number_and_a_subclass_by_value() -> None:
 
 
 def test_a_test_borrows_no_built_in_of_the_candidate() -> None:
-    code = compile("def check(f):\n    assert all(abs(f(x) - g(x)) < 1 for x in range(3))\ncheck(h)", "t", "exec")
+    code = compile(
+        "def check(f):\n    assert all(abs(f(x) - g(x)) < 1 for x in range(3))\ncheck(h)",
+        "t",
+        "exec",
+    )
     assert {"g", "h"} <= names_in(code)
     assert not {"all", "abs", "range", "AssertionError"} & names_in(code)
 

@@ -1,4 +1,5 @@
-"""Laws of a test's names: they give it something of the candidate's to call, and nothing to compare with."""
+"""Laws of a test's names: they give it something of the candidate's to call, and nothing to compare
+with."""
 
 import contextlib
 import os
@@ -13,7 +14,9 @@ import operators.sandbox.inside as inside
 from operators.sandbox.inside.tester import CandidateClient, call, check
 from operators.sandbox.inside.wire import encode
 
-_SERVE = "import sys; from inside.candidate import serve_calls; serve_calls(*map(eval, sys.argv[1:]))"
+_SERVE = (
+    "import sys; from inside.candidate import serve_calls; serve_calls(*map(eval, sys.argv[1:]))"
+)
 
 
 @contextlib.contextmanager
@@ -22,7 +25,9 @@ def candidate(source: str) -> Iterator[CandidateClient]:
     ask, reply = os.pipe(), os.pipe()
     words = [sys.executable, "-S", "-c", _SERVE, repr(source), str(ask[0]), str(reply[1])]
     folder = str(Path(next(iter(inside.__path__))).parent)
-    process = subprocess.Popen(words, pass_fds=(ask[0], reply[1]), cwd=folder, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        words, pass_fds=(ask[0], reply[1]), cwd=folder, stderr=subprocess.DEVNULL
+    )
     os.close(ask[0])
     os.close(reply[1])
     try:
@@ -38,7 +43,10 @@ def plain(*test: object) -> bytes:
 
 
 WRONG = "def f(*x):\n    return 5\n"
-ANY = "class Any:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
+ANY = (
+    "class Any:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return"
+    " False\n"
+)
 JUDGE = "class Judge:\n    isclose = fabs = loads = staticmethod(lambda *a, **k: True)\n"
 
 
@@ -74,7 +82,10 @@ JUDGE = "class Judge:\n    isclose = fabs = loads = staticmethod(lambda *a, **k:
     ],
 )
 def test_nothing_that_a_test_compares_with_comes_from_the_candidate(source: str, test: str) -> None:
-    with candidate(WRONG + source) as link, pytest.raises(Exception):  # noqa: B017  (whatever fails the test)
+    with (
+        candidate(WRONG + source) as link,
+        pytest.raises(Exception),  # noqa: B017  (whatever fails the test)
+    ):
         check(test.encode(), link)
 
 
@@ -85,15 +96,24 @@ def test_nothing_that_a_test_compares_with_comes_from_the_candidate(source: str,
         ("def f(x):\n    return float('inf')", "assert f(2) == inf == Infinity"),
         ("def f(x):\n    return [True, None]", "assert f(2) == [true, null]"),
         ("def math(x):\n    return 4", "assert math(2) == 4"),
-        ("class Stack:\n    n = []\n    @classmethod\n    def of(cls, n):\n"
-         "        made = cls()\n        made.n = [n]\n        return made", "assert Stack.of(3).n == [3]"),
+        (
+            (
+                "class Stack:\n    n = []\n    @classmethod\n    def of(cls, n):\n"
+                "        made = cls()\n        made.n = [n]\n        return made"
+            ),
+            "assert Stack.of(3).n == [3]",
+        ),
         ("def double(x):\n    return 2 * x", "assert list(map(double, [1, 2])) == [2, 4]"),
-        ("class Pair:\n    def __init__(self, a): self.a = a\ndef first(p):\n    return p[0].a",
-         "assert first([Pair(1), Pair(2)]) == 1"),
-        ("import enum\nclass Color(enum.Enum):\n    RED = 1\ndef name(c):\n    return c.name",
-         "assert name(Color.RED) == 'RED'"),
+        (
+            "class Pair:\n    def __init__(self, a): self.a = a\ndef first(p):\n    return p[0].a",
+            "assert first([Pair(1), Pair(2)]) == 1",
+        ),
+        (
+            "import enum\nclass Color(enum.Enum):\n    RED = 1\ndef name(c):\n    return c.name",
+            "assert name(Color.RED) == 'RED'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_test_calls_what_the_candidate_defines(source: str, test: str) -> None:
     with candidate(source) as link:
         check(test.encode(), link)

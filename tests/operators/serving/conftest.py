@@ -1,4 +1,5 @@
-"""Fixtures of the tests of the endpoint; they are left out where the extra `serve` (and httpx) is not installed."""
+"""Fixtures of the tests of the endpoint; they are left out where the extra `serve` (and httpx) is
+not installed."""
 
 import importlib.util
 
@@ -39,7 +40,9 @@ def client_of(tokenizer, rows):
     opened = []
 
     def make(answer="hello world", app=None, **knobs):
-        engine = scripted(tokenizer, answer) if isinstance(answer, str) or callable(answer) else answer
+        engine = (
+            scripted(tokenizer, answer) if isinstance(answer, str) or callable(answer) else answer
+        )
         service = service_of(engine, tokenizer, rows, **knobs)
         client = TestClient(make_app(service, **(app or {})), base_url="http://127.0.0.1")
         client.engine = engine

@@ -1,4 +1,5 @@
-"""An engine that follows a script, a tokenizer that merges across turns, and a server on a real socket."""
+"""An engine that follows a script, a tokenizer that merges across turns, and a server on a real
+socket."""
 
 import asyncio
 import contextlib
@@ -21,29 +22,39 @@ from operators.serving.serve import attend, bind, make_service
 
 PAD, BEGIN, END = 0, 1, 2
 TEMPLATE = (
-    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if m.role == 'moderator' %}{{ raise_exception('no moderators') }}{% endif %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in"
+    " messages %}{% if m.role == 'moderator' %}{{ raise_exception('no moderators') }}{% endif"
+    " %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if"
+    " add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOOLED = TEMPLATE.replace(
     "{{ m.content }}",
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}',
+    '{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n{"name": "{{ c.function.name }}",'
+    ' "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}',
 )
 """With calls of tools, as Hermes writes them."""
 WAIT_S = 20.0
 
 
-def byte_tokenizer(words=("hello", "hell", " world", "ab", "bc", "abc", "user", "assistant"), byte_fallback=False):
-    """Byte-level BPE with a few merges (or characters and <0xNN> tokens), and ChatML's special tokens."""
+def byte_tokenizer(
+    words=("hello", "hell", " world", "ab", "bc", "abc", "user", "assistant"), byte_fallback=False
+):
+    """Byte-level BPE with a few merges (or characters and <0xNN> tokens), and ChatML's special
+    tokens."""
     special = ["<pad>", "<|im_start|>", "<|im_end|>"]
     if byte_fallback:
         letters = ["▁", *"abcdefgh"]
-        vocabulary = {t: i for i, t in enumerate([*special, *(f"<0x{b:02X}>" for b in range(256)), *letters])}
+        vocabulary = {
+            t: i for i, t in enumerate([*special, *(f"<0x{b:02X}>" for b in range(256)), *letters])
+        }
         core = Tokenizer(models.BPE(vocabulary, merges=[], byte_fallback=True))
         core.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
         )
     else:
         byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -69,20 +80,40 @@ def byte_tokenizer(words=("hello", "hell", " world", "ab", "bc", "abc", "user", 
 
 def tiny_llama(vocabulary, context=512, seed=0):
     config = transformers.LlamaConfig(
-        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=context, pad_token_id=PAD, eos_token_id=END, bos_token_id=None,
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        pad_token_id=PAD,
+        eos_token_id=END,
+        bos_token_id=None,
         initializer_range=0.2,
-    )  # fmt: skip
+    )
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
 class ScriptedEngine:
-    """Writes `script(prompt, seed)` after each prompt, a token a step; a step takes a permit where there are any."""
+    """Writes `script(prompt, seed)` after each prompt, a token a step; a step takes a permit where
+    there are any."""
 
     def __init__(self, script, *, slots=8, context_tokens=256, permits=None):
-        self.script, self.slots, self.context_tokens, self.permits = script, slots, context_tokens, permits
-        self.version, self.tensors, self.rows, self.started, self.aborted = 0, {"weight": np.zeros(1)}, {}, [], []
+        self.script, self.slots, self.context_tokens, self.permits = (
+            script,
+            slots,
+            context_tokens,
+            permits,
+        )
+        self.version, self.tensors, self.rows, self.started, self.aborted = (
+            0,
+            {"weight": np.zeros(1)},
+            {},
+            [],
+            [],
+        )
         self.broken = None
         self.stepped = self.entered = 0
 
@@ -110,7 +141,9 @@ class ScriptedEngine:
             script = self.script(start.prompt.tolist(), seed)
             token = script[len(drawn)]
             drawn.append((token, self.version))
-            text = start.stop.find(np.array([t for t, _ in drawn])) if start.stop is not None else None
+            text = (
+                start.stop.find(np.array([t for t, _ in drawn])) if start.stop is not None else None
+            )
             full = len(start.prompt) + len(drawn) >= start.limit
             if token == END or text is not None or full:
                 reason = TOO_LONG if token != END and text is None else STOPPED
@@ -139,16 +172,25 @@ class ScriptedEngine:
         count = len(drawn)
         tokens, versions = zip(*drawn, strict=True) if drawn else ((), ())
         return Row(
-            ticket=ticket, age=0,
+            ticket=ticket,
+            age=0,
             tokens=RolloutTokens.joined(
-                [RolloutTokens.given(start.prompt), RolloutTokens.drawn(tokens, [-0.5] * count, versions)]
+                [
+                    RolloutTokens.given(start.prompt),
+                    RolloutTokens.drawn(tokens, [-0.5] * count, versions),
+                ]
             ),
-            start=len(start.prompt), limit=start.limit, seed=seed, sampling=start.sampling, stop=start.stop,
-        )  # fmt: skip
+            start=len(start.prompt),
+            limit=start.limit,
+            seed=seed,
+            sampling=start.sampling,
+            stop=start.stop,
+        )
 
 
 def scripted(tokenizer, answer, **knobs):
-    """An engine that answers every prompt with a text (or with `answer(prompt text)`) and the end token."""
+    """An engine that answers every prompt with a text (or with `answer(prompt text)`) and the end
+    token."""
 
     def script(prompt, seed):
         text = answer(tokenizer.decode(prompt)) if callable(answer) else answer
@@ -172,7 +214,9 @@ def served(service, **knobs):
     listener = bind("127.0.0.1", 0)
     app = make_app(service, **knobs)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30))
-    thread = threading.Thread(target=lambda: asyncio.run(attend(server, service, listener, grace_s=0.2)))
+    thread = threading.Thread(
+        target=lambda: asyncio.run(attend(server, service, listener, grace_s=0.2))
+    )
     thread.start()
     try:
         wait_until(lambda: server.started or not thread.is_alive(), what="the server to start")
@@ -187,7 +231,10 @@ def post_and_leave(address, path, body, when):
     """Post JSON on a bare socket and hang up, without reading, once `when()` is true."""
     host, port = address.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length:"
+        f" {len(content)}"
+    )
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as line:
         line.sendall(head.encode() + b"\r\n\r\n" + content)
         wait_until(when, what="the moment to hang up")

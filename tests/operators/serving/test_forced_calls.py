@@ -1,4 +1,5 @@
-"""A call that has to call a tool: what is forced is context, the rest is sampled, and no call is text."""
+"""A call that has to call a tool: what is forced is context, the rest is sampled, and no call is
+text."""
 
 import json
 
@@ -14,7 +15,9 @@ REST = {ANY: 'add", "arguments": {"a": 1}}\n</tool_call>', ADD: ' {"a": 1}}\n</t
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 USER = {"role": "user", "content": "hello"}
 NAMES = ("add", "subtract")
-CHAT_TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
+CHAT_TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES
+]
 TOOLS = {
     "/v1/chat/completions": CHAT_TOOLS,
     "/v1/responses": [{"type": "function", "name": name, "parameters": SCHEMA} for name in NAMES],
@@ -73,7 +76,8 @@ def ids_of(tokenizer, text):
 
 
 def check_forced(row, tokenizer, opening, said):
-    """The opening is the end of the context, to the id; what was sampled behind it, and no more, is the policy's."""
+    """The opening is the end of the context, to the id; what was sampled behind it, and no more, is
+    the policy's."""
     sampled = [*ids_of(tokenizer, said), END]
     given = len(row["tokens"]) - len(sampled)
     assert row["tokens"][given:] == sampled
@@ -82,21 +86,27 @@ def check_forced(row, tokenizer, opening, said):
     assert row["versions"] == [-1] * given + [0] * len(sampled)
     forced = ids_of(tokenizer, opening)
     assert row["tokens"][given - len(forced) : given] == forced
-    assert tokenizer.decode(row["tokens"][: given - len(forced)]).endswith("<|im_start|>assistant\n")
+    assert tokenizer.decode(row["tokens"][: given - len(forced)]).endswith(
+        "<|im_start|>assistant\n"
+    )
 
 
 def calls_in(path, said):
     """Name and arguments of the calls in an answer, and why it ended."""
     if path == "/v1/responses":
         assert [item["type"] for item in said["output"]] == ["function_call"]
-        return [(item["name"], json.loads(item["arguments"])) for item in said["output"]], said["status"]
+        return [(item["name"], json.loads(item["arguments"])) for item in said["output"]], said[
+            "status"
+        ]
     if path == "/v1/messages":
         assert [block["type"] for block in said["content"]] == ["tool_use"]
         return [(block["name"], block["input"]) for block in said["content"]], said["stop_reason"]
     (choice,) = said["choices"]
     assert choice["message"]["content"] is None
     functions = [call["function"] for call in choice["message"]["tool_calls"]]
-    return [(each["name"], json.loads(each["arguments"])) for each in functions], choice["finish_reason"]
+    return [(each["name"], json.loads(each["arguments"])) for each in functions], choice[
+        "finish_reason"
+    ]
 
 
 @pytest.mark.parametrize(("path", "opening"), CHOICES)
@@ -110,7 +120,9 @@ def test_a_forced_call_begins_as_the_template_has_it_and_only_the_rest_is_the_po
     (row,) = rows
     check_forced(row, tooled, opening, REST[opening])
     assert row["completion"] == opening + REST[opening]
-    assert json.loads(row["parameters"])["must_call"] == (["add"] if opening == ADD else ["add", "subtract"])
+    assert json.loads(row["parameters"])["must_call"] == (
+        ["add"] if opening == ADD else ["add", "subtract"]
+    )
     if path == "/v1/responses":
         assert said["tool_choice"] == CHOICES[path, opening]
     if path == "/v1/chat/completions":
@@ -130,7 +142,10 @@ def test_a_chat_goes_on_with_the_ids_of_a_forced_call(client_of_answers, rows, t
     assert said["choices"][0]["message"]["content"] == "hello world"
     first, second = rows
     assert second["tokens"][: len(first["tokens"])] == first["tokens"]
-    assert (second["parent_rollout_id"], second["reused_tokens"]) == (first["rollout_id"], len(first["tokens"]))
+    assert (second["parent_rollout_id"], second["reused_tokens"]) == (
+        first["rollout_id"],
+        len(first["tokens"]),
+    )
     again = post(client, path, {**asked, "messages": [USER, message, result]})
     assert again["choices"][0]["finish_reason"] == "tool_calls"
     check_forced(rows[2], tooled, opening, REST[opening])
@@ -147,7 +162,12 @@ def test_one_tool_that_has_to_be_called_is_named(client_of_answers, rows, tooled
 def test_what_comes_to_no_call_is_text_with_what_it_was_made_to_begin_with(
     client_of_answers, rows, tooled, limit, ends
 ):
-    asked = {"messages": [USER], "tools": CHAT_TOOLS, "tool_choice": "required", "max_tokens": limit}
+    asked = {
+        "messages": [USER],
+        "tools": CHAT_TOOLS,
+        "tool_choice": "required",
+        "max_tokens": limit,
+    }
     client = client_of_answers("hello(world")
     (choice,) = post(client, "/v1/chat/completions", asked)["choices"]
     text = ANY + tooled.decode(ids_of(tooled, "hello(world")[:limit])
@@ -166,9 +186,17 @@ def test_a_stop_string_is_looked_for_behind_what_was_forced(client_of_answers, r
 
 
 def test_a_stream_of_a_forced_call_shows_none_of_it_as_content(client_of_answers):
-    asked = {"messages": [USER], "tools": CHAT_TOOLS, "tool_choice": "required", "stream": True, "model": "tiny"}
+    asked = {
+        "messages": [USER],
+        "tools": CHAT_TOOLS,
+        "tool_choice": "required",
+        "stream": True,
+        "model": "tiny",
+    }
     lines = client_of_answers().post("/v1/chat/completions", json=asked).text.splitlines()
-    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
+    deltas = [
+        json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")
+    ]
     assert not "".join(delta.get("content") or "" for delta in deltas)
     (called,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
     assert called[0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
@@ -187,7 +215,10 @@ WRONG = {
 def test_a_choice_that_names_no_tool_of_the_call_is_refused(client_of_answers, rows, case):
     asked = {"messages": [USER], "tools": CHAT_TOOLS, **WRONG[case]}
     error = post(client_of_answers(), "/v1/chat/completions", asked, status=400)["error"]
-    assert (error["param"], error["code"]) == ("tool_choice", "invalid_value") and "send tools" in error["message"]
+    assert (error["param"], error["code"]) == (
+        "tool_choice",
+        "invalid_value",
+    ) and "send tools" in error["message"]
     for path, choice in (("/v1/messages", {"type": "any"}), ("/v1/responses", "required")):
         post(client_of_answers(), path, {**ASKED[path], "tool_choice": choice}, status=400)
     assert not rows
@@ -212,22 +243,34 @@ def test_a_template_whose_calls_have_no_known_beginning_is_refused(rows, templat
 
 def test_the_client_of_openai_forces_calls(tooled, rows):
     openai = pytest.importorskip("openai")
-    with served(service_of(scripted(tooled, answers, context_tokens=2048), tooled, rows)) as address:
+    with served(
+        service_of(scripted(tooled, answers, context_tokens=2048), tooled, rows)
+    ) as address:
         theirs = openai.OpenAI(base_url=f"{address}/v1", api_key="one", max_retries=0)
-        said = theirs.chat.completions.create(model="tiny", messages=[USER], tools=CHAT_TOOLS, tool_choice="required")
+        said = theirs.chat.completions.create(
+            model="tiny", messages=[USER], tools=CHAT_TOOLS, tool_choice="required"
+        )
         assert said.choices[0].message.tool_calls[0].function.name == "add"
         path = "/v1/responses"
-        said = theirs.responses.create(model="tiny", input=[USER], tools=TOOLS[path], tool_choice=CHOICES[path, ADD])
+        said = theirs.responses.create(
+            model="tiny", input=[USER], tools=TOOLS[path], tool_choice=CHOICES[path, ADD]
+        )
         assert said.output[0].name == "add" and said.tool_choice.name == "add"
     assert len(rows) == 2
 
 
 def test_the_client_of_anthropic_forces_calls(tooled, rows):
     anthropic = pytest.importorskip("anthropic")
-    with served(service_of(scripted(tooled, answers, context_tokens=2048), tooled, rows)) as address:
+    with served(
+        service_of(scripted(tooled, answers, context_tokens=2048), tooled, rows)
+    ) as address:
         other = anthropic.Anthropic(base_url=address, api_key="two", max_retries=0)
         said = other.messages.create(
-            model="tiny", messages=[USER], max_tokens=500, tools=TOOLS["/v1/messages"], tool_choice={"type": "any"}
+            model="tiny",
+            messages=[USER],
+            max_tokens=500,
+            tools=TOOLS["/v1/messages"],
+            tool_choice={"type": "any"},
         )
         assert (said.content[0].name, said.stop_reason) == ("add", "tool_use")
     assert len(rows) == 1

@@ -1,4 +1,5 @@
-"""What agents send, outside a run and in one: developers' messages, begun turns, options, stops and wishes."""
+"""What agents send, outside a run and in one: developers' messages, begun turns, options, stops and
+wishes."""
 
 import contextlib
 
@@ -17,13 +18,14 @@ from operators.serving.work import News
 
 STRICT = TOOLED.replace(
     "{% for m in messages %}",
-    "{% for m in messages %}{% if m.role == 'developer' or (m.role == 'system' and not loop.first) %}"
-    "{{ raise_exception('no ' + m.role) }}{% endif %}",
+    "{% for m in messages %}{% if m.role == 'developer' or (m.role == 'system' and not loop.first)"
+    " %}{{ raise_exception('no ' + m.role) }}{% endif %}",
     1,
 )
 """One system message at the beginning, and no developer's, as Qwen 3.5's."""
 THINKING = TEMPLATE.replace(
-    "assistant\n{% endif %}", "assistant\n{% if enable_thinking is false %}<no>{% endif %}{% endif %}"
+    "assistant\n{% endif %}",
+    "assistant\n{% if enable_thinking is false %}<no>{% endif %}{% endif %}",
 )
 USER = {"role": "user", "content": "hello"}
 CHAT = {"model": "tiny", "messages": [USER], "max_tokens": 32}
@@ -53,7 +55,10 @@ class AnsweredTurns(TurnsInRun):
     def __init__(self, tokenizer):
         super().__init__(2048)
         self.sessions.add("key")
-        self.works, self.ids = [], [*tokenizer("hello world", add_special_tokens=False)["input_ids"], END]
+        self.works, self.ids = (
+            [],
+            [*tokenizer("hello world", add_special_tokens=False)["input_ids"], END],
+        )
 
     def submit(self, works):
         super().submit(works)
@@ -69,7 +74,9 @@ def in_run(template=TOOLED, **knobs):
     tokenizer.chat_template = template
     turns = AnsweredTurns(tokenizer)
     service = RunService(turns, tokenizer, model="policy", past="sampled", **{"stop": (), **knobs})
-    with TestClient(make_app(service, sessions=turns.sessions), base_url="http://127.0.0.1") as client:
+    with TestClient(
+        make_app(service, sessions=turns.sessions), base_url="http://127.0.0.1"
+    ) as client:
 
         def post(path, body, status=200):
             said = client.post(path, json=body, headers={"authorization": "Bearer key"})
@@ -88,43 +95,84 @@ def prompt_of(rows, tokenizer=None):
 
 @pytest.mark.parametrize("template", [TOOLED, STRICT])
 def test_developers_messages_are_laid_out_whatever_the_template_knows(rows, template):
-    developer, late = {"role": "developer", "content": "be brief"}, {"role": "developer", "content": "now long"}
+    developer, late = (
+        {"role": "developer", "content": "be brief"},
+        {"role": "developer", "content": "now long"},
+    )
     with calling(template, rows) as post:
         post("/v1/chat/completions", {**CHAT, "messages": [developer, USER]})
         assert prompt_of(rows) == f"<|im_start|>system\nbe brief<|im_end|>\n{HEAD}"
         post(
             "/v1/chat/completions",
-            {**CHAT, "messages": [developer, USER, {"role": "assistant", "content": "a"}, late, USER]},
+            {
+                **CHAT,
+                "messages": [developer, USER, {"role": "assistant", "content": "a"}, late, USER],
+            },
         )
         assert "now long" in prompt_of(rows)
-        asked = {"model": "tiny", "instructions": "be kind", "input": [{"type": "message", **developer}, USER]}
+        asked = {
+            "model": "tiny",
+            "instructions": "be kind",
+            "input": [{"type": "message", **developer}, USER],
+        }
         post("/v1/responses", asked)
         assert "be kind" in prompt_of(rows) and "be brief" in prompt_of(rows)
         post(
-            "/v1/messages", {**CHAT, "system": "be kind", "messages": [USER, {"role": "system", "content": "be brief"}]}
+            "/v1/messages",
+            {
+                **CHAT,
+                "system": "be kind",
+                "messages": [USER, {"role": "system", "content": "be brief"}],
+            },
         )
         assert "be kind" in prompt_of(rows) and "be brief" in prompt_of(rows)
 
 
 def test_what_coding_agents_send_beside_is_taken_as_their_servers_take_it(rows):
     anthropic = {
-        **CHAT, "thinking": {"type": "adaptive"}, "context_management": {"edits": []},
+        **CHAT,
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": []},
         "output_config": {"effort": "high"},
-        "metadata": {"user_id": "u"}, "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+        "metadata": {"user_id": "u"},
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}],
         "messages": [
-            USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "t", "signature": "s"},
-            {"type": "text", "text": "yes", "cache_control": {"type": "ephemeral"}}]}, USER,
+            USER,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "t", "signature": "s"},
+                    {"type": "text", "text": "yes", "cache_control": {"type": "ephemeral"}},
+                ],
+            },
+            USER,
         ],
-    }  # fmt: skip
+    }
     codex = {
-        "model": "tiny", "instructions": "i", "include": ["reasoning.encrypted_content"], "store": False,
-        "reasoning": {"effort": "medium", "summary": "auto"}, "text": {"verbosity": "low"}, "prompt_cache_key": "k",
-        "parallel_tool_calls": False, "tool_choice": "auto", "tools": [{"type": "web_search"}], "client_metadata": {},
-        "input": [{"type": "message", **USER}, {"type": "reasoning", "summary": [], "encrypted_content": "x"}, USER],
-    }  # fmt: skip
+        "model": "tiny",
+        "instructions": "i",
+        "include": ["reasoning.encrypted_content"],
+        "store": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "text": {"verbosity": "low"},
+        "prompt_cache_key": "k",
+        "parallel_tool_calls": False,
+        "tool_choice": "auto",
+        "tools": [{"type": "web_search"}],
+        "client_metadata": {},
+        "input": [
+            {"type": "message", **USER},
+            {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+            USER,
+        ],
+    }
     with calling(TOOLED, rows) as post:
         assert post("/v1/messages", anthropic)["content"][0]["text"] == "hello world"
-        assert "yes" in prompt_of(rows) and "thinking" not in prompt_of(rows) and "web_search" not in prompt_of(rows)
+        assert (
+            "yes" in prompt_of(rows)
+            and "thinking" not in prompt_of(rows)
+            and "web_search" not in prompt_of(rows)
+        )
         assert post("/v1/responses", codex)["status"] == "completed"
         post("/v1/chat/completions", {**CHAT, "reasoning_effort": "low", "verbosity": "low"})
         post("/v1/messages", {**CHAT, "output_config": {"format": {"type": "json_schema"}}}, 400)
@@ -133,7 +181,10 @@ def test_what_coding_agents_send_beside_is_taken_as_their_servers_take_it(rows):
         counted = post("/v1/messages/count_tokens", {"model": "tiny", "messages": [USER]})
         post("/v1/messages", CHAT)
         assert counted == {"input_tokens": int((~np.array(rows[-1]["mask"])).sum())}
-        assert post("/v1/messages/count_tokens", {"model": "other", "messages": [USER]}, 404)["type"] == "error"
+        assert (
+            post("/v1/messages/count_tokens", {"model": "other", "messages": [USER]}, 404)["type"]
+            == "error"
+        )
         model = post.get("/v1/models/tiny").json()
         assert (model["id"], model["object"], model["type"]) == ("tiny", "model", "model")
         assert post.get("/v1/models").json()["data"] == [model]
@@ -142,13 +193,23 @@ def test_what_coding_agents_send_beside_is_taken_as_their_servers_take_it(rows):
 
 @pytest.mark.parametrize("begun", ["It is", "<think>\n"])
 def test_a_turn_that_the_caller_has_begun_is_gone_on_with(rows, begun):
-    """As Anthropic's server does with a last message of the assistant's, and vLLM's where it is asked to."""
+    """As Anthropic's server does with a last message of the assistant's, and vLLM's where it is
+    asked to."""
     beginning = [USER, {"role": "assistant", "content": begun}]
     with calling(TOOLED, rows) as post:
         said = post("/v1/messages", {**CHAT, "messages": beginning})
-        assert prompt_of(rows) == HEAD + begun and said["content"] == [{"type": "text", "text": "hello world"}]
-        asked = {**CHAT, "messages": beginning, "continue_final_message": True, "add_generation_prompt": False}
-        assert post("/v1/chat/completions", asked)["choices"][0]["message"]["content"] == "hello world"
+        assert prompt_of(rows) == HEAD + begun and said["content"] == [
+            {"type": "text", "text": "hello world"}
+        ]
+        asked = {
+            **CHAT,
+            "messages": beginning,
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        }
+        assert (
+            post("/v1/chat/completions", asked)["choices"][0]["message"]["content"] == "hello world"
+        )
         assert prompt_of(rows) == HEAD + begun and rows[-1]["parent_rollout_id"] is None
         whole = {"role": "assistant", "content": begun + "hello world"}
         post("/v1/messages", {**CHAT, "messages": [USER, whole, USER]})
@@ -157,7 +218,9 @@ def test_a_turn_that_the_caller_has_begun_is_gone_on_with(rows, begun):
         )
         assert rows[-1]["parent_rollout_id"] == rows[-2]["rollout_id"]
         post("/v1/chat/completions", {**CHAT, "messages": beginning})
-        assert prompt_of(rows) == f"{HEAD}{begun}<|im_end|>\n<|im_start|>assistant\n", "OpenAI's opens another turn"
+        assert prompt_of(rows) == f"{HEAD}{begun}<|im_end|>\n<|im_start|>assistant\n", (
+            "OpenAI's opens another turn"
+        )
         post("/v1/chat/completions", {**CHAT, "continue_final_message": True}, 400)
         post("/v1/chat/completions", {**CHAT, "add_generation_prompt": False}, 400)
 
@@ -190,21 +253,34 @@ WISHED = {
 
 
 def test_how_a_turn_is_sampled_is_granted_or_refused_by_a_server_and_set_aside_by_a_run(rows):
-    """One rule for all: what would change what is drawn is done, or refused by name; in a run the run samples."""
-    refused = [{name: WISHED[name]} for name in ("frequency_penalty", "presence_penalty", "logit_bias")]
+    """One rule for all: what would change what is drawn is done, or refused by name; in a run the
+    run samples."""
+    refused = [
+        {name: WISHED[name]} for name in ("frequency_penalty", "presence_penalty", "logit_bias")
+    ]
     ids = {"model": "tiny", "token_ids": [5, 6]}
     with calling(TOOLED, rows) as post:
         for wish in refused:
-            assert post("/v1/chat/completions", {**CHAT, **wish}, 400)["error"]["code"] == "unsupported_parameter"
-            post("/inference/v1/generate", {**ids, "sampling_params": {"max_tokens": 4, **wish}}, 400)
+            assert (
+                post("/v1/chat/completions", {**CHAT, **wish}, 400)["error"]["code"]
+                == "unsupported_parameter"
+            )
+            post(
+                "/inference/v1/generate", {**ids, "sampling_params": {"max_tokens": 4, **wish}}, 400
+            )
             post("/v1/responses", {"model": "tiny", "input": "hello", **wish}, 400)
             post("/v1/messages", {**CHAT, **wish}, 400)
-        post("/v1/chat/completions", {**CHAT, "temperature": 0.1, "frequency_penalty": 0, "logit_bias": {}})
+        post(
+            "/v1/chat/completions",
+            {**CHAT, "temperature": 0.1, "frequency_penalty": 0, "logit_bias": {}},
+        )
     with in_run() as (post, works):
         post("/v1/chat/completions", {**CHAT, **WISHED, "seed": 7})
         post("/v1/completions", {"model": "tiny", "prompt": "hello", **WISHED})
         post("/inference/v1/generate", {**ids, "sampling_params": {"max_tokens": 4, **WISHED}})
-        post("/v1/responses", {"model": "tiny", "input": "hello", **WISHED, "seed": 7, "min_p": 0.1})
+        post(
+            "/v1/responses", {"model": "tiny", "input": "hello", **WISHED, "seed": 7, "min_p": 0.1}
+        )
         post("/v1/messages", {**CHAT, **WISHED, "seed": 7})
         assert [work.sampling for work in works] == [None] * 5
         for wrong in (
@@ -221,14 +297,19 @@ def test_a_run_ends_turns_at_its_generators_own_stops_and_a_calls(rows):
         post("/v1/chat/completions", {**CHAT, "stop": ["<|im_start|>", "b"]})
         assert works[-1].stop == ("<|im_start|>", "b", "own")
         said = post("/v1/chat/completions", {**CHAT, "stop": ["\n<|im_end|>"]}, 400)["error"]
-        assert said["param"] == "stop" and "has no special tokens; found '<|im_end|>' in it" in said["message"]
+        assert (
+            said["param"] == "stop"
+            and "has no special tokens; found '<|im_end|>' in it" in said["message"]
+        )
 
 
 def test_a_stop_that_is_a_special_token_is_its_id_wherever_the_tokenizer_names_it(rows):
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken("<|eot|>", special=True)])
     engine = scripted(tokenizer, "hello<|eot|> world")
-    with TestClient(make_app(service_of(engine, tokenizer, rows)), base_url="http://127.0.0.1") as client:
+    with TestClient(
+        make_app(service_of(engine, tokenizer, rows)), base_url="http://127.0.0.1"
+    ) as client:
         for stop in (["<|eot|>"], ["x", "<|eot|>"]):
             said = client.post("/v1/messages", json={**CHAT, "stop_sequences": stop}).json()
             assert said["content"] == [{"type": "text", "text": "hello"}]
@@ -240,19 +321,30 @@ def test_a_stop_that_is_a_special_token_is_its_id_wherever_the_tokenizer_names_i
         assert said.status_code == 400 and "give '<|eot|>' alone" in said.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("ending", "answer"), [("<|eot|>", "hello<|eot|> world"), ("[END]", "hello[END] world")])
+@pytest.mark.parametrize(
+    ("ending", "answer"), [("<|eot|>", "hello<|eot|> world"), ("[END]", "hello[END] world")]
+)
 def test_a_chat_ends_where_its_template_ends_a_turn(rows, ending, answer):
-    """Of a template that the server was given too, whose end the engine does not know; a token, or a text."""
+    """Of a template that the server was given too, whose end the engine does not know; a token, or
+    a text."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken("<|eot|>", special=True)])
     template = TEMPLATE.replace("<|im_end|>", ending)
     service = service_of(scripted(tokenizer, answer), tokenizer, rows, chat_template=template)
     with TestClient(make_app(service), base_url="http://127.0.0.1") as client:
         said = client.post("/v1/messages", json=CHAT).json()
-        assert (said["content"], said["stop_reason"]) == ([{"type": "text", "text": "hello"}], "end_turn")
+        assert (said["content"], said["stop_reason"]) == (
+            [{"type": "text", "text": "hello"}],
+            "end_turn",
+        )
         assert tokenizer.decode(rows[-1]["tokens"]).endswith(f"assistant\nhello{ending}")
         asked = [USER, {"role": "assistant", "content": "hello"}, USER]
         client.post("/v1/messages", json={**CHAT, "messages": asked})
         text = tokenizer.decode(rows[-1]["tokens"])
-        assert f"assistant\nhello{ending}\n<|im_start|>user" in text and rows[-1]["parent_rollout_id"] == 0
-        assert client.post("/v1/completions", json={"model": "tiny", "prompt": "a"}).json()["choices"][0]["text"]
+        assert (
+            f"assistant\nhello{ending}\n<|im_start|>user" in text
+            and rows[-1]["parent_rollout_id"] == 0
+        )
+        assert client.post("/v1/completions", json={"model": "tiny", "prompt": "a"}).json()[
+            "choices"
+        ][0]["text"]

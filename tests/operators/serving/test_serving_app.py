@@ -24,7 +24,9 @@ def chat(client, body, **knobs):
 def events(client, body, path="/v1/completions"):
     """The chunks of a stream, after which it says that it is done."""
     answer = client.post(path, json={**body, "stream": True})
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith(
+        "text/event-stream"
+    )
     lines = [line for line in answer.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
@@ -32,7 +34,11 @@ def events(client, body, path="/v1/completions"):
 
 def test_a_completion_has_the_shape_of_openai(client_of, tokenizer):
     body = post(client_of("hello world"), {**TEXT, "logprobs": 0, "return_token_ids": True})
-    assert body["object"] == "text_completion" and body["model"] == "tiny" and body["id"].startswith("cmpl-")
+    assert (
+        body["object"] == "text_completion"
+        and body["model"] == "tiny"
+        and body["id"].startswith("cmpl-")
+    )
     (choice,) = body["choices"]
     assert (choice["text"], choice["finish_reason"], choice["index"]) == ("hello world", "stop", 0)
     assert choice["prompt_token_ids"] == tokenizer("hi")["input_ids"]
@@ -53,7 +59,12 @@ def test_a_chat_completion_has_the_shape_of_openai(client_of, tokenizer):
     assert choice["message"] == {"role": "assistant", "content": "hello é", "refusal": None}
     entries = choice["logprobs"]["content"]
     assert [entry["token"] for entry in entries] == ["hello", " ", "\ufffd", "\ufffd", "<|im_end|>"]
-    assert entries[0] == {"token": "hello", "logprob": -0.5, "bytes": list(b"hello"), "top_logprobs": []}
+    assert entries[0] == {
+        "token": "hello",
+        "logprob": -0.5,
+        "bytes": list(b"hello"),
+        "top_logprobs": [],
+    }
     assert entries[2]["bytes"] is None
     prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert body["prompt_token_ids"] == tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -62,13 +73,21 @@ def test_a_chat_completion_has_the_shape_of_openai(client_of, tokenizer):
 def test_prompts_may_be_texts_or_token_ids_and_choices_are_counted_through(client_of, rows):
     client = client_of(lambda prompt: prompt.upper())
     body = post(client, {**TEXT, "prompt": ["ab", "cd"], "n": 2})
-    assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "AB"), (1, "AB"), (2, "CD"), (3, "CD")]
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [
+        (0, "AB"),
+        (1, "AB"),
+        (2, "CD"),
+        (3, "CD"),
+    ]
     ids = [byte_tokenizer()(text)["input_ids"] for text in ("hello", "xy")]
     assert [c["text"] for c in post(client, {**TEXT, "prompt": ids})["choices"]] == ["HELLO", "XY"]
     assert [c["text"] for c in post(client, {**TEXT, "prompt": ids[0]})["choices"]] == ["HELLO"]
     assert [(row["group_id"], row["group_size"], row["position"]) for row in rows[:4]] == [
-        (0, 2, 0), (0, 2, 1), (1, 2, 0), (1, 2, 1),
-    ]  # fmt: skip
+        (0, 2, 0),
+        (0, 2, 1),
+        (1, 2, 0),
+        (1, 2, 1),
+    ]
     assert rows[-1]["prompt"] == "hello" and len({row["rollout_id"] for row in rows}) == 7
 
 
@@ -77,9 +96,13 @@ def test_a_stream_adds_up_to_the_whole_answer(client_of, stops):
     client = client_of("hello wörld 😀 worldly")
     ask = {**CHAT, "stop": stops, "logprobs": True, "return_token_ids": True, "seed": 5}
     whole = chat(client, ask)["choices"][0]
-    chunks = events(client, {**ask, "stream_options": {"include_usage": True}}, "/v1/chat/completions")
+    chunks = events(
+        client, {**ask, "stream_options": {"include_usage": True}}, "/v1/chat/completions"
+    )
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == len(whole["token_ids"])
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == len(
+        whole["token_ids"]
+    )
     choices = [chunk["choices"][0] for chunk in chunks[:-1]]
     assert "".join(c["delta"].get("content", "") for c in choices) == whole["message"]["content"]
     assert [token for c in choices for token in c.get("token_ids", [])] == whole["token_ids"]
@@ -124,7 +147,13 @@ def test_length_is_a_finish_reason(client_of):
 
 def test_the_knobs_of_a_call_reach_the_engine(client_of):
     client = client_of("x")
-    knobs = {"temperature": 0.5, "top_p": 0.75, "top_k": 3, "min_p": 0.125, "repetition_penalty": 1.5}
+    knobs = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 3,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+    }
     post(client, {**TEXT, **knobs, "seed": 1, "n": 2})
     post(client, {**TEXT, **knobs, "seed": 1, "n": 2})
     first, second = client.engine.started
@@ -149,7 +178,10 @@ def test_messages_may_have_parts_nulls_and_tools(client_of, rows, tokenizer):
     client = client_of("x")
     parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    messages = [{"role": "user", "content": parts, "name": None}, {"role": "assistant", "content": None}]
+    messages = [
+        {"role": "user", "content": parts, "name": None},
+        {"role": "assistant", "content": None},
+    ]
     chat(client, {"messages": messages, "tools": [tool]})
     text = tokenizer.decode(rows[0]["tokens"])
     assert "<|im_start|>user\nhello<|im_end|>" in text and '"name": "add"' in text
@@ -181,23 +213,45 @@ BAD = {
     "seed": ({**TEXT, "seed": True}, 400, "seed", "invalid_value"),
     "alternatives": ({**TEXT, "logprobs": 21}, 400, "logprobs", "invalid_value"),
     "echo": ({**TEXT, "echo": True}, 400, "echo", "unsupported_parameter"),
-    "penalised": ({**TEXT, "presence_penalty": 0.5}, 400, "presence_penalty", "unsupported_parameter"),
+    "penalised": (
+        {**TEXT, "presence_penalty": 0.5},
+        400,
+        "presence_penalty",
+        "unsupported_parameter",
+    ),
     "unknown": ({**TEXT, "max_tokns": 3}, 400, "max_tokns", "unknown_parameter"),
     "messages_there": ({**TEXT, "messages": []}, 400, "messages", "unknown_parameter"),
-    "stream_options": ({**TEXT, "stream_options": {"include_usage": True}}, 400, "stream_options", "invalid_value"),
+    "stream_options": (
+        {**TEXT, "stream_options": {"include_usage": True}},
+        400,
+        "stream_options",
+        "invalid_value",
+    ),
 }
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
 BAD_CHAT = {
     "no_messages": ({"messages": []}, "messages", "invalid_value"),
     "no_role": ({"messages": [{"content": "x"}]}, "messages[0].role", "invalid_value"),
     "image": ({"messages": [IMAGE]}, "messages[0].content", "unsupported_content"),
-    "template": ({"messages": [{"role": "moderator", "content": "x"}]}, "messages", "invalid_value"),
+    "template": (
+        {"messages": [{"role": "moderator", "content": "x"}]},
+        "messages",
+        "invalid_value",
+    ),
     "alternatives": ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
-    "an engine without them": ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
+    "an engine without them": (
+        {"logprobs": True, "top_logprobs": 3},
+        "top_logprobs",
+        "unsupported_parameter",
+    ),
     "tool_choice": ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
-    "format": ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    "format": (
+        {"response_format": {"type": "json_object"}},
+        "response_format",
+        "unsupported_parameter",
+    ),
     "two_limits": ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "invalid_value"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -205,7 +259,9 @@ def test_a_bad_completion_call_is_refused_with_an_error_of_openai(client_of, cas
     body, status, param, code = BAD[case]
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     client = client_of("x")
-    answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    answer = client.post(
+        "/v1/completions", content=content, headers={"Content-Type": "application/json"}
+    )
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (status, param, code)
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
@@ -221,9 +277,19 @@ def test_a_bad_chat_call_is_refused_with_an_error_of_openai(client_of, case):
 
 
 def test_values_that_ask_for_nothing_are_accepted(client_of):
-    nothing = {"presence_penalty": 0, "logit_bias": {}, "best_of": None, "echo": False, "suffix": None, "store": True}
+    nothing = {
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "best_of": None,
+        "echo": False,
+        "suffix": None,
+        "store": True,
+    }
     assert post(client_of("x"), {**TEXT, **nothing})["choices"][0]["text"] == "x"
-    chat(client_of("x"), {"response_format": {"type": "text"}, "top_logprobs": 0, "metadata": {"a": "b"}})
+    chat(
+        client_of("x"),
+        {"response_format": {"type": "text"}, "top_logprobs": 0, "metadata": {"a": "b"}},
+    )
 
 
 def test_a_tokenizer_without_a_chat_template_serves_completions_only(rows):
@@ -263,7 +329,10 @@ def test_an_overloaded_server_says_when_to_come_again(client_of, rows):
     wait_until(lambda: client.get("/health").json()["waiting"] == 1, what="the second call to wait")
     answer = client.post("/v1/completions", json=TEXT)
     assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
-    assert answer.json()["error"]["type"] == "rate_limit_error" and answer.json()["error"]["code"] == "overloaded"
+    assert (
+        answer.json()["error"]["type"] == "rate_limit_error"
+        and answer.json()["error"]["code"] == "overloaded"
+    )
     permits.release(100)
     for call in calls:
         call.join(20)
@@ -318,14 +387,22 @@ def test_models_and_health_are_told(client_of):
     assert (model["id"], model["object"]) == ("tiny", "model")
     post(client, TEXT)
     health = client.get("/health").json()
-    assert (health["status"], health["live"], health["recorded"], health["version"]) == ("ok", 0, 1, 0)
+    assert (health["status"], health["live"], health["recorded"], health["version"]) == (
+        "ok",
+        0,
+        1,
+        0,
+    )
 
 
 def test_an_address_that_is_not_served_names_those_that_are(client_of):
     client = client_of("x")
     for method, path, status in (("GET", "/v1/embeddings", 404), ("GET", "/v1/completions", 405)):
         answer = client.request(method, path)
-        assert answer.status_code == status and "POST /v1/completions" in answer.json()["error"]["message"]
+        assert (
+            answer.status_code == status
+            and "POST /v1/completions" in answer.json()["error"]["message"]
+        )
 
 
 def test_a_key_is_asked_of_every_call(client_of):
@@ -342,5 +419,7 @@ def test_a_page_on_another_host_cannot_call(client_of):
     client = client_of("x")
     answer = client.post("/v1/completions", json=TEXT, headers={"Host": "evil.example"})
     assert answer.status_code == 403 and answer.json()["error"]["code"] == "host_not_allowed"
-    answer = client.post("/v1/completions", content=json.dumps(TEXT), headers={"Content-Type": "text/plain"})
+    answer = client.post(
+        "/v1/completions", content=json.dumps(TEXT), headers={"Content-Type": "text/plain"}
+    )
     assert answer.status_code == 415

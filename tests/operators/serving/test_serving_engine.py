@@ -1,4 +1,5 @@
-"""The endpoint over the real engine: what comes out is the model's, and what is recorded is what was drawn."""
+"""The endpoint over the real engine: what comes out is the model's, and what is recorded is what
+was drawn."""
 
 import asyncio
 import json
@@ -50,19 +51,28 @@ def engine(tokenizer):
     decoder = tiny_llama(len(tokenizer)).requires_grad_(False)
     found = self_test.adapt(decoder, "tiny")
     return Engine(
-        decoder, slots=8, context_tokens=128, sampling=Sampling(), end_tokens=[END], kernel=found.kernel,
+        decoder,
+        slots=8,
+        context_tokens=128,
+        sampling=Sampling(),
+        end_tokens=[END],
+        kernel=found.kernel,
         token_bytes=found.token_bytes,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
 def client(engine, tokenizer, rows):
-    with TestClient(make_app(service_of(engine, tokenizer, rows)), base_url="http://localhost") as client:
+    with TestClient(
+        make_app(service_of(engine, tokenizer, rows)), base_url="http://localhost"
+    ) as client:
         yield client
 
 
 def complete(client, **body):
-    answer = client.post("/v1/completions", json={"model": "tiny", "return_token_ids": True, **body})
+    answer = client.post(
+        "/v1/completions", json={"model": "tiny", "return_token_ids": True, **body}
+    )
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"]
 
@@ -76,14 +86,18 @@ def recomputed(model, row, **knobs):
     seen = torch.zeros(len(ids) - start, logits.shape[1], dtype=torch.bool)
     for place in range(start, len(ids)):
         seen[place - start, ids[:place]] = True
-    table = log_distribution(logits, Sampling(**knobs), seen if "repetition_penalty" in knobs else None)
+    table = log_distribution(
+        logits, Sampling(**knobs), seen if "repetition_penalty" in knobs else None
+    )
     return table.gather(1, ids[start:, None])[:, 0].numpy()
 
 
 def test_greedy_completions_are_those_of_generate(client, model, tokenizer):
     for text in ("hello world", "a", "assistant of the user " * 2):
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        expected = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :].tolist()
+        expected = model.generate(ids, max_new_tokens=20, do_sample=False)[
+            0, ids.shape[1] :
+        ].tolist()
         (choice,) = complete(client, prompt=text, max_tokens=20, temperature=0)
         assert choice["token_ids"] == expected
         text = [token for token in expected if token != END]
@@ -92,7 +106,9 @@ def test_greedy_completions_are_those_of_generate(client, model, tokenizer):
 
 def test_alternatives_are_the_likeliest_of_a_full_pass(client, model, rows):
     for knobs in ({}, {"temperature": 1.3, "top_k": 3}, {"top_p": 0.8}, {"temperature": 0}):
-        (choice,) = complete(client, prompt="hello world", max_tokens=6, logprobs=5, seed=3, **knobs)
+        (choice,) = complete(
+            client, prompt="hello world", max_tokens=6, logprobs=5, seed=3, **knobs
+        )
         ids = torch.tensor(rows[-1]["tokens"])
         start = len(ids) - len(choice["token_ids"])
         with torch.no_grad():
@@ -115,7 +131,9 @@ KNOBS = [
 ]
 
 
-def test_recorded_logprobs_are_those_of_a_full_pass_whatever_runs_beside(engine, tokenizer, model, rows):
+def test_recorded_logprobs_are_those_of_a_full_pass_whatever_runs_beside(
+    engine, tokenizer, model, rows
+):
     with served(service_of(engine, tokenizer, rows)) as address:
 
         async def ask_all():
@@ -123,7 +141,13 @@ def test_recorded_logprobs_are_those_of_a_full_pass_whatever_runs_beside(engine,
                 asks = [
                     client.post(
                         "/v1/completions",
-                        json={"model": "tiny", "prompt": "hello " * (i + 1), "max_tokens": 12 + i, "user": str(i), **k},
+                        json={
+                            "model": "tiny",
+                            "prompt": "hello " * (i + 1),
+                            "max_tokens": 12 + i,
+                            "user": str(i),
+                            **k,
+                        },
                     )
                     for i, k in enumerate(KNOBS * 3)
                 ]
@@ -135,7 +159,9 @@ def test_recorded_logprobs_are_those_of_a_full_pass_whatever_runs_beside(engine,
     for row in rows:
         knobs = KNOBS[int(row["session_id"]) % len(KNOBS)]
         mask = np.array(row["mask"])
-        np.testing.assert_allclose(np.array(row["logprobs"])[mask], recomputed(model, row, **knobs), atol=1e-5)
+        np.testing.assert_allclose(
+            np.array(row["logprobs"])[mask], recomputed(model, row, **knobs), atol=1e-5
+        )
         assert row["error"] is None and set(np.array(row["versions"])[mask]) == {0}
 
 
@@ -149,7 +175,9 @@ def test_a_stop_string_ends_a_rollout_of_the_real_engine(client):
     (whole,) = complete(client, prompt="hello", max_tokens=40, seed=3)
     stop = whole["text"][3:5]
     (cut,) = complete(client, prompt="hello", max_tokens=40, seed=3, stop=stop)
-    assert cut["finish_reason"] == "stop" and cut["text"] == whole["text"][: whole["text"].find(stop)]
+    assert (
+        cut["finish_reason"] == "stop" and cut["text"] == whole["text"][: whole["text"].find(stop)]
+    )
     assert whole["token_ids"][: len(cut["token_ids"])] == cut["token_ids"]
 
 
@@ -157,7 +185,9 @@ def test_weights_change_under_a_running_server(client, model, tokenizer, rows):
     other = tiny_llama(len(tokenizer), seed=1)
     models = {0: model, 4: other}
     thread = client.app.state.service.thread
-    long = threading.Thread(target=complete, args=(client,), kwargs={"prompt": "hello", "max_tokens": 110, "n": 4})
+    long = threading.Thread(
+        target=complete, args=(client,), kwargs={"prompt": "hello", "max_tokens": 110, "n": 4}
+    )
     long.start()
     wait_until(lambda: thread.engine.steps >= 2 or rows, what="a few tokens")
 
@@ -174,7 +204,9 @@ def test_weights_change_under_a_running_server(client, model, tokenizer, rows):
     for row in rows:
         mask, versions = np.array(row["mask"]), np.array(row["versions"])
         assert (np.diff(versions[mask]) >= 0).all()
-    np.testing.assert_allclose(np.array(later["logprobs"])[later["mask"]], recomputed(models[4], later), atol=1e-5)
+    np.testing.assert_allclose(
+        np.array(later["logprobs"])[later["mask"]], recomputed(models[4], later), atol=1e-5
+    )
     assert client.get("/health").json()["version"] == 4
 
 
@@ -182,18 +214,34 @@ def test_the_openai_client_is_served(engine, tokenizer, rows):
     openai = pytest.importorskip("openai")
     with (
         served(service_of(engine, tokenizer, rows), api_key="secret") as address,
-        openai.OpenAI(base_url=f"{address}/v1", api_key="secret", timeout=WAIT_S, max_retries=0) as client,
+        openai.OpenAI(
+            base_url=f"{address}/v1", api_key="secret", timeout=WAIT_S, max_retries=0
+        ) as client,
     ):
         messages = [{"role": "user", "content": "hello"}]
         chat = client.chat.completions.create(
-            model="tiny", messages=messages, max_tokens=8, seed=1, logprobs=True, n=2, extra_body={"top_k": 20},
+            model="tiny",
+            messages=messages,
+            max_tokens=8,
+            seed=1,
+            logprobs=True,
+            n=2,
+            extra_body={"top_k": 20},
             extra_headers={"X-Session-Id": "a"},
-        )  # fmt: skip
-        assert chat.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in chat.choices)
+        )
+        assert chat.usage.completion_tokens == sum(
+            len(choice.logprobs.content) for choice in chat.choices
+        )
         parts = client.chat.completions.create(
-            model="tiny", messages=messages, max_tokens=8, seed=1, n=2, stream=True, extra_body={"top_k": 20},
+            model="tiny",
+            messages=messages,
+            max_tokens=8,
+            seed=1,
+            n=2,
+            stream=True,
+            extra_body={"top_k": 20},
             stream_options={"include_usage": True},
-        )  # fmt: skip
+        )
         texts = ["", ""]
         for part in parts:
             for choice in part.choices:
@@ -207,7 +255,8 @@ def test_the_openai_client_is_served(engine, tokenizer, rows):
         assert rows[-1]["parent_rollout_id"] == rows[0]["rollout_id"]
         assert rows[-1]["tokens"][: len(rows[0]["tokens"])] == rows[0]["tokens"]
         text = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=3, logprobs=0)
-        counts = [len(choice.logprobs.tokens) for choice in text.choices]  # a draw may end before its third token
+        # a draw may end before its third token
+        counts = [len(choice.logprobs.tokens) for choice in text.choices]
         assert len(counts) == 2 and all(1 <= count <= 3 for count in counts)
         assert sum(counts) == text.usage.completion_tokens
         assert [model.id for model in client.models.list()] == ["tiny"]
@@ -224,7 +273,8 @@ def test_a_client_that_goes_away_ends_its_rollouts(tokenizer, rows, stream):
     body = {"model": "tiny", "prompt": "x", "max_tokens": 100, "n": 2, "stream": stream}
     with served(service_of(engine, tokenizer, rows, stream_s=0.0)) as address:
         post_and_leave(address, "/v1/completions", body, lambda: engine.stepped == 3)
-        for _ in range(1000):  # the server hears of it when its socket does, and ends them at the next step
+        # the server hears of it when its socket does, and ends them at the next step
+        for _ in range(1000):
             if engine.stepped < 20:
                 permits.release()
             if len(rows) == 2:
@@ -276,7 +326,9 @@ def test_shutting_down_tells_the_client_and_records_what_was_under_way(tokenizer
         over.set()
     for thread in threads:
         thread.join(WAIT_S)
-    assert "the server was shut down before the rollout ended" in told[0] and told[0].endswith("[DONE]\n\n")
+    assert "the server was shut down before the rollout ended" in told[0] and told[0].endswith(
+        "[DONE]\n\n"
+    )
     assert [row["finish_reason"] for row in rows] == ["error"] and 3 <= sum(rows[0]["mask"]) < 900
     assert "Traceback" not in capfd.readouterr().err
 
@@ -292,15 +344,21 @@ def folder(tmp_path_factory, model, tokenizer):
 def command(*given, **environment):
     return subprocess.Popen(
         [sys.executable, "-m", "operators.serving", "--threads", "1", *map(str, given)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **environment},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_command_serves_a_folder_and_leaves_a_record(folder, tmp_path, ending):
     record = tmp_path / "rollouts.arrow"
-    process = command("--model", folder, "--port", "0", "--record", record, "--api-key-env", "KEY", KEY="secret")
+    process = command(
+        "--model", folder, "--port", "0", "--record", record, "--api-key-env", "KEY", KEY="secret"
+    )
     try:
         line = process.stdout.readline()
         address = line.split(" at ")[1].split(",")[0]
@@ -327,7 +385,10 @@ def test_the_command_serves_a_folder_and_leaves_a_record(folder, tmp_path, endin
         (["--host", "0.0.0.0"], "open to anyone who reaches 0.0.0.0; found no API key"),
         (["--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is empty or unset"),
         (["--port", "99999"], "there is no such port; found 99999"),
-        (["--host", "192.0.2.1", "--api-key-env", "HOME", "--port", "0"], "cannot be bound to 192.0.2.1 port 0"),
+        (
+            ["--host", "192.0.2.1", "--api-key-env", "HOME", "--port", "0"],
+            "cannot be bound to 192.0.2.1 port 0",
+        ),
         (["--slots", "0"], "needs slots of at least 1"),
         (["--model", "/no/such/folder"], "there is no folder /no/such/folder"),
         (["--chat-template", "/no/such/file"], "the chat template /no/such/file cannot be read"),
@@ -355,6 +416,11 @@ def test_without_the_extra_the_install_line_is_said(monkeypatch, folder, capsys)
 
 
 def test_importing_the_package_loads_neither_torch_nor_a_server():
-    program = "import sys, operators.serving, operators.serving.serve; print({'torch', 'starlette'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    program = (
+        "import sys, operators.serving, operators.serving.serve; print({'torch', 'starlette'} &"
+        " set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
     assert done.stdout.strip() == "set()", done.stderr

@@ -1,4 +1,5 @@
-"""A conversation goes on with the tokens that it was made of, wherever they spell what the caller sent."""
+"""A conversation goes on with the tokens that it was made of, wherever they spell what the caller
+sent."""
 
 import itertools
 
@@ -66,7 +67,11 @@ def test_only_the_latest_exchanges_are_kept(tokenizer):
     for number, text in enumerate(("a", "b", "c")):
         exchanges.add(exchange(text, (number,), number=number))
         exchanges.find("s", "a...")
-    assert [exchanges.find("s", text) is not None for text in ("a", "b", "c")] == [True, False, True]
+    assert [exchanges.find("s", text) is not None for text in ("a", "b", "c")] == [
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "fallback"])
@@ -74,7 +79,11 @@ def test_a_conversation_is_recorded_without_tokenising_it_again(kind):
     tokenizer = byte_tokenizer(byte_fallback=kind == "fallback")
     ids = dict(tokenizer.get_vocab())
     # Pieces that the tokenizer itself would have merged: what a policy that explores writes.
-    answers = [[ids["a"], ids["b"], ids["c"], END], [ids["h"], ids["e"], END], [ids["b"], ids["c"], END]]
+    answers = [
+        [ids["a"], ids["b"], ids["c"], END],
+        [ids["h"], ids["e"], END],
+        [ids["b"], ids["c"], END],
+    ]
     engine = ScriptedEngine(lambda prompt, seed: answers[len(engine.started) - 1])
     rows = []
     service = service_of(engine, tokenizer, rows)
@@ -82,15 +91,21 @@ def test_a_conversation_is_recorded_without_tokenising_it_again(kind):
     with TestClient(make_app(service), base_url="http://localhost") as client:
         for question in ("hd", "ab", "c"):
             messages.append({"role": "user", "content": question})
-            answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages, "user": "s"})
+            answer = client.post(
+                "/v1/chat/completions", json={"model": "tiny", "messages": messages, "user": "s"}
+            )
             messages.append(answer.json()["choices"][0]["message"])
     for earlier, later in itertools.pairwise(rows):
         assert later["parent_rollout_id"] == earlier["rollout_id"]
         assert later["reused_tokens"] == len(earlier["tokens"])
         assert later["tokens"][: len(earlier["tokens"])] == earlier["tokens"]
         own = tokenizer(tokenizer.decode(later["tokens"]), add_special_tokens=False)["input_ids"]
-        assert kind == "fallback" or own != later["tokens"], "the tokenizer would have cut it otherwise"
-    (whole,) = conversations(pa.Table.from_pylist(rows, pa.schema(list(COLUMNS.items())))).to_pylist()
+        assert kind == "fallback" or own != later["tokens"], (
+            "the tokenizer would have cut it otherwise"
+        )
+    (whole,) = conversations(
+        pa.Table.from_pylist(rows, pa.schema(list(COLUMNS.items())))
+    ).to_pylist()
     wrote = [token for token, chosen in zip(whole["tokens"], whole["mask"], strict=True) if chosen]
     assert wrote == [token for answer in answers for token in answer]
 
@@ -99,7 +114,9 @@ def test_a_conversation_goes_on_after_a_stop_string_with_the_tokens_before_it(to
     ids = dict(tokenizer.get_vocab())
     engine = ScriptedEngine(lambda prompt, seed: [ids["x"], ids["y"], ids["abc"], END])
     rows = []
-    with TestClient(make_app(service_of(engine, tokenizer, rows)), base_url="http://localhost") as client:
+    with TestClient(
+        make_app(service_of(engine, tokenizer, rows)), base_url="http://localhost"
+    ) as client:
         ask = {"model": "tiny", "prompt": "hello", "stop": "c", "max_tokens": 5}
         text = client.post("/v1/completions", json=ask).json()["choices"][0]["text"]
         client.post("/v1/completions", json={**ask, "prompt": f"hello{text} hello"})
@@ -126,7 +143,9 @@ def test_siblings_may_each_be_gone_on_from(tokenizer):
 
 def test_a_session_that_is_forgotten_takes_its_exchanges_and_no_others_along():
     exchanges = Exchanges(most=4)
-    for number, (session, text) in enumerate((("s", "a"), ("other", "a"), ("s", "ab"), (None, "a"), ("s", "a"))):
+    for number, (session, text) in enumerate(
+        (("s", "a"), ("other", "a"), ("s", "ab"), (None, "a"), ("s", "a"))
+    ):
         exchanges.add(exchange(text, (number,), session=session, number=number))
     for session in ("s", "s", "unknown"):
         exchanges.forget(session)

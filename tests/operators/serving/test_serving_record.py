@@ -13,18 +13,29 @@ from operators.serving.sink import RolloutLog, read_rollouts
 
 def group(number=0, size=2, prompt=(3, 4), parent=None, reused=0):
     return CallGroup(
-        group_id=number, size=size, prompt="hi", prompt_tokens=prompt, session="s", request_id=f"r{number}",
-        created_ms=1_700_000_000_000, model="tiny", parent=parent, reused=reused, seeds=list(range(size)),
+        group_id=number,
+        size=size,
+        prompt="hi",
+        prompt_tokens=prompt,
+        session="s",
+        request_id=f"r{number}",
+        created_ms=1_700_000_000_000,
+        model="tiny",
+        parent=parent,
+        reused=reused,
+        seeds=list(range(size)),
         parameters={"temperature": 0.5},
-    )  # fmt: skip
+    )
 
 
 def ended(tokens, version=1, error=None):
     count = len(tokens)
     return Completion(
-        text="x" * count, tokens=RolloutTokens.drawn(tokens, np.full(count, -0.25), np.full(count, version)),
-        finish_reason="error" if error else "stop", error=error,
-    )  # fmt: skip
+        text="x" * count,
+        tokens=RolloutTokens.drawn(tokens, np.full(count, -0.25), np.full(count, version)),
+        finish_reason="error" if error else "stop",
+        error=error,
+    )
 
 
 def batch(number=0, tokens=((5,), (6, 7)), **knobs):
@@ -61,7 +72,12 @@ def test_what_was_appended_is_read_while_the_file_is_open_and_after(tmp_path):
     file.append(batch(1))
     file.close()
     table = read_rollouts(path)
-    assert table.schema.names == list(COLUMNS) and table.column("request_id").to_pylist() == ["r0", "r0", "r1", "r1"]
+    assert table.schema.names == list(COLUMNS) and table.column("request_id").to_pylist() == [
+        "r0",
+        "r0",
+        "r1",
+        "r1",
+    ]
     assert pa.ipc.open_stream(path).read_all().equals(table)
 
 
@@ -146,12 +162,16 @@ def test_what_two_conversations_share_is_chosen_once():
 
 
 def test_a_call_that_failed_does_not_continue_a_conversation():
-    failed = rows_of(group(1, 1, prompt=(3, 4, 5, 6, 8), parent=0, reused=4), [ended([], error="too long")])
+    failed = rows_of(
+        group(1, 1, prompt=(3, 4, 5, 6, 8), parent=0, reused=4), [ended([], error="too long")]
+    )
     (row,) = conversations(pa.Table.from_batches([batch(0, ((5, 6),)), failed])).to_pylist()
     assert row["rollout_id"] == 0 and sum(row["mask"]) == 2
 
 
 def test_a_parent_with_other_tokens_is_refused():
-    table = pa.Table.from_batches([batch(0, ((5, 6),)), batch(1, ((9,),), prompt=(3, 4, 5, 7, 8), parent=0, reused=4)])
+    table = pa.Table.from_batches(
+        [batch(0, ((5, 6),)), batch(1, ((9,),), prompt=(3, 4, 5, 7, 8), parent=0, reused=4)]
+    )
     with pytest.raises(RecordError, match="rollout 1 should begin with 4 tokens of rollout 0"):
         conversations(table)

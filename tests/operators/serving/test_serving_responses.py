@@ -1,4 +1,5 @@
-"""The chunks of a stream, wherever they are cut, add up to the answer that a call without a stream gets."""
+"""The chunks of a stream, wherever they are cut, add up to the answer that a call without a stream
+gets."""
 
 import numpy as np
 import pytest
@@ -20,15 +21,38 @@ ENDS = frozenset([END])
 
 
 def call_of(kind, n, stops):
-    prompt = {"prompt": "x"} if kind == "completion" else {"messages": [{"role": "user", "content": "x"}]}
+    prompt = (
+        {"prompt": "x"}
+        if kind == "completion"
+        else {"messages": [{"role": "user", "content": "x"}]}
+    )
     logprobs = 0 if kind == "completion" else True
-    body = {"model": "m", "n": n, "logprobs": logprobs, "return_token_ids": True, "stop": stops, **prompt}
+    body = {
+        "model": "m",
+        "n": n,
+        "logprobs": logprobs,
+        "return_token_ids": True,
+        "stop": stops,
+        **prompt,
+    }
     request = parse(kind, body)
     group = CallGroup(
-        group_id=0, size=n, prompt="x", prompt_tokens=(5,), session=None, request_id="r", created_ms=0, model="m",
-        parent=None, reused=0, seeds=[0] * n, parameters={},
-    )  # fmt: skip
-    part = CallPrompt(group, [Choice(i, Transcript(VOCABULARY, request.stop)) for i in range(n)], "x")
+        group_id=0,
+        size=n,
+        prompt="x",
+        prompt_tokens=(5,),
+        session=None,
+        request_id="r",
+        created_ms=0,
+        model="m",
+        parent=None,
+        reused=0,
+        seeds=[0] * n,
+        parameters={},
+    )
+    part = CallPrompt(
+        group, [Choice(i, Transcript(VOCABULARY, request.stop)) for i in range(n)], "x"
+    )
     return ServedCall(request, [part], ENDS, lambda part: None), part
 
 
@@ -40,11 +64,15 @@ def news(position, tokens, reason=None):
 
 def added_up(kind, chunks, n):
     """What the chunks of each choice say together."""
-    made = [{"text": "", "tokens": [], "logprobs": [], "offsets": [], "reasons": []} for _ in range(n)]
+    made = [
+        {"text": "", "tokens": [], "logprobs": [], "offsets": [], "reasons": []} for _ in range(n)
+    ]
     for chunk in chunks:
         (choice,) = chunk["choices"]
         mine = made[choice["index"]]
-        mine["text"] += choice["text"] if kind == "completion" else choice["delta"].get("content", "")
+        mine["text"] += (
+            choice["text"] if kind == "completion" else choice["delta"].get("content", "")
+        )
         mine["tokens"] += choice.get("token_ids", [])
         mine["reasons"] += [choice["finish_reason"]] if choice["finish_reason"] else []
         if choice["logprobs"] and kind == "completion":
@@ -65,18 +93,29 @@ def test_chunks_add_up_to_the_whole_answer(kind, data):
     chunks = Chunks(call, VOCABULARY)
     sent = list(chunks.new()) if data.draw(st.booleans()) else []
     for position in data.draw(st.permutations(range(n))):
-        tokens = data.draw(st.lists(st.sampled_from([END + 1, *range(60, 80), 130, 200, 258, 259, 260]), max_size=12))
+        tokens = data.draw(
+            st.lists(
+                st.sampled_from([END + 1, *range(60, 80), 130, 200, 258, 259, 260]), max_size=12
+            )
+        )
         for count in sorted(data.draw(st.sets(st.integers(0, len(tokens))))):
             call.hear(part, news(position, tokens[:count]))
             if data.draw(st.booleans()):
                 sent += chunks.new()
         ended = data.draw(st.booleans())
-        call.hear(part, news(position, [*tokens, END] if ended else tokens, STOPPED if ended else TOO_LONG))
+        call.hear(
+            part,
+            news(position, [*tokens, END] if ended else tokens, STOPPED if ended else TOO_LONG),
+        )
     assert call.is_over
     sent += chunks.new()
     assert list(chunks.new()) == []
-    for mine, choice in zip(added_up(kind, sent, n), whole(call, VOCABULARY)["choices"], strict=True):
-        assert mine["text"] == (choice["text"] if kind == "completion" else choice["message"]["content"])
+    for mine, choice in zip(
+        added_up(kind, sent, n), whole(call, VOCABULARY)["choices"], strict=True
+    ):
+        assert mine["text"] == (
+            choice["text"] if kind == "completion" else choice["message"]["content"]
+        )
         assert mine["tokens"] == choice["token_ids"]
         assert mine["reasons"] == [choice["finish_reason"]]
         if kind == "completion":

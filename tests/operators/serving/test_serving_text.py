@@ -1,4 +1,5 @@
-"""Text grows by whole characters, never shows a stop string, and ends as the tokenizer's own decoding."""
+"""Text grows by whole characters, never shows a stop string, and ends as the tokenizer's own
+decoding."""
 
 import itertools
 
@@ -86,8 +87,14 @@ def test_tokens_that_lie_wholly_before_a_stop_string_are_counted():
 def test_no_stop_string_is_looked_for_in_what_a_text_is_made_to_begin_with():
     """Nor one that begins there, as whoever ends the rollout sees what was sampled alone."""
     tokenizer = TOKENIZERS["bytes"]
-    begun, tokens = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("abc é", "hello abc"))
-    for stops, expected in ((["bc"], "abc éhello a"), (["éh"], "abc éhello abc"), (["abc é"], "abc éhello abc")):
+    begun, tokens = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("abc é", "hello abc")
+    )
+    for stops, expected in (
+        (["bc"], "abc éhello a"),
+        (["éh"], "abc éhello abc"),
+        (["abc é"], "abc éhello abc"),
+    ):
         transcript = Transcript(Vocabulary(tokenizer), stops, begun)
         assert transcript.text == "abc é"
         for token in tokens:

@@ -1,4 +1,5 @@
-"""The engine's thread: what it is asked, in which order, and what becomes of work that does not end well."""
+"""The engine's thread: what it is asked, in which order, and what becomes of work that does not end
+well."""
 
 import threading
 
@@ -21,9 +22,15 @@ class Heard:
     def __init__(self, prompt=(5,), count=1, limit=50, streams=False, **knobs):
         self.news, self.over, self.left = [], threading.Event(), count
         self.work = Work(
-            prompt=np.array(prompt, np.int64), limit=limit, seeds=list(range(count)), sampling=Sampling(), stop=None,
-            tell=self.hear, streams=streams, **knobs,
-        )  # fmt: skip
+            prompt=np.array(prompt, np.int64),
+            limit=limit,
+            seeds=list(range(count)),
+            sampling=Sampling(),
+            stop=None,
+            tell=self.hear,
+            streams=streams,
+            **knobs,
+        )
 
     def hear(self, news):
         self.news.append(news)
@@ -62,7 +69,9 @@ def test_each_rollout_ends_once_and_with_all_its_tokens(thread_of):
     all_heard = [Heard(count=3), Heard(prompt=(6, 7), limit=4), Heard()]
     thread.submit([heard.work for heard in all_heard])
     first, second, third = (heard.wait() for heard in all_heard)
-    assert [first[i].tokens.ids.tolist() for i in range(3)] == [[10 + i, 11, 12, END] for i in range(3)]
+    assert [first[i].tokens.ids.tolist() for i in range(3)] == [
+        [10 + i, 11, 12, END] for i in range(3)
+    ]
     assert (second[0].tokens.ids.tolist(), second[0].reason) == ([10, 11], TOO_LONG)
     assert (third[0].reason, third[0].error) == (STOPPED, None)
     assert [len(heard.news) for heard in all_heard] == [3, 1, 1]

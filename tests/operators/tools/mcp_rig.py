@@ -1,4 +1,5 @@
-"""A server that speaks MCP, to be run: python mcp_rig.py [PORT]; over its streams, or over HTTP on a port."""
+"""A server that speaks MCP, to be run: python mcp_rig.py [PORT]; over its streams, or over HTTP on
+a port."""
 
 import asyncio
 import os
@@ -53,7 +54,9 @@ def die() -> str:
 @server.tool()
 def spawn() -> int:
     """Starts a program that would outlive the server."""
-    return subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).pid
+    return subprocess.Popen(
+        ["sleep", "1000"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    ).pid
 
 
 if __name__ == "__main__":

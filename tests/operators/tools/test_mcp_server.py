@@ -1,4 +1,5 @@
-"""Laws of MCP servers as tools: what they say is told, what they fail in is the world's, none outlives its session."""
+"""Laws of MCP servers as tools: what they say is told, what they fail in is the world's, none
+outlives its session."""
 
 import asyncio
 import contextlib
@@ -84,7 +85,9 @@ async def called(session: McpSession, name: str, timeout_s: float = 20.0, **argu
 def test_its_tools_are_those_of_the_server(server: McpServer) -> None:
     found = {each["function"]["name"]: each["function"] for each in server.definitions()}
     assert set(found) == {"add", "count", "fail", "hang", "much", "die", "spawn"}
-    assert found["add"]["description"] == "Adds two numbers." and set(found["add"]["parameters"]["properties"]) == {
+    assert found["add"]["description"] == "Adds two numbers." and set(
+        found["add"]["parameters"]["properties"]
+    ) == {
         "a",
         "b",
     }
@@ -104,8 +107,12 @@ def test_calls_are_answered_errors_told_and_a_session_kept(server: McpServer) ->
     in_session(server, work)
 
 
-@pytest.mark.parametrize(("name", "found"), [("hang", "gave no answer for 'hang'"), ("die", "the MCP server")])
-def test_a_server_that_hangs_or_dies_is_the_worlds_failure(server: McpServer, name: str, found: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "found"), [("hang", "gave no answer for 'hang'"), ("die", "the MCP server")]
+)
+def test_a_server_that_hangs_or_dies_is_the_worlds_failure(
+    server: McpServer, name: str, found: str
+) -> None:
     async def work(session: McpSession) -> None:
         with pytest.raises(WorldFailed, match=found) as caught:
             await called(session, name, timeout_s=20.0 if name == "die" else 1.0)
@@ -115,7 +122,10 @@ def test_a_server_that_hangs_or_dies_is_the_worlds_failure(server: McpServer, na
 
 
 def test_a_server_that_cannot_be_started_is_the_worlds_failure() -> None:
-    for server in (McpServer(command=("/no/such/program",), start_s=20.0), McpServer(url="http://127.0.0.1:9/mcp")):
+    for server in (
+        McpServer(command=("/no/such/program",), start_s=20.0),
+        McpServer(url="http://127.0.0.1:9/mcp"),
+    ):
         with pytest.raises(WorldFailed, match="began no session"):
             asyncio.run(server.open())
     silent, before = McpServer(command=("sleep", "1000"), start_s=1.0), descendants()
@@ -124,7 +134,9 @@ def test_a_server_that_cannot_be_started_is_the_worlds_failure() -> None:
     wait_until(lambda: not alive(descendants() - before), DEADLINE_S, "the end of the server")
 
 
-def test_what_a_server_started_ends_with_its_session_and_with_the_process_that_has_it(tmp_path: Path) -> None:
+def test_what_a_server_started_ends_with_its_session_and_with_the_process_that_has_it(
+    tmp_path: Path,
+) -> None:
     async def work(session: McpSession) -> int:
         return int(await called(session, "spawn"))
 
@@ -154,7 +166,9 @@ def test_what_a_server_started_ends_with_its_session_and_with_the_process_that_h
 def test_sessions_are_a_credit_and_may_serve_one_rollout_after_the_other() -> None:
     server = McpServer(command=COMMAND, environment=FOUND, only=("count",), at_once=1, uses=None)
 
-    box = Toolbox([server], calls=TextCalls(begin="[", end="]"), form=None, timeout_s=20.0, characters=100)
+    box = Toolbox(
+        [server], calls=TextCalls(begin="[", end="]"), form=None, timeout_s=20.0, characters=100
+    )
 
     async def run() -> list[str]:
         found = []
@@ -170,9 +184,10 @@ def test_sessions_are_a_credit_and_may_serve_one_rollout_after_the_other() -> No
 
 def test_servers_that_cannot_be_are_refused() -> None:
     for server, found in (
-        (McpServer(), "is not one server"), (McpServer(command="npx server"), "is one text"),  # type: ignore[arg-type]
+        (McpServer(), "is not one server"),
+        (McpServer(command="npx server"), "is one text"),  # type: ignore[arg-type]
         (McpServer(command=COMMAND, environment=FOUND, at_once=0), "McpServer(at_once=0)"),
-    ):  # fmt: skip
+    ):
         assert found in " ".join(tool_faults([server], TextCalls(), is_chat=False))
     with pytest.raises(WorldFailed, match="has no tool \\['sub'\\]"):
         McpServer(command=COMMAND, environment=FOUND, only=("sub",)).definitions()

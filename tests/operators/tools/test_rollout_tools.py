@@ -1,4 +1,5 @@
-"""Laws of a rollout's tools: what they raise is told, how long and how much is bounded, what has died is no result."""
+"""Laws of a rollout's tools: what they raise is told, how long and how much is bounded, what has
+died is no result."""
 
 import asyncio
 import threading
@@ -73,8 +74,17 @@ class Kit:
         return []
 
     def definitions(self) -> Sequence[Message]:
-        parameters = {"type": "object", "properties": {"how": {"type": "string"}}, "required": ["how"]}
-        return [{"type": "function", "function": {"name": self.name, "description": "", "parameters": parameters}}]
+        parameters = {
+            "type": "object",
+            "properties": {"how": {"type": "string"}},
+            "required": ["how"],
+        }
+        return [
+            {
+                "type": "function",
+                "function": {"name": self.name, "description": "", "parameters": parameters},
+            }
+        ]
 
     async def open(self) -> "KitSession":
         if self.dies:
@@ -89,7 +99,9 @@ class KitSession:
         self.kit = kit
         self.calls = 0
 
-    async def call(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int) -> str:
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int
+    ) -> str:
         self.calls += 1
         await asyncio.sleep(0)
         match arguments["how"]:
@@ -142,7 +154,10 @@ def test_a_call_is_made_with_the_functions_own_arguments() -> None:
         ("[block(60)]", "error: 'block' took more than 0.2 s"),
         ("[add(1, 'x')]", "error: TypeError: unsupported operand type(s) for +: 'int' and 'str'"),
         ("[add(1)]", "error: 'add' needs ['b']; found ['a']; give each of them"),
-        ("[sub(1)]", "error: there is no tool 'sub'; there are ['add', 'block', 'fetch']; call one of these"),
+        (
+            "[sub(1)]",
+            "error: there is no tool 'sub'; there are ['add', 'block', 'fetch']; call one of these",
+        ),
         ("[fetch('odd')]", "\N{REPLACEMENT CHARACTER}"),
     ],
 )
@@ -239,7 +254,8 @@ def test_no_more_sessions_are_alive_than_there_may_be_and_the_clock_rests_meanwh
 
 
 def test_rollouts_with_several_toolsets_never_wait_for_each_other() -> None:
-    """One needs the first and then the second, the other the second and then the first; there is one of each."""
+    """One needs the first and then the second, the other the second and then the first; there is
+    one of each."""
     one, two = Kit("one"), Kit("two")
     one.at_once = two.at_once = 1
 
@@ -259,7 +275,9 @@ def test_rollouts_with_several_toolsets_never_wait_for_each_other() -> None:
     asyncio.run(both())
 
 
-@pytest.mark.parametrize(("how", "found"), [("die", "the session is gone"), ("hang", "gave no answer for")])
+@pytest.mark.parametrize(
+    ("how", "found"), [("die", "the session is gone"), ("hang", "gave no answer for")]
+)
 def test_a_session_that_dies_is_the_worlds_failure_and_is_remembered(
     how: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,7 +348,9 @@ def test_a_shared_session_that_could_not_be_had_gives_way_to_one_that_can_and_no
 
 
 def test_a_call_that_took_too_long_for_its_session_is_told() -> None:
-    assert played(box(Kit(), timeout_s=0.2), "[poke('late')]") == ["error: 'poke' took more than 0.2 s"]
+    assert played(box(Kit(), timeout_s=0.2), "[poke('late')]") == [
+        "error: 'poke' took more than 0.2 s"
+    ]
 
 
 def test_a_session_that_cannot_be_had_is_the_worlds_failure() -> None:

@@ -1,4 +1,5 @@
-"""Laws of calls as plain text: what Python would write is read, anything else is broken and says why."""
+"""Laws of calls as plain text: what Python would write is read, anything else is broken and says
+why."""
 
 import json
 
@@ -12,13 +13,18 @@ from operators.chat.text_calls import TextCalls
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}},
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {}, "b": {}}},
+        },
     }
 ]
 CALLS = TextCalls(begin="[", end="]", result="<{}>")
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-1000, 1000) | st.text("ab'\"\\ (),", max_size=6),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("xy", max_size=2), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text("xy", max_size=2), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -28,7 +34,10 @@ PLAIN = st.recursive(
 def test_a_call_as_python_writes_it_is_read_with_its_values(a: object, b: object) -> None:
     read = TextCalls().format().read(f"so <call>add({a!r}, b={b!r})</call>", TOOLS)
     (call,) = read.message["tool_calls"]
-    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": a, "b": b}
+    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {
+        "a": a,
+        "b": b,
+    }
     assert read.broken == () and read.message["content"] == "so"
 
 

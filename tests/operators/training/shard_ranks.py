@@ -29,19 +29,32 @@ REFRESHES = (Refresh(every=2), Refresh(every=1, decay=0.75))
 
 
 def step(learner: Learner, number: int) -> None:
-    """An optimiser step on gradients that are a function of its number, whoever holds which part."""
+    """An optimiser step on gradients that are a function of its number, whoever holds which
+    part."""
     for at, name in enumerate(sorted(learner.parameters)):
         weight: Any = learner.parameters[name]
-        whole = torch.randn(weight.shape, generator=torch.Generator().manual_seed(100 * number + at))
+        whole = torch.randn(
+            weight.shape, generator=torch.Generator().manual_seed(100 * number + at)
+        )
         if hasattr(weight, "to_local"):
-            whole = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+            whole = distribute_tensor(
+                whole, weight.device_mesh, weight.placements, src_data_rank=None
+            )
         weight.grad = whole
     learner.optimizer.step()
 
 
 def keep(learner: Learner, refresh: Refresh, step: int, dtype: str = "bfloat16") -> None:
     """Have it keep what readers need that are refreshed so."""
-    refreshed.add(learner=learner, rank=0, ranks=1, every=refresh.every, decay=refresh.decay, step=step, dtype=dtype)
+    refreshed.add(
+        learner=learner,
+        rank=0,
+        ranks=1,
+        every=refresh.every,
+        decay=refresh.decay,
+        step=step,
+        dtype=dtype,
+    )
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -55,9 +68,9 @@ Mesh = tuple[int, int, int]
 
 
 def be_rank(what: str, rank: int, mesh: Mesh, folder: Path) -> None:
-    """One of so many. save: two steps of made-up gradients, then a checkpoint in the folder, as in "save bfloat16" in
-    that type. go_on: load it, one step more; rank 0 writes what it loaded, and the weights then, to
-    `loaded(folder, mesh)`.
+    """One of so many. save: two steps of made-up gradients, then a checkpoint in the folder, as in
+    "save bfloat16" in that type. go_on: load it, one step more; rank 0 writes what it loaded, and
+    the weights then, to `loaded(folder, mesh)`.
     go_on_refreshed: with what is kept for readers that are refreshed."""
     torch.set_num_threads(1)
     ranks = math.prod(mesh)
@@ -70,8 +83,12 @@ def be_rank(what: str, rank: int, mesh: Mesh, folder: Path) -> None:
         replicas, _, tensor_parallel = mesh
         heads = module.config.num_key_value_heads
         made = make_mesh(
-            cpu, ranks, tensor_parallel=tensor_parallel, dp_replicate=replicas, key_value_heads=heads
-        )  # fmt: skip
+            cpu,
+            ranks,
+            tensor_parallel=tensor_parallel,
+            dp_replicate=replicas,
+            key_value_heads=heads,
+        )
         shard(learner, made, None, cpu, "tiny")
     if saves:
         for refresh in REFRESHES:
@@ -79,13 +96,26 @@ def be_rank(what: str, rank: int, mesh: Mesh, folder: Path) -> None:
         for number in range(2):
             step(learner, number)
             refreshed.follow(learner=learner, rank=rank, ranks=ranks, step=number + 1)
-        checkpoint.save(folder, learner, Tokenizer(), {"step": 2}, rank, ranks, dtype=what.partition(" ")[2] or None)
+        checkpoint.save(
+            folder,
+            learner,
+            Tokenizer(),
+            {"step": 2},
+            rank,
+            ranks,
+            dtype=what.partition(" ")[2] or None,
+        )
     else:
         for refresh in REFRESHES if what == "go_on_refreshed" else ():
             keep(learner, refresh, step=2)
         checkpoint.restore(learner, rank, ranks, folder)
-        found = {name: whole(tensor) for name, tensor in state_tensors(learner.optimizer, learner.parameters).items()}
-        found |= {name: whole(tensor) for name, tensor in refreshed.tensors_of(learner.refreshed).items()}
+        found = {
+            name: whole(tensor)
+            for name, tensor in state_tensors(learner.optimizer, learner.parameters).items()
+        }
+        found |= {
+            name: whole(tensor) for name, tensor in refreshed.tensors_of(learner.refreshed).items()
+        }
         step(learner, 2)
         found |= {f"after/{name}": whole(weight) for name, weight in learner.parameters.items()}
         if rank == 0:
@@ -100,7 +130,8 @@ def loaded(folder: Path, mesh: Mesh) -> Path:
 
 
 def ranks_do(what: str, mesh: Mesh, folder: Path, deadline_s: float = 100.0) -> None:
-    """Fork the ranks of a mesh and wait for them. AssertionError with what a rank said that failed."""
+    """Fork the ranks of a mesh and wait for them. AssertionError with what a rank said that
+    failed."""
     children, ranks = {}, math.prod(mesh)
     for rank in range(ranks):
         pid = fork()
@@ -118,7 +149,9 @@ def ranks_do(what: str, mesh: Mesh, folder: Path, deadline_s: float = 100.0) -> 
         os.kill(children[rank], signal.SIGKILL)
         os.waitpid(children[rank], 0)
     said = {path.name: path.read_text() for path in folder.parent.glob("error-*")}
-    assert ended == dict.fromkeys(range(ranks), 0), said or f"ranks {sorted(ended)} of {ranks} ended in time"
+    assert ended == dict.fromkeys(range(ranks), 0), (
+        said or f"ranks {sorted(ended)} of {ranks} ended in time"
+    )
 
 
 def _run_and_end(what: str, rank: int, mesh: Mesh, folder: Path) -> None:

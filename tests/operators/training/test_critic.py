@@ -1,4 +1,5 @@
-"""A critic's values: those of transformers' own forward, packed or padded, at the token before each chosen one."""
+"""A critic's values: those of transformers' own forward, packed or padded, at the token before each
+chosen one."""
 
 from typing import Any
 
@@ -28,7 +29,9 @@ def plain_values(module: Any, rows: Any) -> torch.Tensor:
     """Every rollout by itself: the number at the token before each chosen one."""
     found = []
     for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
-        logits = module(input_ids=torch.from_numpy(rows.tokens.ids[None, start:end].astype(np.int64))).logits[0, :, 0]
+        logits = module(
+            input_ids=torch.from_numpy(rows.tokens.ids[None, start:end].astype(np.int64))
+        ).logits[0, :, 0]
         chosen = np.flatnonzero(rows.chosen_S[start:end])
         found.append(logits[torch.from_numpy(chosen - 1)])
     return torch.cat(found)
@@ -52,7 +55,10 @@ def test_a_model_that_can_be_packed_is() -> None:
 
 
 def test_gradients_are_those_of_the_plain_forward() -> None:
-    module, other = classifier("Llama", "TokenClassification"), classifier("Llama", "TokenClassification")
+    module, other = (
+        classifier("Llama", "TokenClassification"),
+        classifier("Llama", "TokenClassification"),
+    )
     rows, packed = packed_rows()
     Critic(module).values(packed).square().sum().backward()
     plain_values(other, rows).square().sum().backward()

@@ -1,4 +1,5 @@
-"""A trainer in a fork of a program that computed gradients with several threads, as torch for GPUs does."""
+"""A trainer in a fork of a program that computed gradients with several threads, as torch for GPUs
+does."""
 
 from typing import Any
 
@@ -14,7 +15,9 @@ def test_it_says_at_once_that_it_cannot_train_and_why(monkeypatch: pytest.Monkey
         raise RuntimeError("Unable to handle autograd's threading in combination with fork\nmore")
 
     monkeypatch.setattr(torch.Tensor, "backward", refused)
-    with pytest.raises(Unusable, match=r"'trainer' cannot train.*autograd's threading.*first backward\(\)") as found:
+    with pytest.raises(
+        Unusable, match=r"'trainer' cannot train.*autograd's threading.*first backward\(\)"
+    ) as found:
         check_gradients("trainer")
     assert found.value.is_lasting, "no restart mends it"
 

@@ -5,7 +5,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from trainer_rig import group, reference_logprobs, rig, rows_of, tiny_learner, tiny_llama, tiny_trainer
+from trainer_rig import (
+    group,
+    reference_logprobs,
+    rig,
+    rows_of,
+    tiny_learner,
+    tiny_llama,
+    tiny_trainer,
+)
 
 from operators.training.learner.learner import Learner
 from operators.training.learner.new_logprobs import NewLogprobs
@@ -23,17 +31,23 @@ def trained(learner: Learner, *groups: pa.RecordBatch) -> NewLogprobs:
 
 def test_each_trained_token_has_the_log_probability_that_it_had_before_the_update() -> None:
     module = tiny_llama()
-    learner = tiny_learner(tiny_trainer(micro_batch_tokens=40, skip_zero_advantage=False), tiny_llama())
+    learner = tiny_learner(
+        tiny_trainer(micro_batch_tokens=40, skip_zero_advantage=False), tiny_llama()
+    )
     groups = [group(number, size=4) for number in range(5)]
     rows = [row for records in groups for row in records.to_pylist()]
     wanted = [reference_logprobs(module, row["tokens"], row["mask"]).tolist() for row in rows]
     found = trained(learner, *groups)
-    columns = [value for records in groups for value in found.beside([records])[0].column("new_logprobs").to_pylist()]
+    columns = [
+        value
+        for records in groups
+        for value in found.beside([records])[0].column("new_logprobs").to_pylist()
+    ]
     for row, values, expected in zip(rows, columns, wanted, strict=True):
         assert len(values) == len(row["tokens"])
-        assert [value for value, chosen in zip(values, row["mask"], strict=True) if not chosen] == [0.0] * (
-            len(values) - len(expected)
-        )
+        assert [value for value, chosen in zip(values, row["mask"], strict=True) if not chosen] == [
+            0.0
+        ] * (len(values) - len(expected))
         chosen = [value for value, chosen in zip(values, row["mask"], strict=True) if chosen]
         assert chosen == pytest.approx(expected, abs=1e-5)
 
@@ -45,7 +59,9 @@ def test_nothing_of_a_step_s_micro_batches_stays_on_the_device_once_it_has_ended
     parts = learner.begin(rows, 0)
     for part in parts:
         learner.micro(part)
-    during = {name for name, value in vars(learner).items() if isinstance(value, list) and value} - before
+    during = {
+        name for name, value in vars(learner).items() if isinstance(value, list) and value
+    } - before
     assert len(parts) > 1 and during
     learner.end(0.1)
     assert not [name for name in during if getattr(learner, name)]
@@ -55,7 +71,10 @@ def test_nothing_of_a_step_s_micro_batches_stays_on_the_device_once_it_has_ended
 def test_what_did_not_go_through_the_model_has_none() -> None:
     learner = tiny_learner(tiny_trainer(micro_batch_tokens=40))
     still, mixed = group(0, advantages=[0.0] * 3), group(1, advantages=[1.0, 0.0, -1.0])
-    first = [{**row, "mask": [True] * len(row["mask"])} for row in group(2, advantages=[1.0, -1.0, 0.5]).to_pylist()]
+    first = [
+        {**row, "mask": [True] * len(row["mask"])}
+        for row in group(2, advantages=[1.0, -1.0, 0.5]).to_pylist()
+    ]
     whole = pa.RecordBatch.from_pylist(first, schema=mixed.schema)
     assert trained(learner, still).beside([still])[0].column("new_logprobs").null_count == 3, (
         "nothing was computed at all"
@@ -75,7 +94,10 @@ def test_the_file_of_a_step_has_them_and_its_ratios_are_the_step_s(tmp_path: Pat
     world.push(group(0), group(1))
     world.run()
     table = world.folder.files[1]
-    new, old = (np.concatenate(table["new_logprobs" if new else "logprobs"].to_pylist()) for new in (True, False))
+    new, old = (
+        np.concatenate(table["new_logprobs" if new else "logprobs"].to_pylist())
+        for new in (True, False)
+    )
     ratios = np.exp(new - old)[np.concatenate(table["mask"].to_pylist())]
     assert world.folder.metrics[0]["ratio_mean"] == pytest.approx(ratios.mean(), rel=1e-5)
     assert world.folder.metrics[0]["ratio_max"] == pytest.approx(ratios.max(), rel=1e-5)
@@ -94,5 +116,7 @@ def test_tokens_that_come_out_otherwise_are_counted() -> None:
     kept = found.beside(groups)
     assert other_logprobs(found, kept) == 0
     again = trained(tiny_learner(tiny_trainer(), tiny_llama(seed=1)), *groups)
-    assert other_logprobs(again, kept) == sum(sum(row["mask"]) for records in groups for row in records.to_pylist())
+    assert other_logprobs(again, kept) == sum(
+        sum(row["mask"]) for records in groups for row in records.to_pylist()
+    )
     assert other_logprobs(found, groups) is None and other_logprobs(None, kept) is None

@@ -1,4 +1,5 @@
-"""Laws of packing: every prefix once, every trained token behind its own, micro-batches within limits."""
+"""Laws of packing: every prefix once, every trained token behind its own, micro-batches within
+limits."""
 
 import numpy as np
 import pytest
@@ -9,7 +10,11 @@ from rigs.examples import examples
 from dataflow.tokens.ragged import gather
 from operators.training.learner.packing import TokenTree, pack, split
 
-ROWS = st.lists(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=9), min_size=1, max_size=9)
+ROWS = st.lists(
+    st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=9),
+    min_size=1,
+    max_size=9,
+)
 
 
 def _flat(rows: list[list[tuple[int, bool]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -33,7 +38,12 @@ def _path(packed: TokenTree, node: int) -> list[int]:
 @examples(200)
 def test_every_trained_token_is_predicted_behind_its_own_prefix(rows, share):
     packed = pack(*_flat(rows), share=share)
-    wanted = [(index, at) for index, row in enumerate(rows) for at, (_, chosen) in enumerate(row) if chosen and at > 0]
+    wanted = [
+        (index, at)
+        for index, row in enumerate(rows)
+        for at, (_, chosen) in enumerate(row)
+        if chosen and at > 0
+    ]
     assert len(packed.targets_T) == len(wanted)
     offsets = _flat(rows)[2]
     for place, (index, at) in enumerate(wanted):
@@ -82,9 +92,10 @@ def test_long_rows_do_not_share_a_bucket_with_short_ones():
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 12)), min_size=1, max_size=8), st.integers(1, 60),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 12)), min_size=1, max_size=8),
+    st.integers(1, 60),
     st.integers(0, 9),
-)  # fmt: skip
+)
 @examples(100)
 def test_micro_batches_hold_every_rollout_once_and_stay_below_the_limit(groups, limit, seed):
     draw = np.random.default_rng(seed)

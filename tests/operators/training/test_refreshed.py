@@ -1,4 +1,5 @@
-"""What a trainer keeps for readers that it refreshes: against its definition, in checkpoints, over any ranks."""
+"""What a trainer keeps for readers that it refreshes: against its definition, in checkpoints, over
+any ranks."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -16,7 +17,9 @@ from operators.training.learner import refreshed
 from operators.training.learner.learner import Learner
 
 
-def followed(refresh: Refresh, steps: int, dtype: str = "float32") -> tuple[Learner, list[dict[str, torch.Tensor]]]:
+def followed(
+    refresh: Refresh, steps: int, dtype: str = "float32"
+) -> tuple[Learner, list[dict[str, torch.Tensor]]]:
     """A learner after so many steps, and its weights at each, in float64."""
     learner = tiny_learner(tiny_trainer(), tiny_llama())
     keep(learner, refresh, step=0, dtype=dtype)
@@ -24,13 +27,17 @@ def followed(refresh: Refresh, steps: int, dtype: str = "float32") -> tuple[Lear
     for number in range(steps):
         step(learner, number)
         refreshed.follow(learner=learner, rank=0, ranks=1, step=number + 1)
-        seen.append({name: weight.detach().double().clone() for name, weight in learner.parameters.items()})
+        seen.append(
+            {name: weight.detach().double().clone() for name, weight in learner.parameters.items()}
+        )
     return learner, seen
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.99])
 @pytest.mark.parametrize("every", [1, 3])
-def test_an_average_is_that_of_float64_and_stays_until_the_next_nth_step(decay: float, every: int) -> None:
+def test_an_average_is_that_of_float64_and_stays_until_the_next_nth_step(
+    decay: float, every: int
+) -> None:
     learner, seen = followed(Refresh(every=every, decay=decay), 7)
     average = seen[0]
     for weights in seen[1 : 7 // every * every + 1]:
@@ -46,18 +53,26 @@ def test_weights_without_an_average_are_those_of_the_nth_step_as_they_travel() -
     offered = learner.offered(1)
     assert {tensor.dtype for tensor in offered.values()} == {torch.bfloat16}
     assert all(torch.equal(tensor, seen[3][name].bfloat16()) for name, tensor in offered.items())
-    assert set(refreshed.tensors_of(learner.refreshed)) == {f"{name}/sent-3-0.0" for name in offered}
+    assert set(refreshed.tensors_of(learner.refreshed)) == {
+        f"{name}/sent-3-0.0" for name in offered
+    }
 
 
 def test_what_the_next_step_makes_anew_is_not_kept() -> None:
     learner, _ = followed(Refresh(every=1), 2)
-    assert not refreshed.tensors_of(learner.refreshed) and learner.offered(1).keys() == learner.parameters.keys()
+    assert (
+        not refreshed.tensors_of(learner.refreshed)
+        and learner.offered(1).keys() == learner.parameters.keys()
+    )
     averaging, _ = followed(Refresh(every=1, decay=0.5), 2)
-    assert {name.split("/")[1] for name in refreshed.tensors_of(averaging.refreshed)} == {"average-1-0.5"}
+    assert {name.split("/")[1] for name in refreshed.tensors_of(averaging.refreshed)} == {
+        "average-1-0.5"
+    }
 
 
 class Busy:
-    """A rank's end of a weight plane whose buffers are all read: a version is copied when it is polled."""
+    """A rank's end of a weight plane whose buffers are all read: a version is copied when it is
+    polled."""
 
     sent: ClassVar[dict[str, Any]] = {}
 
@@ -79,12 +94,15 @@ class Busy:
     def poll(self) -> None:
         if self.pending is not None:
             version, tensors = self.pending
-            self.copied[version] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            self.copied[version] = {
+                name: tensor.detach().clone() for name, tensor in tensors.items()
+            }
             self.pending = None
 
 
 class ZeroCopy(Busy):
-    """One that sends a version from the tensors themselves, and reads them until they are settled."""
+    """One that sends a version from the tensors themselves, and reads them until they are
+    settled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,8 +126,14 @@ class ZeroCopy(Busy):
 @pytest.mark.parametrize("end", [Busy, ZeroCopy])
 @pytest.mark.parametrize("frees", range(1, 6))
 def test_a_version_that_is_read_late_has_its_own_weights(frees: int, end: type[Busy]) -> None:
-    """Readers let go of a buffer after any of the things that a rank does between two steps, where it polls."""
-    refreshes = [Refresh(every=1), Refresh(every=2), Refresh(every=1, decay=0.5), Refresh(every=2, decay=0.5)]
+    """Readers let go of a buffer after any of the things that a rank does between two steps, where
+    it polls."""
+    refreshes = [
+        Refresh(every=1),
+        Refresh(every=2),
+        Refresh(every=1, decay=0.5),
+        Refresh(every=2, decay=0.5),
+    ]
     learner = tiny_learner(tiny_trainer(), tiny_llama())
     ends = {line: end() for line in range(1 + len(refreshes))}
     learner.writers = {**ends}
@@ -136,10 +160,16 @@ def test_a_version_that_is_read_late_has_its_own_weights(frees: int, end: type[B
         for line, each in ends.items():
             if line == 0 or refreshes[line - 1].newest(number) == number:
                 offered = learner.offered(line)
-                expected[line, number] = {name: tensor.detach().clone() for name, tensor in offered.items()}
+                expected[line, number] = {
+                    name: tensor.detach().clone() for name, tensor in offered.items()
+                }
                 each.publish(number, offered)
                 polled()
-    found = {(line, version): copied for line, each in ends.items() for version, copied in each.copied.items()}
+    found = {
+        (line, version): copied
+        for line, each in ends.items()
+        for version, copied in each.copied.items()
+    }
     assert {line for line, _ in found} == set(ends)
     for key, copied in found.items():
         assert all(torch.equal(copied[name], tensor) for name, tensor in expected[key].items()), key
@@ -162,9 +192,13 @@ def test_some_ranks_go_on_from_what_others_kept(wrote, reads, tmp_path):
     expected = {}
     for refresh in REFRESHES:
         expected |= refreshed.tensors_of(followed(refresh, 2, dtype="bfloat16")[0].refreshed)
-    assert {name for name in found if name.rpartition("/")[2].split("-")[0] in ("sent", "average")} == expected.keys()
+    assert {
+        name for name in found if name.rpartition("/")[2].split("-")[0] in ("sent", "average")
+    } == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor.detach(), rtol=0, atol=1e-2 if "sent" in name else 1e-6)
+        torch.testing.assert_close(
+            found[name], tensor.detach(), rtol=0, atol=1e-2 if "sent" in name else 1e-6
+        )
 
 
 def test_a_checkpoint_without_what_readers_have_is_refused(tmp_path):

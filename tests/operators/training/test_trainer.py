@@ -6,7 +6,16 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_rig import COLUMNS, VOCABULARY, group, rig, rows_of, tiny_learner, tiny_llama, tiny_trainer
+from trainer_rig import (
+    COLUMNS,
+    VOCABULARY,
+    group,
+    rig,
+    rows_of,
+    tiny_learner,
+    tiny_llama,
+    tiny_trainer,
+)
 from transformers import AutoModelForCausalLM
 
 from dataflow.errors import GraphError, OperatorError
@@ -18,11 +27,29 @@ from operators.training.checkpoints import checkpoint
 from operators.training.runtime import TrainerRuntime
 
 METRICS = {
-    "step", "version", "seconds", "loss", "reward_mean", "advantage_std", "staleness_mean", "staleness_max",
-    "ratio_mean", "truncated_share", "kl", "grad_norm", "completion_tokens_mean", "generated_tokens_per_s",
-    "trained_tokens_per_s", "dropped", "seconds_wait", "seconds_forward_backward", "seconds_optimizer",
-    "seconds_publish", "seconds_record", "weights_sent",
-}  # fmt: skip
+    "step",
+    "version",
+    "seconds",
+    "loss",
+    "reward_mean",
+    "advantage_std",
+    "staleness_mean",
+    "staleness_max",
+    "ratio_mean",
+    "truncated_share",
+    "kl",
+    "grad_norm",
+    "completion_tokens_mean",
+    "generated_tokens_per_s",
+    "trained_tokens_per_s",
+    "dropped",
+    "seconds_wait",
+    "seconds_forward_backward",
+    "seconds_optimizer",
+    "seconds_publish",
+    "seconds_record",
+    "weights_sent",
+}
 
 
 def test_groups_are_trained_in_the_order_of_their_issue_however_they_arrive(tmp_path):
@@ -108,7 +135,9 @@ def test_without_a_feedback_edge_nothing_is_stale(tmp_path):
 
 def test_the_run_ends_with_the_last_error_when_every_group_fails(tmp_path):
     world = rig(tmp_path)
-    with pytest.raises(OperatorError, match=r"trained none.*the last failure: scorer timed out; mend"):
+    with pytest.raises(
+        OperatorError, match=r"trained none.*the last failure: scorer timed out; mend"
+    ):
         for number in range(100):
             world.push(group(number, error="scorer timed out"))
             world.run()
@@ -116,10 +145,15 @@ def test_the_run_ends_with_the_last_error_when_every_group_fails(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "groups"), [(8, 16), (4, 16), (2, 32), (1, 64)])
-def test_a_run_whose_rollouts_all_fail_alike_ends_after_as_many_as_a_user_waits_for(size, groups, tmp_path):
+def test_a_run_whose_rollouts_all_fail_alike_ends_after_as_many_as_a_user_waits_for(
+    size, groups, tmp_path
+):
     """However many groups a step has."""
     world = rig(tmp_path, tiny_trainer(prompts_per_step=64))
-    with pytest.raises(OperatorError, match=r"failed alike: \{'judge: hung': \d+\}, the last failure: judge: hung: no"):
+    with pytest.raises(
+        OperatorError,
+        match=r"failed alike: \{'judge: hung': \d+\}, the last failure: judge: hung: no",
+    ):
         for number in range(100):
             world.push(group(number, size=size, error=f"judge: hung: no answer of {number}"))
             world.run()
@@ -127,10 +161,14 @@ def test_a_run_whose_rollouts_all_fail_alike_ends_after_as_many_as_a_user_waits_
 
 
 @pytest.mark.parametrize("other", [None, "judge: raised: KeyError: 'a'", "the data are bad"])
-def test_failures_of_several_causes_and_rollouts_between_them_are_waited_for_longer(other, tmp_path):
+def test_failures_of_several_causes_and_rollouts_between_them_are_waited_for_longer(
+    other, tmp_path
+):
     world = rig(tmp_path, tiny_trainer(prompts_per_step=64))
     for number in range(48):
-        world.push(group(number, size=8, error=other if number % 16 == 10 else "judge: hung: no answer"))
+        world.push(
+            group(number, size=8, error=other if number % 16 == 10 else "judge: hung: no answer")
+        )
         world.run()
     assert world.runtime.status()["dropped"] == 48 - 3 * (other is None)
 
@@ -146,16 +184,26 @@ def test_prompts_that_are_too_long_are_no_world_that_is_dead(tmp_path):
 
 def test_a_step_is_recorded_then_published_and_only_then_acknowledged(tmp_path):
     world = rig(tmp_path, tiny_trainer(checkpoint_every=1))
-    world.runtime.push(Batch("prompts", group(0), "reward", lambda group: world.events.append("ack 0")))
-    world.runtime.push(Batch("prompts", group(1), "reward", lambda group: world.events.append("ack 1")))
+    world.runtime.push(
+        Batch("prompts", group(0), "reward", lambda group: world.events.append("ack 0"))
+    )
+    world.runtime.push(
+        Batch("prompts", group(1), "reward", lambda group: world.events.append("ack 1"))
+    )
     world.run()
     world.runtime.close()
     beside = [("flush rollouts", 1), ("flush",), ("checkpoint", 1)]
     assert [event for event in world.events if event in beside] == beside
     assert [event for event in world.events if event not in beside] == [
-        ("publish", 0), ("rollouts", 1), ("ledger", 1), ("publish", 1), ("metrics", 1), "ack 0", "ack 1",
+        ("publish", 0),
+        ("rollouts", 1),
+        ("ledger", 1),
+        ("publish", 1),
+        ("metrics", 1),
+        "ack 0",
+        "ack 1",
         ("recorded", 1),
-    ]  # fmt: skip
+    ]
     assert world.events.index(("ledger", 1)) < world.events.index(beside[0])
 
 
@@ -193,8 +241,12 @@ def test_a_step_writes_every_figure_of_the_design(tmp_path):
     json.dumps(line)
     rows = [row for batch in (group(0, size=4), group(1, size=4)) for row in batch.to_pylist()]
     assert line["reward_mean"] == pytest.approx(sum(row["reward"] for row in rows) / 8)
-    assert line["completion_tokens_mean"] == pytest.approx(sum(sum(row["mask"]) for row in rows) / 8)
-    assert line["trained_tokens_per_s"] * line["seconds_step"] == pytest.approx(sum(sum(r["mask"]) for r in rows))
+    assert line["completion_tokens_mean"] == pytest.approx(
+        sum(sum(row["mask"]) for row in rows) / 8
+    )
+    assert line["trained_tokens_per_s"] * line["seconds_step"] == pytest.approx(
+        sum(sum(r["mask"]) for r in rows)
+    )
     assert line["generated_tokens_per_s"] == pytest.approx(line["trained_tokens_per_s"])
     assert line["version"] == line["step"] == 1
 
@@ -252,7 +304,9 @@ def test_a_step_that_is_not_finite_leaves_the_weights_alone_and_drops_its_groups
     world = rig(tmp_path, module=module)
     world.push(group(0, advantages=[float("nan"), 1.0, -1.0]), group(1))
     world.run()
-    assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True)
+    )
     assert world.runtime.status()["skipped_steps"] == 1
     assert world.runtime.status()["dropped"] == 2
     assert list(world.plane.published) == [0]
@@ -266,7 +320,9 @@ def test_a_step_that_is_not_finite_leaves_the_weights_alone_and_drops_its_groups
 
 def test_five_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_rollouts(tmp_path):
     world = rig(tmp_path)
-    with pytest.raises(OperatorError, match=r"skipped 5 steps in a row.*found the loss of rollouts \[24\]; look at"):
+    with pytest.raises(
+        OperatorError, match=r"skipped 5 steps in a row.*found the loss of rollouts \[24\]; look at"
+    ):
         for number in range(0, 20, 2):
             world.push(group(number, advantages=[float("inf"), 0.0, 0.0]), group(number + 1))
             world.run()
@@ -320,7 +376,10 @@ def test_a_checkpoint_is_a_folder_that_transformers_loads_and_has_no_pickle(tmp_
     trained = dict(world.runtime._learner.forward.module.named_parameters())
     assert all(torch.equal(weight, trained[name]) for name, weight in loaded.named_parameters())
     assert loaded(torch.tensor([[2, 3]])).logits.shape == (1, 2, VOCABULARY)
-    assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".json", ".safetensors"}
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {
+        ".json",
+        ".safetensors",
+    }
     assert json.loads((folder / "trainer_state.json").read_text())["step"] == 1
 
 
@@ -400,7 +459,16 @@ def test_a_trainer_without_faults_reads_what_its_loss_names():
 
     trainer = Trainer(Model("m"), loss=functools.partial(kl, beta=0.2))
     assert trainer.faults() == []
-    wanted = {"ref_logprobs", "logprobs", "advantage", "tokens", "mask", "versions", "finish_reason", "error"}
+    wanted = {
+        "ref_logprobs",
+        "logprobs",
+        "advantage",
+        "tokens",
+        "mask",
+        "versions",
+        "finish_reason",
+        "error",
+    }
     assert set(trainer.reads()) == wanted
     assert trainer.knobs()["loss"] == "kl(beta=0.2)"
     assert trainer.loss_function.knobs == {"beta": 0.2}
@@ -414,7 +482,9 @@ def test_a_schedule_ends_with_the_run_or_with_the_prompts_and_is_refused_where_n
 
     trainer = tiny_trainer(schedule="linear")
     assert (rates(steps=7, prompt_steps=9), rates(prompt_steps=9)) == (7, 9)
-    with pytest.raises(GraphError, match=r"schedule='linear', but nothing says when it ends.*decay_steps"):
+    with pytest.raises(
+        GraphError, match=r"schedule='linear', but nothing says when it ends.*decay_steps"
+    ):
         rates()
     trainer = tiny_trainer(schedule="linear", decay_steps=3)
     assert rates(steps=7) == 3

@@ -1,4 +1,5 @@
-"""A trainer that is started behind its ledger comes to the weights that the dead one had, and then goes on."""
+"""A trainer that is started behind its ledger comes to the weights that the dead one had, and then
+goes on."""
 
 import errno
 import hashlib
@@ -58,14 +59,26 @@ VALUED = {**COLUMNS, "values": pa.list_(pa.float32())}
 KINDS: dict[str, tuple[dict[str, Any], Any, Callable[[int], pa.RecordBatch]]] = {
     "aipo": ({"loss": partial(aipo, rho=2.0), "checkpoint_every": 2}, COLUMNS, group),
     "no checkpoint": ({"warmup_steps": 3}, COLUMNS, group),
-    "random numbers": ({"loss": with_noise, "skip_zero_advantage": False, "checkpoint_every": 2}, COLUMNS, group),
+    "random numbers": (
+        {"loss": with_noise, "skip_zero_advantage": False, "checkpoint_every": 2},
+        COLUMNS,
+        group,
+    ),
     "lora": ({"model": {"lora": LoRA(4)}}, COLUMNS, group),
-    "critic": ({"model": {"head": "value"}, "loss": value_loss, "checkpoint_every": 3}, VALUED, with_values),
+    "critic": (
+        {"model": {"head": "value"}, "loss": value_loss, "checkpoint_every": 3},
+        VALUED,
+        with_values,
+    ),
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW) if kind == "lora" else kind for kind in KINDS])
-def test_a_trainer_catches_up_to_the_very_bits_of_the_dead_one_and_goes_on_as_it_would_have(policy, tmp_path, kind):
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=SLOW) if kind == "lora" else kind for kind in KINDS]
+)
+def test_a_trainer_catches_up_to_the_very_bits_of_the_dead_one_and_goes_on_as_it_would_have(
+    policy, tmp_path, kind
+):
     knobs, columns, make = KINDS[kind]
     trainer, folder = declared(policy, **knobs), run_folder(tmp_path)
     first = Life(folder, trainer, columns=columns)
@@ -90,13 +103,17 @@ def test_a_trainer_catches_up_to_the_very_bits_of_the_dead_one_and_goes_on_as_it
     undisturbed.push(*map(make, range(14)))
     undisturbed.run()
     assert same(again.state(), undisturbed.state())
-    losses = [[line["loss"] for line in life.folder.read_metrics()] for life in (again, undisturbed)]
+    losses = [
+        [line["loss"] for line in life.folder.read_metrics()] for life in (again, undisturbed)
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 7
     assert verify(folder.path).clean, verify(folder.path)
     undisturbed.end()
 
 
-def test_it_catches_up_a_slice_at_a_time_says_how_far_it_is_and_takes_no_group_before(policy, tmp_path):
+def test_it_catches_up_a_slice_at_a_time_says_how_far_it_is_and_takes_no_group_before(
+    policy, tmp_path
+):
     folder = run_folder(tmp_path)
     Life(folder, declared(policy)).run(range(8)).end()
     again = Life(folder, declared(policy))
@@ -135,7 +152,9 @@ def test_drained_on_its_way_it_keeps_a_checkpoint_of_where_it_is(policy, tmp_pat
     third.end()
 
 
-def test_the_last_step_of_a_run_whose_checkpoint_was_lost_is_kept_after_catching_up(policy, tmp_path):
+def test_the_last_step_of_a_run_whose_checkpoint_was_lost_is_kept_after_catching_up(
+    policy, tmp_path
+):
     folder = run_folder(tmp_path)
     Life(folder, declared(policy), steps=3).run(range(6)).end()
     (folder.checkpoints.folder(3) / "model.safetensors").write_bytes(b"torn")
@@ -157,7 +176,12 @@ def test_a_schedule_that_was_changed_does_not_change_the_steps_that_were_made(po
 def test_a_schedule_keeps_its_end_whatever_steps_a_run_is_given_later(policy, tmp_path):
     folder = run_folder(tmp_path)
     Life(folder, declared(policy, schedule="cosine"), steps=6).run(range(8)).end()
-    for knobs, steps, ends in (({}, 5, 6), ({}, 6, 6), ({"min_lr": 1e-3}, 20, 6), ({"decay_steps": 20}, 20, 20)):
+    for knobs, steps, ends in (
+        ({}, 5, 6),
+        ({}, 6, 6),
+        ({"min_lr": 1e-3}, 20, 6),
+        ({"decay_steps": 20}, 20, 20),
+    ):
         again = Life(folder, declared(policy, schedule="cosine", **knobs), steps=steps)
         assert again.runtime._making.decay_steps == ends
         again.end()
@@ -171,7 +195,9 @@ def test_a_schedule_keeps_its_end_whatever_steps_a_run_is_given_later(policy, tm
 @pytest.mark.parametrize(
     "damage", ["torn", *(pytest.param(each, marks=SLOW) for each in ("missing", "of other groups"))]
 )
-def test_a_rollouts_file_that_is_lost_takes_the_ledger_back_and_its_groups_are_trained_again(policy, tmp_path, damage):
+def test_a_rollouts_file_that_is_lost_takes_the_ledger_back_and_its_groups_are_trained_again(
+    policy, tmp_path, damage
+):
     folder = run_folder(tmp_path)
     first = Life(folder, declared(policy, checkpoint_every=2)).run(range(10))
     had = first.state()
@@ -196,7 +222,9 @@ def test_a_rollouts_file_that_is_lost_takes_the_ledger_back_and_its_groups_are_t
     assert verify(folder.path).clean, verify(folder.path)
 
 
-def test_a_rollouts_file_that_is_lost_takes_nothing_back_in_a_run_that_goes_on_meanwhile(policy, tmp_path):
+def test_a_rollouts_file_that_is_lost_takes_nothing_back_in_a_run_that_goes_on_meanwhile(
+    policy, tmp_path
+):
     folder = run_folder(tmp_path)
     first = Life(folder, declared(policy)).run(range(4))
     first.end()
@@ -243,7 +271,9 @@ def test_no_rollout_of_a_version_is_trained_that_is_not_there_yet(policy, tmp_pa
     assert verify(folder.path).clean, verify(folder.path)
 
 
-def test_checkpoints_of_steps_that_were_taken_back_are_never_taken_for_those_of_the_new_ones(policy, tmp_path):
+def test_checkpoints_of_steps_that_were_taken_back_are_never_taken_for_those_of_the_new_ones(
+    policy, tmp_path
+):
     folder = run_folder(tmp_path)
     Life(folder, declared(policy, checkpoint_every=2)).run(range(8)).end()
     with Ledger.open(folder.ledger) as ledger:
@@ -339,7 +369,9 @@ def test_a_step_that_needs_more_drops_than_its_edge_holds_is_made(policy, tmp_pa
     assert verify(folder.path).clean, verify(folder.path)
 
 
-def test_drops_that_were_recorded_before_a_crash_are_told_with_the_step_that_comes(policy, tmp_path):
+def test_drops_that_were_recorded_before_a_crash_are_told_with_the_step_that_comes(
+    policy, tmp_path
+):
     folder = run_folder(tmp_path)
     first = Life(folder, declared(policy))
     first.push(*map(filtered, range(5)))
@@ -385,14 +417,19 @@ def failing(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     monkeypatch.setattr(checkpoint.StagedState, "write", full)
 
 
-def test_training_goes_on_where_a_checkpoint_cannot_be_written_and_the_next_is_tried(policy, tmp_path, monkeypatch):
+def test_training_goes_on_where_a_checkpoint_cannot_be_written_and_the_next_is_tried(
+    policy, tmp_path, monkeypatch
+):
     folder = run_folder(tmp_path)
     failing(monkeypatch, {4})
     life = Life(folder, declared(policy, checkpoint_every=2), steps=6).run(range(12))
     assert life.runtime.status()["done"] == 1
     assert folder.checkpoints.steps() == [2, 6]
     ((_, facts),) = [line for line in life.log.lines if "checkpoint not written" in line[0]]
-    assert (facts["step"], facts["newest"]) == (4, 2) and "No space left on device; make room" in facts["error"]
+    assert (facts["step"], facts["newest"]) == (
+        4,
+        2,
+    ) and "No space left on device; make room" in facts["error"]
     life.end()
     assert verify(folder.path).clean, verify(folder.path)
 
@@ -403,7 +440,10 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_ends_with_an_error_and_th
     folder = run_folder(tmp_path)
     failing(monkeypatch, {4})
     life = Life(folder, declared(policy, checkpoint_every=2), steps=4)
-    with pytest.raises(RunFolderError, match=r"writing '.*step-000004.*' failed: No space left on device; make room"):
+    with pytest.raises(
+        RunFolderError,
+        match=r"writing '.*step-000004.*' failed: No space left on device; make room",
+    ):
         life.run(range(8))
     life.end()
     assert folder.checkpoints.latest() == 2 and list(life.plane.published)[-1] == 4
@@ -419,7 +459,10 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_ends_with_an_error_and_th
 def held(learner: Learner, rank: int, ranks: int) -> list[str]:
     """A digest of this rank's shards of weights and moments."""
     tensors = learner.parameters | state_tensors(learner.optimizer, learner.parameters)
-    return [hashlib.sha256(local(tensor).detach().numpy().tobytes()).hexdigest() for tensor in tensors.values()]
+    return [
+        hashlib.sha256(local(tensor).detach().numpy().tobytes()).hexdigest()
+        for tensor in tensors.values()
+    ]
 
 
 @in_a_fork

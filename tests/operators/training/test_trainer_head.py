@@ -30,28 +30,54 @@ from operators.training.learner.policy import Policy
 
 ROWS, IDS, WIDTH = 7, 53, 5
 SMALL = {
-    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None,
-    "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 MODELS = {
     "llama_tied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=67, n_positions=128, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2, bos_token_id=1,
+            vocab_size=67,
+            n_positions=128,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            initializer_range=0.2,
+            bos_token_id=1,
             eos_token_id=1,
         )
     ),
     "gemma2": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**SMALL, head_dim=8, sliding_window=7, query_pre_attn_scalar=8, final_logit_softcapping=4.0)
+        Gemma2Config(
+            **SMALL,
+            head_dim=8,
+            sliding_window=7,
+            query_pre_attn_scalar=8,
+            final_logit_softcapping=4.0,
+        )
     ),
     "gemma2_packed": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**SMALL, head_dim=8, sliding_window=7, query_pre_attn_scalar=8, attn_logit_softcapping=None)
+        Gemma2Config(
+            **SMALL,
+            head_dim=8,
+            sliding_window=7,
+            query_pre_attn_scalar=8,
+            attn_logit_softcapping=None,
+        )
     ),
     "cohere": lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.1)),
     "granite": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=3.0)),
-}  # fmt: skip
+}
 """Last layers that are tied, that are not, with logits that are capped, multiplied and divided."""
 
 
@@ -65,7 +91,8 @@ def _one_thread():
 
 @pytest.fixture(params=[8, 53, 512])
 def width(request, monkeypatch):
-    """Ids of a slice: several slices with a rest, one that fits exactly, one that is wider than the vocabulary."""
+    """Ids of a slice: several slices with a rest, one that fits exactly, one that is wider than the
+    vocabulary."""
     monkeypatch.setattr(head, "LEAST_IDS", request.param)
     monkeypatch.setattr(head, "CPU_SLICE", 1)
     return request.param
@@ -74,7 +101,10 @@ def width(request, monkeypatch):
 def _made(dtype: torch.dtype, *, bias: bool = False, kept: bool = False, spread: float = 1.0):
     """Hidden states, weight, bias and what is wanted; rows repeat, and one pair is wanted twice."""
     draw = torch.Generator().manual_seed(1)
-    tensors = [torch.randn(ROWS, WIDTH, generator=draw), torch.randn(IDS, WIDTH, generator=draw) * spread]
+    tensors = [
+        torch.randn(ROWS, WIDTH, generator=draw),
+        torch.randn(IDS, WIDTH, generator=draw) * spread,
+    ]
     if bias:
         tensors.append(torch.randn(IDS, generator=draw))
     tensors = [tensor.to(dtype).requires_grad_() for tensor in tensors]
@@ -92,7 +122,10 @@ def _by_hand(tensors: list[Tensor], wanted: Wanted, shape: Shape) -> tuple[Tenso
         logits = shape.cap * torch.tanh(logits / shape.cap)
     left = {}
     if wanted.tokens_M is not None:
-        left = {int(token): wanted.ids_K[wanted.segment_K == at] for at, token in enumerate(wanted.tokens_M)}
+        left = {
+            int(token): wanted.ids_K[wanted.segment_K == at]
+            for at, token in enumerate(wanted.tokens_M)
+        }
     logprobs, entropies = [], []
     for token, (row, target) in enumerate(zip(wanted.head_T, wanted.targets_T, strict=True)):
         ids = left.get(token, torch.arange(IDS))
@@ -104,7 +137,9 @@ def _by_hand(tensors: list[Tensor], wanted: Wanted, shape: Shape) -> tuple[Tenso
 
 def _all(found: tuple[Tensor, Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """Numbers, and gradients of a weighted sum of both."""
-    weights = torch.randn(2, len(found[0]), generator=torch.Generator().manual_seed(2)).to(found[0].dtype)
+    weights = torch.randn(2, len(found[0]), generator=torch.Generator().manual_seed(2)).to(
+        found[0].dtype
+    )
     total = (weights[0] * found[0]).sum() + (weights[1] * found[1]).sum()
     return [*(values.detach() for values in found), *torch.autograd.grad(total, tensors)]
 
@@ -112,8 +147,12 @@ def _all(found: tuple[Tensor, Tensor], tensors: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("shape", [Shape(), Shape(scale=1.7), Shape(scale=0.8, cap=3.0)], ids=str)
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
-def test_numbers_and_gradients_are_those_of_a_float64_reference(width, dtype, tolerance, bias, kept, shape):
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str
+)
+def test_numbers_and_gradients_are_those_of_a_float64_reference(
+    width, dtype, tolerance, bias, kept, shape
+):
     tensors, wanted = _made(dtype, bias=bias, kept=kept)
     found = _all(logprobs_of_hidden(*(*tensors, None)[:3], wanted, shape, entropy=True), tensors)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
@@ -146,7 +185,9 @@ def test_in_bfloat16_it_is_no_further_from_float64_than_all_logits_are(width, we
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     truth = _all(_by_hand(exact, wanted, Shape(scale=2.0)), exact)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = _all(logprobs_of_hidden(*tensors, None, wanted, Shape(scale=2.0), entropy=True), tensors)
+        ours = _all(
+            logprobs_of_hidden(*tensors, None, wanted, Shape(scale=2.0), entropy=True), tensors
+        )
         plain = _all(logprobs_of_logits(F.linear(*tensors), wanted, 0.5, entropy=True), tensors)
     for found, usual, right in zip(ours, plain, truth, strict=True):
         assert (found - right).norm() <= 1.5 * (usual - right).norm() + 1e-4
@@ -157,7 +198,9 @@ def test_in_bfloat16_it_is_no_further_from_float64_than_all_logits_are(width, we
 @pytest.mark.parametrize("wants_entropy", [False, True])
 def test_only_gradients_that_are_needed_are_computed(wants_entropy):
     tensors, wanted = _made(torch.float64, bias=True)
-    every = torch.autograd.grad(logprobs_of_hidden(*tensors, wanted, Shape(), entropy=wants_entropy)[0].sum(), tensors)
+    every = torch.autograd.grad(
+        logprobs_of_hidden(*tensors, wanted, Shape(), entropy=wants_entropy)[0].sum(), tensors
+    )
     for index, wanted_grad in enumerate(every):
         given = [tensor.detach().requires_grad_(at == index) for at, tensor in enumerate(tensors)]
         logprobs_of_hidden(*given, wanted, Shape(), entropy=wants_entropy)[0].sum().backward()
@@ -166,9 +209,14 @@ def test_only_gradients_that_are_needed_are_computed(wants_entropy):
 
 
 def test_without_tokens_there_is_nothing_and_the_weights_gradient_is_zero():
-    hidden, weight = torch.zeros(0, WIDTH, requires_grad=True), torch.ones(IDS, WIDTH, requires_grad=True)
+    hidden, weight = (
+        torch.zeros(0, WIDTH, requires_grad=True),
+        torch.ones(IDS, WIDTH, requires_grad=True),
+    )
     none = torch.zeros(0, dtype=torch.long)
-    found, entropy = logprobs_of_hidden(hidden, weight, None, Wanted(none, none), Shape(), entropy=True)
+    found, entropy = logprobs_of_hidden(
+        hidden, weight, None, Wanted(none, none), Shape(), entropy=True
+    )
     assert found.shape == entropy.shape == (0,)
     (found.sum() + entropy.sum()).backward()
     assert not weight.grad.any()
@@ -199,14 +247,19 @@ class _Largest(torch.utils._python_dispatch.TorchDispatchMode):
         made = function(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, tuple | list) else [made]:
             if isinstance(tensor, Tensor):
-                self.most = max(self.most, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.most = max(
+                    self.most, tensor.untyped_storage().nbytes() // tensor.element_size()
+                )
         return made
 
 
 def test_no_tensor_is_as_large_as_all_logits_forward_or_backward(monkeypatch):
     monkeypatch.setattr(head, "CPU_SLICE", 2**14)
     monkeypatch.setattr(head, "LEAST_IDS", 64)
-    hidden, weight = torch.randn(200, 8, requires_grad=True), torch.randn(5000, 8, requires_grad=True)
+    hidden, weight = (
+        torch.randn(200, 8, requires_grad=True),
+        torch.randn(5000, 8, requires_grad=True),
+    )
     wanted = Wanted(torch.arange(200), torch.arange(200))
     with _Largest() as seen:
         found, entropy = logprobs_of_hidden(hidden, weight, None, wanted, Shape(), entropy=True)
@@ -218,7 +271,8 @@ def test_no_tensor_is_as_large_as_all_logits_forward_or_backward(monkeypatch):
 
 
 def _tree(seed: int = 3, ids: int = 67):
-    """Ragged rollouts that share prompts, with some tokens trained; and what truncation left of some."""
+    """Ragged rollouts that share prompts, with some tokens trained; and what truncation left of
+    some."""
     draw = np.random.default_rng(seed)
     rows = [draw.integers(2, ids, size) for size in (12, 9, 30, 7, 70, 9)]
     rows[1][:6] = rows[0][:6]
@@ -232,7 +286,8 @@ def _tree(seed: int = 3, ids: int = 67):
         few[:1] = target
     left = [np.unique(few) for few in left]
     kept = SamplingMask(
-        ids=np.concatenate(left).astype(np.int32), offsets=np.r_[0, np.cumsum([len(few) for few in left])]
+        ids=np.concatenate(left).astype(np.int32),
+        offsets=np.r_[0, np.cumsum([len(few) for few in left])],
     )
     return tree, kept
 
@@ -245,7 +300,9 @@ def _model(name: str) -> torch.nn.Module:
 def _numbers(module: torch.nn.Module, *, packed: bool | None, masks: bool) -> list[Tensor]:
     """Log-probabilities, entropies and all gradients."""
     tree, kept = _tree()
-    found = Policy(module, temperature=0.7, packed=packed).logprobs(tree, kept if masks else None, entropy=True)
+    found = Policy(module, temperature=0.7, packed=packed).logprobs(
+        tree, kept if masks else None, entropy=True
+    )
     return _all(found, list(module.parameters()))
 
 
@@ -260,7 +317,9 @@ def test_packed_padded_and_sliced_give_one_loss_and_one_gradient(name, masks, mo
         module = _model(name)
         found = _numbers(module, packed=packed, masks=masks)
         for ours, theirs in zip(found, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * max(1.0, theirs.abs().max().item()))
+            torch.testing.assert_close(
+                ours, theirs, rtol=1e-4, atol=1e-5 * max(1.0, theirs.abs().max().item())
+            )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -300,8 +359,12 @@ def test_large_micro_batches_never_ask_the_model_for_its_logits(monkeypatch):
 def _paths(tree: TokenTree) -> list[list[int]]:
     """Tokens before each trained one."""
     flat = np.concatenate([bucket.ravel() for bucket in tree.buckets])
-    starts = np.concatenate([np.repeat(np.arange(0, b.size, b.shape[1]), b.shape[1]) for b in tree.buckets])
-    bases = np.repeat(np.cumsum([0, *(b.size for b in tree.buckets[:-1])]), [b.size for b in tree.buckets])
+    starts = np.concatenate(
+        [np.repeat(np.arange(0, b.size, b.shape[1]), b.shape[1]) for b in tree.buckets]
+    )
+    bases = np.repeat(
+        np.cumsum([0, *(b.size for b in tree.buckets[:-1])]), [b.size for b in tree.buckets]
+    )
     at_T = tree.back_N[tree.heads_U[tree.head_T]]
     return [tree.tokens_N[flat[bases[at] + starts[at] : at + 1]].tolist() for at in at_T]
 

@@ -1,4 +1,5 @@
-"""A trainer that is killed at random moments and started again trains what an undisturbed one trains, to the bit."""
+"""A trainer that is killed at random moments and started again trains what an undisturbed one
+trains, to the bit."""
 
 import contextlib
 import math
@@ -32,7 +33,8 @@ WAIT_S = 180.0
 
 
 class Witness:
-    """A weight plane that writes down, for all lives of a trainer, which bits it published as which version."""
+    """A weight plane that writes down, for all lives of a trainer, which bits it published as which
+    version."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -62,11 +64,15 @@ def hash_of(bits: bytes) -> str:
 
 def groups() -> list[pa.RecordBatch]:
     """Every fifth one failed as a whole."""
-    return [group(number, error="scorer timed out" if number % 5 == 1 else None) for number in range(GROUPS)]
+    return [
+        group(number, error="scorer timed out" if number % 5 == 1 else None)
+        for number in range(GROUPS)
+    ]
 
 
 def live(policy: Path, folder: RunFolder, moment: int, late_s: float, within_s: float) -> bool:
-    """A life in a process of its own, killed a little after so many slices of work; whether it came to its end."""
+    """A life in a process of its own, killed a little after so many slices of work; whether it came
+    to its end."""
     hears, tells = os.pipe()
     child = fork()
     if child == 0:
@@ -99,7 +105,9 @@ def live(policy: Path, folder: RunFolder, moment: int, late_s: float, within_s: 
     os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     os.close(hears)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, f"a life failed by itself, status {status}"
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, (
+        f"a life failed by itself, status {status}"
+    )
     return os.WIFEXITED(status)
 
 
@@ -111,20 +119,28 @@ def left(folder: RunFolder) -> tuple[object, ...]:
         made, counts = ledger.steps("trainer"), ledger.counts("trainer")
     assert counts.missing == 0
     kept = folder.checkpoints.folder(STEPS)
-    bits = [load_file(path) for path in (kept / "model.safetensors", *(kept / OPTIMIZER_FOLDER).iterdir())]
+    bits = [
+        load_file(path)
+        for path in (kept / "model.safetensors", *(kept / OPTIMIZER_FOLDER).iterdir())
+    ]
     assert [line["step"] for line in folder.read_metrics()] == list(range(1, STEPS + 1))
     published = [line.split() for line in (folder.path / "published.txt").read_text().splitlines()]
     versions = [int(version) for version, _ in published]
     assert versions == sorted(versions), "a version went back"
     return (
         [(step.step, step.trained, dict(step.dropped), step.metrics["loss"]) for step in made],
-        [{name: hash_of(tensor.numpy().tobytes()) for name, tensor in each.items()} for each in bits],
+        [
+            {name: hash_of(tensor.numpy().tobytes()) for name, tensor in each.items()}
+            for each in bits
+        ],
         {(version, digest) for version, digest in published},
         counts,
     )
 
 
-def killed_at(policy: Path, place: Path, kills: int, seed: int, within_s: float = math.inf) -> tuple[RunFolder, int]:
+def killed_at(
+    policy: Path, place: Path, kills: int, seed: int, within_s: float = math.inf
+) -> tuple[RunFolder, int]:
     """A run whose trainer was killed at most so often, until it was over; and how often it was."""
     draw, folder = random.Random(seed), run_folder(place, GROUPS)
     for number in range(kills):
@@ -137,10 +153,15 @@ def killed_at(policy: Path, place: Path, kills: int, seed: int, within_s: float 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kills", "within_s"),
-    [(5, 1e-9), *(pytest.param(50, within_s, marks=pytest.mark.slow) for within_s in (1e-9, math.inf))],
+    [
+        (5, 1e-9),
+        *(pytest.param(50, within_s, marks=pytest.mark.slow) for within_s in (1e-9, math.inf)),
+    ],
 )
 @pytest.mark.slow
-def test_killed_at_random_moments_it_trains_nothing_twice_and_what_an_undisturbed_one_trains(tmp_path, kills, within_s):
+def test_killed_at_random_moments_it_trains_nothing_twice_and_what_an_undisturbed_one_trains(
+    tmp_path, kills, within_s
+):
     torch.set_num_threads(1)
     policy = policy_folder(tmp_path / "policy")
     undisturbed, _ = killed_at(policy, tmp_path, 0, 0)
@@ -149,5 +170,7 @@ def test_killed_at_random_moments_it_trains_nothing_twice_and_what_an_undisturbe
         folder, killed = killed_at(policy, tmp_path, min(10, kills - done), seed, within_s)
         assert left(folder) == wanted, f"seed {seed}"
         names = {path.name for path in folder.checkpoints.path.iterdir()}
-        assert names == {"step-000003", "step-000006", "step-000007"}, "those left by itself, and rests, are gone"
+        assert names == {"step-000003", "step-000006", "step-000007"}, (
+            "those left by itself, and rests, are gone"
+        )
         done, seed = done + killed, seed + 1

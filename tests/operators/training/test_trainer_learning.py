@@ -1,4 +1,5 @@
-"""Laws of one step: packing, padding, micro-batches and skipping change neither loss nor gradient."""
+"""Laws of one step: packing, padding, micro-batches and skipping change neither loss nor
+gradient."""
 
 import functools
 
@@ -33,20 +34,28 @@ GROUPS = [group(number, size=4) for number in range(5)]
 def tiny_gpt2() -> GPT2LMHeadModel:
     """Learned positions, and layer norms that stay in float64 where Llama's go through float32."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2
+    )
     return GPT2LMHeadModel(config).eval()
 
 
-def _by_hand(module: torch.nn.Module, groups: list[pa.RecordBatch], normalize: str) -> tuple[float, torch.Tensor]:
+def _by_hand(
+    module: torch.nn.Module, groups: list[pa.RecordBatch], normalize: str
+) -> tuple[float, torch.Tensor]:
     """AIPO's loss and gradient, one rollout at a time through the model's own attention."""
     rows = [row for batch in groups for row in batch.to_pylist() if row["error"] is None]
     tokens = sum(sum(row["mask"]) for row in rows)
     loss = torch.zeros(())
     for row in rows:
         new = reference_logprobs(module, row["tokens"], row["mask"])
-        old = torch.tensor([x for x, chosen in zip(row["logprobs"], row["mask"], strict=True) if chosen])
+        old = torch.tensor(
+            [x for x, chosen in zip(row["logprobs"], row["mask"], strict=True) if chosen]
+        )
         weight = (new.detach() - old).exp().clamp(max=4.0)
-        divisor = {"tokens": tokens, "rollouts": len(rows), "rollout_means": len(rows) * len(new)}[normalize]
+        divisor = {"tokens": tokens, "rollouts": len(rows), "rollout_means": len(rows) * len(new)}[
+            normalize
+        ]
         loss = loss - (weight * row["advantage"] * new).sum() / divisor
     grads = torch.autograd.grad(loss, list(dict(module.named_parameters()).values()))
     return loss.item(), torch.cat([grad.flatten() for grad in grads])
@@ -64,7 +73,9 @@ def test_loss_and_gradient_are_those_computed_by_hand(normalize):
 @pytest.mark.parametrize("loss", [aipo, grpo])
 @pytest.mark.parametrize("micro_batch_tokens", [1, 40, 10_000])
 @pytest.mark.parametrize("packed", [True, False])
-def test_micro_batches_and_padding_change_neither_loss_nor_gradient(loss, micro_batch_tokens, packed):
+def test_micro_batches_and_padding_change_neither_loss_nor_gradient(
+    loss, micro_batch_tokens, packed
+):
     wanted_loss, wanted, _ = gradient(tiny_learner(tiny_trainer(loss=loss)), rows_of(*GROUPS))
     trainer = tiny_trainer(loss=loss, micro_batch_tokens=micro_batch_tokens)
     learner = tiny_learner(trainer, packed=packed)
@@ -121,7 +132,9 @@ def test_a_step_without_any_signal_moves_the_weights_as_a_zero_gradient_does():
             for part in learner.begin(rows, 0):
                 learner.micro(part)
             learner.end(1e-2)
-        weights.append(torch.cat([weight.detach().flatten() for weight in learner.parameters.values()]))
+        weights.append(
+            torch.cat([weight.detach().flatten() for weight in learner.parameters.values()])
+        )
     assert torch.allclose(weights[0], weights[1], atol=1e-6)
 
 
@@ -163,7 +176,9 @@ def test_a_loss_reads_columns_per_rollout_and_per_token():
     seen = {}
 
     def spy(new_logprobs, advantage, logprobs, entropy, rollout_index, mask, scale=2.0):
-        seen.update(advantage=advantage, logprobs=logprobs, entropy=entropy, index=rollout_index, mask=mask)
+        seen.update(
+            advantage=advantage, logprobs=logprobs, entropy=entropy, index=rollout_index, mask=mask
+        )
         return -scale * new_logprobs
 
     rows = rows_of(*GROUPS[:2])
@@ -177,7 +192,9 @@ def test_a_loss_reads_columns_per_rollout_and_per_token():
     assert seen["mask"].all()
     assert len(seen["mask"]) == counts.sum()
     row = GROUPS[0].to_pylist()[0]
-    logits = learner.forward.module.__class__.forward(tiny_llama(), torch.tensor([row["tokens"]])).logits[0]
+    logits = learner.forward.module.__class__.forward(
+        tiny_llama(), torch.tensor([row["tokens"]])
+    ).logits[0]
     first = row["mask"].index(True)
     wanted = torch.distributions.Categorical(logits=logits[first - 1]).entropy()
     assert abs(seen["entropy"][0].item() - wanted.item()) < 1e-4
@@ -186,7 +203,9 @@ def test_a_loss_reads_columns_per_rollout_and_per_token():
 def test_log_probabilities_are_taken_at_the_temperature_of_sampling():
     row = GROUPS[0].to_pylist()[0]
     tokens, mask = np.array(row["tokens"]), np.array(row["mask"])
-    found, _ = Policy(tiny_llama(), temperature=0.5).logprobs(pack(tokens, mask, np.array([0, len(tokens)])))
+    found, _ = Policy(tiny_llama(), temperature=0.5).logprobs(
+        pack(tokens, mask, np.array([0, len(tokens)]))
+    )
     logits = tiny_llama()(torch.tensor([row["tokens"]])).logits[0]
     wanted = (logits / 0.5).log_softmax(-1)[torch.arange(len(tokens) - 1), tokens[1:]][mask[1:]]
     assert torch.allclose(found, wanted, atol=1e-5)
@@ -227,7 +246,9 @@ def test_ratio_and_divergence_are_zero_at_equal_weights():
 
 def test_divergence_and_truncation_are_measured_as_defined():
     rows = rows_of(*GROUPS)
-    learner = tiny_learner(tiny_trainer(loss=functools.partial(aipo, rho=1.5), skip_zero_advantage=False))
+    learner = tiny_learner(
+        tiny_trainer(loss=functools.partial(aipo, rho=1.5), skip_zero_advantage=False)
+    )
     for part in learner.begin(rows, 0):
         learner.micro(part)
     outcome = learner.end(0.0)
@@ -241,7 +262,13 @@ def test_divergence_and_truncation_are_measured_as_defined():
 
 
 def test_the_learning_rate_rises_over_the_warm_up_and_then_stays():
-    assert [learning_rate(step, 1.0, warmup_steps=4) for step in (1, 2, 4, 5, 100)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    assert [learning_rate(step, 1.0, warmup_steps=4) for step in (1, 2, 4, 5, 100)] == [
+        0.25,
+        0.5,
+        1.0,
+        1.0,
+        1.0,
+    ]
     assert learning_rate(1, 1.0, warmup_steps=0) == 1.0
 
 
@@ -249,7 +276,12 @@ def test_the_learning_rate_falls_to_its_end_and_stays_there():
     def rates(schedule):
         steps = (1, 2, 4, 6, 10, 50)
         return [
-            round(learning_rate(s, 1.0, warmup_steps=2, schedule=schedule, decay_steps=10, min_lr=0.2), 6)
+            round(
+                learning_rate(
+                    s, 1.0, warmup_steps=2, schedule=schedule, decay_steps=10, min_lr=0.2
+                ),
+                6,
+            )
             for s in steps
         ]
 
@@ -264,7 +296,9 @@ def test_a_loss_of_another_shape_is_refused_with_its_file_and_line():
 
     learner = tiny_learner(tiny_trainer(loss=wrong))
     (part,) = learner.begin(rows_of(*GROUPS), 0)
-    with pytest.raises(OperatorError, match=r"loss 'wrong' \(.*test_trainer_learning.py:\d+\).*found shape \[2\]"):
+    with pytest.raises(
+        OperatorError, match=r"loss 'wrong' \(.*test_trainer_learning.py:\d+\).*found shape \[2\]"
+    ):
         learner.micro(part)
 
 
@@ -289,6 +323,8 @@ def test_rows_with_an_error_or_without_a_value_are_not_trained():
 def test_a_row_that_failed_after_it_had_its_reward_is_not_trained():
     batch = group(0, size=3)
     errors = batch.schema.get_field_index("error")
-    batch = batch.set_column(errors, "error", pa.array([None, "length: no answer within 1 s", None]))
+    batch = batch.set_column(
+        errors, "error", pa.array([None, "length: no answer within 1 s", None])
+    )
     assert batch.column("advantage").null_count == 0
     assert step_rows([batch], ["advantage"]).rollout_ids_R.tolist() == [0, 2]

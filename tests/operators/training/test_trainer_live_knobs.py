@@ -1,4 +1,5 @@
-"""A learner whose knobs change between steps, and rollouts that were sampled at unlike temperatures."""
+"""A learner whose knobs change between steps, and rollouts that were sampled at unlike
+temperatures."""
 
 from functools import partial
 
@@ -25,12 +26,17 @@ def test_each_rollout_is_trained_at_the_temperature_that_it_was_sampled_at() -> 
         _, found, _ = gradient(tiny_learner(tiny_trainer(temperature=at)), rows_of(*batches))
         total = total + found / 2  # each has all tokens; together they have twice as many
     mixed = [sampled(batch, 0.5) for batch in batches]
-    again = [group(number + 4, seed=number, size=4, advantages=[1.0, -1.0, 0.5, -0.5]) for number in range(4)]
+    again = [
+        group(number + 4, seed=number, size=4, advantages=[1.0, -1.0, 0.5, -0.5])
+        for number in range(4)
+    ]
     mixed += [sampled(batch, 1.5) for batch in again]
     learner = tiny_learner(tiny_trainer(temperature=3.0))
     rows = rows_of(*mixed)
     parts = learner.begin(rows, 0)
-    assert all(len({float(rows.columns_R[TEMPERATURE][row]) for row in part}) == 1 for part in parts)
+    assert all(
+        len({float(rows.columns_R[TEMPERATURE][row]) for row in part}) == 1 for part in parts
+    )
     _, found, _ = gradient(learner, rows)
     torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-6)
 
@@ -45,7 +51,9 @@ def test_rows_that_do_not_say_their_temperature_have_that_of_the_declaration() -
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_micro_batches_that_are_dealt_to_ranks_do_not_mix_temperatures(ranks: int) -> None:
-    batches = [sampled(group(n, size=4, advantages=[1.0, -1.0, 0.5, -0.5]), 0.5 + n % 2) for n in range(5)]
+    batches = [
+        sampled(group(n, size=4, advantages=[1.0, -1.0, 0.5, -0.5]), 0.5 + n % 2) for n in range(5)
+    ]
     step = tiny_learner(tiny_trainer()).prepare(rows_of(*batches))
     shares = dealt(step, ranks, 40, False)
     assert len({len(share.parts) for share in shares}) == 1, "as many on each"

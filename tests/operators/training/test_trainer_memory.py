@@ -1,4 +1,5 @@
-"""Recomputed activations, compiled layers and parked tensors: the same step, bit for bit or nearly, in less memory."""
+"""Recomputed activations, compiled layers and parked tensors: the same step, bit for bit or nearly,
+in less memory."""
 
 import functools
 from collections.abc import Iterator
@@ -15,7 +16,12 @@ from operators.models.errors import ModelError
 from operators.trainer import Trainer
 from operators.training.cpu.products import multiplies_bfloat16
 from operators.training.learner.build import make_learner
-from operators.training.learner.memory import OffloadedLearner, compile_layers, prepare, recompute_activations
+from operators.training.learner.memory import (
+    OffloadedLearner,
+    compile_layers,
+    prepare,
+    recompute_activations,
+)
 from operators.training.learner.optimizer import state_tensors
 
 ROWS = (group(0, size=4, completion=20), group(1), group(2, size=5, completion=9))
@@ -85,7 +91,9 @@ def make_adapted(folder: Path) -> Any:
 
 
 def test_a_model_without_layers_cannot_be_switched() -> None:
-    with pytest.raises(ModelError, match=r"Linear has no layers .* leave gradient_checkpointing and compile out"):
+    with pytest.raises(
+        ModelError, match=r"Linear has no layers .* leave gradient_checkpointing and compile out"
+    ):
         prepare(torch.nn.Linear(2, 2), gradient_checkpointing=True, compile=False)
 
 
@@ -94,9 +102,15 @@ def test_a_model_without_layers_cannot_be_switched() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 def test_compiled_layers_give_the_same_loss_and_gradient_recomputed_or_not() -> None:
-    learners = [learner_with(compile=True), learner_with(compile=True, gradient_checkpointing=True), learner_with()]
+    learners = [
+        learner_with(compile=True),
+        learner_with(compile=True, gradient_checkpointing=True),
+        learner_with(),
+    ]
     for few in (ROWS[:1], ROWS):
         first, second, plain = (gradient(learner, rows_of(*few)) for learner in learners)
         for found in (first, second):
@@ -113,7 +127,11 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch, "compile", broken)
     with pytest.raises(
-        ModelError, match=r"none works here; found RuntimeError: No working C\+\+ compiler found; install one \(g\+\+"
+        ModelError,
+        match=(
+            r"none works here; found RuntimeError: No working C\+\+ compiler found; install one"
+            r" \(g\+\+"
+        ),
     ):
         compile_layers(tiny_llama())
 
@@ -139,21 +157,31 @@ def steps(learner: Any, home: OffloadedLearner | None, count: int = 3) -> list[f
 
 def held(learner: Any) -> tuple[int, int, int]:
     """Bytes of weights, moments and gradients that are on the device."""
-    weights = sum({w.data_ptr(): w.untyped_storage().nbytes() for w in learner.forward.module.parameters()}.values())
+    weights = sum(
+        {
+            w.data_ptr(): w.untyped_storage().nbytes() for w in learner.forward.module.parameters()
+        }.values()
+    )
     moments = [m for state in learner.optimizer.state.values() for m in state.values() if m.ndim]
     grads = [w.grad for w in learner.parameters.values() if w.grad is not None]
     return weights, sum(m.untyped_storage().nbytes() for m in moments), sum(g.nbytes for g in grads)
 
 
-def test_a_learner_that_is_parked_between_steps_makes_the_same_weights_bit_for_bit(tmp_path: Path) -> None:
+def test_a_learner_that_is_parked_between_steps_makes_the_same_weights_bit_for_bit(
+    tmp_path: Path,
+) -> None:
     plain, other = tiny_learner(tiny_trainer()), tiny_learner(tiny_trainer())
     home = OffloadedLearner(other, tmp_path)
     assert steps(other, home) == steps(plain, None)
     home.bring(moments=False)
-    assert all(torch.equal(other.parameters[name], weight) for name, weight in plain.parameters.items())
+    assert all(
+        torch.equal(other.parameters[name], weight) for name, weight in plain.parameters.items()
+    )
 
 
-def test_a_parked_learner_holds_nothing_and_the_moments_come_for_the_update_alone(tmp_path: Path) -> None:
+def test_a_parked_learner_holds_nothing_and_the_moments_come_for_the_update_alone(
+    tmp_path: Path,
+) -> None:
     learner = tiny_learner(tiny_trainer())
     home = OffloadedLearner(learner, tmp_path)
     steps(learner, None, 1)
@@ -178,7 +206,9 @@ def test_what_shares_memory_with_parked_weights_has_their_values_again(tmp_path:
     home.rest(weights=True)
     home.bring(moments=False)
     assert all(torch.equal(told[name], before[name]) for name in told)
-    assert all(told[name].data_ptr() == weight.data_ptr() for name, weight in learner.parameters.items())
+    assert all(
+        told[name].data_ptr() == weight.data_ptr() for name, weight in learner.parameters.items()
+    )
 
 
 def test_without_a_folder_what_lies_in_main_memory_is_left_there() -> None:
@@ -204,9 +234,13 @@ def test_parking_on_a_gpu_gives_its_memory_back_and_the_same_weights() -> None:
 # Full precision behind bfloat16
 
 
-def test_weights_and_moments_are_float32_where_the_model_computes_in_bfloat16(tmp_path: Path) -> None:
+def test_weights_and_moments_are_float32_where_the_model_computes_in_bfloat16(
+    tmp_path: Path,
+) -> None:
     tiny_llama().save_pretrained(tmp_path)
-    trainer = Trainer(Model(str(tmp_path), dtype="bfloat16"), loss=functools.partial(aipo, rho=4.0), lr=1e-2)
+    trainer = Trainer(
+        Model(str(tmp_path), dtype="bfloat16"), loss=functools.partial(aipo, rho=4.0), lr=1e-2
+    )
     learner = make_learner(trainer, trainer.model, node="trainer", device="cpu")
     seen: list[torch.dtype] = []
     layer = learner.forward.module.model.layers[0].mlp.down_proj
@@ -214,5 +248,8 @@ def test_weights_and_moments_are_float32_where_the_model_computes_in_bfloat16(tm
     steps(learner, None, 2)
     assert set(seen) == {torch.float32 if multiplies_bfloat16() else torch.bfloat16}
     assert (learner.direct is not None and learner.direct.is_rounded) == multiplies_bfloat16()
-    kept = [*learner.forward.module.parameters(), *state_tensors(learner.optimizer, learner.parameters).values()]
+    kept = [
+        *learner.forward.module.parameters(),
+        *state_tensors(learner.optimizer, learner.parameters).values(),
+    ]
     assert {tensor.dtype for tensor in kept} == {torch.float32}

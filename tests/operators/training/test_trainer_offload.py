@@ -16,11 +16,14 @@ GROUPS = [group(number, advantages=[1.0, -0.5, 0.25]) for number in range(6)]
 @pytest.fixture(autouse=True)
 def main_memory_as_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(build, "OffloadedLearner", lambda learner, folder: OffloadedLearner(learner, tmp_path))
+    monkeypatch.setattr(
+        build, "OffloadedLearner", lambda learner, folder: OffloadedLearner(learner, tmp_path)
+    )
 
 
 def trained(folder: Path, pending: int | None = None, **knobs: Any) -> tuple[Rig, list[int]]:
-    """Three steps, the groups of each only once the trainer waits; the bytes of weights that it waits with."""
+    """Three steps, the groups of each only once the trainer waits; the bytes of weights that it
+    waits with."""
     folder.mkdir()
     made = rig(folder, tiny_trainer(checkpoint_every=2, **knobs), max_staleness=10)
     made.plane.pending = pending  # type: ignore[attr-defined]
@@ -34,13 +37,18 @@ def trained(folder: Path, pending: int | None = None, **knobs: Any) -> tuple[Rig
     return made, waited
 
 
-def test_an_offloading_trainer_publishes_the_same_versions_and_waits_with_nothing_on_the_device(tmp_path: Path) -> None:
+def test_an_offloading_trainer_publishes_the_same_versions_and_waits_with_nothing_on_the_device(
+    tmp_path: Path,
+) -> None:
     plain, held = trained(tmp_path / "plain")
     other, waited = trained(tmp_path / "other", offload=True)
     assert min(held) > 0 and waited == [0, 0, 0]
     assert list(other.plane.published) == [0, 1, 2, 3]
     for version, tensors in plain.plane.published.items():
-        assert all(torch.equal(other.plane.published[version][name], tensor) for name, tensor in tensors.items())
+        assert all(
+            torch.equal(other.plane.published[version][name], tensor)
+            for name, tensor in tensors.items()
+        )
 
 
 def test_weights_stay_while_a_version_waits_to_be_published(tmp_path: Path) -> None:
@@ -52,4 +60,7 @@ def test_an_offloading_trainer_writes_its_last_checkpoint(tmp_path: Path) -> Non
     made, _ = trained(tmp_path / "run", offload=True)
     made.runtime.tell({"drain": True})
     made.run()
-    assert [event for event in made.events if event[0] == "checkpoint"] == [("checkpoint", 2), ("checkpoint", 3)]
+    assert [event for event in made.events if event[0] == "checkpoint"] == [
+        ("checkpoint", 2),
+        ("checkpoint", 3),
+    ]

@@ -1,4 +1,5 @@
-"""A trainer of several ranks makes the steps that one rank makes, and names the rank that broke them."""
+"""A trainer of several ranks makes the steps that one rank makes, and names the rank that broke
+them."""
 
 import copy
 import dataclasses
@@ -12,7 +13,12 @@ import torch
 from ranks_rig import in_a_fork, led, sent, train, weights
 from torch.distributed.fsdp import FSDPModule
 from trainer_rig import VOCABULARY, group, rows_of, tiny_learner, tiny_llama, tiny_trainer
-from transformers import AutoModelForCausalLM, LlamaForTokenClassification, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForTokenClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.model import Model
@@ -25,7 +31,8 @@ from operators.training.learner.new_logprobs import NewLogprobs
 
 RTOL = 1e-5
 EPS = 1e-3
-"""Of AdamW: with a small one, gradients that are rounding alone would move weights as far as all others."""
+"""Of AdamW: with a small one, gradients that are rounding alone would move weights as far as all
+others."""
 SLOW = pytest.mark.slow
 
 
@@ -35,7 +42,8 @@ def _one_thread():
 
 
 def sequence_level(new_logprobs, logprobs, advantage, group_index, rollout_index):
-    """Of whole groups and rollouts: the ratio of each rollout's mean, times the group's own size."""
+    """Of whole groups and rollouts: the ratio of each rollout's mean, times the group's own
+    size."""
     rollouts = int(rollout_index.max()) + 1
     count = torch.zeros(rollouts).index_add(0, rollout_index, torch.ones_like(new_logprobs))
     mean = torch.zeros(rollouts).index_add(0, rollout_index, new_logprobs - logprobs) / count
@@ -46,7 +54,12 @@ def sequence_level(new_logprobs, logprobs, advantage, group_index, rollout_index
 def steps(count=3, groups=4):
     """Rollouts of very different lengths."""
     return [
-        rows_of(*[group(groups * step + number, size=4, completion=3 + 8 * (number % 3)) for number in range(groups)])
+        rows_of(
+            *[
+                group(groups * step + number, size=4, completion=3 + 8 * (number % 3))
+                for number in range(groups)
+            ]
+        )
         for step in range(count)
     ]
 
@@ -70,11 +83,17 @@ def compare(trainer, ranks, given=None, make=None, **heads):
         held = weights(learner)
         computed = NewLogprobs.of(learner)
         got, nbytes = sent(learner, 2)
-    assert (NewLogprobs.of(one) is not None) == (trainer.keep_new_logprobs and trainer.model.head == "lm")
+    assert (NewLogprobs.of(one) is not None) == (
+        trainer.keep_new_logprobs and trainer.model.head == "lm"
+    )
     same_logprobs(NewLogprobs.of(one), computed)
     for name, whole in held[0].items():
-        assert all(torch.equal(got[rank][name], rows) for rank, rows in enumerate(whole.chunk(2))), name
-    assert max(nbytes) - min(nbytes) < 0.1 * sum(nbytes), f"ranks share the work of sending: {nbytes}"
+        assert all(
+            torch.equal(got[rank][name], rows) for rank, rows in enumerate(whole.chunk(2))
+        ), name
+    assert max(nbytes) - min(nbytes) < 0.1 * sum(nbytes), (
+        f"ranks share the work of sending: {nbytes}"
+    )
     for wanted, outcome in zip(expected, found, strict=True):
         assert outcome.culprit is None
         np.testing.assert_allclose(outcome.loss, wanted.loss, rtol=RTOL, atol=1e-7)
@@ -84,10 +103,14 @@ def compare(trainer, ranks, given=None, make=None, **heads):
             if value is None:
                 assert outcome.measures[name] is None
                 continue
-            np.testing.assert_allclose(outcome.measures[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                outcome.measures[name], value, rtol=1e-4, atol=1e-6, err_msg=name
+            )
     for of_rank in held:
         for name, weight in one.parameters.items():
-            torch.testing.assert_close(of_rank[name], weight.detach(), rtol=RTOL, atol=2e-6, msg=name)
+            torch.testing.assert_close(
+                of_rank[name], weight.detach(), rtol=RTOL, atol=2e-6, msg=name
+            )
             assert torch.equal(of_rank[name], held[0][name])
 
 
@@ -98,9 +121,19 @@ def compare(trainer, ranks, given=None, make=None, **heads):
         pytest.param(4, {"micro_batch_tokens": 40, "max_grad_norm": 0.1}, marks=SLOW),
         (4, {"micro_batch_tokens": 40, "max_grad_norm": 0.1, "dp_replicate": 2}),
         pytest.param(2, {"dp_replicate": 2}, marks=SLOW),
-        (2, {"micro_batch_tokens": 40, "loss": sequence_level, "normalize": "rollouts", "whiten": True}),
+        (
+            2,
+            {
+                "micro_batch_tokens": 40,
+                "loss": sequence_level,
+                "normalize": "rollouts",
+                "whiten": True,
+            },
+        ),
         pytest.param(
-            3, {"loss": functools.partial(aipo, rho=2.0), "normalize": "rollout_means"}, marks=pytest.mark.slow
+            3,
+            {"loss": functools.partial(aipo, rho=2.0), "normalize": "rollout_means"},
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -116,11 +149,15 @@ def test_ranks_that_shard_the_data_make_the_steps_of_one(ranks, knobs):
 )
 @in_a_fork
 def test_ranks_that_share_out_matrices_make_the_steps_of_one(ranks, knobs):
-    compare(tiny_trainer(micro_batch_tokens=40, tensor_parallel=2, max_grad_norm=0.1, eps=EPS, **knobs), ranks)
+    compare(
+        tiny_trainer(micro_batch_tokens=40, tensor_parallel=2, max_grad_norm=0.1, eps=EPS, **knobs),
+        ranks,
+    )
 
 
 def of_heads(module, key_value_heads):
-    """The same kind of model with another number of key/value heads, and biases in its attention."""
+    """The same kind of model with another number of key/value heads, and biases in its
+    attention."""
     config = copy.deepcopy(module.config)
     config.num_key_value_heads, config.attention_bias = key_value_heads, True
     torch.manual_seed(0)
@@ -142,11 +179,15 @@ def of_heads(module, key_value_heads):
 )
 @in_a_fork
 @pytest.mark.slow
-def test_ranks_that_hold_the_same_key_value_head_make_the_steps_of_one(ranks, tensor_parallel, key_value_heads, knobs):
+def test_ranks_that_hold_the_same_key_value_head_make_the_steps_of_one(
+    ranks, tensor_parallel, key_value_heads, knobs
+):
     trainer = tiny_trainer(tensor_parallel=tensor_parallel, eps=EPS, **knobs)
 
     def make():
-        return tiny_learner(trainer, of_heads(qwen3() if tensor_parallel == 4 else tiny_llama(), key_value_heads))
+        return tiny_learner(
+            trainer, of_heads(qwen3() if tensor_parallel == 4 else tiny_llama(), key_value_heads)
+        )
 
     compare(trainer, ranks, steps(2), make, key_value_heads=key_value_heads)
 
@@ -154,7 +195,12 @@ def test_ranks_that_hold_the_same_key_value_head_make_the_steps_of_one(ranks, te
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("ranks", "knobs"),
-    [(2, {"dp_replicate": 2}), (2, {"tensor_parallel": 2}), (4, {"dp_replicate": 2}), (4, {"tensor_parallel": 4})],
+    [
+        (2, {"dp_replicate": 2}),
+        (2, {"tensor_parallel": 2}),
+        (4, {"dp_replicate": 2}),
+        (4, {"tensor_parallel": 4}),
+    ],
     ids=str,
 )
 def test_gpus_of_a_mesh_make_the_steps_of_one_rank(ranks, knobs):
@@ -174,17 +220,28 @@ def on_gpus(ranks, knobs):
     with led(trainer, ranks, make, key_value_heads=heads, device="cuda:0") as learner:
         found = train(learner, steps(2))
     for wanted, outcome in zip(expected, found, strict=True):
-        np.testing.assert_allclose([outcome.loss, outcome.grad_norm], [wanted.loss, wanted.grad_norm], rtol=1e-3)
+        np.testing.assert_allclose(
+            [outcome.loss, outcome.grad_norm], [wanted.loss, wanted.grad_norm], rtol=1e-3
+        )
 
 
 def qwen3():
     """Its norms of queries and keys see a rank's own heads alone."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, tie_word_embeddings=False, initializer_range=0.2, bos_token_id=None,
-        eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     return Qwen3ForCausalLM(config).eval()
 
 
@@ -221,16 +278,25 @@ def critic():
     return LlamaForTokenClassification(config).eval()
 
 
-@pytest.mark.parametrize("knobs", [{"micro_batch_tokens": 40}, pytest.param({"tensor_parallel": 2}, marks=SLOW)])
+@pytest.mark.parametrize(
+    "knobs", [{"micro_batch_tokens": 40}, pytest.param({"tensor_parallel": 2}, marks=SLOW)]
+)
 @in_a_fork
 def test_ranks_train_a_critic_as_one_does(knobs):
     trainer = Trainer(Model("tiny", head="value"), loss=value_loss, lr=1e-2, eps=EPS, **knobs)
     draw = np.random.default_rng(0)
     given = [
-        dataclasses.replace(rows, columns_S=rows.columns_S | {"values": draw.normal(size=len(rows.tokens.ids))})
+        dataclasses.replace(
+            rows, columns_S=rows.columns_S | {"values": draw.normal(size=len(rows.tokens.ids))}
+        )
         for rows in steps()
     ]
-    compare(trainer, 2, given, lambda: learner_of(trainer, forward_of(trainer, critic()), node="trainer"))
+    compare(
+        trainer,
+        2,
+        given,
+        lambda: learner_of(trainer, forward_of(trainer, critic()), node="trainer"),
+    )
 
 
 @in_a_fork
@@ -254,7 +320,9 @@ def test_ranks_without_rollouts_take_part_with_empty_micro_batches():
 
 @in_a_fork
 def test_numbers_that_are_not_finite_leave_the_weights_of_all_ranks_alone_and_are_named():
-    bad = rows_of(*[group(number, size=4, advantages=[1.0, -1.0, float("nan"), 1.0]) for number in range(4)])
+    bad = rows_of(
+        *[group(number, size=4, advantages=[1.0, -1.0, float("nan"), 1.0]) for number in range(4)]
+    )
     with led(tiny_trainer(), 2) as learner:
         before = weights(learner)
         (outcome,) = train(learner, [bad])
@@ -269,7 +337,9 @@ def test_numbers_that_are_not_finite_leave_the_weights_of_all_ranks_alone_and_ar
 
 @pytest.mark.parametrize("tensor_parallel", [1, pytest.param(2, marks=SLOW)])
 @in_a_fork
-def test_a_checkpoint_of_two_ranks_goes_on_with_one_as_if_nothing_had_been(tensor_parallel, tmp_path):
+def test_a_checkpoint_of_two_ranks_goes_on_with_one_as_if_nothing_had_been(
+    tensor_parallel, tmp_path
+):
     trainer = tiny_trainer(eps=EPS, tensor_parallel=tensor_parallel)
     one = tiny_learner(trainer)
     expected = train(one, steps(4))
@@ -279,7 +349,9 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_as_if_nothing_had_been(tenso
     resumed = tiny_learner(trainer, AutoModelForCausalLM.from_pretrained(tmp_path).eval())
     resumed.everywhere(checkpoint.restore, folder=tmp_path)
     for wanted, outcome in zip(expected[2:], train(resumed, steps(4)[2:]), strict=True):
-        np.testing.assert_allclose([outcome.loss, outcome.grad_norm], [wanted.loss, wanted.grad_norm], rtol=1e-4)
+        np.testing.assert_allclose(
+            [outcome.loss, outcome.grad_norm], [wanted.loss, wanted.grad_norm], rtol=1e-4
+        )
 
 
 @SLOW
@@ -298,7 +370,9 @@ def test_a_checkpoint_of_one_rank_goes_on_with_four(tmp_path):
         learner.everywhere(checkpoint.restore, folder=tmp_path)
         found = train(learner, steps(4)[2:])
     for wanted, outcome in zip(expected, found, strict=True):
-        np.testing.assert_allclose([outcome.loss, outcome.grad_norm], [wanted.loss, wanted.grad_norm], rtol=1e-4)
+        np.testing.assert_allclose(
+            [outcome.loss, outcome.grad_norm], [wanted.loss, wanted.grad_norm], rtol=1e-4
+        )
 
 
 @in_a_fork
@@ -309,7 +383,9 @@ def test_no_rank_holds_more_than_its_part_of_any_matrix():
         for name, size in whole.items():
             assert sum(part[name] for part in parts) == size
             assert max(part[name] for part in parts) <= (size + 32 * 2) // 2
-        gathered = [each for each in learner.forward.module.modules() if isinstance(each, FSDPModule)]
+        gathered = [
+            each for each in learner.forward.module.modules() if isinstance(each, FSDPModule)
+        ]
         assert gathered == list(learner.forward.module.model.layers)
 
 
@@ -325,7 +401,9 @@ def test_a_killed_rank_is_named_and_the_learner_is_done():
         pid, folder = learner.everywhere(_pid)[1], learner._exchange.team.folder
         parts = learner.begin(given, 1)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerDied, match=rf"rank 1 of 'trainer' \(pid {pid}\) ended by signal 9 .* of step 2"):
+        with pytest.raises(
+            WorkerDied, match=rf"rank 1 of 'trainer' \(pid {pid}\) ended by signal 9 .* of step 2"
+        ):
             for part in parts:
                 learner.micro(part)
             learner.end(0.0)
@@ -346,7 +424,9 @@ def test_a_silent_rank_is_named_when_the_time_out_has_passed():
     with led(tiny_trainer(), 3, timeout_s=3.0) as learner:
         pid = learner.everywhere(_pid)[2]
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(DeadlineError, match=rf"waited 3 s for rank 2 \(pid {pid}\) in .* of step 1"):
+        with pytest.raises(
+            DeadlineError, match=rf"waited 3 s for rank 2 \(pid {pid}\) in .* of step 1"
+        ):
             train(learner, steps(1))
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -371,7 +451,10 @@ def test_an_error_of_the_users_loss_on_another_rank_comes_with_its_words():
 def test_a_model_that_cannot_be_dealt_out_is_refused_and_no_rank_is_left():
     trainer = tiny_trainer(tensor_parallel=3)
     with (
-        pytest.raises(ModelError, match=r"4 attention heads and 2 key/value heads.*tensor_parallel=1 or 2 or 4"),
+        pytest.raises(
+            ModelError,
+            match=r"4 attention heads and 2 key/value heads.*tensor_parallel=1 or 2 or 4",
+        ),
         led(trainer, 3),
     ):
         pass
@@ -383,5 +466,8 @@ def test_a_model_that_cannot_be_dealt_out_is_refused_and_no_rank_is_left():
 def test_a_model_that_keeps_its_own_attention_is_refused():
     trainer = tiny_trainer()
     make = functools.partial(tiny_learner, trainer, packed=False)
-    with pytest.raises(ModelError, match="keeps its own attention.*train it on one rank"), led(trainer, 2, make):
+    with (
+        pytest.raises(ModelError, match="keeps its own attention.*train it on one rank"),
+        led(trainer, 2, make),
+    ):
         pass

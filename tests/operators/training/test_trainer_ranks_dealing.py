@@ -1,4 +1,5 @@
-"""How a step is dealt out to ranks: all of it, once, alike in number, and of like size; and how rows travel."""
+"""How a step is dealt out to ranks: all of it, once, alike in number, and of like size; and how
+rows travel."""
 
 from dataclasses import replace
 
@@ -12,11 +13,28 @@ from dataflow.tokens.sampling_mask import SamplingMask
 from operators.ranks.messages import Numbers
 from operators.training.learner.learner import Prepared
 from operators.training.learner.packing import pack
-from operators.training.parallel.dealing import DealtRollouts, cost, deal, fill, pieces, spread, units
+from operators.training.parallel.dealing import (
+    DealtRollouts,
+    cost,
+    deal,
+    fill,
+    pieces,
+    spread,
+    units,
+)
 from operators.training.parallel.lead import dealt, in_order
-from operators.training.parallel.messages import CODEC, BeginStep, CallFunction, RowsMessage, chosen, function_of
+from operators.training.parallel.messages import (
+    CODEC,
+    BeginStep,
+    CallFunction,
+    RowsMessage,
+    chosen,
+    function_of,
+)
 
-GROUPS = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 30), min_size=1, max_size=6)), max_size=12)
+GROUPS = st.lists(
+    st.tuples(st.integers(0, 9), st.lists(st.integers(1, 30), min_size=1, max_size=6)), max_size=12
+)
 """By group: tokens of its common prompt, and of each completion."""
 
 
@@ -28,7 +46,11 @@ def step(groups):
             rows.append([1] * common + [2 + position] * length)
             numbers.append(7 * number)
     offsets = np.r_[0, np.cumsum([len(row) for row in rows])].astype(np.int64)
-    return np.array([token for row in rows for token in row], np.int32), offsets, np.array(numbers, np.int64)
+    return (
+        np.array([token for row in rows for token in row], np.int32),
+        offsets,
+        np.array(numbers, np.int64),
+    )
 
 
 def costs_of(tokens, offsets, parts):
@@ -44,7 +66,9 @@ def costs_of(tokens, offsets, parts):
 
 @settings(max_examples=200)
 @given(GROUPS, st.integers(1, 5), st.integers(1, 120), st.booleans())
-def test_every_rollout_is_in_exactly_one_micro_batch_and_ranks_have_as_many(groups, ranks, limit, whole):
+def test_every_rollout_is_in_exactly_one_micro_batch_and_ranks_have_as_many(
+    groups, ranks, limit, whole
+):
     tokens, offsets, numbers = step(groups)
     shares = deal(tokens, offsets, numbers, ranks, limit, whole=whole)
     assert len(shares) == ranks
@@ -54,21 +78,33 @@ def test_every_rollout_is_in_exactly_one_micro_batch_and_ranks_have_as_many(grou
     if whole:
         for parts in shares:
             for part in parts:
-                assert all((numbers == number).sum() == (numbers[part] == number).sum() for number in numbers[part])
+                assert all(
+                    (numbers == number).sum() == (numbers[part] == number).sum()
+                    for number in numbers[part]
+                )
 
 
 @settings(max_examples=200)
 @given(GROUPS, st.integers(1, 5), st.integers(1, 120), st.booleans())
 def test_no_micro_batch_is_above_the_limit_that_can_be_below_it(groups, ranks, limit, whole):
     tokens, offsets, numbers = step(groups)
-    alone = [unit.cost for unit in units(tokens, offsets, numbers)] if whole else np.diff(offsets).tolist()
+    alone = (
+        [unit.cost for unit in units(tokens, offsets, numbers)]
+        if whole
+        else np.diff(offsets).tolist()
+    )
     for parts in deal(tokens, offsets, numbers, ranks, limit, whole=whole):
         assert max(costs_of(tokens, offsets, parts), default=0) <= max([limit, *alone])
 
 
 @given(st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 6), st.integers(1, 5))
-def test_ranks_that_meet_in_every_micro_batch_wait_for_one_unit_at_most_in_a_step(costs, ranks, count):
-    loads = [[sum(costs[number] for number in each) for each in bins] for bins in spread(costs, ranks, count)]
+def test_ranks_that_meet_in_every_micro_batch_wait_for_one_unit_at_most_in_a_step(
+    costs, ranks, count
+):
+    loads = [
+        [sum(costs[number] for number in each) for each in bins]
+        for bins in spread(costs, ranks, count)
+    ]
     assert [len(bins) for bins in loads] == [count] * ranks
     together = sum(max(at) for at in zip(*loads, strict=True))
     assert together <= sum(costs) / ranks + max(costs, default=0)
@@ -87,7 +123,9 @@ def test_pieces_of_a_group_are_its_rollouts_in_order_and_keep_the_limit(groups, 
     tokens, offsets, numbers = step(groups)
     for unit in units(tokens, offsets, numbers):
         found = pieces(tokens, offsets, unit, min(share, limit), limit)
-        assert [row for each in found for row in range(each.first, each.last)] == [*range(unit.first, unit.last)]
+        assert [row for each in found for row in range(each.first, each.last)] == [
+            *range(unit.first, unit.last)
+        ]
         for each in found:
             assert each.cost == cost(tokens, offsets, each.first, each.last)
             assert each.cost <= limit or each.last - each.first == 1
@@ -97,8 +135,10 @@ def test_a_group_that_is_no_more_than_an_even_share_stays_whole():
     tokens, offsets, numbers = step([(8, [4, 4, 4])] * 6)
     shares = deal(tokens, offsets, numbers, 3, 1000)
     assert [[numbers[part].tolist() for part in parts] for parts in shares] == [
-        [[0] * 3 + [21] * 3], [[7] * 3 + [28] * 3], [[14] * 3 + [35] * 3]
-    ]  # fmt: skip
+        [[0] * 3 + [21] * 3],
+        [[7] * 3 + [28] * 3],
+        [[14] * 3 + [35] * 3],
+    ]
 
 
 def test_one_group_is_cut_rather_than_that_a_rank_stands_idle_unless_the_loss_needs_it_whole():

@@ -1,5 +1,5 @@
-"""Ranks that read their own slices of a model have what one that loads the whole has, make the same steps, and hold
-little more than their shares."""
+"""Ranks that read their own slices of a model have what one that loads the whole has, make the same
+steps, and hold little more than their shares."""
 
 import ctypes
 import dataclasses
@@ -12,7 +12,13 @@ import torch
 from ranks_rig import in_a_fork, led, train
 from torch.distributed.tensor import DTensor
 from trainer_rig import VOCABULARY, group, rows_of
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Qwen3Config,
+)
 
 from dataflow.model import LoRA, Model
 from operators.losses import value_loss
@@ -26,9 +32,16 @@ from transport.data import keep_freed_memory
 
 SLOW = pytest.mark.slow
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 20, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 6,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 20,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "head_dim": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
 FAMILIES = {
     "llama": lambda: LlamaConfig(**SIZES),
     "tied qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
@@ -50,14 +63,19 @@ def everything(learner: Learner, rank: int, ranks: int) -> dict[str, list[float]
     """Each tensor of the model, put together from those of all ranks."""
     tensors = {**dict(learner.module.named_parameters()), **dict(learner.module.named_buffers())}
     return {
-        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().flatten().tolist()
+        name: (each.full_tensor() if isinstance(each, DTensor) else each)
+        .detach()
+        .flatten()
+        .tolist()
         for name, each in tensors.items()
     }
 
 
 def held(learner: Learner, rank: int, ranks: int) -> int:
     """Bytes of this rank's parts."""
-    return sum(each.to_local().nbytes for each in learner.module.parameters() if isinstance(each, DTensor))
+    return sum(
+        each.to_local().nbytes for each in learner.module.parameters() if isinstance(each, DTensor)
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,19 +96,29 @@ def held(learner: Learner, rank: int, ranks: int) -> int:
 )
 @in_a_fork
 def test_ranks_read_what_one_loads_and_train_alike(
-    tmp_path: Path, family: str, head: str, lora: LoRA | None, ranks: int, tensor_parallel: int, dp_replicate: int
+    tmp_path: Path,
+    family: str,
+    head: str,
+    lora: LoRA | None,
+    ranks: int,
+    tensor_parallel: int,
+    dp_replicate: int,
 ) -> None:
     torch.set_num_threads(1)
     model = Model(str(written(tmp_path, family)), head=head, lora=lora)
     loss = {"loss": value_loss} if head == "value" else {}
-    trainer = Trainer(model, lr=1e-2, eps=1e-3, tensor_parallel=tensor_parallel, dp_replicate=dp_replicate, **loss)
+    trainer = Trainer(
+        model, lr=1e-2, eps=1e-3, tensor_parallel=tensor_parallel, dp_replicate=dp_replicate, **loss
+    )
     plain = load_model(model, dtype="float32") if lora is None else load_adapted(model)
     wanted = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
     steps = [rows_of(*(group(4 * step + number) for number in range(4))) for step in range(2)]
     if head == "value":
         draw = np.random.default_rng(0)
         steps = [
-            dataclasses.replace(rows, columns_S=rows.columns_S | {"values": draw.normal(size=len(rows.tokens.ids))})
+            dataclasses.replace(
+                rows, columns_S=rows.columns_S | {"values": draw.normal(size=len(rows.tokens.ids))}
+            )
             for rows in steps
         ]
     expected = train(make_learner(trainer, model, node="trainer", device="cpu"), steps)
@@ -102,7 +130,9 @@ def test_ranks_read_what_one_loads_and_train_alike(
         for each in learner.everywhere(everything):
             assert each.keys() == wanted.keys()
             for name, tensor in wanted.items():
-                assert torch.equal(torch.tensor(each[name], dtype=tensor.dtype), tensor.detach().flatten()), name
+                assert torch.equal(
+                    torch.tensor(each[name], dtype=tensor.dtype), tensor.detach().flatten()
+                ), name
         size = sum(tensor.nbytes for tensor in plain.parameters())
         assert all(bytes_ < 0.75 * size for bytes_ in learner.everywhere(held))
         for outcome, of_one in zip(train(learner, steps), expected, strict=True):
@@ -113,9 +143,13 @@ def test_ranks_read_what_one_loads_and_train_alike(
 RANKS = 2
 MIB = 1 << 20
 LARGE = LlamaConfig(
-    vocab_size=VOCABULARY, hidden_size=768, intermediate_size=768, num_hidden_layers=8, num_attention_heads=4,
+    vocab_size=VOCABULARY,
+    hidden_size=768,
+    intermediate_size=768,
+    num_hidden_layers=8,
+    num_attention_heads=4,
     max_position_embeddings=64,
-)  # fmt: skip
+)
 
 
 class _Info(ctypes.Structure):
@@ -123,7 +157,18 @@ class _Info(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "used", "free", "keepcost")
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "used",
+            "free",
+            "keepcost",
+        )
     ]
 
 
@@ -137,7 +182,8 @@ def large(folder: Path) -> tuple[int, int]:
 
 
 def watch(learner: Learner, rank: int, ranks: int) -> None:
-    """From now on have each layer, when its gradients are there, write down what malloc has from the system."""
+    """From now on have each layer, when its gradients are there, write down what malloc has from
+    the system."""
     most: list[int] = []
     learner.module.most = most
     for layer in learner.module.model.layers:
@@ -158,7 +204,8 @@ def most(learner: Learner, rank: int, ranks: int) -> int:
 
 
 @pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc" or not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc's malloc tells"
+    platform.libc_ver()[0] != "glibc" or not hasattr(ctypes.CDLL(None), "mallinfo2"),
+    reason="only glibc's malloc tells",
 )
 @in_a_fork
 @pytest.mark.slow
@@ -175,8 +222,13 @@ def test_a_rank_holds_its_share_and_a_layer(tmp_path: Path) -> None:
 
     with led(Trainer(model), RANKS, never, found=found) as learner:
         learner.everywhere(watch)
-        train(learner, [rows_of(*(group(2 * step + number) for number in range(2))) for step in range(2)])
+        train(
+            learner,
+            [rows_of(*(group(2 * step + number) for number in range(2))) for step in range(2)],
+        )
         held = [each - before for each in learner.everywhere(most)]
     share = 4 * whole / RANKS  # weights, gradients, two moments
     least, bound = share + 2 * layer, share + 3 * layer + BUFFER_BYTES + 16 * MIB
-    assert all(least < each < bound for each in held), [round(each / MIB) for each in (*held, least, bound)]
+    assert all(least < each < bound for each in held), [
+        round(each / MIB) for each in (*held, least, bound)
+    ]

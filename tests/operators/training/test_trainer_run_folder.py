@@ -1,4 +1,5 @@
-"""The trainer with a real model folder, run folder and ledger: what it leaves, and going on from it."""
+"""The trainer with a real model folder, run folder and ledger: what it leaves, and going on from
+it."""
 
 import os
 import resource
@@ -51,14 +52,25 @@ def run(tmp_path: Path) -> Iterator[tuple[RunFolder, Ledger]]:
 
 
 def _train(
-    policy: Path, run: tuple[RunFolder, Ledger], numbers: range, *, steps: int | None, failed: tuple = (),
+    policy: Path,
+    run: tuple[RunFolder, Ledger],
+    numbers: range,
+    *,
+    steps: int | None,
+    failed: tuple = (),
     own_folder: str | None = None,
-) -> Plane:  # fmt: skip
+) -> Plane:
     plane = Plane([])
     context = Context(
-        node="trainer", steps=steps, columns={"prompts": COLUMNS}, bounds={"prompts": BOUND},
-        folder=run[0], ledger=run[1], writer=lambda tensors: plane, own_folder=own_folder,
-    )  # fmt: skip
+        node="trainer",
+        steps=steps,
+        columns={"prompts": COLUMNS},
+        bounds={"prompts": BOUND},
+        folder=run[0],
+        ledger=run[1],
+        writer=lambda tensors: plane,
+        own_folder=own_folder,
+    )
     trainer = Trainer(Model(str(policy)), prompts_per_step=2, lr=1e-2, checkpoint_every=2)
     assert trainer.faults() == []
     runtime = trainer.build(context)
@@ -75,7 +87,11 @@ def test_a_run_leaves_rollouts_metrics_a_clean_ledger_and_a_checkpoint(policy, r
     folder, ledger = run
     _train(policy, run, range(12), steps=4, failed=(3,))
     counts = ledger.counts("trainer")
-    assert (counts.trained, dict(counts.dropped), sum(counts.in_flight.values())) == (8, {"failed": 1}, 3)
+    assert (counts.trained, dict(counts.dropped), sum(counts.in_flight.values())) == (
+        8,
+        {"failed": 1},
+        3,
+    )
     assert counts.missing == 0
     assert verify(folder.path).clean, verify(folder.path)
     assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3, 4]
@@ -100,7 +116,9 @@ def test_a_trainer_goes_on_from_the_last_step_with_the_same_losses(policy, run, 
     assert plane.notes[-1] == {"dropped": 1, "version": 3}
 
 
-def test_a_trainer_beside_another_passes_over_what_it_has_trained_while_the_other_has_not(policy, run):
+def test_a_trainer_beside_another_passes_over_what_it_has_trained_while_the_other_has_not(
+    policy, run
+):
     """Groups that the critic lacks come again to both."""
     ledger = run[1]
     ledger.issue("prompts", [(12, "p12")])
@@ -121,7 +139,9 @@ def test_trainers_with_folders_of_their_own_go_on_from_their_own_checkpoints(pol
     assert verify(folder.path).clean, verify(folder.path)
 
 
-def test_a_trainer_that_has_made_its_steps_passes_what_still_comes_and_tells_the_generator(tmp_path):
+def test_a_trainer_that_has_made_its_steps_passes_what_still_comes_and_tells_the_generator(
+    tmp_path,
+):
     """So that the trainers beside it get theirs."""
     made = rig(tmp_path, steps=1)
     made.push(group(0), group(1))
@@ -175,14 +195,31 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_own_ste
 def test_rollouts_then_ledger_are_on_the_disk_before_a_checkpoint_is_marked_and_noted(tmp_path):
     world = rig(tmp_path, tiny_trainer(checkpoint_every=2), steps=5, max_staleness=100)
     train(world, *range(10))
-    kept = [event for event in world.events if event[0] in ("flush rollouts", "flush", "checkpoint", "recorded")]
+    kept = [
+        event
+        for event in world.events
+        if event[0] in ("flush rollouts", "flush", "checkpoint", "recorded")
+    ]
     assert kept == [
-        ("flush rollouts", 1, 2), ("flush",), ("checkpoint", 2), ("recorded", 2),
-        ("flush rollouts", 3, 4), ("flush",), ("checkpoint", 4), ("recorded", 4),
-        ("flush rollouts", 5), ("flush",), ("checkpoint", 5), ("recorded", 5),
-    ]  # fmt: skip
+        ("flush rollouts", 1, 2),
+        ("flush",),
+        ("checkpoint", 2),
+        ("recorded", 2),
+        ("flush rollouts", 3, 4),
+        ("flush",),
+        ("checkpoint", 4),
+        ("recorded", 4),
+        ("flush rollouts", 5),
+        ("flush",),
+        ("checkpoint", 5),
+        ("recorded", 5),
+    ]
     for step in (2, 4, 5):
-        flushed = next(at for at, event in enumerate(world.events) if event[0] == "flush rollouts" and step in event)
+        flushed = next(
+            at
+            for at, event in enumerate(world.events)
+            if event[0] == "flush rollouts" and step in event
+        )
         assert world.events.index(("ledger", step)) < flushed
         assert world.events.index(("rollouts", step)) < flushed
 
@@ -193,7 +230,10 @@ def test_a_checkpoint_waits_for_the_one_before_it(tmp_path):
     threading.Timer(0.2, held.go_on.set).start()
     train(world, *range(4))
     world.runtime.close()
-    assert [event for event in world.events if event[0] == "checkpoint"] == [("checkpoint", 1), ("checkpoint", 2)]
+    assert [event for event in world.events if event[0] == "checkpoint"] == [
+        ("checkpoint", 1),
+        ("checkpoint", 2),
+    ]
 
 
 def test_a_write_that_hangs_is_an_error_that_says_so(tmp_path):
@@ -219,7 +259,9 @@ def test_a_checkpoint_that_the_disk_refuses_ends_the_run_with_the_file_and_leave
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     monkeypatch.setattr(checkpoint.RankParts, "write", with_little_room)
-    with pytest.raises(RunFolderError, match=r"step-000004.*\.safetensors' failed: File too large; raise the limit"):
+    with pytest.raises(
+        RunFolderError, match=r"step-000004.*\.safetensors' failed: File too large; raise the limit"
+    ):
         _train(policy, run, range(4, 8), steps=4)
     assert folder.checkpoints.latest() == 2
     assert [path.name for path in folder.checkpoints.path.iterdir()] == ["step-000002"]

@@ -1,4 +1,5 @@
-"""A trainer whose weights readers take from where they are: no update changes what somebody reads."""
+"""A trainer whose weights readers take from where they are: no update changes what somebody
+reads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,8 @@ from operators.training.offers import Offers
 
 
 class ZeroCopy(Plane):
-    """A plane whose readers look at the weights until they are settled, and may be too slow then."""
+    """A plane whose readers look at the weights until they are settled, and may be too slow
+    then."""
 
     reads: tuple[int, dict[str, torch.Tensor]] | None = None
     in_time: bool = True
@@ -25,7 +27,9 @@ class ZeroCopy(Plane):
     def settle(self, timeout_s: float) -> bool:
         assert self.reads is not None and timeout_s == Limits().settle_s
         version, tensors = self.reads
-        assert all(torch.equal(tensor, self.published[version][name]) for name, tensor in tensors.items())
+        assert all(
+            torch.equal(tensor, self.published[version][name]) for name, tensor in tensors.items()
+        )
         self.events.append(("settle", version))
         self.reads = None
         return self.in_time
@@ -40,7 +44,9 @@ class Log:
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_an_update_waits_for_who_reads_the_weights_and_tells_whom_it_gave_up(in_time, tmp_path, monkeypatch):
+def test_an_update_waits_for_who_reads_the_weights_and_tells_whom_it_gave_up(
+    in_time, tmp_path, monkeypatch
+):
     plane, log = ZeroCopy([]), Log()
     plane.in_time = in_time
     open_ends = Offers.__init__
@@ -55,9 +61,15 @@ def test_an_update_waits_for_who_reads_the_weights_and_tells_whom_it_gave_up(in_
         world.push(group(number))
     world.run()
     assert [event for event in plane.events if event[0] in ("publish", "settle")] == [
-        ("publish", 0), ("settle", 0), ("publish", 1), ("settle", 1), ("publish", 2)
-    ]  # fmt: skip
+        ("publish", 0),
+        ("settle", 0),
+        ("publish", 1),
+        ("settle", 1),
+        ("publish", 2),
+    ]
     assert [line["seconds_settle"] >= 0.0 for line in world.folder.metrics] == [True, True]
-    told = [(facts["node"], facts["step"]) for event, facts in log.lines if "take a later one" in event]
+    told = [
+        (facts["node"], facts["step"]) for event, facts in log.lines if "take a later one" in event
+    ]
     assert told == ([] if in_time else [("trainer", 1), ("trainer", 2)])
     assert not torch.equal(*(next(iter(plane.published[version].values())) for version in (0, 2)))

@@ -1,4 +1,5 @@
-"""What the trainer's tests share: a tiny policy, groups of rollouts, fakes for what a trainer touches."""
+"""What the trainer's tests share: a tiny policy, groups of rollouts, fakes for what a trainer
+touches."""
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -58,7 +59,8 @@ def group(
     logprobs: float | None = None,
     completion: int = 6,
 ) -> pa.RecordBatch:
-    """The rollouts of one prompt: 2 to 6 prompt tokens in common, completions of 1 to `completion` tokens."""
+    """The rollouts of one prompt: 2 to 6 prompt tokens in common, completions of 1 to `completion`
+    tokens."""
     draw = np.random.default_rng(group_id if seed is None else seed)
     prompt = draw.integers(2, VOCABULARY, int(draw.integers(2, 7))).tolist()
     rewards = draw.integers(0, 2, size).astype(float)
@@ -66,7 +68,9 @@ def group(
     rows = []
     for position in range(size):
         new = draw.integers(1, VOCABULARY, int(draw.integers(1, completion + 1))).tolist()
-        recorded = (-3.0 * draw.random(len(new))).tolist() if logprobs is None else [logprobs] * len(new)
+        recorded = (
+            (-3.0 * draw.random(len(new))).tolist() if logprobs is None else [logprobs] * len(new)
+        )
         rows.append(
             {
                 "group_id": group_id,
@@ -91,7 +95,9 @@ def group(
     return pa.RecordBatch.from_pylist(rows, schema=schema(COLUMNS))
 
 
-def rows_of(*groups: pa.RecordBatch, columns: tuple[str, ...] = ("logprobs", "advantage")) -> StepRows:
+def rows_of(
+    *groups: pa.RecordBatch, columns: tuple[str, ...] = ("logprobs", "advantage")
+) -> StepRows:
     """The groups as a step's rows."""
     return step_rows(groups, columns)
 
@@ -104,11 +110,14 @@ def tiny_trainer(**knobs: Any) -> Trainer:
 def tiny_learner(trainer: Trainer, module: Any = None, *, packed: bool | None = None) -> Learner:
     """The learner that the trainer would build, around a tiny policy."""
     module = module if module is not None else tiny_llama()
-    return learner_of(trainer, Policy(module, temperature=trainer.temperature, packed=packed), node="trainer")
+    return learner_of(
+        trainer, Policy(module, temperature=trainer.temperature, packed=packed), node="trainer"
+    )
 
 
 def gradient(learner: Learner, rows: StepRows) -> tuple[float, torch.Tensor, float]:
-    """Loss, flat gradient before clipping, and its norm, of one step that leaves the weights alone."""
+    """Loss, flat gradient before clipping, and its norm, of one step that leaves the weights
+    alone."""
     for part in learner.begin(rows, 0):
         learner.micro(part)
     learner.max_grad_norm = float("inf")
@@ -118,7 +127,8 @@ def gradient(learner: Learner, rows: StepRows) -> tuple[float, torch.Tensor, flo
 
 
 def reference_logprobs(module: Any, tokens: list[int], mask: list[bool]) -> torch.Tensor:
-    """Log-probabilities of one rollout's chosen tokens, by the model's own attention, without packing."""
+    """Log-probabilities of one rollout's chosen tokens, by the model's own attention, without
+    packing."""
     logits = module(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
     chosen = [at for at in range(1, len(tokens)) if mask[at]]
     return torch.stack([logits[at - 1, tokens[at]] for at in chosen])
@@ -262,7 +272,9 @@ class FakeLedger:
         self.steps[step] = (list(trained), dict(dropped))
         self.events.append(("ledger", step))
 
-    def drop(self, node: str, source: str, reasons: Mapping[int, str], *, step: int | None = None) -> None:
+    def drop(
+        self, node: str, source: str, reasons: Mapping[int, str], *, step: int | None = None
+    ) -> None:
         self.drops |= dict(reasons)
 
     def commit_round(self, node: str, step: int, groups: Mapping[str, list[int]]) -> None:
@@ -304,7 +316,9 @@ class Rig:
         table = pa.Table.from_batches(groups).combine_chunks()
         first = groups[0].column("group_id")[0].as_py()
         (rows,) = table.to_batches()
-        self.runtime.push(Batch("prompts", rows, "reward", whole(rows, lambda: self.acks.append(first))))
+        self.runtime.push(
+            Batch("prompts", rows, "reward", whole(rows, lambda: self.acks.append(first)))
+        )
 
     def run(self) -> None:
         """Work until there is nothing to do."""
@@ -327,7 +341,9 @@ def rig(
     plane, folder, ledger = Plane(events), FakeFolder(tmp_path, events), FakeLedger(events)
     bounds = {}
     if max_staleness is not None:
-        bound = Bound(max_staleness=max_staleness, prompts_per_step=trainer.prompts_per_step, steps=steps)
+        bound = Bound(
+            max_staleness=max_staleness, prompts_per_step=trainer.prompts_per_step, steps=steps
+        )
         bounds = {"prompts": bound}
     context = Context(
         node="trainer",
@@ -339,5 +355,7 @@ def rig(
         ledger=ledger,
         writer=lambda tensors: plane,  # type: ignore[arg-type]
     )
-    runtime = TrainerRuntime(trainer, context, tiny_learner(trainer, module, packed=packed), Tokenizer())
+    runtime = TrainerRuntime(
+        trainer, context, tiny_learner(trainer, module, packed=packed), Tokenizer()
+    )
     return Rig(runtime, events, plane, folder, ledger)

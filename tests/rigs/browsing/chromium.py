@@ -1,4 +1,5 @@
-"""A headless Chromium that a test drives over two pipes: pages opened, looked at, asked and photographed."""
+"""A headless Chromium that a test drives over two pipes: pages opened, looked at, asked and
+photographed."""
 
 import base64
 import contextlib
@@ -14,8 +15,18 @@ from typing import Any
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
-KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38,
-        "ArrowRight": 39, "ArrowDown": 40}  # fmt: skip
+KEYS = {
+    "Tab": 9,
+    "Enter": 13,
+    "Escape": 27,
+    " ": 32,
+    "End": 35,
+    "Home": 36,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+}
 """Numbers that a browser's own uses of keys go by."""
 
 
@@ -29,16 +40,33 @@ class Browser:
 
     def __init__(self, program: str, home: Path) -> None:
         ours, theirs = os.pipe(), os.pipe()
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={home}",
-                 "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars", "about:blank"]  # fmt: skip
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={home}",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--hide-scrollbars",
+            "about:blank",
+        ]
         start = f'exec "$0" "$@" 3<&{ours[0]} 4>&{theirs[1]}'
         self._process = subprocess.Popen(
-            ["bash", "-c", start, program, *flags], pass_fds=(ours[0], theirs[1]), stdout=subprocess.DEVNULL,
+            ["bash", "-c", start, program, *flags],
+            pass_fds=(ours[0], theirs[1]),
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         os.close(ours[0])
         os.close(theirs[1])
-        self._in, self._out, self._buffer, self._number, self._session = ours[1], theirs[0], b"", 0, ""
+        self._in, self._out, self._buffer, self._number, self._session = (
+            ours[1],
+            theirs[0],
+            b"",
+            0,
+            "",
+        )
         self.events: list[dict[str, Any]] = []
         target = self.do("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.do("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -69,7 +97,9 @@ class Browser:
     def _next(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._buffer:
             left = deadline - time.monotonic()
-            assert left > 0 and select.select([self._out], [], [], left)[0], "the browser does not answer"
+            assert left > 0 and select.select([self._out], [], [], left)[0], (
+                "the browser does not answer"
+            )
             part = os.read(self._out, 1 << 20)
             assert part, "the browser has ended"
             self._buffer += part
@@ -77,10 +107,17 @@ class Browser:
         message: dict[str, Any] = json.loads(whole)
         return message
 
-    def look_like(self, width: int, height: int, *, dark: bool = False, still: bool = False) -> None:
+    def look_like(
+        self, width: int, height: int, *, dark: bool = False, still: bool = False
+    ) -> None:
         """Have a screen of this size, light or dark. still: its reader wants nothing to move."""
-        self.do("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
-                mobile=width < 600)  # fmt: skip
+        self.do(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         motion = {"name": "prefers-reduced-motion", "value": "reduce" if still else "no-preference"}
         self.do("Emulation.setEmulatedMedia", features=[scheme, motion])
@@ -110,7 +147,11 @@ class Browser:
     def press(self, key: str, *, shift: bool = False) -> None:
         """A key, down and up."""
         text = {"Enter": {"text": "\r"}, " ": {"text": " "}}.get(key, {})
-        values = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": KEYS[key]}
+        values = {
+            "key": key,
+            "code": "Space" if key == " " else key,
+            "windowsVirtualKeyCode": KEYS[key],
+        }
         self.do("Input.dispatchKeyEvent", type="keyDown", modifiers=8 * shift, **values, **text)
         self.do("Input.dispatchKeyEvent", type="keyUp", modifiers=8 * shift, **values)
 
@@ -141,9 +182,10 @@ class Browser:
     def called(self) -> list[str]:
         """Addresses that the page asked."""
         return [
-            event["params"]["request"]["url"] for event in self.events
+            event["params"]["request"]["url"]
+            for event in self.events
             if event.get("method") == "Network.requestWillBeSent"
-        ]  # fmt: skip
+        ]
 
     def close(self) -> None:
         """End it."""

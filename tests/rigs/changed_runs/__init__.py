@@ -1,4 +1,5 @@
-"""A run of fakes that somebody changes while it goes on: its trainer waits at a step until that has been asked for."""
+"""A run of fakes that somebody changes while it goes on: its trainer waits at a step until that has
+been asked for."""
 
 import threading
 from collections.abc import Callable
@@ -18,11 +19,13 @@ STEP = 3
 """At which the trainer waits."""
 
 Ask = Callable[[RunFolder, Callable[[], None]], None]
-"""What is done at that step: with the run's folder, and with what lets the trainer go on before it is over."""
+"""What is done at that step: with the run's folder, and with what lets the trainer go on before it
+is over."""
 
 
 class _Waiting(Around):
-    """Makes no step after the third until something has come about; hears what is said meanwhile."""
+    """Makes no step after the third until something has come about; hears what is said
+    meanwhile."""
 
     def __init__(self, inner: Runtime, until: Callable[[], bool]) -> None:
         super().__init__(inner)
@@ -38,13 +41,17 @@ class _Waiting(Around):
         return int(self.status()["step"]) == STEP and not self._until()
 
 
-def changed_run(ask: Ask, trainer: FakeTrainer, folder: Path, steps: int, scorer: Scorer = reward) -> Result:
+def changed_run(
+    ask: Ask, trainer: FakeTrainer, folder: Path, steps: int, scorer: Scorer = reward
+) -> Result:
     """So many steps, in `folder`/runs; what `ask` raises is raised here."""
     go_on, runs, failed = folder / "go-on", folder / "runs", list[BaseException]()
 
     def asking() -> None:
         try:
-            wait_until(lambda: any(runs.glob(f"latest/rollouts/step-*{STEP}.arrow")), 30.0, f"step {STEP}")
+            wait_until(
+                lambda: any(runs.glob(f"latest/rollouts/step-*{STEP}.arrow")), 30.0, f"step {STEP}"
+            )
             ask(RunFolder.open((runs / "latest").resolve()), go_on.touch)
         except BaseException as error:
             failed.append(error)
@@ -56,7 +63,9 @@ def changed_run(ask: Ask, trainer: FakeTrainer, folder: Path, steps: int, scorer
 
     thread = threading.Thread(target=asking, daemon=True)
     thread.start()
-    graph = fake_graph(trainer=wrapped(trainer, waiting), source=FakePrompts(size=None), scorers=(scorer,))
+    graph = fake_graph(
+        trainer=wrapped(trainer, waiting), source=FakePrompts(size=None), scorers=(scorer,)
+    )
     result = run(graph, runs=runs, quiet=True, steps=steps, limits=Limits(stop_s=2.0))
     thread.join(60)
     if failed:

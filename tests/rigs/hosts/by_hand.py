@@ -1,4 +1,5 @@
-"""A launcher that starts nothing: what agents have to know stands in a shared folder, and the test starts them."""
+"""A launcher that starts nothing: what agents have to know stands in a shared folder, and the test
+starts them."""
 
 import json
 from dataclasses import dataclass

@@ -36,21 +36,41 @@ class Cluster:
     """The scheduler's."""
 
     def launch(
-        self, graph: str, knobs: Mapping[str, Any] | None = None, *, limits: Mapping[str, float] | None = None,
-        listen: str = "", on: Host | None = None, **run: Any,
-    ) -> None:  # fmt: skip
-        """Start the scheduler alone. listen: where it hears agents; on: its host, or the first; run: of `run`."""
+        self,
+        graph: str,
+        knobs: Mapping[str, Any] | None = None,
+        *,
+        limits: Mapping[str, float] | None = None,
+        listen: str = "",
+        on: Host | None = None,
+        **run: Any,
+    ) -> None:
+        """Start the scheduler alone. listen: where it hears agents; on: its host, or the first;
+        run: of `run`."""
         first = on or self.hosts[0]
         self.leads = first
         if self.apart:
             first.outside(self.folder).mkdir(parents=True, exist_ok=True)
         given = {
-            "graph": graph, "knobs": knobs or {}, "hosts": len(self.hosts), "listen": listen or first.address,
-            "folder": str(self.folder), "limits": limits or {}, "run": run,
-        }  # fmt: skip
-        self.scheduler = self.spawn(first, [sys.executable, self.program, json.dumps(given)], "scheduler")
+            "graph": graph,
+            "knobs": knobs or {},
+            "hosts": len(self.hosts),
+            "listen": listen or first.address,
+            "folder": str(self.folder),
+            "limits": limits or {},
+            "run": run,
+        }
+        self.scheduler = self.spawn(
+            first, [sys.executable, self.program, json.dumps(given)], "scheduler"
+        )
 
-    def start(self, graph: str, *knobs: Mapping[str, Any], agents: Sequence[Host] | None = None, **how: Any) -> None:
+    def start(
+        self,
+        graph: str,
+        *knobs: Mapping[str, Any],
+        agents: Sequence[Host] | None = None,
+        **how: Any,
+    ) -> None:
         """The same, and the agents of `agents`, or of all hosts."""
         self.launch(graph, *knobs, **how)
         wait_until(self.joining, START_S, "what agents have to know")
@@ -59,7 +79,10 @@ class Cluster:
 
     def join(self, host: Host, env: Mapping[str, str] | None = None) -> Command:
         """Start the agent of a host."""
-        own = {f"DATAFLOW_AGENT_{name}": value for name, value in (("HOST", host.name), ("ADDRESS", host.address))}
+        own = {
+            f"DATAFLOW_AGENT_{name}": value
+            for name, value in (("HOST", host.name), ("ADDRESS", host.address))
+        }
         environment = {**(self.joining() or {}), **own, "DATAFLOW_AGENT_CPUS": "1"}
         if self.apart and host is not self.leads:
             keys = host.outside("/tmp/agents.keys")
@@ -72,7 +95,11 @@ class Cluster:
         return self.agents[host.name]
 
     def spawn(
-        self, host: Host, command: Sequence[str | Path], name: str, env: Mapping[str, str] | None = None
+        self,
+        host: Host,
+        command: Sequence[str | Path],
+        name: str,
+        env: Mapping[str, str] | None = None,
     ) -> Command:
         """A process whose output is a file of the shared folder, or of this machine."""
         with ((self.apart or self.folder) / f"{name}.out").open("a") as out:
@@ -83,7 +110,9 @@ class Cluster:
         return told(self._here(self.folder))
 
     def check_alive(self) -> None:
-        assert self.scheduler and self.scheduler.poll() is None, f"the scheduler has ended: {self.said()}"
+        assert self.scheduler and self.scheduler.poll() is None, (
+            f"the scheduler has ended: {self.said()}"
+        )
 
     def said(self, name: str = "scheduler") -> str:
         path = (self.apart or self.folder) / f"{name}.out"
@@ -127,7 +156,8 @@ class Cluster:
         return read_faults(self.run_folder)
 
     def ended(self, deadline_s: float = 200.0) -> Verdict:
-        """What `verify` says of the run once all its processes have ended. AssertionError where one failed."""
+        """What `verify` says of the run once all its processes have ended. AssertionError where one
+        failed."""
         assert self.scheduler
         status = self.scheduler.wait(deadline_s)
         assert status == 0, self.said()

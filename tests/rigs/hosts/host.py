@@ -1,5 +1,5 @@
-"""Hosts on one machine: each has its own network, mounts, processes, names and clock; they share a bridge, and what
-folders they are given.
+"""Hosts on one machine: each has its own network, mounts, processes, names and clock; they share a
+bridge, and what folders they are given.
 
     with hosts("a", "b", shared=[folder]) as (a, b):
         a.run(["python", "-c", "..."])
@@ -56,7 +56,8 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 class Command(subprocess.Popen[str]):
-    """A command on a host, by the process in front of it, which ends as the command does; signals reach the command."""
+    """A command on a host, by the process in front of it, which ends as the command does; signals
+    reach the command."""
 
     def send_signal(self, sig: int) -> None:
         for pid in self.inside() or [self.pid]:
@@ -64,19 +65,24 @@ class Command(subprocess.Popen[str]):
                 os.kill(pid, sig)
 
     def inside(self) -> list[int]:
-        """The command's process, by its number on this machine; none when it has ended, or has not begun."""
+        """The command's process, by its number on this machine; none when it has ended, or has not
+        begun."""
         try:
-            return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+            return [
+                int(pid)
+                for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+            ]
         except OSError:
             return []
 
 
 @dataclass
 class Host:
-    """One of them. It is up from `boot` until `kill`, and may be booted again, empty, with its name and address.
+    """One of them. It is up from `boot` until `kill`, and may be booted again, empty, with its name
+    and address.
 
-    ahead_s: by how much its monotonic clocks are ahead of this machine's; 0 where the kernel has no time namespaces.
-    """
+    ahead_s: by how much its monotonic clocks are ahead of this machine's; 0 where the kernel has no
+    time namespaces."""
 
     name: str
     number: int
@@ -97,10 +103,28 @@ class Host:
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """In front of a command that is to run on it, with its home. Ends with the command, and the command with it."""
+        """In front of a command that is to run on it, with its home. Ends with the command, and the
+        command with it."""
         assert self._process, f"host {self.name} is down"
-        spaces = ("-m", "-p", "-i", "-u", "-n", *(("-T",) if self.ahead_s else ()), *self.given["user"])
-        own = ("setpriv", "--pdeathsig", "KILL", "env", "-C", str(ROOT), f"HOME={self.home}", "TMPDIR=/tmp")
+        spaces = (
+            "-m",
+            "-p",
+            "-i",
+            "-u",
+            "-n",
+            *(("-T",) if self.ahead_s else ()),
+            *self.given["user"],
+        )
+        own = (
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "env",
+            "-C",
+            str(ROOT),
+            f"HOME={self.home}",
+            "TMPDIR=/tmp",
+        )
         return ("nsenter", "-t", str(self._first), *spaces, *own)
 
     def boot(self) -> None:
@@ -119,11 +143,13 @@ class Host:
             raise
 
     def kill(self) -> None:
-        """All its processes at once; its memory and its link go with them. `cut` it before, and nobody hears of it."""
+        """All its processes at once; its memory and its link go with them. `cut` it before, and
+        nobody hears of it."""
         if self._process:
             if self._first and self._process.poll() is None:
                 os.kill(self._first, signal.SIGKILL)
-                with contextlib.suppress(subprocess.TimeoutExpired):  # when all its processes have ended
+                # when all its processes have ended
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(10)
             end(self._process)
             with contextlib.suppress(OSError):  # gone already, with the network that it led to
@@ -133,15 +159,21 @@ class Host:
         self._process, self._first = None, 0
         self._started.clear()
 
-    def popen(self, command: Sequence[str | Path], env: Mapping[str, str] | None = None, **more: Any) -> Command:
-        """A command on it, in the repository's folder. env: besides a few that every process has."""
+    def popen(
+        self, command: Sequence[str | Path], env: Mapping[str, str] | None = None, **more: Any
+    ) -> Command:
+        """A command on it, in the repository's folder. env: besides a few that every process
+        has."""
         whole = [*self.prefix, *map(str, command)]
         how = {"text": True, "stdin": subprocess.DEVNULL, **more}
         self._started.append(Command(whole, env=environment(env), **how))
         return self._started[-1]
 
     def run(
-        self, command: Sequence[str | Path], env: Mapping[str, str] | None = None, timeout_s: float = 60.0
+        self,
+        command: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
     ) -> subprocess.CompletedProcess[str]:
         """The same until it ends, with what it printed. TimeoutExpired ends it."""
         with self.popen(command, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -171,7 +203,8 @@ class Host:
         return [pid for pid in numbers if mine is not None and namespace(pid) == mine]
 
     def cut(self, peer: "Host | None" = None, *, sends: bool = True, receives: bool = True) -> None:
-        """Lose what it sends to others, what it receives from them, or both; of one peer alone, if that is given."""
+        """Lose what it sends to others, what it receives from them, or both; of one peer alone, if
+        that is given."""
         both = (("ingress", "dst", sends), ("egress", "src", receives))
         for hook, side, lost in both:
             if lost:
@@ -207,19 +240,28 @@ def namespace(pid: int) -> str | None:
 def environment(more: Mapping[str, str] | None) -> dict[str, str]:
     """What a process on a host is started with: nothing of this machine's homes and folders."""
     few = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
-    return {**few, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": "1", **(more or {})}
+    return {
+        **few,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **(more or {}),
+    }
 
 
 @contextlib.contextmanager
 def hosts(
-    *names: str, shared: Sequence[Path] = (), visible: Sequence[Path] = (), disk_bytes: int = 4 << 30,
+    *names: str,
+    shared: Sequence[Path] = (),
+    visible: Sequence[Path] = (),
+    disk_bytes: int = 4 << 30,
     memory_bytes: int = 1 << 30,
-) -> Iterator[list[Host]]:  # fmt: skip
+) -> Iterator[list[Host]]:
     """So many hosts, gone at the end, also when this process is killed.
 
-    shared: folders that all of them may write, visible: folders that they may read, each at its own path.
-    disk_bytes, memory_bytes: of each, for its files and for /dev/shm. NoHosts where they cannot be had.
-    """
+    shared: folders that all of them may write, visible: folders that they may read, each at its own
+    path. disk_bytes, memory_bytes: of each, for its files and for /dev/shm. NoHosts where they
+    cannot be had."""
     if missing := [name for name in TOOLS if not shutil.which(name)]:
         raise NoHosts(f"hosts need {', '.join(missing)}, of iproute2 and util-linux")
     with contextlib.ExitStack() as stack:
@@ -234,11 +276,15 @@ def hosts(
         python = (Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve())
         seen = within_no_other((*map(Path, SYSTEM), ROOT, *python, KERNELS, *visible))
         given = {
-            "user": user, "visible": [str(path) for path in seen], "shared": [str(path) for path in shared],
+            "user": user,
+            "visible": [str(path) for path in seen],
+            "shared": [str(path) for path in shared],
             "stage": str(outside((*seen, *shared))),
-            "disk_bytes": disk_bytes, "memory_bytes": memory_bytes, "kernels": str(KERNELS),
+            "disk_bytes": disk_bytes,
+            "memory_bytes": memory_bytes,
+            "kernels": str(KERNELS),
             "addresses": [(name, str(NETWORK[number])) for number, name in enumerate(names, 1)],
-        }  # fmt: skip
+        }
         time_spaces = Path("/proc/self/ns/time_for_children").exists()
         made = []
         for number, name in enumerate(names, 1):

@@ -1,11 +1,14 @@
-"""Runs in front of a host's processes: makes its namespaces and its file system, then reaps what ends on it.
+"""Runs in front of a host's processes: makes its namespaces and its file system, then reaps what
+ends on it.
 
-    python -I -S inside.py PARENT JSON       a host, in the user namespace it is started in; JSON: see `Host.boot`
-    python -I -S inside.py PARENT network    the user and network namespace in which the bridge stands
+    python -I -S inside.py PARENT JSON       a host, in the user namespace it is started in; JSON:
+                                             see `Host.boot`
+    python -I -S inside.py PARENT network    the user and network namespace in which the bridge
+                                             stands
 
-Prints the process that holds the namespaces, then `ready`, or one sentence that begins with `error`. What it makes ends
-with it, and it ends with the process that started it, however that ends.
-"""
+Prints the process that holds the namespaces, then `ready`, or one sentence that begins with
+`error`. What it makes ends with it, and it ends with the process that started it, however that
+ends."""
 
 import contextlib
 import ctypes
@@ -31,9 +34,11 @@ class Attributes(ctypes.Structure):
     """struct mount_attr."""
 
     _fields_ = (
-        ("set", ctypes.c_uint64), ("clear", ctypes.c_uint64), ("propagation", ctypes.c_uint64),
+        ("set", ctypes.c_uint64),
+        ("clear", ctypes.c_uint64),
+        ("propagation", ctypes.c_uint64),
         ("userns", ctypes.c_uint64),
-    )  # fmt: skip
+    )
 
 
 def call(what: str, function: Callable[..., int], *arguments: object) -> None:
@@ -65,7 +70,15 @@ def unshare(flags: int) -> None:
 
 def mount(source: str, target: Path, kind: str, flags: int = 0, options: str = "") -> None:
     target.mkdir(parents=True, exist_ok=True)
-    call(f"{kind} on {target}", libc.mount, source.encode(), bytes(target), kind.encode(), flags, options.encode())
+    call(
+        f"{kind} on {target}",
+        libc.mount,
+        source.encode(),
+        bytes(target),
+        kind.encode(),
+        flags,
+        options.encode(),
+    )
 
 
 def bind(source: Path, target: Path, writable: bool = False) -> None:
@@ -80,7 +93,14 @@ def bind(source: Path, target: Path, writable: bool = False) -> None:
         how = Attributes(set=READ_ONLY)
         size = ctypes.c_size_t(ctypes.sizeof(how))
         call(
-            f"{target} read-only", libc.syscall, MOUNT_SETATTR, -100, bytes(target), RECURSIVE, ctypes.byref(how), size
+            f"{target} read-only",
+            libc.syscall,
+            MOUNT_SETATTR,
+            -100,
+            bytes(target),
+            RECURSIVE,
+            ctypes.byref(how),
+            size,
         )
 
 
@@ -97,9 +117,20 @@ def file_system(root: Path, given: dict) -> None:  # type: ignore[type-arg]
         bind(each, root / each.relative_to("/"), writable=True)
     for name in DEVICES:
         bind(Path("/dev", name), root / "dev" / name, writable=True)
-    for name, to in (("fd", "self/fd"), ("stdin", "self/fd/0"), ("stdout", "self/fd/1"), ("stderr", "self/fd/2")):
+    for name, to in (
+        ("fd", "self/fd"),
+        ("stdin", "self/fd/0"),
+        ("stdout", "self/fd/1"),
+        ("stderr", "self/fd/2"),
+    ):
         (root / "dev" / name).symlink_to(f"/proc/{to}")
-    mount("tmpfs", root / "dev/shm", "tmpfs", NO_SUID | NO_DEV, f"mode=1777,size={given['memory_bytes']}")
+    mount(
+        "tmpfs",
+        root / "dev/shm",
+        "tmpfs",
+        NO_SUID | NO_DEV,
+        f"mode=1777,size={given['memory_bytes']}",
+    )
     mount("proc", root / "proc", "proc", NO_SUID | NO_DEV | NO_EXEC)
     try:
         mount("sysfs", root / "sys", "sysfs", NO_SUID | NO_DEV | NO_EXEC)
@@ -113,10 +144,14 @@ def file_system(root: Path, given: dict) -> None:  # type: ignore[type-arg]
     home.chmod(0o700)
     compiled = home / ".cache/dataflow-rl"
     compiled.mkdir(parents=True)
-    for kernel in Path(given["kernels"]).glob("*.so"):  # a host that has run before has compiled them
+    # a host that has run before has compiled them
+    for kernel in Path(given["kernels"]).glob("*.so"):
         (compiled / kernel.name).symlink_to(kernel)
     names = root / "run/hosts"
-    names.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in given["addresses"]))
+    names.write_text(
+        "127.0.0.1 localhost\n"
+        + "".join(f"{address} {name}\n" for name, address in given["addresses"])
+    )
     bind(names, root / "etc/hosts")
 
 
@@ -166,7 +201,8 @@ def host(given: dict) -> None:  # type: ignore[type-arg]
 
 
 def network(parent: int) -> None:
-    """Holds the user and network namespace of the bridge. As root without user namespaces, the network alone."""
+    """Holds the user and network namespace of the bridge. As root without user namespaces, the
+    network alone."""
     user, group = os.geteuid(), os.getegid()
     try:
         unshare(NEW_USER | NEW_NET)

@@ -1,4 +1,5 @@
-"""The links of hosts to their bridge, cut and mended packet by packet: nobody is told, as with a switch that fails."""
+"""The links of hosts to their bridge, cut and mended packet by packet: nobody is told, as with a
+switch that fails."""
 
 import subprocess
 from collections.abc import Sequence
@@ -8,16 +9,24 @@ EVERYTHING = ("protocol", "all", "u32", "match", "u32", "0", "0")
 
 
 def tool(enter: Sequence[str], *command: str, lines: Sequence[str] = ()) -> None:
-    """`ip`, `tc` or `bridge` in namespaces; `lines`: a batch of commands. OSError tells what it found."""
+    """`ip`, `tc` or `bridge` in namespaces; `lines`: a batch of commands. OSError tells what it
+    found."""
     batch = "\n".join(lines) if lines else None
-    done = subprocess.run([*enter, *command], input=batch, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [*enter, *command], input=batch, capture_output=True, text=True, timeout=30
+    )
     if done.returncode:
         raise OSError(f"{' '.join(command)} {'; '.join(lines)}: {done.stderr.strip()}")
 
 
 def bridge(enter: Sequence[str]) -> None:
     """A switch without an address, and a place where packets end."""
-    up = ("link add bridge type bridge", "link set bridge up", f"link add {SINK} type bridge", f"link set {SINK} up")
+    up = (
+        "link add bridge type bridge",
+        "link set bridge up",
+        f"link add {SINK} type bridge",
+        f"link set {SINK} up",
+    )
     tool(enter, "ip", "-batch", "-", lines=up)
 
 
@@ -37,11 +46,18 @@ def unplug(enter: Sequence[str], port: str) -> None:
 
 def address(enter: Sequence[str], own: str) -> None:
     """On the host's side."""
-    tool(enter, "ip", "-batch", "-", lines=("link set lo up", f"address add {own} dev eth0", "link set eth0 up"))
+    tool(
+        enter,
+        "ip",
+        "-batch",
+        "-",
+        lines=("link set lo up", f"address add {own} dev eth0", "link set eth0 up"),
+    )
 
 
 def lose(enter: Sequence[str], port: str, hook: str, match: Sequence[str] = EVERYTHING) -> None:
-    """Packets that match end in the sink. hook: `ingress` is what the host sends, `egress` what it receives."""
+    """Packets that match end in the sink. hook: `ingress` is what the host sends, `egress` what it
+    receives."""
     away = ("action", "mirred", "egress", "redirect", "dev", SINK)
     tool(enter, "tc", "filter", "add", "dev", port, hook, *match, *away)
 

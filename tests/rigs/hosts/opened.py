@@ -1,4 +1,5 @@
-"""Which host opened which file of a folder that several see, as the kernel tells it (fanotify). Needs root."""
+"""Which host opened which file of a folder that several see, as the kernel tells it (fanotify).
+Needs root."""
 
 import contextlib
 import ctypes
@@ -52,11 +53,18 @@ class Opened:
 
     def _mark(self, host: Host) -> int:
         """One queue for each host, as each has a mount of its own of the folder."""
-        fd: int = self._libc.fanotify_init(UNLIMITED | CLOSE_ON_EXEC | NON_BLOCKING, os.O_RDONLY | os.O_CLOEXEC)
+        fd: int = self._libc.fanotify_init(
+            UNLIMITED | CLOSE_ON_EXEC | NON_BLOCKING, os.O_RDONLY | os.O_CLOEXEC
+        )
         if fd < 0:
             raise NoHosts(f"fanotify: {os.strerror(ctypes.get_errno())}; it needs root")
         place = os.fsencode(host.outside(self._folder))
-        if self._libc.fanotify_mark(fd, MARK_ADD | MARK_MOUNT, ctypes.c_uint64(OPEN | CLOSE_WRITE), HERE, place) < 0:
+        if (
+            self._libc.fanotify_mark(
+                fd, MARK_ADD | MARK_MOUNT, ctypes.c_uint64(OPEN | CLOSE_WRITE), HERE, place
+            )
+            < 0
+        ):
             error = os.strerror(ctypes.get_errno())
             os.close(fd)
             raise NoHosts(f"fanotify: {error}; it needs root")

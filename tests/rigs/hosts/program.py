@@ -1,8 +1,8 @@
 """A program that runs a graph over hosts, whose agents a test starts: python program.py JSON.
 
-JSON: {"graph": a name of `GRAPHS`, "knobs": of it, "hosts": how many, 1: this one alone, without an agent, "listen":
-address of this one, "folder": shared, "limits": of `Limits`, "run": what else `run` is to get}.
-"""
+JSON: {"graph": a name of `GRAPHS`, "knobs": of it, "hosts": how many, 1: this one alone, without an
+agent, "listen": address of this one, "folder": shared, "limits": of `Limits`, "run": what else
+`run` is to get}."""
 
 import json
 import sys
@@ -49,9 +49,13 @@ def main() -> None:
     on = ByHand(given["hosts"], given["listen"], given["folder"]) if given["hosts"] > 1 else None
     try:
         result = run(
-            GRAPHS[given["graph"]](**given["knobs"]), on=on, runs=Path(given["folder"], "runs"),
-            limits=Limits(**given["limits"]), launch=this_launch({}), **given["run"],
-        )  # fmt: skip
+            GRAPHS[given["graph"]](**given["knobs"]),
+            on=on,
+            runs=Path(given["folder"], "runs"),
+            limits=Limits(**given["limits"]),
+            launch=this_launch({}),
+            **given["run"],
+        )
     except DataflowError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     print(f"ended after {result.steps} steps: {result.verdict.line}")

@@ -1,4 +1,5 @@
-"""What a published schema of Kubernetes refuses of an object: unknown fields too, as strict validation does."""
+"""What a published schema of Kubernetes refuses of an object: unknown fields too, as strict
+validation does."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -8,14 +9,21 @@ from typing import Any
 import pytest
 
 VARIABLE = "DATAFLOW_CRDS"
-"""Names a folder with CustomResourceDefinitions as YAML, as the repositories of JobSet and KubeRay have them."""
+"""Names a folder with CustomResourceDefinitions as YAML, as the repositories of JobSet and KubeRay
+have them."""
 TYPES = {
-    "object": Mapping, "array": list | tuple, "string": str, "integer": int, "number": int | float, "boolean": bool,
-}  # fmt: skip
+    "object": Mapping,
+    "array": list | tuple,
+    "string": str,
+    "integer": int,
+    "number": int | float,
+    "boolean": bool,
+}
 
 
 def schema_of(api: str, kind: str) -> Mapping[str, Any]:
-    """Of a kind at a version, such as jobset.x-k8s.io/v1alpha2 JobSet; the test is skipped where it is not at hand."""
+    """Of a kind at a version, such as jobset.x-k8s.io/v1alpha2 JobSet; the test is skipped where it
+    is not at hand."""
     yaml = pytest.importorskip("yaml")
     group, _, version = api.partition("/")
     folder = os.environ.get(VARIABLE)
@@ -25,7 +33,9 @@ def schema_of(api: str, kind: str) -> Mapping[str, Any]:
         found = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         spec = found.get("spec", {})
         if spec.get("group") == group and spec.get("names", {}).get("kind") == kind:
-            (one,) = [each for each in spec["versions"] if each["name"] == version and each["served"]]
+            (one,) = [
+                each for each in spec["versions"] if each["name"] == version and each["served"]
+            ]
             return one["schema"]["openAPIV3Schema"]  # type: ignore[no-any-return]
     pytest.skip(f"{folder} has no schema of {kind} in {group}")
 
@@ -47,7 +57,11 @@ def faults(schema: Mapping[str, Any], value: Any, where: str = "") -> Iterator[s
         for at, each in enumerate(value):
             yield from faults(schema["items"], each, f"{where}[{at}]")
     if wanted == "object":
-        yield from (f"{where}: {name} is missing" for name in schema.get("required", ()) if name not in value)
+        yield from (
+            f"{where}: {name} is missing"
+            for name in schema.get("required", ())
+            if name not in value
+        )
         known, more = schema.get("properties"), schema.get("additionalProperties")
         for name, each in value.items():
             if known and name in known:

@@ -1,4 +1,5 @@
-"""A program for launchers, slow enough to be interrupted: python launched.py --steps N --on LAUNCHER."""
+"""A program for launchers, slow enough to be interrupted: python launched.py --steps N --on
+LAUNCHER."""
 
 import time
 

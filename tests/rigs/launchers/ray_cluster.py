@@ -1,7 +1,7 @@
 """A Ray cluster on loopback alone, for as long as a test lasts: a head without cores, and nodes.
 
-As a program: python ray_cluster.py NODES CORES; says its addresses, then takes the words "lose" and "gain".
-"""
+As a program: python ray_cluster.py NODES CORES; says its addresses, then takes the words "lose" and
+"gain"."""
 
 import contextlib
 import importlib.util
@@ -20,7 +20,8 @@ from typing import IO
 import pytest
 
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""For all that speak to it: without the second, Ray takes an address of this machine in place of loopback."""
+"""For all that speak to it: without the second, Ray takes an address of this machine in place of
+loopback."""
 
 NEEDED = ("ray", "grpc", "aiohttp")
 """`ray` alone lacks what serves drivers from outside, and jobs."""
@@ -55,15 +56,21 @@ class RayCluster:
 def ray_cluster(nodes: int = 3, cores: int = 1) -> Iterator[RayCluster]:
     """The test is skipped where Ray is not installed."""
     if any(importlib.util.find_spec(each) is None for each in NEEDED):
-        pytest.skip("Ray, or what its extra `default` has, is not installed: pip install 'dataflow-rl[ray]'")
+        pytest.skip(
+            "Ray, or what its extra `default` has, is not installed: pip install 'dataflow-rl[ray]'"
+        )
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets have to have short names
     root = str(Path(__file__).parents[3])
     quiet = {**ENVIRONMENT, "PYTHONPATH": root, "RAY_TMPDIR": folder}
     with (Path(folder) / "cluster.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, __file__, str(nodes), str(cores)], env={**os.environ, **quiet}, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-        )  # fmt: skip
+            [sys.executable, __file__, str(nodes), str(cores)],
+            env={**os.environ, **quiet},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
     try:
         assert process.stdin is not None and process.stdout is not None
         said = process.stdout.readline()
@@ -88,9 +95,13 @@ def main(count: int, cores: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray says is no answer
     head = {
-        "node_ip_address": "127.0.0.1", "num_cpus": 0, "include_dashboard": True, "dashboard_host": "127.0.0.1",
-        "dashboard_port": 0, "ray_client_server_port": (port := _free_port()),
-    }  # fmt: skip
+        "node_ip_address": "127.0.0.1",
+        "num_cpus": 0,
+        "include_dashboard": True,
+        "dashboard_host": "127.0.0.1",
+        "dashboard_port": 0,
+        "ray_client_server_port": (port := _free_port()),
+    }
     cluster = Cluster(initialize_head=True, head_node_args=head)
 
     def gain() -> object:
@@ -98,8 +109,10 @@ def main(count: int, cores: int) -> None:
 
     nodes = [gain() for _ in range(count)]
     told = {
-        "address": cluster.address, "client": f"ray://127.0.0.1:{port}", "dashboard": f"http://{cluster.webui_url}",
-    }  # fmt: skip
+        "address": cluster.address,
+        "client": f"ray://127.0.0.1:{port}",
+        "dashboard": f"http://{cluster.webui_url}",
+    }
     print(json.dumps(told), file=answers, flush=True)
     for word in map(str.strip, sys.stdin):
         if word == "lose":

@@ -1,4 +1,5 @@
-"""The wheel of this tree, and an environment that holds it with what it declares to need and nothing else."""
+"""The wheel of this tree, and an environment that holds it with what it declares to need and
+nothing else."""
 
 import shutil
 import subprocess
@@ -10,7 +11,15 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
-SOURCES = ("dataflow", "operators", "graphs", "transport", "dataflow_rl.py", "pyproject.toml", "README.md")
+SOURCES = (
+    "dataflow",
+    "operators",
+    "graphs",
+    "transport",
+    "dataflow_rl.py",
+    "pyproject.toml",
+    "README.md",
+)
 
 
 def build(folder: Path) -> Path:
@@ -28,14 +37,21 @@ def build(folder: Path) -> Path:
 
 
 def environment(folder: Path, wheel: Path) -> Path:
-    """The interpreter of a new environment with a wheel; what the wheel requires is linked from this one's packages."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    """The interpreter of a new environment with a wheel; what the wheel requires is linked from
+    this one's packages."""
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60
+    )
     python = folder / "bin" / "python"
     pip("--python", str(python), *["install", "--no-deps", "--no-index"], str(wheel))
     (packages,) = folder.glob("lib/python*/site-packages")
     (installed,) = packages.glob("dataflow_rl-*.dist-info")
     for needed in required(Distribution.at(installed)):
-        for top in {file.parts[0] for file in needed.files or () if file.parts[0] not in ("..", "__pycache__")}:
+        for top in {
+            file.parts[0]
+            for file in needed.files or ()
+            if file.parts[0] not in ("..", "__pycache__")
+        }:
             place = packages / top
             if not place.exists():
                 place.symlink_to(Path(str(needed.locate_file(top))))
@@ -43,7 +59,8 @@ def environment(folder: Path, wheel: Path) -> Path:
 
 
 def required(one: Distribution) -> Iterator[Distribution]:
-    """What it requires, with what these require, and so on; no extras but those that a requirement names."""
+    """What it requires, with what these require, and so on; no extras but those that a requirement
+    names."""
     known: set[tuple[str, str]] = set()
 
     def walk(each: Distribution, extra: str) -> Iterator[Distribution]:

@@ -1,4 +1,5 @@
-"""An environment of the tests' own, as adapters have them: counts its sessions in a folder, fails as its task says."""
+"""An environment of the tests' own, as adapters have them: counts its sessions in a folder, fails
+as its task says."""
 
 import asyncio
 import os
@@ -18,7 +19,9 @@ NAME = "counted"
 
 def known(monkeypatch: Any) -> None:
     """Let `environment("counted:...")` be one."""
-    monkeypatch.setitem(SYSTEMS, NAME, System(module="rigs.worlds.counted", package="json", extra="none"))
+    monkeypatch.setitem(
+        SYSTEMS, NAME, System(module="rigs.worlds.counted", package="json", extra="none")
+    )
 
 
 class CountedSession:
@@ -64,9 +67,12 @@ class CountedSession:
         self._left -= 1
         is_cut = bool(self._task.get("cut")) and not self._left
         return Seen(
-            raw=action[:1], text=f"{action[:1]}=", reward=float(action[:1] in LETTERS),
-            terminated=not self._left and not is_cut, truncated=is_cut,
-        )  # fmt: skip
+            raw=action[:1],
+            text=f"{action[:1]}=",
+            reward=float(action[:1] in LETTERS),
+            terminated=not self._left and not is_cut,
+            truncated=is_cut,
+        )
 
     async def close(self) -> None:
         self._mark.write_text("closed")

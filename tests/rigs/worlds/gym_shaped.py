@@ -1,5 +1,5 @@
-"""An environment with Gymnasium's methods, behind Gymnasium's adapter: it counts its instances in a folder, and for
-some seeds it goes wrong, once for each."""
+"""An environment with Gymnasium's methods, behind Gymnasium's adapter: it counts its instances in a
+folder, and for some seeds it goes wrong, once for each."""
 
 import os
 import signal
@@ -22,7 +22,9 @@ EVERY = 5
 
 def known(monkeypatch: Any) -> None:
     """Let `environment("gym-shaped:...")` be one."""
-    monkeypatch.setitem(SYSTEMS, "gym-shaped", System(module="rigs.worlds.gym_shaped", package="json", extra="none"))
+    monkeypatch.setitem(
+        SYSTEMS, "gym-shaped", System(module="rigs.worlds.gym_shaped", package="json", extra="none")
+    )
 
 
 def wrong_for(seed: int) -> str | None:
@@ -40,7 +42,9 @@ class GymShaped:
         self._mark.write_text("open")
         self._seed = self._left = 0
 
-    def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         self._seed, self._left = seed, TURNS
         return f"{seed}=", {}
 
@@ -92,7 +96,9 @@ def instances(folder: Path) -> int:
 
 def left_open(folder: Path) -> list[int]:
     """The processes of those that nobody has closed."""
-    return [int(mark.name.split("-")[0]) for mark in folder.glob("*.env") if mark.read_text() == "open"]
+    return [
+        int(mark.name.split("-")[0]) for mark in folder.glob("*.env") if mark.read_text() == "open"
+    ]
 
 
 def gone_wrong(folder: Path) -> list[tuple[str, int]]:

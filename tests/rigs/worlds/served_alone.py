@@ -1,7 +1,8 @@
-"""The tests' OpenEnv server as a process of its own, which is started again on its port whenever it has died.
+"""The tests' OpenEnv server as a process of its own, which is started again on its port whenever it
+has died.
 
-python served_alone.py PORT LOG CAPACITY: serve until killed; LOG gets a line for each session that begins or ends.
-"""
+python served_alone.py PORT LOG CAPACITY: serve until killed; LOG gets a line for each session that
+begins or ends."""
 
 import os
 import signal

@@ -1,4 +1,5 @@
-"""Servers that speak as those of OpenEnv and NeMo-Gym do, in a thread; they count the sessions that they have."""
+"""Servers that speak as those of OpenEnv and NeMo-Gym do, in a thread; they count the sessions that
+they have."""
 
 import asyncio
 import contextlib
@@ -52,7 +53,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def in_thread(serve: Callable[[asyncio.Event, Callable[[str], None]], Coroutine[Any, Any, None]]) -> Iterator[str]:
+def in_thread(
+    serve: Callable[[asyncio.Event, Callable[[str], None]], Coroutine[Any, Any, None]],
+) -> Iterator[str]:
     """Run `serve(until, ready)` in an event loop of its own; its address."""
     loop, there, address = asyncio.new_event_loop(), threading.Event(), []
     until = asyncio.Event()
@@ -79,15 +82,22 @@ def in_thread(serve: Callable[[asyncio.Event, Callable[[str], None]], Coroutine[
 
 @contextlib.contextmanager
 def openenv(
-    *, capacity: int = 1, turns: int = 2, ping_s: float | None = None, port: int = 0, log: Path | None = None,
+    *,
+    capacity: int = 1,
+    turns: int = 2,
+    ping_s: float | None = None,
+    port: int = 0,
+    log: Path | None = None,
     schema: str | None = None,
-) -> Iterator[Served]:  # fmt: skip
-    """An OpenEnv server: each connection one environment, worth 1 for each turn that begins with one of LETTERS.
+) -> Iterator[Served]:
+    """An OpenEnv server: each connection one environment, worth 1 for each turn that begins with
+    one of LETTERS.
 
-    port: 0: any that is free. log: as of `Served`. ping_s: it pings so often, and closes who does not answer in ten
-    seconds. "die" ends a connection, "think" is answered when nobody was for half a second, no ping either, "shout"
-    with 10 MB, "mute" not at all, "broken" with an error of the environment; a number is no action. schema: what it
-    answers at /schema; None: it has no such route."""
+    port: 0: any that is free. log: as of `Served`. ping_s: it pings so often, and closes who does
+    not answer in ten seconds. "die" ends a connection, "think" is answered when nobody was for half
+    a second, no ping either, "shout" with 10 MB, "mute" not at all, "broken" with an error of the
+    environment; a number is no action. schema: what it answers at /schema; None: it has no such
+    route."""
     from websockets.asyncio.server import serve
     from websockets.exceptions import ConnectionClosed
 
@@ -106,7 +116,10 @@ def openenv(
     async def session(socket: Any) -> None:
         if served.open >= capacity:
             served.refused += 1
-            full = {"type": "error", "data": {"message": "all are taken", "code": "CAPACITY_REACHED"}}
+            full = {
+                "type": "error",
+                "data": {"message": "all are taken", "code": "CAPACITY_REACHED"},
+            }
             await socket.send(json.dumps(full))
             return
         served.begin()
@@ -120,11 +133,21 @@ def openenv(
                     case "reset":
                         left = int(data.get("turns", turns))
                         served.resets.append(data)
-                        answer = {"observation": {"response": f"{data.get('seed')}="}, "reward": None, "done": False}
+                        answer = {
+                            "observation": {"response": f"{data.get('seed')}="},
+                            "reward": None,
+                            "done": False,
+                        }
                     case "step" if not isinstance(data.get("message"), str):
                         await socket.send(
                             json.dumps(
-                                {"type": "error", "data": {"message": "Invalid message", "code": "VALIDATION_ERROR"}}
+                                {
+                                    "type": "error",
+                                    "data": {
+                                        "message": "Invalid message",
+                                        "code": "VALIDATION_ERROR",
+                                    },
+                                }
                             )
                         )
                         continue
@@ -139,7 +162,12 @@ def openenv(
                             time.sleep(0.5)
                         if said == "broken":
                             await socket.send(
-                                json.dumps({"type": "error", "data": {"message": "no disk", "code": "EXECUTION_ERROR"}})
+                                json.dumps(
+                                    {
+                                        "type": "error",
+                                        "data": {"message": "no disk", "code": "EXECUTION_ERROR"},
+                                    }
+                                )
                             )
                             continue
                         shown = "a" * (10 << 20) if said == "shout" else f"{said[:1]}="
@@ -161,7 +189,11 @@ def openenv(
     def routed(connection: Any, request: Any) -> Any:
         if request.path != "/schema":
             return None
-        return connection.respond(404, "no route") if schema is None else connection.respond(200, schema)
+        return (
+            connection.respond(404, "no route")
+            if schema is None
+            else connection.respond(200, schema)
+        )
 
     async def work(until: asyncio.Event, ready: Callable[[str], None]) -> None:
         async with serve(
@@ -177,8 +209,9 @@ def openenv(
 
 @contextlib.contextmanager
 def nemo_gym(*, capacity: int = 64, port: int = 0) -> Iterator[Served]:
-    """A resources server of NeMo-Gym in both protocols, by its documentation: /seed_session, /increment (a tool),
-    /verify, which compares the count with `expected_count`; /reset, /step, /close, worth 1 for each turn of LETTERS."""
+    """A resources server of NeMo-Gym in both protocols, by its documentation: /seed_session,
+    /increment (a tool), /verify, which compares the count with `expected_count`; /reset, /step,
+    /close, worth 1 for each turn of LETTERS."""
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -200,7 +233,9 @@ def nemo_gym(*, capacity: int = 64, port: int = 0) -> Iterator[Served]:
             key = f"s{served.started}"
             counts[key] = body.get("initial_count", 0)
             made: Response = JSONResponse(
-                {} if route == "/seed_session" else {"observation": "deal", "info": {"supports_explicit_close": True}}
+                {}
+                if route == "/seed_session"
+                else {"observation": "deal", "info": {"supports_explicit_close": True}}
             )
             made.set_cookie("session", key)
             return made
@@ -228,7 +263,9 @@ def nemo_gym(*, capacity: int = 64, port: int = 0) -> Iterator[Served]:
                 ):
                     assert needed in body["response"], needed
                 served.end()
-                return JSONResponse({**body, "reward": float(counts.pop(key) == body["expected_count"])})
+                return JSONResponse(
+                    {**body, "reward": float(counts.pop(key) == body["expected_count"])}
+                )
             case "/step":
                 (item,) = body["response"]["output"]
                 said = item["content"][0]["text"]

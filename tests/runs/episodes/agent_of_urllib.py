@@ -1,7 +1,8 @@
-"""An agent program with the standard library alone: it imports nothing of the product, and plays what its task says.
+"""An agent program with the standard library alone: it imports nothing of the product, and plays
+what its task says.
 
-The prompt is `LETTER NUMBER =`; the answer is what it does: a number of turns, or how it goes wrong.
-"""
+The prompt is `LETTER NUMBER =`; the answer is what it does: a number of turns, or how it goes
+wrong."""
 
 import json
 import os
@@ -14,26 +15,41 @@ import urllib.error
 import urllib.request
 
 
-def post(path: str, body: dict, key: str = os.environ.get("OPENAI_API_KEY", ""), root: str = "/v1") -> dict:
+def post(
+    path: str, body: dict, key: str = os.environ.get("OPENAI_API_KEY", ""), root: str = "/v1"
+) -> dict:
     """POST to the endpoint, as OpenAI's clients do."""
     url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + root + path
-    headers = {"Authorization": f"Bearer {key or os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    headers = {
+        "Authorization": f"Bearer {key or os.environ['OPENAI_API_KEY']}",
+        "Content-Type": "application/json",
+    }
     request = urllib.request.Request(url, json.dumps({"model": "any", **body}).encode(), headers)
     with urllib.request.urlopen(request, timeout=50) as answer:
         return json.load(answer)
 
 
 def converse(turns: int, prompt: str, **more: object) -> list:
-    """What each call sent and was answered, as ids; the world repeats the first letter of each turn."""
+    """What each call sent and was answered, as ids; the world repeats the first letter of each
+    turn."""
     messages, seen = [{"role": "user", "content": prompt}], []
     for number in range(turns):
-        body = {"messages": messages, "max_tokens": 4, "return_token_ids": True, "logprobs": True, **more}
+        body = {
+            "messages": messages,
+            "max_tokens": 4,
+            "return_token_ids": True,
+            "logprobs": True,
+            **more,
+        }
         answer = post("/chat/completions", body)
         choice = answer["choices"][0]
         logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
         seen.append([answer["prompt_token_ids"], choice["token_ids"], logprobs])
         said = choice["message"]["content"] or ""
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"{number}{said[:1]}="}]
+        messages += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": f"{number}{said[:1]}="},
+        ]
     return seen
 
 
@@ -46,7 +62,10 @@ def main() -> None:
         print(json.dumps(converse(int(does), prompt)))
         return
     if does in ("required", "add"):
-        tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "b")]
+        tools = [
+            {"type": "function", "function": {"name": name, "parameters": {}}}
+            for name in ("add", "b")
+        ]
         choice = does if does == "required" else {"type": "function", "function": {"name": does}}
         print(json.dumps(converse(3, prompt, tools=tools, tool_choice=choice)))
         return
@@ -54,7 +73,9 @@ def main() -> None:
     if does == "silent":
         print(1)
         return
-    said = post("/chat/completions", {"messages": first, "max_tokens": 4})["choices"][0]["message"]["content"]
+    said = post("/chat/completions", {"messages": first, "max_tokens": 4})["choices"][0]["message"][
+        "content"
+    ]
     match does:
         case "raises":
             raise ValueError("the agent is broken")
@@ -73,7 +94,11 @@ def main() -> None:
             for end in (int(prompt), int(prompt) + 1):
                 sampling = {"max_tokens": 4, "stop_token_ids": [end]}
                 try:
-                    post("/inference/v1/generate", {"token_ids": [end], "sampling_params": sampling}, root="")
+                    post(
+                        "/inference/v1/generate",
+                        {"token_ids": [end], "sampling_params": sampling},
+                        root="",
+                    )
                     found.append(200)
                 except urllib.error.HTTPError as error:
                     found.append(error.code)
@@ -85,15 +110,24 @@ def main() -> None:
         case "mumbles":
             print("no number")
         case "rewrites":
-            post("/chat/completions", {"messages": [{"role": "user", "content": "b2="}], "max_tokens": 4})
+            post(
+                "/chat/completions",
+                {"messages": [{"role": "user", "content": "b2="}], "max_tokens": 4},
+            )
             print(1)
         case "again":
             post("/chat/completions", {"messages": first, "max_tokens": 4})
             print(1)
         case "parallel":
-            more = [*first, {"role": "assistant", "content": said or ""}, {"role": "user", "content": "c="}]
+            more = [
+                *first,
+                {"role": "assistant", "content": said or ""},
+                {"role": "user", "content": "c="},
+            ]
             calls = [
-                threading.Thread(target=post, args=("/chat/completions", {"messages": more, "max_tokens": 4}))
+                threading.Thread(
+                    target=post, args=("/chat/completions", {"messages": more, "max_tokens": 4})
+                )
                 for _ in range(2)
             ]
             for call in calls:
@@ -109,7 +143,11 @@ def main() -> None:
         case "endless":
             messages = first
             while True:
-                messages = [*messages, {"role": "assistant", "content": said or ""}, {"role": "user", "content": "d="}]
+                messages = [
+                    *messages,
+                    {"role": "assistant", "content": said or ""},
+                    {"role": "user", "content": "d="},
+                ]
                 answer = post("/chat/completions", {"messages": messages, "max_tokens": 4})
                 said = answer["choices"][0]["message"]["content"]
 

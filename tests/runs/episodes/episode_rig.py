@@ -1,4 +1,5 @@
-"""Small runs of episodes, whoever plays them, and what holds of them: after a kill, after they were cut off."""
+"""Small runs of episodes, whoever plays them, and what holds of them: after a kill, after they were
+cut off."""
 
 import os
 import signal
@@ -31,16 +32,29 @@ AFTER = {"trainer": 2}
 
 
 def rows(count: int = 40) -> list[dict[str, str]]:
-    return [{"prompt": f"{chr(97 + n % 26)}{n}=", "answer": str(1 + n % TURNS)} for n in range(count)]
+    return [
+        {"prompt": f"{chr(97 + n % 26)}{n}=", "answer": str(1 + n % TURNS)} for n in range(count)
+    ]
 
 
 def episode_graph(
-    policy: Path, function: Any, reward: Any, *, max_staleness: int = 1, eval_every: int = 2, name: str = "episodes"
+    policy: Path,
+    function: Any,
+    reward: Any,
+    *,
+    max_staleness: int = 1,
+    eval_every: int = 2,
+    name: str = "episodes",
 ) -> Graph:
     g, model = Graph(name), Model(str(policy))
     generator = Generator(model, group_size=2, max_tokens=8, slots=16, segment_tokens=2)
     trainer = Trainer(
-        model, loss=partial(aipo, rho=4.0), prompts_per_step=4, lr=1e-2, normalize="rollouts", checkpoint_every=1
+        model,
+        loss=partial(aipo, rho=4.0),
+        prompts_per_step=4,
+        lr=1e-2,
+        normalize="rollouts",
+        checkpoint_every=1,
     )
     prompts = Prompts(rows(), columns=("answer",), epochs=None)
     held_out = Prompts(rows(6), columns=("answer",), name="held_out", group_size=1)
@@ -59,7 +73,9 @@ def nothing_is_left(result: Result) -> None:
     assert not list((result.folder / "finished").rglob("*.turns"))
 
 
-def goes_on_after_a_kill(g: Graph, victim: str, tmp_path: Path, *, replicas: Mapping[str, int] | None = None) -> Result:
+def goes_on_after_a_kill(
+    g: Graph, victim: str, tmp_path: Path, *, replicas: Mapping[str, int] | None = None
+) -> Result:
     """With one fault, a clean ledger and no rollout that failed for it."""
     mark = tmp_path / "struck"
 
@@ -70,21 +86,28 @@ def goes_on_after_a_kill(g: Graph, victim: str, tmp_path: Path, *, replicas: Map
 
     operator = g.operators[victim]
     object.__setattr__(operator, "build", struck(operator, blow, after=AFTER.get(victim, 12)).build)
-    result = run(g, steps=STEPS, runs=tmp_path / "runs", quiet=True, limits=LIMITS, replicas=replicas)
+    result = run(
+        g, steps=STEPS, runs=tmp_path / "runs", quiet=True, limits=LIMITS, replicas=replicas
+    )
     assert result.verdict.clean, result.verdict.line
     assert f"{STEPS * 4} trained + 0 dropped" in result.verdict.line
     (fault,) = read_faults(result.folder)
-    assert fault["worker"] in {f"{victim}-{number}" for number in range((replicas or {}).get(victim, 1))}
+    assert fault["worker"] in {
+        f"{victim}-{number}" for number in range((replicas or {}).get(victim, 1))
+    }
     assert not pc.any(pc.is_valid(rollouts(result).column("error"))).as_py()
     nothing_is_left(result)
     return result
 
 
 def goes_on_turn_by_turn(
-    build: Callable[[], Graph], runtime: type[EpisodesRuntime], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Callable[[], Graph],
+    runtime: type[EpisodesRuntime],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Cut off and resumed: its losses are those of a run that nobody cut off, and the turns that it had are not drawn
-    again. build: a graph whose bound is 0."""
+    """Cut off and resumed: its losses are those of a run that nobody cut off, and the turns that it
+    had are not drawn again. build: a graph whose bound is 0."""
     counts: list[tuple[int, int]] = []
 
     def noted(self: EpisodesRuntime, close: Any = runtime.close) -> None:

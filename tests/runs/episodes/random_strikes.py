@@ -1,4 +1,5 @@
-"""Processes of a run of episodes that are killed or stopped at random moments, by a schedule that a seed makes."""
+"""Processes of a run of episodes that are killed or stopped at random moments, by a schedule that a
+seed makes."""
 
 import contextlib
 import os
@@ -28,8 +29,8 @@ class Place:
 
     worker: str
     below: int = 0
-    """0: the worker itself; 1: a child of it (the server of a pool, what starts programs); 2: a child of that (where
-    functions run, a program); 3: all that is below these (sandboxes)."""
+    """0: the worker itself; 1: a child of it (the server of a pool, what starts programs); 2: a
+    child of that (where functions run, a program); 3: all that is below these (sandboxes)."""
 
     def pids(self) -> list[int]:
         """Processes that are there now."""
@@ -37,8 +38,10 @@ class Place:
         with contextlib.suppress(psutil.Error):
             for level in range(self.below):
                 found = [
-                    child.pid for pid in found for child in psutil.Process(pid).children(recursive=level == 2)
-                ]  # fmt: skip
+                    child.pid
+                    for pid in found
+                    for child in psutil.Process(pid).children(recursive=level == 2)
+                ]
             return sorted(found)
         return []
 
@@ -46,7 +49,9 @@ class Place:
         """All processes of the worker."""
         with contextlib.suppress(psutil.Error):
             first = processes_of(self.worker)[:1]
-            return first + [child.pid for pid in first for child in psutil.Process(pid).children(recursive=True)]
+            return first + [
+                child.pid for pid in first for child in psutil.Process(pid).children(recursive=True)
+            ]
         return []
 
 
@@ -65,7 +70,9 @@ class Strike:
     """Behind these."""
 
 
-def schedule(seed: int, places: Sequence[Place], strikes: int, *, kills: float = 0.7) -> list[Strike]:
+def schedule(
+    seed: int, places: Sequence[Place], strikes: int, *, kills: float = 0.7
+) -> list[Strike]:
     """So many blows: each place gets one before any gets a second. kills: their share."""
     rng = random.Random(seed)
     order: list[Place] = []
@@ -73,18 +80,24 @@ def schedule(seed: int, places: Sequence[Place], strikes: int, *, kills: float =
         order += rng.sample(list(places), len(places))
     return [
         Strike(
-            place, rng.random(), None if rng.random() < kills else rng.uniform(0.3, 2.5), rng.choice((1, 1, 2, 3)),
+            place,
+            rng.random(),
+            None if rng.random() < kills else rng.uniform(0.3, 2.5),
+            rng.choice((1, 1, 2, 3)),
             rng.uniform(0.0, 0.4),
         )
         for place in order[:strikes]
-    ]  # fmt: skip
+    ]
 
 
 class RandomStriking(threading.Thread):
     """Strikes by a schedule, each blow when the run has gone on since the last one."""
 
-    def __init__(self, runs: Path, strikes: Sequence[Strike], *, server: Callable[[], int] | None = None) -> None:
-        """runs: folder of the run. server: the pid of the worlds' server, where a place has the worker "server"."""
+    def __init__(
+        self, runs: Path, strikes: Sequence[Strike], *, server: Callable[[], int] | None = None
+    ) -> None:
+        """runs: folder of the run. server: the pid of the worlds' server, where a place has the
+        worker "server"."""
         super().__init__(daemon=True)
         self._runs, self._strikes, self._server = runs, strikes, server
         self._mark = runs / "blows"
@@ -119,8 +132,8 @@ class RandomStriking(threading.Thread):
         try:
             for strike in self._strikes:
                 begin = self._step()
-                last = self.steps - 3
-                self._until(lambda: self._step() >= min(begin + strike.steps, last), f"a step after {begin}")  # noqa: B023
+                wanted = min(begin + strike.steps, self.steps - 3)
+                self._until(lambda wanted=wanted: self._step() >= wanted, f"a step after {begin}")
                 time.sleep(strike.after_s)
                 self._strike(strike)
                 self.done.append(strike)
@@ -131,7 +144,9 @@ class RandomStriking(threading.Thread):
 
     def held(self, trainer: Operator) -> Operator:
         """The trainer, which makes its last steps only when all blows have fallen."""
-        return wrapped(trainer, lambda inner: _Held(inner, self._mark, lambda: self._step() >= self.steps - 3))
+        return wrapped(
+            trainer, lambda inner: _Held(inner, self._mark, lambda: self._step() >= self.steps - 3)
+        )
 
     def _strike(self, strike: Strike) -> None:
         self._until(lambda: self._pids(strike.place), f"a process at {strike.place}")
@@ -165,10 +180,17 @@ class RandomStriking(threading.Thread):
         assert holds(), f"the run ended before {what}"
 
     def _faults(self) -> list[dict[str, object]]:
-        return read_faults((self._runs / "latest").resolve()) if (self._runs / "latest").exists() else []
+        return (
+            read_faults((self._runs / "latest").resolve())
+            if (self._runs / "latest").exists()
+            else []
+        )
 
     def _step(self) -> int:
-        return max((int(path.stem.split("-")[1]) for path in self._runs.glob("*/rollouts/step-*.arrow")), default=0)
+        return max(
+            (int(path.stem.split("-")[1]) for path in self._runs.glob("*/rollouts/step-*.arrow")),
+            default=0,
+        )
 
 
 class _Held(Around):

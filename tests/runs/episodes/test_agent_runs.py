@@ -1,4 +1,5 @@
-"""Runs of agents: programs that nobody rewrote, whose calls are turns; what goes wrong there is no reward."""
+"""Runs of agents: programs that nobody rewrote, whose calls are turns; what goes wrong there is no
+reward."""
 
 import json
 import secrets
@@ -39,7 +40,9 @@ FORCED = {"required": '<tool_call>\n{"name": "', "add": '<tool_call>\n{"name": "
 COMMAND = f"python {SCRIPT}"
 SHARED = ("json", "urllib.request", "threading", "subprocess")
 """Imports of the program, which its starts share."""
-talker = agent(COMMAND, name="talker", columns=("answer",), returns=str, imports=SHARED, concurrency=8)
+talker = agent(
+    COMMAND, name="talker", columns=("answer",), returns=str, imports=SHARED, concurrency=8
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,9 @@ def chatty(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @scorer(isolate=False)
 def reward(talker: str, completion: str) -> float:
-    return sum(letter in "abcdefghijklm" for letter in completion) / (1 + len(completion)) + 0.0 * len(talker)
+    return sum(letter in "abcdefghijklm" for letter in completion) / (
+        1 + len(completion)
+    ) + 0.0 * len(talker)
 
 
 def graph(policy: Path, **knobs: Any) -> Graph:
@@ -86,18 +91,25 @@ def no_program_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("imports", [(), pytest.param(SHARED, marks=pytest.mark.slow)])
-def test_what_a_program_was_answered_is_trained_to_the_id(chatty: Path, imports: tuple[str, ...]) -> None:
-    """Ids and log-probabilities of the rows are those that the program saw; its prompts are the context."""
+def test_what_a_program_was_answered_is_trained_to_the_id(
+    chatty: Path, imports: tuple[str, ...]
+) -> None:
+    """Ids and log-probabilities of the rows are those that the program saw; its prompts are the
+    context."""
     g = Graph("exact")
     generator = Generator(Model(str(chatty)).frozen(), group_size=2, max_tokens=8, slots=16)
-    asks = agent(COMMAND, name="talker", columns=("answer",), returns=str, imports=imports, concurrency=4)
+    asks = agent(
+        COMMAND, name="talker", columns=("answer",), returns=str, imports=imports, concurrency=4
+    )
     made = asks(Endpoint(generator), g.source(Prompts(rows(6), columns=("answer",))))
     found = collect(made, rows=12).to_pylist()
     assert len(found) == 12
     for row in found:
         assert row["error"] is None and row["finish_reason"] == "stop", row["error"]
         seen = json.loads(row["talker"])
-        tokens, mask, turns, logprobs = (np.array(row[name]) for name in ("tokens", "mask", "turn", "logprobs"))
+        tokens, mask, turns, logprobs = (
+            np.array(row[name]) for name in ("tokens", "mask", "turn", "logprobs")
+        )
         assert len(seen) == int(row["answer"]) and (mask == (turns >= 0)).all()
         for turn, (prompt, ids, own) in enumerate(seen):
             at = np.flatnonzero(turns == turn)
@@ -107,8 +119,11 @@ def test_what_a_program_was_answered_is_trained_to_the_id(chatty: Path, imports:
         assert (np.array(row["versions"])[mask] == 0).all()
 
 
-def test_calls_that_a_program_forces_begin_with_context_and_the_rest_is_trained_to_the_id(tmp_path: Path) -> None:
-    """What the policy of a run is made to begin a call with stands in the prompt of that turn, and in no mask."""
+def test_calls_that_a_program_forces_begin_with_context_and_the_rest_is_trained_to_the_id(
+    tmp_path: Path,
+) -> None:
+    """What the policy of a run is made to begin a call with stands in the prompt of that turn, and
+    in no mask."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TOOLED
     tiny_llama(len(tokenizer), context=2048).save_pretrained(tmp_path)
@@ -116,8 +131,12 @@ def test_calls_that_a_program_forces_begin_with_context_and_the_rest_is_trained_
     g = Graph("forced")
     generator = Generator(Model(str(tmp_path)).frozen(), group_size=1, max_tokens=8, slots=8)
     tasks = [{"prompt": "hello", "answer": does} for does in FORCED]
-    forces = agent(COMMAND, name="talker", columns=("answer",), returns=str, imports=SHARED, concurrency=4)
-    found = collect(forces(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=2).to_pylist()
+    forces = agent(
+        COMMAND, name="talker", columns=("answer",), returns=str, imports=SHARED, concurrency=4
+    )
+    found = collect(
+        forces(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=2
+    ).to_pylist()
     for row in found:
         assert row["error"] is None, row["error"]
         seen, opening = json.loads(row["talker"]), tokenizer(FORCED[row["answer"]])["input_ids"]
@@ -127,29 +146,43 @@ def test_calls_that_a_program_forces_begin_with_context_and_the_rest_is_trained_
             at = np.flatnonzero(turns == turn)
             assert prompt[-len(opening) :] == opening and tokens[: at[0]].tolist() == prompt
             assert tokens[at].tolist() == ids
-        assert set(row["training_row"]) == {0}, "each turn goes on with what was forced and drawn before"
+        assert set(row["training_row"]) == {0}, (
+            "each turn goes on with what was forced and drawn before"
+        )
 
 
-def test_a_program_whose_turns_are_used_up_is_over_and_its_failure_is_the_length(chatty: Path) -> None:
+def test_a_program_whose_turns_are_used_up_is_over_and_its_failure_is_the_length(
+    chatty: Path,
+) -> None:
     g = Graph("over")
     generator = Generator(Model(str(chatty)).frozen(), group_size=1, max_tokens=4, slots=8)
-    ends = agent(COMMAND, name="talker", columns=("answer",), returns=float, imports=SHARED, max_turns=3)
+    ends = agent(
+        COMMAND, name="talker", columns=("answer",), returns=float, imports=SHARED, max_turns=3
+    )
     endless = [{"prompt": f"a{n}=", "answer": "endless"} for n in range(2)]
-    found = collect(ends(generator, g.source(Prompts(endless, columns=("answer",)))), rows=2).to_pylist()
-    assert [(row["finish_reason"], row["error"], row["talker"], max(row["turn"])) for row in found] == [
-        ("length", None, None, 2)
-    ] * 2
+    found = collect(
+        ends(generator, g.source(Prompts(endless, columns=("answer",)))), rows=2
+    ).to_pylist()
+    assert [
+        (row["finish_reason"], row["error"], row["talker"], max(row["turn"])) for row in found
+    ] == [("length", None, None, 2)] * 2
 
 
 @pytest.mark.parametrize("does", ["rewrites", "parallel", "again"])
-def test_what_goes_on_from_no_call_before_is_a_training_row_of_its_own(does: str, chatty: Path) -> None:
-    """A conversation that was rewritten, two calls at once from one past, the same call again: each token is trained
-    once, and no call is refused."""
+def test_what_goes_on_from_no_call_before_is_a_training_row_of_its_own(
+    does: str, chatty: Path
+) -> None:
+    """A conversation that was rewritten, two calls at once from one past, the same call again: each
+    token is trained once, and no call is refused."""
     g = Graph("rows")
     generator = Generator(Model(str(chatty)).frozen(), group_size=2, max_tokens=4, slots=8)
     tasks = [{"prompt": f"a{n}=", "answer": does} for n in range(3)]
-    several = agent(COMMAND, name="talker", columns=("answer",), returns=float, imports=SHARED, concurrency=6)
-    found = collect(several(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=6).to_pylist()
+    several = agent(
+        COMMAND, name="talker", columns=("answer",), returns=float, imports=SHARED, concurrency=6
+    )
+    found = collect(
+        several(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=6
+    ).to_pylist()
     for row in found:
         assert (row["error"], row["finish_reason"]) == (None, "stop"), row["error"]
         mask, turns, parts = (np.array(row[name]) for name in ("mask", "turn", "training_row"))
@@ -161,14 +194,26 @@ def test_what_goes_on_from_no_call_before_is_a_training_row_of_its_own(does: str
 # What programs share, and programs that stay
 
 
-def test_a_module_that_breaks_when_it_is_imported_ends_the_run_and_is_named(chatty: Path, tmp_path: Path) -> None:
+def test_a_module_that_breaks_when_it_is_imported_ends_the_run_and_is_named(
+    chatty: Path, tmp_path: Path
+) -> None:
     (tmp_path / "breaks_inside.py").write_text("raise RuntimeError('no licence')\n")
     shutil.copy(SCRIPT, tmp_path)
     g = Graph("broken")
     generator = Generator(Model(str(chatty)).frozen(), group_size=2, max_tokens=4, slots=8)
-    shares = agent(f"python {tmp_path / SCRIPT.name}", name="talker", columns=("answer",), imports=("breaks_inside",))
-    with pytest.raises(DataflowError, match="'talker'.* imports='breaks_inside' to end with RuntimeError: no licence"):
-        collect(shares(generator, g.source(Prompts(rows(2), columns=("answer",), epochs=1))), rows=4)
+    shares = agent(
+        f"python {tmp_path / SCRIPT.name}",
+        name="talker",
+        columns=("answer",),
+        imports=("breaks_inside",),
+    )
+    with pytest.raises(
+        DataflowError,
+        match="'talker'.* imports='breaks_inside' to end with RuntimeError: no licence",
+    ):
+        collect(
+            shares(generator, g.source(Prompts(rows(2), columns=("answer",), epochs=1))), rows=4
+        )
 
 
 class StayingAgent(BaseHTTPRequestHandler):
@@ -183,13 +228,18 @@ class StayingAgent(BaseHTTPRequestHandler):
         for number in range(int(task["answer"])):
             body = {"model": "any", "messages": messages, "max_tokens": 4, "return_token_ids": True}
             headers = {"Authorization": f"Bearer {task['key']}", "Content-Type": "application/json"}
-            asked = urllib.request.Request(task["url"] + "/chat/completions", json.dumps(body).encode(), headers)
+            asked = urllib.request.Request(
+                task["url"] + "/chat/completions", json.dumps(body).encode(), headers
+            )
             with urllib.request.urlopen(asked, timeout=50) as answer:
                 said = json.load(answer)
             (choice,) = said["choices"]
             seen.append([said["prompt_token_ids"], choice["token_ids"]])
             content = choice["message"]["content"] or ""
-            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": f"{number}="}]
+            messages += [
+                {"role": "assistant", "content": content},
+                {"role": "user", "content": f"{number}="},
+            ]
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(seen).encode())
@@ -199,13 +249,16 @@ class StayingAgent(BaseHTTPRequestHandler):
 
 
 COURIER = (
-    "import json, os, sys, urllib.request\n"
-    "task = json.load(sys.stdin) | {'url': os.environ['OPENAI_BASE_URL'], 'key': os.environ['OPENAI_API_KEY']}\n"
-    "print(urllib.request.urlopen(sys.argv[1], json.dumps(task).encode(), timeout=60).read().decode())\n"
+    "import json, os, sys, urllib.request\ntask = json.load(sys.stdin) | {'url':"
+    " os.environ['OPENAI_BASE_URL'], 'key':"
+    " os.environ['OPENAI_API_KEY']}\nprint(urllib.request.urlopen(sys.argv[1],"
+    " json.dumps(task).encode(), timeout=60).read().decode())\n"
 )
 
 
-def test_one_process_that_stays_serves_many_rollouts_each_with_a_key_of_its_own(chatty: Path, tmp_path: Path) -> None:
+def test_one_process_that_stays_serves_many_rollouts_each_with_a_key_of_its_own(
+    chatty: Path, tmp_path: Path
+) -> None:
     (tmp_path / "courier.py").write_text(COURIER)
     StayingAgent.served.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), StayingAgent)
@@ -215,7 +268,13 @@ def test_one_process_that_stays_serves_many_rollouts_each_with_a_key_of_its_own(
         command = f"python {tmp_path / 'courier.py'} http://127.0.0.1:{server.server_address[1]}"
         g = Graph("stays")
         generator = Generator(Model(str(chatty)).frozen(), group_size=2, max_tokens=8, slots=16)
-        sent = agent(command, name="talker", columns=("answer",), returns=str, imports=("json", "urllib.request"))
+        sent = agent(
+            command,
+            name="talker",
+            columns=("answer",),
+            returns=str,
+            imports=("json", "urllib.request"),
+        )
         made = sent(generator, g.source(Prompts(rows(6), columns=("answer",), epochs=1)))
         found = collect(made, rows=12).to_pylist()
     finally:
@@ -249,18 +308,33 @@ WRONG = {
 def test_a_program_that_goes_wrong_is_an_error_of_its_rollouts_and_no_reward(chatty: Path) -> None:
     g = Graph("unruly")
     generator = Generator(Model(str(chatty)).frozen(), group_size=2, max_tokens=4, slots=8)
-    tasks = [{"prompt": f"a{n}=", "answer": does} for n, does in enumerate([*WRONG, "strange", "abstains"])]
+    tasks = [
+        {"prompt": f"a{n}=", "answer": does}
+        for n, does in enumerate([*WRONG, "strange", "abstains"])
+    ]
     unruly = agent(
-        COMMAND, name="talker", columns=("answer",), returns=float, imports=SHARED, timeout_s=10.0, concurrency=6
+        COMMAND,
+        name="talker",
+        columns=("answer",),
+        returns=float,
+        imports=SHARED,
+        timeout_s=10.0,
+        concurrency=6,
     )
-    found = collect(unruly(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=18).to_pylist()
+    found = collect(
+        unruly(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=18
+    ).to_pylist()
     assert len(found) == 18
     for row in found:
         if row["answer"] == "strange":
             assert (row["error"], row["talker"]) == (None, 401.0), "the key of nobody opens nothing"
             continue
         if row["answer"] == "abstains":
-            assert (row["error"], row["talker"], row["finish_reason"]) == (None, None, "stop"), "it does not apply"
+            assert (row["error"], row["talker"], row["finish_reason"]) == (
+                None,
+                None,
+                "stop",
+            ), "it does not apply"
             continue
         assert row["error"].startswith("talker: " + WRONG[row["answer"]]), row["error"]
         assert row["finish_reason"] == "error" and row["talker"] is None
@@ -271,17 +345,24 @@ def test_a_program_may_name_the_ids_at_which_a_turn_ends_anyway_and_no_others(ch
     generator = Generator(Model(str(chatty)).frozen(), group_size=1, max_tokens=4, slots=8)
     tasks = [{"prompt": str(load_tokenizer(Model(str(chatty))).eos_token_id), "answer": "stops"}]
     stops = agent(COMMAND, name="talker", columns=("answer",), returns=bool, imports=SHARED)
-    (row,) = collect(stops(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=1).to_pylist()
+    (row,) = collect(
+        stops(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=1
+    ).to_pylist()
     assert (row["error"], row["talker"]) == (None, True)
 
 
 # Whole runs
 
 
-def test_a_run_of_agents_trains_every_group_once_and_none_beyond_the_bound(chatty: Path, tmp_path: Path) -> None:
+def test_a_run_of_agents_trains_every_group_once_and_none_beyond_the_bound(
+    chatty: Path, tmp_path: Path
+) -> None:
     result = run(graph(chatty), steps=STEPS, runs=tmp_path, quiet=True)
     assert result.verdict.clean, result.verdict.line
-    assert f"{STEPS * 4} trained + 0 dropped" in result.verdict.line and "max staleness 1 of 1" in result.verdict.line
+    assert (
+        f"{STEPS * 4} trained + 0 dropped" in result.verdict.line
+        and "max staleness 1 of 1" in result.verdict.line
+    )
     assert not pc.any(pc.is_valid(rollouts(result).column("error"))).as_py()
     assert {line["eval_n"] for line in result.metrics if "eval_n" in line} == {6}
     nothing_is_left(result)
@@ -293,7 +374,9 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "victim", ["talker", pytest.param("generator", marks=SLOW), pytest.param("trainer", marks=SLOW)]
 )
-def test_a_run_of_agents_whose_worker_is_killed_goes_on_and_is_clean(victim: str, chatty: Path, tmp_path: Path) -> None:
+def test_a_run_of_agents_whose_worker_is_killed_goes_on_and_is_clean(
+    victim: str, chatty: Path, tmp_path: Path
+) -> None:
     goes_on_after_a_kill(graph(chatty), victim, tmp_path)
 
 
@@ -301,4 +384,6 @@ def test_a_run_of_agents_whose_worker_is_killed_goes_on_and_is_clean(victim: str
 def test_programs_of_a_run_that_is_cut_off_are_told_their_turns_again(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on_turn_by_turn(lambda: graph(chatty, max_staleness=0, eval_every=100), AgentsRuntime, tmp_path, monkeypatch)
+    goes_on_turn_by_turn(
+        lambda: graph(chatty, max_staleness=0, eval_every=100), AgentsRuntime, tmp_path, monkeypatch
+    )

@@ -1,4 +1,5 @@
-"""Runs that play environments: worlds that fail in every way, workers that are killed; all sessions come back."""
+"""Runs that play environments: worlds that fail in every way, workers that are killed; all sessions
+come back."""
 
 import json
 from collections.abc import Iterator
@@ -40,7 +41,12 @@ def graph(policy: Path, world: PlayedEnvironment, **prompts: Any) -> Graph:
     g, model = Graph("environments"), Model(str(policy))
     generator = Generator(model, group_size=2, max_tokens=4, slots=16, segment_tokens=2)
     trainer = Trainer(
-        model, loss=partial(aipo, rho=4.0), prompts_per_step=4, lr=1e-2, normalize="rollouts", checkpoint_every=1
+        model,
+        loss=partial(aipo, rho=4.0),
+        prompts_per_step=4,
+        lr=1e-2,
+        normalize="rollouts",
+        checkpoint_every=1,
     )
     trainer(advantage(world(generator, g.source(world.tasks(range(1000), **prompts)))))
     held_out = world.tasks(range(1000, 1006), name="held_out", group_size=1, **prompts)
@@ -64,7 +70,9 @@ def is_whole(result: Result) -> None:
 def test_a_run_plays_an_environment_and_gives_its_sessions_back(
     isolate: bool, policy: Path, folder: Path, tmp_path: Path
 ) -> None:
-    world = environment("counted:world", options={"folder": str(folder)}, sessions=8, isolate=isolate)
+    world = environment(
+        "counted:world", options={"folder": str(folder)}, sessions=8, isolate=isolate
+    )
     result = run(graph(policy, world), steps=STEPS, on=inline(), runs=tmp_path / "runs", quiet=True)
     is_whole(result)
     assert len(list(folder.iterdir())) <= 12, "8, used again, and those that make prompts"
@@ -75,32 +83,52 @@ def test_a_run_plays_an_environment_and_gives_its_sessions_back(
 
 
 FAILS = {
-    "raise": "world: WorldFailed: 'counted:world' could not go on; found KeyError: 'the world is broken'",
-    "hang": "hung: no answer within 10 s", "die": "died: its process ended with signal 9",
-    "shout": "the world says too much between two turns", "lie": "a reward that is no finite number; found nan",
+    "raise": (
+        "world: WorldFailed: 'counted:world' could not go on; found KeyError: 'the world is broken'"
+    ),
+    "hang": "hung: no answer within 10 s",
+    "die": "died: its process ended with signal 9",
+    "shout": "the world says too much between two turns",
+    "lie": "a reward that is no finite number; found nan",
     "mute": "is over and has given no reward",
-}  # fmt: skip
+}
 
 
-def test_environments_that_fail_are_errors_of_their_rollouts_and_no_reward(policy: Path, folder: Path) -> None:
+def test_environments_that_fail_are_errors_of_their_rollouts_and_no_reward(
+    policy: Path, folder: Path
+) -> None:
     g = Graph("failing")
-    world = environment("counted:world", options={"folder": str(folder)}, sessions=32, timeout_s=10.0, tries=2)
+    world = environment(
+        "counted:world", options={"folder": str(folder)}, sessions=32, timeout_s=10.0, tries=2
+    )
     kinds = [*FAILS, None, None]
     rows = [{"prompt": f"{n}=", "seed": n, "does": kinds[n % len(kinds)]} for n in range(8)]
     generator = Generator(Model(str(policy)).frozen(), group_size=2, max_tokens=4, slots=8)
-    found = collect(advantage(world(generator, g.source(world.tasks(rows, epochs=1)))), rows=16).to_pylist()
+    found = collect(
+        advantage(world(generator, g.source(world.tasks(rows, epochs=1)))), rows=16
+    ).to_pylist()
     assert len(found) == 16
     for row in found:
         wrong = FAILS.get(json.loads(row["task"])["does"] or "")
         if wrong is None:
-            assert row["error"] is None and row["reward"] is not None and row["finish_reason"] == "stop"
+            assert (
+                row["error"] is None
+                and row["reward"] is not None
+                and row["finish_reason"] == "stop"
+            )
         else:
             assert row["error"].startswith("reward: ") and wrong in row["error"], row["error"]
-            assert row["reward"] is None and row["advantage"] is None and row["finish_reason"] == "error"
+            assert (
+                row["reward"] is None
+                and row["advantage"] is None
+                and row["finish_reason"] == "error"
+            )
     wait_until(lambda: not held(folder), 20)
 
 
-def test_an_episode_that_the_environment_cuts_off_is_no_failure_and_says_so(policy: Path, folder: Path) -> None:
+def test_an_episode_that_the_environment_cuts_off_is_no_failure_and_says_so(
+    policy: Path, folder: Path
+) -> None:
     g = Graph("cut")
     world = environment("counted:world", options={"folder": str(folder)}, isolate=False)
     rows = [{"prompt": f"{n}=", "seed": n, "cut": n % 2 == 0} for n in range(4)]
@@ -117,16 +145,22 @@ def test_an_episode_that_the_environment_cuts_off_is_no_failure_and_says_so(poli
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    pytest.importorskip("websockets", reason="websockets is not installed; pip install dataflow-rl[openenv]")
+    pytest.importorskip(
+        "websockets", reason="websockets is not installed; pip install dataflow-rl[openenv]"
+    )
     with openenv(capacity=3) as found:
         yield found
 
 
-@pytest.mark.parametrize("victim", ["reward", "generator", pytest.param("trainer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "victim", ["reward", "generator", pytest.param("trainer", marks=pytest.mark.slow)]
+)
 def test_a_run_whose_worker_is_killed_is_whole_and_the_server_has_its_sessions_back(
     victim: str, policy: Path, tmp_path: Path, served: Served
 ) -> None:
-    world = environment(f"openenv:{served.url}", options={"field": "message"}, sessions=3, timeout_s=10.0)
+    world = environment(
+        f"openenv:{served.url}", options={"field": "message"}, sessions=3, timeout_s=10.0
+    )
     is_whole(goes_on_after_a_kill(graph(policy, world, intro="go "), victim, tmp_path))
     wait_until(lambda: served.open == 0, 20)
     assert 1 <= served.most <= 3
@@ -138,7 +172,9 @@ def test_the_process_of_an_environment_is_killed_and_its_episodes_are_played_aga
     """Each kills its process once, after its first turn; what the policy said is told again."""
     world = environment("counted:world", options={"folder": str(folder)}, sessions=4, tries=3)
     g = Graph("killed")
-    rows = [{"prompt": f"{n}=", "seed": n, "kills_once": str(tmp_path / f"mark{n}")} for n in range(3)]
+    rows = [
+        {"prompt": f"{n}=", "seed": n, "kills_once": str(tmp_path / f"mark{n}")} for n in range(3)
+    ]
     generator = Generator(Model(str(policy)).frozen(), group_size=1, max_tokens=4, slots=8)
     found = collect(world(generator, g.source(world.tasks(rows, epochs=1))), rows=3).to_pylist()
     assert [row["error"] for row in found] == [None] * 3

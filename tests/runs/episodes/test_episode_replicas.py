@@ -1,4 +1,5 @@
-"""Episodes of several replicas: prompts are shared out, turns come back to who asked, whoever dies."""
+"""Episodes of several replicas: prompts are shared out, turns come back to who asked, whoever
+dies."""
 
 import os
 from pathlib import Path
@@ -6,7 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from episode_rig import LIMITS, STEPS, TURNS, episode_graph, goes_on_after_a_kill, nothing_is_left, rollouts
+from episode_rig import (
+    LIMITS,
+    STEPS,
+    TURNS,
+    episode_graph,
+    goes_on_after_a_kill,
+    nothing_is_left,
+    rollouts,
+)
 
 from dataflow import Graph, run, scorer
 from dataflow.errors import GraphError
@@ -26,7 +35,9 @@ async def talk(chat: Any, answer: str) -> float:
 
 @scorer(isolate=False)
 def reward(talk: float, completion: str) -> float:
-    return sum(letter in "abcdefghijklm" for letter in completion) / (1 + len(completion)) + 0.0 * talk
+    return (
+        sum(letter in "abcdefghijklm" for letter in completion) / (1 + len(completion)) + 0.0 * talk
+    )
 
 
 def graph(policy: Path, **knobs: Any) -> Graph:
@@ -38,7 +49,9 @@ def test_replicas_of_an_episode_share_its_prompts_and_each_hears_its_own_turns(
     generators: int, policy: Path, tmp_path: Path
 ) -> None:
     replicas = {"talk": 2, "generator": generators}
-    result = run(graph(policy), steps=STEPS, runs=tmp_path, quiet=True, replicas=replicas, limits=LIMITS)
+    result = run(
+        graph(policy), steps=STEPS, runs=tmp_path, quiet=True, replicas=replicas, limits=LIMITS
+    )
     assert result.verdict.clean, result.verdict.line
     assert f"{STEPS * 4} trained + 0 dropped" in result.verdict.line
     found = rollouts(result).to_pylist()
@@ -57,7 +70,12 @@ def test_a_run_whose_replica_of_an_episode_or_whose_generator_is_killed_goes_on_
     goes_on_after_a_kill(graph(policy), victim, tmp_path, replicas={"talk": 2})
 
 
-def test_replicas_of_an_episode_neither_join_nor_leave_while_a_run_goes_on(policy: Path, tmp_path: Path) -> None:
-    why = "'talk' is an episode of 1 replicas, and cannot have 2 from some step on.*or more in its pool"
+def test_replicas_of_an_episode_neither_join_nor_leave_while_a_run_goes_on(
+    policy: Path, tmp_path: Path
+) -> None:
+    why = (
+        "'talk' is an episode of 1 replicas, and cannot have 2 from some step on.*or more in its"
+        " pool"
+    )
     with pytest.raises(GraphError, match=why):
         run(graph(policy), steps=STEPS, runs=tmp_path, quiet=True, scale={2: {"talk": 2}})

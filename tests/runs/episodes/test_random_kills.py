@@ -1,5 +1,6 @@
-"""Runs whose processes are killed and stopped at random moments, by seeds: environments, tools, agents. The ledger is
-clean, every turn is charged once, all sessions and sandboxes are given back, and nothing is left on the machine."""
+"""Runs whose processes are killed and stopped at random moments, by seeds: environments, tools,
+agents. The ledger is clean, every turn is charged once, all sessions and sandboxes are given back,
+and nothing is left on the machine."""
 
 import dataclasses
 import json
@@ -31,7 +32,8 @@ from operators.environments import environment
 pytestmark = [pytest.mark.usefixtures("forked", "one_core", "machine"), pytest.mark.timeout(400)]
 SLOW = pytest.mark.slow
 SEED, AT_ONCE, BLOWS = 0, 16, 7
-"""Of the runs; rollouts under way beside evaluations: 4 prompts of a step of 2 rollouts, and as many ahead."""
+"""Of the runs; rollouts under way beside evaluations: 4 prompts of a step of 2 rollouts, and as
+many ahead."""
 WORKERS = (Place("generator"), Place("trainer"))
 
 
@@ -53,7 +55,12 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def struck(
-    g: Graph, episode: str, blows: Sequence[Strike], tmp_path: Path, *, server: Callable[[], int] | None = None
+    g: Graph,
+    episode: str,
+    blows: Sequence[Strike],
+    tmp_path: Path,
+    *,
+    server: Callable[[], int] | None = None,
 ) -> tuple[Result, RandomStriking]:
     """The run, under these blows; what holds of all such runs is asserted."""
     striking = RandomStriking(tmp_path / "runs", blows, server=server)
@@ -63,7 +70,9 @@ def struck(
         object.__setattr__(operator, "build", kept(operator).build)
     striking.start()
     try:
-        result = run(g, steps=striking.steps, runs=tmp_path / "runs", quiet=True, limits=LIMITS, seed=SEED)
+        result = run(
+            g, steps=striking.steps, runs=tmp_path / "runs", quiet=True, limits=LIMITS, seed=SEED
+        )
     finally:
         striking.finish()
     assert result.verdict.clean, result.verdict.line
@@ -71,8 +80,12 @@ def struck(
     assert verify(result.folder).clean
     rows = rollouts(result)
     assert rows.num_rows == striking.steps * 8
-    assert len({*zip(*(rows.column(name).to_pylist() for name in ("group_id", "position")), strict=True)}) == len(rows)
-    assert not pc.any(pc.is_valid(rows.column("error"))).as_py(), set(rows.column("error").to_pylist())
+    assert len(
+        {*zip(*(rows.column(name).to_pylist() for name in ("group_id", "position")), strict=True)}
+    ) == len(rows)
+    assert not pc.any(pc.is_valid(rows.column("error"))).as_py(), set(
+        rows.column("error").to_pylist()
+    )
     again = book.drawn_again(rows, seed=SEED, source="prompts")
     most = AT_ONCE * striking.kills("generator", episode)
     assert again <= most, f"{again} turns were drawn again, of {most} that may have been under way"
@@ -86,9 +99,14 @@ def struck(
 def in_process(policy: Path, folder: Path, **knobs: Any) -> Graph:
     folder.mkdir()
     world = environment(
-        "gym-shaped:world", options={"folder": str(folder), **knobs}, action=gym_shaped.as_said, sessions=8,
-        processes=2, tries=6, timeout_s=4.0,
-    )  # fmt: skip
+        "gym-shaped:world",
+        options={"folder": str(folder), **knobs},
+        action=gym_shaped.as_said,
+        sessions=8,
+        processes=2,
+        tries=6,
+        timeout_s=4.0,
+    )
     return world_graph(policy, world)
 
 
@@ -119,8 +137,8 @@ def test_a_run_whose_environment_is_killed_and_stopped_at_random_is_whole(
 def test_a_run_of_worlds_that_go_wrong_whose_processes_are_killed_at_random_is_whole(
     seed: int, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Worlds that raise, hang, die, answer 10 MB, are over without a reward: once for each task, so that another try
-    makes up for it."""
+    """Worlds that raise, hang, die, answer 10 MB, are over without a reward: once for each task, so
+    that another try makes up for it."""
     gym_shaped.known(monkeypatch)
     g = in_process(policy, tmp_path / "worlds", goes_wrong=True)
     _, striking = struck(g, "reward", schedule(seed, places("reward", 2), BLOWS), tmp_path)
@@ -134,16 +152,30 @@ def test_a_run_of_worlds_that_go_wrong_whose_processes_are_killed_at_random_is_w
 @SLOW
 @pytest.mark.usefixtures("temporary")
 @pytest.mark.parametrize("seed", range(4))
-def test_a_run_whose_server_of_environments_is_killed_too_is_whole(seed: int, policy: Path, tmp_path: Path) -> None:
-    pytest.importorskip("websockets", reason="websockets is not installed; pip install dataflow-rl[openenv]")
+def test_a_run_whose_server_of_environments_is_killed_too_is_whole(
+    seed: int, policy: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip(
+        "websockets", reason="websockets is not installed; pip install dataflow-rl[openenv]"
+    )
     with ServedAlone(tmp_path, capacity=4) as served:
         options = {"field": "message"}
-        world = environment(f"openenv:{served.url}", options=options, sessions=4, tries=6, timeout_s=20.0)
+        world = environment(
+            f"openenv:{served.url}", options=options, sessions=4, tries=6, timeout_s=20.0
+        )
         blows = schedule(seed, [*places("reward", 2), Place("server")], BLOWS + 1)
-        struck(world_graph(policy, world, intro="go "), "reward", blows, tmp_path, server=lambda: served.pid)
+        struck(
+            world_graph(policy, world, intro="go "),
+            "reward",
+            blows,
+            tmp_path,
+            server=lambda: served.pid,
+        )
         wait_until(lambda: len({*served.sessions()}) == 1, 30, "the end of all sessions")
         assert served.most() <= 4 <= served.begun()
-        assert served.lives == 1 + sum(blow.place.worker == "server" and blow.stopped_s is None for blow in blows)
+        assert served.lives == 1 + sum(
+            blow.place.worker == "server" and blow.stopped_s is None for blow in blows
+        )
 
 
 # Tools, a sandbox for each rollout
@@ -175,7 +207,13 @@ def test_a_run_of_agents_whose_processes_are_killed_at_random_is_whole_and_ends_
     g = episode_graph(chatty, dataclasses.replace(talker, tries=6), reward, name="agents")
     result, _ = struck(g, "talker", schedule(seed, places("talker", 2), BLOWS), tmp_path)
     for row in rollouts(result).to_pylist():
-        seen, tokens, turns = json.loads(row["talker"]), np.array(row["tokens"]), np.array(row["turn"])
+        seen, tokens, turns = (
+            json.loads(row["talker"]),
+            np.array(row["tokens"]),
+            np.array(row["turn"]),
+        )
         assert len(seen) == int(row["answer"]) == max(turns) + 1
         for turn, (_, ids, _) in enumerate(seen):
-            assert tokens[turns == turn].tolist() == ids, "the program that ended well was told each of its turns"
+            assert tokens[turns == turn].tolist() == ids, (
+                "the program that ended well was told each of its turns"
+            )

@@ -1,4 +1,5 @@
-"""Runs of episodes with tools: what fails is told or is no reward, state is kept, all is given back whatever dies."""
+"""Runs of episodes with tools: what fails is told or is no reward, state is kept, all is given back
+whatever dies."""
 
 import os
 import shutil
@@ -56,12 +57,16 @@ def service(how: str) -> str:
 
 KINDS = ["fine", "raise", "hang", "much", "kill", "gone"]
 TOLD = {
-    "fine": "fine", "raise": "error: nothing there", "hang": "error: 'service' took more than 10 s",
+    "fine": "fine",
+    "raise": "error: nothing there",
+    "hang": "error: 'service' took more than 10 s",
     "much": "x" * 20 + f"\n[cut: {10 << 20} characters in all]",
-}  # fmt: skip
+}
 
 
-@episode(tools=[service], calls=CALLS, call_s=10.0, call_characters=20, timeout_s=60.0, concurrency=16)
+@episode(
+    tools=[service], calls=CALLS, call_s=10.0, call_characters=20, timeout_s=60.0, concurrency=16
+)
 async def used(chat: Any, answer: str) -> str:
     """The policy of these tests is random: what it says is replaced by a call."""
     await chat.say(max_tokens=4)
@@ -74,7 +79,9 @@ async def used(chat: Any, answer: str) -> str:
 
 
 def rows(count: int = 40) -> list[dict[str, str]]:
-    return [{"prompt": f"{chr(97 + n % 26)}{n}=", "answer": KINDS[n % len(KINDS)]} for n in range(count)]
+    return [
+        {"prompt": f"{chr(97 + n % 26)}{n}=", "answer": KINDS[n % len(KINDS)]} for n in range(count)
+    ]
 
 
 def test_what_a_tool_fails_in_is_told_and_a_tool_that_dies_is_no_reward(policy: Path) -> None:
@@ -124,7 +131,9 @@ def reward(boxed: float) -> float:
 def graph(policy: Path, function: Episode = boxed) -> Graph:
     g, model = Graph("boxes"), Model(str(policy))
     generator = Generator(model, group_size=2, max_tokens=4, slots=16, segment_tokens=2)
-    trainer = Trainer(model, loss=partial(aipo, rho=4.0), prompts_per_step=4, lr=1e-2, checkpoint_every=1)
+    trainer = Trainer(
+        model, loss=partial(aipo, rho=4.0), prompts_per_step=4, lr=1e-2, checkpoint_every=1
+    )
     prompts = Prompts(rows(), columns=("answer",), epochs=None)
     held_out = Prompts(rows(4), columns=("answer",), name="held_out", group_size=1)
     trainer(advantage(reward(function(generator, g.source(prompts)))))
@@ -144,7 +153,8 @@ def test_a_sandbox_is_of_one_rollout_and_all_are_given_back(policy: Path, tmp_pa
 
 
 class StrikingWorlds(Striking):
-    """Kills also what is no worker of its own: the processes in which functions run, of which there is no record."""
+    """Kills also what is no worker of its own: the processes in which functions run, of which there
+    is no record."""
 
     def strike(self, pid: int) -> None:
         if pid in processes_of("boxed")[1:]:
@@ -158,10 +168,21 @@ class StrikingWorlds(Striking):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("machine")
-def test_a_run_whose_processes_are_killed_is_clean_and_gives_every_sandbox_back(policy: Path, tmp_path: Path) -> None:
-    """The processes in which functions run, the server that forks them, and workers, one after the other."""
+def test_a_run_whose_processes_are_killed_is_clean_and_gives_every_sandbox_back(
+    policy: Path, tmp_path: Path
+) -> None:
+    """The processes in which functions run, the server that forks them, and workers, one after the
+    other."""
     limits = Limits(stop_s=2.0, patience=Patience(first_s=0.05, of_one=3))
-    victims = [("boxed", 2), ("boxed", 0), ("generator", 0), ("boxed", 3), ("boxed", 1), ("boxed", 0), ("trainer", 0)]
+    victims = [
+        ("boxed", 2),
+        ("boxed", 0),
+        ("generator", 0),
+        ("boxed", 3),
+        ("boxed", 1),
+        ("boxed", 0),
+        ("trainer", 0),
+    ]
     striking = StrikingWorlds(tmp_path, {"boxed": 4, "generator": 1, "trainer": 1}, victims)
     striking.start()
     steps = 20
@@ -177,12 +198,11 @@ def test_a_run_whose_processes_are_killed_is_clean_and_gives_every_sandbox_back(
 
 
 TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}"
-    "{% if m.role == 'tool' %}r={{ m.content }}-{% else %}{{ m.role[0] }}={{ m.content }}"
-    "{% for c in m.tool_calls or [] %}"
-    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
-    "{% endfor %}{% if m.role == 'assistant' %}<eos>{% endif %}-{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}a={% endif %}"
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{% if"
+    " m.role == 'tool' %}r={{ m.content }}-{% else %}{{ m.role[0] }}={{ m.content }}{% for c in"
+    ' m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {{'
+    " c.function.arguments | tojson }}}</tool_call>{% endfor %}{% if m.role == 'assistant'"
+    " %}<eos>{% endif %}-{% endif %}{% endfor %}{% if add_generation_prompt %}a={% endif %}"
 )
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789= .-_<>/\"{}:,'"
 
@@ -206,21 +226,33 @@ def test_calls_and_results_stand_as_the_chat_template_has_them(tmp_path: Path) -
     call = '<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>'
     first, second = "double u=21-a=", f"double u=21-a={call}<eos>-r=42-a="
     folder = warm_start(
-        tmp_path / "policy", examples=[(first, call), (second, "42")] * 64, alphabet=ALPHABET, layers=2, width=64,
-        heads=2, steps=150, seed=0, learning_rate=3e-3, max_positions=192,
-    )  # fmt: skip
+        tmp_path / "policy",
+        examples=[(first, call), (second, "42")] * 64,
+        alphabet=ALPHABET,
+        layers=2,
+        width=64,
+        heads=2,
+        steps=150,
+        seed=0,
+        learning_rate=3e-3,
+        max_positions=192,
+    )
     chatty = tmp_path / "chatty"
     shutil.copytree(folder, chatty)
     tokenizer = AutoTokenizer.from_pretrained(chatty)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(chatty)
     g = Graph("calls")
-    generator = Generator(Model(str(chatty)).frozen(), group_size=2, max_tokens=80, chat=True, temperature=0.0)
+    generator = Generator(
+        Model(str(chatty)).frozen(), group_size=2, max_tokens=80, chat=True, temperature=0.0
+    )
     asked = Prompts([{"prompt": "21"}], epochs=1, chat=True)
     made = tool_use([double], name="said", max_turns=3)
     found = collect(made(generator, g.source(asked)), rows=2).to_pylist()
     for row in found:
         assert row["error"] is None and row["said"] == "42", row
-        assert tokenizer.decode(row["tokens"]).replace(" ", "") == (second + "42<eos>").replace(" ", "")
+        assert tokenizer.decode(row["tokens"]).replace(" ", "") == (second + "42<eos>").replace(
+            " ", ""
+        )
         said = [token for token, chosen in zip(row["tokens"], row["mask"], strict=True) if chosen]
         assert tokenizer.decode(said).replace(" ", "") == f"{call}<eos>42<eos>".replace(" ", "")

@@ -1,4 +1,5 @@
-"""What a generator was asked for and drew, turn by turn, in a file that outlives it; and what a run made of it."""
+"""What a generator was asked for and drew, turn by turn, in a file that outlives it; and what a run
+made of it."""
 
 import json
 import os
@@ -38,7 +39,12 @@ class _Booked(Around):
         made = super().work()
         for batch in made or ():
             if batch.source == self._episode:
-                names = {"drawn": GROUP_ID, "ids": TOKENS, "logprobs": LOGPROBS, "versions": VERSIONS}
+                names = {
+                    "drawn": GROUP_ID,
+                    "ids": TOKENS,
+                    "logprobs": LOGPROBS,
+                    "versions": VERSIONS,
+                }
                 self._write(batch.records, names)
         return made
 
@@ -59,8 +65,9 @@ class TurnBook:
         return wrapped(generator, lambda inner: _Booked(inner, self._episode, self._path))
 
     def drawn_again(self, rollouts: pa.Table, *, seed: int, source: str) -> int:
-        """How many turns of trained rollouts the generator drew more than once, each time counted. Asserts that each
-        turn of each rollout is one that it drew, whole, of this very turn of this very rollout.
+        """How many turns of trained rollouts the generator drew more than once, each time counted.
+        Asserts that each turn of each rollout is one that it drew, whole, of this very turn of this
+        very rollout.
 
         seed: of the run. rollouts: of one conversation each."""
         numbers, drawn = self._read()
@@ -69,9 +76,13 @@ class TurnBook:
             turns = np.array(row["turn"])
             for turn in range(int(turns.max()) + 1):
                 key = f"{seed}/{source}/{row['group_id']}/{row['position']}/{turn}"
-                asked = numbers[xxhash.xxh3_64_intdigest(key.encode()) - (1 << 63), source, row["group_id"]]
+                asked = numbers[
+                    xxhash.xxh3_64_intdigest(key.encode()) - (1 << 63), source, row["group_id"]
+                ]
                 found = [each for number in asked for each in drawn[number]]
-                assert _turn(row, np.flatnonzero(turns == turn)) in found, f"nobody drew turn {turn} of {key}"
+                assert _turn(row, np.flatnonzero(turns == turn)) in found, (
+                    f"nobody drew turn {turn} of {key}"
+                )
                 again += len(found) - 1
         return again
 
@@ -84,7 +95,9 @@ class TurnBook:
             if "number" in row:
                 numbers[row["seed"], row["source"], row["group"]].add(row["number"])
             elif row["ids"]:
-                drawn[row["drawn"]].append((tuple(row["ids"]), tuple(row["logprobs"]), tuple(row["versions"])))
+                drawn[row["drawn"]].append(
+                    (tuple(row["ids"]), tuple(row["logprobs"]), tuple(row["versions"]))
+                )
         return numbers, drawn
 
 

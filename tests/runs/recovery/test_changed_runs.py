@@ -1,5 +1,6 @@
-"""A run whose knobs are set, or whose reward is swapped, again and again while its workers are killed: what it was at
-each step is on record, the ledger is whole, and a replay repeats every loss."""
+"""A run whose knobs are set, or whose reward is swapped, again and again while its workers are
+killed: what it was at each step is on record, the ledger is whole, and a replay repeats every
+loss."""
 
 import contextlib
 import os
@@ -37,7 +38,8 @@ KNOBS: dict[str, Callable[[random.Random], float | int]] = {
 
 
 class Storm:
-    """A run of the real operators around a tiny policy, and whoever changes it and kills its workers."""
+    """A run of the real operators around a tiny policy, and whoever changes it and kills its
+    workers."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", runs: Path, output: Path) -> None:
         self.process, self.runs, self.output = process, runs, output
@@ -53,7 +55,10 @@ class Storm:
         assert self.process.poll() is None, self.output.read_text()
         if not (self.runs / "latest" / "ledger.db").exists():
             return 0
-        with contextlib.suppress(LedgerError), Ledger.open(self.folder.ledger, readonly=True) as ledger:
+        with (
+            contextlib.suppress(LedgerError),
+            Ledger.open(self.folder.ledger, readonly=True) as ledger,
+        ):
             return ledger.last_step("trainer")
         return 0
 
@@ -70,7 +75,8 @@ class Storm:
             self.killed.append(name)
 
     def change(self, count: int, kills: int, ask: Callable[[int], None]) -> int:
-        """So many changes at random moments, so many of them beside a kill; how many were taken in."""
+        """So many changes at random moments, so many of them beside a kill; how many were taken
+        in."""
         beside = set(self.draw.sample(range(count), kills))
         taken = 0
         for number in range(count):
@@ -94,16 +100,29 @@ def storm(tmp_path: Path, policy: Path, machine: None) -> Iterator[Callable[[], 
 
     def start() -> Storm:
         command = [
-            sys.executable, str(ROOT / "tests" / "rigs" / "resumable.py"), "--policy", str(policy), "--runs",
-            str(tmp_path / "runs"), "--quiet", "--eval-every", "1000000", "--max-staleness", "2",
-            "--checkpoint-every", "20", "--sampling-mask",
-        ]  # fmt: skip
+            sys.executable,
+            str(ROOT / "tests" / "rigs" / "resumable.py"),
+            "--policy",
+            str(policy),
+            "--runs",
+            str(tmp_path / "runs"),
+            "--quiet",
+            "--eval-every",
+            "1000000",
+            "--max-staleness",
+            "2",
+            "--checkpoint-every",
+            "20",
+            "--sampling-mask",
+        ]
         environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
         output = tmp_path / "output"
         with output.open("ab") as file:
             started.append(
-                subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, env=environment, process_group=0)
-            )  # fmt: skip
+                subprocess.Popen(
+                    command, stdout=file, stderr=file, cwd=ROOT, env=environment, process_group=0
+                )
+            )
         return Storm(started[-1], tmp_path / "runs", output)
 
     yield start
@@ -116,10 +135,16 @@ def storm(tmp_path: Path, policy: Path, machine: None) -> Iterator[Callable[[], 
 def is_repeated(folder: RunFolder) -> None:
     """Every loss, bit for bit."""
     done = subprocess.run(
-        [sys.executable, "-m", "dataflow", "replay", str(folder.path), "--trust"], stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, cwd=ROOT, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0 and "losses are the recorded ones, bit for bit" in done.stdout, done.stdout[-2000:]
+        [sys.executable, "-m", "dataflow", "replay", str(folder.path), "--trust"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        timeout=400,
+    )
+    assert done.returncode == 0 and "losses are the recorded ones, bit for bit" in done.stdout, (
+        done.stdout[-2000:]
+    )
 
 
 @pytest.mark.slow
@@ -157,8 +182,8 @@ def test_a_reward_that_is_swapped_at_random_moments_judges_whole_groups_and_a_re
 
     def ask(number: int) -> None:
         module.write_text(
-            "from dataflow import scorer\n\n@scorer(isolate=False)\ndef judge(completion: str) -> float:\n"
-            f"    return {100.0 * (number + 1)} + len(completion) % 7\n"
+            "from dataflow import scorer\n\n@scorer(isolate=False)\ndef judge(completion: str) ->"
+            f" float:\n    return {100.0 * (number + 1)} + len(completion) % 7\n"
         )
         ask_to_swap(run.folder, "reward", "rewards_in_turn:judge")
 
@@ -171,7 +196,9 @@ def test_a_reward_that_is_swapped_at_random_moments_judges_whole_groups_and_a_re
     for path in sorted(folder.path.glob("rollouts/step-*.arrow")):
         table = folder.rollouts_of().read(int(path.stem.partition("-")[2]))
         judges: dict[int, set[int]] = {}
-        for group, reward in zip(*(table.column(n).to_pylist() for n in ("group_id", "reward")), strict=True):
+        for group, reward in zip(
+            *(table.column(n).to_pylist() for n in ("group_id", "reward")), strict=True
+        ):
             judges.setdefault(group, set()).add(int(reward // 100))
         assert all(len(each) == 1 for each in judges.values()), f"{path.name}: {judges}"
         judged |= {each for of_group in judges.values() for each in of_group}

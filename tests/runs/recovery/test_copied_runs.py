@@ -1,4 +1,5 @@
-"""Runs whose checkpoints are copied to an address: what is there is enough for a host that never saw the run folder."""
+"""Runs whose checkpoints are copied to an address: what is there is enough for a host that never
+saw the run folder."""
 
 import json
 import os
@@ -29,7 +30,9 @@ pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
 
 def graph_of(policy: Path, **how: Any) -> Graph:
-    return tiny_graph(policy, max_staleness=0, eval_every=2, max_tokens=8, **({"checkpoint_every": 2} | how))
+    return tiny_graph(
+        policy, max_staleness=0, eval_every=2, max_tokens=8, **({"checkpoint_every": 2} | how)
+    )
 
 
 def copies_of(folder: Path) -> Copies:
@@ -53,13 +56,22 @@ def test_a_host_that_never_saw_the_folder_goes_on_from_the_address_as_the_run_wo
 ) -> None:
     whole = run(graph_of(policy), steps=6, on=inline(), runs=tmp_path / "whole", quiet=True)
     begun = run(
-        graph_of(policy), steps=4, on=inline(), runs=tmp_path / "one", quiet=True, keep_steps=0,
+        graph_of(policy),
+        steps=4,
+        on=inline(),
+        runs=tmp_path / "one",
+        quiet=True,
+        keep_steps=0,
         checkpoint_to=str(tmp_path / "there"),
-    )  # fmt: skip
+    )
     store = store_of(begun.folder)
     assert store.whole() == [2, 4]
     marker = store.marker(4)
-    files = set(json.loads((RunFolder.open(begun.folder).checkpoints.folder(4) / MARKER).read_text())["files"])
+    files = set(
+        json.loads((RunFolder.open(begun.folder).checkpoints.folder(4) / MARKER).read_text())[
+            "files"
+        ]
+    )
     assert set(marker["files"]) == files | {LEDGER}
     before = trained(begun.folder)
     shutil.rmtree(tmp_path / "one")
@@ -78,16 +90,26 @@ def test_steps_after_the_copied_checkpoint_are_taken_back_and_none_is_trained_tw
     policy: Path, tmp_path: Path
 ) -> None:
     there = tmp_path / "there"
-    begun = run(graph_of(policy), steps=5, on=inline(), runs=tmp_path / "one", quiet=True, checkpoint_to=str(there))
+    begun = run(
+        graph_of(policy),
+        steps=5,
+        on=inline(),
+        runs=tmp_path / "one",
+        quiet=True,
+        checkpoint_to=str(there),
+    )
     store = store_of(begun.folder)
     for step in (2, 5):  # as if the host had died while it copied them
         store.place.remove(f"step-{step:06d}/{MARKER}")
-    with Ledger.open(begun.folder / "ledger.db") as ledger:  # the copy that came with step 4 knows step 5
+    # the copy that came with step 4 knows step 5
+    with Ledger.open(begun.folder / "ledger.db") as ledger:
         ledger.pack(there / "later")
     with (there / "later").open("rb") as later:
         facts = store.place.put(f"step-000004/{LEDGER}", later)
     marker = store.marker(4)
-    store.place.put_json(f"step-000004/{MARKER}", {**marker, "files": {**marker["files"], LEDGER: facts}})
+    store.place.put_json(
+        f"step-000004/{MARKER}", {**marker, "files": {**marker["files"], LEDGER: facts}}
+    )
     (there / "later").unlink()
 
     folder = bring_back(str(there), tmp_path / "two")
@@ -95,7 +117,9 @@ def test_steps_after_the_copied_checkpoint_are_taken_back_and_none_is_trained_tw
     done = run(graph_of(policy), steps=6, on=inline(), resume=folder.path, quiet=True)
     assert done.verdict.clean, done.verdict
     groups = [group for _, groups in trained(done.folder) for group in groups]
-    assert [step for step, _ in trained(done.folder)] == [1, 2, 3, 4, 5, 6] and len(groups) == len(set(groups))
+    assert [step for step, _ in trained(done.folder)] == [1, 2, 3, 4, 5, 6] and len(groups) == len(
+        set(groups)
+    )
     with Ledger.open(done.folder / "ledger.db", readonly=True) as ledger:
         assert ledger.counts("trainer").missing == 0
 
@@ -104,17 +128,34 @@ def test_who_was_replaced_at_the_address_goes_on_neither_in_its_folder_nor_in_it
     policy: Path, tmp_path: Path
 ) -> None:
     there = str(tmp_path / "there")
-    begun = run(graph_of(policy), steps=4, on=inline(), runs=tmp_path / "one", quiet=True, checkpoint_to=there)
+    begun = run(
+        graph_of(policy),
+        steps=4,
+        on=inline(),
+        runs=tmp_path / "one",
+        quiet=True,
+        checkpoint_to=there,
+    )
     bring_back(there, tmp_path / "two")
-    with pytest.raises(TakenUp, match=r"was taken up from '.*there/tiny-.*' by process \d+ on host '.*', as part 2"):
+    with pytest.raises(
+        TakenUp, match=r"was taken up from '.*there/tiny-.*' by process \d+ on host '.*', as part 2"
+    ):
         run(graph_of(policy), steps=6, on=inline(), resume=begun.folder, quiet=True)
     other = run(
-        graph_of(policy), steps=5, on=inline(), resume=begun.folder, quiet=True, checkpoint_to=str(tmp_path / "other")
+        graph_of(policy),
+        steps=5,
+        on=inline(),
+        resume=begun.folder,
+        quiet=True,
+        checkpoint_to=str(tmp_path / "other"),
     )
     assert copies_of(other.folder).part == 1 and store_of(other.folder).whole() == [4, 5]
-    nowhere = run(graph_of(policy), steps=6, on=inline(), resume=begun.folder, quiet=True, checkpoint_to="")
+    nowhere = run(
+        graph_of(policy), steps=6, on=inline(), resume=begun.folder, quiet=True, checkpoint_to=""
+    )
     assert described(RunFolder.open(nowhere.folder))[1][CONFIG] is None
-    third = bring_back(there, tmp_path / "three")  # part 2 has copied nothing yet: from part 1 again
+    # part 2 has copied nothing yet: from part 1 again
+    third = bring_back(there, tmp_path / "three")
     assert copies_of(third.path).part == 3
 
 
@@ -132,8 +173,17 @@ def test_a_run_that_is_replaced_while_it_runs_ends_and_says_by_whom(
             brought.append(copies_module.claim(place, there, name, [""], 1))
 
     monkeypatch.setattr(Store, "take_back", taken_up_meanwhile)
-    with pytest.raises(OperatorError, match="'trainer' copies no checkpoint any more: .* as part 2 where this one"):
-        run(graph_of(policy), steps=50, on=inline(), runs=tmp_path / "one", quiet=True, checkpoint_to=there)
+    with pytest.raises(
+        OperatorError, match="'trainer' copies no checkpoint any more: .* as part 2 where this one"
+    ):
+        run(
+            graph_of(policy),
+            steps=50,
+            on=inline(),
+            runs=tmp_path / "one",
+            quiet=True,
+            checkpoint_to=there,
+        )
 
 
 def test_an_address_that_takes_nothing_is_refused_before_anything_is_made(tmp_path: Path) -> None:
@@ -141,19 +191,34 @@ def test_an_address_that_takes_nothing_is_refused_before_anything_is_made(tmp_pa
     for address, why in (
         (
             str(tmp_path / "file/below"),
-            "checkpoints cannot go to '.*file/below', .*Not a directory; look whether it is reached",
+            (
+                "checkpoints cannot go to '.*file/below', .*Not a directory; look whether it is"
+                " reached"
+            ),
         ),
-        ("nowhere://bucket", "checkpoints cannot go to 'nowhere://bucket': .*; give a path, or an address as"),
+        (
+            "nowhere://bucket",
+            "checkpoints cannot go to 'nowhere://bucket': .*; give a path, or an address as",
+        ),
         ("s3://me:secret@bucket/a", r"'s3://...@bucket' holds a password, .*; leave it out"),
     ):
         with pytest.raises(GraphError, match=why) as told:
-            run(fake_graph(), steps=2, on=inline(), runs=tmp_path / "runs", quiet=True, checkpoint_to=address)
+            run(
+                fake_graph(),
+                steps=2,
+                on=inline(),
+                runs=tmp_path / "runs",
+                quiet=True,
+                checkpoint_to=address,
+            )
         assert "secret" not in str(told.value)
     assert [each for each in (tmp_path / "runs").glob("*") if not each.is_symlink()] == []
 
 
 def test_an_address_that_does_not_answer_is_refused_in_time(tmp_path: Path) -> None:
-    with pytest.raises(GraphError, match=r"it did not answer within 0 s; look whether it is reached"):
+    with pytest.raises(
+        GraphError, match=r"it did not answer within 0 s; look whether it is reached"
+    ):
         ask("sleep", "/away", 0.2, seconds=30.0)
 
 
@@ -161,21 +226,31 @@ def test_a_folder_that_is_there_is_not_overwritten_and_an_address_without_a_run_
     policy: Path, tmp_path: Path
 ) -> None:
     there = tmp_path / "there"
-    begun = run(graph_of(policy), steps=2, on=inline(), runs=tmp_path, quiet=True, checkpoint_to=str(there))
+    begun = run(
+        graph_of(policy), steps=2, on=inline(), runs=tmp_path, quiet=True, checkpoint_to=str(there)
+    )
     with pytest.raises(RunError, match=r"is there already, .* go on with it \(dataflow resume"):
         bring_back(str(there), tmp_path)
     with pytest.raises(RunError, match="there is no whole checkpoint at"):
         bring_back(str(tmp_path / "empty"), tmp_path / "two")
-    with pytest.raises(GraphError, match="has checkpoints of a run of this name; give the address as"):
+    with pytest.raises(
+        GraphError, match="has checkpoints of a run of this name; give the address as"
+    ):
         copies_module.claim(Address.of(str(there)), str(there), begun.folder.name, [""], None)
     shutil.copytree(there / begun.folder.name, there / "other-1")
-    with pytest.raises(RunError, match=r"holds 2 runs: other-1, tiny-.*; give the address of one, as in .*there/tiny-"):
+    with pytest.raises(
+        RunError,
+        match=r"holds 2 runs: other-1, tiny-.*; give the address of one, as in .*there/tiny-",
+    ):
         bring_back(str(there), tmp_path / "two")
     assert bring_back(str(there / "other-1"), tmp_path / "two").path.name == "other-1"
 
 
 def test_a_run_whose_address_fails_goes_on_and_a_resume_copies_what_is_missing(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def refuse(*_: object) -> None:
         raise CopyError("writing 'there' failed: the network is down")
@@ -184,9 +259,13 @@ def test_a_run_whose_address_fails_goes_on_and_a_resume_copies_what_is_missing(
     with monkeypatch.context() as patch:
         patch.setattr(Store, "put", refuse)
         begun = run(
-            graph_of(policy), steps=4, runs=tmp_path, checkpoint_to=str(tmp_path / "there"),
-            limits=Limits(copy_s=0.3), **how,
-        )  # fmt: skip
+            graph_of(policy),
+            steps=4,
+            runs=tmp_path,
+            checkpoint_to=str(tmp_path / "there"),
+            limits=Limits(copy_s=0.3),
+            **how,
+        )
     assert begun.verdict.clean and begun.steps == 4 and store_of(begun.folder).whole() == []
     said = capsys.readouterr().err
     assert "checkpoint not copied, and tried again" in said and "the network is down" in said
@@ -201,7 +280,13 @@ def test_resume_from_starts_the_program_in_a_folder_of_its_own_and_trusts_no_str
     there = tmp_path / "there"
     launch = Launch(module="graphs.sorting", folder=str(tmp_path), arguments=("--quiet",))
     begun = run(
-        graph_of(policy), steps=2, on=inline(), runs=tmp_path, quiet=True, checkpoint_to=str(there), launch=launch
+        graph_of(policy),
+        steps=2,
+        on=inline(),
+        runs=tmp_path,
+        quiet=True,
+        checkpoint_to=str(there),
+        launch=launch,
     )
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
@@ -211,12 +296,28 @@ def test_resume_from_starts_the_program_in_a_folder_of_its_own_and_trusts_no_str
     folder = tmp_path / "two" / name
     commands = [command for command, _ in summarize(RunFolder.open(folder), "", True).commands]
     assert any(f"resume --from '{there}/{name}'" in command for command in commands)
-    assert started[0][1:] == ["-m", "graphs.sorting", "--quiet", "--steps", "4", "--resume", str(folder)]
+    assert started[0][1:] == [
+        "-m",
+        "graphs.sorting",
+        "--quiet",
+        "--steps",
+        "4",
+        "--resume",
+        str(folder),
+    ]
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(RunError, match=r"belongs to .*, and what it names would run with your rights"):
+    with pytest.raises(
+        RunError, match=r"belongs to .*, and what it names would run with your rights"
+    ):
         cli.resume(steps=4, from_=str(there), runs=tmp_path / "three")
     monkeypatch.undo()
-    with pytest.raises(RunError, match=r"belongs to whoever may write at 's3://b', .* or give --trust"):
+    with pytest.raises(
+        RunError, match=r"belongs to whoever may write at 's3://b', .* or give --trust"
+    ):
         check_owner(
-            RunFolder.open(folder), launch, False, ["belongs to whoever may write at 's3://b'"], lambda question: False
+            RunFolder.open(folder),
+            launch,
+            False,
+            ["belongs to whoever may write at 's3://b'"],
+            lambda question: False,
         )

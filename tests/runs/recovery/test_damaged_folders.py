@@ -1,4 +1,5 @@
-"""Run folders with one random damage each: every command ends in a sentence, and nothing damaged is gone on with."""
+"""Run folders with one random damage each: every command ends in a sentence, and nothing damaged is
+gone on with."""
 
 import contextlib
 import random
@@ -30,9 +31,19 @@ STEPS, QUICK, MANY = 5, 3, 300
 WRITTEN_S = 30.0
 PAGE_BYTES = 4096
 ADDRESSES = (
-    "", "api/runs", "api/graph", "api/now", "api/names", "api/series?key=trainer/loss", "api/marks", "trace",
-    "api/rollouts?sort=reward", "api/rollout?step=1&row=0", "api/group?step=1&row=0", "trace?part=minute",
-)  # fmt: skip
+    "",
+    "api/runs",
+    "api/graph",
+    "api/now",
+    "api/names",
+    "api/series?key=trainer/loss",
+    "api/marks",
+    "trace",
+    "api/rollouts?sort=reward",
+    "api/rollout?step=1&row=0",
+    "api/group?step=1&row=0",
+    "trace?part=minute",
+)
 
 
 def graph(policy: Path) -> Any:
@@ -51,7 +62,8 @@ class Killed:
 
 @pytest.fixture(scope="module")
 def killed(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
-    """After step 3, a checkpoint and a round of evaluation, with finished groups, while no checkpoint is written."""
+    """After step 3, a checkpoint and a round of evaluation, with finished groups, while no
+    checkpoint is written."""
     runs = tmp_path_factory.mktemp("killed")
 
     class Dying(Around):
@@ -59,7 +71,10 @@ def killed(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[K
             made = super().work()
             if (runs / "latest/rollouts/step-000003.arrow").exists():
                 checkpoints = runs / "latest/checkpoints"  # of step 2, which a thread writes
-                wait_until(lambda: [path.name for path in checkpoints.iterdir()] == ["step-000002"], WRITTEN_S)
+                wait_until(
+                    lambda: [path.name for path in checkpoints.iterdir()] == ["step-000002"],
+                    WRITTEN_S,
+                )
                 shutil.copytree((runs / "latest").resolve(), runs / "left")
                 raise ValueError("dies")
             return made
@@ -71,7 +86,13 @@ def killed(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[K
         object.__setattr__(trainer, "build", wrapped(trainer, Dying).build)
         with pytest.raises(OperatorError, match="dies"):
             run(dying, steps=STEPS, on=inline(), runs=runs, quiet=True)
-        whole = run(graph(policy), steps=STEPS, on=inline(), runs=tmp_path_factory.mktemp("whole"), quiet=True)
+        whole = run(
+            graph(policy),
+            steps=STEPS,
+            on=inline(),
+            runs=tmp_path_factory.mktemp("whole"),
+            quiet=True,
+        )
         yield Killed(runs / "left", policy, whole)
 
 
@@ -161,7 +182,9 @@ def goes_on_right(folder: Path, killed: Killed, was_clean: bool = True) -> str:
     return ""
 
 
-def judge(numbers: range, killed: Killed, damaged: Callable[[int], tuple[Path, str]], every: int = 1) -> None:
+def judge(
+    numbers: range, killed: Killed, damaged: Callable[[int], tuple[Path, str]], every: int = 1
+) -> None:
     wrong, clean = [], 0
     for number in numbers:
         folder, what = damaged(number)
@@ -193,5 +216,7 @@ def test_one_damage_of_a_folder_ends_no_command_without_a_sentence(
 
 
 @pytest.mark.slow
-def test_no_damage_of_a_folder_is_gone_on_with(killed: Killed, damaged: Callable[[int], tuple[Path, str]]) -> None:
+def test_no_damage_of_a_folder_is_gone_on_with(
+    killed: Killed, damaged: Callable[[int], tuple[Path, str]]
+) -> None:
     judge(range(MANY), killed, damaged)

@@ -1,4 +1,5 @@
-"""Faults, each dealt to a whole run: it goes on with the fault on record, or ends with the culprit's name."""
+"""Faults, each dealt to a whole run: it goes on with the fault on record, or ends with the
+culprit's name."""
 
 import contextlib
 import dataclasses
@@ -24,7 +25,18 @@ from rigs.programs import Program, program, under_way
 from rigs.ranks import processes_of
 from rigs.sent import agree
 
-from dataflow import DataflowError, Graph, GraphError, Model, RunError, collect, inline, run, scorer, verify
+from dataflow import (
+    DataflowError,
+    Graph,
+    GraphError,
+    Model,
+    RunError,
+    collect,
+    inline,
+    run,
+    scorer,
+    verify,
+)
 from dataflow.errors import DeadlineError, RecordError, WorkerDied
 from dataflow.folder.faults import FILE, STOPPED, restarts
 from dataflow.folder.ledger import Ledger
@@ -100,18 +112,29 @@ def faults(folder: Path) -> list[dict[str, Any]]:
 def goes_on_to_its_end(graph: Graph, worker: str, cause: str, runs: Path, limits: Limits) -> None:
     """With one worker started again once, and every group trained once."""
     result = run(graph, runs=runs, quiet=True, limits=limits)
-    assert result.verdict.clean and "64 groups issued = 64 trained" in result.verdict.line, result.verdict.line
+    assert result.verdict.clean and "64 groups issued = 64 trained" in result.verdict.line, (
+        result.verdict.line
+    )
     found = agree(result.folder)
-    assert len(found) == len(graph.calls) - 1 and all(ends["received"][1] >= 64 for ends in found.values()), found
+    assert len(found) == len(graph.calls) - 1 and all(
+        ends["received"][1] >= 64 for ends in found.values()
+    ), found
     (fault,) = faults(result.folder)
     assert (fault["worker"], fault["attempt"], fault["recovered_s"] > 0) == (worker, 0, True)
     assert fault["cause"].startswith(cause)
-    assert f"---- {worker}, attempt 1 ----" in (result.folder / "logs" / f"{worker}.log").read_text()
+    assert (
+        f"---- {worker}, attempt 1 ----" in (result.folder / "logs" / f"{worker}.log").read_text()
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "worker"),
-    [("source", "prompts-0"), ("generator", "generator-0"), ("scorer", "judge-0"), ("trainer", "trainer-0")],
+    [
+        ("source", "prompts-0"),
+        ("generator", "generator-0"),
+        ("scorer", "judge-0"),
+        ("trainer", "trainer-0"),
+    ],
 )
 def test_a_killed_worker_is_started_again_and_every_group_is_trained_once(
     name: str, worker: str, light: None, tmp_path: Path
@@ -123,7 +146,9 @@ def test_a_killed_worker_is_started_again_and_every_group_is_trained_once(
 def killed_as_it_starts(runs: Path, chance: Random, within_s: float) -> tuple[str, float]:
     """Kill a worker so long after the first one was forked; which, and when."""
     logs = runs / "latest" / "logs"
-    wait_until(lambda: any(processes_of(log.stem.rpartition("-")[0]) for log in logs.glob("*-0.log")), 60.0)
+    wait_until(
+        lambda: any(processes_of(log.stem.rpartition("-")[0]) for log in logs.glob("*-0.log")), 60.0
+    )
     at_s = chance.random() * within_s
     time.sleep(at_s)
     names = [log.stem.rpartition("-")[0] for log in logs.glob("*-0.log")]
@@ -138,20 +163,28 @@ def killed_as_it_starts(runs: Path, chance: Random, within_s: float) -> tuple[st
 def test_a_worker_that_is_killed_at_any_moment_of_the_start_is_started_again(
     seed: int, policy: Path, machine: None, tmp_path: Path
 ) -> None:
-    """From the first fork on: a graph of two replicas with an evaluation, of which one process is struck."""
+    """From the first fork on: a graph of two replicas with an evaluation, of which one process is
+    struck."""
     graph = tiny_graph(policy, eval_every=3)
     with ThreadPoolExecutor() as pool:
-        striking = pool.submit(killed_as_it_starts, tmp_path, Random(seed), 3.0 if seed % 2 else 0.5)
+        striking = pool.submit(
+            killed_as_it_starts, tmp_path, Random(seed), 3.0 if seed % 2 else 0.5
+        )
         result = run(graph, steps=40, replicas={"generator": 2}, runs=tmp_path, quiet=True)
         worker, at_s = striking.result()
     assert result.verdict.clean and result.steps == 40, result.verdict.line
     (fault,) = faults(result.folder)
     assert (fault["worker"], fault["cause"]) == (worker, "died (SIGKILL)")
-    print(f"seed {seed}: {worker} killed {at_s:.2f} s after the first fork, back after {fault['recovered_s']} s")
+    print(
+        f"seed {seed}: {worker} killed {at_s:.2f} s after the first fork, back after"
+        f" {fault['recovered_s']} s"
+    )
 
 
 @pytest.mark.slow
-def test_a_worker_that_stopped_answering_is_killed_and_started_again(light: None, tmp_path: Path) -> None:
+def test_a_worker_that_stopped_answering_is_killed_and_started_again(
+    light: None, tmp_path: Path
+) -> None:
     graph = victim("generator", signal.SIGSTOP, Once(tmp_path / "struck"))
     limits = dataclasses.replace(QUICK, hang_s=3.0, stopped_s=math.inf)
     goes_on_to_its_end(graph, "generator-0", "has not answered for", tmp_path / "runs", limits)
@@ -159,11 +192,22 @@ def test_a_worker_that_stopped_answering_is_killed_and_started_again(light: None
 
 def test_a_worker_that_somebody_stopped_is_let_go_on_as_it_was(light: None, tmp_path: Path) -> None:
     graph = victim("generator", signal.SIGSTOP, Once(tmp_path / "struck"))
-    result = run(graph, runs=tmp_path / "runs", quiet=True, limits=dataclasses.replace(QUICK, stopped_s=0.2))
-    assert result.verdict.clean and "64 groups issued = 64 trained" in result.verdict.line, result.verdict.line
+    result = run(
+        graph, runs=tmp_path / "runs", quiet=True, limits=dataclasses.replace(QUICK, stopped_s=0.2)
+    )
+    assert result.verdict.clean and "64 groups issued = 64 trained" in result.verdict.line, (
+        result.verdict.line
+    )
     (fault,) = faults(result.folder)
-    assert (fault["worker"], fault["cause"], fault["recovered_s"] is None) == ("generator-0", STOPPED, False)
-    assert "worker 'generator-0' was stopped 1 times by a signal, and let go on" in result.verdict.notes
+    assert (fault["worker"], fault["cause"], fault["recovered_s"] is None) == (
+        "generator-0",
+        STOPPED,
+        False,
+    )
+    assert (
+        "worker 'generator-0' was stopped 1 times by a signal, and let go on"
+        in result.verdict.notes
+    )
     assert restarts(result.folder) == 0
 
 
@@ -178,7 +222,11 @@ def compute_for_ever() -> None:
     ("work", "limits", "cause"),
     [
         (compute_for_ever, {"stuck_s": 5.0, "asleep_s": 2.0}, "was stuck in one slice of work for"),
-        (lambda: time.sleep(600), {"asleep_s": 2.0}, "was stuck in one slice of work, and has computed nothing for"),
+        (
+            lambda: time.sleep(600),
+            {"asleep_s": 2.0},
+            "was stuck in one slice of work, and has computed nothing for",
+        ),
     ],
     ids=["computes", "waits"],
 )
@@ -188,7 +236,9 @@ def test_a_worker_that_is_stuck_in_one_slice_of_work_is_killed_and_started_again
     first = Once(tmp_path / "struck")
     generator = struck(FakeGenerator(model=MODEL), lambda: work() if first() else None)
     impatient = dataclasses.replace(QUICK, **limits)  # type: ignore[arg-type]
-    goes_on_to_its_end(fake_graph(generator=generator), "generator-0", cause, tmp_path / "runs", impatient)
+    goes_on_to_its_end(
+        fake_graph(generator=generator), "generator-0", cause, tmp_path / "runs", impatient
+    )
 
 
 @pytest.mark.slow
@@ -201,23 +251,34 @@ def test_a_worker_that_fails_is_started_again(light: None, tmp_path: Path) -> No
 
     generator = struck(FakeGenerator(model=MODEL), trip)
     cause = "failed: 'generator' failed while working: OSError: the network is down"
-    goes_on_to_its_end(fake_graph(generator=generator), "generator-0", cause, tmp_path / "runs", QUICK)
+    goes_on_to_its_end(
+        fake_graph(generator=generator), "generator-0", cause, tmp_path / "runs", QUICK
+    )
 
 
 @pytest.mark.timeout(40)
-def test_a_worker_that_dies_again_and_again_is_named_among_many_that_go_on(light: None, tmp_path: Path) -> None:
+def test_a_worker_that_dies_again_and_again_is_named_among_many_that_go_on(
+    light: None, tmp_path: Path
+) -> None:
     """The others never fall silent together."""
     g = Graph("many")
     for number in range(12):
         source = FakePrompts(name=f"p{number}", size=None)
         source = signalled(source, signal.SIGKILL) if number == 5 else slow(source, seconds=0.05)
         Keep(name=f"k{number}", path=tmp_path / f"kept-{number}")(g.source(source))
-    with pytest.raises(WorkerDied, match=r"'p5-0' failed 2 times .*died \(SIGKILL\) \(2 times\).*logs/p5-0\.log"):
+    with pytest.raises(
+        WorkerDied, match=r"'p5-0' failed 2 times .*died \(SIGKILL\) \(2 times\).*logs/p5-0\.log"
+    ):
         run(g, runs=tmp_path / "runs", quiet=True, limits=QUICK)
-    assert [fault["worker"] for fault in faults(the_folder(tmp_path / "runs").path)] == ["p5-0", "p5-0"]
+    assert [fault["worker"] for fault in faults(the_folder(tmp_path / "runs").path)] == [
+        "p5-0",
+        "p5-0",
+    ]
 
 
-def test_a_killed_forkserver_takes_its_workers_along_and_ends_the_run(light: None, tmp_path: Path) -> None:
+def test_a_killed_forkserver_takes_its_workers_along_and_ends_the_run(
+    light: None, tmp_path: Path
+) -> None:
     generator = struck(FakeGenerator(model=MODEL), lambda: os.kill(os.getppid(), signal.SIGKILL))
     graph = fake_graph(generator=generator, trainer=FakeTrainer(model=MODEL), count=None)
     with pytest.raises(WorkerDied, match="the forkserver ended"):
@@ -247,7 +308,10 @@ def test_an_operator_that_always_raises_ends_the_run_with_its_name_and_line_and_
     def boom() -> None:
         raise ValueError("boom")
 
-    graph = fake_graph(generator=struck(FakeGenerator(model=MODEL), boom, after=1), trainer=FakeTrainer(model=MODEL))
+    graph = fake_graph(
+        generator=struck(FakeGenerator(model=MODEL), boom, after=1),
+        trainer=FakeTrainer(model=MODEL),
+    )
     message = (
         r"'generator-0' failed 2 times .*'generator-0' failed: 'generator' failed while working: "
         r"ValueError: boom .*test_faults\.py.*\(2 times\)"
@@ -267,7 +331,9 @@ class _Dying(Around):
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_be_built_again_ends_the_run_with_both_causes(light: None, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_built_again_ends_the_run_with_both_causes(
+    light: None, tmp_path: Path
+) -> None:
     first = Once(tmp_path / "built")
     fake = FakeGenerator(model=MODEL)
 
@@ -277,14 +343,19 @@ def test_a_worker_that_cannot_be_built_again_ends_the_run_with_both_causes(light
         return FakeGenerator.build(fake, context)
 
     generator = built_by(fake, lambda context: _Dying(build(context)))
-    both = r"failed: 'generator': the model is gone; a restart would not mend that \(before that: .*died \(SIGKILL\)\)"
+    both = (
+        r"failed: 'generator': the model is gone; a restart would not mend that \(before that:"
+        r" .*died \(SIGKILL\)\)"
+    )
     with pytest.raises(RunError, match=both):
         run(fake_graph(generator=generator), runs=tmp_path / "runs", quiet=True, limits=QUICK)
     clean_as_far_as_it_came(tmp_path / "runs")
 
 
 @pytest.mark.parametrize("on", [None, inline()], ids=["processes", "inline"])
-def test_a_model_that_is_not_there_is_named_before_anything_starts(on: Any, machine: None, tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_named_before_anything_starts(
+    on: Any, machine: None, tmp_path: Path
+) -> None:
     from operators import Generator
 
     g = Graph("missing")
@@ -293,24 +364,33 @@ def test_a_model_that_is_not_there_is_named_before_anything_starts(on: Any, mach
     generator = Generator(model)
     trainer(reward(generator(g.source(FakePrompts()))))
     g.feedback(trainer.weights, generator, max_staleness=1)
-    with pytest.raises(GraphError, match=r"model 'nowhere' cannot be loaded: there is no folder .*; give a folder"):
+    with pytest.raises(
+        GraphError, match=r"model 'nowhere' cannot be loaded: there is no folder .*; give a folder"
+    ):
         run(g, on=on, runs=tmp_path / "runs", quiet=True, limits=QUICK)
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
-def test_a_worker_that_never_gets_ready_is_named_when_the_start_is_overdue(light: None, tmp_path: Path) -> None:
+def test_a_worker_that_never_gets_ready_is_named_when_the_start_is_overdue(
+    light: None, tmp_path: Path
+) -> None:
     generator = built_by(FakeGenerator(model=MODEL), lambda context: time.sleep(600))  # type: ignore[arg-type, return-value]
     graph = fake_graph(generator=generator, trainer=FakeTrainer(model=MODEL))
-    with pytest.raises(DeadlineError, match=r"waited 6 s for \['generator-0'\] to start; see their logs"):
+    with pytest.raises(
+        DeadlineError, match=r"waited 6 s for \['generator-0'\] to start; see their logs"
+    ):
         run(graph, runs=tmp_path, quiet=True, limits=Limits(start_s=6.0, stop_s=0.5))
 
 
 # Scorers: what a call does wrong is a record of its rollout
 
 
-def test_what_a_scorer_does_wrong_is_recorded_and_never_a_reward(policy: Path, machine: None, tmp_path: Path) -> None:
-    """Prompt by prompt, the scorer raises, loops, exits, eats memory, or gives none, for all or for some."""
+def test_what_a_scorer_does_wrong_is_recorded_and_never_a_reward(
+    policy: Path, machine: None, tmp_path: Path
+) -> None:
+    """Prompt by prompt, the scorer raises, loops, exits, eats memory, or gives none, for all or for
+    some."""
 
     @scorer(timeout_s=0.4, memory_mb=64)
     def judge(completion: str, answer: str, position: int) -> float | None:
@@ -331,8 +411,12 @@ def test_what_a_scorer_does_wrong_is_recorded_and_never_a_reward(policy: Path, m
         return 1.0 + len(completion)
 
     kinds = ["raise", "loop", "exit", "eat", "none", "raise/some", "loop/some", "exit/some", "fine"]
-    prompts = [{"prompt": f"{n}=", "answer": kind} for n, kind in enumerate([*kinds, *["fine"] * 20])]
-    credit = tiny_graph(policy, prompts=prompts, scorers=(judge.renamed("reward"),), prompts_per_step=4)
+    prompts = [
+        {"prompt": f"{n}=", "answer": kind} for n, kind in enumerate([*kinds, *["fine"] * 20])
+    ]
+    credit = tiny_graph(
+        policy, prompts=prompts, scorers=(judge.renamed("reward"),), prompts_per_step=4
+    )
     result = run(credit, steps=3, runs=tmp_path, quiet=True)
     assert result.steps == 3 and result.verdict.clean, result.verdict.line
     folder = RunFolder.open(result.folder)
@@ -370,7 +454,9 @@ def test_a_scorers_process_that_is_killed_from_outside_costs_no_row(
     assert result.steps == 6 and result.verdict.clean, result.verdict.line
     for step in range(1, 7):
         table = RunFolder.open(result.folder).rollouts_of().read(step)
-        assert table.column("judge").to_pylist() == table.column("group_id").cast("double").to_pylist()
+        assert (
+            table.column("judge").to_pylist() == table.column("group_id").cast("double").to_pylist()
+        )
         assert table.column("error").null_count == len(table)
 
 
@@ -385,7 +471,9 @@ def test_a_scorer_that_always_fails_ends_the_run_with_its_reason(
         raise ValueError("no licence")
 
     graph = tiny_graph(policy, scorers=(reward,), max_tokens=2)
-    with pytest.raises(RunError, match=r"'trainer' dropped .* groups in a row and trained none.*no licence"):
+    with pytest.raises(
+        RunError, match=r"'trainer' dropped .* groups in a row and trained none.*no licence"
+    ):
         run(graph, on=inline(), runs=tmp_path, quiet=True)
     clean_as_far_as_it_came(tmp_path)
 
@@ -403,7 +491,9 @@ def test_no_process_outlives_a_scheduler_that_is_killed_while_the_forkserver_loa
     running.process.kill()
     running.process.wait(10)
     wait_until(lambda: not alive(family), 5.0, "the end of all processes")
-    wait_until(lambda: not any(made.exists() for made in running.made()), 5.0, "the end of its sockets")
+    wait_until(
+        lambda: not any(made.exists() for made in running.made()), 5.0, "the end of its sockets"
+    )
 
 
 def test_control_c_ends_the_step_writes_a_checkpoint_and_leaves_a_clean_folder(
@@ -470,7 +560,9 @@ def test_a_signal_while_workers_start_ends_the_run_and_waits_for_none_of_them(
 
 def write(path: Path, *rows: Any) -> Path:
     """A JSONL file; texts stand as they are."""
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
     return path
 
 
@@ -480,7 +572,9 @@ GOOD = [{"prompt": f"{n}=", "answer": str(n)} for n in range(4)]
 def prompts_run(source: Any, runs: Path, *, on: Any = None, **knobs: Any) -> Any:
     prompts = Prompts(source, columns=("answer",), epochs=1, **knobs)
     graph = fake_graph(
-        source=prompts, generator=FakeGenerator(model=MODEL), trainer=FakeTrainer(model=MODEL, prompts_per_step=2)
+        source=prompts,
+        generator=FakeGenerator(model=MODEL),
+        trainer=FakeTrainer(model=MODEL, prompts_per_step=2),
     )
     return run(graph, on=on, runs=runs, quiet=True, limits=QUICK)
 
@@ -494,14 +588,18 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)
-def test_a_bad_row_ends_the_run_at_its_start_with_file_and_fault(kind: str, light: None, tmp_path: Path) -> None:
+def test_a_bad_row_ends_the_run_at_its_start_with_file_and_fault(
+    kind: str, light: None, tmp_path: Path
+) -> None:
     row, said = BAD_ROWS[kind]
     path = write(tmp_path / "p.jsonl", *GOOD, row)
     with pytest.raises(RecordError, match=f"'prompts': line 5 of .*p.jsonl'.*{said}"):
         prompts_run(path, tmp_path / "runs", on=inline())
 
 
-def test_a_bad_row_is_named_also_when_the_source_runs_in_a_worker(light: None, tmp_path: Path) -> None:
+def test_a_bad_row_is_named_also_when_the_source_runs_in_a_worker(
+    light: None, tmp_path: Path
+) -> None:
     path = write(tmp_path / "p.jsonl", *GOOD, '{"prompt": "4=')
     with pytest.raises(RunError, match=r"'prompts-0' failed: 'prompts': .*p\.jsonl"):
         prompts_run(path, tmp_path / "runs")
@@ -515,7 +613,9 @@ def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(
     assert result.steps == 2 and result.verdict.clean, result.verdict.line
     assert "4 groups issued = 4 trained" in result.verdict.line
     told = capfd.readouterr().err
-    assert told.count("prompts left out") == len(BAD_ROWS) and told.count("rows=1") == len(BAD_ROWS), told
+    assert told.count("prompts left out") == len(BAD_ROWS) and told.count("rows=1") == len(
+        BAD_ROWS
+    ), told
 
 
 def test_a_column_that_no_row_has_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -526,7 +626,9 @@ def test_a_column_that_no_row_has_is_refused_before_anything_starts(tmp_path: Pa
 
 
 @pytest.mark.parametrize("rows", [[], [""]], ids=["empty", "blank line"])
-def test_a_file_without_rows_ends_the_run_at_its_start(rows: list[str], light: None, tmp_path: Path) -> None:
+def test_a_file_without_rows_ends_the_run_at_its_start(
+    rows: list[str], light: None, tmp_path: Path
+) -> None:
     path = write(tmp_path / "p.jsonl", *rows)
     with pytest.raises(DataflowError, match=r"'prompts' .*0 rows"):
         prompts_run(path, tmp_path / "runs", on=inline())
@@ -547,7 +649,9 @@ def test_equal_prompts_are_issued_each(light: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on", [None, inline()], ids=["processes", "inline"])
-def test_a_source_whose_function_raises_ends_the_run_with_its_name(on: Any, light: None, tmp_path: Path) -> None:
+def test_a_source_whose_function_raises_ends_the_run_with_its_name(
+    on: Any, light: None, tmp_path: Path
+) -> None:
     def row(found: dict[str, str]) -> dict[str, str]:
         if found["answer"] == "3":
             raise KeyError("question")
@@ -557,7 +661,9 @@ def test_a_source_whose_function_raises_ends_the_run_with_its_name(on: Any, ligh
         prompts_run(GOOD, tmp_path / "runs", on=on, rows=row)
 
 
-def test_an_iterable_that_raises_midway_ends_the_run_with_its_name(light: None, tmp_path: Path) -> None:
+def test_an_iterable_that_raises_midway_ends_the_run_with_its_name(
+    light: None, tmp_path: Path
+) -> None:
     class Flaky:
         def __iter__(self) -> Iterator[dict[str, str]]:
             yield from GOOD * 20
@@ -587,6 +693,8 @@ def test_an_over_long_prompt_is_dropped_with_its_reason_and_the_run_goes_on(
     policy: Path, machine: None, tmp_path: Path
 ) -> None:
     rows = [*words(2), {"prompt": "a" * (CONTEXT_TOKENS + 1), "answer": "?"}, *words(9)]
-    result = run(tiny_graph(policy, prompts=rows, epochs=1), steps=2, on=inline(), runs=tmp_path, quiet=True)
+    result = run(
+        tiny_graph(policy, prompts=rows, epochs=1), steps=2, on=inline(), runs=tmp_path, quiet=True
+    )
     assert result.steps == 2
     assert "8 trained + 1 dropped (1 failed)" in result.verdict.line

@@ -1,4 +1,5 @@
-"""What no restart mends ends a run at once, or keeps it from starting; and a run that learns nothing says so."""
+"""What no restart mends ends a run at once, or keeps it from starting; and a run that learns
+nothing says so."""
 
 import json
 import struct
@@ -42,11 +43,16 @@ def faults(runs: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
 
 
-def test_rewards_that_are_never_numbers_end_the_run_at_once_with_the_users_line(policy: Path, tmp_path: Path) -> None:
+def test_rewards_that_are_never_numbers_end_the_run_at_once_with_the_users_line(
+    policy: Path, tmp_path: Path
+) -> None:
     graph = tiny_graph(policy, scorers=(never_a_number,), max_tokens=2)
     with pytest.raises(
         RunError,
-        match=r"dropped 16 groups.*reward: unusable: returned nan.*test_hopeless_runs\.py:\d+.*restart would not",
+        match=(
+            r"dropped 16 groups.*reward: unusable: returned"
+            r" nan.*test_hopeless_runs\.py:\d+.*restart would not"
+        ),
     ):
         run(graph, steps=4, runs=tmp_path, quiet=True)
     assert [(fault["worker"], fault["attempt"]) for fault in faults(tmp_path)] == [("trainer-0", 0)]
@@ -57,9 +63,12 @@ def test_a_filter_that_drops_all_ends_the_run_at_once_and_the_silent_scorer_is_n
 ) -> None:
     graph = tiny_graph(policy, scorers=(the_same, undecided), max_tokens=2)
     wanted = (
-        r"found {'undecided': 65}, in each of them 'reward' \(.*test_hopeless_runs\.py:\d+\) gave all rollouts the "
+        r"found {'undecided': 65}, in each of them 'reward' \(.*test_hopeless_runs\.py:\d+\) gave"
+        r" all rollouts the "
     )
-    with pytest.raises(RunError, match=wanted + r"same, such as reward 0\.5 for the completion '.*' of '.*='"):
+    with pytest.raises(
+        RunError, match=wanted + r"same, such as reward 0\.5 for the completion '.*' of '.*='"
+    ):
         run(graph, steps=4, runs=tmp_path, quiet=True)
     assert [(fault["worker"], fault["attempt"]) for fault in faults(tmp_path)] == [("trainer-0", 0)]
 
@@ -74,7 +83,8 @@ def test_a_run_whose_answers_hold_no_number_says_that_it_learns_nothing(
     out, err = capsys.readouterr()
     folder = RunFolder.open(result.folder)
     said = (
-        f"nothing to learn from: 'reward' ({find('number').where}) gave all rollouts of a group the same value in all"
+        f"nothing to learn from: 'reward' ({find('number').where}) gave all rollouts of a group the"
+        " same value in all"
     )
     assert f"{said} 12 groups of 3 steps" in out, "on the way"
     assert f"{said} 16 groups of 4 steps" in summarize(folder, "", True).signal
@@ -93,7 +103,9 @@ def test_a_run_that_has_a_signal_says_nothing_of_the_kind(policy: Path, tmp_path
 
 def broken(folder: Path, what: str) -> str:
     """A folder that is no model to train."""
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     match what:
         case "no folder":
@@ -111,7 +123,9 @@ def broken(folder: Path, what: str) -> str:
         case "torn weights":
             (folder / "model.safetensors").write_bytes(b"\xff" * 20)
         case "a shard is missing":
-            (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+            (folder / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "model-1.safetensors"}}'
+            )
     return str(folder)
 
 
@@ -128,7 +142,9 @@ def broken(folder: Path, what: str) -> str:
         ("a shard is missing", "names 1 shards but .'model-1.safetensors'. are not in"),
     ],
 )
-def test_a_model_that_cannot_be_loaded_keeps_a_run_from_starting(tmp_path: Path, what: str, said: str) -> None:
+def test_a_model_that_cannot_be_loaded_keeps_a_run_from_starting(
+    tmp_path: Path, what: str, said: str
+) -> None:
     folder, runs = tmp_path / "model", tmp_path / "runs"
     folder.mkdir()
     graph = tiny_graph(Path(broken(folder, what)))
@@ -143,7 +159,9 @@ def test_a_file_of_prompts_that_cannot_be_read_is_refused_with_the_graph(
 ) -> None:
     (tmp_path / name).write_bytes(b"neither one nor the other")
     with pytest.raises(GraphError, match=f"{name}.*(cannot be read as|is not read)"):
-        run(tiny_graph(policy, prompts=tmp_path / name), runs=tmp_path / "runs", steps=1, quiet=True)
+        run(
+            tiny_graph(policy, prompts=tmp_path / name), runs=tmp_path / "runs", steps=1, quiet=True
+        )
     assert not (tmp_path / "runs").exists()
 
 
@@ -161,7 +179,9 @@ except GraphError as error:
 
 
 def test_what_keeps_a_run_from_starting_is_found_without_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", _REFUSED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", _REFUSED], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.startswith("False False model 'all' cannot be loaded"), done
 
 

@@ -1,4 +1,5 @@
-"""A run of several ranks on both sides goes on whichever of them is killed, or is stopped for longer than deadlines."""
+"""A run of several ranks on both sides goes on whichever of them is killed, or is stopped for
+longer than deadlines."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +16,11 @@ from dataflow.folder.faults import read_faults
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits, Patience
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("machine", "one_core"),
+    pytest.mark.timeout(600),
+]
 
 SIZES = {"trainer": 4, "generator": 2}
 RANKS = [(worker, rank) for worker, size in SIZES.items() for rank in range(size)]
@@ -27,19 +32,38 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def goes_on(striking: Striking, policy: Path, runs: Path, weights: str, limits: Limits, steps: int) -> Iterator[Any]:
-    """A run during which ranks are struck: it comes to its end with every group trained once, by the newest weights."""
+def goes_on(
+    striking: Striking, policy: Path, runs: Path, weights: str, limits: Limits, steps: int
+) -> Iterator[Any]:
+    """A run during which ranks are struck: it comes to its end with every group trained once, by
+    the newest weights."""
     graph = tiny_graph(
-        policy, max_staleness=0, max_tokens=8, prompts_per_step=2, generator_knobs={"tensor_parallel": 2}
+        policy,
+        max_staleness=0,
+        max_tokens=8,
+        prompts_per_step=2,
+        generator_knobs={"tensor_parallel": 2},
     )
     striking.start()
-    result = run(graph, ranks={"trainer": 4}, steps=steps, weights=weights, runs=runs, quiet=True, limits=limits)
+    result = run(
+        graph,
+        ranks={"trainer": 4},
+        steps=steps,
+        weights=weights,
+        runs=runs,
+        quiet=True,
+        limits=limits,
+    )
     striking.join(10)
     assert striking.error is None, striking.error
-    assert not striking.is_alive(), f"the run was over before all were struck; struck were {striking.struck}"
+    assert not striking.is_alive(), (
+        f"the run was over before all were struck; struck were {striking.struck}"
+    )
     assert result.steps == steps and result.verdict.clean, result.verdict.line
     assert verify(result.folder).clean
-    versions = RunFolder.open(result.folder).rollouts_of().read(steps).column("versions").to_pylist()
+    versions = (
+        RunFolder.open(result.folder).rollouts_of().read(steps).column("versions").to_pylist()
+    )
     assert {max(row) for row in versions} == {steps - 1}
     yield result
 
@@ -67,4 +91,6 @@ def test_a_rank_that_is_stopped_for_longer_than_deadlines_and_goes_on_ends_no_ru
     striking = Stopping(tmp_path, SIZES, [("trainer", 2), ("generator", 1)], stopped_s)
     with goes_on(striking, four_heads, tmp_path, weights, limits, steps=24) as result:
         if exchange_s < stopped_s:
-            assert {"trainer-0", "generator-0"} <= {fault["worker"] for fault in read_faults(result.folder)}
+            assert {"trainer-0", "generator-0"} <= {
+                fault["worker"] for fault in read_faults(result.folder)
+            }

@@ -1,4 +1,5 @@
-"""Whatever becomes of the files that a run can do without, it is made, judged, shown, resumed and replayed."""
+"""Whatever becomes of the files that a run can do without, it is made, judged, shown, resumed and
+replayed."""
 
 import shutil
 import sys
@@ -16,7 +17,15 @@ from dataflow.scheduler.requests import ask_for_facts
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
-NEEDED = ("ledger.db", "ledger.db-wal", "ledger.db-shm", "rollouts", "checkpoints", "finished", "lock")
+NEEDED = (
+    "ledger.db",
+    "ledger.db-wal",
+    "ledger.db-shm",
+    "rollouts",
+    "checkpoints",
+    "finished",
+    "lock",
+)
 """All others are extras. The lock is empty of content: it keeps two schedulers apart."""
 ALSO = (
     "activity.jsonl",
@@ -30,11 +39,24 @@ ALSO = (
     "logs/inline-0.recent-0.jsonl",
 )
 """What runs leave as they go on, or end in several processes, or doctors."""
-KNOWN = {"config.json", "graph.json", "graph.svg", "metrics.jsonl", "times.json", "trace.json", "curve.svg", *ALSO}
+KNOWN = {
+    "config.json",
+    "graph.json",
+    "graph.svg",
+    "metrics.jsonl",
+    "times.json",
+    "trace.json",
+    "curve.svg",
+    *ALSO,
+}
 
 
 def extras(folder: Path) -> list[Path]:
-    found = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).parts[0] not in NEEDED]
+    found = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.relative_to(folder).parts[0] not in NEEDED
+    ]
     return sorted({*found, *(folder / name for name in ALSO)})
 
 
@@ -52,7 +74,9 @@ def garbage(path: Path) -> None:
 
 
 def other_json(path: Path) -> None:
-    path.write_text('{"seconds": "x", "busy_seconds": 7, "address": 3, "pid": "x", "resumed": 1, "loss": 0}\n')
+    path.write_text(
+        '{"seconds": "x", "busy_seconds": 7, "address": 3, "pid": "x", "resumed": 1, "loss": 0}\n'
+    )
 
 
 def folder_in_its_place(path: Path) -> None:
@@ -70,7 +94,9 @@ Spoil = Callable[[Path], None]
 def half(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
-        yield run(fake_graph(), steps=3, on=inline(), runs=tmp_path_factory.mktemp("half"), quiet=True)
+        yield run(
+            fake_graph(), steps=3, on=inline(), runs=tmp_path_factory.mktemp("half"), quiet=True
+        )
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +104,12 @@ def trained(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
         yield run(
-            tiny_graph(policy, max_staleness=0, eval_every=2), steps=2, on=inline(),
-            runs=tmp_path_factory.mktemp("trained"), quiet=True,
-        )  # fmt: skip
+            tiny_graph(policy, max_staleness=0, eval_every=2),
+            steps=2,
+            on=inline(),
+            runs=tmp_path_factory.mktemp("trained"),
+            quiet=True,
+        )
 
 
 def copy(of: Result, to: Path) -> Path:
@@ -114,7 +143,9 @@ def test_a_run_goes_on_and_is_judged_without_any_one_of_them(
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
-def test_a_run_goes_on_and_is_judged_without_all_of_them(half: Result, tmp_path: Path, spoil: Spoil) -> None:
+def test_a_run_goes_on_and_is_judged_without_all_of_them(
+    half: Result, tmp_path: Path, spoil: Spoil
+) -> None:
     folder = copy(half, tmp_path)
     for path in extras(folder):
         spoil(path)
@@ -153,13 +184,21 @@ def test_a_run_that_can_write_none_of_them_comes_to_its_end(
         return folder
 
     monkeypatch.setattr(RunFolder, "create", spoilt)
-    result = run(tiny_graph(policy, max_staleness=0, eval_every=2), steps=2, on=inline(), runs=tmp_path, quiet=True)
+    result = run(
+        tiny_graph(policy, max_staleness=0, eval_every=2),
+        steps=2,
+        on=inline(),
+        runs=tmp_path,
+        quiet=True,
+    )
     assert result.verdict.clean and result.steps == 2, result.verdict
     looked_at(result.folder)
 
 
 @pytest.mark.slow
-def test_processes_that_can_write_none_of_them_come_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_can_write_none_of_them_come_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = RunFolder.create
 
     def spoilt(*args: object, **how: object) -> RunFolder:

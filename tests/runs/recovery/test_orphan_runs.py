@@ -1,4 +1,5 @@
-"""Runs that are killed with all their processes: the next command removes what they left in memory."""
+"""Runs that are killed with all their processes: the next command removes what they left in
+memory."""
 
 import contextlib
 import os
@@ -25,7 +26,8 @@ def killed_with_all(program: Start) -> tuple[Program, list[Path]]:
     running = program("endless", steps=12)
     under_way(running)
     family = running.family()
-    for pid in [running.process.pid, *family]:  # the scheduler first: it would notice the others' ends
+    # the scheduler first: it would notice the others' ends
+    for pid in [running.process.pid, *family]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     running.process.wait(10)
@@ -40,7 +42,9 @@ def stop(each: Program) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_stop_says_of_a_killed_run_that_it_does_not_run_and_removes_what_it_left(program: Start) -> None:
+def test_stop_says_of_a_killed_run_that_it_does_not_run_and_removes_what_it_left(
+    program: Start,
+) -> None:
     first, left = killed_with_all(program)
     done = stop(first)
     assert done.returncode == 0 and "does not run: it was killed" in done.stdout, done.stderr

@@ -1,4 +1,5 @@
-"""Runs that end in the middle of rollouts: when they go on, the rollouts do, and the losses are what they would be."""
+"""Runs that end in the middle of rollouts: when they go on, the rollouts do, and the losses are
+what they would be."""
 
 import sys
 from pathlib import Path
@@ -25,7 +26,9 @@ def kept(folder: Path) -> list[Path]:
     return sorted((folder / "finished").rglob("*.parts"))
 
 
-@pytest.mark.parametrize(("max_staleness", "slices"), [(0, 5), pytest.param(2, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("max_staleness", "slices"), [(0, 5), pytest.param(2, 5, marks=pytest.mark.slow)]
+)
 def test_rollouts_go_on_where_a_run_was_cut_off(
     max_staleness: int, slices: int, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,7 +40,9 @@ def test_rollouts_go_on_where_a_run_was_cut_off(
 
     monkeypatch.setattr(PartialRollouts, "close", noted)
     monkeypatch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
-    undisturbed = run(graph(policy, max_staleness), steps=STEPS, on=inline(), runs=tmp_path / "whole", quiet=True)
+    undisturbed = run(
+        graph(policy, max_staleness), steps=STEPS, on=inline(), runs=tmp_path / "whole", quiet=True
+    )
 
     def boom() -> None:
         raise ValueError("boom")
@@ -49,7 +54,13 @@ def test_rollouts_go_on_where_a_run_was_cut_off(
         run(failing, steps=STEPS, on=inline(), runs=tmp_path, quiet=True)
     left = kept(tmp_path / "latest")
     assert left
-    whole = run(graph(policy, max_staleness), steps=STEPS, on=inline(), resume=tmp_path / "latest", quiet=True)
+    whole = run(
+        graph(policy, max_staleness),
+        steps=STEPS,
+        on=inline(),
+        resume=tmp_path / "latest",
+        quiet=True,
+    )
     assert whole.verdict.clean and whole.steps == STEPS, whole.verdict.line
     assert recalled[0] == 0 and recalled[-1] > 0
     if max_staleness == 0:

@@ -1,4 +1,5 @@
-"""Replays: the Arrow files of a run train to the same losses again, and say what another loss would have done."""
+"""Replays: the Arrow files of a run train to the same losses again, and say what another loss would
+have done."""
 
 import json
 import shutil
@@ -28,7 +29,14 @@ STEPS = 4
 
 
 def graph_of(policy: Path) -> Graph:
-    return tiny_graph(policy, max_staleness=1, eval_every=STEPS, checkpoint_every=2, schedule="linear", max_tokens=12)
+    return tiny_graph(
+        policy,
+        max_staleness=1,
+        eval_every=STEPS,
+        checkpoint_every=2,
+        schedule="linear",
+        max_tokens=12,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +54,11 @@ def copied(done: Result, tmp_path: Path) -> RunFolder:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and "ledger" not in path.name}
+    return {
+        str(path): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and "ledger" not in path.name
+    }
 
 
 def compared(policy: Path, folder: Path, **how: Any) -> list[Compared]:
@@ -80,9 +92,12 @@ def test_another_loss_trains_on_the_same_rollouts_and_is_no_failure(
     done: Result, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(
-        "def pull(new_logprobs, logprobs, advantage):\n    return -2 * advantage * (new_logprobs - logprobs).exp()\n"
+        "def pull(new_logprobs, logprobs, advantage):\n    return -2 * advantage * (new_logprobs -"
+        " logprobs).exp()\n"
     )
-    wishes = Wishes(run=str(done.folder), loss=f"{tmp_path}/mine.py:pull", json=True, out=str(tmp_path / "out"))
+    wishes = Wishes(
+        run=str(done.folder), loss=f"{tmp_path}/mine.py:pull", json=True, out=str(tmp_path / "out")
+    )
     assert report_replay(graph_of(policy), wishes) == 0
     told = json.loads(capsys.readouterr().out)
     assert [step["step"] for step in told["steps"]] == [1, 2, 3, 4]
@@ -93,7 +108,9 @@ def test_another_loss_trains_on_the_same_rollouts_and_is_no_failure(
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "step-000004")
 
 
-def test_losses_that_do_not_repeat_end_with_status_1(copied: RunFolder, policy: Path, capsys: Any) -> None:
+def test_losses_that_do_not_repeat_end_with_status_1(
+    copied: RunFolder, policy: Path, capsys: Any
+) -> None:
     path = copied.rollouts_of().step_file(2)
     table = read_arrow(path)
     at = table.column_names.index("advantage")
@@ -103,7 +120,9 @@ def test_losses_that_do_not_repeat_end_with_status_1(copied: RunFolder, policy: 
     assert report_replay(graph_of(policy), Wishes(run=str(copied.path), last=2, tolerance=1e9)) == 0
 
 
-def test_rollouts_that_the_ledger_does_not_name_are_refused(copied: RunFolder, policy: Path) -> None:
+def test_rollouts_that_the_ledger_does_not_name_are_refused(
+    copied: RunFolder, policy: Path
+) -> None:
     copied.rollouts_of().step_file(1).write_bytes(copied.rollouts_of().step_file(2).read_bytes())
     with pytest.raises(RunFolderError, match="holds other groups than step 1 trained"):
         compared(policy, copied.path)
@@ -113,7 +132,11 @@ def test_what_cannot_be_replayed_is_refused(done: Result, policy: Path, tmp_path
     for how, error, match in (
         ({"last": 9}, RunError, "made 4 steps, so none can be replayed up to 9"),
         ({"first": 4}, RunError, "nothing is left to train"),
-        ({"trainer": "critic"}, GraphError, r"'critic' is none; give --trainer one of \['trainer'\]"),
+        (
+            {"trainer": "critic"},
+            GraphError,
+            r"'critic' is none; give --trainer one of \['trainer'\]",
+        ),
         ({"loss": "dr_grpu"}, GraphError, "did you mean 'dr_grpo'"),
         ({"loss": "kl_to_reference"}, (RunError, GraphError), "kl_to_reference"),
         ({"out": str(done.folder / "more")}, RunError, "writes nothing into the run's folder"),
@@ -129,7 +152,10 @@ def test_what_cannot_be_replayed_is_refused(done: Result, policy: Path, tmp_path
 
 def test_wishes_travel_on_a_command_line() -> None:
     wishes = Wishes(run="runs/a b", first=3, loss="dr_grpo", tolerance=1e-3, json=True)
-    assert Wishes.split_off(["--policy", "p", *wishes.as_arguments()]) == (["--policy", "p"], wishes)
+    assert Wishes.split_off(["--policy", "p", *wishes.as_arguments()]) == (
+        ["--policy", "p"],
+        wishes,
+    )
     assert Wishes.split_off(["--policy", "p"]) == (["--policy", "p"], None)
 
 
@@ -141,14 +167,19 @@ def test_a_rollout_is_found_in_the_file_of_its_step_with_its_outcome(done: Resul
     table = folder.rollouts_of().read(2)
     row = table.to_pylist()[3]
     found = find_rollout(folder, row["rollout_id"], source="prompts")
-    assert (found.source, found.place, dict(found.row)) == ("prompts", "rollouts/step-000002.arrow", row)
+    assert (found.source, found.place, dict(found.row)) == (
+        "prompts",
+        "rollouts/step-000002.arrow",
+        row,
+    )
     assert [str(fate) for fate in found.fates] == ["trained by trainer at step 2"]
 
 
 def test_a_rollout_id_of_two_sources_is_refused_until_one_is_chosen(done: Result) -> None:
     folder = RunFolder.open(done.folder)
     with pytest.raises(
-        RunError, match=r"stands in several sources: \['held_out', 'prompts'\]; choose one with --source"
+        RunError,
+        match=r"stands in several sources: \['held_out', 'prompts'\]; choose one with --source",
     ):
         find_rollout(folder, 0)
     found = find_rollout(folder, 0, source="held_out")
@@ -179,7 +210,12 @@ def test_a_rollout_is_printed_with_its_text_scores_tokens_and_versions(
     console = Console(width=100, record=True, file=sys.stdout)
     show_rollout(found, console, vocabulary_of(folder))
     said = capsys.readouterr().out
-    for part in (row["prompt"], row["completion"], f"{row['reward']:.6g}", "trained by trainer at step 2"):
+    for part in (
+        row["prompt"],
+        row["completion"],
+        f"{row['reward']:.6g}",
+        "trained by trainer at step 2",
+    ):
         assert part in said
     chosen = [at for at, mask in enumerate(row["mask"]) if mask]
     assert said.count(" v") >= len(chosen) and f"{row['logprobs'][chosen[0]]:.3f} v" in said

@@ -1,4 +1,5 @@
-"""Runs that keep the rollouts of their last steps alone: what recovery needs stays, and what went is accounted for."""
+"""Runs that keep the rollouts of their last steps alone: what recovery needs stays, and what went
+is accounted for."""
 
 import sys
 from pathlib import Path
@@ -27,7 +28,9 @@ EVERY = 2
 
 
 def graph_of(policy: Path, **how: Any) -> Graph:
-    return tiny_graph(policy, max_staleness=0, eval_every=2, max_tokens=8, **({"checkpoint_every": EVERY} | how))
+    return tiny_graph(
+        policy, max_staleness=0, eval_every=2, max_tokens=8, **({"checkpoint_every": EVERY} | how)
+    )
 
 
 def steps_there(folder: Path, kind: str = "step") -> list[int]:
@@ -45,7 +48,8 @@ def steps_there(folder: Path, kind: str = "step") -> list[int]:
         (100, 90, 30, None, 70),  # the last 30
         (100, 0, 0, None, 0),  # no checkpoint
         (20, 20, 30, None, 0),
-        (100, 100, 10, [50, 100], 50),  # a replay of the last 10 begins with the checkpoint of step 50
+        # a replay of the last 10 begins with the checkpoint of step 50
+        (100, 100, 10, [50, 100], 50),
         (100, 100, 10, [100], 0),
         (100, 90, 0, [50, 80, 120], 80),
     ],
@@ -53,17 +57,25 @@ def steps_there(folder: Path, kind: str = "step") -> list[int]:
 def test_what_recovery_replay_and_the_last_steps_need_stays(
     last: int, checkpoint: int, keep_steps: int, staying: list[int] | None, wanted: int
 ) -> None:
-    assert removable(last=last, checkpoint=checkpoint, keep_steps=keep_steps, staying=staying) == wanted
+    assert (
+        removable(last=last, checkpoint=checkpoint, keep_steps=keep_steps, staying=staying)
+        == wanted
+    )
 
 
 def test_a_run_that_keeps_little_ends_with_its_last_steps_and_a_clean_ledger_and_goes_on(
     policy: Path, tmp_path: Path
 ) -> None:
     whole = run(graph_of(policy), steps=9, on=inline(), runs=tmp_path / "whole", quiet=True)
-    part = run(graph_of(policy), steps=7, on=inline(), runs=tmp_path / "part", quiet=True, keep_steps=1)
+    part = run(
+        graph_of(policy), steps=7, on=inline(), runs=tmp_path / "part", quiet=True, keep_steps=1
+    )
     assert part.verdict.clean, part.verdict
     assert steps_there(part.folder) == steps_there(part.folder, "eval") == [7]
-    assert any("rollouts of 6 steps of 'trainer' up to step 6 were not kept" in note for note in part.verdict.notes)
+    assert any(
+        "rollouts of 6 steps of 'trainer' up to step 6 were not kept" in note
+        for note in part.verdict.notes
+    )
     again = run(graph_of(policy), steps=9, on=inline(), resume=part.folder, quiet=True)
     assert again.verdict.clean and steps_there(again.folder) == [9], "it keeps what it kept before"
     assert losses(again.folder) == losses(whole.folder)
@@ -84,7 +96,9 @@ def test_a_killed_run_has_all_that_its_catching_up_needs(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Ledger, "commit_step", dies)
-        run(graph_of(policy), steps=9, on=inline(), runs=tmp_path / "part", quiet=True, keep_steps=0)
+        run(
+            graph_of(policy), steps=9, on=inline(), runs=tmp_path / "part", quiet=True, keep_steps=0
+        )
     folder = (tmp_path / "part" / "latest").resolve()
     assert verify(folder).clean and steps_there(folder)[:2] == [7, 8]
     again = run(graph_of(policy), on=inline(), resume=folder, quiet=True)
@@ -126,25 +140,51 @@ def test_a_kill_at_any_moment_of_the_removal_leaves_a_clean_folder(
 # What needs a file that was not kept
 
 
-def test_what_needs_a_file_that_was_not_kept_says_so_and_what_to_do(policy: Path, tmp_path: Path) -> None:
+def test_what_needs_a_file_that_was_not_kept_says_so_and_what_to_do(
+    policy: Path, tmp_path: Path
+) -> None:
     done = run(graph_of(policy), steps=6, on=inline(), runs=tmp_path, quiet=True, keep_steps=1)
     assert steps_there(done.folder) == [5, 6]
-    with pytest.raises(RunError, match=r"up to step 4 were not kept, .* from step 1 on; give --from 4"):
+    with pytest.raises(
+        RunError, match=r"up to step 4 were not kept, .* from step 1 on; give --from 4"
+    ):
         list(replay(graph_of(policy), Wishes(run=str(done.folder))))
-    assert [each.difference for each in replay(graph_of(policy), Wishes(run=str(done.folder), first=4))] == [0.0, 0.0]
-    with pytest.raises(RunError, match=r"of a step of 'trainer' up to 4, which were not kept; .*larger keep_steps"):
+    assert [
+        each.difference for each in replay(graph_of(policy), Wishes(run=str(done.folder), first=4))
+    ] == [0.0, 0.0]
+    with pytest.raises(
+        RunError, match=r"of a step of 'trainer' up to 4, which were not kept; .*larger keep_steps"
+    ):
         cli.replay(done.folder, rollout=0, source="prompts")
     summary = summarize(RunFolder.open(done.folder), done.verdict.line, done.verdict.clean)
     assert "rollouts of trainer up to step 4 not kept" in summary.not_kept
     assert cli.show(done.folder) == 0
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_is_not_taken_back_to_its_start(policy: Path, tmp_path: Path) -> None:
-    done = run(graph_of(policy, checkpoint_every=None), steps=4, on=inline(), runs=tmp_path, quiet=True, keep_steps=0)
+def test_a_run_whose_newest_checkpoint_is_damaged_is_not_taken_back_to_its_start(
+    policy: Path, tmp_path: Path
+) -> None:
+    done = run(
+        graph_of(policy, checkpoint_every=None),
+        steps=4,
+        on=inline(),
+        runs=tmp_path,
+        quiet=True,
+        keep_steps=0,
+    )
     for marker in (done.folder / "checkpoints").rglob(MARKER):
         marker.unlink()
-    with pytest.raises(DataflowError, match=r"steps \[1, 2, 3, 4\] after it were not kept .*; take a newer checkpoint"):
-        run(graph_of(policy, checkpoint_every=None), steps=6, on=inline(), resume=done.folder, quiet=True)
+    with pytest.raises(
+        DataflowError,
+        match=r"steps \[1, 2, 3, 4\] after it were not kept .*; take a newer checkpoint",
+    ):
+        run(
+            graph_of(policy, checkpoint_every=None),
+            steps=6,
+            on=inline(),
+            resume=done.folder,
+            quiet=True,
+        )
     with Ledger.open(done.folder / "ledger.db") as ledger:
         assert ledger.last_step("trainer") == 4
 
@@ -196,10 +236,14 @@ def test_a_refused_removal_is_told_and_the_run_goes_on(
 
 
 def table(tokens: int) -> pa.Table:
-    return pa.table({"tokens": pa.array([list(range(100)) * (tokens // 100)], pa.list_(pa.int32()))})
+    return pa.table(
+        {"tokens": pa.array([list(range(100)) * (tokens // 100)], pa.list_(pa.int32()))}
+    )
 
 
-def test_large_files_are_compressed_small_ones_are_not_and_both_are_read_alike(tmp_path: Path) -> None:
+def test_large_files_are_compressed_small_ones_are_not_and_both_are_read_alike(
+    tmp_path: Path,
+) -> None:
     small, large = table(1000), table(2 * COMPRESSED_BYTES // 4)
     for name, rows in (("small", small), ("large", large)):
         write_arrow(tmp_path / name, rows)
@@ -208,7 +252,9 @@ def test_large_files_are_compressed_small_ones_are_not_and_both_are_read_alike(t
     assert (tmp_path / "large").stat().st_size < large.nbytes // 4
 
 
-def test_a_summary_tells_how_large_the_folder_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_summary_tells_how_large_the_folder_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = run(fake_graph(), steps=2, on=inline(), runs=tmp_path, quiet=True)
     folder = RunFolder.open(done.folder)
     files = [path for path in done.folder.rglob("*") if path.is_file()]

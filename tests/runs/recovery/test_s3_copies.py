@@ -1,5 +1,5 @@
-"""Copies in an object store: S3 as a server of this machine speaks it, where there is one (moto_server, of PyPI's
-moto[server,s3])."""
+"""Copies in an object store: S3 as a server of this machine speaks it, where there is one
+(moto_server, of PyPI's moto[server,s3])."""
 
 import shutil
 import socket
@@ -34,18 +34,26 @@ def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[int]:
         free.bind(("127.0.0.1", 0))
         number = int(free.getsockname()[1])
     with (tmp_path / "server.log").open("w") as log:
-        process = subprocess.Popen([server, "-H", "127.0.0.1", "-p", str(number)], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [server, "-H", "127.0.0.1", "-p", str(number)], stdout=log, stderr=log
+        )
     try:
         wait_until(lambda: _is_open(number), 60.0, "the server")
         client = fs.S3FileSystem(
-            endpoint_override=f"127.0.0.1:{number}", scheme="http", region="us-east-1", allow_bucket_creation=True
+            endpoint_override=f"127.0.0.1:{number}",
+            scheme="http",
+            region="us-east-1",
+            allow_bucket_creation=True,
         )
         client.create_dir("bucket")
         try:
             with client.open_output_stream("bucket/whole") as probe:
                 probe.write(b"whole")
         except OSError as error:
-            pytest.skip(f"this server takes no file in parts (moto 5.2.1 does not: its issue 10055): {error}")
+            pytest.skip(
+                "this server takes no file in parts (moto 5.2.1 does not: its issue 10055):"
+                f" {error}"
+            )
         yield number
     finally:
         process.kill()
@@ -83,6 +91,15 @@ def test_a_run_goes_on_from_a_bucket_and_a_bucket_that_is_not_there_is_refused(
 
     began = time.monotonic()
     for address, why in ((at(port, "nobucket"), "Bucket 'nobucket' not found"), (at(1), "")):
-        with pytest.raises(GraphError, match=f"checkpoints cannot go to 's3://.*{why}.*; look whether it is reached"):
-            run(tiny_graph(policy), on=inline(), runs=tmp_path / "no", quiet=True, checkpoint_to=address)
+        with pytest.raises(
+            GraphError,
+            match=f"checkpoints cannot go to 's3://.*{why}.*; look whether it is reached",
+        ):
+            run(
+                tiny_graph(policy),
+                on=inline(),
+                runs=tmp_path / "no",
+                quiet=True,
+                checkpoint_to=address,
+            )
     assert time.monotonic() - began < 60.0

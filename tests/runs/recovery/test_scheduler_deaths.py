@@ -1,5 +1,5 @@
-"""The scheduler may die: its workers go on, another takes them over; where none comes they end in order, and nothing is
-left of them."""
+"""The scheduler may die: its workers go on, another takes them over; where none comes they end in
+order, and nothing is left of them."""
 
 import contextlib
 import json
@@ -32,7 +32,11 @@ Start = Callable[..., Program]
 
 def faults(each: Program) -> list[str]:
     path = each.runs / "latest" / FILE
-    return [json.loads(line)["worker"] for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line)["worker"] for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def is_clean(each: Program) -> None:
@@ -60,16 +64,22 @@ def workers_of(family: set[int], scheduler: int) -> set[int]:
 
 def ended(each: Program, family: set[int], within_s: float) -> None:
     wait_until(lambda: not alive(family), within_s, "the end of all processes")
-    wait_until(lambda: not any(made.exists() for made in each.made()), 5.0, "the end of its sockets")
+    wait_until(
+        lambda: not any(made.exists() for made in each.made()), 5.0, "the end of its sockets"
+    )
 
 
-def test_workers_go_on_without_a_scheduler_and_the_next_one_takes_them_over_as_they_are(program: Start) -> None:
+def test_workers_go_on_without_a_scheduler_and_the_next_one_takes_them_over_as_they_are(
+    program: Start,
+) -> None:
     first = program("endless", steps=STEPS)
     under_way(first)
     family = first.family()
     first.kill()
     workers = workers_of(family, first.process.pid)
-    with pytest.raises(RunError, match="the scheduler of '.*' has died; dataflow resume takes over"):
+    with pytest.raises(
+        RunError, match="the scheduler of '.*' has died; dataflow resume takes over"
+    ):
         ask_to_stop(RunFolder.open(first.runs / "latest"))
     further(first)
     assert workers_of(family, first.process.pid) == workers and len(workers) >= 1 + 4 + 1 + 2
@@ -90,7 +100,11 @@ def test_a_standby_takes_over_by_itself_as_often_as_a_scheduler_dies(program: St
     first.kill()
     log = first.runs / "latest" / "logs" / "scheduler.log"
     for count in (1, 2):
-        wait_until(lambda: faults(first) == ["scheduler"] * count, 60.0, f"the scheduler after {count} deaths")  # noqa: B023
+        wait_until(
+            lambda count=count: faults(first) == ["scheduler"] * count,
+            60.0,
+            f"the scheduler after {count} deaths",
+        )
         further(first)
         if count == 1:
             os.kill(int((first.runs / "latest" / "lock").read_text().split()[0]), signal.SIGKILL)
@@ -117,7 +131,9 @@ def test_a_run_whose_program_is_gone_ends_in_order_when_it_is_told_to(program: S
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_while_there_is_no_scheduler_is_started_by_the_next_one(program: Start) -> None:
+def test_a_worker_that_dies_while_there_is_no_scheduler_is_started_by_the_next_one(
+    program: Start,
+) -> None:
     first = program("endless", steps=STEPS)
     under_way(first)
     family = first.family()
@@ -125,8 +141,9 @@ def test_a_worker_that_dies_while_there_is_no_scheduler_is_started_by_the_next_o
     latest = first.runs / "latest"
     pid = next(
         int(line.partition("pid=")[2].split()[0])
-        for line in (latest / "logs" / "generator-0.log").read_text().splitlines() if "pid=" in line
-    )  # fmt: skip
+        for line in (latest / "logs" / "generator-0.log").read_text().splitlines()
+        if "pid=" in line
+    )
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not alive([pid]), 5.0, "the generator's end")
     second = program("endless", steps=STEPS, resume=True)
@@ -154,7 +171,8 @@ def test_no_process_outlives_a_killed_scheduler_in_whose_place_none_comes(progra
     running = program("endless", adopt_s=1.0)
     under_way(running)
     family = running.family()
-    assert len(family) >= 1 + 1 + 4 + 1 + 2  # itself, forkserver, workers, the scorer's server and processes
+    # itself, forkserver, workers, the scorer's server and processes
+    assert len(family) >= 1 + 1 + 4 + 1 + 2
     assert all(made.is_dir() for made in running.made()) and running.made()
     running.kill()
     assert len(alive(family)) == len(family) - 1
@@ -170,7 +188,9 @@ def test_workers_whose_scheduler_dies_before_they_began_end_with_it(program: Sta
     ended(running, family, 5.0)
 
 
-def test_workers_that_would_wait_for_nobody_are_patient_with_a_scheduler_that_lives(program: Start) -> None:
+def test_workers_that_would_wait_for_nobody_are_patient_with_a_scheduler_that_lives(
+    program: Start,
+) -> None:
     running = program("endless", adopt_s=0.0, steps=6)
     running.process.wait(90)
     is_done(running, 6)

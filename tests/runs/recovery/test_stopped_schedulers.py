@@ -1,4 +1,5 @@
-"""A scheduler that a signal has stopped, or whose terminal nobody reads: the run goes on, with it or another."""
+"""A scheduler that a signal has stopped, or whose terminal nobody reads: the run goes on, with it
+or another."""
 
 import os
 import pty
@@ -15,14 +16,22 @@ from test_suspended_runs import leaders, press_control_z, stands_still
 
 __all__ = ["program"]
 
-pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.usefixtures("forked", "one_core"),
+    pytest.mark.timeout(240),
+    pytest.mark.slow,
+]
 
 Start = Callable[..., Program]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """All that the run's folder holds, by name."""
-    return {str(path): path.read_bytes() for path in sorted(folder.resolve().rglob("*")) if path.is_file()}
+    return {
+        str(path): path.read_bytes()
+        for path in sorted(folder.resolve().rglob("*"))
+        if path.is_file()
+    }
 
 
 def stop(each: Program) -> None:
@@ -36,10 +45,14 @@ def go_on(each: Program) -> None:
 def ends_as_replaced(each: Program) -> None:
     go_on(each)
     each.process.wait(60)
-    assert each.process.returncode == 1 and "its standby has taken the run over" in each.output(), each.output()
+    assert each.process.returncode == 1 and "its standby has taken the run over" in each.output(), (
+        each.output()
+    )
 
 
-def test_a_stopped_scheduler_is_replaced_by_its_standby_and_touches_nothing_when_it_wakes(program: Start) -> None:
+def test_a_stopped_scheduler_is_replaced_by_its_standby_and_touches_nothing_when_it_wakes(
+    program: Start,
+) -> None:
     first = program("endless", steps=90, standby=True, limits={"silent_s": 6.0})
     under_way(first)
     workers = leaders(first) - {first.process.pid}
@@ -71,7 +84,9 @@ def test_a_scheduler_that_wakes_when_all_is_over_changes_no_file(program: Start)
 
 
 def test_a_run_that_is_stopped_by_control_z_has_no_standby_that_goes_on(program: Start) -> None:
-    first = program("endless", steps=40, standby=True, adopt_s=2.0, limits={"silent_s": 3.0, "hang_s": 4.0})
+    first = program(
+        "endless", steps=40, standby=True, adopt_s=2.0, limits={"silent_s": 3.0, "hang_s": 4.0}
+    )
     under_way(first)
     workers = press_control_z(first)
     made = first.steps()
@@ -86,7 +101,11 @@ def test_a_run_that_is_stopped_by_control_z_has_no_standby_that_goes_on(program:
 
 @pytest.mark.parametrize(
     ("kind", "steps"),
-    [("endless", 60), pytest.param("learning", 10, id="when all steps are made"), ("learning", 200)],
+    [
+        ("endless", 60),
+        pytest.param("learning", 10, id="when all steps are made"),
+        ("learning", 200),
+    ],
 )
 def test_workers_that_were_left_alone_too_long_go_on_when_the_scheduler_does(
     program: Start, kind: str, steps: int
@@ -105,7 +124,9 @@ def test_workers_that_were_left_alone_too_long_go_on_when_the_scheduler_does(
     assert first.steps() == steps and first.outcome() == "finished"
 
 
-def test_a_terminal_that_nobody_reads_changes_nothing_for_the_run(program: Start, tmp_path: Path) -> None:
+def test_a_terminal_that_nobody_reads_changes_nothing_for_the_run(
+    program: Start, tmp_path: Path
+) -> None:
     """Its workers would have lost patience within 5 s."""
     reads, writes = pty.openpty()
     running = program("endless", steps=60, adopt_s=0.0, quiet=False, output=writes)

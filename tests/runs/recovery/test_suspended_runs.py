@@ -1,4 +1,5 @@
-"""Ctrl-Z stops a run, all of it, for as long as the user likes; fg, or SIGCONT, lets it go on where it was."""
+"""Ctrl-Z stops a run, all of it, for as long as the user likes; fg, or SIGCONT, lets it go on where
+it was."""
 
 import contextlib
 import os
@@ -33,14 +34,17 @@ def states(pids: set[int]) -> dict[int, str]:
 
 
 def leaders(each: Program) -> set[int]:
-    """The workers: each has a group of its own, and the forkserver, which is in the scheduler's, as its parent."""
+    """The workers: each has a group of its own, and the forkserver, which is in the scheduler's, as
+    its parent."""
     family = each.family()
     return {
         pid
         for pid in family
-        if os.getpgid(pid) == pid and psutil.Process(pid).ppid() in family and pid != each.process.pid
+        if os.getpgid(pid) == pid
+        and psutil.Process(pid).ppid() in family
+        and pid != each.process.pid
         and os.getpgid(psutil.Process(pid).ppid()) == each.process.pid
-    }  # fmt: skip
+    }
 
 
 def stands_still(each: Program, workers: set[int]) -> bool:
@@ -129,7 +133,9 @@ def test_a_stopped_run_of_which_all_is_killed_leaves_no_process(program: Start) 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
-def test_trainer_and_generator_that_stood_still_together_go_on_with_each_other(program: Start) -> None:
+def test_trainer_and_generator_that_stood_still_together_go_on_with_each_other(
+    program: Start,
+) -> None:
     running = program("learning", steps=60, adopt_s=2.0, limits={"hang_s": 5.0})
     under_way(running)
     workers = press_control_z(running)
@@ -144,9 +150,14 @@ def test_trainer_and_generator_that_stood_still_together_go_on_with_each_other(p
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_of_several_ranks_goes_on_after_stops_that_are_longer_than_any_of_their_deadlines(program: Start) -> None:
-    """The ranks wait for each other most of the time, so a stop falls into a collective or into a transfer."""
-    running = program("ranks", adopt_s=2.0, limits={"exchange_s": 8.0, "transfer_s": 8.0, "hang_s": 10.0})
+def test_a_run_of_several_ranks_goes_on_after_stops_that_are_longer_than_any_of_their_deadlines(
+    program: Start,
+) -> None:
+    """The ranks wait for each other most of the time, so a stop falls into a collective or into a
+    transfer."""
+    running = program(
+        "ranks", adopt_s=2.0, limits={"exchange_s": 8.0, "transfer_s": 8.0, "hang_s": 10.0}
+    )
     wait_until(lambda: running.steps() >= 2, 200.0, "step 2")
     workers = press_control_z(running)
     for stop in range(3):

@@ -1,5 +1,5 @@
-"""Another reward in a live run: generator and trainer go on, no group is lost or trained twice, whoever is killed
-meanwhile; resume and replay know of it."""
+"""Another reward in a live run: generator and trainer go on, no group is lost or trained twice,
+whoever is killed meanwhile; resume and replay know of it."""
 
 import json
 import os
@@ -23,7 +23,11 @@ from dataflow.scheduler.requests import ask_for_facts, ask_to_stop
 
 __all__ = ["program"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked", "one_core"),
+    pytest.mark.timeout(240),
+]
 
 ROOT = Path(__file__).parents[3]
 RESUMABLE = ROOT / "tests" / "rigs" / "resumable.py"
@@ -54,14 +58,17 @@ Start = Callable[..., Program]
 
 @pytest.fixture
 def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Puts the module `new_rewards` where programs find it; a file of the processes that have imported it."""
+    """Puts the module `new_rewards` where programs find it; a file of the processes that have
+    imported it."""
     place = tmp_path / "modules"
     place.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(place))
     started = place / "started"
 
     def write(seconds: float = 0.0) -> Path:
-        (place / "new_rewards.py").write_text(MODULE.format(started=str(started), seconds=seconds, new=NEW))
+        (place / "new_rewards.py").write_text(
+            MODULE.format(started=str(started), seconds=seconds, new=NEW)
+        )
         return started
 
     return write
@@ -71,9 +78,14 @@ def dataflow(*words: str, within_s: float = 90.0) -> tuple[int, str]:
     """The command as a user types it: its status, and what it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-m", "dataflow", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        cwd=ROOT, timeout=within_s, env=environment,
-    )  # fmt: skip
+        [sys.executable, "-m", "dataflow", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        timeout=within_s,
+        env=environment,
+    )
     return done.returncode, " ".join(done.stdout.split())
 
 
@@ -83,7 +95,11 @@ def latest(runs: Path) -> RunFolder:
 
 def rows(folder: RunFolder, first: int = 1) -> pa.Table:
     """What was trained from a step on."""
-    steps = [line["step"] for line in folder.read_metrics() if line["step"] >= first and "eval_accuracy" not in line]
+    steps = [
+        line["step"]
+        for line in folder.read_metrics()
+        if line["step"] >= first and "eval_accuracy" not in line
+    ]
     return pa.concat_tables([folder.rollouts_of().read(step) for step in sorted(set(steps))])
 
 
@@ -93,7 +109,11 @@ def all_new(folder: RunFolder, step: int, column: str = "reward") -> bool:
 
 def trains_new(each: Program) -> None:
     """Wait until steps train nothing but what the new reward has scored."""
-    wait_until(lambda: each.steps() > 0 and all_new(latest(each.runs), each.steps()), 60.0, "a step of the new reward")
+    wait_until(
+        lambda: each.steps() > 0 and all_new(latest(each.runs), each.steps()),
+        60.0,
+        "a step of the new reward",
+    )
 
 
 def clean(folder: RunFolder) -> str:
@@ -107,7 +127,11 @@ def clean(folder: RunFolder) -> str:
 
 def faults(folder: RunFolder) -> list[str]:
     path = folder.path / FILE
-    return [json.loads(line)["worker"] for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line)["worker"] for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def pids(folder: RunFolder) -> dict[str, int]:
@@ -128,7 +152,9 @@ def test_a_reward_is_swapped_in_the_midst_of_a_run_and_a_resume_goes_on_with_it(
     folder = latest(first.runs)
     before = pids(folder)
     status, said = dataflow("swap", str(folder.path), "reward=new_rewards:better")
-    assert status == 0 and said.startswith("'reward' is 'new_rewards:better' from now on (sha256 "), said
+    assert status == 0 and said.startswith(
+        "'reward' is 'new_rewards:better' from now on (sha256 "
+    ), said
     after = pids(folder)
     assert {name for name in before if before[name] != after[name]} == {"reward-0"}
     trains_new(first)
@@ -148,7 +174,9 @@ def test_a_reward_is_swapped_in_the_midst_of_a_run_and_a_resume_goes_on_with_it(
     assert pids(folder) == after and len(read_swaps(folder)) == 1
     status, said = dataflow("swap", str(folder.path), "isolated=new_rewards:isolated")
     assert status == 0, said
-    wait_until(lambda: all_new(folder, first.steps(), "isolated"), 60.0, "a step of the other scorer")
+    wait_until(
+        lambda: all_new(folder, first.steps(), "isolated"), 60.0, "a step of the other scorer"
+    )
     assert "reward = new_rewards:better (sha256 " in dataflow("doctor", str(folder.path))[1]
     stopped(first)
     assert faults(folder) == []
@@ -159,13 +187,19 @@ def test_a_reward_is_swapped_in_the_midst_of_a_run_and_a_resume_goes_on_with_it(
     second = program("endless", resume=True, steps=made + 5)
     second.process.wait(90)
     assert f"ended after {made + 5} steps: clean" in second.output(), second.output()
-    assert all(all_new(folder, step) for step in range(made + 1, made + 6)), "a resume has what was kept of the module"
+    assert all(all_new(folder, step) for step in range(made + 1, made + 6)), (
+        "a resume has what was kept of the module"
+    )
     clean(folder)
 
 
 def started_by(path: Path, count: int) -> list[int]:
     """The first processes that have imported the module: the trial, then the worker."""
-    wait_until(lambda: path.exists() and len(path.read_text().split()) >= count, 60.0, f"import number {count}")
+    wait_until(
+        lambda: path.exists() and len(path.read_text().split()) >= count,
+        60.0,
+        f"import number {count}",
+    )
     return [int(pid) for pid in path.read_text().split()]
 
 
@@ -175,10 +209,19 @@ def asking() -> Iterator[Callable[[RunFolder], "subprocess.Popen[str]"]]:
     asked: list[subprocess.Popen[str]] = []
 
     def ask(folder: RunFolder) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "dataflow", "swap", str(folder.path), "reward=new_rewards:better"]
+        command = [
+            sys.executable,
+            "-m",
+            "dataflow",
+            "swap",
+            str(folder.path),
+            "reward=new_rewards:better",
+        ]
         asked.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-        )  # fmt: skip
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+            )
+        )
         return asked[-1]
 
     yield ask
@@ -190,7 +233,9 @@ def asking() -> Iterator[Callable[[RunFolder], "subprocess.Popen[str]"]]:
 
 
 def test_a_worker_that_is_killed_while_it_starts_with_the_new_reward_is_started_with_it_again(
-    program: Start, rewards: Callable[..., Path], asking: Callable[[RunFolder], "subprocess.Popen[str]"]
+    program: Start,
+    rewards: Callable[..., Path],
+    asking: Callable[[RunFolder], "subprocess.Popen[str]"],
 ) -> None:
     started = rewards(seconds=1.0)
     each = program("endless")
@@ -207,7 +252,10 @@ def test_a_worker_that_is_killed_while_it_starts_with_the_new_reward_is_started_
 
 @pytest.mark.parametrize("by", ["standby", "resume"])
 def test_a_scheduler_that_is_killed_while_the_new_reward_starts_is_replaced_by_one_that_ends_the_swap(
-    program: Start, rewards: Callable[..., Path], asking: Callable[[RunFolder], "subprocess.Popen[str]"], by: str
+    program: Start,
+    rewards: Callable[..., Path],
+    asking: Callable[[RunFolder], "subprocess.Popen[str]"],
+    by: str,
 ) -> None:
     started = rewards(seconds=1.0)
     first = program("endless", standby=by == "standby")
@@ -217,17 +265,23 @@ def test_a_scheduler_that_is_killed_while_the_new_reward_starts_is_replaced_by_o
     started_by(started, 2)
     first.kill()
     said = " ".join(asked.communicate(timeout=60)[0].split())
-    assert asked.returncode == 2 and ("has died" in said or "was replaced while it was asked" in said), said
+    assert asked.returncode == 2 and (
+        "has died" in said or "was replaced while it was asked" in said
+    ), said
     second = first if by == "standby" else program("endless", resume=True)
     trains_new(second)
     ask_to_stop(folder)
     wait_until(lambda: second.outcome() == "stopped", 60.0, "the end of the run")
-    assert "scheduler" in faults(folder) and [swap.reference for swap in read_swaps(folder)] == ["new_rewards:better"]
+    assert "scheduler" in faults(folder) and [swap.reference for swap in read_swaps(folder)] == [
+        "new_rewards:better"
+    ]
     clean(folder)
 
 
 def test_a_scheduler_that_is_killed_while_the_reward_is_tried_leaves_the_run_with_the_one_before(
-    program: Start, rewards: Callable[..., Path], asking: Callable[[RunFolder], "subprocess.Popen[str]"]
+    program: Start,
+    rewards: Callable[..., Path],
+    asking: Callable[[RunFolder], "subprocess.Popen[str]"],
 ) -> None:
     started = rewards(seconds=1.0)
     first = program("endless")
@@ -236,7 +290,9 @@ def test_a_scheduler_that_is_killed_while_the_reward_is_tried_leaves_the_run_wit
     asked = asking(folder)
     started_by(started, 1)
     first.kill()
-    assert "has died" in " ".join(asked.communicate(timeout=60)[0].split()) and asked.returncode == 2
+    assert (
+        "has died" in " ".join(asked.communicate(timeout=60)[0].split()) and asked.returncode == 2
+    )
     second = program("endless", resume=True)
     before = second.steps()
     wait_until(lambda: second.steps() > before + 5, 60.0, "steps more")
@@ -248,7 +304,9 @@ def test_a_scheduler_that_is_killed_while_the_reward_is_tried_leaves_the_run_wit
     clean(folder)
 
 
-def test_a_run_that_is_over_takes_no_other_reward(program: Start, rewards: Callable[..., Path]) -> None:
+def test_a_run_that_is_over_takes_no_other_reward(
+    program: Start, rewards: Callable[..., Path]
+) -> None:
     rewards()
     each = program("endless", steps=2)
     each.process.wait(60)
@@ -258,14 +316,24 @@ def test_a_run_that_is_over_takes_no_other_reward(program: Start, rewards: Calla
 
 
 @pytest.fixture
-def learning(tmp_path: Path, policy: Path, machine: None) -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
+def learning(
+    tmp_path: Path, policy: Path, machine: None
+) -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
     """Starts the real operators around a tiny policy, or a command."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*words: str) -> "subprocess.Popen[bytes]":
         command = [sys.executable, *words]
         if words[0] == str(RESUMABLE):
-            command += ["--policy", str(policy), "--runs", str(tmp_path / "runs"), "--quiet", "--eval-every", "1000000"]
+            command += [
+                "--policy",
+                str(policy),
+                "--runs",
+                str(tmp_path / "runs"),
+                "--quiet",
+                "--eval-every",
+                "1000000",
+            ]
         with (tmp_path / "output").open("a") as file:
             made = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, process_group=0)
         started.append(made)
@@ -283,8 +351,8 @@ def test_real_operators_train_what_the_new_reward_scores_and_a_replay_repeats_ev
 ) -> None:
     rewards()
     (tmp_path / "modules" / "new_rewards.py").write_text(
-        "from dataflow import scorer\n\n@scorer(isolate=False)\ndef better(completion: str) -> float:\n"
-        f"    return {NEW} + sum(letter in 'xyz' for letter in completion)\n"
+        "from dataflow import scorer\n\n@scorer(isolate=False)\ndef better(completion: str) ->"
+        f" float:\n    return {NEW} + sum(letter in 'xyz' for letter in completion)\n"
     )
     run = learning(str(RESUMABLE))
     runs = tmp_path / "runs"
@@ -306,7 +374,9 @@ def test_real_operators_train_what_the_new_reward_scores_and_a_replay_repeats_ev
     clean(folder)
     assert ">reward = new_rewards:better</text>" in (folder.path / "curve.svg").read_text()
     status, said = dataflow("replay", str(folder.path))
-    assert status == 0 and f"{last} of {last} losses are the recorded ones, bit for bit" in said, said
+    assert status == 0 and f"{last} of {last} losses are the recorded ones, bit for bit" in said, (
+        said
+    )
     status, said = dataflow("resume", str(folder.path), "--steps", str(last + 3), within_s=120.0)
     assert status == 0, said
     assert all(all_new(folder, step) for step in range(last + 1, last + 4))

@@ -1,4 +1,5 @@
-"""A run with a tracker whose scheduler dies or is replaced: the same run goes on there, and each step is told once."""
+"""A run with a tracker whose scheduler dies or is replaced: the same run goes on there, and each
+step is told once."""
 
 import contextlib
 import importlib.util
@@ -19,7 +20,11 @@ from dataflow.folder.run_folder import RunFolder
 
 __all__ = ["program"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked", "one_core"),
+    pytest.mark.timeout(600),
+]
 
 STEPS = 250
 """Of a tenth of a second: so many that a scheduler dies in their midst, on any machine."""
@@ -38,8 +43,12 @@ def told(each: Program) -> list[str]:
 
 
 def trackers_of(each: Program) -> Counter[str]:
-    """How many processes keep the run's trackers, and how many tell, or wait to: by the files that they have open."""
-    keeps, tells = str(place(each) / "logs" / "trackers.log"), str(place(each) / "trackers" / "Steps.lock")
+    """How many processes keep the run's trackers, and how many tell, or wait to: by the files that
+    they have open."""
+    keeps, tells = (
+        str(place(each) / "logs" / "trackers.log"),
+        str(place(each) / "trackers" / "Steps.lock"),
+    )
     found: Counter[str] = Counter()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -49,16 +58,27 @@ def trackers_of(each: Program) -> Counter[str]:
 
 
 def is_told_once(each: Program, *ends: str) -> None:
-    """Every step once and in order, by one process after the other, of which each ended the run there."""
+    """Every step once and in order, by one process after the other, of which each ended the run
+    there."""
     lines = told(each)
-    assert [line for line in lines if line.startswith("step ")] == [f"step {step}" for step in range(1, STEPS + 1)]
+    assert [line for line in lines if line.startswith("step ")] == [
+        f"step {step}" for step in range(1, STEPS + 1)
+    ]
     rest = [line for line in lines if not line.startswith("step ")]
     starts = ["start new", *["start again"] * (len(ends) - 1)]
-    assert rest == [line for pair in zip(starts, (f"finish {end}" for end in ends), strict=True) for line in pair]
+    assert rest == [
+        line
+        for pair in zip(starts, (f"finish {end}" for end in ends), strict=True)
+        for line in pair
+    ]
 
 
 def tells(each: Program) -> None:
-    wait_until(lambda: any(line.startswith("step") for line in told(each)), 60.0, "that the tracker is told a step")
+    wait_until(
+        lambda: any(line.startswith("step") for line in told(each)),
+        60.0,
+        "that the tracker is told a step",
+    )
 
 
 def told_by_the_next(each: Program) -> None:
@@ -103,7 +123,8 @@ def test_a_resume_goes_on_with_the_tracker_of_a_scheduler_that_was_killed(progra
 
 
 def test_a_tracker_is_told_by_the_standby_of_a_scheduler_that_was_stopped(program: Start) -> None:
-    """That one lives on, and so does what keeps its trackers: until this finds that the run has another."""
+    """That one lives on, and so does what keeps its trackers: until this finds that the run has
+    another."""
     first = program("endless", standby=True, limits={"silent_s": 6.0}, **OWN)
     under_way(first)
     tells(first)
@@ -112,7 +133,11 @@ def test_a_tracker_is_told_by_the_standby_of_a_scheduler_that_was_stopped(progra
     wait_until(lambda: faults(first) == ["scheduler"], 60.0, "the standby")
     told_by_the_next(first)
     wait_until(lambda: first.outcome() == "finished", 300.0, "the end of the run")
-    wait_until(lambda: not alive(family - {first.process.pid}), 20.0, "the end of all but the one that is stopped")
+    wait_until(
+        lambda: not alive(family - {first.process.pid}),
+        20.0,
+        "the end of all but the one that is stopped",
+    )
     is_told_once(first, "died", "finished")
     os.kill(first.process.pid, signal.SIGCONT)
     first.process.wait(60)
@@ -122,17 +147,26 @@ def test_a_tracker_is_told_by_the_standby_of_a_scheduler_that_was_stopped(progra
 
 
 def test_no_standby_takes_a_run_over_that_waits_for_a_tracker_at_its_end(program: Start) -> None:
-    """All is done by then but that; what a tracker does is no matter of the run, its exit status neither."""
+    """All is done by then but that; what a tracker does is no matter of the run, its exit status
+    neither."""
     first = program(
-        "endless", standby=True, steps=6, track=[f"{TRACKERS}:Endless"], limits={"silent_s": 6.0, "track_s": 15.0}
+        "endless",
+        standby=True,
+        steps=6,
+        track=[f"{TRACKERS}:Endless"],
+        limits={"silent_s": 6.0, "track_s": 15.0},
     )
     first.process.wait(180)
-    assert first.process.returncode == 0 and "ended after 6 steps: clean" in first.output(), first.output()
+    assert first.process.returncode == 0 and "ended after 6 steps: clean" in first.output(), (
+        first.output()
+    )
     assert faults(first) == []
     is_done(first, 6)
 
 
-def test_a_tracker_whose_processes_all_die_with_the_run_is_told_no_step_less(program: Start) -> None:
+def test_a_tracker_whose_processes_all_die_with_the_run_is_told_no_step_less(
+    program: Start,
+) -> None:
     """As where a container is killed; what was told and not kept is told again, nothing else is."""
     first = program("endless", **OWN)
     under_way(first)
@@ -150,17 +184,24 @@ def test_a_tracker_whose_processes_all_die_with_the_run_is_told_no_step_less(pro
     assert steps[-1] == f"step {STEPS}" and told(second)[-1] == "finish finished"
 
 
-@pytest.mark.parametrize("library", [
-    pytest.param(each, marks=pytest.mark.skipif(
-        importlib.util.find_spec(each) is None, reason=f"{each} is not installed: pip install 'dataflow-rl[{each}]'"
-    ))
-    for each in ("wandb", "tensorboard", "trackio", "mlflow")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "library",
+    [
+        pytest.param(
+            each,
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec(each) is None,
+                reason=f"{each} is not installed: pip install 'dataflow-rl[{each}]'",
+            ),
+        )
+        for each in ("wandb", "tensorboard", "trackio", "mlflow")
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries
 @pytest.mark.parametrize("how", ["standby", "resume"])
 def test_a_library_goes_on_with_the_same_run(
     how: str, library: str, program: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
@@ -169,8 +210,14 @@ def test_a_library_goes_on_with_the_same_run(
     first = program("endless", standby=how == "standby", **knobs)
     under_way(first)
     kept = place(first) / "trackers" / f"{library}.json"
-    wait_until(lambda: kept.exists() and RunFolder.open(place(first)).read_json(f"trackers/{library}.json")["read"] > 0,
-               90.0, "that the library is told a step")  # fmt: skip
+    wait_until(
+        lambda: (
+            kept.exists()
+            and RunFolder.open(place(first)).read_json(f"trackers/{library}.json")["read"] > 0
+        ),
+        90.0,
+        "that the library is told a step",
+    )
     family = first.family()
     first.kill()
     last = first if how == "standby" else program("endless", resume=True, **knobs)
@@ -183,7 +230,12 @@ def test_a_library_goes_on_with_the_same_run(
 def steps_of_wandb(run: Path) -> list[int]:
     """Of all its parts, which are of one run there."""
     parts = wandb_records(run)
-    kinds = [record.run.run_id for part in parts for record in part if record.WhichOneof("record_type") == "run"]
+    kinds = [
+        record.run.run_id
+        for part in parts
+        for record in part
+        if record.WhichOneof("record_type") == "run"
+    ]
     assert len(parts) >= 2 and len(set(kinds)) == 1, kinds
     return [row["step"] for part in parts for row in history(part) if "lr" in row]
 
@@ -218,6 +270,8 @@ def steps_of_mlflow(run: Path) -> list[int]:
 
 
 TOLD: Mapping[str, Callable[[Path], list[int]]] = {
-    "wandb": steps_of_wandb, "tensorboard": steps_of_tensorboard, "trackio": steps_of_trackio,
+    "wandb": steps_of_wandb,
+    "tensorboard": steps_of_tensorboard,
+    "trackio": steps_of_trackio,
     "mlflow": steps_of_mlflow,
-}  # fmt: skip
+}

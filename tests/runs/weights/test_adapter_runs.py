@@ -1,4 +1,5 @@
-"""Runs of a model with adapters: they alone are trained, sent and kept, and generator and trainer agree."""
+"""Runs of a model with adapters: they alone are trained, sent and kept, and generator and trainer
+agree."""
 
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,9 @@ def sent() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def inlined(policy: Path, tmp_path_factory: pytest.TempPathFactory, sent: list[int]) -> Iterator[Result]:
+def inlined(
+    policy: Path, tmp_path_factory: pytest.TempPathFactory, sent: list[int]
+) -> Iterator[Result]:
     made = WeightWriter.__init__
 
     def noted(self: Any, layout: Any, *rest: Any, **knobs: Any) -> None:
@@ -66,7 +69,9 @@ def test_adapters_learn(inlined: Result) -> None:
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
 
 
-def test_a_checkpoint_holds_the_adapters_alone_and_peft_loads_it(inlined: Result, policy: Path) -> None:
+def test_a_checkpoint_holds_the_adapters_alone_and_peft_loads_it(
+    inlined: Result, policy: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = RunFolder.open(inlined.folder).latest_checkpoint()
@@ -93,13 +98,19 @@ def test_a_checkpoint_is_a_model_to_generate_with(inlined: Result, policy: Path)
     ids = torch.tensor([load_tokenizer(model).encode("a1=")])
     with torch.no_grad():
         merged = load_model(model)(input_ids=ids).logits
-        torch.testing.assert_close(merged, AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids).logits)
+        torch.testing.assert_close(
+            merged, AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids).logits
+        )
 
 
-def test_processes_train_adapters_as_one_process_does(policy: Path, machine: None, tmp_path: Path) -> None:
+def test_processes_train_adapters_as_one_process_does(
+    policy: Path, machine: None, tmp_path: Path
+) -> None:
     losses = []
     for on, name in ((None, "processes"), (inline(), "inline")):
-        result = run(adapted_graph(policy, max_staleness=0), steps=3, on=on, runs=tmp_path / name, quiet=True)
+        result = run(
+            adapted_graph(policy, max_staleness=0), steps=3, on=on, runs=tmp_path / name, quiet=True
+        )
         assert (result.steps, result.verdict.clean) == (3, True), result.verdict.line
         losses.append([line["loss"] for line in steps_of(result)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-7)
@@ -110,10 +121,13 @@ def test_processes_train_adapters_as_one_process_does(policy: Path, machine: Non
 def test_ranks_that_share_out_matrices_train_adapters_as_one_process_does_and_go_on_after_a_checkpoint(
     policy: Path, machine: None, tmp_path: Path, ranks: int
 ) -> None:
-    """Its generator has every version; its checkpoint is one that peft loads, and that a resume goes on with."""
+    """Its generator has every version; its checkpoint is one that peft loads, and that a resume
+    goes on with."""
 
     def graph(tensor_parallel: int) -> Any:
-        return adapted_graph(policy, max_staleness=0, lr=1e-3, eps=1e-3, tensor_parallel=tensor_parallel)
+        return adapted_graph(
+            policy, max_staleness=0, lr=1e-3, eps=1e-3, tensor_parallel=tensor_parallel
+        )
 
     alone = run(graph(1), steps=5, seed=1, on=inline(), runs=tmp_path / "alone", quiet=True)
     begun = run(graph(2), ranks={"trainer": ranks}, steps=3, seed=1, runs=tmp_path, quiet=True)
@@ -127,4 +141,6 @@ def test_ranks_that_share_out_matrices_train_adapters_as_one_process_does_and_go
     assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
     assert max(line["mismatch"] for line in found) < 1e-5
     for name in ("loss", "grad_norm", "reward_mean"):
-        assert [line[name] for line in found] == pytest.approx([line[name] for line in wanted], rel=1e-3, abs=1e-6)
+        assert [line[name] for line in found] == pytest.approx(
+            [line[name] for line in wanted], rel=1e-3, abs=1e-6
+        )

@@ -1,4 +1,5 @@
-"""Whole runs over a slow link: what changed travels in place of everything, and the generator has the same weights."""
+"""Whole runs over a slow link: what changed travels in place of everything, and the generator has
+the same weights."""
 
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,11 @@ STEPS = 3
 def generated(result: Result) -> list[object]:
     """Tokens, and their log-probabilities to the bit."""
     rows = [RunFolder.open(result.folder).rollouts_of().read(step) for step in range(1, STEPS + 1)]
-    return [table.column(name).to_pylist() for table in rows for name in ("tokens", "logprobs", "versions")]
+    return [
+        table.column(name).to_pylist()
+        for table in rows
+        for name in ("tokens", "logprobs", "versions")
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -27,16 +32,26 @@ def test_a_generator_behind_a_slow_link_has_the_same_weights_from_fewer_bytes(
     policy: Path, tmp_path: Path, ranks: int
 ) -> None:
     graph = partial(
-        tiny_graph, policy, max_staleness=0, max_tokens=6, lr=1e-5, eps=1e-3, model_knobs={"dtype": "bfloat16"}
+        tiny_graph,
+        policy,
+        max_staleness=0,
+        max_tokens=6,
+        lr=1e-5,
+        eps=1e-3,
+        model_knobs={"dtype": "bfloat16"},
     )
     how = {"steps": STEPS, "seed": 1, "quiet": True, "weights": "gloo", "ranks": {"trainer": ranks}}
     whole = run(graph(), runs=tmp_path / "whole", **how)
     changed = run(graph(), runs=tmp_path / "changed", link_gbps=0.1, **how)
     assert whole.verdict.clean and changed.verdict.clean
     assert generated(changed) == generated(whole)
-    first, *later = [(line["weights_sent_bytes"], line["weights_saved_bytes"]) for line in changed.metrics]
+    first, *later = [
+        (line["weights_sent_bytes"], line["weights_saved_bytes"]) for line in changed.metrics
+    ]
     assert first[0] > 0 and first[1] == 0, "nobody has a version before the first"
-    everything = [(line["weights_sent_bytes"], line["weights_saved_bytes"]) for line in whole.metrics]
+    everything = [
+        (line["weights_sent_bytes"], line["weights_saved_bytes"]) for line in whole.metrics
+    ]
     assert {saved for _, saved in everything} == {0}
     for (sent, saved), (all_of_it, _) in zip(later, everything[1:], strict=True):
         assert sent + saved == all_of_it

@@ -16,10 +16,15 @@ def test_a_laptop_runs_the_path_of_a_cluster_and_trains_only_what_its_own_weight
     policy: Path, machine: None, tmp_path: Path
 ) -> None:
     graph = tiny_graph(policy, max_staleness=0)
-    result = run(graph, steps=3, weights="gloo", replicas={"generator": 2}, runs=tmp_path, quiet=True)
+    result = run(
+        graph, steps=3, weights="gloo", replicas={"generator": 2}, runs=tmp_path, quiet=True
+    )
     folder = RunFolder.open(result.folder)
     assert (result.steps, result.verdict.clean) == (3, True), result.verdict.line
-    assert any("weights trainer -> generator: gloo" in line for line in folder.read_json("config.json")["plan"])
+    assert any(
+        "weights trainer -> generator: gloo" in line
+        for line in folder.read_json("config.json")["plan"]
+    )
     assert "gloo" in folder.graph_svg.read_text()
     for step in (1, 2, 3):
         versions = pc.list_flatten(folder.rollouts_of().read(step).column("versions"))

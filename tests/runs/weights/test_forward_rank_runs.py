@@ -22,19 +22,25 @@ from operators.models.loading import load_model
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
 
-def with_reference(new_logprobs: Any, logprobs: Any, ref_logprobs: Any, advantage: Any, kl: float = 0.05) -> Any:
+def with_reference(
+    new_logprobs: Any, logprobs: Any, ref_logprobs: Any, advantage: Any, kl: float = 0.05
+) -> Any:
     """A policy gradient with the KL to a reference in the loss."""
     ratio = ref_logprobs - new_logprobs
     return -(advantage * (new_logprobs - logprobs).exp()) + kl * (ratio.exp() - ratio - 1)
 
 
-def test_a_frozen_reference_may_have_two_replicas_of_two_ranks(policy: Path, tmp_path: Path, machine: None) -> None:
+def test_a_frozen_reference_may_have_two_replicas_of_two_ranks(
+    policy: Path, tmp_path: Path, machine: None
+) -> None:
     torch.set_num_threads(1)
     g, model = Graph("ranks"), Model(str(policy), name="policy")
     generator = Generator(model, group_size=4, max_tokens=8, slots=32)
     reference = Logprobs(model.frozen(), tensor_parallel=2)
     trainer = Trainer(model, loss=with_reference, prompts_per_step=4, lr=1e-2, normalize="rollouts")
-    trainer(advantage(reward(reference(generator(g.source(Prompts(words(), columns=("answer",))))))))
+    trainer(
+        advantage(reward(reference(generator(g.source(Prompts(words(), columns=("answer",)))))))
+    )
     g.feedback(trainer.weights, generator, max_staleness=0)
     result = run(g, steps=2, replicas={"ref_logprobs": 2}, runs=tmp_path / "runs", quiet=True)
     assert result.steps == 2 and result.verdict.clean, result.verdict.line
@@ -61,14 +67,23 @@ def critic_loss(new_values: Any, reward: Any) -> Any:
 
 
 def actor_and_critic(policy: Path, parallel: int) -> Graph:
-    """A reference that is refreshed with an average of the actor, and values that their critic feeds."""
+    """A reference that is refreshed with an average of the actor, and values that their critic
+    feeds."""
     g, model = Graph("ranks"), Model(str(policy), name="actor")
     critic = Model(str(policy), head="value", name="critic")
     generator = Generator(model, group_size=4, max_tokens=8, slots=32)
-    values, reference = Values(critic, tensor_parallel=parallel), Logprobs(model.frozen(), tensor_parallel=parallel)
+    values, reference = (
+        Values(critic, tensor_parallel=parallel),
+        Logprobs(model.frozen(), tensor_parallel=parallel),
+    )
     rollouts = generator(g.source(Prompts(words(), columns=("answer",))))
     rows = credited(reward(join(reference(rollouts), values(rollouts))))
-    knobs: dict[str, Any] = {"prompts_per_step": 4, "lr": 1e-2, "eps": 1e-3, "normalize": "rollouts"}
+    knobs: dict[str, Any] = {
+        "prompts_per_step": 4,
+        "lr": 1e-2,
+        "eps": 1e-3,
+        "normalize": "rollouts",
+    }
     actor = Trainer(model, loss=actor_loss, name="actor", **knobs)
     learner = Trainer(critic, loss=critic_loss, name="learner", **knobs)
     actor(rows)
@@ -80,18 +95,28 @@ def actor_and_critic(policy: Path, parallel: int) -> Graph:
 
 
 @pytest.mark.slow
-def test_ranks_that_are_fed_and_refreshed_give_the_numbers_of_one(policy: Path, tmp_path: Path, machine: None) -> None:
-    """From trainers of two ranks each, one of which sends to two replicas; tokens, columns and losses are alike."""
+def test_ranks_that_are_fed_and_refreshed_give_the_numbers_of_one(
+    policy: Path, tmp_path: Path, machine: None
+) -> None:
+    """From trainers of two ranks each, one of which sends to two replicas; tokens, columns and
+    losses are alike."""
     torch.set_num_threads(1)
     many = run(
-        actor_and_critic(policy, 2), steps=4, ranks={"actor": 2, "learner": 2}, replicas={"ref_logprobs": 2},
-        runs=tmp_path / "many", quiet=True,
-    )  # fmt: skip
+        actor_and_critic(policy, 2),
+        steps=4,
+        ranks={"actor": 2, "learner": 2},
+        replicas={"ref_logprobs": 2},
+        runs=tmp_path / "many",
+        quiet=True,
+    )
     one = run(actor_and_critic(policy, 1), steps=4, on=inline(), runs=tmp_path / "one", quiet=True)
     assert many.steps == one.steps == 4
     assert many.verdict.clean and one.verdict.clean, many.verdict.line
     for node in ("actor", "learner"):
-        lines = [[line["loss"] for line in each.metrics if line.get("node") == node] for each in (many, one)]
+        lines = [
+            [line["loss"] for line in each.metrics if line.get("node") == node]
+            for each in (many, one)
+        ]
         assert len(lines[0]) == 4
         np.testing.assert_allclose(*lines, rtol=0, atol=1e-5)
     moved = set()
@@ -107,9 +132,10 @@ def test_ranks_that_are_fed_and_refreshed_give_the_numbers_of_one(policy: Path, 
 def trained(result: Result) -> list[dict[str, Any]]:
     """Every row that the actor trained, in order."""
     rows = [
-        row for step in range(1, result.steps + 1)
+        row
+        for step in range(1, result.steps + 1)
         for row in RunFolder.open(result.folder).rollouts_of("actor").read(step).to_pylist()
-    ]  # fmt: skip
+    ]
     return sorted(rows, key=lambda row: (row["group_id"], row["position"]))
 
 
@@ -118,16 +144,25 @@ def refreshed(policy: Path) -> Graph:
     g, model = Graph("struck"), Model(str(policy), name="policy")
     generator = Generator(model, group_size=4, max_tokens=8, slots=32)
     reference = Logprobs(model.frozen(), tensor_parallel=2)
-    knobs: dict[str, Any] = {"prompts_per_step": 2, "lr": 1e-2, "normalize": "rollouts", "checkpoint_every": 1}
+    knobs: dict[str, Any] = {
+        "prompts_per_step": 2,
+        "lr": 1e-2,
+        "normalize": "rollouts",
+        "checkpoint_every": 1,
+    }
     trainer = Trainer(model, loss=with_reference, **knobs)
-    trainer(advantage(reward(reference(generator(g.source(Prompts(words(), columns=("answer",))))))))
+    trainer(
+        advantage(reward(reference(generator(g.source(Prompts(words(), columns=("answer",)))))))
+    )
     g.feedback(trainer.weights, generator, max_staleness=0)
     g.feedback(trainer.weights, reference, every=2)
     return g
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "weights"), [("killed", "shared_memory"), ("killed", "gloo"), ("stopped", "gloo")])
+@pytest.mark.parametrize(
+    ("how", "weights"), [("killed", "shared_memory"), ("killed", "gloo"), ("stopped", "gloo")]
+)
 def test_a_rank_of_a_refreshed_reference_that_is_struck_ends_no_run(
     how: str, weights: str, policy: Path, tmp_path: Path, machine: None
 ) -> None:
@@ -136,22 +171,35 @@ def test_a_rank_of_a_refreshed_reference_that_is_struck_ends_no_run(
     steps, limits = 16, Limits(exchange_s=5.0, patience=Patience(first_s=0.05, of_one=5))
     sizes, victims = {"ref_logprobs": 2}, [("ref_logprobs", 1), ("ref_logprobs", 0)]
     striking = (
-        Striking(tmp_path, sizes, victims) if how == "killed" else Stopping(tmp_path, sizes, victims[:1], 20.0)
-    )  # fmt: skip
+        Striking(tmp_path, sizes, victims)
+        if how == "killed"
+        else Stopping(tmp_path, sizes, victims[:1], 20.0)
+    )
     striking.start()
     result = run(
-        refreshed(policy), steps=steps, ranks={"trainer": 2}, weights=weights, runs=tmp_path, limits=limits, quiet=True
+        refreshed(policy),
+        steps=steps,
+        ranks={"trainer": 2},
+        weights=weights,
+        runs=tmp_path,
+        limits=limits,
+        quiet=True,
     )
     striking.join(10)
     assert striking.error is None and not striking.is_alive(), (striking.error, striking.struck)
-    assert result.steps == steps and result.verdict.clean and verify(result.folder).clean, result.verdict.line
+    assert result.steps == steps and result.verdict.clean and verify(result.folder).clean, (
+        result.verdict.line
+    )
     found = read_faults(result.folder)
     assert {fault["worker"] for fault in found} <= {"ref_logprobs-0"}
-    assert how == "stopped" or len(found) >= len(striking.struck)  # a stop while its trainer waits for it is sat out
+    # a stop while its trainer waits for it is sat out
+    assert how == "stopped" or len(found) >= len(striking.struck)
     folder = RunFolder.open(result.folder)
     for step in range(1, steps + 1):
         version = (step - 1) // 2 * 2
         module = load_model(Model(str(folder.latest_checkpoint(version) if version else policy)))
         for row in folder.rollouts_of().read(step).to_pylist():
             assert row[version_column("ref_logprobs")] == version
-            np.testing.assert_allclose(row["ref_logprobs"], plain_logprobs(module, row), rtol=0, atol=1e-4)
+            np.testing.assert_allclose(
+                row["ref_logprobs"], plain_logprobs(module, row), rtol=0, atol=1e-4
+            )

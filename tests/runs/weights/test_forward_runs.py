@@ -1,4 +1,5 @@
-"""Whole runs with forward operators: a reference, a proximal policy, a judge, a critic, beside what they serve."""
+"""Whole runs with forward operators: a reference, a proximal policy, a judge, a critic, beside what
+they serve."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +37,9 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path, machine: None) -> Runne
     return runner
 
 
-def with_reference(new_logprobs: Any, logprobs: Any, ref_logprobs: Any, advantage: Any, kl: float = 0.05) -> Any:
+def with_reference(
+    new_logprobs: Any, logprobs: Any, ref_logprobs: Any, advantage: Any, kl: float = 0.05
+) -> Any:
     """A policy gradient with the KL to a reference in the loss."""
     ratio = ref_logprobs - new_logprobs
     return -(advantage * (new_logprobs - logprobs).exp()) + kl * (ratio.exp() - ratio - 1)
@@ -50,12 +53,16 @@ def decoupled(new_logprobs: Any, logprobs: Any, proximal_logprobs: Any, advantag
 
 def start(policy: Path, **knobs: Any) -> tuple[Graph, Model, Generator, Any]:
     g, model = Graph("forwards"), Model(str(policy), name="policy")
-    generator = Generator(model, **{"group_size": 4, "max_tokens": 12, "segment_tokens": 4, "slots": 32, **knobs})
+    generator = Generator(
+        model, **{"group_size": 4, "max_tokens": 12, "segment_tokens": 4, "slots": 32, **knobs}
+    )
     return g, model, generator, generator(g.source(Prompts(words(), columns=("answer",))))
 
 
 def trainer_of(model: Model, loss: Any, **knobs: Any) -> Trainer:
-    return Trainer(model, loss=loss, **{"prompts_per_step": 4, "lr": 1e-2, "normalize": "rollouts", **knobs})
+    return Trainer(
+        model, loss=loss, **{"prompts_per_step": 4, "lr": 1e-2, "normalize": "rollouts", **knobs}
+    )
 
 
 def rows(result: Result, node: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -99,8 +106,11 @@ def test_a_reference_may_run_as_two_replicas(policy: Path, tmp_path: Path, machi
     }
 
 
-def test_a_proximal_policy_without_staleness_is_the_one_that_generated(runs: Runner, policy: Path) -> None:
-    """In a synchronous run all tokens of a step come from one version, and so do their proximal log-probabilities."""
+def test_a_proximal_policy_without_staleness_is_the_one_that_generated(
+    runs: Runner, policy: Path
+) -> None:
+    """In a synchronous run all tokens of a step come from one version, and so do their proximal
+    log-probabilities."""
     g, model, generator, rollouts = start(policy)
     proximal, trainer = Logprobs(model, name="proximal_logprobs"), trainer_of(model, decoupled)
     trainer(advantage(reward(proximal(rollouts))))
@@ -133,7 +143,11 @@ def critic_loss(new_values: Any, judged: Any) -> Any:
 
 
 def ppo(
-    policy: Path, judge: Path, max_staleness: int = 0, critic_step: int = 4, critic_loss: Any = critic_loss
+    policy: Path,
+    judge: Path,
+    max_staleness: int = 0,
+    critic_step: int = 4,
+    critic_loss: Any = critic_loss,
 ) -> Graph:
     g, model, generator, rollouts = start(policy)
     critic = Model(str(policy), head="value", name="critic")
@@ -142,7 +156,9 @@ def ppo(
     joined = join(Logprobs(model.frozen())(rollouts), values(rollouts), score(rollouts))
     credited = shaped(judged(joined))
     actor = trainer_of(model, actor_loss, name="actor")
-    learner = trainer_of(critic, critic_loss, name="learner", prompts_per_step=critic_step, checkpoint_every=1)
+    learner = trainer_of(
+        critic, critic_loss, name="learner", prompts_per_step=critic_step, checkpoint_every=1
+    )
     actor(credited)
     learner(credited)
     g.feedback(actor.weights, generator, max_staleness=max_staleness)
@@ -159,7 +175,8 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_actor_and_critic_learn_side_by_side_from_a_reference_a_judge_and_values(
     runs: Runner, policy: Path, judge: Path, max_staleness: int
 ) -> None:
-    """Values begin at 0 and move with the critic: those of a group come from a critic no older than its tokens."""
+    """Values begin at 0 and move with the critic: those of a group come from a critic no older than
+    its tokens."""
     result = runs(ppo(policy, judge, max_staleness))
     assert result.verdict.clean, result.verdict.line
     folder = RunFolder.open(result.folder)
@@ -170,7 +187,11 @@ def test_actor_and_critic_learn_side_by_side_from_a_reference_a_judge_and_values
     for step, row in rows(result, "actor"):
         newest = max(row["versions"])
         own = [values_of(module, row) for module in modules]
-        near = [version for version, values in enumerate(own) if np.allclose(values, row["values"], atol=1e-4)]
+        near = [
+            version
+            for version, values in enumerate(own)
+            if np.allclose(values, row["values"], atol=1e-4)
+        ]
         assert near and max(near) >= newest, (step, newest, near)
         if max_staleness == 0:
             assert near == [newest] == [step - 1]
@@ -192,14 +213,19 @@ def test_a_critic_that_skips_a_step_which_the_policy_made_holds_nobody_up(
         calls += 1
         return (new_values - judged).square() * (float("nan") if calls == 2 else 1.0)
 
-    result = run(ppo(policy, judge, critic_loss=skipping), steps=4, on=inline(), runs=tmp_path, quiet=True)
+    result = run(
+        ppo(policy, judge, critic_loss=skipping), steps=4, on=inline(), runs=tmp_path, quiet=True
+    )
     assert result.steps == 4 and result.verdict.clean, result.verdict.line
     dropped = [line["dropped"] for line in result.metrics if line.get("node") == "learner"]
     assert {"non-finite": 4} in dropped
 
 
-def test_a_critic_may_make_more_steps_than_the_policy(policy: Path, judge: Path, tmp_path: Path) -> None:
-    """Twice as many, of half as many groups: the values of version 1 are those of the critic's second."""
+def test_a_critic_may_make_more_steps_than_the_policy(
+    policy: Path, judge: Path, tmp_path: Path
+) -> None:
+    """Twice as many, of half as many groups: the values of version 1 are those of the critic's
+    second."""
     g = ppo(policy, judge, critic_step=2)
     result = run(g, steps=STEPS, on=inline(), runs=tmp_path, quiet=True)
     assert result.verdict.clean, result.verdict.line

@@ -1,4 +1,5 @@
-"""Whole runs in which each rank of the trainer sends each rank of the generator the bytes that it needs, no more."""
+"""Whole runs in which each rank of the trainer sends each rank of the generator the bytes that it
+needs, no more."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ TO = "generator-0"
 def tensors_of(policy: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shapes of the model's tensors, tied ones once."""
     with safe_open(policy / "model.safetensors", "pt") as file:
-        return {name: (tuple(file.get_slice(name).get_shape()), "float32") for name in sorted(file.keys())}
+        return {
+            name: (tuple(file.get_slice(name).get_shape()), "float32")
+            for name in sorted(file.keys())
+        }
 
 
 def cut(tensors: dict[str, Any], ranks: int) -> Layout:
@@ -38,25 +42,34 @@ def cut(tensors: dict[str, Any], ranks: int) -> Layout:
 
 
 def assert_pairs(sent: Sent, policy: Path, trainer: int, generator: int, versions: int) -> None:
-    """What each pair of ranks has exchanged is the plan's, to the byte; no pair exchanges a whole sharded tensor."""
+    """What each pair of ranks has exchanged is the plan's, to the byte; no pair exchanges a whole
+    sharded tensor."""
     tensors = tensors_of(policy)
     plan = reshard(Layout.fsdp(tensors, trainer), cut(tensors, generator)).pair_bytes
     counts = sent.transfers(TO)
     (times,) = set(counts.values())
-    assert versions <= times <= versions + 1, "each version that was computed with, and perhaps the last one"
-    pairs = {(a, b): int(plan[a, b]) for a in range(trainer) for b in range(generator) if plan[a, b]}
+    assert versions <= times <= versions + 1, (
+        "each version that was computed with, and perhaps the last one"
+    )
+    pairs = {
+        (a, b): int(plan[a, b]) for a in range(trainer) for b in range(generator) if plan[a, b]
+    }
     assert counts.keys() == pairs.keys()
     assert sent.payload(TO) == {pair: nbytes * times for pair, nbytes in pairs.items()}
     size = {name: int(np.prod(shape)) * 4 for name, (shape, _) in tensors.items()}
     most = sent.parts(TO)
     assert most.keys() == size.keys()
     whole = {name for name, nbytes in most.items() if nbytes >= size[name]}
-    assert whole == set(), "every tensor is cut by the trainer, so none travels whole between two ranks"
+    assert whole == set(), (
+        "every tensor is cut by the trainer, so none travels whole between two ranks"
+    )
 
 
 def drawn(result: Any, step: int) -> dict[int, list[int]]:
     rows = RunFolder.open(result.folder).rollouts_of().read(step)
-    return dict(zip(rows.column("rollout_id").to_pylist(), rows.column("tokens").to_pylist(), strict=True))
+    return dict(
+        zip(rows.column("rollout_id").to_pylist(), rows.column("tokens").to_pylist(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("weights", [pytest.param("gloo", marks=pytest.mark.slow), "shared_memory"])
@@ -65,31 +78,46 @@ def test_each_rank_of_the_trainer_sends_each_rank_of_the_generator_what_it_needs
 ) -> None:
     sent = Sent(tmp_path / "sent", monkeypatch)
     graph = tiny_graph(policy, max_staleness=0, generator_knobs={"tensor_parallel": 2})
-    result = run(graph, ranks={"trainer": 2}, steps=3, weights=weights, runs=tmp_path / "runs", quiet=True)
+    result = run(
+        graph, ranks={"trainer": 2}, steps=3, weights=weights, runs=tmp_path / "runs", quiet=True
+    )
     assert result.verdict.clean, result.verdict.line
     assert all(line["mismatch"] < 1e-5 for line in result.metrics if "loss" in line)
     assert_pairs(sent, policy, 2, 2, versions=3)
-    (*_, last) = [line["weights_sent"][TO] for line in result.metrics if "loss" in line]
+    *_, last = [line["weights_sent"][TO] for line in result.metrics if "loss" in line]
     tensors = tensors_of(policy)
-    assert last["pair_bytes"] == reshard(Layout.fsdp(tensors, 2), cut(tensors, 2)).pair_bytes.tolist()
+    assert (
+        last["pair_bytes"] == reshard(Layout.fsdp(tensors, 2), cut(tensors, 2)).pair_bytes.tolist()
+    )
     assert last["version"] in (2, 3)
     assert last["seconds"] > 0
-    assert any(line["weights_sent"][TO]["held_seconds"] > 0 for line in result.metrics if "loss" in line)
+    assert any(
+        line["weights_sent"][TO]["held_seconds"] > 0 for line in result.metrics if "loss" in line
+    )
 
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a policy whose weights are many times what the plane adds to them."""
-    return tiny_policy(tmp_path_factory.mktemp("larger"), layers=2, width=128, heads=4, mlp_width=256)
+    return tiny_policy(
+        tmp_path_factory.mktemp("larger"), layers=2, width=128, heads=4, mlp_width=256
+    )
 
 
 def long_run(policy: Path, folder: Path, trainer: int, generator: int) -> Any:
     """20 synchronous steps, for which the order of additions matters little."""
     graph = tiny_graph(
-        policy, max_staleness=0, max_tokens=16, prompts_per_step=2, lr=1e-3, eps=1e-3,
+        policy,
+        max_staleness=0,
+        max_tokens=16,
+        prompts_per_step=2,
+        lr=1e-3,
+        eps=1e-3,
         generator_knobs={"tensor_parallel": generator},
-    )  # fmt: skip
-    result = run(graph, ranks={"trainer": trainer}, steps=20, seed=3, weights="gloo", runs=folder, quiet=True)
+    )
+    result = run(
+        graph, ranks={"trainer": trainer}, steps=20, seed=3, weights="gloo", runs=folder, quiet=True
+    )
     assert result.verdict.clean, result.verdict.line
     return result
 
@@ -97,8 +125,12 @@ def long_run(policy: Path, folder: Path, trainer: int, generator: int) -> Any:
 def greedy(result: Any, ranks: int) -> list[list[int]]:
     """What the policy that a run has made says to each prompt when it takes the likeliest token."""
     model = Model(str(RunFolder.open(result.folder).latest_checkpoint()))
-    generator = Generator(model, group_size=1, max_tokens=24, temperature=0.0, tensor_parallel=ranks)
-    table = collect(generator(Graph("greedy").source(Prompts(words(), columns=("answer",), epochs=1))), rows=40)
+    generator = Generator(
+        model, group_size=1, max_tokens=24, temperature=0.0, tensor_parallel=ranks
+    )
+    table = collect(
+        generator(Graph("greedy").source(Prompts(words(), columns=("answer",), epochs=1))), rows=40
+    )
     return list(table.sort_by("group_id").column("tokens").to_pylist())
 
 

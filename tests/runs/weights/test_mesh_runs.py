@@ -1,4 +1,5 @@
-"""Whole runs of trainers and generators that share a model out in several ways at once make the steps of one rank."""
+"""Whole runs of trainers and generators that share a model out in several ways at once make the
+steps of one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,25 @@ def made(policy: Path, folder: Path, trainer: int, generator: int, steps: int, *
     """A synchronous run, for which the order of additions matters little."""
     lora = knobs.pop("lora", None)
     graph = tiny_graph(
-        policy, max_staleness=0, max_tokens=16, prompts_per_step=2, lr=1e-3, eps=1e-3, **knobs,
-        generator_knobs={"tensor_parallel": generator}, model_knobs={} if lora is None else {"lora": lora},
-    )  # fmt: skip
-    result = run(graph, ranks={"trainer": trainer}, steps=steps, seed=3, weights="gloo", runs=folder, quiet=True)
+        policy,
+        max_staleness=0,
+        max_tokens=16,
+        prompts_per_step=2,
+        lr=1e-3,
+        eps=1e-3,
+        **knobs,
+        generator_knobs={"tensor_parallel": generator},
+        model_knobs={} if lora is None else {"lora": lora},
+    )
+    result = run(
+        graph,
+        ranks={"trainer": trainer},
+        steps=steps,
+        seed=3,
+        weights="gloo",
+        runs=folder,
+        quiet=True,
+    )
     assert result.verdict.clean, result.verdict.line
     return result
 
@@ -54,7 +70,12 @@ def norms(result: Any) -> list[float]:
 )
 @pytest.mark.slow
 def test_adapters_travel_alone_from_several_ranks_to_several_as_from_one_to_one(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: int, generator: int, knobs: dict[str, int]
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trainer: int,
+    generator: int,
+    knobs: dict[str, int],
 ) -> None:
     pytest.importorskip("peft")
     steps = 3
@@ -63,9 +84,12 @@ def test_adapters_travel_alone_from_several_ranks_to_several_as_from_one_to_one(
     many = made(policy, tmp_path / "many", trainer, generator, steps, lora=LORA, **knobs)
     assert_alike(many, one, steps)
     (times,) = set(sent.transfers(TO).values())
-    cut = LORA.rank * (WIDTH * 3 + MLP * 2 + WIDTH + MLP)  # B of what is cut by rows, A of what is cut by columns
+    # B of what is cut by rows, A of what is cut by columns
+    cut = LORA.rank * (WIDTH * 3 + MLP * 2 + WIDTH + MLP)
     whole = LORA.rank * (WIDTH * 5 + WIDTH * 2)  # the other one of each
-    assert sum(sent.payload(TO).values()) == 4 * times * (cut + generator * whole), "adapters, and nothing else"
+    assert sum(sent.payload(TO).values()) == 4 * times * (cut + generator * whole), (
+        "adapters, and nothing else"
+    )
     assert greedy(many, generator) == greedy(one, 1)
 
 

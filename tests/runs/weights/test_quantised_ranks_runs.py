@@ -1,4 +1,5 @@
-"""Whole runs whose generator is quantised and shared out, of a trainer of several ranks: all bytes are one rank's."""
+"""Whole runs whose generator is quantised and shared out, of a trainer of several ranks: all bytes
+are one rank's."""
 
 import json
 from pathlib import Path
@@ -23,11 +24,19 @@ pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeou
 
 STEPS = 2
 CUT_ROWS = ("o_proj.weight", "down_proj.weight")
-CUT = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight", *CUT_ROWS)
+CUT = (
+    "q_proj.weight",
+    "k_proj.weight",
+    "v_proj.weight",
+    "gate_proj.weight",
+    "up_proj.weight",
+    *CUT_ROWS,
+)
 
 
 class _Telling(Around):
-    """Leaves in a file for each version what each rank of the engine holds, as checksums by name."""
+    """Leaves in a file for each version what each rank of the engine holds, as checksums by
+    name."""
 
     def __init__(self, inner: Runtime, folder: Path) -> None:
         super().__init__(inner)
@@ -43,11 +52,14 @@ class _Telling(Around):
 
 
 def digest(tensor: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return xxhash.xxh3_64_intdigest(
+        tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+    )
 
 
 def slice_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """What a generator's rank holds, written out; all ranks have the scales of rows that are cut."""
+    """What a generator's rank holds, written out; all ranks have the scales of rows that are
+    cut."""
     weight = name.removesuffix(SCALE)
     if not weight.endswith(("embed_tokens.weight", "lm_head.weight", *CUT)) or (
         name != weight and weight.endswith(CUT_ROWS)
@@ -73,10 +85,16 @@ def test_ranks_of_a_generator_hold_the_slices_of_what_one_trainer_rank_quantises
     told = tmp_path / "told"
     told.mkdir()
     graph = tiny_graph(
-        policy, max_staleness=0, checkpoint_every=1, generator_knobs={"weights": weights, "tensor_parallel": 2}, **knobs
+        policy,
+        max_staleness=0,
+        checkpoint_every=1,
+        generator_knobs={"weights": weights, "tensor_parallel": 2},
+        **knobs,
     )
     generator = graph.operators["generator"]
-    object.__setattr__(generator, "build", wrapped(generator, lambda inner: _Telling(inner, told)).build)
+    object.__setattr__(
+        generator, "build", wrapped(generator, lambda inner: _Telling(inner, told)).build
+    )
     result = run(graph, ranks={"trainer": ranks}, steps=STEPS, runs=tmp_path / "runs", quiet=True)
     assert result.verdict.clean, result.verdict.line
     rollouts = RunFolder.open(result.folder)
@@ -84,13 +102,19 @@ def test_ranks_of_a_generator_hold_the_slices_of_what_one_trainer_rank_quantises
         folder = next((Path(result.folder) / "checkpoints").glob(f"step-*{step - 1}"))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         parameters = dict(model.named_parameters())
-        encoder = Encoder(Encoding(dtype="float32", quantized=weights, names=linear_weights(model)), parameters)
+        encoder = Encoder(
+            Encoding(dtype="float32", quantized=weights, names=linear_weights(model)), parameters
+        )
         new = {
-            name: tensor for name, tensor in encoder.encode(parameters).items() if name not in encoder.layout.aliases
+            name: tensor
+            for name, tensor in encoder.encode(parameters).items()
+            if name not in encoder.layout.aliases
         }
         for rank, digests in enumerate(json.loads((told / f"{step - 1}.json").read_text())):
             for name, full in new.items():
-                assert digests[name] == digest(slice_of(name, full, rank, 2)), f"{name} on rank {rank}, step {step}"
+                assert digests[name] == digest(slice_of(name, full, rank, 2)), (
+                    f"{name} on rank {rank}, step {step}"
+                )
             assert digests.keys() == new.keys()
         if weights != "int8":
             continue
@@ -102,4 +126,6 @@ def test_ranks_of_a_generator_hold_the_slices_of_what_one_trainer_rank_quantises
             with torch.inference_mode():
                 logits = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
             again = logits.gather(1, ids[0, 1:, None])[:, 0].numpy()
-            np.testing.assert_allclose(np.array(row["logprobs"])[drawn], again[drawn[1:]], atol=1e-4)
+            np.testing.assert_allclose(
+                np.array(row["logprobs"])[drawn], again[drawn[1:]], atol=1e-4
+            )

@@ -1,4 +1,5 @@
-"""Runs whose generator computes in int8 or fp8: the trainer sends it that, and nothing else changes."""
+"""Runs whose generator computes in int8 or fp8: the trainer sends it that, and nothing else
+changes."""
 
 import sys
 from pathlib import Path
@@ -33,7 +34,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("weights", ["int8", "int8_dynamic", "fp8"])
 def test_a_run_is_the_same_bit_for_bit_whoever_quantises(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[dict[str, str]], weights: str
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sent: list[dict[str, str]],
+    weights: str,
 ) -> None:
     def made(folder: str) -> list[dict[str, Any]]:
         graph = tiny_graph(policy, max_staleness=1, generator_knobs={"weights": weights})
@@ -43,9 +48,13 @@ def test_a_run_is_the_same_bit_for_bit_whoever_quantises(
     quantized = made("trainer")
     monkeypatch.setattr(Generator, "quantized", None)
     full_ones = made("generator")
-    by_trainer, by_generator = ([line["loss"] for line in lines] for lines in (quantized, full_ones))
+    by_trainer, by_generator = (
+        [line["loss"] for line in lines] for lines in (quantized, full_ones)
+    )
     (whole,) = {line["weights_moved_bytes"] for line in full_ones if line["weights_sent"]}
-    assert {line["weights_full_bytes"] for line in (*quantized, *full_ones) if line["weights_sent"]} == {whole}
+    assert {
+        line["weights_full_bytes"] for line in (*quantized, *full_ones) if line["weights_sent"]
+    } == {whole}
     (moved,) = {line["weights_moved_bytes"] for line in quantized if line["weights_sent"]}
     assert moved < whole, "what quantization spares is told beside the full size"
     assert len(by_trainer) == 3
@@ -61,7 +70,12 @@ def test_a_run_is_the_same_bit_for_bit_whoever_quantises(
 
 @pytest.mark.parametrize(
     ("wanted", "format_"),
-    [(["int8", "int8_dynamic"], "int8"), (["fp8"], "fp8"), (["int8", "fp8"], None), (["int8", "model"], None)],
+    [
+        (["int8", "int8_dynamic"], "int8"),
+        (["fp8"], "fp8"),
+        (["int8", "fp8"], None),
+        (["int8", "model"], None),
+    ],
 )
 def test_weights_travel_narrow_where_all_readers_want_the_same(
     policy: Path, wanted: list[str], format_: str | None

@@ -1,4 +1,5 @@
-"""Whole runs in which a reference is refreshed: with every n-th version, or with a moving average."""
+"""Whole runs in which a reference is refreshed: with every n-th version, or with a moving
+average."""
 
 import os
 import signal
@@ -26,25 +27,40 @@ from operators.models.loading import load_model
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
 
-def with_reference(new_logprobs: Any, logprobs: Any, ref_logprobs: Any, advantage: Any, kl: float = 0.05) -> Any:
+def with_reference(
+    new_logprobs: Any, logprobs: Any, ref_logprobs: Any, advantage: Any, kl: float = 0.05
+) -> Any:
     """A policy gradient with the KL to a reference in the loss."""
     ratio = ref_logprobs - new_logprobs
     return -(advantage * (new_logprobs - logprobs).exp()) + kl * (ratio.exp() - ratio - 1)
 
 
 def refreshed(
-    policy: Path, *, every: int, decay: float = 0.0, max_staleness: int = 0, own: Model | None = None,
-    around: Mapping[str, Callable[[Any], Any]] | None = None, **knobs: Any,
-) -> Graph:  # fmt: skip
-    """A tiny run whose reference is refreshed; own: the model that it begins with. around: by operator."""
+    policy: Path,
+    *,
+    every: int,
+    decay: float = 0.0,
+    max_staleness: int = 0,
+    own: Model | None = None,
+    around: Mapping[str, Callable[[Any], Any]] | None = None,
+    **knobs: Any,
+) -> Graph:
+    """A tiny run whose reference is refreshed; own: the model that it begins with. around: by
+    operator."""
     g, model = Graph("refreshed"), Model(str(policy), name="policy")
     generator = Generator(model, group_size=4, max_tokens=12, segment_tokens=4, slots=32)
     wrap = {"reference": lambda it: it, "trainer": lambda it: it} | dict(around or {})
     reference = wrap["reference"](Logprobs(own or model.frozen()))
-    trainer = wrap["trainer"](Trainer(
-        model, loss=with_reference, prompts_per_step=4, lr=1e-2, normalize="rollouts",
-        **{"checkpoint_every": 1, **knobs},
-    ))  # fmt: skip
+    trainer = wrap["trainer"](
+        Trainer(
+            model,
+            loss=with_reference,
+            prompts_per_step=4,
+            lr=1e-2,
+            normalize="rollouts",
+            **{"checkpoint_every": 1, **knobs},
+        )
+    )
     rollouts = generator(g.source(Prompts(words(), columns=("answer",))))
     trainer(advantage(reward(reference(rollouts))))
     g.feedback(trainer.weights, generator, max_staleness=max_staleness)
@@ -68,7 +84,9 @@ def averaged(result: Result, policy: Path, step: int, decay: float) -> Any:
     average = {name: weight.double() for name, weight in module.named_parameters()}
     for at in range(1, step + 1):
         newer = dict(weights_of(result, policy, at).named_parameters())
-        average = {name: decay * old + (1 - decay) * newer[name].double() for name, old in average.items()}
+        average = {
+            name: decay * old + (1 - decay) * newer[name].double() for name, old in average.items()
+        }
     with torch.no_grad():
         for name, weight in module.named_parameters():
             weight.copy_(average[name])
@@ -76,12 +94,15 @@ def averaged(result: Result, policy: Path, step: int, decay: float) -> Any:
 
 
 def check_rows(result: Result, modules: Mapping[int, Any], every: int) -> None:
-    """Rows of steps in (k * every, (k + 1) * every] were read with version k * every, and say so."""
+    """Rows of steps in (k * every, (k + 1) * every] were read with version k * every, and say
+    so."""
     for step in range(1, result.steps + 1):
         version = (step - 1) // every * every
         for row in rows_of(result, step):
             assert row[version_column("ref_logprobs")] == version, step
-            np.testing.assert_allclose(row["ref_logprobs"], plain_logprobs(modules[version], row), atol=1e-4)
+            np.testing.assert_allclose(
+                row["ref_logprobs"], plain_logprobs(modules[version], row), atol=1e-4
+            )
 
 
 @pytest.mark.parametrize("on", ["inline", "processes"])
@@ -98,7 +119,9 @@ def test_steps_are_read_with_the_weights_of_the_last_nth_step(
     assert told == [{"ref_logprobs": version} for version in (0, 0, 2, 2, 4)]
 
 
-def test_a_teacher_reads_with_the_moving_average(policy: Path, tmp_path: Path, machine: None) -> None:
+def test_a_teacher_reads_with_the_moving_average(
+    policy: Path, tmp_path: Path, machine: None
+) -> None:
     torch.set_num_threads(1)
     result = run(refreshed(policy, every=1, decay=0.5), steps=4, runs=tmp_path / "runs", quiet=True)
     assert result.steps == 4 and result.verdict.clean, result.verdict.line
@@ -112,17 +135,26 @@ def test_a_reference_begins_with_its_own_model(policy: Path, tmp_path: Path, mac
     with torch.no_grad():
         other.get_input_embeddings().weight.mul_(0.5)
     own = Model(str(saved(other, tmp_path / "other"))).frozen()
-    result = run(refreshed(policy, every=2, own=own), steps=3, on=inline(), runs=tmp_path / "runs", quiet=True)
+    result = run(
+        refreshed(policy, every=2, own=own),
+        steps=3,
+        on=inline(),
+        runs=tmp_path / "runs",
+        quiet=True,
+    )
     check_rows(result, {0: load_model(own), 2: weights_of(result, policy, 2)}, every=2)
 
 
 def outcome(result: Result) -> list[Any]:
     """Losses, and of every row its version and numbers, to the bit."""
-    lines = [line["loss"] for line in RunFolder.open(result.folder).read_metrics() if "loss" in line]
+    lines = [
+        line["loss"] for line in RunFolder.open(result.folder).read_metrics() if "loss" in line
+    ]
     rows = [
         (row["group_id"], row["ref_logprobs_version"], row["ref_logprobs"])
-        for step in range(1, len(lines) + 1) for row in rows_of(result, step)
-    ]  # fmt: skip
+        for step in range(1, len(lines) + 1)
+        for row in rows_of(result, step)
+    ]
     return [lines, rows]
 
 
@@ -135,7 +167,8 @@ KINDS = [{"every": 2}, {"every": 1, "decay": 0.5}, {"every": 2, "decay": 0.5}]
 def test_a_run_that_goes_on_reads_with_the_versions_of_one_that_never_stopped(
     kind: Mapping[str, Any], policy: Path, tmp_path: Path
 ) -> None:
-    """It stops between two versions: what the reference has, and the average, come back with the checkpoint."""
+    """It stops between two versions: what the reference has, and the average, come back with the
+    checkpoint."""
     torch.set_num_threads(1)
 
     def graph() -> Graph:
@@ -146,7 +179,9 @@ def test_a_run_that_goes_on_reads_with_the_versions_of_one_that_never_stopped(
     whole = run(graph(), steps=5, on=inline(), resume=part.folder, quiet=True)
     assert whole.verdict.clean and whole.steps == 5, whole.verdict.line
     assert outcome(whole) == outcome(straight)
-    steps = [(each.recorded_loss, each.loss) for each in replay(graph(), Wishes(run=str(whole.folder)))]
+    steps = [
+        (each.recorded_loss, each.loss) for each in replay(graph(), Wishes(run=str(whole.folder)))
+    ]
     assert len(steps) == 5 and all(recorded == now for recorded, now in steps)
 
 
@@ -155,11 +190,13 @@ def test_a_run_that_goes_on_reads_with_the_versions_of_one_that_never_stopped(
 def test_who_is_killed_between_two_versions_has_the_same_version_again(
     victim: str, policy: Path, tmp_path: Path, machine: None
 ) -> None:
-    """The trainer makes the steps after its checkpoint again; the reference has its own model, and has to hear of the
-    version that it had."""
+    """The trainer makes the steps after its checkpoint again; the reference has its own model, and
+    has to hear of the version that it had."""
     torch.set_num_threads(1)
     kind = {"every": 2, "decay": 0.5, "checkpoint_every": 3}
-    straight = run(refreshed(policy, **kind), steps=6, on=inline(), runs=tmp_path / "straight", quiet=True)
+    straight = run(
+        refreshed(policy, **kind), steps=6, on=inline(), runs=tmp_path / "straight", quiet=True
+    )
     mark = tmp_path / "struck"
 
     def blow() -> None:
@@ -168,7 +205,9 @@ def test_who_is_killed_between_two_versions_has_the_same_version_again(
             os.kill(os.getpid(), signal.SIGKILL)
 
     after = {"trainer": 9, "reference": 4}[victim]
-    graph = refreshed(policy, around={victim: lambda operator: struck(operator, blow, after)}, **kind)
+    graph = refreshed(
+        policy, around={victim: lambda operator: struck(operator, blow, after)}, **kind
+    )
     limits = Limits(stop_s=2.0, patience=Patience(first_s=0.05, of_one=2))
     result = run(graph, steps=6, runs=tmp_path / "runs", limits=limits, quiet=True)
     assert mark.exists() and result.verdict.clean, result.verdict.line
@@ -180,21 +219,29 @@ def test_who_is_killed_between_two_versions_has_the_same_version_again(
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-def test_an_asynchronous_run_says_which_version_it_read_with(policy: Path, tmp_path: Path, machine: None) -> None:
+def test_an_asynchronous_run_says_which_version_it_read_with(
+    policy: Path, tmp_path: Path, machine: None
+) -> None:
     """One no older than that which belongs to the group's newest token."""
     torch.set_num_threads(1)
-    result = run(refreshed(policy, every=2, max_staleness=2), steps=5, runs=tmp_path / "runs", quiet=True)
+    result = run(
+        refreshed(policy, every=2, max_staleness=2), steps=5, runs=tmp_path / "runs", quiet=True
+    )
     assert result.steps == 5 and result.verdict.clean, result.verdict.line
     modules = {version: weights_of(result, policy, version) for version in (0, 2, 4)}
     for step in range(1, 6):
         for row in rows_of(result, step):
             version = row["ref_logprobs_version"]
             assert max(row["versions"]) // 2 * 2 <= version <= step - 1
-            np.testing.assert_allclose(row["ref_logprobs"], plain_logprobs(modules[version], row), atol=1e-4)
+            np.testing.assert_allclose(
+                row["ref_logprobs"], plain_logprobs(modules[version], row), atol=1e-4
+            )
 
 
 @pytest.mark.slow
-def test_each_rank_of_a_trainer_averages_what_it_holds(policy: Path, tmp_path: Path, machine: None) -> None:
+def test_each_rank_of_a_trainer_averages_what_it_holds(
+    policy: Path, tmp_path: Path, machine: None
+) -> None:
     torch.set_num_threads(1)
     graph = refreshed(policy, every=2, decay=0.5)
     result = run(graph, ranks={"trainer": 2}, steps=4, runs=tmp_path / "runs", quiet=True)
@@ -207,7 +254,9 @@ def test_adapters_refresh_a_reference_that_has_them(policy: Path, tmp_path: Path
     g, model = Graph("adapted"), Model(str(policy), name="policy", lora=LoRA(rank=4))
     generator, reference = Generator(model, group_size=4, max_tokens=8, slots=32), Logprobs(model)
     trainer = Trainer(model, loss=with_reference, prompts_per_step=4, lr=3e-2, normalize="rollouts")
-    trainer(advantage(reward(reference(generator(g.source(Prompts(words(), columns=("answer",))))))))
+    trainer(
+        advantage(reward(reference(generator(g.source(Prompts(words(), columns=("answer",)))))))
+    )
     g.feedback(trainer.weights, generator, max_staleness=0)
     g.feedback(trainer.weights, reference, every=2)
     result = run(g, steps=3, on=inline(), runs=tmp_path, quiet=True)

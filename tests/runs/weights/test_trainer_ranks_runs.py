@@ -1,4 +1,5 @@
-"""Whole runs of a trainer on several ranks: each offers its own shards, and the generator has every version."""
+"""Whole runs of a trainer on several ranks: each offers its own shards, and the generator has every
+version."""
 
 import os
 import signal
@@ -19,12 +20,22 @@ from dataflow.scheduler.control import Limits
 pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(180)]
 
 
-def test_a_run_on_two_ranks_is_clean_and_its_generator_takes_every_version(policy: Path, tmp_path: Path) -> None:
-    result = run(tiny_graph(policy, max_staleness=0), ranks={"trainer": 2}, steps=4, runs=tmp_path, quiet=True)
+def test_a_run_on_two_ranks_is_clean_and_its_generator_takes_every_version(
+    policy: Path, tmp_path: Path
+) -> None:
+    result = run(
+        tiny_graph(policy, max_staleness=0),
+        ranks={"trainer": 2},
+        steps=4,
+        runs=tmp_path,
+        quiet=True,
+    )
     assert result.verdict.clean, result.verdict.line
     steps = [line for line in result.metrics if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
-    assert all(line["mismatch"] < 1e-5 for line in steps), "each rank's shards have arrived, where they belong"
+    assert all(line["mismatch"] < 1e-5 for line in steps), (
+        "each rank's shards have arrived, where they belong"
+    )
     versions = RunFolder.open(result.folder).rollouts_of().read(4).column("versions").to_pylist()
     assert {max(row) for row in versions} == {3}
 
@@ -34,9 +45,18 @@ def test_ranks_make_the_run_that_one_rank_makes(policy: Path, tmp_path: Path) ->
     found = []
     for number, (ranks, knobs) in enumerate([(1, {}), (2, {}), (4, {"tensor_parallel": 2})]):
         graph = tiny_graph(policy, max_staleness=0, lr=1e-3, eps=1e-3, **knobs)
-        result = run(graph, ranks={"trainer": ranks}, steps=3, seed=1, runs=tmp_path / str(number), quiet=True)
+        result = run(
+            graph,
+            ranks={"trainer": ranks},
+            steps=3,
+            seed=1,
+            runs=tmp_path / str(number),
+            quiet=True,
+        )
         assert result.verdict.clean, result.verdict.line
-        found.append([(line["loss"], line["grad_norm"]) for line in result.metrics if "loss" in line])
+        found.append(
+            [(line["loss"], line["grad_norm"]) for line in result.metrics if "loss" in line]
+        )
     np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-3, atol=1e-6)
 
 

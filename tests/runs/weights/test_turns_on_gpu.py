@@ -37,11 +37,20 @@ def test_who_sleeps_has_next_to_nothing_on_the_gpu_that_it_shares(tmp_path: Path
     for name in ("generator", "trainer"):
         noted = wrapped(graph.operators[name], partial(Noting, path=tmp_path / name))
         object.__setattr__(graph.operators[name], "build", noted.build)
-    result = run(graph, steps=3, gpus={"generator": 1, "trainer": "generator"}, runs=tmp_path / "runs", quiet=True)
+    result = run(
+        graph,
+        steps=3,
+        gpus={"generator": 1, "trainer": "generator"},
+        runs=tmp_path / "runs",
+        quiet=True,
+    )
     assert (result.steps, result.verdict.clean) == (3, True), result.verdict.line
     weights = sum(path.stat().st_size for path in policy.glob("*.safetensors"))
     for name in ("generator", "trainer"):
-        noted_bytes = [[int(word) for word in line.split()] for line in (tmp_path / name).read_text().splitlines()]
+        noted_bytes = [
+            [int(word) for word in line.split()]
+            for line in (tmp_path / name).read_text().splitlines()
+        ]
         assert len(noted_bytes) >= 3 and max(awake for awake, _, _ in noted_bytes) > 2 * weights
         assert max(asleep for _, asleep, _ in noted_bytes) < weights / 4
         assert max(reserved for _, _, reserved in noted_bytes) < weights

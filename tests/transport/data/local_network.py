@@ -1,7 +1,8 @@
-"""A network within one process: what `transport.data` says between processes, without bytes or sockets.
+"""A network within one process: what `transport.data` says between processes, without bytes or
+sockets.
 
-A `Sender` and a `Receiver` with the same `LocalNetwork` and address are a pair; drive both from one thread.
-"""
+A `Sender` and a `Receiver` with the same `LocalNetwork` and address are a pair; drive both from one
+thread."""
 
 import itertools
 from collections import deque
@@ -28,7 +29,9 @@ class LocalNetwork:
         """A connection to the receiver at `address`, now or when it appears."""
         return LocalConnection(self, address)
 
-    def listen(self, address: str, *, max_message_bytes: int, queue_messages: int) -> "LocalListener":
+    def listen(
+        self, address: str, *, max_message_bytes: int, queue_messages: int
+    ) -> "LocalListener":
         """Listen at `address`; raises AddressError when somebody does."""
         if address in self._listeners:
             raise AddressError(f"'{address}' is taken; got a second receiver; close the first one")
@@ -68,7 +71,9 @@ class LocalConnection:
         """Hand over; False when the receiver closed."""
         if self._listener is None or self._network.at(self.address) is not self._listener:
             return False
-        self._listener.arrivals.append(Arrival(connection=self._token, message=message, payload=payload))
+        self._listener.arrivals.append(
+            Arrival(connection=self._token, message=message, payload=payload)
+        )
         return True
 
     def get(self) -> Message | ConnectionEvent | Junk | None:

@@ -14,9 +14,26 @@ Parts = list[bytes]
 
 _EXTREMES = (0, 1, -1, 2**31 - 1, -(2**31), 2**32 - 1, 2**62, 2**63 - 1, -(2**63))
 _VALUES: tuple[Any, ...] = (
-    None, True, -1, 2**64 - 1, 2**62, 0.5, float("nan"), "", "x" * 5000, b"", b"\xff" * 5000, [], [-1], [2**63] * 9,
-    [[[[[[]]]]]], {}, {"a": 1}, msgpack.Timestamp(1, 1), msgpack.ExtType(5, b"\0" * 9),
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    2**64 - 1,
+    2**62,
+    0.5,
+    float("nan"),
+    "",
+    "x" * 5000,
+    b"",
+    b"\xff" * 5000,
+    [],
+    [-1],
+    [2**63] * 9,
+    [[[[[[]]]]]],
+    {},
+    {"a": 1},
+    msgpack.Timestamp(1, 1),
+    msgpack.ExtType(5, b"\0" * 9),
+)
 
 
 def fields_of(header: bytes) -> dict[str, Any]:
@@ -129,7 +146,8 @@ class Mutator:
         return found if self.chance(0.5) else self.patched(found)
 
     def forged_header(self, fields: dict[str, Any], *, keep: tuple[str, ...] = ()) -> bytes:
-        """A header with a right seal whose fields are not: types, sizes, kinds, names; `keep` names those that stay."""
+        """A header with a right seal whose fields are not: types, sizes, kinds, names; `keep` names
+        those that stay."""
         fields = dict(fields)
         free = [name for name in fields if name not in keep]
         match int(self.rng.integers(6)):
@@ -138,7 +156,9 @@ class Mutator:
             case 1:
                 fields[self.pick(("extra", "", "epoch2"))] = self.pick(_VALUES)
             case 2 if "kind" in free:
-                fields["kind"] = self.pick(("Hello", "Data", "Welcome", "Ack", "Refusal", "__class__", "", 7, None))
+                fields["kind"] = self.pick(
+                    ("Hello", "Data", "Welcome", "Ack", "Refusal", "__class__", "", 7, None)
+                )
             case 3:
                 return sealed(self.patched(packed({name: fields[name] for name in free})))
             case _:

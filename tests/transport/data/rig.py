@@ -52,8 +52,15 @@ class Rig:
 
     def receiver(self, address: str | None = None, **knobs: Any) -> Receiver:
         """A receiver; roomy unless said otherwise."""
-        known = {"edge": "edge", "schema": SCHEMA, "capacity_rows": 1000, "on_refused": lambda *_: None}
-        made = Receiver(address=address or self.new_address(), network=self.network, **(known | knobs))
+        known = {
+            "edge": "edge",
+            "schema": SCHEMA,
+            "capacity_rows": 1000,
+            "on_refused": lambda *_: None,
+        }
+        made = Receiver(
+            address=address or self.new_address(), network=self.network, **(known | knobs)
+        )
         self._made.append(made)
         return made
 
@@ -107,8 +114,21 @@ class RawConnection:
 
     def hello(self, **fields: Any) -> Message:
         """Greet, as a new sender unless said otherwise."""
-        known = {"edge": "edge", "sender": "raw", "epoch": 1, "schema": encode_schema(SCHEMA), "base": 0}
-        known |= {"next": 0, "gone": (), "window_rows": 0, "window_bytes": 0, "window_number": 0, "ended": False}
+        known = {
+            "edge": "edge",
+            "sender": "raw",
+            "epoch": 1,
+            "schema": encode_schema(SCHEMA),
+            "base": 0,
+        }
+        known |= {
+            "next": 0,
+            "gone": (),
+            "window_rows": 0,
+            "window_bytes": 0,
+            "window_number": 0,
+            "ended": False,
+        }
         return self.ask(Hello(**(known | fields)))
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""A live receiver under siege: an honest sender over a connection that adds damaged copies, a stranger, and a liar."""
+"""A live receiver under siege: an honest sender over a connection that adds damaged copies, a
+stranger, and a liar."""
 
 import sys
 from collections import defaultdict
@@ -16,11 +17,19 @@ from transport.data.messages import Data, Hello, encode_message
 
 from .mutations import Mutator, Parts, fields_of, header
 
-SCHEMA = pa.schema([
-    ("value", pa.int64()), ("tokens", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32())),
-    ("text", pa.string()), ("label", pa.dictionary(pa.int32(), pa.string())), ("groups", pa.list_(pa.list_(pa.int8()))),
-])  # fmt: skip
-OTHER = pa.schema([("value", pa.int64()), ("tokens", pa.list_(pa.int64())), ("reward", pa.float64())])
+SCHEMA = pa.schema(
+    [
+        ("value", pa.int64()),
+        ("tokens", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("text", pa.string()),
+        ("label", pa.dictionary(pa.int32(), pa.string())),
+        ("groups", pa.list_(pa.list_(pa.int8()))),
+    ]
+)
+OTHER = pa.schema(
+    [("value", pa.int64()), ("tokens", pa.list_(pa.int64())), ("reward", pa.float64())]
+)
 MAX_MESSAGE_BYTES = 1 << 16
 HONEST, LIAR = "honest", "liar"
 PER_VOLLEY = 10
@@ -59,12 +68,18 @@ def digest_of(batch: pa.RecordBatch) -> str:
 
 
 class ShakenConnection:
-    """The honest sender's connection: beside what it puts there travel damaged copies, and Data that came before."""
+    """The honest sender's connection: beside what it puts there travel damaged copies, and Data
+    that came before."""
 
     def __init__(self, connection: Connection, mutator: Mutator, genuine: list[Parts]) -> None:
         self._connection, self._mutator, self._genuine = connection, mutator, genuine
         self.address, self.sockets = connection.address, connection.sockets
-        self.get, self.wait, self.close, self.pack = connection.get, connection.wait, connection.close, connection.pack
+        self.get, self.wait, self.close, self.pack = (
+            connection.get,
+            connection.wait,
+            connection.close,
+            connection.pack,
+        )
         self.damaged = 0
 
     def put(self, message: Any, payload: Any = None) -> bool:
@@ -91,7 +106,8 @@ class Siege:
         self.sent: list[str] = []
         """Digests of what the honest sender sent, in order."""
         self.lies: dict[tuple[str, int], set[str]] = defaultdict(set)
-        """By the liar's name and sequence number, digests of what can be read of bodies that it sealed."""
+        """By the liar's name and sequence number, digests of what can be read of bodies that it
+        sealed."""
         self.fired = 0
         """Messages that nobody should take."""
         self.lives = 0
@@ -99,9 +115,14 @@ class Siege:
         self._bodies = [body_of(rows_of(self.rng)) for _ in range(20)]
         self._others = [body_of(rows_of(self.rng, OTHER)) for _ in range(5)]
         self.sender = Sender(
-            edge="edge", sender_id=HONEST, epoch=1, schema=SCHEMA, receivers=[address], network=self,
+            edge="edge",
+            sender_id=HONEST,
+            epoch=1,
+            schema=SCHEMA,
+            receivers=[address],
+            network=self,
             peer_timeout_s=60.0,
-        )  # fmt: skip
+        )
         self._stranger, self._liar = self._raw(), self._raw()
 
     def connect(self, address: str) -> Any:
@@ -143,7 +164,8 @@ class Siege:
         self.fired = (number + 1) * PER_VOLLEY
 
     def _strange(self) -> Parts:
-        """Of somebody who has not said who he is: damaged genuine messages, and genuine ones of another."""
+        """Of somebody who has not said who he is: damaged genuine messages, and genuine ones of
+        another."""
         if self.mutator.chance(0.002):
             return [_OVERSIZED]
         known = self.genuine or [[self._hello(), self._bodies[0]]]
@@ -158,12 +180,21 @@ class Siege:
             if self.mutator.chance(0.2):
                 hello |= {"edge": "other", "schema": frames.encode_schema(OTHER)}
             return [self.mutator.forged_header(hello, keep=("sender",))]
-        body = self.mutator.forged_body(self.mutator.pick(self._bodies), self._bodies + self._others)
+        body = self.mutator.forged_body(
+            self.mutator.pick(self._bodies), self._bodies + self._others
+        )
         if self.mutator.chance(0.1):
             body = self.mutator.pick(self._others)
         batch = _read(body)
         rows = self.mutator.pick((1, 2, 3, 4, 5, 6, 7, 8)) if batch is None else batch.num_rows
-        data = {"kind": "Data", "edge": "edge", "sender": self.liar, "epoch": 1, "sequence": sequence, "rows": rows}
+        data = {
+            "kind": "Data",
+            "edge": "edge",
+            "sender": self.liar,
+            "epoch": 1,
+            "sequence": sequence,
+            "rows": rows,
+        }
         data |= {"bytes": len(body), "checksum": xxhash.xxh3_64_intdigest(body)}
         if batch is not None:
             self.lies[self.liar, sequence].add(digest_of(batch))
@@ -174,10 +205,19 @@ class Siege:
     def _hello(self) -> bytes:
         return encode_message(
             Hello(
-                edge="edge", sender=self.liar, epoch=1, schema=frames.encode_schema(SCHEMA), base=0, next=0, gone=(),
-                window_rows=0, window_bytes=0, window_number=0, ended=False,
+                edge="edge",
+                sender=self.liar,
+                epoch=1,
+                schema=frames.encode_schema(SCHEMA),
+                base=0,
+                next=0,
+                gone=(),
+                window_rows=0,
+                window_bytes=0,
+                window_number=0,
+                ended=False,
             )
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Go home."""
@@ -201,16 +241,20 @@ def _read(body: bytes) -> pa.RecordBatch | None:
 def receiver_at(address: str) -> Receiver:
     """What is besieged."""
     return Receiver(
-        edge="edge", schema=SCHEMA, address=address, capacity_rows=4000, max_message_bytes=MAX_MESSAGE_BYTES,
+        edge="edge",
+        schema=SCHEMA,
+        address=address,
+        capacity_rows=4000,
+        max_message_bytes=MAX_MESSAGE_BYTES,
         on_refused=lambda edge, peer, reason: None,
-    )  # fmt: skip
+    )
 
 
 def main(address: str) -> None:
     """A receiver in a process of its own, until standard input ends.
 
-    A line for each delivery: sender, sequence, digest. A line for each line read: `?`, refused, resident bytes.
-    """
+    A line for each delivery: sender, sequence, digest. A line for each line read: `?`, refused,
+    resident bytes."""
     receiver = receiver_at(address)
     print(receiver.address, flush=True)
     process = psutil.Process()

@@ -8,7 +8,14 @@ import pytest
 from transport.data import EndCounts
 from transport.data.frames import BatchEncoder
 from transport.data.messages import Ack, Data, Refusal, Welcome
-from transport.errors import BatchTooLarge, PeerGone, SchemaMismatch, SenderRefused, TransportError, WaitTimeout
+from transport.errors import (
+    BatchTooLarge,
+    PeerGone,
+    SchemaMismatch,
+    SenderRefused,
+    TransportError,
+    WaitTimeout,
+)
 
 from .rig import SCHEMA, RawConnection, Rig, connect, drain, firsts, make_batch, settle, take, until
 
@@ -228,7 +235,8 @@ def test_a_batch_that_stays_unsound_ends_its_sender_and_is_never_delivered(rig: 
     connect(sender, to=receiver)
     offsets = pa.array([0, 5, 3], pa.int32())
     unsound = pa.RecordBatch.from_arrays(
-        [pa.array([1, 2]), pa.ListArray.from_arrays(offsets, pa.array([1, 2, 3], pa.int32()))], schema=SCHEMA
+        [pa.array([1, 2]), pa.ListArray.from_arrays(offsets, pa.array([1, 2, 3], pa.int32()))],
+        schema=SCHEMA,
     )
     assert sender.send(unsound)
     with pytest.raises(SenderRefused, match=r"not valid|no Arrow stream"):
@@ -255,7 +263,9 @@ def test_a_restarted_sender_is_heard_and_its_former_self_is_refused(rig: Rig) ->
         until(lambda: bool(receiver.poll() or zombie.poll()))
 
 
-def test_a_sender_that_restarts_under_its_old_epoch_is_refused_before_anything_is_lost(rig: Rig) -> None:
+def test_a_sender_that_restarts_under_its_old_epoch_is_refused_before_anything_is_lost(
+    rig: Rig,
+) -> None:
     receiver = rig.receiver()
     first = rig.sender(receiver)
     connect(first, to=receiver)
@@ -267,8 +277,12 @@ def test_a_sender_that_restarts_under_its_old_epoch_is_refused_before_anything_i
     assert again.room() == 0
 
 
-@pytest.mark.parametrize("knobs", [{"schema": pa.schema([("value", pa.int32())])}, {"edge": "another"}])
-def test_a_sender_of_another_edge_or_schema_is_refused_by_name(rig: Rig, knobs: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "knobs", [{"schema": pa.schema([("value", pa.int32())])}, {"edge": "another"}]
+)
+def test_a_sender_of_another_edge_or_schema_is_refused_by_name(
+    rig: Rig, knobs: dict[str, object]
+) -> None:
     told: list[str] = []
     receiver = rig.receiver(on_refused=lambda edge, peer, reason: told.append(reason))
     sender = rig.sender(receiver, **knobs)
@@ -299,7 +313,9 @@ def test_a_receiver_that_stays_away_is_gone_at_the_deadline_and_named(rig: Rig) 
     now[0] = 104.0
     sender.poll()
     now[0] = 106.0
-    with pytest.raises(PeerGone, match=r"'sender' waited for the receiver of edge 'edge'.*1 batches"):
+    with pytest.raises(
+        PeerGone, match=r"'sender' waited for the receiver of edge 'edge'.*1 batches"
+    ):
         sender.poll()
 
 
@@ -357,10 +373,14 @@ def test_batches_that_wait_to_be_delivered_leave_in_order(rig: Rig) -> None:
     assert firsts(take(receiver, 5, sender)) == [0, 1, 2, 3, 4]
 
 
-def test_both_ends_count_the_same_batches_rows_and_bytes_also_of_what_comes_in_parts(rig: Rig) -> None:
+def test_both_ends_count_the_same_batches_rows_and_bytes_also_of_what_comes_in_parts(
+    rig: Rig,
+) -> None:
     receiver = rig.receiver(max_message_bytes=500)
     sender = rig.sender(receiver)
-    batches = [make_batch(first, rows=1 + first % 3, tokens=40 * (first % 5)) for first in range(20)]
+    batches = [
+        make_batch(first, rows=1 + first % 3, tokens=40 * (first % 5)) for first in range(20)
+    ]
     assert max(map(ENCODER.size_bytes, batches)) > 2 * 500
     left = list(batches)
 
@@ -373,7 +393,11 @@ def test_both_ends_count_the_same_batches_rows_and_bytes_also_of_what_comes_in_p
         return not left and sender.drained
 
     until(step)
-    wanted = (len(batches), sum(batch.num_rows for batch in batches), sum(map(ENCODER.size_bytes, batches)))
+    wanted = (
+        len(batches),
+        sum(batch.num_rows for batch in batches),
+        sum(map(ENCODER.size_bytes, batches)),
+    )
     counts = sender.counts.sent, receiver.counts.received, sender.counts.acknowledged
     assert [each.read() for each in counts] == [wanted] * 3
 
@@ -404,4 +428,6 @@ def test_what_a_receiver_that_starts_again_is_sent_again_is_counted_again(rig: R
     until(step)
     size = ENCODER.size_bytes(make_batch(0))
     assert sender.counts.acknowledged.read() == (4, 4, 4 * size)
-    assert arrived.received.read() == sender.counts.sent.read() == (7, 7, 7 * size), "three of them twice"
+    assert arrived.received.read() == sender.counts.sent.read() == (7, 7, 7 * size), (
+        "three of them twice"
+    )

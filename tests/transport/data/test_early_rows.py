@@ -1,4 +1,5 @@
-"""Rows that are done with before the rest of their batch: the sender hears of them, the batch keeps its credit."""
+"""Rows that are done with before the rest of their batch: the sender hears of them, the batch keeps
+its credit."""
 
 import dataclasses
 
@@ -55,7 +56,9 @@ def test_rows_that_are_done_with_make_room_for_others_among_most_rows(rig: Rig) 
     assert not sender.send(make_batch(4))
     delivery.ack_rows(0, 3)
     until(lambda: (both(receiver, sender), bool(told))[1])
-    assert sender.room() == 3 and sender.send(make_batch(4, rows=3)) and not sender.send(make_batch(7))
+    assert (
+        sender.room() == 3 and sender.send(make_batch(4, rows=3)) and not sender.send(make_batch(7))
+    )
 
 
 def test_a_sender_whose_connection_broke_hears_of_them_all_the_same(rig: Rig) -> None:
@@ -95,18 +98,35 @@ def test_what_goes_to_another_receiver_goes_whole_and_is_told_once(rig: Rig) -> 
 
 
 HELLO = Hello(
-    edge="edge", sender="sender", epoch=1, schema=b"", base=0, next=0, gone=(), window_rows=0, window_bytes=0,
-    window_number=0, ended=False, number=1,
-)  # fmt: skip
+    edge="edge",
+    sender="sender",
+    epoch=1,
+    schema=b"",
+    base=0,
+    next=0,
+    gone=(),
+    window_rows=0,
+    window_bytes=0,
+    window_number=0,
+    ended=False,
+    number=1,
+)
 
 
 def data(sequence: int, rows: int) -> Data:
-    return Data(edge="edge", sender="sender", epoch=1, sequence=sequence, rows=rows, bytes=1, checksum=0)
+    return Data(
+        edge="edge", sender="sender", epoch=1, sequence=sequence, rows=rows, bytes=1, checksum=0
+    )
 
 
 def inbox_with(*rows: int) -> Inbox:
     """One that holds batches of so many rows."""
-    inbox = Inbox(edge="edge", epoch=7, capacity=Credit(rows=1 << 20, bytes=1 << 20), max_message_bytes=1 << 10)
+    inbox = Inbox(
+        edge="edge",
+        epoch=7,
+        capacity=Credit(rows=1 << 20, bytes=1 << 20),
+        max_message_bytes=1 << 10,
+    )
     inbox.hello("connection", HELLO)
     for sequence, count in enumerate(rows):
         inbox.take(data(sequence, count))
@@ -151,16 +171,32 @@ def test_rows_that_a_batch_does_not_have_are_nobodys() -> None:
     outbox = Outbox(edge="edge", sender="sender", epoch=1, schema=b"")
     window = {"window_rows": 99, "window_bytes": 99, "window_number": 8}
     limits = {"capacity_rows": 99, "capacity_bytes": 99, "max_message_bytes": 99}
-    outbox.welcome(Welcome(edge="edge", epoch=7, expected=0, held=(), ended=False, **limits, **window))
+    outbox.welcome(
+        Welcome(edge="edge", epoch=7, expected=0, held=(), ended=False, **limits, **window)
+    )
     outbox.add(
-        OutgoingBatch(rows=4, cost=Credit(rows=4, bytes=4), payload=None, acked=lambda rows: told.append(list(rows)))
+        OutgoingBatch(
+            rows=4,
+            cost=Credit(rows=4, bytes=4),
+            payload=None,
+            acked=lambda rows: told.append(list(rows)),
+        )
     )
     assert [outgoing.sequence for outgoing in outbox.due()] == [0]
     for early in ((0, 2, 3), (0, 4, 1), (9, 0, 1), (0, 0, 1 << 60), (0, 1, 2, 0, 2, 2), (0, 3)):
         outbox.ack(Ack(edge="edge", epoch=7, sequences=(), early=early, **window))
     assert told == [[1, 2]] and outbox.rows == 2
     welcome = Welcome(
-        edge="edge", epoch=7, expected=1, held=(0,), ended=False, early=(0, 1, 2, 0, 0, 1), **limits, **window
+        edge="edge",
+        epoch=7,
+        expected=1,
+        held=(0,),
+        ended=False,
+        early=(0, 1, 2, 0, 0, 1),
+        **limits,
+        **window,
     )
     outbox.welcome(dataclasses.replace(welcome, answers=outbox.hello().number))
-    assert told == [[1, 2], [0]] and outbox.rows == 1, "what got lost on the way is heard with the next Welcome"
+    assert told == [[1, 2], [0]] and outbox.rows == 1, (
+        "what got lost on the way is heard with the next Welcome"
+    )

@@ -26,5 +26,7 @@ def test_the_exported_names_of_the_data_plane_are_these() -> None:
 
 def test_the_data_plane_imports_neither_torch_nor_the_engine() -> None:
     program = "import sys, transport.data; print('torch' in sys.modules, 'dataflow' in sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert shown.stdout.split() == ["False", "False"]

@@ -23,7 +23,8 @@ class FragileConnection(LocalConnection):
     broke = False
 
     def cut(self, arrive: int) -> None:
-        """Break; of what is under way to the receiver the first `arrive` messages still get there."""
+        """Break; of what is under way to the receiver the first `arrive` messages still get
+        there."""
         if self._listener is None:
             return
         mine = [arrival for arrival in self._listener.arrivals if arrival.connection == self._token]
@@ -112,13 +113,16 @@ class World:
             self.start_receiver()
         assert self.receiver.depth[0] <= CAPACITY_ROWS
         assert self.receiver.refused == 0
-        assert all(least <= count <= most for least, count, most in zip(*self.counted(), strict=True))
+        assert all(
+            least <= count <= most for least, count, most in zip(*self.counted(), strict=True)
+        )
 
     def counted(self) -> list[list[int]]:
         """Batches, rows and bytes: acknowledged, received and sent."""
         ends = [[sender.counts.acknowledged, sender.counts.sent] for sender in self.senders]
         acknowledged, sent = (
-            [sum(each) for each in zip(*(end.read() for end in of), strict=True)] for of in zip(*ends, strict=True)
+            [sum(each) for each in zip(*(end.read() for end in of), strict=True)]
+            for of in zip(*ends, strict=True)
         )
         return [acknowledged, list(self.arrived.received.read()), sent]
 
@@ -130,7 +134,9 @@ class World:
         seen = self.seen.setdefault(delivery.sender, [])
         assert firsts([delivery]) == [delivery.sequence]
         assert not seen or delivery.sequence > seen[-1]
-        assert not seen or all((delivery.sender, gap) in self.acked for gap in range(seen[-1] + 1, delivery.sequence))
+        assert not seen or all(
+            (delivery.sender, gap) in self.acked for gap in range(seen[-1] + 1, delivery.sequence)
+        )
         seen.append(delivery.sequence)
         self.held.append(delivery)
 
@@ -167,11 +173,13 @@ def test_everything_sent_is_acknowledged_in_the_end_whatever_breaks(
         if all(sender.drained for sender in world.senders):
             break
     assert all(sender.drained for sender in world.senders)
-    assert world.acked == {(f"s{i}", number) for i in range(senders) for number in range(world.sent[i])}
+    assert world.acked == {
+        (f"s{i}", number) for i in range(senders) for number in range(world.sent[i])
+    }
     assert world.receiver.depth == (0, 0)
     acknowledged, received, sent = world.counted()
     assert acknowledged[0] == sum(world.sent)
-    # Where another sender joins, credit is taken back, and the answer to who confirms that may come behind what it has
-    # sent meanwhile, which leaves again.
+    # Where another sender joins, credit is taken back, and the answer to who confirms that may come
+    # behind what it has sent meanwhile, which leaves again.
     if senders == 1 and not {"cut", "restart"} & {action for action, _, _ in events}:
         assert acknowledged == received == sent, "nothing was sent twice"

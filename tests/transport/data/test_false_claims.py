@@ -1,4 +1,5 @@
-"""A peer that claims what it was never told gets nothing by it, and takes nothing from the others."""
+"""A peer that claims what it was never told gets nothing by it, and takes nothing from the
+others."""
 
 from typing import Any
 
@@ -14,7 +15,15 @@ _AMOUNT = st.integers(0, 2**64 - 1)
 
 
 def hello(sender: str, **fields: Any) -> Hello:
-    known = {"edge": "e", "sender": sender, "epoch": 1, "schema": b"", "base": 0, "next": 0, "gone": ()}
+    known = {
+        "edge": "e",
+        "sender": sender,
+        "epoch": 1,
+        "schema": b"",
+        "base": 0,
+        "next": 0,
+        "gone": (),
+    }
     known |= {"window_rows": 0, "window_bytes": 0, "window_number": 0, "ended": False}
     return Hello(**(known | fields))
 
@@ -25,12 +34,16 @@ def test_a_claimed_window_gives_no_credit_and_takes_none_from_others(
 ) -> None:
     inbox = Inbox(edge="e", epoch=1, capacity=CAPACITY, senders=2, max_message_bytes=100_000)
     for _ in range(repeats):
-        inbox.hello("liar", hello("liar", window_rows=rows, window_bytes=size, window_number=number))
+        inbox.hello(
+            "liar", hello("liar", window_rows=rows, window_bytes=size, window_number=number)
+        )
     ((_, welcome),) = [one for one in inbox.hello("honest", hello("honest")) if one[0] == "honest"]
     assert isinstance(welcome, Welcome)
     assert (welcome.window_rows, welcome.window_bytes) == (50, 500_000)
     for sequence in range(20):
-        data = Data(edge="e", sender="liar", epoch=1, sequence=sequence, rows=40, bytes=1000, checksum=0)
+        data = Data(
+            edge="e", sender="liar", epoch=1, sequence=sequence, rows=40, bytes=1000, checksum=0
+        )
         if inbox.judge("liar", data)[0] == "new":
             inbox.take(data)
     assert inbox.depth.within(CAPACITY)

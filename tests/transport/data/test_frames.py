@@ -14,7 +14,16 @@ from rigs.examples import examples
 
 from transport.codec import Natural
 from transport.data import frames
-from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome, decode_message, encode_message
+from transport.data.messages import (
+    Ack,
+    Data,
+    Hello,
+    Message,
+    Refusal,
+    Welcome,
+    decode_message,
+    encode_message,
+)
 from transport.errors import FrameError, SchemaMismatch
 
 from .rig import SCHEMA, make_batch
@@ -47,7 +56,9 @@ _LEAVES: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
 ]
 
 
-def _nested(leaf: tuple[pa.DataType, st.SearchStrategy[Any]], depth: int) -> tuple[pa.DataType, Any]:
+def _nested(
+    leaf: tuple[pa.DataType, st.SearchStrategy[Any]], depth: int
+) -> tuple[pa.DataType, Any]:
     kind, values = leaf
     for _ in range(depth):
         kind, values = pa.list_(kind), st.lists(st.none() | values, max_size=3)
@@ -56,12 +67,15 @@ def _nested(leaf: tuple[pa.DataType, st.SearchStrategy[Any]], depth: int) -> tup
 
 @st.composite
 def batches(draw: st.DrawFn) -> pa.RecordBatch:
-    """Record batches of any schema: numbers, strings, lists of lists, dictionaries, nulls, slices."""
+    """Record batches of any schema: numbers, strings, lists of lists, dictionaries, nulls,
+    slices."""
     rows = draw(st.integers(0, 6))
     arrays = []
     for _ in range(draw(st.integers(1, 4))):
         kind, values = _nested(draw(st.sampled_from(_LEAVES)), draw(st.integers(0, 2)))
-        arrays.append(pa.array(draw(st.lists(st.none() | values, min_size=rows, max_size=rows)), kind))
+        arrays.append(
+            pa.array(draw(st.lists(st.none() | values, min_size=rows, max_size=rows)), kind)
+        )
     batch = pa.RecordBatch.from_arrays(arrays, names=[f"c{index}" for index in range(len(arrays))])
     start = draw(st.integers(0, rows))
     return batch.slice(start, draw(st.integers(0, rows - start)))
@@ -75,7 +89,15 @@ def pack(batch: pa.RecordBatch) -> tuple[Data, bytes]:
 
 
 def _header(body: bytes, rows: int) -> Data:
-    return Data(edge="e", sender="s", epoch=1, sequence=5, rows=rows, bytes=len(body), checksum=frames.checksum(body))
+    return Data(
+        edge="e",
+        sender="s",
+        epoch=1,
+        sequence=5,
+        rows=rows,
+        bytes=len(body),
+        checksum=frames.checksum(body),
+    )
 
 
 @given(batches())
@@ -131,12 +153,16 @@ def test_every_single_flipped_bit_of_one_message_is_refused() -> None:
 
 @given(batches(), st.data())
 @examples(300)
-def test_a_forged_body_with_a_right_checksum_is_refused_or_sound(batch: pa.RecordBatch, data: st.DataObject) -> None:
+def test_a_forged_body_with_a_right_checksum_is_refused_or_sound(
+    batch: pa.RecordBatch, data: st.DataObject
+) -> None:
     forged = bytearray(pack(batch)[1])
     for _ in range(data.draw(st.integers(1, 3))):
         forged[data.draw(st.integers(0, len(forged) - 1))] = data.draw(st.integers(0, 255))
     try:
-        decoded = frames.decode_batch(bytes(forged), _header(bytes(forged), batch.num_rows), batch.schema)
+        decoded = frames.decode_batch(
+            bytes(forged), _header(bytes(forged), batch.num_rows), batch.schema
+        )
     except FrameError:
         return
     decoded.validate(full=True)
@@ -145,7 +171,9 @@ def test_a_forged_body_with_a_right_checksum_is_refused_or_sound(batch: pa.Recor
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
-def test_a_compressed_batch_is_refused_because_it_could_grow_beyond_its_credit(compression: str) -> None:
+def test_a_compressed_batch_is_refused_because_it_could_grow_beyond_its_credit(
+    compression: str,
+) -> None:
     zeros = pa.RecordBatch.from_arrays([pa.array(np.zeros(1 << 20, np.int64))], names=["value"])
     labels = pa.RecordBatch.from_arrays([pa.array(["a", "b"]).dictionary_encode()], names=["label"])
     for batch in (zeros, labels):
@@ -176,8 +204,14 @@ def test_junk_is_never_a_message(junk: bytes) -> None:
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers(0, 2**63) | st.text(max_size=5) | st.binary(max_size=5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+        st.none()
+        | st.booleans()
+        | st.integers(0, 2**63)
+        | st.text(max_size=5)
+        | st.binary(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=4)
+        ),
     )
     | st.tuples(
         st.just("data/1"),
@@ -221,7 +255,9 @@ def test_bytes_may_lie_anywhere_in_memory(shift: int) -> None:
     shifted = memoryview(bytes(shift) + body)[shift:]
     decoded = frames.decode_batch(shifted, header, SCHEMA)
     assert decoded.equals(batch)
-    assert all(buffer.address % 4 == 0 for buffer in decoded["tokens"].buffers() if buffer is not None)
+    assert all(
+        buffer.address % 4 == 0 for buffer in decoded["tokens"].buffers() if buffer is not None
+    )
 
 
 def test_large_batches_are_decoded_without_a_copy() -> None:

@@ -1,4 +1,5 @@
-"""Peers that mean harm, or are badly broken: what they may cost is bounded, and nobody else notices."""
+"""Peers that mean harm, or are badly broken: what they may cost is bounded, and nobody else
+notices."""
 
 import os
 import resource
@@ -28,9 +29,14 @@ def ipc(folder: Path) -> Iterator[Rig]:
 
 def listening(keys: Keys | None) -> Receiver:
     return Receiver(
-        edge="edge", schema=SCHEMA, address="tcp://127.0.0.1:*", capacity_rows=8, senders=2,
-        network=SocketNetwork(keys=keys), on_refused=lambda *_: None,
-    )  # fmt: skip
+        edge="edge",
+        schema=SCHEMA,
+        address="tcp://127.0.0.1:*",
+        capacity_rows=8,
+        senders=2,
+        network=SocketNetwork(keys=keys),
+        on_refused=lambda *_: None,
+    )
 
 
 def _host_and_port(receiver: Receiver) -> tuple[str, int]:
@@ -81,13 +87,17 @@ def test_connections_that_say_nothing_are_cut_off_and_hold_nobody_up(
 def test_a_thousand_connections_that_say_nothing_are_cut_off(keyed: bool) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 4000:
-        pytest.skip(f"this process may have {hard} files open; both ends of 1,000 connections need 2,000")
+        pytest.skip(
+            f"this process may have {hard} files open; both ends of 1,000 connections need 2,000"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4000), hard))
     check_that_silent_peers_are_cut_off(1000, keyed)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
-def test_a_receiver_that_silent_peers_leave_no_files_goes_on_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_silent_peers_leave_no_files_goes_on_and_recovers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(reconnecting, "HANDSHAKE_MS", 500)
     receiver = listening(None)
     present = _sender_to(receiver)
@@ -123,9 +133,13 @@ def test_a_receiver_that_silent_peers_leave_no_files_goes_on_and_recovers(monkey
 
 def _sender_to(receiver: Receiver, name: str = "s", keys: Keys | None = None) -> Sender:
     return Sender(
-        edge="edge", sender_id=name, epoch=1, schema=SCHEMA, receivers=[receiver.address],
+        edge="edge",
+        sender_id=name,
+        epoch=1,
+        schema=SCHEMA,
+        receivers=[receiver.address],
         network=SocketNetwork(keys=keys),
-    )  # fmt: skip
+    )
 
 
 def _has_room_for_files() -> bool:
@@ -146,10 +160,19 @@ def test_answers_to_a_peer_that_never_reads_do_not_pile_up(ipc: Rig) -> None:
     deaf.connect(receiver.address)
     hello = encode_message(
         Hello(
-            edge="edge", sender="sender", epoch=0, schema=frames.encode_schema(SCHEMA), base=0, next=0, gone=(),
-            window_rows=0, window_bytes=0, window_number=0, ended=False,
+            edge="edge",
+            sender="sender",
+            epoch=0,
+            schema=frames.encode_schema(SCHEMA),
+            base=0,
+            next=0,
+            gone=(),
+            window_rows=0,
+            window_bytes=0,
+            window_number=0,
+            ended=False,
         )
-    )  # fmt: skip
+    )
     for _ in range(50):
         for _ in range(100):
             deaf.send(hello)  # of an old incarnation: each is answered by a Refusal
@@ -180,11 +203,20 @@ class FalseReceiver:
     def welcome(self, rows: int = 10) -> bytes:
         return encode_message(
             Welcome(
-                edge="edge", epoch=5, window_rows=rows, window_bytes=1 << 20, window_number=6, capacity_rows=rows,
-                capacity_bytes=1 << 20, max_message_bytes=1 << 20, expected=0, held=(), ended=False,
+                edge="edge",
+                epoch=5,
+                window_rows=rows,
+                window_bytes=1 << 20,
+                window_number=6,
+                capacity_rows=rows,
+                capacity_bytes=1 << 20,
+                max_message_bytes=1 << 20,
+                expected=0,
+                held=(),
+                ended=False,
                 answers=self.greeting,
             )
-        )  # fmt: skip
+        )
 
 
 def test_damaged_answers_change_nothing_at_a_sender(ipc: Rig) -> None:
@@ -193,7 +225,14 @@ def test_damaged_answers_change_nothing_at_a_sender(ipc: Rig) -> None:
     until(lambda: (false.sender.poll(), false.sender.room() == 10)[1])
     assert all(false.sender.send(make_batch(number)) for number in range(4))
     ack = encode_message(
-        Ack(edge="edge", epoch=5, sequences=(0, 1, 2, 3), window_rows=9, window_bytes=1 << 20, window_number=7)
+        Ack(
+            edge="edge",
+            epoch=5,
+            sequences=(0, 1, 2, 3),
+            window_rows=9,
+            window_bytes=1 << 20,
+            window_number=7,
+        )
     )
     known = [[ack], [false.welcome(3)]]
     junk = 0
@@ -203,7 +242,9 @@ def test_damaged_answers_change_nothing_at_a_sender(ipc: Rig) -> None:
             false.say(*mutator.damaged(genuine, known))
         else:
             fields = fields_of(genuine[0])
-            fields[mutator.pick(list(fields))] = mutator.pick((None, -1, 0.5, b"x", [-1], [None], {}))
+            fields[mutator.pick(list(fields))] = mutator.pick(
+                (None, -1, 0.5, b"x", [-1], [None], {})
+            )
             false.say(header(**fields))
         junk += 1
     until(lambda: (false.sender.poll(), false.sender.refused >= junk)[1])

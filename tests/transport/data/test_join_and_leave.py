@@ -140,7 +140,8 @@ def test_a_retired_receiver_that_stays_away_leaves_its_batches_to_the_others(rig
     def given_up() -> bool:
         now[0] += 0.5
         stays.poll()
-        time.sleep(0.02)  # the sender's clock runs ahead of the one that stays: let its signs of life arrive
+        # the sender's clock runs ahead of the one that stays: let its signs of life arrive
+        time.sleep(0.02)
         sender.poll()
         return sender.receivers == [stays.address]
 
@@ -149,7 +150,9 @@ def test_a_retired_receiver_that_stays_away_leaves_its_batches_to_the_others(rig
     assert firsts(take(stays, 2, sender)) == [0, 1]
 
 
-def test_what_a_dead_receiver_has_goes_to_the_others_oldest_first_and_before_new_batches(rig: Rig) -> None:
+def test_what_a_dead_receiver_has_goes_to_the_others_oldest_first_and_before_new_batches(
+    rig: Rig,
+) -> None:
     stays, dies = rig.receiver(capacity_rows=2), rig.receiver(capacity_rows=4)
     sender = rig.sender(dies)
     connect(sender, to=dies)
@@ -216,7 +219,9 @@ def test_a_stream_that_ended_begins_again_for_what_a_dead_receiver_leaves(rig: R
     assert stays.finished
 
 
-def test_a_finished_receiver_that_went_away_is_not_missed_while_another_takes_the_batches(rig: Rig) -> None:
+def test_a_finished_receiver_that_went_away_is_not_missed_while_another_takes_the_batches(
+    rig: Rig,
+) -> None:
     now = [0.0]
     stays, done, dies = rig.receiver(), rig.receiver(), rig.receiver()
     sender = rig.sender(dies, clock=lambda: now[0], peer_timeout_s=5.0)
@@ -228,7 +233,9 @@ def test_a_finished_receiver_that_went_away_is_not_missed_while_another_takes_th
     ends = [peer.outbox for peer in sender._peers[1:]]
     until(lambda: (stays.poll(), done.poll(), sender.poll(), all(end.finished for end in ends))[3])
     done.close(), dies.close()
-    until(lambda: (sender.poll(), sum(peer.away_since is not None for peer in sender._peers) == 2)[1])
+    until(
+        lambda: (sender.poll(), sum(peer.away_since is not None for peer in sender._peers) == 2)[1]
+    )
     sender.forget_receiver(dies.address)
     now[0] = 100.0
     assert firsts(take(stays, 1, sender)) == [0]
@@ -337,10 +344,14 @@ def test_a_receiver_that_is_gone_and_not_forgotten_is_still_missed(rig: Rig) -> 
 def test_changes_that_cannot_be_are_refused_in_three_parts(rig: Rig) -> None:
     one, two = rig.receiver(), rig.receiver()
     sender = rig.sender(one)
-    with pytest.raises(ValueError, match=r"has the receiver .* already; got it again; .*add each once"):
+    with pytest.raises(
+        ValueError, match=r"has the receiver .* already; got it again; .*add each once"
+    ):
         sender.add_receiver(one.address)
     for change in (sender.retire_receiver, sender.forget_receiver):
-        with pytest.raises(ValueError, match=r"has no receiver nowhere; it has .*; name one of those"):
+        with pytest.raises(
+            ValueError, match=r"has no receiver nowhere; it has .*; name one of those"
+        ):
             change("nowhere")
         with pytest.raises(ValueError, match=r"nobody would take.*its last receiver; add_receiver"):
             change(one.address)

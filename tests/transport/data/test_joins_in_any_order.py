@@ -1,4 +1,5 @@
-"""Receivers and senders that join, leave, die, restart and are cut off, in any order: no batch is ever lost."""
+"""Receivers and senders that join, leave, die, restart and are cut off, in any order: no batch is
+ever lost."""
 
 from dataclasses import dataclass, field
 
@@ -50,9 +51,13 @@ class World:
         """A new receiver at an address where none is."""
         self.epoch += 1
         receiver = Receiver(
-            edge="edge", schema=SCHEMA, address=address, capacity_rows=CAPACITY_ROWS, network=self.network,
+            edge="edge",
+            schema=SCHEMA,
+            address=address,
+            capacity_rows=CAPACITY_ROWS,
+            network=self.network,
             epoch=self.epoch << 20,
-        )  # fmt: skip
+        )
         self.places[address] = Place(receiver)
 
     def stop(self, address: str) -> None:
@@ -66,10 +71,15 @@ class World:
         if len(self.senders) < MOST_SENDERS:
             self.senders.append(
                 Sender(
-                    edge="edge", sender_id=f"s{len(self.senders)}", epoch=1, schema=SCHEMA,
-                    receivers=[min(self.places)], network=self.network, clock=lambda: 0.0,
+                    edge="edge",
+                    sender_id=f"s{len(self.senders)}",
+                    epoch=1,
+                    schema=SCHEMA,
+                    receivers=[min(self.places)],
+                    network=self.network,
+                    clock=lambda: 0.0,
                 )
-            )  # fmt: skip
+            )
             self.retired[len(self.sent)] = set()
             self.sent.append(0)
 
@@ -112,18 +122,26 @@ class World:
         elif action == "restart":
             self.stop(address)
             self.start(address)
-        elif action == "die" and all(set(self.staying(one)) != {address} for one in range(len(self.senders))):
+        elif action == "die" and all(
+            set(self.staying(one)) != {address} for one in range(len(self.senders))
+        ):
             self.stop(address)
             for one in range(len(self.senders)):
                 self.forget(one, address)
-        elif action == "doubt" and set(self.staying(who)) != {address} and address in self.senders[who].receivers:
+        elif (
+            action == "doubt"
+            and set(self.staying(who)) != {address}
+            and address in self.senders[who].receivers
+        ):
             place.doubted.add(self.senders[who].sender_id)
             self.taken_for_sure -= set(place.seen.get(self.senders[who].sender_id, ()))
             self.forget(who, address)
 
     def staying(self, who: int) -> list[str]:
         """The receivers of a sender that do not retire."""
-        return [address for address in self.senders[who].receivers if address not in self.retired[who]]
+        return [
+            address for address in self.senders[who].receivers if address not in self.retired[who]
+        ]
 
     def forget(self, who: int, address: str) -> None:
         """A sender hears that a receiver is dead."""
@@ -131,7 +149,8 @@ class World:
             self.senders[who].forget_receiver(address)
 
     def take(self, place: Place) -> None:
-        """Deliver one batch: in order, and none twice unless a receiver of it was given up or died."""
+        """Deliver one batch: in order, and none twice unless a receiver of it was given up or
+        died."""
         delivery = place.receiver.receive()
         if delivery is None:
             return
@@ -177,18 +196,25 @@ class World:
 
 ACTIONS = st.tuples(
     st.sampled_from(
-        ["send"] * 6 + ["poll"] * 6 + ["take"] * 4 + ["ack"] * 3 + ["join"] * 3 + ["retire"] * 2
+        ["send"] * 6
+        + ["poll"] * 6
+        + ["take"] * 4
+        + ["ack"] * 3
+        + ["join"] * 3
+        + ["retire"] * 2
         + ["die", "doubt", "restart", "cut", "cut", "expect", "new sender", "finish"]
     ),
     st.integers(0, MOST_SENDERS - 1),
     st.integers(0, len(ADDRESSES) - 1),
     st.integers(0, 20),
-)  # fmt: skip
+)
 
 
 @given(st.integers(1, 2), st.lists(ACTIONS, max_size=200))
 @examples(300)
-def test_no_batch_is_lost_whoever_joins_leaves_or_dies(senders: int, events: list[tuple[str, int, int, int]]) -> None:
+def test_no_batch_is_lost_whoever_joins_leaves_or_dies(
+    senders: int, events: list[tuple[str, int, int, int]]
+) -> None:
     world = World(senders)
     for event in events:
         world.step(*event)
@@ -208,7 +234,9 @@ def test_no_batch_is_lost_whoever_joins_leaves_or_dies(senders: int, events: lis
         sender.finish()
     world.calm_down(50)
     assert all(sender.drained for sender in world.senders)
-    assert world.acked == {who * PER_SENDER + number for who, sent in enumerate(world.sent) for number in range(sent)}
+    assert world.acked == {
+        who * PER_SENDER + number for who, sent in enumerate(world.sent) for number in range(sent)
+    }
     for address, place in world.places.items():
         assert place.receiver.depth == (0, 0)
         if any(address in sender.receivers for sender in world.senders):

@@ -1,4 +1,5 @@
-"""An edge within one process takes, delivers, acknowledges and refuses what one between processes does."""
+"""An edge within one process takes, delivers, acknowledges and refuses what one between processes
+does."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -31,11 +32,18 @@ class Edge:
             self.outlet = LocalOutlet(self.inlet, most_rows=most_rows)
         else:
             network = LocalNetwork()
-            self.inlet = Receiver(edge="edge", schema=SCHEMA, address="inbox", network=network, **CAPACITY)
+            self.inlet = Receiver(
+                edge="edge", schema=SCHEMA, address="inbox", network=network, **CAPACITY
+            )
             self.outlet = Sender(
-                edge="edge", sender_id="sender", epoch=1, schema=SCHEMA, receivers=["inbox"], network=network,
+                edge="edge",
+                sender_id="sender",
+                epoch=1,
+                schema=SCHEMA,
+                receivers=["inbox"],
+                network=network,
                 most_rows=most_rows,
-            )  # fmt: skip
+            )
         self.told: list[int] = []
         """Rows that were acknowledged, by their value."""
         self.held: deque[tuple[Delivery, list[int]]] = deque()
@@ -75,13 +83,20 @@ class Edge:
     @property
     def state(self) -> object:
         """All that can be seen from outside."""
-        return sorted(self.told), self.inlet.depth, self.inlet.finished, self.outlet.unacknowledged, self.outlet.drained
+        return (
+            sorted(self.told),
+            self.inlet.depth,
+            self.inlet.finished,
+            self.outlet.unacknowledged,
+            self.outlet.drained,
+        )
 
 
 ACTIONS = st.tuples(
     st.sampled_from(["send"] * 4 + ["receive"] * 3 + ["ack row"] * 3 + ["ack", "finish"]),
-    st.integers(0, 5), st.integers(0, 5),
-)  # fmt: skip
+    st.integers(0, 5),
+    st.integers(0, 5),
+)
 
 
 @given(st.lists(ACTIONS, max_size=60), st.sampled_from([None, 5]))
@@ -132,14 +147,16 @@ def test_what_cannot_be_taken_is_refused_by_name() -> None:
     with pytest.raises(BatchTooLarge, match=r"'edge'.*9 rows.*raise capacity_rows"):
         outlet.send(make_batch(0, rows=9))
     with pytest.raises(
-        BatchTooLarge, match=rf"{BatchEncoder(SCHEMA).size_bytes(make_batch(0, tokens=9000))} bytes.*5000"
+        BatchTooLarge,
+        match=rf"{BatchEncoder(SCHEMA).size_bytes(make_batch(0, tokens=9000))} bytes.*5000",
     ):
         outlet.send(make_batch(0, tokens=9000))
     with pytest.raises(SchemaMismatch, match=r"missing \['tokens'\], not expected \['other'\]"):
         outlet.send(make_batch(0).rename_columns(["value", "other"]))
     offsets = pa.array([0, 5, 3], pa.int32())
     unsound = pa.RecordBatch.from_arrays(
-        [pa.array([1, 2]), pa.ListArray.from_arrays(offsets, pa.array([1, 2, 3], pa.int32()))], schema=SCHEMA
+        [pa.array([1, 2]), pa.ListArray.from_arrays(offsets, pa.array([1, 2, 3], pa.int32()))],
+        schema=SCHEMA,
     )
     with pytest.raises(FrameError, match="a batch of 'sender' is not valid"):
         outlet.send(unsound)
@@ -150,7 +167,9 @@ def test_what_cannot_be_taken_is_refused_by_name() -> None:
 
 
 def test_batches_that_are_handed_on_within_a_process_count_as_they_would_on_a_wire() -> None:
-    inlet = LocalInlet(edge="edge", schema=SCHEMA, sender="sender", capacity_rows=100, capacity_bytes=1 << 20)
+    inlet = LocalInlet(
+        edge="edge", schema=SCHEMA, sender="sender", capacity_rows=100, capacity_bytes=1 << 20
+    )
     outlet = LocalOutlet(inlet)
     batches = [make_batch(0, rows=3), make_batch(3, rows=0), make_batch(3, rows=5, tokens=9)]
     for batch in batches:

@@ -16,7 +16,8 @@ from .siege import HONEST, Siege, digest_of, receiver_at
 
 ROOT = Path(__file__).parents[3]
 FLAT_BYTES = 6 << 20
-"""What a process may grow by and still count as flat: arenas and queues of messages that come and go."""
+"""What a process may grow by and still count as flat: arenas and queues of messages that come and
+go."""
 
 
 class Tally:
@@ -33,7 +34,9 @@ class Tally:
         for sender, deliveries in self.by_sender.items():
             numbers = [sequence for sequence, _ in deliveries]
             assert numbers == sorted(set(numbers)), sender
-            assert sender == HONEST or all(digest in siege.lies[sender, number] for number, digest in deliveries)
+            assert sender == HONEST or all(
+                digest in siege.lies[sender, number] for number, digest in deliveries
+            )
 
 
 def take(receiver: Receiver, tally: Tally) -> None:
@@ -44,7 +47,9 @@ def take(receiver: Receiver, tally: Tally) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_mutated_frames_change_nothing_of_what_an_honest_sender_sends(folder: Path, seed: int) -> None:
+def test_mutated_frames_change_nothing_of_what_an_honest_sender_sends(
+    folder: Path, seed: int
+) -> None:
     receiver = receiver_at(f"ipc://{folder}/edge")
     siege, tally = Siege(receiver.address, seed), Tally()
     until(lambda: (receiver.poll(), siege.sender.poll(), siege.sender.room() > 0)[2])
@@ -66,9 +71,13 @@ class Child:
     def __init__(self, address: str) -> None:
         self.tally = Tally()
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.transport.data.siege", address], cwd=ROOT, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, "-m", "tests.transport.data.siege", address],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert self._child.stdout is not None
         self.address = self._child.stdout.readline().strip()
         self._answers: list[list[int]] = []
@@ -132,7 +141,8 @@ def test_a_process_survives_ten_thousand_mutated_frames_in_flat_memory(child: Ch
     for step in range(1000, 10_001, 1000):
         while siege.fired < step:
             siege.volley(len(child.tally.by_sender[siege.liar]))
-            if siege.fired % 50 == 0:  # no faster than the child can read: what waits for it is no part of its memory
+            # no faster than the child can read: what waits for it is no part of its memory
+            if siege.fired % 50 == 0:
                 until(lambda: (siege.sender.poll(), siege.sender.unacknowledged == 0)[1])
         until(lambda: (siege.sender.poll(), siege.sender.unacknowledged == 0)[1])
         resident[step] = child.ask()[1]

@@ -16,16 +16,26 @@ LARGE = make_batch(7, rows=4, tokens=5_000)
 LARGE_BYTES = ENCODER.size_bytes(LARGE)
 
 
-def parts_of(raw: RawConnection, batch: pa.RecordBatch = LARGE, sequence: int = 0) -> list[tuple[Data, object]]:
+def parts_of(
+    raw: RawConnection, batch: pa.RecordBatch = LARGE, sequence: int = 0
+) -> list[tuple[Data, object]]:
     """The messages of a batch in parts of a third of it, by hand."""
     packed = raw.connection.pack(batch, ENCODER, ENCODER.size_bytes(batch))
     size, part = packed.size_bytes, packed.size_bytes // 3 + 1
     whole = Data(
-        edge="edge", sender="raw", epoch=1, sequence=sequence, rows=batch.num_rows, bytes=size,
+        edge="edge",
+        sender="raw",
+        epoch=1,
+        sequence=sequence,
+        rows=batch.num_rows,
+        bytes=size,
         checksum=packed.checksum,
-    )  # fmt: skip
+    )
     return [
-        (dataclasses.replace(whole, offset=offset, left=max(0, size - offset - part)), packed.content)
+        (
+            dataclasses.replace(whole, offset=offset, left=max(0, size - offset - part)),
+            packed.content,
+        )
         for offset in range(0, size, part)
     ]
 
@@ -83,7 +93,9 @@ def test_unacknowledged_it_comes_again_at_a_restarted_receiver(rig: Rig) -> None
     assert got[0].batch.equals(LARGE) and firsts(got) == [7, 1], "in parts of another size"
 
 
-def test_a_sender_that_dies_between_parts_leaves_nothing_and_its_successor_sends_all(rig: Rig) -> None:
+def test_a_sender_that_dies_between_parts_leaves_nothing_and_its_successor_sends_all(
+    rig: Rig,
+) -> None:
     raw, receiver = introduced(rig)
     first, second, _ = parts_of(raw)
     assert raw.connection.put(*first) and raw.connection.put(*second)
@@ -127,7 +139,9 @@ def test_a_part_that_is_missing_has_the_whole_batch_asked_for_once(rig: Rig) -> 
     for part in parts_of(raw, make_batch(8, rows=2, tokens=5_000), 1):
         assert raw.connection.put(*part)
     assert firsts(take(receiver, 1)) == [8]
-    assert isinstance(answer := raw.hear(), Ack) and answer.sequences == (0,), "and no other question in between"
+    assert isinstance(answer := raw.hear(), Ack) and answer.sequences == (0,), (
+        "and no other question in between"
+    )
 
 
 def test_a_new_greeting_in_the_midst_begins_the_batch_anew(rig: Rig) -> None:
@@ -143,7 +157,9 @@ def test_a_new_greeting_in_the_midst_begins_the_batch_anew(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("claim", [1 << 40, 0])
-def test_a_claim_that_no_batch_can_meet_is_refused_before_it_takes_memory(rig: Rig, claim: int) -> None:
+def test_a_claim_that_no_batch_can_meet_is_refused_before_it_takes_memory(
+    rig: Rig, claim: int
+) -> None:
     raw, receiver = introduced(rig)
     header, content = parts_of(raw)[0]
     before = pa.total_allocated_bytes()

@@ -1,4 +1,5 @@
-"""A consumer that stands still: nothing piles up anywhere, and it goes on as if nothing had been."""
+"""A consumer that stands still: nothing piles up anywhere, and it goes on as if nothing had
+been."""
 
 import os
 import signal
@@ -55,7 +56,9 @@ def test_a_pause_of_two_minutes_costs_no_turn_and_no_memory_afterwards(folder: P
 
 
 @pytest.mark.parametrize("polled", [True, False])
-def test_what_waits_for_a_consumer_that_does_not_acknowledge_stays_within_the_bound(rig: Rig, polled: bool) -> None:
+def test_what_waits_for_a_consumer_that_does_not_acknowledge_stays_within_the_bound(
+    rig: Rig, polled: bool
+) -> None:
     receiver = rig.receiver(capacity_rows=BOUND)
     sender = rig.sender(receiver)
     connect(sender, to=receiver)
@@ -78,13 +81,16 @@ def test_a_stopped_process_costs_its_sender_no_memory_and_gets_everything_once_i
     folder: Path, kind: str
 ) -> None:
     child = Child(f"ipc://{folder}/edge" if kind == "ipc" else "tcp://127.0.0.1:*")
-    sender = Sender(edge="edge", sender_id=HONEST, epoch=1, schema=SCHEMA, receivers=[child.address])
+    sender = Sender(
+        edge="edge", sender_id=HONEST, epoch=1, schema=SCHEMA, receivers=[child.address]
+    )
     rng, sent, resident = np.random.default_rng(5), [], []
     until(lambda: (sender.poll(), sender.room() > 0)[1])
     _, before = child.ask()
     os.kill(child.pid, signal.SIGSTOP)
     try:
-        deadline = time.monotonic() + 20  # beyond ZeroMQ's heartbeats: the connection is lost meanwhile
+        # beyond ZeroMQ's heartbeats: the connection is lost meanwhile
+        deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             if sender.room():
                 batch = rows_of(rng)

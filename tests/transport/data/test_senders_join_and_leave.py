@@ -1,4 +1,5 @@
-"""Senders join and leave a running edge, and whole replicas between two edges, on every kind of channel."""
+"""Senders join and leave a running edge, and whole replicas between two edges, on every kind of
+channel."""
 
 from collections import Counter
 
@@ -63,7 +64,9 @@ def test_a_sender_that_joins_after_the_others_ended_is_served(rig: Rig) -> None:
 def test_more_senders_than_the_capacity_has_rows_cannot_be_expected(rig: Rig) -> None:
     receiver = rig.receiver(capacity_rows=2)
     for senders in (-1, 3):
-        with pytest.raises(ValueError, match=r"cannot expect .* senders; got room for 2 rows.*raise the capacity"):
+        with pytest.raises(
+            ValueError, match=r"cannot expect .* senders; got room for 2 rows.*raise the capacity"
+        ):
             receiver.expect(senders)
     gone = rig.sender(receiver)
     gone.finish()
@@ -84,7 +87,8 @@ def test_a_forgotten_senders_last_words_are_taken_in_first(rig: Rig) -> None:
 
 
 def test_a_generator_group_grows_and_shrinks_fifty_times_and_loses_nothing(rig: Rig) -> None:
-    """Replicas between a source and a sink: each takes from one edge and sends on over the other."""
+    """Replicas between a source and a sink: each takes from one edge and sends on over the
+    other."""
     sink = rig.receiver(capacity_rows=64)
     source: Sender | None = None
     replicas: list[tuple[Receiver, Sender]] = []

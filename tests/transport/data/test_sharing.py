@@ -1,4 +1,5 @@
-"""Several senders at one receiver, and several receivers of one sender, on every kind of channel."""
+"""Several senders at one receiver, and several receivers of one sender, on every kind of
+channel."""
 
 from .rig import Rig, connect, drain, firsts, make_batch, settle, take, until
 
@@ -71,7 +72,9 @@ def test_one_that_has_given_all_back_does_not_take_the_others_turn(rig: Rig) -> 
     until(lambda: (idle.poll(), sender.poll(), sender.unacknowledged == 8)[2])
     assert all(sender.send(make_batch(number)) for number in range(16, 32))
     more_busy, more_idle = take(busy, 8, sender), take(idle, 8, sender)
-    assert sorted(firsts(held) + firsts(done) + firsts(more_busy) + firsts(more_idle)) == list(range(32))
+    assert sorted(firsts(held) + firsts(done) + firsts(more_busy) + firsts(more_idle)) == list(
+        range(32)
+    )
     assert set(firsts(more_idle)) in ({*range(16, 32, 2)}, {*range(17, 32, 2)})
 
 

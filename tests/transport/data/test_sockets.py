@@ -88,7 +88,9 @@ def test_more_messages_than_any_high_water_mark_all_arrive(ipc: Rig) -> None:
 def test_junk_is_counted_and_told_once_per_peer_and_changes_nothing(ipc: Rig) -> None:
     rig = ipc
     told: list[str] = []
-    receiver = rig.receiver(on_refused=lambda _edge, _peer, why: told.append(why), max_message_bytes=1 << 20)
+    receiver = rig.receiver(
+        on_refused=lambda _edge, _peer, why: told.append(why), max_message_bytes=1 << 20
+    )
     sender = rig.sender(receiver)
     connect(sender, to=receiver)
     noise = np.random.default_rng(0)
@@ -111,7 +113,9 @@ def test_junk_is_counted_and_told_once_per_peer_and_changes_nothing(ipc: Rig) ->
         b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0JUNK" + bytes(range(200)),
     ],
 )
-def test_a_peer_that_speaks_no_zeromq_is_counted_and_changes_nothing(tcp: Rig, noise: bytes) -> None:
+def test_a_peer_that_speaks_no_zeromq_is_counted_and_changes_nothing(
+    tcp: Rig, noise: bytes
+) -> None:
     receiver = tcp.receiver()
     sender = tcp.sender(receiver)
     connect(sender, to=receiver)
@@ -224,7 +228,9 @@ def test_a_sender_with_a_key_of_its_own_is_refused(locked: Locked) -> None:
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-def test_a_peer_without_keys_or_with_those_of_another_run_never_gets_in(locked: Locked, keyed: bool) -> None:
+def test_a_peer_without_keys_or_with_those_of_another_run_never_gets_in(
+    locked: Locked, keyed: bool
+) -> None:
     now = [0.0]
     sender = locked.sender(make_keys()[1] if keyed else None, clock=lambda: now[0])
     until(lambda: (locked.receiver.poll(), sender.poll(), locked.receiver.refused > 0)[2])
@@ -236,15 +242,21 @@ def test_a_peer_without_keys_or_with_those_of_another_run_never_gets_in(locked: 
     sender.close()
 
 
-@pytest.mark.parametrize("address", ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://192.0.2.1:1", "tcp://host:1"])
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://192.0.2.1:1", "tcp://host:1"]
+)
 def test_an_address_open_to_other_machines_needs_keys(address: str) -> None:
-    with pytest.raises(AddressError, match=r"open to other machines.*no keys; got host.*pass the CURVE keys"):
+    with pytest.raises(
+        AddressError, match=r"open to other machines.*no keys; got host.*pass the CURVE keys"
+    ):
         Receiver(edge="edge", schema=SCHEMA, address=address, capacity_rows=1)
     with pytest.raises(AddressError, match="no keys"):
         Sender(edge="edge", sender_id="s", epoch=1, schema=SCHEMA, receivers=[address])
 
 
-@pytest.mark.parametrize("address", ["inproc://x", "ipc://a/b", "ipc://@name", "ipc://*", "tcp://1", "x", ""])
+@pytest.mark.parametrize(
+    "address", ["inproc://x", "ipc://a/b", "ipc://@name", "ipc://*", "tcp://1", "x", ""]
+)
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(AddressError):
         Receiver(edge="edge", schema=SCHEMA, address=address, capacity_rows=1)

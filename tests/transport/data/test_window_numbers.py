@@ -1,4 +1,5 @@
-"""Statements that cross on the way: a receiver holds a sender to no window that it cannot have heard of."""
+"""Statements that cross on the way: a receiver holds a sender to no window that it cannot have
+heard of."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,9 +24,15 @@ def make_hello(sender: str, number: int = 0, rows: int = 0, **fields: Any) -> He
     """A sender that has eight batches to send and got none of them there."""
     known: dict[str, Any] = {"base": 0, "next": 8, "gone": (), "ended": False} | fields
     return Hello(
-        edge="edge", sender=sender, epoch=1, schema=b"", window_rows=rows, window_bytes=1000 * rows,
-        window_number=number, **known,
-    )  # fmt: skip
+        edge="edge",
+        sender=sender,
+        epoch=1,
+        schema=b"",
+        window_rows=rows,
+        window_bytes=1000 * rows,
+        window_number=number,
+        **known,
+    )
 
 
 def window(replies: Replies, connection: str) -> tuple[int, int]:
@@ -39,7 +46,9 @@ def send(inbox: Inbox, connection: str, numbers: range) -> list[str]:
     """Batches of one row over a connection, and what became of each."""
     verdicts = []
     for number in numbers:
-        data = Data(edge="edge", sender=connection, epoch=1, sequence=number, rows=1, bytes=100, checksum=0)
+        data = Data(
+            edge="edge", sender=connection, epoch=1, sequence=number, rows=1, bytes=100, checksum=0
+        )
         verdicts.append(inbox.judge(connection, data)[0])
         if verdicts[-1] == "new":
             inbox.take(data)
@@ -91,7 +100,9 @@ def test_a_window_over_a_broken_line_is_forgotten() -> None:
     assert send(inbox, "a", range(3)) == ["new", "new", "overrun"]
 
 
-def test_batches_that_were_taken_back_are_not_waited_for_and_those_that_came_still_take_room() -> None:
+def test_batches_that_were_taken_back_are_not_waited_for_and_those_that_came_still_take_room() -> (
+    None
+):
     inbox = make_inbox()
     number, rows = window(inbox.hello("a", make_hello("a")), "a")
     assert send(inbox, "a", range(3)) == ["new"] * 3
@@ -107,7 +118,9 @@ def test_batches_that_were_taken_back_are_not_waited_for_and_those_that_came_sti
     assert inbox.ended
 
 
-def test_a_stream_begins_again_only_after_its_end_was_confirmed_and_goes_by_no_older_answer() -> None:
+def test_a_stream_begins_again_only_after_its_end_was_confirmed_and_goes_by_no_older_answer() -> (
+    None
+):
     inbox = make_inbox()
     outbox = Outbox(edge="edge", sender="a", epoch=1, schema=encode_schema(SCHEMA))
     outbox.end()
@@ -152,4 +165,6 @@ def test_a_sender_that_restarted_with_nothing_under_way_leaves_its_share_when_it
     inbox.hello("a", make_hello("a"))
     inbox.hello("a", replace(make_hello("a", next=0), epoch=2))
     inbox.hello("b", make_hello("b"))
-    assert window(inbox.hello("a", replace(make_hello("a", next=0, ended=True), epoch=2)), "b")[1] == 8
+    assert (
+        window(inbox.hello("a", replace(make_hello("a", next=0, ended=True), epoch=2)), "b")[1] == 8
+    )

@@ -1,4 +1,5 @@
-"""The C kernels of the transport: copies, casts and sums, against numpy and torch; the same without a compiler."""
+"""The C kernels of the transport: copies, casts and sums, against numpy and torch; the same without
+a compiler."""
 
 import threading
 import time
@@ -12,11 +13,37 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from transport.compile import compiled
-from transport.native import Copier, Follower, Summer, build, copier, dense_bytes, summer, sums, wordsum, wordsums
+from transport.native import (
+    Copier,
+    Follower,
+    Summer,
+    build,
+    copier,
+    dense_bytes,
+    summer,
+    sums,
+    wordsum,
+    wordsums,
+)
 
 MODULUS = 1 << 64
 ODD_SIZES = st.one_of(st.integers(0, 300), st.sampled_from([4095, 4096, 65537]))
-TROUBLE = [0.0, -0.0, 1.0, 65504.0, 65519.996, 65520.0, 1e38, 3.4e38, 2**-14, 2**-24, 2**-25, 1.5 * 2**-25, 1e-40, 2e-8]
+TROUBLE = [
+    0.0,
+    -0.0,
+    1.0,
+    65504.0,
+    65519.996,
+    65520.0,
+    1e38,
+    3.4e38,
+    2**-14,
+    2**-24,
+    2**-25,
+    1.5 * 2**-25,
+    1e-40,
+    2e-8,
+]
 needs_compiler = pytest.mark.skipif(build.library() is None, reason="no C compiler")
 
 
@@ -61,7 +88,15 @@ def test_every_way_to_sum_gives_what_the_definition_says(size, skip, seed):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
 def test_tensors_are_summed_where_they_lie(kernels, dtype):
     full = noise(64 * 96 * 4 * dtype.itemsize).view(dtype).view(64, 96, 4)
-    boxes = [full, full[3:60], full[:, 5:90], full[:, ::2], full[1:5, 7, 1:3], full[..., 2], full.transpose(0, 2)]
+    boxes = [
+        full,
+        full[3:60],
+        full[:, 5:90],
+        full[:, ::2],
+        full[1:5, 7, 1:3],
+        full[..., 2],
+        full.transpose(0, 2),
+    ]
     boxes += [full[0, 0, 0], full.flatten()[1:-3], noise(5 << 20)[3:].view(-1, 1)[:, 0]]
     summer = Summer(boxes)
     for _ in range(2):
@@ -72,7 +107,10 @@ def test_tensors_are_summed_where_they_lie(kernels, dtype):
 def test_ranges_are_summed_each_from_its_own_first_byte(kernels):
     data = noise(5000)
     offsets, sizes = [0, 64, 1000, 5000, 17], [64, 3, 4000, 0, 4001]
-    expected = [oracle(data[at : at + size].numpy().tobytes()) for at, size in zip(offsets, sizes, strict=True)]
+    expected = [
+        oracle(data[at : at + size].numpy().tobytes())
+        for at, size in zip(offsets, sizes, strict=True)
+    ]
     assert wordsums(data, offsets, sizes) == expected
 
 
@@ -105,7 +143,11 @@ def test_swapped_words_are_found(words, data):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @settings(max_examples=40)
-@given(sizes=st.lists(ODD_SIZES, min_size=1, max_size=5), skip=st.integers(0, 65), seed=st.integers(0, 99))
+@given(
+    sizes=st.lists(ODD_SIZES, min_size=1, max_size=5),
+    skip=st.integers(0, 65),
+    seed=st.integers(0, 99),
+)
 @example(sizes=[(3 << 20) + 5, 0, 1, 3 << 20], skip=0, seed=0)
 @example(sizes=[(3 << 20) + 5], skip=1, seed=0)
 @example(sizes=[3 << 20], skip=8, seed=0)
@@ -124,7 +166,10 @@ def test_bytes_are_copied_as_they_are_and_nothing_beside_them(threads, sizes, sk
 
 @pytest.mark.parametrize("threads", [1, 3])
 @settings(max_examples=60)
-@given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float64]))
+@given(
+    data=st.data(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float64]),
+)
 def test_strides_do_not_matter_to_a_copy_or_to_its_sum(threads, data, dtype):
     shape = data.draw(st.lists(st.one_of(st.integers(0, 6), st.just(24)), min_size=0, max_size=4))
     whole = [length + data.draw(st.integers(0, 3)) for length in shape]
@@ -145,7 +190,10 @@ def test_strides_do_not_matter_to_a_copy_or_to_its_sum(threads, data, dtype):
 
 
 def test_long_rows_of_odd_lengths_are_copied_by_several_threads():
-    source, destination = noise(3000 * 1501).view(3000, 1501), torch.zeros(3000, 1600, dtype=torch.uint8)
+    source, destination = (
+        noise(3000 * 1501).view(3000, 1501),
+        torch.zeros(3000, 1600, dtype=torch.uint8),
+    )
     view = destination[:, 7:1508]
     (found,) = Copier([view], [source], threads=4).run()
     assert torch.equal(view, source)
@@ -162,9 +210,26 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 def test_a_cast_rounds_to_the_nearest_and_ties_to_even_for_every_kind_of_float(kernels, dtype):
     patterns = np.random.default_rng(0).integers(0, 1 << 32, 300_000, np.uint32)
     ties = np.arange(1 << 16, dtype=np.uint32) << 16
-    halves = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).float().numpy().view(np.uint32)
-    near = [ties | 0x8000, ties | 0x7FFF, ties | 0x8001, halves, halves + 0x1000, halves + 0xFFF, halves + 0x1001]
-    trouble = np.array([sign * value for value in TROUBLE for sign in (1, -1)], np.float32).view(np.uint32)
+    halves = (
+        torch.arange(-(1 << 15), 1 << 15)
+        .to(torch.int16)
+        .view(torch.float16)
+        .float()
+        .numpy()
+        .view(np.uint32)
+    )
+    near = [
+        ties | 0x8000,
+        ties | 0x7FFF,
+        ties | 0x8001,
+        halves,
+        halves + 0x1000,
+        halves + 0xFFF,
+        halves + 0x1001,
+    ]
+    trouble = np.array([sign * value for value in TROUBLE for sign in (1, -1)], np.float32).view(
+        np.uint32
+    )
     source = torch.from_numpy(np.concatenate([patterns, *near, trouble])).view(torch.float32)
     destination = torch.zeros(len(source), dtype=dtype)
     (found,) = Copier([destination], [source]).run()
@@ -184,8 +249,18 @@ def test_strided_casts_are_summed_as_they_are_written(dtype, rows, columns, skip
 
 
 def test_what_the_kernel_cannot_do_is_done_by_torch_with_the_same_sums(kernels):
-    sources = [torch.arange(6), torch.randn(5, 7).t(), torch.randn(4, dtype=torch.float64), torch.randn(100)]
-    destinations = [torch.zeros(6), torch.zeros(7, 5), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(100)]
+    sources = [
+        torch.arange(6),
+        torch.randn(5, 7).t(),
+        torch.randn(4, dtype=torch.float64),
+        torch.randn(100),
+    ]
+    destinations = [
+        torch.zeros(6),
+        torch.zeros(7, 5),
+        torch.zeros(4, dtype=torch.bfloat16),
+        torch.zeros(100),
+    ]
     found = Copier(destinations, sources).run()
     for destination, source, checksum in zip(destinations, sources, found, strict=True):
         assert torch.equal(destination, source.to(destination.dtype))
@@ -196,7 +271,14 @@ def test_sources_that_move_change_shape_or_type_are_compiled_anew(kernels):
     destination = torch.zeros(64, 64)
     copies = Copier([destination])
     square = torch.randn(64, 64)
-    for source in (square, square.clone(), square.t(), square.bfloat16(), square.view(torch.int32), square):
+    for source in (
+        square,
+        square.clone(),
+        square.t(),
+        square.bfloat16(),
+        square.view(torch.int32),
+        square,
+    ):
         assert copies.run([source]) == [oracle(contents(source.float()))]
         assert torch.equal(destination, source.float())
 
@@ -285,5 +367,7 @@ def test_a_compiler_that_fails_is_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("DATAFLOW_MARCH", raising=False)
-    assert compiled.__wrapped__((Path(build.__file__).with_name("kernels.c"),), (build.FLAGS,)) is None
+    assert (
+        compiled.__wrapped__((Path(build.__file__).with_name("kernels.c"),), (build.FLAGS,)) is None
+    )
     assert list((tmp_path / "dataflow-rl").iterdir()) == []

@@ -1,4 +1,5 @@
-"""The kernels in C on other processors than this one: what their vectors compile to, and who says which one it is."""
+"""The kernels in C on other processors than this one: what their vectors compile to, and who says
+which one it is."""
 
 from __future__ import annotations
 
@@ -24,13 +25,18 @@ KERNELS = {
     "engine": (tuple(engine.FOLDER / name for name in engine.SOURCES), (*engine.FLAGS, "-fopenmp")),
 }
 LEVELS = ["x86-64", "sandybridge", "x86-64-v3", "x86-64-v4"]
-"""Integers have vectors of 16 bytes twice, without AVX and with it, of 32 with AVX2, of 64 with AVX-512."""
+"""Integers have vectors of 16 bytes twice, without AVX and with it, of 32 with AVX2, of 64 with
+AVX-512."""
 GCC = shutil.which("gcc")
 
 
 @pytest.mark.skipif(GCC is None or platform.machine() != "x86_64", reason="needs gcc on x86-64")
 @pytest.mark.parametrize(
-    "level", [level if level == "x86-64-v3" else pytest.param(level, marks=pytest.mark.slow) for level in LEVELS]
+    "level",
+    [
+        level if level == "x86-64-v3" else pytest.param(level, marks=pytest.mark.slow)
+        for level in LEVELS
+    ],
 )
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_no_vector_is_wider_than_the_processors_registers(kernels, level, tmp_path):
@@ -48,15 +54,20 @@ def test_no_vector_is_wider_than_the_processors_registers(kernels, level, tmp_pa
 
 
 def passes(sources: tuple[Path, ...], options: list[str]) -> Path:
-    """A file of the user's cache, there once this compiler has compiled these sources with these options."""
+    """A file of the user's cache, there once this compiler has compiled these sources with these
+    options."""
     known = [*(source.read_text("utf-8") for source in sources), *options, version()]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataflow-rl" / "vectors"
+    folder = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataflow-rl" / "vectors"
+    )
     return folder / hashlib.sha256("\n".join(known).encode()).hexdigest()[:32]
 
 
 @functools.cache
 def version() -> str:
-    return subprocess.run([GCC, "-v"], capture_output=True, text=True, timeout=20, check=True).stderr
+    return subprocess.run(
+        [GCC, "-v"], capture_output=True, text=True, timeout=20, check=True
+    ).stderr
 
 
 @pytest.fixture
@@ -66,7 +77,10 @@ def source(tmp_path, monkeypatch):
         pytest.skip("no C compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "wide.c"
-    path.write_text("#ifdef __AVX512F__\nint wide(void) { return 64; }\n#else\nint wide(void) { return 0; }\n#endif\n")
+    path.write_text(
+        "#ifdef __AVX512F__\nint wide(void) { return 64; }\n#else\nint wide(void) { return 0;"
+        " }\n#endif\n"
+    )
     return path
 
 
@@ -86,13 +100,16 @@ def test_there_are_no_kernels_where_none_are_asked_for(source, monkeypatch):
 
 def test_a_processor_that_the_compiler_does_not_know_is_refused(source, monkeypatch):
     monkeypatch.setenv(PROCESSOR, "abacus")
-    with pytest.raises(ValueError, match=r"wide\.c cannot be compiled for DATAFLOW_MARCH=abacus; found .+; name a"):
+    with pytest.raises(
+        ValueError, match=r"wide\.c cannot be compiled for DATAFLOW_MARCH=abacus; found .+; name a"
+    ):
         compiled.__wrapped__((source,), (("-O1",),))
 
 
 @pytest.fixture(params=["takes no files", "cannot be made", "no home"])
 def no_cache(request, tmp_path, source, monkeypatch):
-    """The user's cache folder is none; temporary files go to a folder of their own, in which this is the other one."""
+    """The user's cache folder is none; temporary files go to a folder of their own, in which this
+    is the other one."""
     (tmp_path / "read-only").mkdir()
     (tmp_path / "read-only" / "dataflow-rl").symlink_to("/proc", target_is_directory=True)
     places = {"takes no files": tmp_path / "read-only", "cannot be made": source}
@@ -108,14 +125,17 @@ def no_cache(request, tmp_path, source, monkeypatch):
     return tmp_path / f"dataflow-rl-{os.getuid()}"
 
 
-def test_where_the_cache_folder_takes_no_files_kernels_are_compiled_into_another_once(no_cache, source, monkeypatch):
+def test_where_the_cache_folder_takes_no_files_kernels_are_compiled_into_another_once(
+    no_cache, source, monkeypatch
+):
     assert compiled.__wrapped__((source,), (("-O1",),)) is not None
     (made,) = no_cache.glob("wide-*.so")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it is compiled again"))
     assert compiled.__wrapped__((source,), (("-O1",),)) is not None
     assert compilers_caches() == {
-        "TRITON_CACHE_DIR": f"{made.parent}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{made.parent}/inductor",
-    }  # fmt: skip
+        "TRITON_CACHE_DIR": f"{made.parent}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{made.parent}/inductor",
+    }
 
 
 def test_nothing_is_run_from_a_folder_that_others_could_write(no_cache, source, monkeypatch):
@@ -127,16 +147,26 @@ def test_nothing_is_run_from_a_folder_that_others_could_write(no_cache, source, 
     assert "kernels in C are off" in told[0] and f"nothing can be written to {no_cache}" in told[0]
 
 
-@pytest.mark.parametrize(("compiler", "why"), [
-    ("false", "cannot compile wide.c"), ("no-such-one", "neither no-such-one nor gcc nor clang is on the PATH"),
-])  # fmt: skip
-def test_kernels_that_are_off_are_told_of_with_the_reason(compiler, why, source, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("compiler", "why"),
+    [
+        ("false", "cannot compile wide.c"),
+        ("no-such-one", "neither no-such-one nor gcc nor clang is on the PATH"),
+    ],
+)
+def test_kernels_that_are_off_are_told_of_with_the_reason(
+    compiler, why, source, tmp_path, monkeypatch
+):
     (tmp_path / "false").symlink_to("/bin/false")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setattr("transport.compile.NOTES", told := list[str]())
     assert compiled.__wrapped__((source,), (("-O1",), ("-O2",))) is None
-    assert len(told) == 1 and told[0].startswith("kernels in C are off, and slower ways are taken") and why in told[0]
+    assert (
+        len(told) == 1
+        and told[0].startswith("kernels in C are off, and slower ways are taken")
+        and why in told[0]
+    )
 
 
 def test_a_compiler_that_knows_less_is_told_of_too(source, monkeypatch):

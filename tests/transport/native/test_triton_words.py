@@ -1,4 +1,5 @@
-"""The GPU's sums and copies agree with the processor's; interpreted by Triton where there is no GPU."""
+"""The GPU's sums and copies agree with the processor's; interpreted by Triton where there is no
+GPU."""
 
 import numpy as np
 import pytest
@@ -6,7 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-    pytest.skip("Triton's interpreter needs numpy below 2.4, and there is no GPU", allow_module_level=True)
+    pytest.skip(
+        "Triton's interpreter needs numpy below 2.4, and there is no GPU", allow_module_level=True
+    )
 
 from transport.native import Copier, copier, sums, triton_words
 from transport.native.sums import pairs, wordsum
@@ -49,7 +52,8 @@ def test_a_copy_moves_every_word_and_nothing_else_and_sums_it():
     for offset, source in zip(offsets, sources, strict=True):
         expected[offset : offset + len(source)] = source.cpu()
     found = WordPlan(sizes, DEVICE).copy(
-        [buffer.data_ptr() + offset for offset in offsets], [source.data_ptr() for source in sources]
+        [buffer.data_ptr() + offset for offset in offsets],
+        [source.data_ptr() for source in sources],
     )
     assert torch.equal(buffer.cpu(), expected)
     assert np.array_equal(found, pairs(expected, offsets, sizes))
@@ -72,11 +76,15 @@ def test_nothing_has_the_sum_of_nothing():
 def test_a_copier_on_a_gpu_copies_words_in_one_launch_and_the_rest_by_torch(monkeypatch, base):
     launches = []
     copy = WordPlan.copy
-    monkeypatch.setattr(WordPlan, "copy", lambda plan, *to: (launches.append(len(to[0])), copy(plan, *to))[1])
+    monkeypatch.setattr(
+        WordPlan, "copy", lambda plan, *to: (launches.append(len(to[0])), copy(plan, *to))[1]
+    )
     buffer = torch.zeros(4096, dtype=torch.uint8, device=DEVICE)
     there = [buffer[at : at + 512] for at in range(0, 4096, 512)]
     views = [tensor.view(torch.bfloat16).view(16, 16) for tensor in there]
-    sources = [torch.full((16, 16), float(n), dtype=torch.bfloat16, device=DEVICE) for n in range(8)]
+    sources = [
+        torch.full((16, 16), float(n), dtype=torch.bfloat16, device=DEVICE) for n in range(8)
+    ]
     sources[3] = sources[3].float()
     sources[5] = torch.arange(256, device=DEVICE).bfloat16().view(16, 16).t()
     made = Copier(views, base=buffer if base else None)

@@ -13,7 +13,15 @@ import pytest
 import torch
 import zmq
 
-from transport.weights import CudaIpc, FlatLayout, Hub, SharedMemory, Timing, WeightReader, WeightWriter
+from transport.weights import (
+    CudaIpc,
+    FlatLayout,
+    Hub,
+    SharedMemory,
+    Timing,
+    WeightReader,
+    WeightWriter,
+)
 from transport.weights.executors import address as addresses
 from transport.weights.executors import shared_memory
 from transport.weights.executors.device_memory import HostMemory
@@ -72,11 +80,15 @@ class Place:
             end.close()
 
 
-def parameters(value: float = 0.0, dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Parameter]:
+def parameters(
+    value: float = 0.0, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.nn.Parameter]:
     """A small model's parameters, every element of the same value."""
     shapes = {"embed": (11, 8), "up": (8, 24), "norm": (8,), "scale": ()}
     return {
-        name: torch.nn.Parameter(torch.full(shape, value, dtype=dtype), requires_grad=dtype.is_floating_point)
+        name: torch.nn.Parameter(
+            torch.full(shape, value, dtype=dtype), requires_grad=dtype.is_floating_point
+        )
         for name, shape in shapes.items()
     }
 
@@ -87,7 +99,8 @@ def values(tensors: dict[str, torch.Tensor]) -> set[float]:
 
 
 def verifying(end: WeightWriter | WeightReader) -> bool:
-    """Waits until a version that this end sums beside its loop is summed; False if there is none."""
+    """Waits until a version that this end sums beside its loop is summed; False if there is
+    none."""
     transfer = end._transfer if isinstance(end, WeightReader) else None
     if transfer is None or not transfer.verification.running:
         return False
@@ -104,8 +117,11 @@ def leftovers(address: str) -> set[str]:
     return {path.name for path in site.place.folder.glob(f"{site.place.prefix}*")}
 
 
-def _count_messages(monkeypatch: pytest.MonkeyPatch) -> Callable[[WeightWriter | WeightReader], bool]:
-    """Counts the messages on their way to each socket, so that a test waits for those and no longer."""
+def _count_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[WeightWriter | WeightReader], bool]:
+    """Counts the messages on their way to each socket, so that a test waits for those and no
+    longer."""
     on_the_way: Counter[bytes] = Counter()
 
     def inbox(socket) -> bytes:
@@ -190,7 +206,8 @@ def clean_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def processes() -> BaseContext:
-    """Makes processes that have torch and the weight plane loaded; fresh ones where a GPU would not survive a fork."""
+    """Makes processes that have torch and the weight plane loaded; fresh ones where a GPU would not
+    survive a fork."""
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -1,6 +1,8 @@
-"""The ends of a weight plane as programs, each on a host of its own: `python -m ... train|read FOLDER ADDRESS`.
+"""The ends of a weight plane as programs, each on a host of its own: `python -m ... train|read
+FOLDER ADDRESS`.
 
-They find the run's keys and each other in a folder that both see, and say there how far they have come."""
+They find the run's keys and each other in a folder that both see, and say there how far they have
+come."""
 
 import json
 import sys
@@ -26,34 +28,58 @@ def main(what: str, folder: Path, address: str) -> None:
     layout, until = Layout.whole(MODEL), time.monotonic() + LIMIT_S
     if what == "train":
         listener = CoordinatorSocket(f"tcp://{address}:*", host.keys)
-        writer = ShardedWriter(layout, 0, listener.address, deadlines=PACE, host=host, listener=listener)
+        writer = ShardedWriter(
+            layout, 0, listener.address, deadlines=PACE, host=host, listener=listener
+        )
         (folder / "line").write_text(listener.address)
         version = 0
         while time.monotonic() < until and not (folder / "end").exists():
             if version == 0 or not writer.pending:
                 version += 1
-                writer.publish(version, {name: torch.full(shape, float(version)) for name, (shape, _) in MODEL.items()})
+                writer.publish(
+                    version,
+                    {name: torch.full(shape, float(version)) for name, (shape, _) in MODEL.items()},
+                )
             writer.poll()
-            say(folder / "trained", version=version, readers=len(writer.readers), faults=dict(writer.faults))
+            say(
+                folder / "trained",
+                version=version,
+                readers=len(writer.readers),
+                faults=dict(writer.faults),
+            )
             time.sleep(0.05)
         writer.close()
         return
     mine = {name: torch.nn.Parameter(torch.zeros(shape)) for name, (shape, _) in MODEL.items()}
     while not (folder / "line").exists():
         time.sleep(0.02)
-    reader = ShardedReader(layout, 0, (folder / "line").read_text(), "reader", deadlines=PACE, host=host)
+    reader = ShardedReader(
+        layout, 0, (folder / "line").read_text(), "reader", deadlines=PACE, host=host
+    )
     reader.attach(mine)
     while time.monotonic() < until and not (folder / "end").exists():
         if reader.poll():
             reader.adopt()
-        values = sorted({float(value) for tensor in mine.values() for value in tensor.detach().flatten().unique()})
+        values = sorted(
+            {
+                float(value)
+                for tensor in mine.values()
+                for value in tensor.detach().flatten().unique()
+            }
+        )
         say(folder / "read", version=reader.version, values=values, listens=listening())
         time.sleep(0.02)
     reader.close()
 
 
 def listening() -> list[str]:
-    return sorted({each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"})
+    return sorted(
+        {
+            each.laddr.ip
+            for each in psutil.Process().net_connections("tcp")
+            if each.status == "LISTEN"
+        }
+    )
 
 
 def say(file: Path, **facts: object) -> None:

@@ -1,7 +1,7 @@
 """Trainers and generators that are killed at a named moment, and write down what they serve.
 
-Elements of version v of a trainer's line n are LINE * n + v, so that it shows whose version somebody has.
-"""
+Elements of version v of a trainer's line n are LINE * n + v, so that it shows whose version
+somebody has."""
 
 import os
 import signal
@@ -38,7 +38,8 @@ from .sharded_programs import BUCKET_BYTES, values
 ROUNDS = Deadlines(heartbeat_s=0.05, gone_s=8.0, form_s=30.0, ready_s=6.0, transfer_s=6.0)
 LINE = 1000
 ALONE, REPLACED = 5, 6
-"""How a trainer's rank ends that another one has left, and a generator whose name another one has taken."""
+"""How a trainer's rank ends that another one has left, and a generator whose name another one has
+taken."""
 NAP_S = 0.002
 
 Serves = tuple[int, int]
@@ -54,7 +55,8 @@ def served(folder: Path, name: str) -> list[Serves]:
 
 
 def dies(owner: Any, method: str, when: When, *, first: bool = True) -> Callable[[], None]:
-    """Makes this process die by SIGKILL in a call of the method: before it does anything, or (not `first`) after."""
+    """Makes this process die by SIGKILL in a call of the method: before it does anything, or (not
+    `first`) after."""
 
     def arm() -> None:
         found = getattr(owner, method)
@@ -120,9 +122,13 @@ def _hears_of(word: object, version: int) -> bool:
 TRAINER_DIES = {
     "before it writes": dies(SegmentOffers, "upcoming", lambda _, key, version: version == 2),
     "half way": dies(buffers, "fill", _half_written),
-    "before the gate opens": dies(shared_memory._WriterSegment, "unseal", lambda _, version: version == 2),
+    "before the gate opens": dies(
+        shared_memory._WriterSegment, "unseal", lambda _, version: version == 2
+    ),
     "before it offers": dies(SegmentOffers, "written", lambda _, key, version, *rest: version == 2),
-    "offered": dies(WeightWriter, "_write", lambda _, key, version, *rest: version == 2, first=False),
+    "offered": dies(
+        WeightWriter, "_write", lambda _, key, version, *rest: version == 2, first=False
+    ),
 }
 """At version 2; and "adopted", when all generators have it."""
 GENERATOR_DIES = {
@@ -135,7 +141,9 @@ GENERATOR_DIES = {
 """At version 2."""
 SHARDED_TRAINER_DIES = {
     "forming": dies(SourceRank, "formed", nth(1)),
-    "all ready": dies(Coordinator, "_offer", lambda coordinator, group, _: _is_starting(coordinator, group, 2)),
+    "all ready": dies(
+        Coordinator, "_offer", lambda coordinator, group, _: _is_starting(coordinator, group, 2)
+    ),
     "sending": dies(ChunkMessage, "pack", nth(6)),
     "sent": dies(SourceRank, "transferred", nth(2)),
     "all verified": dies(Coordinator, "_verified", lambda _, group: group.offered == 2),
@@ -152,8 +160,11 @@ SHARDED_GENERATOR_DIES = {
 """At version 2."""
 
 
-def train(address: str, line: int, versions: Iterable[int], names: Collection[str], moment: str = "") -> None:
-    """Publish each version when the generators of these names hold the one before; at the moment, if one is given, die.
+def train(
+    address: str, line: int, versions: Iterable[int], names: Collection[str], moment: str = ""
+) -> None:
+    """Publish each version when the generators of these names hold the one before; at the moment,
+    if one is given, die.
 
     Without one it leaves in order once they hold the last."""
     torch.set_num_threads(1)
@@ -177,9 +188,16 @@ def train_shard(
     """As `train`, for one rank. Others than rank 0 stay until they find it gone."""
     torch.set_num_threads(1)
     SHARDED_TRAINER_DIES.get(moment, lambda: None)()
-    writer = ShardedWriter(layout, rank, address, deadlines=ROUNDS, bucket_bytes=BUCKET_BYTES, attempt=int(not moment))
+    writer = ShardedWriter(
+        layout, rank, address, deadlines=ROUNDS, bucket_bytes=BUCKET_BYTES, attempt=int(not moment)
+    )
     try:
-        _publish(writer, lambda version: values(layout, rank, LINE * line + version), versions, set(names))
+        _publish(
+            writer,
+            lambda version: values(layout, rank, LINE * line + version),
+            versions,
+            set(names),
+        )
         while rank > 0:
             writer.poll()
             time.sleep(NAP_S)
@@ -191,7 +209,9 @@ def train_shard(
     writer.close()
 
 
-def generate(address: str, name: str, adopt: str, last: Serves, folder: Path, moment: str = "") -> None:
+def generate(
+    address: str, name: str, adopt: str, last: Serves, folder: Path, moment: str = ""
+) -> None:
     """Serve until the last version; at the moment, if one is given, die."""
     torch.set_num_threads(1)
     GENERATOR_DIES.get(moment, lambda: None)()
@@ -213,7 +233,9 @@ def generate_shard(
     _serve(reader, mine, last, folder / f"{name}.{rank}.log")
 
 
-def _publish(writer: Any, made: Callable[[int], Any], versions: Iterable[int], names: set[str]) -> None:
+def _publish(
+    writer: Any, made: Callable[[int], Any], versions: Iterable[int], names: set[str]
+) -> None:
     deadline = time.monotonic() + DEADLINE_S
     for version in versions:
         writer.publish(version, made(version))
@@ -225,7 +247,8 @@ def _publish(writer: Any, made: Callable[[int], Any], versions: Iterable[int], n
 
 
 def _serve(reader: Any, mine: dict[str, torch.Tensor], last: Serves, log: Path) -> None:
-    """Compute with the weights all the time, adopt what comes between two uses, and write it down."""
+    """Compute with the weights all the time, adopt what comes between two uses, and write it
+    down."""
     serves: Serves = (-1, -1)
     deadline = time.monotonic() + DEADLINE_S
     ends = float("inf")

@@ -1,4 +1,5 @@
-"""What the other processes of the sharded tests do; each ends with 0, or with a number that tells what went wrong."""
+"""What the other processes of the sharded tests do; each ends with 0, or with a number that tells
+what went wrong."""
 
 import os
 import signal
@@ -24,11 +25,14 @@ WHOLE, HALVES = Layout.whole(MODEL), Layout.fsdp(MODEL, 2)
 
 def values(layout: Layout, rank: int, value: float) -> dict[str, torch.Tensor]:
     """A rank's local tensors, every element of the same value."""
-    return {name: torch.full(shape, float(value)) for name, (shape, _) in layout.local(rank).items()}
+    return {
+        name: torch.full(shape, float(value)) for name, (shape, _) in layout.local(rank).items()
+    }
 
 
 def serve(address: str, name: str, layout: Layout, rank: int, last: int, **knobs: object) -> None:
-    """A generator's rank: compute with the weights all the time, adopt what comes, until the last version."""
+    """A generator's rank: compute with the weights all the time, adopt what comes, until the last
+    version."""
     torch.set_num_threads(1)
     mine = {name: torch.nn.Parameter(tensor) for name, tensor in values(layout, rank, 0).items()}
     reader = ShardedReader(layout, rank, address, name, deadlines=QUICK, **knobs)
@@ -39,7 +43,9 @@ def serve(address: str, name: str, layout: Layout, rank: int, last: int, **knobs
     check(mine, last)
 
 
-def serve_and_stop_in_the_middle(address: str, name: str, layout: Layout, rank: int, last: int, how: int) -> None:
+def serve_and_stop_in_the_middle(
+    address: str, name: str, layout: Layout, rank: int, last: int, how: int
+) -> None:
     """As `serve`, but it gets signal `how` once, half way through its second transfer."""
     received = []
 
@@ -59,10 +65,14 @@ def serve_and_stop_in_the_middle(address: str, name: str, layout: Layout, rank: 
     serve(address, name, layout, rank, last)
 
 
-def train(address: str, layout: Layout, rank: int, versions: int, pause_s: float, hold: str = "snapshot") -> None:
+def train(
+    address: str, layout: Layout, rank: int, versions: int, pause_s: float, hold: str = "snapshot"
+) -> None:
     """A trainer's rank: publishes versions 1, 2, .. with a pause after each, and stays."""
     torch.set_num_threads(1)
-    writer = ShardedWriter(layout, rank, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, hold=hold)
+    writer = ShardedWriter(
+        layout, rank, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, hold=hold
+    )
     for version in range(1, versions + 1):
         writer.settle(10.0)
         writer.publish(version, values(layout, rank, version))
@@ -86,7 +96,8 @@ def train_and_stop_in_the_middle(address: str) -> None:
 
 
 def put_and_stop_in_a_chunk(address: str, rank: int | None, woken: Path) -> None:
-    """A trainer's rank, or its only one, that stops in a chunk of version 2; awake, it writes nonsense."""
+    """A trainer's rank, or its only one, that stops in a chunk of version 2; awake, it writes
+    nonsense."""
     pack: Callable[[Deposit], list[int]] = Deposit.pack
     written = []
 
@@ -94,9 +105,12 @@ def put_and_stop_in_a_chunk(address: str, rank: int | None, woken: Path) -> None
         written.append(step)
         if len(written) == (6 if rank is not None else 12):
             half = len(step._copier._destinations) // 2
-            for there, here in list(zip(step._copier._destinations, step._copier._sources, strict=True))[:half]:
+            for there, here in list(
+                zip(step._copier._destinations, step._copier._sources, strict=True)
+            )[:half]:
                 there.copy_(here)
-            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread first: it sends no more
+            # this thread first: it sends no more
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             for there in step._copier._destinations:
                 there.fill_(77)
             woken.touch()
@@ -106,7 +120,12 @@ def put_and_stop_in_a_chunk(address: str, rank: int | None, woken: Path) -> None
     torch.set_num_threads(1)
     layout = WHOLE if rank is None else HALVES
     writer = ShardedWriter(
-        layout, rank or 0, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, backend="shared_memory"
+        layout,
+        rank or 0,
+        address,
+        deadlines=QUICK,
+        bucket_bytes=BUCKET_BYTES,
+        backend="shared_memory",
     )
     writer.publish(1, values(layout, rank or 0, 1))
     while rank is None and not any(status.version == 1 for status in writer.readers):

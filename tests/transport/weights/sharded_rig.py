@@ -1,4 +1,5 @@
-"""Trainers' ranks and reader groups of the sharded weight plane, in one process, with the bytes they should hold."""
+"""Trainers' ranks and reader groups of the sharded weight plane, in one process, with the bytes
+they should hold."""
 
 import itertools
 import math
@@ -20,12 +21,16 @@ def full(layout: Layout, version: int) -> dict[str, torch.Tensor]:
     found = {}
     for number, (name, held) in enumerate(layout.tensors.items()):
         count = math.prod(held.shape)
-        values = (torch.arange(count, dtype=torch.float64) * 7 + number * 31 + version * 101) % 251 - 125
+        values = (
+            torch.arange(count, dtype=torch.float64) * 7 + number * 31 + version * 101
+        ) % 251 - 125
         found[name] = values.view(held.shape).to(getattr(torch, held.dtype))
     return found
 
 
-def shards(layout: Layout, rank: int, tensors: dict[str, torch.Tensor], blank: float = 0) -> dict[str, torch.Tensor]:
+def shards(
+    layout: Layout, rank: int, tensors: dict[str, torch.Tensor], blank: float = 0
+) -> dict[str, torch.Tensor]:
     """A rank's local tensors: its boxes of the full ones, cut out one by one; the oracle."""
     local = {
         name: torch.full(shape, blank, dtype=torch.float64).to(getattr(torch, dtype))
@@ -34,10 +39,15 @@ def shards(layout: Layout, rank: int, tensors: dict[str, torch.Tensor], blank: f
     for name, held in layout.tensors.items():
         rows = held.shards
         for row in (rows.ranks == rank).nonzero()[0].tolist():
-            box = tuple(slice(a, b) for a, b in zip(rows.start[row].tolist(), rows.stop[row].tolist(), strict=True))
+            box = tuple(
+                slice(a, b)
+                for a, b in zip(rows.start[row].tolist(), rows.stop[row].tolist(), strict=True)
+            )
             size = [b.stop - b.start for b in box]
             size = [1] * (rows.local_start.shape[1] - len(size)) + size
-            place = tuple(slice(a, a + n) for a, n in zip(rows.local_start[row].tolist(), size, strict=True))
+            place = tuple(
+                slice(a, a + n) for a, n in zip(rows.local_start[row].tolist(), size, strict=True)
+            )
             local[held.into][place] = tensors[name][box].to(local[held.into].dtype).view(size)
     return local
 
@@ -52,11 +62,16 @@ def parameters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.nn.Parameter
 class Group:
     """A reader group: one rank for each of its layout, all in this thread."""
 
-    def __init__(self, layout: Layout, address: str, name: str = "generator-0", kind=ShardedReader, **knobs) -> None:
+    def __init__(
+        self, layout: Layout, address: str, name: str = "generator-0", kind=ShardedReader, **knobs
+    ) -> None:
         self.layout = layout
         knobs.setdefault("deadlines", FAST)
         self.readers = [kind(layout, rank, address, name, **knobs) for rank in range(layout.ranks)]
-        blank = {n: torch.zeros(h.shape, dtype=getattr(torch, h.dtype)) for n, h in layout.tensors.items()}
+        blank = {
+            n: torch.zeros(h.shape, dtype=getattr(torch, h.dtype))
+            for n, h in layout.tensors.items()
+        }
         self.tensors = [parameters(shards(layout, rank, blank)) for rank in range(layout.ranks)]
         for reader, mine in zip(self.readers, self.tensors, strict=True):
             reader.attach(mine)
@@ -100,11 +115,14 @@ class Trainer:
 
 
 def until(condition, *busy) -> None:
-    """Wait for the condition; groups among `busy` adopt what they are offered, writers are polled."""
+    """Wait for the condition; groups among `busy` adopt what they are offered, writers are
+    polled."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, [
-            (end.writers[0].readers, end.writers[0].faults) if isinstance(end, Trainer) else end.versions
+            (end.writers[0].readers, end.writers[0].faults)
+            if isinstance(end, Trainer)
+            else end.versions
             for end in busy
         ]
         for end in busy:
@@ -126,7 +144,8 @@ def holds(group: Group, tensors: dict[str, torch.Tensor]) -> bool:
 
 
 def backed(backend: str, folder) -> dict[str, object]:
-    """Knobs of a writer; on this processor files stand in for a GPU's memory, which is spoiled when it is freed."""
+    """Knobs of a writer; on this processor files stand in for a GPU's memory, which is spoiled when
+    it is freed."""
     return {"backend": backend, "memory": HostMemory(folder) if backend == "cuda_ipc" else None}
 
 
@@ -143,7 +162,8 @@ def plane(source: Layout, destination: Layout, address: str, **knobs):
 
 
 def refuses_damaged(trainer: Trainer, group: Group, monkeypatch, kind: type, damage) -> None:
-    """Of version 2 a step of this kind is damaged before it is unpacked: all refuse it by name, and take version 3."""
+    """Of version 2 a step of this kind is damaged before it is unpacked: all refuse it by name, and
+    take version 3."""
     first = trainer.publish(1)
     until(lambda: group.versions == {1}, group)
     unpack, damages = kind.unpack, iter([True])
@@ -156,7 +176,11 @@ def refuses_damaged(trainer: Trainer, group: Group, monkeypatch, kind: type, dam
     monkeypatch.setattr(kind, "unpack", damaged)
     trainer.publish(2)
     until(lambda: trainer.status().state == "refused", group)
-    until(lambda: all("other bytes than were sent in ['" in reader.refused for reader in group.readers))
+    until(
+        lambda: all(
+            "other bytes than were sent in ['" in reader.refused for reader in group.readers
+        )
+    )
     assert group.versions == {1} and holds(group, first)
     tensors = trainer.publish(3)
     until(lambda: group.versions == {3}, group)

@@ -1,4 +1,5 @@
-"""Random layouts of one small model, and the oracle: every rank's local tensors cut out of whole ones."""
+"""Random layouts of one small model, and the oracle: every rank's local tensors cut out of whole
+ones."""
 
 from collections.abc import Iterator
 
@@ -24,16 +25,21 @@ def models(draw) -> dict[str, tuple[tuple[int, ...], str]]:
     width = draw(few)
     shapes = {
         "embed": (draw(st.integers(1, 11)), width),
-        "q": (draw(few), width), "k": (draw(few), width), "v": (draw(few), width),
-        "norm": (width,), "scale": (), "conv": (draw(few), draw(few), 2),
+        "q": (draw(few), width),
+        "k": (draw(few), width),
+        "v": (draw(few), width),
+        "norm": (width,),
+        "scale": (),
+        "conv": (draw(few), draw(few), 2),
         **dict.fromkeys(EXPERTS, (draw(few), width)),
-    }  # fmt: skip
+    }
     return {name: (shape, dtype) for name, shape in shapes.items()}
 
 
 @st.composite
 def meshed(draw, tensors, first: int = 0, shapes=MESHES) -> Layout:
-    """Dealt out over one mesh: replicas, rows, columns, both orders of cutting one dimension, packed parts."""
+    """Dealt out over one mesh: replicas, rows, columns, both orders of cutting one dimension,
+    packed parts."""
     mesh = Mesh.of(*draw(st.sampled_from(shapes)), first=first)
     axes = len(mesh.shape)
     order = tuple(draw(st.permutations(range(axes))))
@@ -59,7 +65,8 @@ def staged(draw, tensors) -> Layout:
 
 @st.composite
 def expert_parallel(draw, tensors) -> Layout:
-    """Experts dealt out to groups of ranks, each rank's stacked in one local tensor; the rest over the same mesh."""
+    """Experts dealt out to groups of ranks, each rank's stacked in one local tensor; the rest over
+    the same mesh."""
     groups, within = draw(st.sampled_from([(1, 2), (2, 1), (3, 1), (3, 2), (2, 4)]))
     dense = Layout.cut(
         {name: entry for name, entry in tensors.items() if name not in EXPERTS},
@@ -68,18 +75,27 @@ def expert_parallel(draw, tensors) -> Layout:
     )
     for number, name in enumerate(EXPERTS):
         mesh = Mesh.of(within, first=number % groups * within)
-        dense |= Layout.cut({name: tensors[name]}, mesh, lambda name: (draw(st.sampled_from([None, 0, 1])),))
-    whole = all((held.shards.stop - held.shards.start == held.shape).all() for held in map(dense.tensors.get, EXPERTS))
+        dense |= Layout.cut(
+            {name: tensors[name]}, mesh, lambda name: (draw(st.sampled_from([None, 0, 1])),)
+        )
+    whole = all(
+        (held.shards.stop - held.shards.start == held.shape).all()
+        for held in map(dense.tensors.get, EXPERTS)
+    )
     return dense.stacked("experts", EXPERTS) if whole and draw(st.booleans()) else dense
 
 
 @st.composite
 def by_hand(draw, tensors, complete: bool) -> Layout:
-    """Boxes anywhere, overlapping; where they must be complete, the last rank holds everything besides."""
+    """Boxes anywhere, overlapping; where they must be complete, the last rank holds everything
+    besides."""
     held = {}
     for name, (shape, dtype) in tensors.items():
         ranks = sorted(draw(st.sets(st.integers(0, 6), min_size=1, max_size=4)))
-        ends = [[sorted(draw(st.sets(st.integers(0, n), min_size=2, max_size=2))) for n in shape] for _ in ranks]
+        ends = [
+            [sorted(draw(st.sets(st.integers(0, n), min_size=2, max_size=2))) for n in shape]
+            for _ in ranks
+        ]
         boxes = np.array(ends, np.int64).reshape(len(ranks), len(shape), 2)
         start, stop = boxes[:, :, 0], boxes[:, :, 1]
         if complete:
@@ -95,7 +111,11 @@ def sides(draw, tensors, complete: bool) -> Layout:
     """One side, up to 8 ranks; q, k and v in one local tensor or not."""
     layout = draw(
         st.one_of(
-            meshed(tensors), meshed(tensors), staged(tensors), expert_parallel(tensors), by_hand(tensors, complete)
+            meshed(tensors),
+            meshed(tensors),
+            staged(tensors),
+            expert_parallel(tensors),
+            by_hand(tensors, complete),
         )
     )
     if draw(st.booleans()) and fusable(layout, ("q", "k", "v")):
@@ -108,7 +128,9 @@ def fusable(layout: Layout, names: tuple[str, ...]) -> bool:
     widths: dict[int, set[int]] = {}
     for name in names:
         shards = layout.tensors[name].shards
-        for rank, width in zip(shards.ranks.tolist(), shards.local_shape[:, 1].tolist(), strict=True):
+        for rank, width in zip(
+            shards.ranks.tolist(), shards.local_shape[:, 1].tolist(), strict=True
+        ):
             widths.setdefault(rank, set()).add(width)
     return all(len(found) == 1 for found in widths.values())
 
@@ -120,17 +142,28 @@ def whole(tensors) -> dict[str, torch.Tensor]:
     for name, (shape, dtype) in tensors.items():
         kind = getattr(torch, dtype)
         count = int(np.prod(shape)) * kind.itemsize
-        full[name] = torch.randint(256, (count,), dtype=torch.uint8, generator=generator).view(kind).view(shape)
+        full[name] = (
+            torch.randint(256, (count,), dtype=torch.uint8, generator=generator)
+            .view(kind)
+            .view(shape)
+        )
     return full
 
 
-def boxes(layout: Layout) -> Iterator[tuple[TensorLayout, int, tuple[slice, ...], tuple[slice, ...]]]:
-    """Every box of a layout: whose, which rank's, where in the full tensor, where in the local one."""
+def boxes(
+    layout: Layout,
+) -> Iterator[tuple[TensorLayout, int, tuple[slice, ...], tuple[slice, ...]]]:
+    """Every box of a layout: whose, which rank's, where in the full tensor, where in the local
+    one."""
     for held in layout.tensors.values():
         shards = held.shards
         lead = shards.local_start.shape[1] - shards.start.shape[1]
         for rank, start, stop, local in zip(
-            shards.ranks.tolist(), shards.start.tolist(), shards.stop.tolist(), shards.local_start.tolist(), strict=True
+            shards.ranks.tolist(),
+            shards.start.tolist(),
+            shards.stop.tolist(),
+            shards.local_start.tolist(),
+            strict=True,
         ):
             sizes = [1] * lead + [b - a for a, b in zip(start, stop, strict=True)]
             inner = tuple(slice(a, a + n) for a, n in zip(local, sizes, strict=True))
@@ -162,7 +195,9 @@ def execute(plan: CopyPlan, source: Local) -> tuple[Local, Local]:
     got, times = empty(plan.destination), empty(plan.destination, torch.int64)
     for copy in plan.copies():
         there = source[copy.source_rank][copy.source_name][copy.source_box]
-        got[copy.destination_rank][copy.destination_name][copy.destination_box] = there.reshape(copy.shape)
+        got[copy.destination_rank][copy.destination_name][copy.destination_box] = there.reshape(
+            copy.shape
+        )
         times[copy.destination_rank][copy.destination_name][copy.destination_box] += 1
     return got, times
 
@@ -172,7 +207,10 @@ def same(one: Local, other: Local) -> bool:
     return one.keys() == other.keys() and all(
         one[rank].keys() == other[rank].keys()
         and all(
-            torch.equal(one[rank][n].reshape(-1).view(torch.uint8), other[rank][n].reshape(-1).view(torch.uint8))
+            torch.equal(
+                one[rank][n].reshape(-1).view(torch.uint8),
+                other[rank][n].reshape(-1).view(torch.uint8),
+            )
             for n in one[rank]
         )
         for rank in one

@@ -1,4 +1,5 @@
-"""Weights on paper: python -m transport.weights.costs --trainer 512 --generator 64x8 --precision fp8."""
+"""Weights on paper: python -m transport.weights.costs --trainer 512 --generator 64x8 --precision
+fp8."""
 
 import argparse
 import sys
@@ -20,12 +21,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quantized = asked.precision if asked.precision in QUANTIZED else None
     replicas, ranks = asked.generator
     links = Interconnect(
-        gpus_per_node=asked.node, between_bytes_per_s=asked.link_gbps * GBIT, within_bytes_per_s=asked.nvlink_gb * 1e9
+        gpus_per_node=asked.node,
+        between_bytes_per_s=asked.link_gbps * GBIT,
+        within_bytes_per_s=asked.nvlink_gb * 1e9,
     )
     try:
         found: OnPaper = on_paper(
             Decoder.of(asked.model),
-            RankGrid(replicas=asked.trainer[0], shards=asked.trainer[1], tensor_parallel=asked.trainer_tensor_parallel),
+            RankGrid(
+                replicas=asked.trainer[0],
+                shards=asked.trainer[1],
+                tensor_parallel=asked.trainer_tensor_parallel,
+            ),
             RankGrid(replicas=replicas, tensor_parallel=ranks),
             links,
             dtype="bfloat16" if quantized else asked.precision,
@@ -41,19 +48,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m transport.weights.costs", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m transport.weights.costs", description=main.__doc__
+    )
     add = parser.add_argument
-    add("--model", default="llama-405b",
-        help=f"{', '.join(NAMED)}, or a folder with a config.json ({', '.join(FAMILIES)})")  # fmt: skip
-    add("--trainer", type=_grid, default=(1, 512), metavar="[REPLICASx]SHARDS",
-        help="512: FSDP over 512 ranks; 8x64: HSDP, 8 replicas of 64")  # fmt: skip
-    add("--trainer-tensor-parallel", type=int, default=1, help="ranks that each of these pieces is cut over")
-    add("--generator", type=_grid, default=(64, 8), metavar="[REPLICASx]RANKS", help="64x8: 64 replicas of 8 ranks")
-    add("--precision", choices=PRECISIONS, default="bfloat16",
-        help="in which weights travel; int8 and fp8: linear layers, with a scale for each row")  # fmt: skip
+    add(
+        "--model",
+        default="llama-405b",
+        help=f"{', '.join(NAMED)}, or a folder with a config.json ({', '.join(FAMILIES)})",
+    )
+    add(
+        "--trainer",
+        type=_grid,
+        default=(1, 512),
+        metavar="[REPLICASx]SHARDS",
+        help="512: FSDP over 512 ranks; 8x64: HSDP, 8 replicas of 64",
+    )
+    add(
+        "--trainer-tensor-parallel",
+        type=int,
+        default=1,
+        help="ranks that each of these pieces is cut over",
+    )
+    add(
+        "--generator",
+        type=_grid,
+        default=(64, 8),
+        metavar="[REPLICASx]RANKS",
+        help="64x8: 64 replicas of 8 ranks",
+    )
+    add(
+        "--precision",
+        choices=PRECISIONS,
+        default="bfloat16",
+        help="in which weights travel; int8 and fp8: linear layers, with a scale for each row",
+    )
     add("--node", type=int, default=8, help="GPUs of a node")
-    add("--link-gbps", type=float, default=400, help="gigabits per second of each GPU to other nodes")
-    add("--nvlink-gb", type=float, default=450, help="gigabytes per second of each GPU within its node")
+    add(
+        "--link-gbps",
+        type=float,
+        default=400,
+        help="gigabits per second of each GPU to other nodes",
+    )
+    add(
+        "--nvlink-gb",
+        type=float,
+        default=450,
+        help="gigabytes per second of each GPU within its node",
+    )
     add("--rank", type=int, help="tell also what this rank of the trainer sends to whom")
     return parser
 

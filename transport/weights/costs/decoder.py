@@ -1,4 +1,5 @@
-"""The tensors of a decoder by its config alone: names, shapes, and how tensor parallelism cuts them; no torch."""
+"""The tensors of a decoder by its config alone: names, shapes, and how tensor parallelism cuts
+them; no torch."""
 
 from __future__ import annotations
 
@@ -16,10 +17,14 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 MIXTURES = ("qwen3_moe", "deepseek_v3")
 """Those whose dimensions are known, and not their tensors."""
 STYLES = {
-    **{f"layers.*.self_attn.{each}_proj": "colwise" for each in "qkv"}, "layers.*.self_attn.o_proj": "rowwise",
-    "layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise",
-    "embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output",
-}  # fmt: skip
+    **{f"layers.*.self_attn.{each}_proj": "colwise" for each in "qkv"},
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+    "embed_tokens": "embedding_rowwise",
+    "lm_head": "colwise_gather_output",
+}
 """Their tensor-parallel plan in transformers; norms stay whole."""
 
 
@@ -44,7 +49,8 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the cache holds one narrow vector per token."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the cache holds one narrow
+    vector per token."""
 
     queries: int
     """Rank of the queries' projection; 0: they have none."""
@@ -91,25 +97,34 @@ class Decoder:
             return cls.from_config(json.loads(path.read_text("utf-8")))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise LayoutMismatch(
-                f"a model's dimensions cannot be read; found {model!r}: {type(error).__name__}: {error}; give one of "
-                f"{sorted(NAMED)}, or a folder with a config.json of a family of {list(FAMILIES)}"
+                f"a model's dimensions cannot be read; found {model!r}: {type(error).__name__}:"
+                f" {error}; give one of {sorted(NAMED)}, or a folder with a config.json of a family"
+                f" of {list(FAMILIES)}"
             ) from None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Decoder:
-        """By what stands in a config.json. ValueError, KeyError or TypeError where it does not say enough."""
+        """By what stands in a config.json. ValueError, KeyError or TypeError where it does not say
+        enough."""
         family = config["model_type"]
         if family not in FAMILIES + MIXTURES:
             raise ValueError(f"model_type {family!r}")
         heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
         return cls(
-            layers=int(config["num_hidden_layers"]), width=width, inner=int(config["intermediate_size"]), heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads), vocabulary=int(config["vocab_size"]),
-            head_width=int(config.get("head_dim") or width // heads), family=family,
+            layers=int(config["num_hidden_layers"]),
+            width=width,
+            inner=int(config["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            vocabulary=int(config["vocab_size"]),
+            head_width=int(config.get("head_dim") or width // heads),
+            family=family,
             tied=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)), mlp_bias=bool(config.get("mlp_bias", False)),
-            experts=_experts(config), latent=_latent(config),
-        )  # fmt: skip
+            attention_bias=bool(config.get("attention_bias", False)),
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            experts=_experts(config),
+            latent=_latent(config),
+        )
 
     def tensors(self, dtype: str) -> dict[str, tuple[Shape, str]]:
         """Name -> (shape, dtype) of every parameter; a tied output layer is none.
@@ -117,17 +132,22 @@ class Decoder:
         LayoutMismatch for mixtures of experts and latent attention: no run cuts them."""
         if self.experts or self.latent:
             raise LayoutMismatch(
-                f"tensors of a {self.family} are not known by name; found "
-                f"{'a mixture of experts' if self.experts else 'latent attention'}; take a family of {list(FAMILIES)}"
+                f"tensors of a {self.family} are not known by name; found"
+                f" {'a mixture of experts' if self.experts else 'latent attention'}; take a family"
+                f" of {list(FAMILIES)}"
             )
         queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
         layer: dict[str, Shape] = {
-            "self_attn.q_proj.weight": (queries, self.width), "self_attn.k_proj.weight": (keys, self.width),
-            "self_attn.v_proj.weight": (keys, self.width), "self_attn.o_proj.weight": (self.width, queries),
-            "mlp.gate_proj.weight": (self.inner, self.width), "mlp.up_proj.weight": (self.inner, self.width),
+            "self_attn.q_proj.weight": (queries, self.width),
+            "self_attn.k_proj.weight": (keys, self.width),
+            "self_attn.v_proj.weight": (keys, self.width),
+            "self_attn.o_proj.weight": (self.width, queries),
+            "mlp.gate_proj.weight": (self.inner, self.width),
+            "mlp.up_proj.weight": (self.inner, self.width),
             "mlp.down_proj.weight": (self.width, self.inner),
-            "input_layernorm.weight": (self.width,), "post_attention_layernorm.weight": (self.width,),
-        }  # fmt: skip
+            "input_layernorm.weight": (self.width,),
+            "post_attention_layernorm.weight": (self.width,),
+        }
         if self.family == "qwen3":
             layer |= {f"self_attn.{each}_norm.weight": (self.head_width,) for each in "qk"}
         biased = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
@@ -145,37 +165,50 @@ class Decoder:
 
 
 def _experts(config: Mapping[str, Any]) -> Experts | None:
-    """By the names that Qwen's and DeepSeek's configs have. ValueError where layers alternate, which is not counted."""
+    """By the names that Qwen's and DeepSeek's configs have. ValueError where layers alternate,
+    which is not counted."""
     number = int(next((config[each] for each in _NUMBER if config.get(each)), 0))
     if not number:
         return None
     if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step") or 1) != 1:
         raise ValueError("layers with experts that alternate with layers without")
     return Experts(
-        number=number, per_token=int(config["num_experts_per_tok"]), inner=int(config["moe_intermediate_size"]),
-        shared=int(config.get("n_shared_experts") or 0), dense_layers=int(config.get("first_k_dense_replace") or 0),
-    )  # fmt: skip
+        number=number,
+        per_token=int(config["num_experts_per_tok"]),
+        inner=int(config["moe_intermediate_size"]),
+        shared=int(config.get("n_shared_experts") or 0),
+        dense_layers=int(config.get("first_k_dense_replace") or 0),
+    )
 
 
 def _latent(config: Mapping[str, Any]) -> Latent | None:
     if not config.get("kv_lora_rank"):
         return None
     return Latent(
-        queries=int(config.get("q_lora_rank") or 0), keys=int(config["kv_lora_rank"]),
-        plain=int(config["qk_nope_head_dim"]), rotated=int(config["qk_rope_head_dim"]),
+        queries=int(config.get("q_lora_rank") or 0),
+        keys=int(config["kv_lora_rank"]),
+        plain=int(config["qk_nope_head_dim"]),
+        rotated=int(config["qk_rope_head_dim"]),
         values=int(config["v_head_dim"]),
-    )  # fmt: skip
+    )
 
 
 def _llama3(layers: int, width: int, inner: int) -> Decoder:
     heads = width // 128
     return Decoder(
-        layers=layers, width=width, inner=inner, heads=heads, kv_heads=8, vocabulary=128256, head_width=128
-    )  # fmt: skip
+        layers=layers,
+        width=width,
+        inner=inner,
+        heads=heads,
+        kv_heads=8,
+        vocabulary=128256,
+        head_width=128,
+    )
 
 
 NAMED = {
-    "llama-8b": _llama3(32, 4096, 14336), "llama-70b": _llama3(80, 8192, 28672),
+    "llama-8b": _llama3(32, 4096, 14336),
+    "llama-70b": _llama3(80, 8192, 28672),
     "llama-405b": _llama3(126, 16384, 53248),
-}  # fmt: skip
+}
 """Llama 3's, by what the paper calls them."""

@@ -1,4 +1,5 @@
-"""A plan in lines of text: totals, who sends and receives how much, kinds of copies, pairs of ranks."""
+"""A plan in lines of text: totals, who sends and receives how much, kinds of copies, pairs of
+ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ PAIRS_SHOWN = 8
 KINDS_SHOWN = 12
 
 
-def explain(plan: CopyPlan, links: Interconnect | None = None, executors: Mapping[str, int] | None = None) -> str:
+def explain(
+    plan: CopyPlan, links: Interconnect | None = None, executors: Mapping[str, int] | None = None
+) -> str:
     """Who sends how much to whom, in lines of text.
 
     links: tells the seconds as well. executors: pairs of ranks that each executor serves."""
@@ -26,11 +29,23 @@ def explain(plan: CopyPlan, links: Interconnect | None = None, executors: Mappin
     lines = [
         f"{amount(int(nbytes.sum()))} from {sources} to {destinations} ranks, "
         f"{copies.sum():,} copies between {pairs:,} of {nbytes.size:,} pairs",
-        _spread("each source rank sends", nbytes.sum(axis=1), copies.sum(axis=1), (nbytes > 0).sum(axis=1)),
-        _spread("each destination rank receives", nbytes.sum(axis=0), copies.sum(axis=0), (nbytes > 0).sum(axis=0)),
+        _spread(
+            "each source rank sends",
+            nbytes.sum(axis=1),
+            copies.sum(axis=1),
+            (nbytes > 0).sum(axis=1),
+        ),
+        _spread(
+            "each destination rank receives",
+            nbytes.sum(axis=0),
+            copies.sum(axis=0),
+            (nbytes > 0).sum(axis=0),
+        ),
     ]
     if executors:
-        lines.append("executors: " + ", ".join(f"{name} for {n:,} pairs" for name, n in executors.items()))
+        lines.append(
+            "executors: " + ", ".join(f"{name} for {n:,} pairs" for name, n in executors.items())
+        )
     if links is not None:
         made = cost(nbytes, links)
         by_link = ", ".join(f"{amount(made.link_bytes[kind])} {kind}" for kind in KINDS)
@@ -60,6 +75,12 @@ def _spread(what: str, nbytes: Ints, copies: Ints, peers: Ints) -> str:
 def _matrix(nbytes: Ints) -> list[str]:
     """Bytes of each pair: a line per source rank, a column per destination rank."""
     rows = [["from \\ to", *map(str, range(nbytes.shape[1]))]]
-    rows += [[str(rank), *(amount(n) if n else "." for n in line)] for rank, line in enumerate(nbytes.tolist())]
+    rows += [
+        [str(rank), *(amount(n) if n else "." for n in line)]
+        for rank, line in enumerate(nbytes.tolist())
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]

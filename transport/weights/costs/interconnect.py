@@ -1,11 +1,13 @@
-"""How long a plan takes, by a model of the links between GPUs; what a gather and a broadcast would take instead.
+"""How long a plan takes, by a model of the links between GPUs; what a gather and a broadcast would
+take instead.
 
-The model. Rank i of the source sits on GPU i; the destination's ranks sit on GPUs from `destination_first` on; every
-`gpus_per_node` GPUs are a node. Between two ranks bytes go over one of three links: within one GPU (local), within a
-node, or between nodes. Each GPU has its own of each, equally fast in both directions at once, and the network between
-nodes is never the limit. A pair's bytes travel in buckets, each of which costs a message at both ends. Links work at
-the same time, so a direction of a GPU takes as long as its busiest link, and its messages; the plan takes as long as
-the busiest GPU. Packing, casting and waiting for stragglers are not in it: it is a floor.
+The model. Rank i of the source sits on GPU i; the destination's ranks sit on GPUs from
+`destination_first` on; every `gpus_per_node` GPUs are a node. Between two ranks bytes go over one
+of three links: within one GPU (local), within a node, or between nodes. Each GPU has its own of
+each, equally fast in both directions at once, and the network between nodes is never the limit. A
+pair's bytes travel in buckets, each of which costs a message at both ends. Links work at the same
+time, so a direction of a GPU takes as long as its busiest link, and its messages; the plan takes as
+long as the busiest GPU. Packing, casting and waiting for stragglers are not in it: it is a floor.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Interconnect:
         speeds = (self.local_bytes_per_s, self.within_bytes_per_s, self.between_bytes_per_s)
         if min(*speeds, self.gpus_per_node, self.bucket_bytes) <= 0 or self.message_s < 0:
             raise ValueError(
-                f"links need bandwidths, buckets and nodes above zero; found {self}; give bytes per second and GPU"
+                f"links need bandwidths, buckets and nodes above zero; found {self}; give bytes per"
+                " second and GPU"
             )
 
     def destinations_from(self, sources: int) -> int:
@@ -77,18 +80,23 @@ class Cost:
 
 
 def cost(pair_bytes: Ints, links: Interconnect) -> Cost:
-    """The model's cost of moving `pair_bytes` [source ranks, destination ranks] over these links."""
+    """The model's cost of moving `pair_bytes` [source ranks, destination ranks] over these
+    links."""
     source = np.arange(pair_bytes.shape[0])[:, None]
     destination = links.destinations_from(len(source)) + np.arange(pair_bytes.shape[1])[None, :]
     near = source // links.gpus_per_node == destination // links.gpus_per_node
     kind = np.where(source == destination, 0, np.where(near, 1, 2))
-    by_kind = np.stack([np.where(kind == number, pair_bytes, 0) for number in range(len(KINDS))], axis=2)
+    by_kind = np.stack(
+        [np.where(kind == number, pair_bytes, 0) for number in range(len(KINDS))], axis=2
+    )
     messages = -(-pair_bytes // links.bucket_bytes)
     sides = [
         ("source", "sends", by_kind.sum(axis=1), messages.sum(axis=1)),
         ("destination", "receives", by_kind.sum(axis=0), messages.sum(axis=0)),
     ]
-    speeds = np.array([links.local_bytes_per_s, links.within_bytes_per_s, links.between_bytes_per_s])
+    speeds = np.array(
+        [links.local_bytes_per_s, links.within_bytes_per_s, links.between_bytes_per_s]
+    )
     seconds, busiest = 0.0, "nothing is sent"
     for side, does, nbytes, count in sides:
         busy = (nbytes / speeds).max(axis=1) + count * links.message_s
@@ -99,9 +107,13 @@ def cost(pair_bytes: Ints, links: Interconnect) -> Cost:
             sums = f"{amount(nbytes[rank, link])} {WHERE[link]} in {count[rank]} messages"
             busiest = f"{side} rank {rank} {does} {sums}"
     return Cost(
-        seconds=seconds, busiest=busiest, source_bytes=sides[0][2], destination_bytes=sides[1][2],
-        source_messages=sides[0][3], destination_messages=sides[1][3],
-    )  # fmt: skip
+        seconds=seconds,
+        busiest=busiest,
+        source_bytes=sides[0][2],
+        destination_bytes=sides[1][2],
+        source_messages=sides[0][3],
+        destination_messages=sides[1][3],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,20 +136,25 @@ class GatherCost:
 def gather_and_broadcast(
     nbytes: int, sources: int, destinations: int, links: Interconnect, *, root_links: int = 1
 ) -> GatherCost:
-    """The usual way: every source rank gathers each whole tensor, and rank 0 broadcasts it to every destination rank.
+    """The usual way: every source rank gathers each whole tensor, and rank 0 broadcasts it to every
+    destination rank.
 
-    The gather is an ideal all-gather by rings that use every link of a node: a node takes in what it lacks over all
-    of its `between` links together, and each GPU what it lacks over its `within` link, at the same time. The broadcast
-    leaves rank 0 by `root_links` links (one, where no other source rank is in its group), and is passed on in a
-    pipeline that costs nothing more. Both are floors: messages, and tensors too small to fill links, come on top."""
+    The gather is an ideal all-gather by rings that use every link of a node: a node takes in what
+    it lacks over all of its `between` links together, and each GPU what it lacks over its `within`
+    link, at the same time. The broadcast leaves rank 0 by `root_links` links (one, where no other
+    source rank is in its group), and is passed on in a pipeline that costs nothing more. Both are
+    floors: messages, and tensors too small to fill links, come on top."""
     per_node = min(sources, links.gpus_per_node)
     nodes = -(-sources // links.gpus_per_node)
     lacking = nbytes * (sources - 1) / sources
     gather = max(
-        lacking / links.within_bytes_per_s, nbytes * (nodes - 1) / nodes / per_node / links.between_bytes_per_s
+        lacking / links.within_bytes_per_s,
+        nbytes * (nodes - 1) / nodes / per_node / links.between_bytes_per_s,
     )
     apart = links.destinations_from(sources) + destinations > links.gpus_per_node
-    broadcast = nbytes / (root_links * links.between_bytes_per_s if apart else links.within_bytes_per_s)
+    broadcast = nbytes / (
+        root_links * links.between_bytes_per_s if apart else links.within_bytes_per_s
+    )
     return GatherCost(
         gather_s=gather if sources > 1 else 0.0,
         broadcast_s=broadcast,

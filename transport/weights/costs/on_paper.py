@@ -1,4 +1,5 @@
-"""A trainer and a generator on paper: what goes between their ranks, how long that takes, and what each rank holds."""
+"""A trainer and a generator on paper: what goes between their ranks, how long that takes, and what
+each rank holds."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from transport.weights.layout.reshard import reshard
 from transport.weights.layout.shards import Ints, Mesh
 
 STATE = {"weights": 4, "gradients": 4, "optimiser": 8}
-"""Bytes of each parameter that a trainer's rank holds: float32, and AdamW's two moments in float32."""
+"""Bytes of each parameter that a trainer's rank holds: float32, and AdamW's two moments in
+float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,15 @@ class RankGrid:
         return Mesh.of(self.replicas, self.shards, self.tensor_parallel)
 
     def __str__(self) -> str:
-        told = {"replica": self.replicas, "shard": self.shards, "tensor-parallel rank": self.tensor_parallel}
-        return " x ".join(f"{n:,} {what}{'s' if n > 1 else ''}" for what, n in told.items() if n > 1) or "1 rank"
+        told = {
+            "replica": self.replicas,
+            "shard": self.shards,
+            "tensor-parallel rank": self.tensor_parallel,
+        }
+        return (
+            " x ".join(f"{n:,} {what}{'s' if n > 1 else ''}" for what, n in told.items() if n > 1)
+            or "1 rank"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -55,8 +64,15 @@ class OnPaper:
 
     def __str__(self) -> str:
         """Lines of text."""
-        lines = [f"{self.parameters / 1e9:.4g} billion parameters", explain(self.plan, self.links), ""]
-        lines += [self._most("source", self.made.source_bytes), self._most("destination", self.made.destination_bytes)]
+        lines = [
+            f"{self.parameters / 1e9:.4g} billion parameters",
+            explain(self.plan, self.links),
+            "",
+        ]
+        lines += [
+            self._most("source", self.made.source_bytes),
+            self._most("destination", self.made.destination_bytes),
+        ]
         lines += ["", "memory of each rank at the start, at least", *self._memory()]
         return "\n".join(lines)
 
@@ -68,7 +84,11 @@ class OnPaper:
         for replica, row in enumerate(nbytes.tolist()):
             alike.setdefault(tuple(row), []).append(replica)
         for row, replicas in alike.items():
-            which = f"{len(replicas)} replicas, first {replicas[0]}" if len(replicas) > 1 else f"replica {replicas[0]}"
+            which = (
+                f"{len(replicas)} replicas, first {replicas[0]}"
+                if len(replicas) > 1
+                else f"replica {replicas[0]}"
+            )
             lines.append(f"  {which}: " + "  ".join(amount(n) if n else "." for n in row))
         return "\n".join(lines)
 
@@ -90,30 +110,42 @@ class OnPaper:
 
 
 def on_paper(
-    model: Decoder, trainer: RankGrid, generator: RankGrid, links: Interconnect, *, dtype: str = "bfloat16",
+    model: Decoder,
+    trainer: RankGrid,
+    generator: RankGrid,
+    links: Interconnect,
+    *,
+    dtype: str = "bfloat16",
     quantized: str | None = None,
-) -> OnPaper:  # fmt: skip
+) -> OnPaper:
     """A version from the trainer's ranks into the generator's.
 
-    dtype: in which weights travel; quantized: the format in which linear layers do, int8 or fp8, with their scales.
-    LayoutMismatch for an unknown dtype or format, and where tensor parallelism would cut heads."""
+    dtype: in which weights travel; quantized: the format in which linear layers do, int8 or fp8,
+    with their scales. LayoutMismatch for an unknown dtype or format, and where tensor parallelism
+    would cut heads."""
     for side in (trainer, generator):
         ranks, keys = side.tensor_parallel, model.kv_heads
         if model.heads % ranks or (keys % ranks and ranks % keys):
             raise LayoutMismatch(
-                f"heads cannot be dealt out evenly; found {model.heads} attention heads and {keys} key/value heads for "
-                f"{ranks} tensor-parallel ranks; give a number that divides the first, and divides the second or is a "
-                f"multiple of it"
+                f"heads cannot be dealt out evenly; found {model.heads} attention heads and {keys}"
+                f" key/value heads for {ranks} tensor-parallel ranks; give a number that divides"
+                " the first, and divides the second or is a multiple of it"
             )
     whole = model.tensors("float32")
     encoding = Encoding(dtype=dtype, quantized=quantized)
     trained, read = (
-        mesh_layout(whole, STYLES, side.mesh, key_value_heads=model.kv_heads) for side in (trainer, generator)
+        mesh_layout(whole, STYLES, side.mesh, key_value_heads=model.kv_heads)
+        for side in (trainer, generator)
     )
     sent, wanted = encoding.layout(trained), encoding.layout(read)
     plan = reshard(sent, wanted)
     parameters = trained.rank_bytes // 4
-    narrow = {each for name in sent.tensors if name.endswith(SCALE) for each in (name, name.removesuffix(SCALE))}
+    narrow = {
+        each
+        for name in sent.tensors
+        if name.endswith(SCALE)
+        for each in (name, name.removesuffix(SCALE))
+    }
     return OnPaper(
         parameters=sum(int(np.prod(shape)) for shape, _ in whole.values()),
         plan=plan,
@@ -123,10 +155,13 @@ def on_paper(
         held={
             f"trainer ({trainer})": {
                 **{what: parameters * each for what, each in STATE.items()},
-                **({"what is quantised to be sent": sent.only(narrow).rank_bytes} if narrow else {}),
+                **(
+                    {"what is quantised to be sent": sent.only(narrow).rank_bytes} if narrow else {}
+                ),
             },
             f"generator ({generator}), beside its cache": {
-                "version in use": wanted.rank_bytes, "version that arrives": wanted.rank_bytes,
+                "version in use": wanted.rank_bytes,
+                "version that arrives": wanted.rank_bytes,
             },
         },
-    )  # fmt: skip
+    )

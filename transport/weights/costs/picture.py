@@ -1,4 +1,5 @@
-"""A picture (SVG) of who sends how much to whom: senders down, receivers across, the darker the more; sums beside."""
+"""A picture (SVG) of who sends how much to whom: senders down, receivers across, the darker the
+more; sums beside."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ COLOURS = (
     ".reshard .cell,.reshard .bar{fill:%s}.reshard .full{fill:%s}"
 )
 STYLE = (
-    ".reshard{max-width:100%;height:auto;font:11px 'Helvetica Neue',Arial,'Liberation Sans',sans-serif}"
-    ".reshard .heading{font-size:15px;font-weight:600}"
+    ".reshard{max-width:100%;height:auto;font:11px 'Helvetica Neue',Arial,'Liberation"
+    " Sans',sans-serif}.reshard .heading{font-size:15px;font-weight:600}"
     + COLOURS % ("#fff", "#1f2328", "#656d76", "#f2f4f6", "#0b62c4", "#fff")
     + "@media (prefers-color-scheme:dark){"
     + COLOURS % ("#0d1117", "#e6edf3", "#9198a1", "#161b22", "#58a6ff", "#0d1117")
@@ -35,8 +36,9 @@ STYLE = (
 def picture(pair_bytes: Ints, gpus_per_node: int | None = None) -> str:
     """The picture of bytes [source ranks, destination ranks].
 
-    Up to 64 ranks a side each has its row or column. Above, each stands for a node's ranks where `gpus_per_node` is
-    given, and in any case for so many that 64 are enough. A cell's shade is its share of the fullest cell."""
+    Up to 64 ranks a side each has its row or column. Above, each stands for a node's ranks where
+    `gpus_per_node` is given, and in any case for so many that 64 are enough. A cell's shade is its
+    share of the fullest cell."""
     down, across = (_group(ranks, gpus_per_node) for ranks in pair_bytes.shape)
     cells = _summed(_summed(pair_bytes, down).T, across).T
     size = min(CELL, SIDE // max(cells.shape))
@@ -45,7 +47,12 @@ def picture(pair_bytes: Ints, gpus_per_node: int | None = None) -> str:
     sent, received = cells.sum(axis=1), cells.sum(axis=0)
     senders, receivers = pair_bytes.shape
     body = [
-        _text(16, 26, f"{amount(int(pair_bytes.sum()))} from {senders} to {receivers} ranks", "heading"),
+        _text(
+            16,
+            26,
+            f"{amount(int(pair_bytes.sum()))} from {senders} to {receivers} ranks",
+            "heading",
+        ),
         _text(16, 45, _load("a source rank sends", pair_bytes.sum(axis=1)), "muted"),
         _text(16, 60, _load("a destination rank receives", pair_bytes.sum(axis=0)), "muted"),
         _text(16, 80, f"rows: source {_of(down)}; columns: destination {_of(across)}", "muted"),
@@ -57,26 +64,38 @@ def picture(pair_bytes: Ints, gpus_per_node: int | None = None) -> str:
     for row, column in np.argwhere(cells).tolist():
         share = float(cells[row, column]) / most
         x, y = LEFT + column * size, TOP + row * size
-        tip = f"{_names(row, down, senders)} to {_names(column, across, receivers)}: {amount(cells[row, column])}"
+        tip = (
+            f"{_names(row, down, senders)} to {_names(column, across, receivers)}:"
+            f" {amount(cells[row, column])}"
+        )
         body.append(
             f'<rect class="cell" x="{x}" y="{y}" width="{size - gap}" height="{size - gap}" '
             f'fill-opacity="{0.12 + 0.88 * share:.3f}"><title>{tip}</title></rect>'
         )
         if size >= WITH_TEXT:
             kind = "full" if share > 0.55 else ""
-            body.append(_text(x + size / 2, y + size / 2 + 4, amount(cells[row, column]), kind, "middle"))
+            body.append(
+                _text(x + size / 2, y + size / 2 + 4, amount(cells[row, column]), kind, "middle")
+            )
     body += _bars(sent, size, (LEFT + width + 10, TOP), down=True)
     body += _bars(received, size, (LEFT, TOP + height + 10), down=False)
-    body.append(_text(LEFT + width + 10, TOP - 6, f"sent, up to {amount(int(np.max(sent)))}", "muted"))
+    body.append(
+        _text(LEFT + width + 10, TOP - 6, f"sent, up to {amount(int(np.max(sent)))}", "muted")
+    )
     below = TOP + height + BAR + 26
     body.append(
-        _text(LEFT, below, f"received, up to {amount(int(np.max(received)))}; fullest cell {amount(most)}", "muted")
+        _text(
+            LEFT,
+            below,
+            f"received, up to {amount(int(np.max(received)))}; fullest cell {amount(most)}",
+            "muted",
+        )
     )
     wide, high = max(LEFT + width + BAR + 90, 430), below + 16
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="reshard" role="img" width="{wide}" height="{high}" '
-        f'viewBox="0 0 {wide} {high}"><style>{STYLE}</style>'
-        f'<rect class="paper" width="{wide}" height="{high}"/>{"".join(body)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="reshard" role="img" width="{wide}"'
+        f' height="{high}" viewBox="0 0 {wide} {high}"><style>{STYLE}</style><rect class="paper"'
+        f' width="{wide}" height="{high}"/>{"".join(body)}</svg>\n'
     )
 
 
@@ -116,8 +135,8 @@ def _bars(sums: Ints, size: int, origin: tuple[int, int], *, down: bool) -> list
         place = (x, y + at, length, thick) if down else (x + at, y, thick, length)
         left, top, wide, high = (f"{each:.1f}".removesuffix(".0") for each in place)
         found.append(
-            f'<rect class="bar" x="{left}" y="{top}" width="{wide}" height="{high}" fill-opacity="0.55">'
-            f"<title>{amount(value)}</title></rect>"
+            f'<rect class="bar" x="{left}" y="{top}" width="{wide}" height="{high}"'
+            f' fill-opacity="0.55"><title>{amount(value)}</title></rect>'
         )
     return found
 

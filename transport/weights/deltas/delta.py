@@ -1,8 +1,9 @@
-"""What changed in a flat buffer between two versions, bit for bit, where sending that is cheaper than sending all.
+"""What changed in a flat buffer between two versions, bit for bit, where sending that is cheaper
+than sending all.
 
-A delta lists changed units: 16-bit words, or blocks of 64 or 512 bytes, whichever makes it smallest; scattered changes
-of bfloat16 weights are words, a row of an embedding is blocks. It stands on one base, which it names.
-"""
+A delta lists changed units: 16-bit words, or blocks of 64 or 512 bytes, whichever makes it
+smallest; scattered changes of bfloat16 weights are words, a row of an embedding is blocks. It
+stands on one base, which it names."""
 
 from __future__ import annotations
 
@@ -15,18 +16,30 @@ import torch
 from transport.errors import MessageError
 from transport.native import wordsum
 from transport.native.differences import differences
-from transport.weights.deltas.places import BLOCK, RUN, WORD, aligned, fixed_bytes, packed, places_of, rows, unpacked
+from transport.weights.deltas.places import (
+    BLOCK,
+    RUN,
+    WORD,
+    aligned,
+    fixed_bytes,
+    packed,
+    places_of,
+    rows,
+    unpacked,
+)
 from transport.weights.errors import ChecksumMismatch, WeightError
 
 MAGIC = b"DFDELTA1"
 HEADER = struct.Struct("<8sQQqQQQ")
-"""Magic, wordsum of all that follows it, unit, base, the sums of base and result, bytes of the buffer."""
+"""Magic, wordsum of all that follows it, unit, base, the sums of base and result, bytes of the
+buffer."""
 PROVED = 16
 """Bytes of the header before what its wordsum covers."""
 
 
 def most_bytes(nbytes: int, link_bytes_per_s: float, scan_bytes_per_s: float) -> int:
-    """The size below which a delta is cheaper than the buffer; 0 where the link is as fast as the scan."""
+    """The size below which a delta is cheaper than the buffer; 0 where the link is as fast as the
+    scan."""
     return max(0, int(nbytes * (1 - link_bytes_per_s / scan_bytes_per_s)))
 
 
@@ -45,10 +58,11 @@ class Delta:
     unit: int
     """Bytes of a unit: 2, 64 or 512."""
     where: torch.Tensor
-    """uint8: which units. A bit for each block, the lowest first; of words int32 per page how many changed, and
-    then their places within their pages, 16 bits each, ascending."""
+    """uint8: which units. A bit for each block, the lowest first; of words int32 per page how many
+    changed, and then their places within their pages, 16 bits each, ascending."""
     values: torch.Tensor
-    """uint8[n * unit + nbytes % unit]: the n units' bytes, and the end of the buffer that fills no unit."""
+    """uint8[n * unit + nbytes % unit]: the n units' bytes, and the end of the buffer that fills no
+    unit."""
 
     @property
     def size(self) -> int:
@@ -57,29 +71,39 @@ class Delta:
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """int64[n]: the numbers of the changed units, ascending. MessageError when `where` tells none."""
+        """int64[n]: the numbers of the changed units, ascending. MessageError when `where` tells
+        none."""
         places = places_of(self.where, self.nbytes, self.unit)
         if places is None or len(self.values) != len(places) * self.unit + self.nbytes % self.unit:
-            raise _unreadable(f"{len(self.where)} and {len(self.values)} bytes that do not fit each other")
+            raise _unreadable(
+                f"{len(self.where)} and {len(self.values)} bytes that do not fit each other"
+            )
         return places
 
     def to_bytes(self) -> torch.Tensor:
         """The delta as it travels, uint8[size]."""
         facts = HEADER.pack(MAGIC, 0, self.unit, self.base, self.base_sum, self.result, self.nbytes)
         message = torch.cat([_bytes(facts, self.values.device), self.where, self.values])
-        message[len(MAGIC) : PROVED] = _bytes(struct.pack("<Q", wordsum(message[PROVED:])), message.device)
+        message[len(MAGIC) : PROVED] = _bytes(
+            struct.pack("<Q", wordsum(message[PROVED:])), message.device
+        )
         return message
 
     @classmethod
     def from_bytes(cls, message: torch.Tensor) -> Delta:
-        """The delta that `to_bytes` wrote; its values are a view. MessageError for anything else."""
+        """The delta that `to_bytes` wrote; its values are a view. MessageError for anything
+        else."""
         if message.dtype is not torch.uint8 or message.dim() != 1 or len(message) < HEADER.size:
             raise _unreadable(f"{message.dtype} of shape {list(message.shape)}")
-        magic, digest, unit, base, base_sum, result, nbytes = HEADER.unpack(bytes(message[: HEADER.size].tolist()))
+        magic, digest, unit, base, base_sum, result, nbytes = HEADER.unpack(
+            bytes(message[: HEADER.size].tolist())
+        )
         if magic != MAGIC or unit not in (WORD, BLOCK, RUN):
             raise _unreadable(f"magic {magic!r}, unit {unit}")
         if wordsum(message[PROVED:]) != digest:
-            raise _unreadable(f"{len(message)} bytes with another checksum than they were sent with")
+            raise _unreadable(
+                f"{len(message)} bytes with another checksum than they were sent with"
+            )
         body = message[HEADER.size :]
         fixed = fixed_bytes(nbytes, unit)
         if fixed > len(body):
@@ -87,28 +111,43 @@ class Delta:
         if unit == WORD:
             fixed += 2 * max(0, int(aligned(body[:fixed]).view(torch.int32).sum()))
         delta = cls(
-            base=base, base_sum=base_sum, result=result, nbytes=nbytes, unit=unit, where=body[:fixed],
+            base=base,
+            base_sum=base_sum,
+            result=result,
+            nbytes=nbytes,
+            unit=unit,
+            where=body[:fixed],
             values=body[fixed:],
-        )  # fmt: skip
+        )
         _ = delta.places
         return delta
 
 
-def diff(old: torch.Tensor, new: torch.Tensor, *, base: int, limit: int | None = None) -> Delta | None:
+def diff(
+    old: torch.Tensor, new: torch.Tensor, *, base: int, limit: int | None = None
+) -> Delta | None:
     """The smallest delta from one buffer to another; None where it has `limit` bytes or more.
 
     Both are dense uint8[n] that begin at a multiple of 8 bytes. `base`: the version of `old`.
     WeightError when they differ in size."""
     if old.shape != new.shape:
         raise WeightError(
-            f"only versions of one layout have a delta; found buffers of {len(old)} and {len(new)} bytes; "
-            "send the first version of a layout in full"
+            f"only versions of one layout have a delta; found buffers of {len(old)} and {len(new)}"
+            " bytes; send the first version of a layout in full"
         )
     nbytes = len(new)
     found = differences(old, new, (nbytes if limit is None else limit) // (2 * WORD))
-    wheres = {BLOCK: found.blocks[: fixed_bytes(nbytes, BLOCK)], RUN: packed(found.blocks[: nbytes // RUN] != 0)}
-    changed = {BLOCK: int(unpacked(found.blocks).sum()), RUN: int((found.blocks[: nbytes // RUN] != 0).sum())}
-    sizes = {unit: len(where) + changed[unit] * unit + nbytes % unit for unit, where in wheres.items()}
+    wheres = {
+        BLOCK: found.blocks[: fixed_bytes(nbytes, BLOCK)],
+        RUN: packed(found.blocks[: nbytes // RUN] != 0),
+    }
+    changed = {
+        BLOCK: int(unpacked(found.blocks).sum()),
+        RUN: int((found.blocks[: nbytes // RUN] != 0).sum()),
+    }
+    sizes = {
+        unit: len(where) + changed[unit] * unit + nbytes % unit for unit, where in wheres.items()
+    }
     if found.lows is not None:
         wheres[WORD] = torch.cat([found.counts.view(torch.uint8), found.lows.view(torch.uint8)])
         sizes[WORD] = len(wheres[WORD]) + len(found.lows) * WORD + nbytes % WORD
@@ -121,9 +160,14 @@ def diff(old: torch.Tensor, new: torch.Tensor, *, base: int, limit: int | None =
         places = unpacked(wheres[unit]).view(-1).nonzero().view(-1)
         values = rows(new, unit)[places].view(-1).view(torch.uint8)
     return Delta(
-        base=base, base_sum=wordsum(old), result=wordsum(new), nbytes=nbytes, unit=unit, where=wheres[unit],
+        base=base,
+        base_sum=wordsum(old),
+        result=wordsum(new),
+        nbytes=nbytes,
+        unit=unit,
+        where=wheres[unit],
         values=torch.cat([values, new[nbytes // unit * unit :]]),
-    )  # fmt: skip
+    )
 
 
 def encode_delta(
@@ -134,7 +178,8 @@ def encode_delta(
     base: int,
     scan_bytes_per_s: float,
 ) -> Delta | None:
-    """The delta from the version `base` that the reader holds, or None where sending `current` in full is cheaper.
+    """The delta from the version `base` that the reader holds, or None where sending `current` in
+    full is cheaper.
 
     On a link that is as fast as the scan nothing is scanned. Buffers as for `diff`."""
     limit = most_bytes(len(current), link_bytes_per_s, scan_bytes_per_s)
@@ -144,13 +189,13 @@ def encode_delta(
 def apply_delta(buffer: torch.Tensor, delta: Delta) -> None:
     """Turn `buffer` from the delta's base into its result, in place. Buffer as for `diff`.
 
-    WeightError, with the buffer as it was, when it does not hold the base; ChecksumMismatch when the result is
-    not what was sent: the buffer then holds no version."""
+    WeightError, with the buffer as it was, when it does not hold the base; ChecksumMismatch when
+    the result is not what was sent: the buffer then holds no version."""
     found = wordsum(buffer) if len(buffer) == delta.nbytes else None
     if found != delta.base_sum:
         raise WeightError(
-            f"a delta does not stand on this buffer; found {len(buffer)} bytes that are not version {delta.base} of "
-            f"{delta.nbytes} bytes; ask the writer for the full version"
+            f"a delta does not stand on this buffer; found {len(buffer)} bytes that are not version"
+            f" {delta.base} of {delta.nbytes} bytes; ask the writer for the full version"
         )
     whole = delta.nbytes // delta.unit * delta.unit
     units = rows(buffer, delta.unit)
@@ -159,8 +204,8 @@ def apply_delta(buffer: torch.Tensor, delta: Delta) -> None:
     buffer[whole:] = delta.values[len(changed) :]
     if wordsum(buffer) != delta.result:
         raise ChecksumMismatch(
-            f"the buffer is damaged after a delta on version {delta.base}; found another checksum than the writer's; "
-            "take the next version in full"
+            f"the buffer is damaged after a delta on version {delta.base}; found another checksum"
+            " than the writer's; take the next version in full"
         )
 
 
@@ -169,4 +214,6 @@ def _bytes(data: bytes, device: torch.device) -> torch.Tensor:
 
 
 def _unreadable(found: str) -> MessageError:
-    return MessageError(f"a delta cannot be read; found {found}; writer and readers must run the same release")
+    return MessageError(
+        f"a delta cannot be read; found {found}; writer and readers must run the same release"
+    )

@@ -1,4 +1,5 @@
-"""A sharded writer and reader between which chunks travel as deltas, where the link is slow and that is cheaper."""
+"""A sharded writer and reader between which chunks travel as deltas, where the link is slow and
+that is cheaper."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ class DeltaWriter(ShardedWriter):
         """`link_bytes_per_s`: to the readers. All else as for `ShardedWriter`."""
         if knobs.get("hold", "snapshot") != "snapshot":
             raise WeightError(
-                f"a delta needs the version before it; found hold='{knobs['hold']}', which keeps none; take "
-                "hold='snapshot', or a ShardedWriter"
+                f"a delta needs the version before it; found hold='{knobs['hold']}', which keeps"
+                " none; take hold='snapshot', or a ShardedWriter"
             )
         if knobs.get("backend") in ONE_SIDED:
             raise WeightError(
-                f"a delta pays on a slow link; found backend='{knobs['backend']}', which writes within a machine; take "
-                "a ShardedWriter"
+                f"a delta pays on a slow link; found backend='{knobs['backend']}', which writes"
+                " within a machine; take a ShardedWriter"
             )
         self._link = link_bytes_per_s
         self._pinned: Counter[int] = Counter()
@@ -66,24 +67,35 @@ class _SendingDeltas(Sending):
         self._gathered: dict[int, Gathered] = {}
         super().__init__(writer, form, meeting)
 
-    def _agreed(self, version: int, steps: list[ChunkMessage], deadline: float) -> Sequence[Outbound]:
+    def _agreed(
+        self, version: int, steps: list[ChunkMessage], deadline: float
+    ) -> Sequence[Outbound]:
         """The receivers tell what version they have, and are told the sizes."""
         asked = self._exchange.agree({}, dict.fromkeys(self._chunks, 1), deadline)
         messages: Sequence[Outbound] = steps
         with self._pins({base for (base,) in asked.values()} - {version}) as found:
-            bases = {peer: (base, self._gather(base)) for peer, (base,) in asked.items() if base in found}
+            bases = {
+                peer: (base, self._gather(base)) for peer, (base,) in asked.items() if base in found
+            }
             if bases:
-                messages = changes(steps, self._gather(version), bases, self._staging.sums(version), self._link)
+                messages = changes(
+                    steps, self._gather(version), bases, self._staging.sums(version), self._link
+                )
         self._exchange.agree(sizes(messages), {}, deadline)
         return messages
 
     def _gather(self, version: int) -> Gathered:
         key, tensors = self._staging.of(version)
-        return recent(self._gathered, key, lambda: Gathered(self._chunks, tensors, sending=True, device=self._device))
+        return recent(
+            self._gathered,
+            key,
+            lambda: Gathered(self._chunks, tensors, sending=True, device=self._device),
+        )
 
 
 class DeltaReader(ShardedReader):
-    """Takes what changed since a version that it has; whole versions too, where the trainer sends no deltas."""
+    """Takes what changed since a version that it has; whole versions too, where the trainer sends
+    no deltas."""
 
     def _connect(self, form: FormGroup, meeting: Meeting) -> Receiving:
         assert self._buffers is not None
@@ -91,7 +103,9 @@ class DeltaReader(ShardedReader):
 
 
 class _ReceivingDeltas(Receiving):
-    def __init__(self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, meeting: Meeting) -> None:
+    def __init__(
+        self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, meeting: Meeting
+    ) -> None:
         self._usable = True
         self._gathered: dict[int, Gathered] = {}
         super().__init__(reader, buffers, form, meeting)
@@ -111,11 +125,14 @@ class _ReceivingDeltas(Receiving):
         """The messages as their senders will send them, knowing what version this rank has."""
         exact = set(self._chunks) - {step.peer for step in steps if step.casts}
         bases = {peer: [base.version if base and peer in exact else -1] for peer in self._chunks}
-        told = self._exchange.agree(bases, {peer: len(cut) for peer, cut in self._chunks.items()}, deadline)
+        told = self._exchange.agree(
+            bases, {peer: len(cut) for peer, cut in self._chunks.items()}, deadline
+        )
         if base is None or all(size == WHOLE_CHUNK for found in told.values() for size in found):
             return patches(steps, told, None)
         gathered = recent(
-            self._gathered, base.number,
+            self._gathered,
+            base.number,
             lambda: Gathered(self._chunks, base.views, sending=False, device=self._device),
-        )  # fmt: skip
+        )
         return patches(steps, told, gathered)

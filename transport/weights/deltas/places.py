@@ -1,4 +1,5 @@
-"""How a delta tells which units of a buffer changed: a bit for each block, or the places of 16-bit words by page."""
+"""How a delta tells which units of a buffer changed: a bit for each block, or the places of 16-bit
+words by page."""
 
 from __future__ import annotations
 
@@ -23,14 +24,20 @@ def fixed_bytes(nbytes: int, unit: int) -> int:
 
 
 def places_of(where: torch.Tensor, nbytes: int, unit: int) -> torch.Tensor | None:
-    """int64: the units that `where` names; None where they are none of this buffer, or not in order."""
+    """int64: the units that `where` names; None where they are none of this buffer, or not in
+    order."""
     fixed = fixed_bytes(nbytes, unit)
     if unit == WORD:
         counts = aligned(where[:fixed]).view(torch.int32).long()
         lows = aligned(where[fixed:]).view(torch.int16).long() & (PAGE_WORDS - 1)
         if (len(counts) and int(counts.min()) < 0) or int(counts.sum()) != len(lows):
             return None
-        places = torch.repeat_interleave(torch.arange(len(counts), device=where.device) * PAGE_WORDS, counts) + lows
+        places = (
+            torch.repeat_interleave(
+                torch.arange(len(counts), device=where.device) * PAGE_WORDS, counts
+            )
+            + lows
+        )
     else:
         places = unpacked(where).view(-1).nonzero().view(-1)
     rising = bool((places[1:] > places[:-1]).all())

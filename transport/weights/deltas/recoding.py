@@ -1,7 +1,8 @@
-"""Messages that carry what changed since the version their receiver has, where that is cheaper than the whole.
+"""Messages that carry what changed since the version their receiver has, where that is cheaper than
+the whole.
 
-Both ends gather a message of that version into the same bytes: its fragments at their offsets, zeros between them.
-"""
+Both ends gather a message of that version into the same bytes: its fragments at their offsets,
+zeros between them."""
 
 from __future__ import annotations
 
@@ -21,23 +22,37 @@ from transport.weights.sharded.transfer import Outbound
 WHOLE_CHUNK = -1
 """Instead of the bytes of a delta: the message travels as it is."""
 SCAN_BYTES_PER_S = 0.8e9
-"""Of messages of which one word in a hundred changed: gathered and compared by the sender, then gathered, changed and
-verified by the receiver, on a core each; about a third of it without a C compiler."""
+"""Of messages of which one word in a hundred changed: gathered and compared by the sender, then
+gathered, changed and verified by the receiver, on a core each; about a third of it without a C
+compiler."""
 
 
 class Gathered:
-    """The messages of a version that lies in one rank's tensors, one at a time, in memory of their own."""
+    """The messages of a version that lies in one rank's tensors, one at a time, in memory of their
+    own."""
 
     def __init__(
-        self, chunks: Mapping[int, Sequence[Chunk]], tensors: Tensors, *, sending: bool, device: torch.device
+        self,
+        chunks: Mapping[int, Sequence[Chunk]],
+        tensors: Tensors,
+        *,
+        sending: bool,
+        device: torch.device,
     ) -> None:
-        """`tensors`: the source's if `sending`, else the destination's. `device`: where messages lie."""
+        """`tensors`: the source's if `sending`, else the destination's. `device`: where messages
+        lie."""
         self._steps = {
             (step.peer, step.tag): step
             for peer, found in chunks.items()
-            for step in (step_of(peer, at + 1, chunk, tensors, sending, device) for at, chunk in enumerate(found))
+            for step in (
+                step_of(peer, at + 1, chunk, tensors, sending, device)
+                for at, chunk in enumerate(found)
+            )
         }
-        size = -(-max((step.nbytes for step in self._steps.values()), default=0) // ALIGNMENT) * ALIGNMENT
+        size = (
+            -(-max((step.nbytes for step in self._steps.values()), default=0) // ALIGNMENT)
+            * ALIGNMENT
+        )
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         for step in self._steps.values():
             step.use(memory, sending=True)
@@ -89,7 +104,8 @@ class Patch:
         return self._data
 
     def unpack(self) -> list[int] | None:
-        """Put the message into its places; the checksum of each fragment, None where the delta is damaged or unfit."""
+        """Put the message into its places; the checksum of each fragment, None where the delta is
+        damaged or unfit."""
         message, _ = self._base.message(self.peer, self.tag)
         try:
             apply_delta(message, Delta.from_bytes(self.data))
@@ -108,7 +124,8 @@ def changes(
     known: Sums,
     link_bytes_per_s: float,
 ) -> list[ChunkMessage | DeltaMessage]:
-    """What to send: of each message the delta from its peer's version, where that is cheaper, else itself.
+    """What to send: of each message the delta from its peer's version, where that is cheaper, else
+    itself.
 
     `bases`: by peer, the version that it has. `known`: checksums of the current version."""
     found: list[ChunkMessage | DeltaMessage] = []
@@ -118,8 +135,12 @@ def changes(
             version, base = bases[step.peer]
             before, _ = base.message(step.peer, step.tag)
             now, sums = current.message(step.peer, step.tag)
-            delta = encode_delta(before, now, link_bytes_per_s, base=version, scan_bytes_per_s=SCAN_BYTES_PER_S)
-        found.append(step if delta is None else DeltaMessage(step, delta, step.known(known) or sums))
+            delta = encode_delta(
+                before, now, link_bytes_per_s, base=version, scan_bytes_per_s=SCAN_BYTES_PER_S
+            )
+        found.append(
+            step if delta is None else DeltaMessage(step, delta, step.known(known) or sums)
+        )
     return found
 
 
@@ -144,8 +165,8 @@ def patches(
             found.append(step)
         elif base is None or not 0 < size < step.nbytes:
             raise WeightError(
-                f"a peer told of a delta that cannot be; found {size} bytes for a message of {step.nbytes}; "
-                "trainer and generators must run the same release"
+                f"a peer told of a delta that cannot be; found {size} bytes for a message of"
+                f" {step.nbytes}; trainer and generators must run the same release"
             )
         else:
             found.append(Patch(step, size, base))

@@ -1,4 +1,5 @@
-"""Where one writer and its readers speak: within a machine a socket owned by whoever holds its lock, else with keys."""
+"""Where one writer and its readers speak: within a machine a socket owned by whoever holds its
+lock, else with keys."""
 
 from __future__ import annotations
 
@@ -28,19 +29,24 @@ Socket = zmq.Socket[bytes]
 class LocalAddress:
     """An address of the form ipc:///folder/name.sock, or tcp://127.0.0.1:port.
 
-    A lock on a file beside the socket, or in `folder`, makes one process its owner; the kernel lets a dead one's go."""
+    A lock on a file beside the socket, or in `folder`, makes one process its owner; the kernel lets
+    a dead one's go."""
 
     def __init__(self, url: str, folder: str | Path | None = None) -> None:
-        """`folder`: for files that belong to the address, /dev/shm where there is one; the same for all who use it."""
+        """`folder`: for files that belong to the address, /dev/shm where there is one; the same for
+        all who use it."""
         self.url = checked(url)
         self.folder = memory_folder(folder)
         self.prefix = f"dataflow-{xxhash.xxh3_64_hexdigest(self.url.encode())}-"
-        self._path = Path(self.url.removeprefix("ipc://")) if self.url.startswith("ipc://") else None
+        self._path = (
+            Path(self.url.removeprefix("ipc://")) if self.url.startswith("ipc://") else None
+        )
         self.lock_path = Path(f"{self._path or self.folder / self.prefix}.lock")
         """The file whose lock owns the address."""
 
     def claim(self) -> int:
-        """Own the address, until `release` or the end of this process; the file that holds the lock.
+        """Own the address, until `release` or the end of this process; the file that holds the
+        lock.
 
         AddressTaken while another process owns it."""
         while True:
@@ -49,8 +55,9 @@ class LocalAddress:
                 owner = os.pread(lock, 32, 0).decode(errors="replace")
                 os.close(lock)
                 raise AddressTaken(
-                    f"another writer has the address {self.url}; found process {owner or '(unknown)'} "
-                    "alive; stop it, or give this model an address of its own"
+                    f"another writer has the address {self.url}; found process"
+                    f" {owner or '(unknown)'} alive; stop it, or give this model an address of"
+                    " its own"
                 )
             try:
                 current = self.lock_path.stat().st_ino == os.fstat(lock).st_ino
@@ -79,19 +86,23 @@ class LocalAddress:
 
 
 class HostAddress:
-    """An address of the form tcp://host:port, which other hosts reach: whoever has no key of the run is not heard.
+    """An address of the form tcp://host:port, which other hosts reach: whoever has no key of the
+    run is not heard.
 
     Whoever has bound it owns it, and no file belongs to it. Port `*` takes a free one."""
 
     def __init__(self, url: str, keys: RunKeys) -> None:
         """AddressError for another form."""
         if not url.startswith("tcp://") or ":" not in url.removeprefix("tcp://"):
-            raise AddressError(f"hosts meet at an address tcp://HOST:PORT; found {url!r}; use ipc within a machine")
+            raise AddressError(
+                f"hosts meet at an address tcp://HOST:PORT; found {url!r}; use ipc within a machine"
+            )
         self.url, self._keys = url, keys
         self._guard: Guard | None = None
 
     def bound(self) -> Socket:
-        """The owner's socket; `url` then tells its port. AddressTaken or AddressError where nobody can listen there."""
+        """The owner's socket; `url` then tells its port. AddressTaken or AddressError where nobody
+        can listen there."""
         self._guard = Guard(self._keys.receivers)
         socket: Socket = self._guard.context.socket(zmq.ROUTER)
         watch(socket, self.url)
@@ -127,7 +138,8 @@ def memory_folder(folder: str | Path | None = None) -> Path:
 
 
 def checked(url: str) -> str:
-    """The address with an absolute path. AddressError where others than this user could listen or speak."""
+    """The address with an absolute path. AddressError where others than this user could listen or
+    speak."""
     parts = urlsplit(url)
     if parts.scheme == "tcp" and parts.hostname in ("127.0.0.1", "localhost", "::1") and parts.port:
         return url
@@ -140,8 +152,8 @@ def checked(url: str) -> str:
     mode = path.parent.stat().st_mode & 0o777 if path.parent.is_dir() else None
     if mode is None or mode & 0o077:
         raise AddressError(
-            f"the folder of {url} must be there and be closed to other users; "
-            f"found {'no such folder' if mode is None else f'mode {mode:04o}'}; make it with mode 0700"
+            f"the folder of {url} must be there and be closed to other users; found"
+            f" {'no such folder' if mode is None else f'mode {mode:04o}'}; make it with mode 0700"
         )
     return f"ipc://{path}"
 
@@ -155,7 +167,8 @@ def arrived(socket: Socket) -> list[bytes] | None:
 
 
 def sent(socket: Socket, *frames: bytes) -> bool:
-    """Hand over a message; False when the peer is known to be gone. A full pipe loses it, as a network might."""
+    """Hand over a message; False when the peer is known to be gone. A full pipe loses it, as a
+    network might."""
     try:
         socket.send_multipart(frames, flags=zmq.NOBLOCK)
     except zmq.Again:

@@ -7,13 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import CDLL, Structure, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import (
+    CDLL,
+    Structure,
+    byref,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_ubyte,
+    c_uint,
+    c_uint64,
+    c_void_p,
+)
 from typing import Any
 
 from transport.weights.errors import SegmentError
 
 PAGE_BYTES = 2 << 20
-"""Allocations are multiples of it: the driver packs smaller ones together, and a handle opens all it has packed."""
+"""Allocations are multiples of it: the driver packs smaller ones together, and a handle opens all
+it has packed."""
 OUT_OF_MEMORY = 2
 """CUDA_ERROR_OUT_OF_MEMORY."""
 PEER_ACCESS = 1
@@ -37,7 +49,8 @@ class _IpcHandle(Structure):
 
 
 class Driver:
-    """libcuda: its calls raise DriverError, and a device's primary context, torch's own, is made current for them."""
+    """libcuda: its calls raise DriverError, and a device's primary context, torch's own, is made
+    current for them."""
 
     def __init__(self, library: Any = None) -> None:
         """`library` stands in for libcuda.so.1. SegmentError where there is none."""
@@ -47,7 +60,8 @@ class Driver:
             self.call("cuInit", c_uint(0))
         except (OSError, DriverError) as error:
             raise SegmentError(
-                f"CUDA IPC needs a GPU and NVIDIA's driver; found {error}; use SharedMemory on this machine"
+                f"CUDA IPC needs a GPU and NVIDIA's driver; found {error}; use SharedMemory on this"
+                " machine"
             ) from None
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -86,7 +100,9 @@ class Driver:
         """The address of new memory, at least that many bytes."""
         pointer = c_uint64()
         with self.on(ordinal):
-            self.call("cuMemAlloc_v2", byref(pointer), c_size_t(-(-nbytes // PAGE_BYTES) * PAGE_BYTES))
+            self.call(
+                "cuMemAlloc_v2", byref(pointer), c_size_t(-(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+            )
         return pointer.value
 
     def free(self, ordinal: int, pointer: int) -> None:

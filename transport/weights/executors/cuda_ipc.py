@@ -1,16 +1,18 @@
-"""The weight plane between processes that share a GPU, or the GPUs of one machine: segments in device memory.
+"""The weight plane between processes that share a GPU, or the GPUs of one machine: segments in
+device memory.
 
-All messages, locks and gates are those of `SharedMemory`; only the tensors lie elsewhere. A segment is two small files:
-the first one's lock is the gate, and it holds the handle that opens the buffer; the lock of the second, the lease, is
-held by every process that has the buffer open. The driver leaves undefined what happens to an open buffer that its
-exporter frees, so a writer lets go of one only when nobody holds its lease: a killed reader holds none.
+All messages, locks and gates are those of `SharedMemory`; only the tensors lie elsewhere. A segment
+is two small files: the first one's lock is the gate, and it holds the handle that opens the buffer;
+the lock of the second, the lease, is held by every process that has the buffer open. The driver
+leaves undefined what happens to an open buffer that its exporter frees, so a writer lets go of one
+only when nobody holds its lease: a killed reader holds none.
 
-A GPU works behind the program's back. The gate opens when the copies into the buffer are done (publish on the stream
-that made the tensors), and a reader steps out when nothing that it has asked for reads the buffer any more. Parameters
-on the same GPU and of the same dtype become views of the buffer; whatever keeps pointers, as captured CUDA graphs do,
-reads with `adopt="copy"`. Readers on a peer GPU must see the writer's (CUDA_VISIBLE_DEVICES), and copy from it. Within
-one process a `Hub` serves.
-"""
+A GPU works behind the program's back. The gate opens when the copies into the buffer are done
+(publish on the stream that made the tensors), and a reader steps out when nothing that it has asked
+for reads the buffer any more. Parameters on the same GPU and of the same dtype become views of the
+buffer; whatever keeps pointers, as captured CUDA graphs do, reads with `adopt="copy"`. Readers on a
+peer GPU must see the writer's (CUDA_VISIBLE_DEVICES), and copy from it. Within one process a `Hub`
+serves."""
 
 from __future__ import annotations
 
@@ -66,8 +68,11 @@ class CudaIpc:
     ) -> None:
         """`device`: where the writer's buffers lie; a reader opens them where they are.
 
-        `folder`: where the handles lie, as for `SharedMemory`. `memory` stands in for that of the GPU."""
-        self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        `folder`: where the handles lie, as for `SharedMemory`. `memory` stands in for that of the
+        GPU."""
+        self.device = (
+            torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        )
         self.site = SharedMemory(address, folder=folder)
         self._memory = memory
 
@@ -77,7 +82,8 @@ class CudaIpc:
         return self.site.address
 
     def writer(self, poll: Callable[[], None]) -> _WriterPort:
-        """Claim the address. AddressTaken when another live writer has; SegmentError where there is no GPU."""
+        """Claim the address. AddressTaken when another live writer has; SegmentError where there is
+        no GPU."""
         memory = self._device_memory()
         return _WriterPort(self.site.writer(poll), memory)
 
@@ -86,7 +92,8 @@ class CudaIpc:
         return _ReaderPort(self.site, self._device_memory())
 
     def sweep(self) -> int:
-        """Unlink what a killed writer left: two files for each segment. Its GPU memory went with it.
+        """Unlink what a killed writer left: two files for each segment. Its GPU memory went with
+        it.
 
         AddressTaken while the writer is alive."""
         return self.site.sweep()
@@ -140,7 +147,9 @@ class _WriterSegment:
 class _ReaderSegment:
     progress: torch.Tensor | None
 
-    def __init__(self, gate: ReaderSegment, lease: ReaderSegment, memory: DeviceMemory, buffer: torch.Tensor) -> None:
+    def __init__(
+        self, gate: ReaderSegment, lease: ReaderSegment, memory: DeviceMemory, buffer: torch.Tensor
+    ) -> None:
         self.buffer, self.progress = buffer, None
         self._gate, self._lease, self._memory = gate, lease, memory
 
@@ -222,7 +231,8 @@ class _ReaderPort:
         self._files.close()
 
     def _open(self, handle: Handle) -> torch.Tensor | None:
-        """None when it cannot be opened because its writer has just died; the next one offers another."""
+        """None when it cannot be opened because its writer has just died; the next one offers
+        another."""
         try:
             return self._memory.open(handle)
         except SegmentError:
@@ -239,8 +249,8 @@ def _unpacked(payload: torch.Tensor) -> BufferHandle:
         return CODEC.decode(stored[SIZE.size : SIZE.size + size])
     except MessageError as error:
         raise MessageError(
-            f"a segment's handle cannot be read; found {error}; writer and reader must run the same release, and "
-            "both on CUDA IPC"
+            f"a segment's handle cannot be read; found {error}; writer and reader must run the same"
+            " release, and both on CUDA IPC"
         ) from None
 
 

@@ -1,4 +1,5 @@
-"""Memory that another process can open by a handle: what an executor needs of it, and a double in files."""
+"""Memory that another process can open by a handle: what an executor needs of it, and a double in
+files."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class DeviceMemory(Protocol):
         Every tensor made from them must be gone before the exporter lets go of its own."""
 
     def written(self, buffer: torch.Tensor) -> None:
-        """Until what this thread has asked to be written to `buffer` is there for other processes."""
+        """Until what this thread has asked to be written to `buffer` is there for other
+        processes."""
 
     def read(self, buffer: torch.Tensor) -> None:
         """Until nothing that this process has asked for reads `buffer` any more."""
@@ -95,7 +97,9 @@ class HostMemory:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8[nbytes] of zeros, in a file of its own."""
         path = self.folder / f"memory-{secrets.token_hex(6)}"
-        buffer = _mapped(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, nbytes, lambda: _spoil(path, nbytes))
+        buffer = _mapped(
+            path, os.O_RDWR | os.O_CREAT | os.O_EXCL, nbytes, lambda: _spoil(path, nbytes)
+        )
         self._paths[buffer.data_ptr()] = str(path)
         return buffer
 
@@ -109,7 +113,8 @@ class HostMemory:
             return _mapped(Path(handle["path"]), os.O_RDWR, handle["nbytes"], lambda: None)
         except OSError as error:
             raise SegmentError(
-                f"the memory of another process cannot be opened; found {error}; is that process alive?"
+                f"the memory of another process cannot be opened; found {error}; is that process"
+                " alive?"
             ) from None
 
     def written(self, buffer: torch.Tensor) -> None:
@@ -124,7 +129,8 @@ class HostMemory:
 
 
 def _mapped(path: Path, flags: int, nbytes: int, gone: Callable[[], None]) -> torch.Tensor:
-    """uint8[nbytes] over a file; `gone` is called when no tensor refers to it any more, if the process lives."""
+    """uint8[nbytes] over a file; `gone` is called when no tensor refers to it any more, if the
+    process lives."""
     file = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         if flags & os.O_CREAT:

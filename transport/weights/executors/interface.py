@@ -19,14 +19,22 @@ def interface_of(host: str) -> str:
     for name, addresses in found.items():
         if wanted & {address.address.partition("%")[0] for address in addresses}:
             return str(name)
-    for name, addresses in found.items():  # all of 127.0.0.0/8 is one interface's, which names one address
-        own = {ipaddress.ip_address(each.address) for each in addresses if each.family == socket.AF_INET}
-        if any(each.is_loopback for each in own) and any(ipaddress.ip_address(each).is_loopback for each in wanted):
+    # all of 127.0.0.0/8 is one interface's, which names one address
+    for name, addresses in found.items():
+        own = {
+            ipaddress.ip_address(each.address)
+            for each in addresses
+            if each.family == socket.AF_INET
+        }
+        if any(each.is_loopback for each in own) and any(
+            ipaddress.ip_address(each).is_loopback for each in wanted
+        ):
             return str(name)
     raise WeightError(
-        f"no network interface of {socket.gethostname()} has the address {host}, by which others are to find it; "
-        f"found {sorted(each.address for own in found.values() for each in own if each.family == socket.AF_INET)}; "
-        "give each host an address of its own interfaces"
+        f"no network interface of {socket.gethostname()} has the address {host}, by which others"
+        " are to find it; found"
+        f" {sorted(each.address for own in found.values() for each in own if each.family == socket.AF_INET)};"
+        " give each host an address of its own interfaces"
     )
 
 
@@ -34,4 +42,6 @@ def _addresses(host: str) -> set[str]:
     try:
         return {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)}
     except OSError as error:
-        raise WeightError(f"the address '{host}' of this host cannot be found; {error}; name it by a number") from None
+        raise WeightError(
+            f"the address '{host}' of this host cannot be found; {error}; name it by a number"
+        ) from None

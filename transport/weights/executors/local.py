@@ -1,4 +1,5 @@
-"""The weight plane within one process: segments are tensors, messages are queues, gates are counters."""
+"""The weight plane within one process: segments are tensors, messages are queues, gates are
+counters."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from transport.weights.protocol.messages import ReaderMessage, WriterMessage
 
 
 class Hub:
-    """Where one writer and its readers meet, all in one thread: pass it to both as their address."""
+    """Where one writer and its readers meet, all in one thread: pass it to both as their
+    address."""
 
     def __init__(self) -> None:
         self.segments: dict[str, _Segment] = {}
@@ -32,7 +34,8 @@ class Hub:
         """Claim the hub for one writer."""
         if self.poll is not None:
             raise AddressTaken(
-                "this hub has a writer already; found a second one; close the first, or make another Hub"
+                "this hub has a writer already; found a second one; close the first, or make"
+                " another Hub"
             )
         self.poll = poll
         return _WriterPort(self)

@@ -1,10 +1,11 @@
-"""Buffers that other processes of this machine write into, in files without a name: nobody leaves one behind.
+"""Buffers that other processes of this machine write into, in files without a name: nobody leaves
+one behind.
 
-A buffer's owner tells the number that its file has in its own process, under which /proc opens it to other processes
-of one user, and what proves that it is that file. However processes end, the kernel frees the memory with the last of
-them. A GPU's buffer has such a file too, as a lease: whoever has it open holds a lock on the file, and its owner, who
-must not free what others have open, waits for that. Source: Linux, proc(5), open(2) on O_TMPFILE.
-"""
+A buffer's owner tells the number that its file has in its own process, under which /proc opens it
+to other processes of one user, and what proves that it is that file. However processes end, the
+kernel frees the memory with the last of them. A GPU's buffer has such a file too, as a lease:
+whoever has it open holds a lock on the file, and its owner, who must not free what others have
+open, waits for that. Source: Linux, proc(5), open(2) on O_TMPFILE."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from transport.weights.executors.shared_memory import allocate
 
 
 class OwnBuffer:
-    """A buffer of this process. Its memory goes when it is released, and no tensor and no other process has it."""
+    """A buffer of this process. Its memory goes when it is released, and no tensor and no other
+    process has it."""
 
     def __init__(self, buffer: torch.Tensor, file: int, handle: Handle, *, is_leased: bool) -> None:
         self.buffer, self.handle = buffer, handle
@@ -33,7 +35,8 @@ class OwnBuffer:
         self._close.atexit = False
 
     def release(self) -> None:
-        """No other process can open it from now on, except a GPU's, whose handle nobody is told any more."""
+        """No other process can open it from now on, except a GPU's, whose handle nobody is told any
+        more."""
         if self._is_leased:
             departing.add(self, self.buffer)
         else:
@@ -67,8 +70,11 @@ class PeerBuffer:
 class PeerMemory:
     """Main memory, or that of a GPU."""
 
-    def __init__(self, memory: DeviceMemory | None = None, folder: str | Path | None = None) -> None:
-        """`memory`: a GPU's, or what stands in for one. `folder`: for the files, /dev/shm where there is one."""
+    def __init__(
+        self, memory: DeviceMemory | None = None, folder: str | Path | None = None
+    ) -> None:
+        """`memory`: a GPU's, or what stands in for one. `folder`: for the files, /dev/shm where
+        there is one."""
         self._memory, self._folder = memory, memory_folder(folder)
 
     def allocate(self, nbytes: int) -> OwnBuffer:
@@ -87,15 +93,19 @@ class PeerMemory:
         except OSError as error:
             free = os.statvfs(self._folder)
             raise SegmentError(
-                f"no shared memory for a version of {nbytes >> 20} MiB; found {error.strerror}, "
-                f"{free.f_bavail * free.f_frsize >> 20} MiB free in {self._folder}; each rank of a reader needs two: "
-                "enlarge it (docker: --shm-size), or send by gloo"
+                f"no shared memory for a version of {nbytes >> 20} MiB; found {error.strerror},"
+                f" {free.f_bavail * free.f_frsize >> 20} MiB free in {self._folder}; each rank of a"
+                " reader needs two: enlarge it (docker: --shm-size), or send by gloo"
             ) from None
         found = os.fstat(file)
         handle: Handle = {
-            "process": os.getpid(), "file": file, "device": found.st_dev, "inode": found.st_ino, "nbytes": nbytes,
+            "process": os.getpid(),
+            "file": file,
+            "device": found.st_dev,
+            "inode": found.st_ino,
+            "nbytes": nbytes,
             "memory": {} if self._memory is None else self._memory.export(buffer),
-        }  # fmt: skip
+        }
         return OwnBuffer(buffer, file, handle, is_leased=self._memory is not None)
 
     def open(self, handle: Handle) -> PeerBuffer:
@@ -104,15 +114,21 @@ class PeerMemory:
             file = _opened(handle)
         except OSError as error:
             raise SegmentError(
-                f"the memory of process {handle['process']} cannot be opened; found {error.strerror}; is it alive, on "
-                "this machine, and of one user and PID namespace with this process?"
+                f"the memory of process {handle['process']} cannot be opened; found"
+                f" {error.strerror}; is it alive, on this machine, and of one user and PID"
+                " namespace with this process?"
             ) from None
         try:
             if not flock(file, fcntl.LOCK_SH):
                 raise SegmentError(
-                    f"a buffer of process {handle['process']} is given up; found its lease ended; the epoch is over"
+                    f"a buffer of process {handle['process']} is given up; found its lease ended;"
+                    " the epoch is over"
                 )
-            buffer = _mapped(file, handle["nbytes"]) if self._memory is None else self._memory.open(handle["memory"])
+            buffer = (
+                _mapped(file, handle["nbytes"])
+                if self._memory is None
+                else self._memory.open(handle["memory"])
+            )
         except BaseException:
             os.close(file)
             raise
@@ -124,11 +140,13 @@ def _mapped(file: int, nbytes: int) -> torch.Tensor:
 
 
 def _opened(handle: Handle) -> int:
-    """A file of another process, by the number that it has there. FileNotFoundError when that is another file now."""
+    """A file of another process, by the number that it has there. FileNotFoundError when that is
+    another file now."""
     path = Path(f"/proc/{handle['process']}/fd/{handle['file']}")
     wanted = (handle["device"], handle["inode"])
     found = path.stat()
-    if (found.st_dev, found.st_ino) == wanted:  # else opening it may do anything: it may be a device
+    # else opening it may do anything: it may be a device
+    if (found.st_dev, found.st_ino) == wanted:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         found = os.fstat(file)
         if (found.st_dev, found.st_ino) == wanted:

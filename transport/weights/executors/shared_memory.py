@@ -1,13 +1,15 @@
-"""The weight plane between processes of one machine: files in shared memory, file locks, ZeroMQ for messages.
+"""The weight plane between processes of one machine: files in shared memory, file locks, ZeroMQ for
+messages.
 
-A segment is a file of its own, mapped by the writer and by its readers. Its gate is a lock (flock) on it:
-shared while a reader is inside, exclusive while the writer writes. The kernel lets go of a dead process's
-locks, so a killed reader holds nothing up; a frozen one keeps its lock, and its file is left to it. A lock on
-a file beside the socket makes one writer the owner of an address, and lets the next one sweep what a killed
-one left. (A process forked from a reader shares its locks; fork before connecting.)
+A segment is a file of its own, mapped by the writer and by its readers. Its gate is a lock (flock)
+on it: shared while a reader is inside, exclusive while the writer writes. The kernel lets go of a
+dead process's locks, so a killed reader holds nothing up; a frozen one keeps its lock, and its file
+is left to it. A lock on a file beside the socket makes one writer the owner of an address, and lets
+the next one sweep what a killed one left. (A process forked from a reader shares its locks; fork
+before connecting.)
 
-Readers verify a version while it is written: without the lock, below the watermark in the segment's first page.
-What they adopt, they have entered, and it is the version that they have read.
+Readers verify a version while it is written: without the lock, below the watermark in the segment's
+first page. What they adopt, they have entered, and it is the version that they have read.
 """
 
 from __future__ import annotations
@@ -29,17 +31,20 @@ from transport.weights.executors.address import LocalAddress, Socket, arrived, f
 from transport.weights.protocol.messages import CODEC, Message, ReaderMessage, WriterMessage
 
 HEADER_BYTES = mmap.PAGESIZE
-"""Before the tensors: eight bytes of magic; the version that the segment holds; the one that is written, and the bytes
-of it that are whole; all int64."""
+"""Before the tensors: eight bytes of magic; the version that the segment holds; the one that is
+written, and the bytes of it that are whole; all int64."""
 MAGIC = b"DFWEIGHT"
 
 
 class SharedMemory:
     """An address of the form ipc:///folder/name.sock, or tcp://127.0.0.1:port."""
 
-    def __init__(self, address: str, *, folder: str | Path | None = None, family: str | None = None) -> None:
-        """`folder`: where the segments lie, /dev/shm where there is one; the same for writer and readers. `family`: an
-        address by whose name readers know the segments of several writers, each at an address of its own."""
+    def __init__(
+        self, address: str, *, folder: str | Path | None = None, family: str | None = None
+    ) -> None:
+        """`folder`: where the segments lie, /dev/shm where there is one; the same for writer and
+        readers. `family`: an address by whose name readers know the segments of several writers,
+        each at an address of its own."""
         self.place = LocalAddress(address, folder)
         self._known = self.place.prefix
         """With which the names of segments begin that a reader opens."""
@@ -68,7 +73,8 @@ class SharedMemory:
         return _ReaderPort(self.place, self.place.connected(), self._known)
 
     def sweep(self) -> int:
-        """Unlink what a killed writer of this address left in shared memory; the number of segments.
+        """Unlink what a killed writer of this address left in shared memory; the number of
+        segments.
 
         AddressTaken while its writer is alive."""
         lock = self.place.claim()
@@ -114,7 +120,9 @@ class _WriterSegment:
         return True
 
     def unseal(self, version: int) -> None:
-        os.pwrite(self._file, struct.pack("<qqq", version, version, self.buffer.numel()), len(MAGIC))
+        os.pwrite(
+            self._file, struct.pack("<qqq", version, version, self.buffer.numel()), len(MAGIC)
+        )
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def retire(self) -> None:
@@ -128,10 +136,13 @@ class _WriterSegment:
 class _ReaderSegment:
     def __init__(self, file: int, nbytes: int) -> None:
         self._file = file
-        # A private mapping: a reader that writes to its parameters spoils its own pages, never the others'.
+        # A private mapping: a reader that writes to its parameters spoils its own pages, never the
+        # others'.
         mapping = mmap.mmap(file, HEADER_BYTES + nbytes, flags=mmap.MAP_PRIVATE)
         self.buffer = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
-        self.progress: torch.Tensor | None = _progress(mmap.mmap(file, HEADER_BYTES, prot=mmap.PROT_READ))
+        self.progress: torch.Tensor | None = _progress(
+            mmap.mmap(file, HEADER_BYTES, prot=mmap.PROT_READ)
+        )
 
     def enter(self, version: int) -> bool:
         if not flock(self._file, fcntl.LOCK_SH):
@@ -156,7 +167,8 @@ class _Ear:
         self._socket, self._warned = socket, False
 
     def hear(self) -> list[tuple[bytes, Message]]:
-        """All that have arrived, each with the frame before it: at a writer, its sender. Never waits."""
+        """All that have arrived, each with the frame before it: at a writer, its sender. Never
+        waits."""
         found: list[tuple[bytes, Message]] = []
         while frames := arrived(self._socket):
             try:
@@ -178,7 +190,11 @@ class _WriterPort:
         return _WriterSegment(self._place.folder, self._place.prefix + secrets.token_hex(6), nbytes)
 
     def receive(self) -> list[tuple[bytes, ReaderMessage]]:
-        return [(peer, message) for peer, message in self._ear.hear() if isinstance(message, ReaderMessage)]
+        return [
+            (peer, message)
+            for peer, message in self._ear.hear()
+            if isinstance(message, ReaderMessage)
+        ]
 
     def send(self, peer: bytes, message: WriterMessage) -> bool:
         return sent(self._socket, peer, CODEC.encode(message))
@@ -234,7 +250,8 @@ class _ReaderPort:
 
 def _progress(mapping: mmap.mmap) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a reader's is not writable, and is not written to
+        # a reader's is not writable, and is not written to
+        warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(mapping, dtype=torch.int64, count=2, offset=2 * len(MAGIC))
 
 

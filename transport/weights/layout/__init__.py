@@ -1,1 +1,2 @@
-"""What is sent where: which rank holds which slice of which tensor, and the copies from one layout to another."""
+"""What is sent where: which rank holds which slice of which tensor, and the copies from one layout
+to another."""

@@ -14,13 +14,22 @@ ALIGNMENT = 64
 """Bytes; every tensor starts at a multiple of it (a cache line, and AVX-512's width)."""
 
 ITEM_BYTES = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
-    "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
 """Bytes per element of each dtype that may travel."""
 
 FLOATING = frozenset({"float64", "float32", "bfloat16", "float16"})
-"""The dtypes that `FlatLayout.of(dtype=...)` casts; integers and narrower floats travel as they are."""
+"""The dtypes that `FlatLayout.of(dtype=...)` casts; integers and narrower floats travel as they
+are."""
 
 
 class Shaped(Protocol):
@@ -75,17 +84,21 @@ class FlatLayout:
                 )
             if spec.offset < end or spec.offset % ALIGNMENT or min(spec.shape, default=0) < 0:
                 raise LayoutMismatch(
-                    f"tensor '{spec.name}' does not fit where it is put; found {spec}, after one that ends "
-                    f"at byte {end}; build layouts with FlatLayout.of or FlatLayout.build"
+                    f"tensor '{spec.name}' does not fit where it is put; found {spec}, after one"
+                    f" that ends at byte {end}; build layouts with FlatLayout.of or"
+                    " FlatLayout.build"
                 )
             if spec.name in names:
                 raise LayoutMismatch(
-                    f"two tensors of one layout have the same name; found '{spec.name}' twice; name each once"
+                    f"two tensors of one layout have the same name; found '{spec.name}' twice; name"
+                    " each once"
                 )
             names.add(spec.name)
             end = spec.offset + spec.nbytes
         if not names:
-            raise LayoutMismatch("a layout needs a tensor; found none; pass dict(model.named_parameters())")
+            raise LayoutMismatch(
+                "a layout needs a tensor; found none; pass dict(model.named_parameters())"
+            )
         for alias, name in self.aliases.items():
             if name not in names or alias in names:
                 raise LayoutMismatch(
@@ -133,17 +146,22 @@ class FlatLayout:
         return cls.build(entries, aliases)
 
     def only(self, chosen: Callable[[str], bool]) -> FlatLayout:
-        """The layout of the tensors whose names are chosen, packed anew: adapters alone, while their base stays.
+        """The layout of the tensors whose names are chosen, packed anew: adapters alone, while
+        their base stays.
 
         An alias comes along with its tensor. LayoutMismatch when no tensor is chosen."""
-        entries = [(spec.name, spec.shape, spec.dtype) for spec in self.tensors if chosen(spec.name)]
+        entries = [
+            (spec.name, spec.shape, spec.dtype) for spec in self.tensors if chosen(spec.name)
+        ]
         if not entries:
             raise LayoutMismatch(
                 f"none of a layout's tensors is chosen; found {len(self.tensors)} others, first "
                 f"'{self.tensors[0].name}'; look at the names of model.named_parameters()"
             )
         names = {name for name, _, _ in entries}
-        return self.build(entries, {alias: name for alias, name in self.aliases.items() if name in names})
+        return self.build(
+            entries, {alias: name for alias, name in self.aliases.items() if name in names}
+        )
 
     def to_plain(self) -> dict[str, Any]:
         """This layout in lists, strings and integers, as msgpack carries it."""
@@ -157,7 +175,12 @@ class FlatLayout:
         """The layout that `to_plain` wrote; anything else is a MessageError or a LayoutMismatch."""
         try:
             specs = tuple(
-                TensorSpec(name=str(name), shape=tuple(map(int, shape)), dtype=str(dtype), offset=int(offset))
+                TensorSpec(
+                    name=str(name),
+                    shape=tuple(map(int, shape)),
+                    dtype=str(dtype),
+                    offset=int(offset),
+                )
                 for name, shape, dtype, offset in plain["tensors"]
             )
             aliases = {str(alias): str(name) for alias, name in plain["aliases"].items()}
@@ -178,8 +201,8 @@ class FlatLayout:
             place = places.get(self.aliases.get(name, name))
             if place is None:
                 raise LayoutMismatch(
-                    f"{whose} has a tensor that would never be updated; found '{name}' outside the layout; "
-                    "leave it out or add it to the writer's layout"
+                    f"{whose} has a tensor that would never be updated; found '{name}' outside the"
+                    " layout; leave it out or add it to the writer's layout"
                 )
             shape = tuple(tensor.shape)
             if shape != self.tensors[place].shape:

@@ -1,6 +1,7 @@
 """Layouts of torch models, from the placements of their DTensors.
 
-Each rank knows its mesh and its placements, so that it knows the layout of all ranks without asking them."""
+Each rank knows its mesh and its placements, so that it knows the layout of all ranks without asking
+them."""
 
 from __future__ import annotations
 
@@ -15,12 +16,15 @@ from transport.weights.layout.layout import Layout, TensorLayout
 from transport.weights.layout.shards import Mesh, Shards
 
 
-def layout_of(tensors: torch.nn.Module | Mapping[str, torch.Tensor], ranks: Sequence[int]) -> Layout:
+def layout_of(
+    tensors: torch.nn.Module | Mapping[str, torch.Tensor], ranks: Sequence[int]
+) -> Layout:
     """The layout of all ranks, from the tensors of this one.
 
-    DTensors: by their meshes and placements; their ranks are those of the process group, and ranks outside of the mesh
-    hold nothing that this one knows of. Other tensors: `ranks` hold each whole. One tensor of several names (tied ones)
-    travels under its first. LayoutMismatch for Partial placements."""
+    DTensors: by their meshes and placements; their ranks are those of the process group, and ranks
+    outside of the mesh hold nothing that this one knows of. Other tensors: `ranks` hold each whole.
+    One tensor of several names (tied ones) travels under its first. LayoutMismatch for Partial
+    placements."""
     if isinstance(tensors, torch.nn.Module):
         tensors = dict(tensors.named_parameters(remove_duplicate=False))
     held: dict[str, TensorLayout] = {}
@@ -33,7 +37,11 @@ def layout_of(tensors: torch.nn.Module | Mapping[str, torch.Tensor], ranks: Sequ
             aliases[name] = travels
             continue
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        shards = _placed(name, tensor) if isinstance(tensor, DTensor) else Shards.cut(shape, everyone, (None,))
+        shards = (
+            _placed(name, tensor)
+            if isinstance(tensor, DTensor)
+            else Shards.cut(shape, everyone, (None,))
+        )
         held[name] = TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
     return Layout(tensors=held, aliases=aliases)
 
@@ -54,8 +62,8 @@ def _placed(name: str, tensor: DTensor) -> Shards:
         dim, whole = getattr(placement, "dim", None), isinstance(placement, Replicate)
         if isinstance(placement, Partial) or (dim is None and not whole):
             raise LayoutMismatch(
-                f"tensor '{name}' has no slice that a rank could send; found placement {placement}; redistribute it "
-                "to Shard or Replicate first"
+                f"tensor '{name}' has no slice that a rank could send; found placement {placement};"
+                " redistribute it to Shard or Replicate first"
             )
         cuts.append(None if dim is None else dim % tensor.ndim)
     order, parts = _order(tensor.placements, cuts, sizes)
@@ -68,8 +76,9 @@ def _order(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """In which order the mesh dimensions cut, and into how many parts each of them deals.
 
-    FSDP2 cuts what later mesh dimensions (tensor or expert parallel) have left of a dimension, and tells so by a
-    `_StridedShard` whose split factor is the number of their pieces. Any other factor tells of packed parts."""
+    FSDP2 cuts what later mesh dimensions (tensor or expert parallel) have left of a dimension, and
+    tells so by a `_StridedShard` whose split factor is the number of their pieces. Any other factor
+    tells of packed parts."""
     order: list[int] = []
     parts = [1] * len(sizes)
     for axis in reversed(range(len(sizes))):

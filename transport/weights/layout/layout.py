@@ -1,4 +1,5 @@
-"""Which slice of each full tensor of a model each rank holds, and in which of its own tensors: values, no torch."""
+"""Which slice of each full tensor of a model each rank holds, and in which of its own tensors:
+values, no torch."""
 
 from __future__ import annotations
 
@@ -50,8 +51,9 @@ class Layout:
             found = held.name, held.shards.start.shape[1], held.dtype in ITEM_BYTES
             if found != (name, len(held.shape), True) or (held.shards.stop > held.shape).any():
                 raise LayoutMismatch(
-                    f"tensor '{name}' does not fit its shards; found shape {list(held.shape)}, dtype {held.dtype}, "
-                    f"boxes of {found[1]} dimensions up to {held.shards.stop.max(0, initial=0)}; see Layout.cut"
+                    f"tensor '{name}' does not fit its shards; found shape {list(held.shape)},"
+                    f" dtype {held.dtype}, boxes of {found[1]} dimensions up to"
+                    f" {held.shards.stop.max(0, initial=0)}; see Layout.cut"
                 )
         for alias, name in self.aliases.items():
             if name not in self.tensors or alias in self.tensors:
@@ -103,10 +105,15 @@ class Layout:
         order: tuple[int, ...] | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> Layout:
-        """Full tensors, name -> (shape, dtype), dealt out over a mesh; `cuts` and `order` as in `Shards.cut`."""
+        """Full tensors, name -> (shape, dtype), dealt out over a mesh; `cuts` and `order` as in
+        `Shards.cut`."""
         held = {
             name: TensorLayout(
-                name=name, shape=shape, dtype=dtype, shards=Shards.cut(shape, mesh, cuts(name), order), into=name
+                name=name,
+                shape=shape,
+                dtype=dtype,
+                shards=Shards.cut(shape, mesh, cuts(name), order),
+                into=name,
             )
             for name, (shape, dtype) in tensors.items()
         }
@@ -114,37 +121,58 @@ class Layout:
 
     @classmethod
     def whole(
-        cls, tensors: Mapping[str, tuple[Shape, str]], ranks: int = 1, aliases: Mapping[str, str] | None = None
+        cls,
+        tensors: Mapping[str, tuple[Shape, str]],
+        ranks: int = 1,
+        aliases: Mapping[str, str] | None = None,
     ) -> Layout:
         """Every rank holds every tensor whole."""
         return cls.cut(tensors, Mesh.of(ranks), lambda name: (None,), aliases=aliases)
 
     @classmethod
     def fsdp(
-        cls, tensors: Mapping[str, tuple[Shape, str]], ranks: int, aliases: Mapping[str, str] | None = None
+        cls,
+        tensors: Mapping[str, tuple[Shape, str]],
+        ranks: int,
+        aliases: Mapping[str, str] | None = None,
     ) -> Layout:
         """As FSDP2 shards: each tensor by torch.chunk along dim 0."""
-        return cls.cut(tensors, Mesh.of(ranks), lambda name: (0 if tensors[name][0] else None,), aliases=aliases)
+        return cls.cut(
+            tensors,
+            Mesh.of(ranks),
+            lambda name: (0 if tensors[name][0] else None,),
+            aliases=aliases,
+        )
 
     def __or__(self, other: Layout) -> Layout:
         """Both together: the stages of a pipeline, or dense layers beside experts."""
         twice = self.tensors.keys() & other.tensors.keys()
         if twice:
-            raise LayoutMismatch(f"two layouts that are put together share tensors; found {sorted(twice)[:3]} in both")
-        return Layout(tensors={**self.tensors, **other.tensors}, aliases={**self.aliases, **other.aliases})
+            raise LayoutMismatch(
+                f"two layouts that are put together share tensors; found {sorted(twice)[:3]} in"
+                " both"
+            )
+        return Layout(
+            tensors={**self.tensors, **other.tensors}, aliases={**self.aliases, **other.aliases}
+        )
 
     def cast(self, dtype: str) -> Layout:
         """The same, with floating tensors held in another dtype."""
-        return replace(self, tensors={
-            name: replace(held, dtype=dtype) if "float" in held.dtype else held for name, held in self.tensors.items()
-        })  # fmt: skip
+        return replace(
+            self,
+            tensors={
+                name: replace(held, dtype=dtype) if "float" in held.dtype else held
+                for name, held in self.tensors.items()
+            },
+        )
 
     def only(self, names: Collection[str]) -> Layout:
         """These tensors alone, e.g. adapters."""
         return Layout(tensors={name: self.tensors[name] for name in names})
 
     def fused(self, into: str, parts: Collection[str], dim: int = 0) -> Layout:
-        """Each rank holds its local tensors `parts` end to end along `dim` in one local tensor (qkv, gate_up)."""
+        """Each rank holds its local tensors `parts` end to end along `dim` in one local tensor
+        (qkv, gate_up)."""
         inside = self._inside(parts)
         lengths = np.zeros((len(inside), self.ranks), np.int64)
         for number, part in enumerate(inside):
@@ -155,7 +183,10 @@ class Layout:
         for part, start in zip(inside, starts, strict=True):
             for held in part:
                 ranks = held.shards.ranks
-                local_start, local_shape = held.shards.local_start.copy(), held.shards.local_shape.copy()
+                local_start, local_shape = (
+                    held.shards.local_start.copy(),
+                    held.shards.local_shape.copy(),
+                )
                 local_start[:, dim] += start[ranks]
                 local_shape[:, dim] = total[ranks]
                 shards = replace(held.shards, local_start=local_start, local_shape=local_shape)
@@ -163,7 +194,8 @@ class Layout:
         return replace(self, tensors={**self.tensors, **moved})
 
     def stacked(self, into: str, parts: Collection[str]) -> Layout:
-        """Each rank holds its local tensors `parts`, of equal shape, in one local tensor [count, ...] (experts)."""
+        """Each rank holds its local tensors `parts`, of equal shape, in one local tensor [count,
+        ...] (experts)."""
         lifted: dict[str, TensorLayout] = {}
         for held in itertools.chain.from_iterable(self._inside(parts)):
             shards = held.shards
@@ -183,22 +215,26 @@ class Layout:
         missing = [part for part in parts if part not in inside]
         if missing:
             raise LayoutMismatch(
-                f"no rank has a local tensor '{missing[0]}'; found {len(inside)} others, first {list(inside)[:3]}; "
-                "name tensors of this layout"
+                f"no rank has a local tensor '{missing[0]}'; found {len(inside)} others, first"
+                f" {list(inside)[:3]}; name tensors of this layout"
             )
         return [inside[part] for part in parts]
 
     def split(self, name: str, parts: Mapping[str, int], dim: int = 0) -> Layout:
-        """Call ranges of one full tensor by names of their own (a fused weight whose other side holds the parts).
+        """Call ranges of one full tensor by names of their own (a fused weight whose other side
+        holds the parts).
 
         parts: name -> length along `dim`, in order, together the whole of it."""
         held = self.tensors[name]
         dim %= len(held.shape)
         if sum(parts.values()) != held.shape[dim]:
             raise LayoutMismatch(
-                f"the parts of '{name}' must make up the whole; found {dict(parts)} for {held.shape[dim]} along {dim}"
+                f"the parts of '{name}' must make up the whole; found {dict(parts)} for"
+                f" {held.shape[dim]} along {dim}"
             )
-        tensors: dict[str, TensorLayout] = {key: value for key, value in self.tensors.items() if key != name}
+        tensors: dict[str, TensorLayout] = {
+            key: value for key, value in self.tensors.items() if key != name
+        }
         shards, first = held.shards, 0
         lead = shards.local_start.shape[1] - len(held.shape)
         for part, length in parts.items():
@@ -211,7 +247,11 @@ class Layout:
             start[:, dim] -= first
             stop[:, dim] -= first
             placed = Shards(
-                shards.ranks[mine], start[mine], stop[mine], local_start[mine], shards.local_shape[mine].copy()
+                shards.ranks[mine],
+                start[mine],
+                stop[mine],
+                local_start[mine],
+                shards.local_shape[mine].copy(),
             )
             shape = (*held.shape[:dim], length, *held.shape[dim + 1 :])
             tensors[part] = replace(held, name=part, shape=shape, shards=placed)
@@ -228,14 +268,17 @@ class Layout:
                 spec = tuple(held.shards.local_shape[row].tolist()), held.dtype
                 if found.setdefault(held.into, spec) != spec:
                     raise LayoutMismatch(
-                        f"rank {rank} would hold '{held.into}' in two shapes; found {found[held.into]} and {spec} (for "
-                        f"'{held.name}'); fuse all parts at once"
+                        f"rank {rank} would hold '{held.into}' in two shapes; found"
+                        f" {found[held.into]} and {spec} (for '{held.name}'); fuse all parts at"
+                        " once"
                     )
         return found
 
     def flat(self, rank: int) -> FlatLayout:
         """A rank's local tensors in one flat buffer."""
-        return FlatLayout.build([(name, shape, dtype) for name, (shape, dtype) in self.local(rank).items()])
+        return FlatLayout.build(
+            [(name, shape, dtype) for name, (shape, dtype) in self.local(rank).items()]
+        )
 
     def to_plain(self) -> dict[str, Any]:
         """In lists, strings, integers and bytes, as msgpack carries it; equal shards once."""
@@ -246,8 +289,13 @@ class Layout:
                 s = held.shards
                 sizes = [len(s.ranks), s.start.shape[1], s.local_start.shape[1]]
                 arrays = (s.ranks, s.start, s.stop, s.local_start, s.local_shape)
-                shards.append([*sizes, *(np.ascontiguousarray(values, "<i8").tobytes() for values in arrays)])
-        tensors = [[h.name, list(h.shape), h.dtype, h.into, table[h.shards.key]] for h in self.tensors.values()]
+                shards.append(
+                    [*sizes, *(np.ascontiguousarray(values, "<i8").tobytes() for values in arrays)]
+                )
+        tensors = [
+            [h.name, list(h.shape), h.dtype, h.into, table[h.shards.key]]
+            for h in self.tensors.values()
+        ]
         return {"shards": shards, "tensors": tensors, "aliases": dict(self.aliases)}
 
     @classmethod
@@ -259,12 +307,17 @@ class Layout:
             for name, shape, dtype, into, number in plain["tensors"]:
                 full = tuple(map(int, shape))
                 tensors[str(name)] = TensorLayout(
-                    name=str(name), shape=full, dtype=str(dtype), shards=shards[number], into=str(into)
+                    name=str(name),
+                    shape=full,
+                    dtype=str(dtype),
+                    shards=shards[number],
+                    into=str(into),
                 )
             aliases = {str(alias): str(name) for alias, name in plain["aliases"].items()}
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise MessageError(
-                f"a layout cannot be read; found {type(plain).__name__}: {error}; both sides must run the same release"
+                f"a layout cannot be read; found {type(plain).__name__}: {error}; both sides must"
+                " run the same release"
             ) from None
         return cls(tensors=tensors, aliases=aliases)
 
@@ -273,5 +326,9 @@ def _shards(n: int, d: int, k: int, *data: bytes) -> Shards:
     ranks, *boxes = (np.frombuffer(each, "<i8").astype(np.int64) for each in data)
     start, stop, local_start, local_shape = boxes
     return Shards(
-        ranks.reshape(n), start.reshape(n, d), stop.reshape(n, d), local_start.reshape(n, k), local_shape.reshape(n, k)
+        ranks.reshape(n),
+        start.reshape(n, d),
+        stop.reshape(n, d),
+        local_start.reshape(n, k),
+        local_shape.reshape(n, k),
     )

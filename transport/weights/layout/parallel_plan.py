@@ -1,4 +1,5 @@
-"""Layouts from a tensor-parallel plan by names, such as transformers has for each family: no torch."""
+"""Layouts from a tensor-parallel plan by names, such as transformers has for each family: no
+torch."""
 
 from __future__ import annotations
 
@@ -11,23 +12,40 @@ from transport.weights.layout.layout import Layout, Shape, TensorLayout
 from transport.weights.layout.shards import Mesh, Shards
 
 Cut = tuple[int | None, int]
-"""Dimension that is cut over the ranks (None: each holds the whole), and in how many parts it is dealt out."""
+"""Dimension that is cut over the ranks (None: each holds the whole), and in how many parts it is
+dealt out."""
 WHOLE: Cut = (None, 1)
 
 STYLES: dict[str, tuple[int, int]] = {
-    "colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1), "packed_rowwise": (-1, 2),
-    "embedding_rowwise": (0, 1), "embedding_colwise": (1, 1), "grouped_gemm": (0, 1),
-}  # fmt: skip
+    "colwise": (-2, 1),
+    "packed_colwise": (-2, 2),
+    "rowwise": (-1, 1),
+    "packed_rowwise": (-1, 2),
+    "embedding_rowwise": (0, 1),
+    "embedding_colwise": (1, 1),
+    "grouped_gemm": (0, 1),
+}
 """How the styles of transformers' plans deal out a matrix, or a stack of them."""
 LIKE = {
-    "colwise_gather_output": "colwise", "colwise_rep": "colwise",
-    "rowwise_split_input": "rowwise", "rowwise_rep": "rowwise",
-}  # fmt: skip
+    "colwise_gather_output": "colwise",
+    "colwise_rep": "colwise",
+    "rowwise_split_input": "rowwise",
+    "rowwise_rep": "rowwise",
+}
 """Styles that differ from another in what they do with activations alone."""
-UNCUT = frozenset({
-    "all_reduce", "ep_dispatch_experts", "local_params", "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts",
-    "replicate", "replicated_with_grad_allreduce", "sequence_parallel",
-})  # fmt: skip
+UNCUT = frozenset(
+    {
+        "all_reduce",
+        "ep_dispatch_experts",
+        "local_params",
+        "mla_kv_a_proj",
+        "moe_identity_expert",
+        "moe_tp_experts",
+        "replicate",
+        "replicated_with_grad_allreduce",
+        "sequence_parallel",
+    }
+)
 """Styles that leave every rank the whole parameter."""
 
 KEYS_AND_VALUES = re.compile(r"\b[kv]_proj\b")
@@ -42,9 +60,10 @@ def tensor_parallel_layout(
 ) -> Layout:
     """The layout of a model that `ranks` cut by a plan such as transformers has for each family.
 
-    tensors: name -> (full shape, dtype). plan: name of a parameter or of its module, `*` for any number, -> style, e.g.
-    {"layers.*.self_attn.q_proj": "colwise"} (`model.tp_plan`, or the config's `base_model_tp_plan`); what it does not
-    name, every rank holds whole. LayoutMismatch for an unknown style."""
+    tensors: name -> (full shape, dtype). plan: name of a parameter or of its module, `*` for any
+    number, -> style, e.g. {"layers.*.self_attn.q_proj": "colwise"} (`model.tp_plan`, or the
+    config's `base_model_tp_plan`); what it does not name, every rank holds whole. LayoutMismatch
+    for an unknown style."""
     return mesh_layout(tensors, plan, Mesh((1, 1, len(ranks)), tuple(ranks)), aliases)
 
 
@@ -56,10 +75,11 @@ def mesh_layout(
     *,
     key_value_heads: int | None = None,
 ) -> Layout:
-    """The layout over replicas x FSDP x tensor parallel, which `mesh` has; all else as `tensor_parallel_layout`.
+    """The layout over replicas x FSDP x tensor parallel, which `mesh` has; all else as
+    `tensor_parallel_layout`.
 
-    FSDP cuts dim 0 of what tensor parallelism has left of a tensor. key_value_heads: of the model; of more ranks than
-    these, neighbouring ones hold the same one."""
+    FSDP cuts dim 0 of what tensor parallelism has left of a tensor. key_value_heads: of the model;
+    of more ranks than these, neighbouring ones hold the same one."""
     held, known = {}, dict[tuple[str, int], Cut]()
     *outer, ranks = mesh.shape
     heads = min(ranks, key_value_heads or ranks)
@@ -71,7 +91,9 @@ def mesh_layout(
         dim, parts = known[like]
         cuts = (None, 0 if shape else None, dim)
         if heads < ranks and KEYS_AND_VALUES.search(name):
-            shards = Shards.cut(shape, by_heads, (*cuts, None), order=(0, 2, 3, 1), parts=(1, 1, parts, 1))
+            shards = Shards.cut(
+                shape, by_heads, (*cuts, None), order=(0, 2, 3, 1), parts=(1, 1, parts, 1)
+            )
         else:
             shards = Shards.cut(shape, mesh, cuts, order=(0, 2, 1), parts=(1, 1, parts))
         held[name] = TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
@@ -79,7 +101,8 @@ def mesh_layout(
 
 
 def cut_of(name: str, dims: int, plan: Mapping[str, str]) -> Cut:
-    """How a plan deals out a parameter of so many dimensions. LayoutMismatch for an unknown style."""
+    """How a plan deals out a parameter of so many dimensions. LayoutMismatch for an unknown
+    style."""
     style = _style(name, plan)
     style = LIKE.get(style, style)
     if style not in STYLES and style not in UNCUT:

@@ -1,4 +1,5 @@
-"""What moves a version from one side's ranks to the other's: copies of boxes, who makes them, and what they come to."""
+"""What moves a version from one side's ranks to the other's: copies of boxes, who makes them, and
+what they come to."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Copy:
 
 
 def smaller(source: str, destination: str) -> str:
-    """The dtype in which a tensor travels: the destination's where it is smaller, else the source's."""
+    """The dtype in which a tensor travels: the destination's where it is smaller, else the
+    source's."""
     return destination if ITEM_BYTES[destination] < ITEM_BYTES[source] else source
 
 
@@ -87,11 +89,15 @@ class Kind:
     def senders(self, number: int) -> Ints:
         """[c]: rows of `source` that send, for the kind's tensor of this number.
 
-        Of each tensor all holders send equally many copies, side by side, so that few pairs have to do with each other;
-        those that are left over they take in turns, from tensor to tensor."""
+        Of each tensor all holders send equally many copies, side by side, so that few pairs have to
+        do with each other; those that are left over they take in turns, from tensor to tensor."""
         each, left = np.divmod(self.per_tensor, self.count)
         over = self.place - each * self.count
-        taker = np.where(over < 0, self.place // np.maximum(each, 1), (self.turn + number * left + over) % self.count)
+        taker = np.where(
+            over < 0,
+            self.place // np.maximum(each, 1),
+            (self.turn + number * left + over) % self.count,
+        )
         return np.asarray(self.holders[self.first + taker])
 
     @functools.cached_property
@@ -104,8 +110,11 @@ class Kind:
         """Whether the senders differ from tensor to tensor."""
         return bool((self.per_tensor % self.count).any())
 
-    def between(self, source_rank: int | None, destination_rank: int | None, number: int) -> list[Ends]:
-        """The copies of the kind's tensor of this number, from this rank or to that one, or both."""
+    def between(
+        self, source_rank: int | None, destination_rank: int | None, number: int
+    ) -> list[Ends]:
+        """The copies of the kind's tensor of this number, from this rank or to that one, or
+        both."""
         mine = np.ones(len(self.to), bool)
         if destination_rank is not None:
             mine = self.destination.ranks[self.to] == destination_rank
@@ -116,7 +125,12 @@ class Kind:
         rows, to, low, high = senders[chosen], self.to[chosen], self.low[chosen], self.high[chosen]
         ranks = self.source.ranks[rows].tolist(), self.destination.ranks[to].tolist()
         return list(
-            zip(*ranks, _boxes(self.source, rows, low, high), _boxes(self.destination, to, low, high), strict=True)
+            zip(
+                *ranks,
+                _boxes(self.source, rows, low, high),
+                _boxes(self.destination, to, low, high),
+                strict=True,
+            )
         )
 
 
@@ -133,8 +147,11 @@ class CopyPlan:
     kinds: tuple[tuple[Kind, tuple[tuple[TensorLayout, TensorLayout], ...]], ...]
     """Each with its tensors, as the two sides hold them."""
 
-    def copies(self, *, source_rank: int | None = None, destination_rank: int | None = None) -> Iterator[Copy]:
-        """All copies, or those of one sender or one receiver (or one pair); the same order for both ends."""
+    def copies(
+        self, *, source_rank: int | None = None, destination_rank: int | None = None
+    ) -> Iterator[Copy]:
+        """All copies, or those of one sender or one receiver (or one pair); the same order for both
+        ends."""
         for kind, tensors in self.kinds:
             ends: list[Ends] = []
             for number, (held, wanted) in enumerate(tensors):
@@ -142,11 +159,16 @@ class CopyPlan:
                     ends = kind.between(source_rank, destination_rank, number)
                 for sender, receiver, source_box, destination_box in ends:
                     yield Copy(
-                        tensor=wanted.name, source_rank=sender, destination_rank=receiver,
-                        source_name=held.into, source_box=source_box,
-                        destination_name=wanted.into, destination_box=destination_box,
-                        source_dtype=held.dtype, destination_dtype=wanted.dtype,
-                    )  # fmt: skip
+                        tensor=wanted.name,
+                        source_rank=sender,
+                        destination_rank=receiver,
+                        source_name=held.into,
+                        source_box=source_box,
+                        destination_name=wanted.into,
+                        destination_box=destination_box,
+                        source_dtype=held.dtype,
+                        destination_dtype=wanted.dtype,
+                    )
 
     def sends(self, rank: int) -> list[Copy]:
         """What a source rank sends, receiver by receiver."""
@@ -182,16 +204,22 @@ class CopyPlan:
             for number in range(len(tensors) if kind.turns else 1):
                 times = 1 if kind.turns else len(tensors)
                 pair = kind.source.ranks[kind.senders(number)] * destinations + receivers
-                nbytes += np.bincount(pair, kind.elements * (item * times), len(nbytes)).astype(np.int64)
+                nbytes += np.bincount(pair, kind.elements * (item * times), len(nbytes)).astype(
+                    np.int64
+                )
                 copies += np.bincount(pair, minlength=len(copies)) * times
         return nbytes.reshape(sources, destinations), copies.reshape(sources, destinations)
 
 
 def _boxes(shards: Shards, rows: Ints, low: Ints, high: Ints) -> list[Box]:
-    """Where the ranges [low, high) [n, d] of the full tensor lie in the local tensors of these rows."""
+    """Where the ranges [low, high) [n, d] of the full tensor lie in the local tensors of these
+    rows."""
     first = shards.local_start[rows]
     size: npt.NDArray[np.int64] = np.ones_like(first)
     lead = first.shape[1] - low.shape[1]
     first[:, lead:] += low - shards.start[rows]
     size[:, lead:] = high - low
-    return [tuple(map(slice, a, b)) for a, b in zip(first.tolist(), (first + size).tolist(), strict=True)]
+    return [
+        tuple(map(slice, a, b))
+        for a, b in zip(first.tolist(), (first + size).tolist(), strict=True)
+    ]

@@ -1,4 +1,5 @@
-"""Which part of each full tensor a local one holds: a reader that is one rank of several takes its slices alone."""
+"""Which part of each full tensor a local one holds: a reader that is one rank of several takes its
+slices alone."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from transport.weights.layout.shards import Shards
 T = TypeVar("T", bound=Shaped)
 
 RankSlice = tuple[Sequence[int], int | None, Sequence[Sequence[int]]]
-"""(shape of the full tensor, dimension along which it is cut, ranges [first, last) along it, end to end in the local
-tensor); without a dimension: all of it. Lists do as well, as msgpack gives them."""
+"""(shape of the full tensor, dimension along which it is cut, ranges [first, last) along it, end to
+end in the local tensor); without a dimension: all of it. Lists do as well, as msgpack gives
+them."""
 
 
 @dataclass(frozen=True)
@@ -44,25 +46,36 @@ def local_tensors(
 ) -> dict[str, LocalTensor[T]]:
     """Each tensor with its slice, by name; one without is whole.
 
-    LayoutMismatch where a slice is of no tensor, does not lie in its full shape, or gives another shape."""
+    LayoutMismatch where a slice is of no tensor, does not lie in its full shape, or gives another
+    shape."""
     slices = slices or {}
     for name in slices.keys() - tensors.keys():
         raise LayoutMismatch(
-            f"{whose} names a slice of a tensor that it does not have; found '{name}'; give slices of its tensors alone"
+            f"{whose} names a slice of a tensor that it does not have; found '{name}'; give slices"
+            " of its tensors alone"
         )
-    return {name: _local_tensor(name, tensor, slices.get(name), whose) for name, tensor in tensors.items()}
+    return {
+        name: _local_tensor(name, tensor, slices.get(name), whose)
+        for name, tensor in tensors.items()
+    }
 
 
 def layout_of_slices(flat: FlatLayout, slices: Sequence[Mapping[str, RankSlice]]) -> Layout:
-    """Of ranks that hold these slices of full tensors, rank by rank; a tensor that has none is whole at all of them.
+    """Of ranks that hold these slices of full tensors, rank by rank; a tensor that has none is
+    whole at all of them.
 
-    flat: the local tensors of any of the ranks, for names, dtypes and ties; the layout is the same, whichever it is."""
+    flat: the local tensors of any of the ranks, for names, dtypes and ties; the layout is the same,
+    whichever it is."""
     held = {}
     for spec in flat.tensors:
         whole: RankSlice = (spec.shape, None, ())
         cuts = [each.get(spec.name, whole) for each in slices]
         held[spec.name] = TensorLayout(
-            name=spec.name, shape=tuple(cuts[0][0]), dtype=spec.dtype, shards=_dealt(cuts), into=spec.name
+            name=spec.name,
+            shape=tuple(cuts[0][0]),
+            dtype=spec.dtype,
+            shards=_dealt(cuts),
+            into=spec.name,
         )
     return Layout(tensors=held, aliases=dict(flat.aliases))
 
@@ -73,34 +86,50 @@ def _dealt(cuts: Sequence[RankSlice]) -> Shards:
     for rank, (shape, dim, runs) in enumerate(cuts):
         at, length = 0, sum(last - first for first, last in runs)
         for first, last in [(0, 0)] if dim is None else [(a, b) for a, b in runs if b > a]:
-            start, stop, local_start, local_shape = [0] * len(shape), list(shape), [0] * len(shape), list(shape)
+            start, stop, local_start, local_shape = (
+                [0] * len(shape),
+                list(shape),
+                [0] * len(shape),
+                list(shape),
+            )
             if dim is not None:
                 start[dim], stop[dim], local_start[dim], local_shape[dim] = first, last, at, length
                 at += last - first
             ranks.append(rank)
             boxes.append((start, stop, local_start, local_shape))
     dims = len(cuts[0][0])
-    return Shards(np.array(ranks, np.int64), *(
-        np.array([box[part] for box in boxes], np.int64).reshape(len(boxes), dims) for part in range(4)
-    ))  # fmt: skip
+    return Shards(
+        np.array(ranks, np.int64),
+        *(
+            np.array([box[part] for box in boxes], np.int64).reshape(len(boxes), dims)
+            for part in range(4)
+        ),
+    )
 
 
 def _local_tensor(name: str, local: T, slice_: RankSlice | None, whose: str) -> LocalTensor[T]:
     here = tuple(local.shape)
     if slice_ is None:
         return LocalTensor(local, here)
-    shape, dim, runs = tuple(slice_[0]), slice_[1], tuple((first, last) for first, last in slice_[2])
+    shape, dim, runs = (
+        tuple(slice_[0]),
+        slice_[1],
+        tuple((first, last) for first, last in slice_[2]),
+    )
     expected = list(shape)
     if dim is not None:
-        if not 0 <= dim < len(shape) or any(not 0 <= first <= last <= shape[dim] for first, last in runs):
+        if not 0 <= dim < len(shape) or any(
+            not 0 <= first <= last <= shape[dim] for first, last in runs
+        ):
             raise LayoutMismatch(
-                f"{whose} holds a slice of '{name}' that does not lie in it; found {list(map(list, runs))} along "
-                f"dimension {dim} of {list(shape)}; cut it anew"
+                f"{whose} holds a slice of '{name}' that does not lie in it; found"
+                f" {list(map(list, runs))} along dimension {dim} of {list(shape)}; cut it anew"
             )
         expected[dim] = sum(last - first for first, last in runs)
     if list(here) != expected:
         raise LayoutMismatch(
-            f"{whose} has another shape for its slice of '{name}'; found {list(here)}, but ranges "
-            f"{list(map(list, runs))} along dimension {dim} of {list(shape)} make {expected}; cut it anew"
+            f"{whose} has another shape for its slice of '{name}'; found {list(here)}, but ranges"
+            f" {list(map(list, runs))} along dimension {dim} of {list(shape)} make {expected}; cut"
+            " it anew"
         )
     return LocalTensor(local, shape) if dim is None else LocalTensor(local, shape, dim, runs)

@@ -1,8 +1,9 @@
-"""From one layout to another: who sends which box to whom. Pure, computed once, replayed for every version.
+"""From one layout to another: who sends which box to whom. Pure, computed once, replayed for every
+version.
 
-Tensors that are dealt out alike on both sides share one table of copies, so that a plan's size follows the kinds of
-tensors, not their number. Where several source ranks hold the same box, they share the work.
-"""
+Tensors that are dealt out alike on both sides share one table of copies, so that a plan's size
+follows the kinds of tensors, not their number. Where several source ranks hold the same box, they
+share the work."""
 
 from __future__ import annotations
 
@@ -26,35 +27,41 @@ __all__ = ["Box", "Copy", "CopyPlan", "Kind", "reshard"]
 def reshard(source: Layout, destination: Layout) -> CopyPlan:
     """The copies that fill every destination byte exactly once.
 
-    LayoutMismatch where the destination wants a tensor, or a part of one, that no source rank holds."""
+    LayoutMismatch where the destination wants a tensor, or a part of one, that no source rank
+    holds."""
     kinds: dict[tuple[Shards, Shards, str, str], list[tuple[TensorLayout, TensorLayout]]] = {}
     for name, wanted in destination.tensors.items():
         if not len(wanted.shards.ranks):
             continue
         held = _held(source, destination, name, wanted)
-        kinds.setdefault((held.shards, wanted.shards, held.dtype, wanted.dtype), []).append((held, wanted))
+        kinds.setdefault((held.shards, wanted.shards, held.dtype, wanted.dtype), []).append(
+            (held, wanted)
+        )
     turns: dict[bytes, int] = {}
     made = []
     for (held_by, wanted_by, _, _), tensors in kinds.items():
         found = _intersect(held_by, wanted_by)
         if found is None:
             raise LayoutMismatch(
-                f"a part of '{tensors[0][0].name}' that the destination needs is held by no source rank; found boxes "
-                f"{held_by.start.tolist()[:4]} to {held_by.stop.tolist()[:4]}; complete the source's layout"
+                f"a part of '{tensors[0][0].name}' that the destination needs is held by no source"
+                f" rank; found boxes {held_by.start.tolist()[:4]} to {held_by.stop.tolist()[:4]};"
+                " complete the source's layout"
             )
         made.append((_take_turns(found, len(tensors), turns), tuple(tensors)))
     return CopyPlan(source, destination, tuple(made))
 
 
 def _held(source: Layout, destination: Layout, name: str, wanted: TensorLayout) -> TensorLayout:
-    """The source's tensor that fills the destination's of this name, or of a name that is tied to it there."""
+    """The source's tensor that fills the destination's of this name, or of a name that is tied to
+    it there."""
     names = [name, *(alias for alias, of in destination.aliases.items() if of == name)]
     travels = dict.fromkeys(source.aliases.get(each, each) for each in names)
     found = [source.tensors[each] for each in travels if each in source.tensors]
     if not found:
         raise LayoutMismatch(
-            f"the destination wants tensor '{name}', which the source does not have; found {len(source.tensors)} "
-            f"tensors, first {list(source.tensors)[:3]}; both sides must describe the same model, by the same names"
+            f"the destination wants tensor '{name}', which the source does not have; found"
+            f" {len(source.tensors)} tensors, first {list(source.tensors)[:3]}; both sides must"
+            " describe the same model, by the same names"
         )
     if len(found) > 1:
         raise LayoutMismatch(
@@ -63,8 +70,8 @@ def _held(source: Layout, destination: Layout, name: str, wanted: TensorLayout) 
         )
     if found[0].shape != wanted.shape:
         raise LayoutMismatch(
-            f"tensor '{name}' has two shapes; found {list(found[0].shape)} at the source, {list(wanted.shape)} at the "
-            "destination; both sides must load the same model"
+            f"tensor '{name}' has two shapes; found {list(found[0].shape)} at the source,"
+            f" {list(wanted.shape)} at the destination; both sides must load the same model"
         )
     return found[0]
 
@@ -87,7 +94,9 @@ def _intersect(source: Shards, destination: Shards) -> Kind | None:
     start, stop = wanted[:, :d], wanted[:, d:]
     overlap = np.ones((len(wanted), len(low)), bool)
     for dim in range(d):
-        overlap &= np.maximum.outer(start[:, dim], low[:, dim]) < np.minimum.outer(stop[:, dim], high[:, dim])
+        overlap &= np.maximum.outer(start[:, dim], low[:, dim]) < np.minimum.outer(
+            stop[:, dim], high[:, dim]
+        )
     box, cell = np.nonzero(overlap)
     first, last = np.maximum(start[box], low[cell]), np.minimum(stop[box], high[cell])
     covered = np.bincount(box, np.prod(last - first, axis=1, dtype=np.int64), len(wanted))
@@ -107,24 +116,47 @@ def _intersect(source: Shards, destination: Shards) -> Kind | None:
 
 
 def _kind(
-    source: Shards, destination: Shards, low: Ints, high: Ints, to: Ints, cell: Ints, holders: Ints, begins: Ints
+    source: Shards,
+    destination: Shards,
+    low: Ints,
+    high: Ints,
+    to: Ints,
+    cell: Ints,
+    holders: Ints,
+    begins: Ints,
 ) -> Kind:
-    """Number the copies of each set of holders; cells may differ and still be held by the same ranks."""
+    """Number the copies of each set of holders; cells may differ and still be held by the same
+    ranks."""
     sets: dict[bytes, int] = {}
-    of_cell = np.array([
-        sets.setdefault(source.ranks[holders[a:b]].tobytes(), len(sets)) for a, b in itertools.pairwise(begins.tolist())
-    ])  # fmt: skip
+    of_cell = np.array(
+        [
+            sets.setdefault(source.ranks[holders[a:b]].tobytes(), len(sets))
+            for a, b in itertools.pairwise(begins.tolist())
+        ]
+    )
     group = of_cell[cell]
     place, per_tensor = _numbers(group)
     return Kind(
-        source, destination, low, high, to, holders, begins[cell], begins[cell + 1] - begins[cell],
-        group, tuple(sets), place, per_tensor, np.zeros_like(place),
-    )  # fmt: skip
+        source,
+        destination,
+        low,
+        high,
+        to,
+        holders,
+        begins[cell],
+        begins[cell + 1] - begins[cell],
+        group,
+        tuple(sets),
+        place,
+        per_tensor,
+        np.zeros_like(place),
+    )
 
 
 def _cells(shards: Shards) -> tuple[Ints, Ints, Ints, Ints]:
-    """Boxes that do not overlap and make up all that is held: low, high [c, d]; the rows of `shards` that hold each,
-    one per rank and in order of the ranks, and where each cell's begin [c + 1]."""
+    """Boxes that do not overlap and make up all that is held: low, high [c, d]; the rows of
+    `shards` that hold each, one per rank and in order of the ranks, and where each cell's begin [c
+    + 1]."""
     boxes, place = _distinct(shards)
     d = shards.start.shape[1]
     low, high = boxes[:, :d], boxes[:, d:]
@@ -133,7 +165,12 @@ def _cells(shards: Shards) -> tuple[Ints, Ints, Ints, Ints]:
         holds = place[None, :] == np.arange(len(boxes))[:, None]
     if not _disjoint(low, high):
         cuts = [np.unique(np.concatenate([low[:, dim], high[:, dim]])) for dim in range(d)]
-        corner = np.stack([each.ravel() for each in np.meshgrid(*(np.arange(len(c) - 1) for c in cuts), indexing="ij")])
+        corner = np.stack(
+            [
+                each.ravel()
+                for each in np.meshgrid(*(np.arange(len(c) - 1) for c in cuts), indexing="ij")
+            ]
+        )
         low = np.stack([cut[at] for cut, at in zip(cuts, corner, strict=True)], axis=1)
         high = np.stack([cut[at + 1] for cut, at in zip(cuts, corner, strict=True)], axis=1)
         inside = np.ones((len(low), len(shards.ranks)), bool)
@@ -166,7 +203,9 @@ def _distinct(shards: Shards) -> tuple[Ints, Ints]:
 def _disjoint(low: Ints, high: Ints) -> bool:
     overlap = np.ones((len(low), len(low)), bool)
     for dim in range(low.shape[1]):
-        overlap &= np.maximum.outer(low[:, dim], low[:, dim]) < np.minimum.outer(high[:, dim], high[:, dim])
+        overlap &= np.maximum.outer(low[:, dim], low[:, dim]) < np.minimum.outer(
+            high[:, dim], high[:, dim]
+        )
     return int(overlap.sum()) == len(low)
 
 
@@ -181,5 +220,6 @@ def _numbers(group: Ints) -> tuple[Ints, Ints]:
 
 
 def _short(numbers: Ints) -> npt.NDArray[Any]:
-    """The same numbers, from 0 on, in 16 bits where they fit, which numpy sorts many times faster."""
+    """The same numbers, from 0 on, in 16 bits where they fit, which numpy sorts many times
+    faster."""
     return numbers.astype(np.uint16) if int(np.max(numbers, initial=0)) < 1 << 16 else numbers

@@ -1,4 +1,5 @@
-"""How one full tensor is dealt out: which box of it each rank holds, and where the box lies in the rank's memory."""
+"""How one full tensor is dealt out: which box of it each rank holds, and where the box lies in the
+rank's memory."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """The boxes of one full tensor of d dimensions, row by row; ranks that hold nothing of it have no row.
+    """The boxes of one full tensor of d dimensions, row by row; ranks that hold nothing of it have
+    no row.
 
-    A rank may hold several boxes, and several ranks the same one (replicas). The box lies in a local tensor of
-    k >= d dimensions; where k > d, it has size 1 along the leading ones (an expert within a stack of experts)."""
+    A rank may hold several boxes, and several ranks the same one (replicas). The box lies in a
+    local tensor of k >= d dimensions; where k > d, it has size 1 along the leading ones (an expert
+    within a stack of experts)."""
 
     ranks: Ints
     """[n]"""
@@ -41,13 +44,13 @@ class Shards:
         size[:, k - self.start.shape[1] :] = self.stop - self.start
         if (self.stop <= self.start).any() or (self.start < 0).any():
             raise LayoutMismatch(
-                f"a shard must be a box that is not empty; found starts {self.start.tolist()[:4]} and stops "
-                f"{self.stop.tolist()[:4]}; leave out ranks that hold nothing"
+                f"a shard must be a box that is not empty; found starts {self.start.tolist()[:4]}"
+                f" and stops {self.stop.tolist()[:4]}; leave out ranks that hold nothing"
             )
         if (self.local_start < 0).any() or (self.local_start + size > self.local_shape).any():
             raise LayoutMismatch(
-                "a shard must lie inside its rank's local tensor; found one that reaches beyond it; "
-                "see local_start and local_shape"
+                "a shard must lie inside its rank's local tensor; found one that reaches beyond it;"
+                " see local_start and local_shape"
             )
 
     @functools.cached_property
@@ -66,14 +69,19 @@ class Shards:
         return isinstance(other, Shards) and self.key == other.key
 
     def cuts_rows(self, columns: int) -> bool:
-        """Whether some box has a part of its rows alone, which are `columns` long (the last dimension)."""
+        """Whether some box has a part of its rows alone, which are `columns` long (the last
+        dimension)."""
         return bool((self.start[:, -1] > 0).any() or (self.stop[:, -1] < columns).any())
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  (shards are values, and equal ones are one entry)
     def of_rows(self) -> Shards:
-        """Of a tensor with one number for each row of this one [..., rows, 1]: ranks hold those of their rows, once."""
+        """Of a tensor with one number for each row of this one [..., rows, 1]: ranks hold those of
+        their rows, once."""
         sides = ((self.start, 0), (self.stop, 1), (self.local_start, 0), (self.local_shape, 1))
-        ended = [np.concatenate([side[:, :-1], np.full_like(side[:, -1:], end)], axis=1) for side, end in sides]
+        ended = [
+            np.concatenate([side[:, :-1], np.full_like(side[:, -1:], end)], axis=1)
+            for side, end in sides
+        ]
         boxes = np.concatenate([self.ranks[:, None], *ended], axis=1)
         first = np.sort(np.unique(boxes, axis=0, return_index=True)[1])
         return Shards(self.ranks[first], *(side[first] for side in ended))
@@ -83,7 +91,9 @@ class Shards:
         """Boxes that are local tensors of their own; empty ones are left out."""
         held = (stop > start).all(axis=1)
         start, stop = start[held].astype(np.int64), stop[held].astype(np.int64)
-        return cls(np.asarray(ranks, np.int64)[held], start, stop, np.zeros_like(start), stop - start)
+        return cls(
+            np.asarray(ranks, np.int64)[held], start, stop, np.zeros_like(start), stop - start
+        )
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
@@ -95,13 +105,15 @@ class Shards:
         order: tuple[int, ...] | None = None,
         parts: tuple[int, ...] | None = None,
     ) -> Shards:
-        """Dealt out over a mesh: mesh dimension i cuts tensor dimension `cuts[i]`, or None: it holds replicas.
+        """Dealt out over a mesh: mesh dimension i cuts tensor dimension `cuts[i]`, or None: it
+        holds replicas.
 
-        order: mesh dimensions in the order in which they cut, left to right if not given. (FSDP2 over tensor
-        parallel on one dimension cuts by tp first: order=(1, 0) for a mesh of fsdp x tp.) Each cut is
-        torch.chunk: pieces of ceil(length / ranks), uneven or empty at the end.
-        parts: for each mesh dimension, into how many parts the length is chunked before each part is dealt out by
-        itself, one if not given. (A packed gate_up of which every rank holds rows of both: 2.)"""
+        order: mesh dimensions in the order in which they cut, left to right if not given. (FSDP2
+        over tensor parallel on one dimension cuts by tp first: order=(1, 0) for a mesh of fsdp x
+        tp.) Each cut is torch.chunk: pieces of ceil(length / ranks), uneven or empty at the end.
+        parts: for each mesh dimension, into how many parts the length is chunked before each part
+        is dealt out by itself, one if not given. (A packed gate_up of which every rank holds rows
+        of both: 2.)"""
         axes = tuple(range(len(mesh.shape)))
         if (
             len(cuts) != len(axes)
@@ -110,9 +122,10 @@ class Shards:
             or len(parts or axes) != len(axes)
         ):
             raise LayoutMismatch(
-                f"a tensor of shape {list(shape)} cannot be cut by {list(cuts)} over a mesh of shape "
-                f"{list(mesh.shape)}; found order {order}, parts {parts}; give for each mesh dimension a dimension of "
-                "the tensor, or None, and each mesh dimension once in `order`"
+                f"a tensor of shape {list(shape)} cannot be cut by {list(cuts)} over a mesh of"
+                f" shape {list(mesh.shape)}; found order {order}, parts {parts}; give for each mesh"
+                " dimension a dimension of the tensor, or None, and each mesh dimension once in"
+                " `order`"
             )
         place = np.indices(mesh.shape).reshape(len(axes), -1)
         size = np.broadcast_to(np.asarray(shape, np.int64), (place.shape[1], len(shape))).copy()
@@ -122,9 +135,13 @@ class Shards:
             dim = cuts[axis]
             if dim is None:
                 continue
-            begin, end = _deal(size[:, dim], parts[axis] if parts else 1, place[axis], mesh.shape[axis])
+            begin, end = _deal(
+                size[:, dim], parts[axis] if parts else 1, place[axis], mesh.shape[axis]
+            )
             count = begin.shape[1]
-            low, high, local, row = (np.repeat(each, count, axis=0) for each in (low, high, local, row))
+            low, high, local, row = (
+                np.repeat(each, count, axis=0) for each in (low, high, local, row)
+            )
             at = row, np.tile(np.arange(count), len(row) // count)
             first = np.maximum(local[:, dim], begin[at])
             last = np.minimum(local[:, dim] + high[:, dim] - low[:, dim], end[at])
@@ -135,11 +152,14 @@ class Shards:
             size[:, dim] = lengths.sum(axis=1)
         held = (high > low).all(axis=1)
         row = row[held]
-        return cls(np.asarray(mesh.ranks, np.int64)[row], low[held], high[held], local[held], size[row])
+        return cls(
+            np.asarray(mesh.ranks, np.int64)[row], low[held], high[held], local[held], size[row]
+        )
 
 
 def _deal(length: Ints, parts: int, place: Ints, ranks: int) -> tuple[Ints, Ints]:
-    """Begin and end [n, parts] of what each place gets of its length [n], dealt out to so many ranks part by part."""
+    """Begin and end [n, parts] of what each place gets of its length [n], dealt out to so many
+    ranks part by part."""
     part = -(-length // parts)
     first = np.minimum(part[:, None] * np.arange(parts), length[:, None])
     last = np.minimum(first + part[:, None], length[:, None])
@@ -158,9 +178,14 @@ class Mesh:
     """The rank at each place, the last dimension running fastest."""
 
     def __post_init__(self) -> None:
-        if int(np.prod(self.shape)) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks) or not self.ranks:
+        if (
+            int(np.prod(self.shape)) != len(self.ranks)
+            or len(set(self.ranks)) != len(self.ranks)
+            or not self.ranks
+        ):
             raise LayoutMismatch(
-                f"a mesh of shape {list(self.shape)} needs as many ranks, each once; found {list(self.ranks)[:8]}"
+                f"a mesh of shape {list(self.shape)} needs as many ranks, each once; found"
+                f" {list(self.ranks)[:8]}"
             )
 
     @classmethod

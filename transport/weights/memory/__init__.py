@@ -1,1 +1,2 @@
-"""Versions in memory: what a segment is, tensors in a buffer and their checksums, the tensors that take them over."""
+"""Versions in memory: what a segment is, tensors in a buffer and their checksums, the tensors that
+take them over."""

@@ -22,7 +22,11 @@ class Mapped:
     """A segment with the attached tensors' places in it."""
 
     def __init__(
-        self, segment: ReaderSegment, layout: FlatLayout, targets: list[list[LocalTensor[torch.Tensor]]], view: bool
+        self,
+        segment: ReaderSegment,
+        layout: FlatLayout,
+        targets: list[list[LocalTensor[torch.Tensor]]],
+        view: bool,
     ) -> None:
         self.segment = segment
         self._offsets, self._sizes = buffers.ranges(layout)
@@ -31,25 +35,38 @@ class Mapped:
         for full, tied in zip(buffers.views(layout, segment.buffer), targets, strict=True):
             for part in tied:
                 for target, source in _places(part, full):
-                    whole = target is part.local and isinstance(target, torch.nn.Parameter) and source.is_contiguous()
-                    flip = view and whole and target.device == source.device and target.dtype == source.dtype
+                    whole = (
+                        target is part.local
+                        and isinstance(target, torch.nn.Parameter)
+                        and source.is_contiguous()
+                    )
+                    flip = (
+                        view
+                        and whole
+                        and target.device == source.device
+                        and target.dtype == source.dtype
+                    )
                     (self.flips if flip else self.copies).append((target, source))
 
     def follow(self, version: int) -> Follower | None:
         """What sums the version's tensors while they are written, where that can be."""
         if not follows(self.segment):
             return None
-        return Follower(self.segment.buffer, self._offsets, self._sizes, self.segment.progress, version)
+        return Follower(
+            self.segment.buffer, self._offsets, self._sizes, self.segment.progress, version
+        )
 
 
 class Attached:
-    """Tensors that hold a version; at most one segment stays entered, that of the version that they are views of.
+    """Tensors that hold a version; at most one segment stays entered, that of the version that they
+    are views of.
 
     Consumes: segments that somebody has entered. Produces: new values in the tensors.
     Waits for: nothing. Unblocked by: -"""
 
     def __init__(self, port: ReaderPort, whose: str, *, view: bool, threads: int) -> None:
-        """`view`: turn parameters into views where that can be; `threads`: of the copies elsewhere."""
+        """`view`: turn parameters into views where that can be; `threads`: of the copies
+        elsewhere."""
         self.torn = False
         """Whether a version was taken in half, by an error."""
         self._port, self._whose, self._view, self._threads = port, whose, view, threads
@@ -64,14 +81,18 @@ class Attached:
         """Whether it knows its tensors."""
         return self._parts is not None
 
-    def name(self, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, RankSlice] | None) -> None:
+    def name(
+        self, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, RankSlice] | None
+    ) -> None:
         """These are the tensors. LayoutMismatch when a slice does not fit its own."""
         self._parts = local_tensors(tensors, slices, self._whose)
 
     def bind(self, layout: FlatLayout | None) -> None:
-        """Find the tensors in this layout, once both are known; no segment may be in use but the one they view.
+        """Find the tensors in this layout, once both are known; no segment may be in use but the
+        one they view.
 
-        LayoutMismatch when names or full shapes differ, or two of the layout would go into one memory."""
+        LayoutMismatch when names or full shapes differ, or two of the layout would go into one
+        memory."""
         if layout is None or self._parts is None:
             return
         targets = layout.arrange(self._parts, self._whose)
@@ -80,16 +101,17 @@ class Attached:
             for pointer in {part.local.data_ptr() for part in tied if part.local.numel()}:
                 if pointer in owners:
                     raise LayoutMismatch(
-                        f"{self._whose} has one tensor for two of the layout; found "
-                        f"'{owners[pointer]}' and '{spec.name}' in the same memory; tie them in the "
-                        "trainer's model, or untie them here"
+                        f"{self._whose} has one tensor for two of the layout; found"
+                        f" '{owners[pointer]}' and '{spec.name}' in the same memory; tie them in"
+                        " the trainer's model, or untie them here"
                     )
                 owners[pointer] = spec.name
         self._layout, self._targets = layout, targets
         self.forget()
 
     def forget(self) -> None:
-        """Let go of all segments but the one that the tensors view; that one is closed when it is left."""
+        """Let go of all segments but the one that the tensors view; that one is closed when it is
+        left."""
         for mapped in self._mapped.values():
             if mapped is not self._inside:
                 mapped.segment.close()
@@ -102,13 +124,16 @@ class Attached:
             segment = self._port.segment(key, self._layout.nbytes)
             if segment is None:
                 return None
-            for old in [k for k, m in self._mapped.items() if m is not self._inside][: len(self._mapped) - 1]:
+            for old in [k for k, m in self._mapped.items() if m is not self._inside][
+                : len(self._mapped) - 1
+            ]:
                 self._mapped.pop(old).segment.close()
             self._mapped[key] = Mapped(segment, self._layout, self._targets, self._view)
         return self._mapped[key]
 
     def take(self, mapped: Mapped) -> None:
-        """Make the version in an entered segment the tensors' value, and leave those that they are no views of."""
+        """Make the version in an entered segment the tensors' value, and leave those that they are
+        no views of."""
         self.torn = True
         try:
             if mapped.copies:
@@ -127,11 +152,14 @@ class Attached:
                 before.segment.close()
 
     def let_go(self) -> None:
-        """Close all segments: of what is a view of one only name, shape and dtype are left until the next `take`."""
+        """Close all segments: of what is a view of one only name, shape and dtype are left until
+        the next `take`."""
         if self._inside:
             for parameter, source in self._inside.flips:
                 if parameter.data_ptr() == source.data_ptr():
-                    parameter.data = torch.zeros((), dtype=source.dtype, device=source.device).expand(source.shape)
+                    parameter.data = torch.zeros(
+                        (), dtype=source.dtype, device=source.device
+                    ).expand(source.shape)
             self._inside.segment.leave()
             if self._inside not in self._mapped.values():
                 self._inside.segment.close()
@@ -153,7 +181,9 @@ class Attached:
         self._inside = None
 
 
-def _places(part: LocalTensor[torch.Tensor], full: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _places(
+    part: LocalTensor[torch.Tensor], full: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(destination, source) of each run; of a single one the local tensor itself."""
     if part.runs is None:
         yield part.local, full

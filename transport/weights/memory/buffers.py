@@ -19,22 +19,33 @@ from transport.weights.memory.ports import WriterSegment
 
 def views(layout: FlatLayout, buffer: torch.Tensor) -> list[torch.Tensor]:
     """The layout's tensors, in its order, as views of `buffer` (uint8[layout.nbytes])."""
-    typed = {dtype: buffer.view(getattr(torch, dtype)) for dtype in {spec.dtype for spec in layout.tensors}}
+    typed = {
+        dtype: buffer.view(getattr(torch, dtype))
+        for dtype in {spec.dtype for spec in layout.tensors}
+    }
     return [
-        typed[spec.dtype].narrow(0, spec.offset // ITEM_BYTES[spec.dtype], prod(spec.shape)).view(spec.shape)
+        typed[spec.dtype]
+        .narrow(0, spec.offset // ITEM_BYTES[spec.dtype], prod(spec.shape))
+        .view(spec.shape)
         for spec in layout.tensors
     ]
 
 
 def copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its destination, casting where dtypes differ; strides and devices may be any."""
+    """Copy each source into its destination, casting where dtypes differ; strides and devices may
+    be any."""
     with torch.no_grad():
         torch._foreach_copy_([t.detach() for t in destinations], [t.detach() for t in sources])
 
 
 def filler(layout: FlatLayout, segment: WriterSegment, threads: int) -> Copier:
     """What fills a segment, sums what it writes, and raises the segment's watermark."""
-    return Copier(views(layout, segment.buffer), threads=threads, base=segment.buffer, progress=segment.progress)
+    return Copier(
+        views(layout, segment.buffer),
+        threads=threads,
+        base=segment.buffer,
+        progress=segment.progress,
+    )
 
 
 def fill(filler: Copier, sources: Sequence[torch.Tensor]) -> bytes:
@@ -53,7 +64,9 @@ def ranges(layout: FlatLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return places[:, 0].copy(), places[:, 1].copy()
 
 
-def summed(layout: FlatLayout, buffer: torch.Tensor, slice_bytes: int | None) -> Generator[None, None, bytes]:
+def summed(
+    layout: FlatLayout, buffer: torch.Tensor, slice_bytes: int | None
+) -> Generator[None, None, bytes]:
     """Returns the cheap checksum of each tensor in the buffer, packed; on the buffer's device.
 
     Yields after about `slice_bytes` of reading, once per slice; never if it is None."""
@@ -68,7 +81,9 @@ def summed(layout: FlatLayout, buffer: torch.Tensor, slice_bytes: int | None) ->
     return packed(folded(found))
 
 
-def digested(layout: FlatLayout, buffer: torch.Tensor, slice_bytes: int | None) -> Generator[None, None, bytes]:
+def digested(
+    layout: FlatLayout, buffer: torch.Tensor, slice_bytes: int | None
+) -> Generator[None, None, bytes]:
     """Returns xxh3_64 of each tensor in the buffer, packed; yields as `summed` does."""
     found = [xxhash.xxh3_64() for _ in layout.tensors]
     for index, _, part in _slices(layout, buffer, slice_bytes):
@@ -101,7 +116,8 @@ def difference(layout: FlatLayout, found: bytes, published: bytes) -> str | None
 def _slices(
     layout: FlatLayout, buffer: torch.Tensor, slice_bytes: int | None
 ) -> Iterator[tuple[int, int, torch.Tensor | None]]:
-    """(tensor, first byte in it, its bytes from there), in slices; None for the bytes: enough for now."""
+    """(tensor, first byte in it, its bytes from there), in slices; None for the bytes: enough for
+    now."""
     step, read = -(-(slice_bytes or buffer.numel()) // 8) * 8, 0
     for index, spec in enumerate(layout.tensors):
         for at in range(0, spec.nbytes, step):

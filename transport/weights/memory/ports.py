@@ -1,4 +1,5 @@
-"""What an executor of the weight plane provides: gated segments of memory, and messages both ways."""
+"""What an executor of the weight plane provides: gated segments of memory, and messages both
+ways."""
 
 from __future__ import annotations
 
@@ -13,17 +14,20 @@ if TYPE_CHECKING:
 
 
 class WriterSegment(Protocol):
-    """One buffer, seen by the writer. Readers are inside or not; sealed, nobody is and nobody can enter."""
+    """One buffer, seen by the writer. Readers are inside or not; sealed, nobody is and nobody can
+    enter."""
 
     key: str
     """Under which readers open it."""
     buffer: torch.Tensor
     """uint8[layout.nbytes]."""
     progress: torch.Tensor | None
-    """int64[2]: the version that is being written, and the bytes of it that are whole; None: nobody reads along."""
+    """int64[2]: the version that is being written, and the bytes of it that are whole; None: nobody
+    reads along."""
 
     def seal(self) -> bool:
-        """Shut the gate if nobody is inside; what the segment held is void, and so is `progress`. Never waits."""
+        """Shut the gate if nobody is inside; what the segment held is void, and so is `progress`.
+        Never waits."""
 
     def unseal(self, version: int) -> None:
         """Open the gate to readers that look for this version (-1: to nobody)."""
@@ -113,7 +117,8 @@ class Site(Protocol):
     def writer(self, poll: Callable[[], None]) -> WriterPort:
         """Claim it. AddressTaken when another live writer has.
 
-        `poll` lets a reader of the same thread wait: the writer's answers would never come otherwise."""
+        `poll` lets a reader of the same thread wait: the writer's answers would never come
+        otherwise."""
 
     def reader(self) -> ReaderPort:
         """Connect to it, whether its writer is there yet or not."""

@@ -1,4 +1,5 @@
-"""How a reader verifies that a segment holds what was published: while it is written, in slices, or all at once."""
+"""How a reader verifies that a segment holds what was published: while it is written, in slices, or
+all at once."""
 
 from __future__ import annotations
 
@@ -15,25 +16,38 @@ from transport.weights.protocol.messages import Offer
 
 NAP_S = 5e-5
 NAPS = 2
-"""What is left to sum when an offer arrives takes less than that many naps, if the sums kept up with the writer."""
+"""What is left to sum when an offer arrives takes less than that many naps, if the sums kept up
+with the writer."""
 
 
 class Verification:
     """The sums of one version in one segment, and what they say.
 
-    Consumes: the segment's bytes, behind the writer where it tells how far it is, or else from inside the gate.
-    Produces: `damage`. Waits for: nothing. Unblocked by: the writer."""
+    Consumes: the segment's bytes, behind the writer where it tells how far it is, or else from
+    inside the gate. Produces: `damage`. Waits for: nothing. Unblocked by: the writer."""
 
-    def __init__(self, layout: FlatLayout, segment: ReaderSegment, ahead: Follower | None, slice_bytes: int | None):
+    def __init__(
+        self,
+        layout: FlatLayout,
+        segment: ReaderSegment,
+        ahead: Follower | None,
+        slice_bytes: int | None,
+    ):
         """`ahead`: what sums the version already; closed with this."""
         self.damage: str | None = None
         """Where other bytes were found than were published, once verified."""
-        self._layout, self._segment, self._ahead, self._slice_bytes = layout, segment, ahead, slice_bytes
+        self._layout, self._segment, self._ahead, self._slice_bytes = (
+            layout,
+            segment,
+            ahead,
+            slice_bytes,
+        )
         self._steps: Generator[None, None, str | None] | None = None
         self._ended = False
 
     def verified(self, offer: Offer) -> bool:
-        """Read one slice more, inside the gate; True when there is none left, and `damage` tells what was found."""
+        """Read one slice more, inside the gate; True when there is none left, and `damage` tells
+        what was found."""
         if self._steps is None:
             self._steps = self._all(offer)
         if not self._ended:
@@ -81,5 +95,6 @@ class Verification:
 
 
 def follows(segment: ReaderSegment) -> bool:
-    """Whether a version in it can be verified while it is written, at no cost for the reader's loop."""
+    """Whether a version in it can be verified while it is written, at no cost for the reader's
+    loop."""
     return segment.progress is not None and library() is not None

@@ -1,8 +1,9 @@
 """Which mirror a reader follows, and when it becomes one: pure.
 
-No lock says who it is. Two mirrors of one host at a time are both right, and each takes a version over its host's link;
-the note beside the sockets is the last one's, whom the other follows from then on. So whoever is stopped, killed or
-slow, at any moment, holds nobody up for longer than `SILENT_S`."""
+No lock says who it is. Two mirrors of one host at a time are both right, and each takes a version
+over its host's link; the note beside the sockets is the last one's, whom the other follows from
+then on. So whoever is stopped, killed or slow, at any moment, holds nobody up for longer than
+`SILENT_S`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 SILENT_S = 3.0
-"""For that long a reader hears nothing of the mirror that it follows until it takes versions itself."""
+"""For that long a reader hears nothing of the mirror that it follows until it takes versions
+itself."""
 APART_S = 0.5
 """Between the times at which two neighbours would do so: the second follows the first."""
 MOST_ORDER = 8
@@ -30,7 +32,8 @@ class MirrorView:
     leads: bool
     """Whether it is a mirror."""
     quiet_s: float
-    """Since it heard of the one that it follows, or turned to it; or of none, since it began to look."""
+    """Since it heard of the one that it follows, or turned to it; or of none, since it began to
+    look."""
     order: int
     """Among the readers of its host, by the plan."""
 

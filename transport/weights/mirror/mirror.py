@@ -1,4 +1,5 @@
-"""The thread of a reader that takes versions for its whole host: from the network into segments, which it offers."""
+"""The thread of a reader that takes versions for its whole host: from the network into segments,
+which it offers."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ LOOK_MS = 50
 class Mirror(threading.Thread):
     """Goes on whatever the loop of its reader is at.
 
-    Consumes: versions of a trainer on another host. Produces: the same versions, offered to the readers of this host.
-    Waits for: messages of either side, at most `LOOK_MS`. Unblocked by: messages, the time."""
+    Consumes: versions of a trainer on another host. Produces: the same versions, offered to the
+    readers of this host. Waits for: messages of either side, at most `LOOK_MS`. Unblocked by:
+    messages, the time."""
 
     def __init__(self, writer: MirrorWriter, receiver: MirrorReceiver) -> None:
         """Both ends are its own from now on."""

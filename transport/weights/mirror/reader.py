@@ -1,4 +1,5 @@
-"""A reader whose trainer is on another host, with neighbours that read the same: one of them is the mirror of all."""
+"""A reader whose trainer is on another host, with neighbours that read the same: one of them is the
+mirror of all."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class MirrorPlace:
     """Where the readers of one trainer on one host find each other."""
 
     line: str
-    """An address that all of them know, at which nobody listens: it names the note, and the segments of all."""
+    """An address that all of them know, at which nobody listens: it names the note, and the
+    segments of all."""
     own: str
     """That of one reader, where it offers if it is the mirror."""
     folder: str
@@ -53,16 +55,24 @@ class MirrorPlace:
 
 
 class MirroredReader(WeightReader):
-    """Takes versions from the mirror of its host, which is one of its neighbours or itself (`choice`).
+    """Takes versions from the mirror of its host, which is one of its neighbours or itself
+    (`choice`).
 
-    Consumes: offers of the mirror; as the mirror, versions of the trainer. Produces: values in the attached tensors.
-    Waits for: nothing, except in `wait`. Unblocked by: the mirror's next version."""
+    Consumes: offers of the mirror; as the mirror, versions of the trainer. Produces: values in the
+    attached tensors. Waits for: nothing, except in `wait`. Unblocked by: the mirror's next
+    version."""
 
     def __init__(
-        self, place: MirrorPlace, name: str, layout: Layout, receive: Callable[..., MirrorReceiver], **knobs: Any
+        self,
+        place: MirrorPlace,
+        name: str,
+        layout: Layout,
+        receive: Callable[..., MirrorReceiver],
+        **knobs: Any,
     ) -> None:
-        """`layout`: of one rank that holds all that travels (`travelling`). `receive`: opens the end that takes
-        versions from the trainer, of layout and MirrorWriter. Else as for the `WeightReader`."""
+        """`layout`: of one rank that holds all that travels (`travelling`). `receive`: opens the
+        end that takes versions from the trainer, of layout and MirrorWriter. Else as for the
+        `WeightReader`."""
         super().__init__(place.at(place.own), name, **knobs)
         self._place, self._whole, self._receive = place, layout, receive
         self._follows, self._turned, self._look_at = place.own, self._clock(), float("-inf")
@@ -76,7 +86,8 @@ class MirroredReader(WeightReader):
         return self._mirror is not None
 
     def poll(self) -> Offer | None:
-        """As of any reader. What has gone wrong in its thread, if it is the mirror, is raised here."""
+        """As of any reader. What has gone wrong in its thread, if it is the mirror, is raised
+        here."""
         if self._look_at == float("-inf"):
             self._turned = self._clock()
         offer = super().poll()
@@ -102,9 +113,13 @@ class MirroredReader(WeightReader):
         noted = self._noted()
         quiet_s = now - max(self._membership.heard, self._turned)
         seen = MirrorView(
-            own=self._place.own, follows=self._follows if self._has_turned else "", noted=noted, leads=self.leads,
-            quiet_s=quiet_s, order=self._place.order,
-        )  # fmt: skip
+            own=self._place.own,
+            follows=self._follows if self._has_turned else "",
+            noted=noted,
+            leads=self.leads,
+            quiet_s=quiet_s,
+            order=self._place.order,
+        )
         match choose(seen):
             case "lead":
                 self._lead(now)
@@ -141,14 +156,20 @@ class MirroredReader(WeightReader):
 
 
 def travelling(
-    encoding: Encoding, tensors: Mapping[str, torch.Tensor], slices: Sequence[Mapping[str, RankSlice]]
+    encoding: Encoding,
+    tensors: Mapping[str, torch.Tensor],
+    slices: Sequence[Mapping[str, RankSlice]],
 ) -> Layout:
-    """Of one rank that holds all that a trainer sends for these tensors; `slices`: their parts of it, by rank."""
+    """Of one rank that holds all that a trainer sends for these tensors; `slices`: their parts of
+    it, by rank."""
     flat, cut = FlatLayout.of(tensors), slices[0] if slices else {}
     full = {}
     for spec in flat.tensors:
         shape = tuple(int(size) for size in cut[spec.name][0]) if spec.name in cut else spec.shape
-        full[spec.name] = (shape, spec.dtype if spec.name.endswith(SCALE) else encoding.travels_as(spec.dtype))
+        full[spec.name] = (
+            shape,
+            spec.dtype if spec.name.endswith(SCALE) else encoding.travels_as(spec.dtype),
+        )
     return Layout.whole(full, aliases=flat.aliases)
 
 

@@ -1,4 +1,5 @@
-"""The end by which a mirror takes versions over the network: they arrive in the segments that it offers."""
+"""The end by which a mirror takes versions over the network: they arrive in the segments that it
+offers."""
 
 from __future__ import annotations
 
@@ -26,13 +27,15 @@ class SegmentBuffer(Buffer):
 class SegmentBuffers(ReceiveBuffers):
     """Two segments: that which was handed on last, and that which the next version arrives in.
 
-    One that was handed on before is taken again when its readers have left it, which the mirror finds out
-    (`make_room`) before it asks for a version."""
+    One that was handed on before is taken again when its readers have left it, which the mirror
+    finds out (`make_room`) before it asks for a version."""
 
     def __init__(self, layout: Layout, writer: MirrorWriter) -> None:
         """`layout`: of one rank that holds all."""
-        blank = {name: torch.empty(held.shape, dtype=getattr(torch, held.dtype), device="meta")
-                 for name, held in layout.tensors.items()}  # fmt: skip
+        blank = {
+            name: torch.empty(held.shape, dtype=getattr(torch, held.dtype), device="meta")
+            for name, held in layout.tensors.items()
+        }
         super().__init__(layout, 0, blank, view=True, device=torch.device("cpu"))
         self._writer = writer
 
@@ -99,9 +102,12 @@ class WholeVersion:
 
 
 class MirrorReceiver(DeltaReader):
-    """Takes whole models, each into a segment: `arrived`, then `adopt` when it was handed on and there is room."""
+    """Takes whole models, each into a segment: `arrived`, then `adopt` when it was handed on and
+    there is room."""
 
-    def __init__(self, layout: Layout, writer: MirrorWriter, address: str, name: str, **knobs: Any) -> None:
+    def __init__(
+        self, layout: Layout, writer: MirrorWriter, address: str, name: str, **knobs: Any
+    ) -> None:
         """`layout`: of one rank that holds all; else as for the `ShardedReader`."""
         super().__init__(layout, 0, address, name, ranks=1, **knobs)
         self._segments = SegmentBuffers(layout, writer)
@@ -125,8 +131,8 @@ class MirrorReceiver(DeltaReader):
             return True
 
     def serves(self, readers: dict[str, int], taken_s: dict[str, float], line: int) -> None:
-        """Tell the trainer who takes versions from here: which of that line each of them holds, and how long (s) that
-        took it, by its own clock."""
+        """Tell the trainer who takes versions from here: which of that line each of them holds, and
+        how long (s) that took it, by its own clock."""
         with self._control.changed:
             if self._member.serves(readers, taken_s, line):
                 self._control.wake()
@@ -135,7 +141,9 @@ class MirrorReceiver(DeltaReader):
         self.verify()
         if (held := self._held) is None:
             return None
-        return WholeVersion(self._segments.segment_of(held.version, held.epoch), held.version, held.writer)
+        return WholeVersion(
+            self._segments.segment_of(held.version, held.epoch), held.version, held.writer
+        )
 
 
 def _segment(buffer: Buffer) -> WriterSegment:

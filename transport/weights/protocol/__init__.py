@@ -1,1 +1,2 @@
-"""What writers and readers of weights say to each other, and when: values and state machines, no sockets."""
+"""What writers and readers of weights say to each other, and when: values and state machines, no
+sockets."""

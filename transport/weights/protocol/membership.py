@@ -1,6 +1,8 @@
-"""A reader's side of membership: joining until welcome, heartbeats from then on, joining again when fenced.
+"""A reader's side of membership: joining until welcome, heartbeats from then on, joining again when
+fenced.
 
-Pure: every call takes what happened and the time, and returns the messages to send, and what else is to be done."""
+Pure: every call takes what happened and the time, and returns the messages to send, and what else
+is to be done."""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from transport.weights.protocol.pace import Timing
 
 
 class GroupMember(ABC):
-    """One rank of a reader group. Subclasses take versions: `_receive`, and what ends with an epoch."""
+    """One rank of a reader group. Subclasses take versions: `_receive`, and what ends with an
+    epoch."""
 
     def __init__(self, join: Join, pace: Timing) -> None:
         """`join`: the first one."""
@@ -85,9 +88,15 @@ class GroupMember(ABC):
         self._sent = now
         if self.epoch:
             held = self.version if self.join.writer == self._writer else -1
-            return [ReaderHeartbeat(
-                epoch=self.epoch, version=held, verified=self._verified, behind=self._behind, taken_s=self._taken_s
-            )]  # fmt: skip
+            return [
+                ReaderHeartbeat(
+                    epoch=self.epoch,
+                    version=held,
+                    verified=self._verified,
+                    behind=self._behind,
+                    taken_s=self._taken_s,
+                )
+            ]
         self._asked = now
         return [self.join]
 
@@ -96,8 +105,9 @@ class GroupMember(ABC):
         self.version, self.join = version, replace(self.join, version=version, writer=writer)
 
     def serves(self, readers: dict[str, int], taken_s: dict[str, float], writer: int) -> bool:
-        """Readers take versions of that writer from this one: the version that each of them holds, and how long (s)
-        that took it. The writer of this join hears of news at the next `tick`; whether there are any."""
+        """Readers take versions of that writer from this one: the version that each of them holds,
+        and how long (s) that took it. The writer of this join hears of news at the next `tick`;
+        whether there are any."""
         if writer != self._writer:
             readers, taken_s = dict.fromkeys(readers, -1), {}
         if (readers, taken_s) == (self._behind, self._taken_s):
@@ -132,6 +142,7 @@ class GroupMember(ABC):
         self.epoch = 0
         self.replaced = self.replaced or message.replaced
         self.join = replace(self.join, attempt=self.join.attempt + 1)
-        # At once after an epoch that has lasted; what ends as soon as it begins is tried once a heartbeat.
+        # At once after an epoch that has lasted; what ends as soon as it begins is tried once a
+        # heartbeat.
         self._sent = self._asked
         return [*out, *self.tick(now)]

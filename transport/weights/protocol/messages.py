@@ -1,8 +1,9 @@
-"""The messages between a writer of weights and its readers: one frozen class each, whatever moves the bytes.
+"""The messages between a writer of weights and its readers: one frozen class each, whatever moves
+the bytes.
 
-Every way of moving versions knows the same members and the same life of a version: Join -> Welcome, then Offer ->
-Ready -> the transfer -> Committed. The last two sections are of collective rounds, where many ranks send to many.
-"""
+Every way of moving versions knows the same members and the same life of a version: Join -> Welcome,
+then Offer -> Ready -> the transfer -> Committed. The last two sections are of collective rounds,
+where many ranks send to many."""
 
 from __future__ import annotations
 
@@ -27,12 +28,14 @@ class Join:
     """Reader: let my group in. Repeated until `Welcome`."""
 
     group: str
-    """The reader's name, unique among the live readers of one writer; all ranks of one reader share it."""
+    """The reader's name, unique among the live readers of one writer; all ranks of one reader share
+    it."""
     rank: int = 0
     ranks: int = 1
     """Of the group."""
     incarnation: int
-    """The scheduler's attempt at this rank's process: of two that claim one rank, the later has it."""
+    """The scheduler's attempt at this rank's process: of two that claim one rank, the later has
+    it."""
     attempt: int
     """Counts this rank's joins; a repeated Join carries the same number."""
     writer: int
@@ -54,7 +57,8 @@ class Welcome:
     epoch: int
     """Stands on every later message of this group; never given twice."""
     writer: int
-    """Names this writer; another number means that it was restarted: its versions are taken whatever their numbers."""
+    """Names this writer; another number means that it was restarted: its versions are taken
+    whatever their numbers."""
     layout: dict[str, Any]
     """The writer's, by `FlatLayout.to_plain`; empty in rounds, where `FormGroup` has it."""
     note: Note = field(default_factory=dict)
@@ -71,7 +75,8 @@ class ReaderHeartbeat:
     verified: int = -1
     """The version of a round that it could adopt, -1 for none."""
     behind: dict[str, int] = field(default_factory=dict)
-    """Readers that take from its memory what it takes in, its own loop among them, with the version that each holds."""
+    """Readers that take from its memory what it takes in, its own loop among them, with the version
+    that each holds."""
     taken_s: dict[str, float] = field(default_factory=dict)
     """How long that took those of them who have said so, since it was offered there; in seconds."""
 
@@ -90,7 +95,8 @@ class Fenced:
     """Writer: this epoch is over."""
 
     epoch: int
-    """The epoch that ended; 0 to a reader that is not in, and to a source rank that was given up."""
+    """The epoch that ended; 0 to a reader that is not in, and to a source rank that was given
+    up."""
     replaced: bool
     """True when another process has the name, or the rank: do not come back. False: join again."""
 
@@ -115,7 +121,8 @@ class Leave:
 
 @dataclass(frozen=True, kw_only=True)
 class Upcoming:
-    """Writer: this version is being written into this segment; its bytes may be read behind the watermark."""
+    """Writer: this version is being written into this segment; its bytes may be read behind the
+    watermark."""
 
     epoch: int
     version: int
@@ -135,7 +142,8 @@ class Offer:
     segment: str = ""
     """Key of the buffer that holds it; empty in rounds."""
     sums: bytes = b""
-    """wordsum (transport/native) of each tensor in the layout's order, 8 bytes each, little-endian; empty in rounds."""
+    """wordsum (transport/native) of each tensor in the layout's order, 8 bytes each, little-endian;
+    empty in rounds."""
     digests: bytes = b""
     """xxh3_64 of each, in the same form; empty unless the writer was asked for them."""
     note: Note = field(default_factory=dict)
@@ -144,7 +152,8 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """Reader: I am in the segment of this version. In rounds: I have a buffer for whatever the round brings."""
+    """Reader: I am in the segment of this version. In rounds: I have a buffer for whatever the
+    round brings."""
 
     epoch: int
     version: int = -1
@@ -161,7 +170,8 @@ class Committed:
     held_s: float = 0.0
     """How long taking it has kept the rank's loop, in rounds."""
     taken_s: float = 0.0
-    """Since it began to arrive here, or in a segment was offered: until the rank computed with it."""
+    """Since it began to arrive here, or in a segment was offered: until the rank computed with
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +207,8 @@ class Registered:
     """Coordinator: you are known."""
 
     writer: int
-    """Names the coordinator; a rank that has met one serves no other: the versions of the two may differ."""
+    """Names the coordinator; a rank that has met one serves no other: the versions of the two may
+    differ."""
     failure: str
     """As in `SourceFailed`."""
 
@@ -211,7 +222,8 @@ class SourceHeartbeat:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFailed:
-    """Coordinator to source ranks: one of them is gone, and nothing can be sent; empty when it is back."""
+    """Coordinator to source ranks: one of them is gone, and nothing can be sent; empty when it is
+    back."""
 
     reason: str
 
@@ -221,7 +233,8 @@ class SourceFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class FormGroup:
-    """Coordinator to all ranks of both sides: make a process group for this epoch; source ranks come first."""
+    """Coordinator to all ranks of both sides: make a process group for this epoch; source ranks
+    come first."""
 
     epoch: int
     group: str
@@ -232,13 +245,15 @@ class FormGroup:
     layout: dict[str, Any]
     """The other side's."""
     store: str
-    """File under which the ranks meet; empty: they meet over this line (`Put`, `GetValue`, `StoredValue`)."""
+    """File under which the ranks meet; empty: they meet over this line (`Put`, `GetValue`,
+    `StoredValue`)."""
     backend: str
     """gloo | nccl."""
     bucket_bytes: int
     """Of one chunk, at most."""
     deltas: bool = False
-    """Before each transfer the receivers tell what version they have, and the senders the size of each delta."""
+    """Before each transfer the receivers tell what version they have, and the senders the size of
+    each delta."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +295,8 @@ class StoredValue:
 
 @dataclass(frozen=True, kw_only=True)
 class StartTransfer:
-    """Coordinator to all ranks: every source rank has this version, and the group's ranks have room for it."""
+    """Coordinator to all ranks: every source rank has this version, and the group's ranks have room
+    for it."""
 
     epoch: int
     round: int
@@ -306,7 +322,8 @@ class TransferResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """Coordinator to destination ranks: every rank has its part of this version, and its checksums are right."""
+    """Coordinator to destination ranks: every rank has its part of this version, and its checksums
+    are right."""
 
     epoch: int
     round: int
@@ -325,11 +342,29 @@ class RoundAborted:
 
 
 ReaderMessage = (
-    Join | ReaderHeartbeat | Ready | Committed | Refused | FormResult | Put | GetValue | TransferResult | Leave
+    Join
+    | ReaderHeartbeat
+    | Ready
+    | Committed
+    | Refused
+    | FormResult
+    | Put
+    | GetValue
+    | TransferResult
+    | Leave
 )
 SourceMessage = Register | SourceHeartbeat | FormResult | Put | GetValue | TransferResult | Leave
 MemberMessage = ReaderMessage | SourceMessage
-GroupMessage = WriterHeartbeat | Upcoming | Offer | FormGroup | StoredValue | StartTransfer | Verified | RoundAborted
+GroupMessage = (
+    WriterHeartbeat
+    | Upcoming
+    | Offer
+    | FormGroup
+    | StoredValue
+    | StartTransfer
+    | Verified
+    | RoundAborted
+)
 """Of a writer, to the members of an epoch."""
 WriterMessage = GroupMessage | Welcome | Fenced | Denied | Registered | SourceFailed
 Message = MemberMessage | WriterMessage

@@ -1,4 +1,5 @@
-"""How often a writer and its readers speak, and how long they wait for each other; all in seconds."""
+"""How often a writer and its readers speak, and how long they wait for each other; all in
+seconds."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ class Timing:
     gone_s: float = 120.0
     """After that long without a message a member is struck off; it may join again."""
     release_s: float = 5.0
-    """A waiting version gives the readers this long to leave a segment before it is abandoned to them."""
+    """A waiting version gives the readers this long to leave a segment before it is abandoned to
+    them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines(Timing):
-    """Of collective rounds, whose ranks speak in a thread of their own, and where one that is gone holds up all."""
+    """Of collective rounds, whose ranks speak in a thread of their own, and where one that is gone
+    holds up all."""
 
     gone_s: float = 20.0
     form_s: float = 60.0
@@ -33,7 +36,8 @@ class Deadlines(Timing):
 
 
 class FreezeWatch:
-    """Whether the process itself has not run for a while: stopped, or kept from its thread; nobody is late then."""
+    """Whether the process itself has not run for a while: stopped, or kept from its thread; nobody
+    is late then."""
 
     def __init__(self, limit_s: float, now: float) -> None:
         """`limit_s`: what is shorter is no freeze."""

@@ -1,8 +1,9 @@
-"""One rank's part in the rounds, of a trainer or of a reader group, without sockets, clocks, threads or torch.
+"""One rank's part in the rounds, of a trainer or of a reader group, without sockets, clocks,
+threads or torch.
 
-Both take what happens (a message, the time, the end of some work) and return the messages to send to the coordinator
-and the work to begin, in order. Work is done elsewhere, and its end is told by `formed` and `transferred`.
-"""
+Both take what happens (a message, the time, the end of some work) and return the messages to send
+to the coordinator and the work to begin, in order. Work is done elsewhere, and its end is told by
+`formed` and `transferred`."""
 
 from __future__ import annotations
 
@@ -93,7 +94,14 @@ class SourceRank:
     """A trainer's rank: it keeps a version for as long as a transfer needs it."""
 
     def __init__(
-        self, rank: int, ranks: int, key: bytes, deadlines: Deadlines, now: float, *, incarnation: int = 0
+        self,
+        rank: int,
+        ranks: int,
+        key: bytes,
+        deadlines: Deadlines,
+        now: float,
+        *,
+        incarnation: int = 0,
     ) -> None:
         self.failure = ""
         """Why nothing can be sent; empty when all is well."""
@@ -132,10 +140,16 @@ class SourceRank:
             case Fenced() if message.epoch in self._turns:
                 del self._turns[message.epoch]
                 return [EndEpoch(epoch=message.epoch)]
-            case StartTransfer() if message.epoch in self._turns and self._turns[message.epoch] is None:
+            case StartTransfer() if (
+                message.epoch in self._turns and self._turns[message.epoch] is None
+            ):
                 if message.version not in self.versions:
                     fault = f"source rank {self.join.rank} has version {message.version} no longer"
-                    return [TransferResult(epoch=message.epoch, round=message.round, state=BROKEN, fault=fault)]
+                    return [
+                        TransferResult(
+                            epoch=message.epoch, round=message.round, state=BROKEN, fault=fault
+                        )
+                    ]
                 turn = Transfer(epoch=message.epoch, round=message.round, version=message.version)
                 self._turns[message.epoch] = turn
                 return [turn]
@@ -145,7 +159,9 @@ class SourceRank:
         """What is due at this time: a sign of life."""
         self.heard = min(now, self.heard + self._watch.frozen_s(now))
         if now - self.heard >= self._deadlines.gone_s and not self.failure:
-            self.failure = f"rank 0, which coordinates, has said nothing for {self._deadlines.gone_s:g} s"
+            self.failure = (
+                f"rank 0, which coordinates, has said nothing for {self._deadlines.gone_s:g} s"
+            )
         if now - self._sent < self._deadlines.heartbeat_s:
             return []
         self._sent = now
@@ -158,7 +174,11 @@ class SourceRank:
 
     def formed(self, epoch: int, fault: str, mismatch: bool) -> Actions:
         """The process group stands, or does not."""
-        return [FormResult(epoch=epoch, fault=fault, mismatch=mismatch)] if epoch in self._turns else []
+        return (
+            [FormResult(epoch=epoch, fault=fault, mismatch=mismatch)]
+            if epoch in self._turns
+            else []
+        )
 
     def transferred(self, epoch: int, round: int, outcome: TransferOutcome) -> Actions:
         """A transfer has ended; its version is not needed any more."""
@@ -195,7 +215,8 @@ class SourceRank:
 
 
 class ReaderRank(GroupMember):
-    """A rank of a reader group: it takes part in rounds while it has a buffer free, and sees whole versions only."""
+    """A rank of a reader group: it takes part in rounds while it has a buffer free, and sees whole
+    versions only."""
 
     def __init__(self, join: Join, deadlines: Deadlines) -> None:
         super().__init__(join, deadlines)
@@ -227,8 +248,9 @@ class ReaderRank(GroupMember):
         return GroupVersion(self.offer, self.epoch, self._writer) if self.offer >= 0 else None
 
     def adopted(self, taken: GroupVersion, held_s: float = 0.0, taken_s: float = 0.0) -> Actions:
-        """This version is computed with from now on, though its epoch may be over; the buffer of the one before is
-        free. held_s: how long that has kept the rank's loop. taken_s: since it began to arrive."""
+        """This version is computed with from now on, though its epoch may be over; the buffer of
+        the one before is free. held_s: how long that has kept the rank's loop. taken_s: since it
+        began to arrive."""
         self.hold(taken.version, taken.writer)
         if self.offered != taken:
             return []
@@ -256,18 +278,26 @@ class ReaderRank(GroupMember):
                 return [FormProcessGroup(form=message)]
             case Offer() if self._arriving < 0 and self.offer < 0:
                 return [self._ready_ahead()]
-            case StartTransfer() if self._arriving < 0 and self.offer < 0 and message.round == self._round + 1:
+            case StartTransfer() if (
+                self._arriving < 0 and self.offer < 0 and message.round == self._round + 1
+            ):
                 self._round, self._arriving, self._whole = message.round, message.version, False
                 return [Transfer(epoch=message.epoch, round=message.round, version=message.version)]
             case RoundAborted() if self._in(message.round):
                 self.refused, self._arriving = message.fault, -1
                 return [self._ready_ahead()]
             case Verified() if self._in(message.round) and self._whole:
-                self.offer, self.note, self.refused, self._arriving = message.version, message.note, "", -1
+                self.offer, self.note, self.refused, self._arriving = (
+                    message.version,
+                    message.note,
+                    "",
+                    -1,
+                )
         return []
 
     def _ready_ahead(self) -> Ready:
-        """A buffer is free for the next round, whatever version that brings: saves the time of asking."""
+        """A buffer is free for the next round, whatever version that brings: saves the time of
+        asking."""
         return Ready(epoch=self.epoch, round=self._round + 1)
 
     def _in(self, round: int) -> bool:

@@ -1,8 +1,9 @@
-"""A writer's side of membership: which reader groups are in, under which epoch, at which version, and who is gone.
+"""A writer's side of membership: which reader groups are in, under which epoch, at which version,
+and who is gone.
 
-Pure: every call takes what happened and the time, and returns the messages to send. A reader is a group of ranks, often
-of one. What stands here is the same however bytes move; `segments` and `rounds` add when a group is offered a version.
-"""
+Pure: every call takes what happened and the time, and returns the messages to send. A reader is a
+group of ranks, often of one. What stands here is the same however bytes move; `segments` and
+`rounds` add when a group is offered a version."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from transport.weights.protocol.pace import Timing
 Outgoing = list[tuple[bytes, WriterMessage]]
 """Messages with the peer that each is for."""
 KEPT = 4
-"""Versions of which it is known when they were sent: those that readers may still say that they have taken."""
+"""Versions of which it is known when they were sent: those that readers may still say that they
+have taken."""
 UNANSWERED = 64
 """Messages that may be on the way to a reader that says nothing; then the writer is silent too."""
 
@@ -78,10 +80,11 @@ class HandedOn:
     version: int
     """-1: none of this writer's."""
     committed_s: float = 0.0
-    """From the start of the transfer to that group until this writer heard that the reader computes with it; 0: the
-    start is not known."""
+    """From the start of the transfer to that group until this writer heard that the reader computes
+    with it; 0: the start is not known."""
     taken_s: float = 0.0
-    """Since it was offered there until the reader computed with it, as that saw it; 0: not known."""
+    """Since it was offered there until the reader computed with it, as that saw it; 0: not
+    known."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,11 @@ class Sent:
 
     version: int
     pair_bytes: tuple[tuple[int, ...], ...]
-    """[source ranks][ranks of the group]: bytes of weights from each to each; in a segment, those written for all."""
+    """[source ranks][ranks of the group]: bytes of weights from each to each; in a segment, those
+    written for all."""
     seconds: float
-    """From the start of the transfer until every rank of the group had its part, verified. Of a segment: of writing."""
+    """From the start of the transfer until every rank of the group had its part, verified. Of a
+    segment: of writing."""
     held_s: float = 0.0
     """The longest that a rank's loop was kept by taking it; 0 until one has."""
     behind: Mapping[str, HandedOn] = field(default_factory=dict)
@@ -100,10 +105,12 @@ class Sent:
     whole_bytes: int = 0
     """What these bytes would have been without deltas."""
     committed_s: float = 0.0
-    """From that start until this writer heard that every rank of the group computes with it; 0 until then. Of a group
-    that hands versions on, that of the version that its own loop has taken last."""
+    """From that start until this writer heard that every rank of the group computes with it; 0
+    until then. Of a group that hands versions on, that of the version that its own loop has taken
+    last."""
     taken_s: float = 0.0
-    """The longest that a rank itself saw of that: since it began to arrive there; of one that hands on, as before."""
+    """The longest that a rank itself saw of that: since it began to arrive there; of one that hands
+    on, as before."""
 
 
 @dataclass(kw_only=True)
@@ -186,14 +193,17 @@ class Group:
             self.version = version
 
     def hand_on(self, message: ReaderHeartbeat, now: float) -> None:
-        """Readers have taken versions from its memory; what is heard of a version first says when that was."""
+        """Readers have taken versions from its memory; what is heard of a version first says when
+        that was."""
         before = self.behind
         self.behind = {
-            name: before[name] if name in before and before[name].version == version else HandedOn(
+            name: before[name]
+            if name in before and before[name].version == version
+            else HandedOn(
                 version, now - self.begun.get(version, now), message.taken_s.get(name, 0.0)
             )
             for name, version in message.behind.items()
-        }  # fmt: skip
+        }
 
     def arrived(self, version: int) -> None:
         """Every rank has its part of the version of the transfer under way."""
@@ -216,7 +226,8 @@ class Group:
 
 
 class Roster(ABC):
-    """Who is in. Subclasses say what follows: `_gathered`, `_receive`, and what they send besides."""
+    """Who is in. Subclasses say what follows: `_gathered`, `_receive`, and what they send
+    besides."""
 
     def __init__(self, writer: int, layout: Mapping[str, Any], pace: Timing) -> None:
         """`writer`: names it. `layout`: as readers are told with their Welcome."""
@@ -258,10 +269,15 @@ class Roster(ABC):
         self._told_at = float("-inf")
 
     def tick(self, now: float) -> Outgoing:
-        """What is due at this time: heartbeats with the note; who was silent for too long is struck off."""
+        """What is due at this time: heartbeats with the note; who was silent for too long is struck
+        off."""
         seats = [seat for group in self._groups.values() for seat in group.seats.values()]
         gone = [seat.peer for seat in seats if now - seat.heard >= self.pace.gone_s]
-        out = [each for peer in gone for each in self._strike(peer, f"it has said nothing for {self.pace.gone_s:g} s")]
+        out = [
+            each
+            for peer in gone
+            for each in self._strike(peer, f"it has said nothing for {self.pace.gone_s:g} s")
+        ]
         if now - self._told_at >= self.pace.heartbeat_s:
             self._told_at = now
             out += self._heartbeats()
@@ -284,9 +300,13 @@ class Roster(ABC):
                 state = "refused" if 0 <= self.newest == group.refused else held
             found.append(
                 ReaderStatus(
-                    name=group.name, epoch=group.epoch, version=group.version, state=state, silent_s=silent_s
+                    name=group.name,
+                    epoch=group.epoch,
+                    version=group.version,
+                    state=state,
+                    silent_s=silent_s,
                 )
-            )  # fmt: skip
+            )
         return tuple(found)
 
     # What the ways to move versions add
@@ -347,7 +367,11 @@ class Roster(ABC):
 
     def _welcome(self, group: Group, seat: MemberRank) -> Welcome:
         return Welcome(
-            attempt=seat.join.attempt, epoch=group.epoch, writer=self._writer, layout=self._layout, note=self._note
+            attempt=seat.join.attempt,
+            epoch=group.epoch,
+            writer=self._writer,
+            layout=self._layout,
+            note=self._note,
         )
 
     def _heartbeats(self) -> Outgoing:

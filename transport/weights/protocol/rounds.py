@@ -1,10 +1,11 @@
-"""Versions in collective rounds: the coordinator on source rank 0 says which group takes which version when.
+"""Versions in collective rounds: the coordinator on source rank 0 says which group takes which
+version when.
 
-A group is a line of phases: gathering (ranks join) -> forming (all ranks of both sides make a process group) -> idle ->
-transferring -> verified (its ranks adopt) -> idle. A transfer starts when all source ranks have said that they have a
-version, and all of the group that they are ready: those who have not are asked first (offered). Whoever does not answer
-before the phase's deadline, is lost, or breaks a transfer ends the epoch, and that group alone gathers again.
-"""
+A group is a line of phases: gathering (ranks join) -> forming (all ranks of both sides make a
+process group) -> idle -> transferring -> verified (its ranks adopt) -> idle. A transfer starts when
+all source ranks have said that they have a version, and all of the group that they are ready: those
+who have not are asked first (offered). Whoever does not answer before the phase's deadline, is
+lost, or breaks a transfer ends the epoch, and that group alone gathers again."""
 
 from __future__ import annotations
 
@@ -71,16 +72,16 @@ class Coordinator(Roster):
         now: float,
         deadlines: Deadlines | None = None,
     ) -> None:
-        """`ranks`, `key`, `layout`: of the trainer. `store`: prefix of the paths where process groups meet; empty: they
-        meet over the coordinator's line."""
+        """`ranks`, `key`, `layout`: of the trainer. `store`: prefix of the paths where process
+        groups meet; empty: they meet over the coordinator's line."""
         self.deadlines = deadlines or Deadlines()
         super().__init__(writer, {}, self.deadlines)
         self.failure = ""
         """Which source rank is missing, and why; empty when all are there or may still come."""
         self._sent: dict[str, Sent] = {}
         self.traffic = (0, 0)
-        """Bytes of weights that all source ranks have sent to all groups, and what these would be without deltas, and
-        without readers that hand on what they take."""
+        """Bytes of weights that all source ranks have sent to all groups, and what these would be
+        without deltas, and without readers that hand on what they take."""
         self._ranks, self._key, self._trainer, self._store = ranks, key, dict(layout), store
         self._backend, self._bucket_bytes, self._deltas = backend, bucket_bytes, deltas
         self._sources: dict[int, _Source] = {}
@@ -91,14 +92,20 @@ class Coordinator(Roster):
     @property
     def sent(self) -> dict[str, Sent]:
         """By reader group that is known, of the newest version that it has had whole."""
-        return {name: _seen(self._groups[name], sent) for name, sent in self._sent.items() if name in self._groups}
+        return {
+            name: _seen(self._groups[name], sent)
+            for name, sent in self._sent.items()
+            if name in self._groups
+        }
 
     @property
     def newest(self) -> int:
         """The newest version that every source rank can send, -1 for none."""
         if len(self._sources) < self._ranks:
             return -1
-        return max(set.intersection(*(source.versions for source in self._sources.values())), default=-1)
+        return max(
+            set.intersection(*(source.versions for source in self._sources.values())), default=-1
+        )
 
     def receive(self, peer: bytes, message: MemberMessage, now: float) -> Outgoing:
         """Answer one message of one rank."""
@@ -106,13 +113,19 @@ class Coordinator(Roster):
             return self._register(peer, message, now)
         source = self._source(peer)
         if isinstance(message, SourceHeartbeat):
-            return self._staged(source, message, now) if source else [(peer, Fenced(epoch=0, replaced=False))]
+            return (
+                self._staged(source, message, now)
+                if source
+                else [(peer, Fenced(epoch=0, replaced=False))]
+            )
         if source is None or isinstance(message, Join):
             return super().receive(peer, message, now)
         source.heard = now
         if isinstance(message, Leave):
             return self._source_leaves(source)
-        group = next((group for group in self._groups.values() if group.epoch == message.epoch), None)
+        group = next(
+            (group for group in self._groups.values() if group.epoch == message.epoch), None
+        )
         if group is None or not message.epoch:
             return [(peer, Fenced(epoch=message.epoch, replaced=False))]
         return self._receive(group, peer, message, now)
@@ -125,8 +138,16 @@ class Coordinator(Roster):
         ends += [seat for group in self._groups.values() for seat in group.seats.values()]
         for end in ends:
             end.heard = min(now, end.heard + frozen_s)
-        gone = [source.peer for source in self._sources.values() if now - source.heard >= self.pace.gone_s]
-        out = [each for peer in gone for each in self._strike(peer, f"it has said nothing for {self.pace.gone_s:g} s")]
+        gone = [
+            source.peer
+            for source in self._sources.values()
+            if now - source.heard >= self.pace.gone_s
+        ]
+        out = [
+            each
+            for peer in gone
+            for each in self._strike(peer, f"it has said nothing for {self.pace.gone_s:g} s")
+        ]
         for group in list(self._groups.values()):
             group.deadline += frozen_s
             if now >= group.deadline:
@@ -135,22 +156,39 @@ class Coordinator(Roster):
                 out += self._fence(group)
         absent = sorted(set(range(self._ranks)) - set(self._sources) - self._left)
         if absent and not self.failure and now - self._begun >= self.deadlines.form_s:
-            out += self._fail(f"ranks {absent[:8]} have not shown up within {self.deadlines.form_s:g} s")
+            out += self._fail(
+                f"ranks {absent[:8]} have not shown up within {self.deadlines.form_s:g} s"
+            )
         return out + super().tick(now)
 
     # The trainer's ranks
 
     def _register(self, peer: bytes, message: Register, now: float) -> Outgoing:
-        if (message.ranks, message.key) != (self._ranks, self._key) or not 0 <= message.rank < self._ranks:
+        if (message.ranks, message.key) != (
+            self._ranks,
+            self._key,
+        ) or not 0 <= message.rank < self._ranks:
             same = "the same" if message.key == self._key else "another"
-            found = f"rank {message.rank} of {message.ranks} with {same} layout, where rank 0 is one of {self._ranks}"
-            return [(peer, Denied(reason=f"the trainer's ranks differ; found {found}; start them all alike"))]
+            found = (
+                f"rank {message.rank} of {message.ranks} with {same} layout, where rank 0 is one of"
+                f" {self._ranks}"
+            )
+            return [
+                (
+                    peer,
+                    Denied(
+                        reason=f"the trainer's ranks differ; found {found}; start them all alike"
+                    ),
+                )
+            ]
         known, out = self._sources.get(message.rank), Outgoing()
         if message.writer not in (0, self._writer) or (
             known and known.peer != peer and message.incarnation < known.incarnation
         ):
             found = f"rank {message.rank} of the trainer that was there before"
-            return [(peer, Denied(reason=f"a trainer starts with all its ranks; found {found}; end it"))]
+            return [
+                (peer, Denied(reason=f"a trainer starts with all its ranks; found {found}; end it"))
+            ]
         if known is None or known.peer != peer:
             for group in list(self._groups.values()) if known else ():
                 out += self._fence(group)
@@ -162,7 +200,9 @@ class Coordinator(Roster):
                 self.failure = ""
                 out += [(source.peer, SourceFailed(reason="")) for source in self._sources.values()]
         out.append((peer, Registered(writer=self._writer, failure=self.failure)))
-        return out + [entry for group in self._groups.values() for entry in self._gathered(group, now)]
+        return out + [
+            entry for group in self._groups.values() for entry in self._gathered(group, now)
+        ]
 
     def _staged(self, source: _Source, message: SourceHeartbeat, now: float) -> Outgoing:
         source.heard, source.versions = now, set(message.versions)
@@ -193,12 +233,18 @@ class Coordinator(Roster):
 
     def _unfit(self, group: Group, join: Join, now: float) -> str:
         if not join.key:
-            return "this writer sends by rounds; found a reader of segments; open both ends by one executor"
+            return (
+                "this writer sends by rounds; found a reader of segments; open both ends by one"
+                " executor"
+            )
         others = [seat for rank, seat in group.seats.items() if rank != join.rank]
         differ = any((seat.join.ranks, seat.join.key) != (join.ranks, join.key) for seat in others)
         if not differ or all(now - seat.heard >= 2 * self.pace.heartbeat_s for seat in others):
             return ""
-        found = f"rank {join.rank} of {join.ranks}, beside ranks of {others[0].join.ranks} or of another layout"
+        found = (
+            f"rank {join.rank} of {join.ranks}, beside ranks of {others[0].join.ranks} or of"
+            " another layout"
+        )
         return f"group '{group.name}' differs; found {found}; start them all alike"
 
     def _others(self) -> set[bytes]:
@@ -216,16 +262,29 @@ class Coordinator(Roster):
     def _gathered(self, group: Group, now: float) -> Outgoing:
         first = group.seats.get(0)
         complete = first is not None and sorted(group.seats) == list(range(first.join.ranks))
-        if group.phase is not Phase.GATHERING or first is None or not complete or len(self._sources) < self._ranks:
+        if (
+            group.phase is not Phase.GATHERING
+            or first is None
+            or not complete
+            or len(self._sources) < self._ranks
+        ):
             return []
         out = self._begin(group)
-        ends = [(peer, first.join.layout) for peer in self._others()] + [(peer, self._trainer) for peer in group.peers]
+        ends = [(peer, first.join.layout) for peer in self._others()] + [
+            (peer, self._trainer) for peer in group.peers
+        ]
         for peer, layout in ends:
             form = FormGroup(
-                epoch=group.epoch, group=group.name, ranks=first.join.ranks, sources=self._ranks, layout=layout,
-                store=self._store and f"{self._store}{group.epoch}", backend=self._backend,
-                bucket_bytes=self._bucket_bytes, deltas=self._deltas,
-            )  # fmt: skip
+                epoch=group.epoch,
+                group=group.name,
+                ranks=first.join.ranks,
+                sources=self._ranks,
+                layout=layout,
+                store=self._store and f"{self._store}{group.epoch}",
+                backend=self._backend,
+                bucket_bytes=self._bucket_bytes,
+                deltas=self._deltas,
+            )
             out.append((peer, form))
         group.enter(Phase.FORMING, self._all(group), now + self.deadlines.form_s)
         return out
@@ -236,7 +295,10 @@ class Coordinator(Roster):
                 return self._formed(group, peer, message, now)
             case Put():
                 group.known[message.key] = message.value
-                return [(asking, _told(group, message.key)) for asking in sorted(group.asking.pop(message.key, set()))]
+                return [
+                    (asking, _told(group, message.key))
+                    for asking in sorted(group.asking.pop(message.key, set()))
+                ]
             case GetValue() if message.key in group.known:
                 return [(peer, _told(group, message.key))]
             case GetValue():
@@ -246,7 +308,9 @@ class Coordinator(Roster):
                 if group.phase is Phase.OFFERED and group.answered(peer):
                     group.enter(Phase.IDLE, set())
                     return self._offer(group, now)
-            case TransferResult() if group.phase is Phase.TRANSFERRING and message.round == group.round:
+            case TransferResult() if (
+                group.phase is Phase.TRANSFERRING and message.round == group.round
+            ):
                 return self._transferred(group, peer, message, now)
             case Committed() | ReaderHeartbeat() if group.phase is Phase.VERIFIED:
                 return self._adopted(group, peer, message, now)
@@ -271,13 +335,23 @@ class Coordinator(Roster):
             offer = Offer(epoch=group.epoch, round=group.round + 1, version=version)
             return [(peer, offer) for peer in sorted(group.waiting)]
         group.round += 1
-        group.offered, group.damage, group.sent, group.ready, group.began = version, "", {}, set(), now
+        group.offered, group.damage, group.sent, group.ready, group.began = (
+            version,
+            "",
+            {},
+            set(),
+            now,
+        )
         group.whole_bytes = 0
         group.enter(Phase.TRANSFERRING, self._all(group), now + self.deadlines.transfer_s)
         start = StartTransfer(epoch=group.epoch, round=group.round, version=version)
-        return [(end, start) for end in sorted(group.waiting, key=lambda end: (end in group.peers, end))]
+        return [
+            (end, start) for end in sorted(group.waiting, key=lambda end: (end in group.peers, end))
+        ]
 
-    def _transferred(self, group: Group, peer: bytes, message: TransferResult, now: float) -> Outgoing:
+    def _transferred(
+        self, group: Group, peer: bytes, message: TransferResult, now: float
+    ) -> Outgoing:
         if message.state == BROKEN:
             self.faults[group.name] = message.fault
             return self._fence(group)
@@ -294,7 +368,9 @@ class Coordinator(Roster):
             group.refused = group.offered
             return self._end_round(group, now)
         pairs = tuple(tuple(group.sent[rank]) for rank in sorted(group.sent))
-        self._sent[group.name] = Sent(group.offered, pairs, now - group.began, whole_bytes=group.whole_bytes)
+        self._sent[group.name] = Sent(
+            group.offered, pairs, now - group.began, whole_bytes=group.whole_bytes
+        )
         group.arrived(group.offered)
         group.enter(Phase.VERIFIED, group.peers)
         return [(end, self._verified(group)) for end in sorted(group.waiting)]
@@ -305,16 +381,23 @@ class Coordinator(Roster):
         group.enter(Phase.IDLE, set())
         return [*((end, aborted) for end in sorted(group.peers)), *self._offer(group, now)]
 
-    def _adopted(self, group: Group, peer: bytes, message: Committed | ReaderHeartbeat, now: float) -> Outgoing:
-        """A destination rank says what it computes with; it is told again of a version that it may adopt."""
+    def _adopted(
+        self, group: Group, peer: bytes, message: Committed | ReaderHeartbeat, now: float
+    ) -> Outgoing:
+        """A destination rank says what it computes with; it is told again of a version that it may
+        adopt."""
         if message.version == group.offered:
             sent = self._sent[group.name]
             if isinstance(message, Committed):
                 sent = replace(
-                    sent, held_s=max(sent.held_s, message.held_s), taken_s=max(sent.taken_s, message.taken_s)
+                    sent,
+                    held_s=max(sent.held_s, message.held_s),
+                    taken_s=max(sent.taken_s, message.taken_s),
                 )
             have_all = group.answered(peer)
-            self._sent[group.name] = replace(sent, committed_s=now - group.began) if have_all else sent
+            self._sent[group.name] = (
+                replace(sent, committed_s=now - group.began) if have_all else sent
+            )
             if not have_all:
                 return []
             group.enter(Phase.IDLE, set())
@@ -323,7 +406,9 @@ class Coordinator(Roster):
         return [] if told else [(peer, self._verified(group))]
 
     def _verified(self, group: Group) -> Verified:
-        return Verified(epoch=group.epoch, round=group.round, version=group.offered, note=self._note)
+        return Verified(
+            epoch=group.epoch, round=group.round, version=group.offered, note=self._note
+        )
 
 
 def _seen(group: Group, sent: Sent) -> Sent:

@@ -1,8 +1,9 @@
-"""Versions in segments of shared memory: which may be written next, who is offered what, who had its time.
+"""Versions in segments of shared memory: which may be written next, who is offered what, who had
+its time.
 
-A reader of one rank takes the newest version at its own pace. A lost message costs time, never safety: whoever is in a
-segment holds its gate (`ports`), and the writer writes behind a sealed gate alone.
-"""
+A reader of one rank takes the newest version at its own pace. A lost message costs time, never
+safety: whoever is in a segment holds its gate (`ports`), and the writer writes behind a sealed gate
+alone."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class SegmentOffers(Roster):
         return self.order()[0] if now - self._blocked_at >= self.pace.release_s else None
 
     def abandon(self, segment: str) -> Outgoing:
-        """Leave a segment to those who are in it, for good; they are fenced off and may join again."""
+        """Leave a segment to those who are in it, for good; they are fenced off and may join
+        again."""
         version = self.abandoned[segment] = self.segments.pop(segment)
         groups = list(self._groups.values()) if version >= 0 else []
         inside = [group for group in groups if version in (group.version, group.taking)]
@@ -98,14 +100,23 @@ class SegmentOffers(Roster):
         """The segment is being filled with this version: tell those who could read along."""
         out: Outgoing = []
         for group in self._groups.values():
-            out += self._to(group.seats[0], Upcoming(epoch=group.epoch, version=version, segment=segment))
+            out += self._to(
+                group.seats[0], Upcoming(epoch=group.epoch, version=version, segment=segment)
+            )
         return out
 
     def written(
-        self, segment: str, version: int, sums: bytes, digests: bytes, now: float, seconds: float = 0.0, nbytes: int = 0
+        self,
+        segment: str,
+        version: int,
+        sums: bytes,
+        digests: bytes,
+        now: float,
+        seconds: float = 0.0,
+        nbytes: int = 0,
     ) -> Outgoing:
-        """The segment holds this version whole, and its gate is open: offer it to every reader. seconds, nbytes: that
-        writing it has taken."""
+        """The segment holds this version whole, and its gate is open: offer it to every reader.
+        seconds, nbytes: that writing it has taken."""
         kept = list(self._written.items())[1 - KEPT :]
         self._written = {**dict(kept), version: _Written(now - seconds, seconds, nbytes)}
         self.segments[segment] = version
@@ -113,7 +124,8 @@ class SegmentOffers(Roster):
         return [each for group in self._groups.values() for each in self._offer(group, now)]
 
     def begin_again(self, writer: int) -> Outgoing:
-        """From now on these are the offers of this writer, whose versions follow no others: all readers join again."""
+        """From now on these are the offers of this writer, whose versions follow no others: all
+        readers join again."""
         out = [each for group in list(self._groups.values()) for each in self._drop(group)]
         self._writer, self.front = writer, None
         self._written.clear()
@@ -128,7 +140,14 @@ class SegmentOffers(Roster):
     def _unfit(self, group: Group, join: Join, now: float) -> str:
         alone = (join.rank, join.ranks) == (0, 1)
         found = f"rank {join.rank} of {join.ranks}"
-        return "" if alone else f"this writer serves readers of one rank; found {found}; open both ends by one executor"
+        return (
+            ""
+            if alone
+            else (
+                f"this writer serves readers of one rank; found {found}; open both ends by one"
+                " executor"
+            )
+        )
 
     def _repeated(self, group: Group, seat: MemberRank, now: float) -> Outgoing:
         return [(seat.peer, self._welcome(group, seat)), *self._offer(group, now)]
@@ -143,13 +162,19 @@ class SegmentOffers(Roster):
                 group.enter(Phase.IDLE, set())
                 if (of := self._written.get(message.version)) is not None:
                     self._sent[group.name] = Sent(
-                        message.version, ((of.nbytes,),), of.seconds, whole_bytes=of.nbytes,
-                        committed_s=now - of.began, taken_s=message.taken_s,
-                    )  # fmt: skip
+                        message.version,
+                        ((of.nbytes,),),
+                        of.seconds,
+                        whole_bytes=of.nbytes,
+                        committed_s=now - of.began,
+                        taken_s=message.taken_s,
+                    )
             case Refused():
                 group.taking, group.refused = -1, message.version
                 group.enter(Phase.IDLE, set())
-            case ReaderHeartbeat() if self._behind(group) and now - group.offered_at >= self.pace.heartbeat_s:
+            case ReaderHeartbeat() if (
+                self._behind(group) and now - group.offered_at >= self.pace.heartbeat_s
+            ):
                 return self._offer(group, now)
         if isinstance(message, Ready | Committed) and message.version in self.abandoned.values():
             return self._drop(group)
@@ -177,7 +202,10 @@ class SegmentReader(GroupMember):
 
     def __init__(self, name: str, pace: Timing | None = None, *, incarnation: int = 0) -> None:
         """`incarnation`: as in `Join`."""
-        super().__init__(Join(group=name, incarnation=incarnation, attempt=1, writer=0, version=-1), pace or Timing())
+        super().__init__(
+            Join(group=name, incarnation=incarnation, attempt=1, writer=0, version=-1),
+            pace or Timing(),
+        )
         self.offer: Offer | None = None
         """The newest version that may be taken and has not been."""
         self.upcoming: Upcoming | None = None
@@ -218,7 +246,8 @@ class SegmentReader(GroupMember):
             self.offer = None
 
     def committed(self, offer: Offer, taken_s: float = 0.0) -> Committed:
-        """The reader computes with the offer's version from now on, so long after it first heard of that."""
+        """The reader computes with the offer's version from now on, so long after it first heard of
+        that."""
         self._floor = offer.version
         self.hold(offer.version, self._writer)
         self.withdrawn(offer)

@@ -13,6 +13,8 @@ class VerifiedOffer:
 
     version: int
     segment: str
-    """Tells it from every other that was offered under its number: where it lies, or with whom and when it came."""
+    """Tells it from every other that was offered under its number: where it lies, or with whom and
+    when it came."""
     layout: Mapping[str, Any] | None = None
-    """The writer's, in plain values, where the others need one to find their slices, and it is another than before."""
+    """The writer's, in plain values, where the others need one to find their slices, and it is
+    another than before."""

@@ -1,4 +1,5 @@
-"""Cuts what one source rank sends to one destination rank into chunks: values, the same at both ends, no torch."""
+"""Cuts what one source rank sends to one destination rank into chunks: values, the same at both
+ends, no torch."""
 
 from __future__ import annotations
 
@@ -43,14 +44,19 @@ def place(box: Box) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def chunks_between(plan: CopyPlan, source_rank: int, destination_rank: int, bucket_bytes: int) -> tuple[Chunk, ...]:
+def chunks_between(
+    plan: CopyPlan, source_rank: int, destination_rank: int, bucket_bytes: int
+) -> tuple[Chunk, ...]:
     """The messages from one rank to another, of at most `bucket_bytes` unless one row is larger.
 
     They follow the destination's memory, so that tensors side by side there go together."""
     places = {name: at for at, name in enumerate(plan.destination.local(destination_rank))}
     copies = sorted(
         plan.copies(source_rank=source_rank, destination_rank=destination_rank),
-        key=lambda copy: (places[copy.destination_name], [each.start for each in copy.destination_box]),
+        key=lambda copy: (
+            places[copy.destination_name],
+            [each.start for each in copy.destination_box],
+        ),
     )
     made: list[Chunk] = []
     fragments: list[Fragment] = []
@@ -69,7 +75,8 @@ def chunks_between(plan: CopyPlan, source_rank: int, destination_rank: int, buck
 
 
 def split_shape(shape: tuple[int, ...], item_bytes: int, most: int) -> list[Box]:
-    """Boxes of at most `most` bytes that make up a tensor, cut along its first dimension longer than 1."""
+    """Boxes of at most `most` bytes that make up a tensor, cut along its first dimension longer
+    than 1."""
     whole = tuple(slice(0, length) for length in shape)
     if prod(shape) * item_bytes <= most:
         return [whole]
@@ -91,5 +98,7 @@ def _within(box: Box, part: Box) -> Box:
     """A part of a box; the one that has more dimensions has size 1 along its leading ones."""
     lead = max(0, len(box) - len(part))
     inner = part[len(part) - len(box) + lead :]
-    moved = (slice(b.start + p.start, b.start + p.stop) for b, p in zip(box[lead:], inner, strict=True))
+    moved = (
+        slice(b.start + p.start, b.start + p.stop) for b, p in zip(box[lead:], inner, strict=True)
+    )
     return (*box[:lead], *moved)

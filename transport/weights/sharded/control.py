@@ -1,4 +1,5 @@
-"""The thread in which a rank keeps its deadlines and speaks with the coordinator; on source rank 0 it coordinates."""
+"""The thread in which a rank keeps its deadlines and speaks with the coordinator; on source rank 0
+it coordinates."""
 
 from __future__ import annotations
 
@@ -58,11 +59,13 @@ class NetworkEnd:
 
 
 class CoordinatorSocket:
-    """The address, claimed for a coordinator: a socket, and within a machine a folder where process groups meet."""
+    """The address, claimed for a coordinator: a socket, and within a machine a folder where process
+    groups meet."""
 
     def __init__(self, address: str, keys: RunKeys | None = None, attempt: int = 0) -> None:
-        """`keys`: the run's; then other hosts reach the address, and process groups meet over the line. `attempt`: the
-        scheduler's, at this process; higher than that of any that listened there before.
+        """`keys`: the run's; then other hosts reach the address, and process groups meet over the
+        line. `attempt`: the scheduler's, at this process; higher than that of any that listened
+        there before.
 
         AddressTaken when another live writer has it."""
         self._members: dict[bytes, Numbered] = {}
@@ -87,7 +90,8 @@ class CoordinatorSocket:
             self._release = undo.pop_all()
 
     def send(self, peer: bytes, message: WriterMessage) -> bool:
-        """False when the peer is known to be gone: then it hears nothing of what it was told before, either."""
+        """False when the peer is known to be gone: then it hears nothing of what it was told
+        before, either."""
         frames = self._member(peer).frames(CODEC.encode(message), time.monotonic(), is_kept=True)
         is_there = sent(self.socket, peer, *frames)
         if not is_there:
@@ -117,10 +121,14 @@ class CoordinatorSocket:
 class MemberSocket:
     """A member's socket to the coordinator, which may be started again elsewhere."""
 
-    def __init__(self, address: str, keys: RunKeys | None = None, seek: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self, address: str, keys: RunKeys | None = None, seek: Callable[[], str] = lambda: ""
+    ) -> None:
         """`seek`: where the coordinator is now; empty where nobody knows."""
         self._address, self._seek, self._numbered = address, seek, Numbered()
-        self.socket = (LocalAddress(address) if keys is None else HostAddress(address, keys)).connected()
+        self.socket = (
+            LocalAddress(address) if keys is None else HostAddress(address, keys)
+        ).connected()
 
     def follow(self) -> None:
         """Turn to where the coordinator is, if that is elsewhere."""
@@ -151,9 +159,11 @@ class MemberSocket:
 
 
 class ControlThread(threading.Thread):
-    """Consumes: messages, ends of work. Produces: messages, work. Waits for: sockets, at most a part of a heartbeat.
+    """Consumes: messages, ends of work. Produces: messages, work. Waits for: sockets, at most a
+    part of a heartbeat.
 
-    Unblocked by: messages, `act` of another thread, the time. Every use of `member` holds `changed`."""
+    Unblocked by: messages, `act` of another thread, the time. Every use of `member` holds
+    `changed`."""
 
     def __init__(
         self,
@@ -169,10 +179,11 @@ class ControlThread(threading.Thread):
         heard: Callable[[], None] = lambda: None,
         host: str = "",
     ) -> None:
-        """`connect`: makes the end of an epoch, in a thread of its own. `line`: None beside the coordinator.
+        """`connect`: makes the end of an epoch, in a thread of its own. `line`: None beside the
+        coordinator.
 
-        `heard`: called, with `changed` held, after the member has heard a message. `host`: the address of this host for
-        the others; empty: all are on one."""
+        `heard`: called, with `changed` held, after the member has heard a message. `host`: the
+        address of this host for the others; empty: all are on one."""
         super().__init__(name="weights-control", daemon=True)
         self.changed = threading.Condition(threading.RLock())
         self.error: BaseException | None = None
@@ -246,7 +257,8 @@ class ControlThread(threading.Thread):
             self._release()
         else:
             self.join(10)
-        # A thread that came back from C++ while the interpreter winds down would take the process with it.
+        # A thread that came back from C++ while the interpreter winds down would take the process
+        # with it.
         deadline = self._clock() + ENDING_S
         for thread in self._ending:
             thread.ended(max(0.0, deadline - self._clock()))
@@ -285,7 +297,8 @@ class ControlThread(threading.Thread):
                 if self.coordinator:
                     self.route(self.coordinator.tick(now))
                 closing = self._closing
-            self._flush()  # others first: this rank's own work may keep their messages from a processor
+            # others first: this rank's own work may keep their messages from a processor
+            self._flush()
             with self.changed:
                 self._deliver()
             self._flush()
@@ -360,6 +373,8 @@ class ControlThread(threading.Thread):
             self._stores[form.epoch] = store
 
         def connect(over: threading.Event) -> EpochTransfers:
-            return self._connect(form, Meeting(store=form.store, host=self._host, line=store, over=over))
+            return self._connect(
+                form, Meeting(store=form.store, host=self._host, line=store, over=over)
+            )
 
         self._threads[form.epoch] = EpochThread(connect, formed, transferred)

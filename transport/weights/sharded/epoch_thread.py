@@ -1,4 +1,5 @@
-"""The thread that works for one epoch: it connects, then transfers versions, one after the other."""
+"""The thread that works for one epoch: it connects, then transfers versions, one after the
+other."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class EpochTransfers(Protocol):
     """One rank's end of an epoch's process group."""
 
     def prepare(self) -> None:
-        """What can be done for the next transfer before it begins; it may be done already. Never waits for peers."""
+        """What can be done for the next transfer before it begins; it may be done already. Never
+        waits for peers."""
 
     def transfer(self, version: int, deadline: float) -> TransferOutcome:
         """Send or receive a version; ends by the deadline."""
@@ -32,7 +34,8 @@ class EpochTransfers(Protocol):
 
 
 class EpochThread(threading.Thread):
-    """Consumes: transfers. Produces: outcomes. Waits for: its peers. Unblocked by: them, `abort`, `look`."""
+    """Consumes: transfers. Produces: outcomes. Waits for: its peers. Unblocked by: them, `abort`,
+    `look`."""
 
     def __init__(
         self,
@@ -56,7 +59,9 @@ class EpochThread(threading.Thread):
 
     def transfer(self, transfer: Transfer, deadline: float) -> None:
         """Begin a transfer; its outcome comes later."""
-        self._jobs.put(lambda end: self._transferred(transfer, self._transfer(end, transfer, deadline)))
+        self._jobs.put(
+            lambda end: self._transferred(transfer, self._transfer(end, transfer, deadline))
+        )
 
     def prepare(self) -> None:
         """A buffer is free."""
@@ -106,7 +111,9 @@ class EpochThread(threading.Thread):
         end.close()
         return None
 
-    def _transfer(self, end: EpochTransfers, transfer: Transfer, deadline: float) -> TransferOutcome:
+    def _transfer(
+        self, end: EpochTransfers, transfer: Transfer, deadline: float
+    ) -> TransferOutcome:
         self._deadline = deadline
         try:
             outcome = end.transfer(transfer.version, deadline)
@@ -115,10 +122,13 @@ class EpochThread(threading.Thread):
         finally:
             self._deadline = math.inf
         if outcome.state == BROKEN and self._is_late:
-            return TransferOutcome(BROKEN, f"it was not over at its deadline: {outcome.fault}"[:300])
+            return TransferOutcome(
+                BROKEN, f"it was not over at its deadline: {outcome.fault}"[:300]
+            )
         return outcome
 
 
 def _prepare(end: EpochTransfers) -> None:
-    with contextlib.suppress(RuntimeError):  # the group is broken: the next transfer, or its end, will show it
+    # the group is broken: the next transfer, or its end, will show it
+    with contextlib.suppress(RuntimeError):
         end.prepare()

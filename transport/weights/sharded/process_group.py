@@ -1,9 +1,10 @@
-"""A process group of one epoch, apart from torch's default one: gloo between processors, NCCL between GPUs.
+"""A process group of one epoch, apart from torch's default one: gloo between processors, NCCL
+between GPUs.
 
-Within a host a rank meets the others in a file of a private folder, and all listen on loopback alone; between hosts
-they meet over the line, and listen at the address by which others find theirs. The group can be aborted from another
-thread at any time, which ends what any rank of it is waiting for.
-"""
+Within a host a rank meets the others in a file of a private folder, and all listen on loopback
+alone; between hosts they meet over the line, and listen at the address by which others find theirs.
+The group can be aborted from another thread at any time, which ends what any rank of it is waiting
+for."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ from transport.weights.sharded.rendezvous import Meeting
 
 Backend = Literal["gloo", "nccl", "shared_memory", "cuda_ipc"]
 ONE_SIDED = ("shared_memory", "cuda_ipc")
-"""Within a machine: the sender writes into the receiver's memory, and gloo carries the few words about it."""
+"""Within a machine: the sender writes into the receiver's memory, and gloo carries the few words
+about it."""
 CONNECT_S = 3.0
-"""For connections to ranks that have come to the rendezvous: one that died since keeps gloo waiting so long."""
+"""For connections to ranks that have come to the rendezvous: one that died since keeps gloo waiting
+so long."""
 NEVER = datetime.timedelta(days=365)
 UNUSED_TAG = (1 << 30) + 1
 """Of messages that nobody sends."""
@@ -35,10 +38,17 @@ class ProcessGroup:
     """Point-to-point exchange between the ranks of one epoch."""
 
     def __init__(
-        self, backend: str, meeting: Meeting, rank: int, size: int, *, connect_s: float,
+        self,
+        backend: str,
+        meeting: Meeting,
+        rank: int,
+        size: int,
+        *,
+        connect_s: float,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        """Meets the other ranks, all of which do the same, within `connect_s`; RuntimeError if they do not.
+    ) -> None:
+        """Meets the other ranks, all of which do the same, within `connect_s`; RuntimeError if they
+        do not.
 
         WeightError: this host has no such address as `meeting` says."""
         backend = "gloo" if backend in ONE_SIDED else backend
@@ -48,7 +58,9 @@ class ProcessGroup:
         if backend == "gloo":
             self._group = _gloo(self._store, rank, size, meeting.host)
         else:
-            self._group = _nccl(self._store, rank, size, meeting.host, datetime.timedelta(seconds=connect_s))
+            self._group = _nccl(
+                self._store, rank, size, meeting.host, datetime.timedelta(seconds=connect_s)
+            )
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Begin to send a dense tensor, which must keep its bytes until `wait` returns."""
@@ -58,24 +70,31 @@ class ProcessGroup:
         """Begin to receive into a dense tensor."""
         return self._group.recv([tensor], peer, tag)
 
-    def wait(self, work: Any, deadline: float, clock: Callable[[], float], *, is_watched: bool) -> None:
-        """Until it is done. RuntimeError when a rank is gone, the group is aborted or the deadline passed.
+    def wait(
+        self, work: Any, deadline: float, clock: Callable[[], float], *, is_watched: bool
+    ) -> None:
+        """Until it is done. RuntimeError when a rank is gone, the group is aborted or the deadline
+        passed.
 
-        is_watched: another thread aborts the group at the deadline. gloo's own time-outs run on while the process is
-        stopped, so where they are the only ones, a stop ends the group."""
+        is_watched: another thread aborts the group at the deadline. gloo's own time-outs run on
+        while the process is stopped, so where they are the only ones, a stop ends the group."""
         if self.backend == "gloo":
-            work.wait(NEVER if is_watched else datetime.timedelta(seconds=max(0.001, deadline - clock())))
+            work.wait(
+                NEVER if is_watched else datetime.timedelta(seconds=max(0.001, deadline - clock()))
+            )
             return
         while not work.is_completed():
             if clock() >= deadline:
                 raise WaitTimeout(
-                    f"a transfer of rank {self.rank} of {self.size} passed its deadline; found it unfinished"
+                    f"a transfer of rank {self.rank} of {self.size} passed its deadline; found it"
+                    " unfinished"
                 )
             time.sleep(0.0002)
         work.wait()
 
     def abort(self) -> None:
-        """End all that is under way, here and at the other ranks. From any thread; returns within milliseconds."""
+        """End all that is under way, here and at the other ranks. From any thread; returns within
+        milliseconds."""
         with contextlib.suppress(RuntimeError):
             if self.backend == "nccl":
                 self._group.abort()
@@ -84,7 +103,8 @@ class ProcessGroup:
 
 
 def abort_gloo(group: Any, rank: int, size: int) -> None:
-    """End all that is under way in a group of gloo's, here and at the other ranks, from any thread."""
+    """End all that is under way in a group of gloo's, here and at the other ranks, from any
+    thread."""
     if size > 1:
         # gloo closes every connection of a group once one of its waits has timed out.
         with contextlib.suppress(RuntimeError):

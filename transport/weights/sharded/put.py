@@ -1,9 +1,10 @@
-"""One-sided transfers within a machine: each source rank writes its boxes into the receivers' buffers, where they stay.
+"""One-sided transfers within a machine: each source rank writes its boxes into the receivers'
+buffers, where they stay.
 
-A receiver tells its senders which buffer is free as soon as one is. A sender copies straight into it, casting on the
-way, and its messages only say that a chunk is there; then it is verified as any other. A buffer of a transfer that did
-not come to its end is never used again: a sender that was stopped in the middle may still write to it.
-"""
+A receiver tells its senders which buffer is free as soon as one is. A sender copies straight into
+it, casting on the way, and its messages only say that a chunk is there; then it is verified as any
+other. A buffer of a transfer that did not come to its end is never used again: a sender that was
+stopped in the middle may still write to it."""
 
 from __future__ import annotations
 
@@ -41,8 +42,11 @@ class BufferOffer:
 CODEC: Codec[BufferOffer] = Codec("put", 1, BufferOffer)
 
 
-def peer_memory(backend: str, device: torch.device, memory: DeviceMemory | None) -> PeerMemory | None:
-    """What a receiver's buffers are taken from; None where messages carry the bytes. `memory` stands in for a GPU's."""
+def peer_memory(
+    backend: str, device: torch.device, memory: DeviceMemory | None
+) -> PeerMemory | None:
+    """What a receiver's buffers are taken from; None where messages carry the bytes. `memory`
+    stands in for a GPU's."""
     if backend == "cuda_ipc":
         if memory is None:
             from transport.weights.executors.cuda_memory import CudaMemory
@@ -53,9 +57,12 @@ def peer_memory(backend: str, device: torch.device, memory: DeviceMemory | None)
 
 
 class Deposit:
-    """A chunk that its sender writes into the receiver's buffer; the message tells that it is there."""
+    """A chunk that its sender writes into the receiver's buffer; the message tells that it is
+    there."""
 
-    def __init__(self, peer: int, tag: int, chunk: Chunk, ours: Tensors, theirs: Tensors, threads: int) -> None:
+    def __init__(
+        self, peer: int, tag: int, chunk: Chunk, ours: Tensors, theirs: Tensors, threads: int
+    ) -> None:
         self.peer, self.tag = peer, tag
         self.nbytes = sum(fragment.nbytes for fragment in chunk.fragments)
         self.data = torch.zeros(1, dtype=torch.uint8)
@@ -72,7 +79,8 @@ class Deposit:
         return self._copier.run()
 
     def known(self, sums: Sums) -> list[int] | None:
-        """The checksums made when the tensors were copied; None where they are not of these fragments."""
+        """The checksums made when the tensors were copied; None where they are not of these
+        fragments."""
         found = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
         return None if -1 in found else found
 
@@ -88,7 +96,9 @@ class DepositedChunk:
         self.peer, self.tag = peer, tag
         self.data = torch.zeros(1, dtype=torch.uint8)
         self.names = [part.copy.tensor for part in chunk.fragments]
-        self._summer = Summer([ours[part.copy.destination_name][part.destination] for part in chunk.fragments])
+        self._summer = Summer(
+            [ours[part.copy.destination_name][part.destination] for part in chunk.fragments]
+        )
 
     def unpack(self) -> list[int]:
         """The checksum of each fragment as it lies there."""
@@ -113,8 +123,8 @@ class _Opened:
 class Deposits:
     """What one source rank writes in an epoch.
 
-    Consumes: the receivers' places. Produces: bytes there. Waits for: the places, in `steps`. Unblocked by: receivers.
-    """
+    Consumes: the receivers' places. Produces: bytes there. Waits for: the places, in `steps`.
+    Unblocked by: receivers."""
 
     def __init__(
         self,
@@ -126,7 +136,8 @@ class Deposits:
         first: int,
         threads: int,
     ) -> None:
-        """`chunks`, `flats`: what goes to each peer, and how its buffers are laid out. `first`: whose turn is first."""
+        """`chunks`, `flats`: what goes to each peer, and how its buffers are laid out. `first`:
+        whose turn is first."""
         self._exchange, self._chunks, self._flats, self._memory = exchange, chunks, flats, memory
         self._first, self._threads = first, threads
         self._opened: dict[int, dict[bytes, _Opened]] = {peer: {} for peer in chunks}
@@ -135,13 +146,19 @@ class Deposits:
     def steps(self, key: int, tensors: Tensors, deadline: float) -> list[Deposit]:
         """The next transfer's: nothing for a receiver that has no room.
 
-        `key`: equal while the tensors lie where they lay. SegmentError where a buffer cannot be opened."""
+        `key`: equal while the tensors lie where they lay. SegmentError where a buffer cannot be
+        opened."""
         places = self._places.heard(deadline)
         self._places = self._asked()
         told = {peer: _told(words) for peer, words in places.items()}
-        return in_turns({
-            peer: self._steps_to(peer, place, key, tensors) for peer, place in told.items() if place
-        }, self._first)  # fmt: skip
+        return in_turns(
+            {
+                peer: self._steps_to(peer, place, key, tensors)
+                for peer, place in told.items()
+                if place
+            },
+            self._first,
+        )
 
     def close(self) -> None:
         """Let go of all buffers."""
@@ -162,8 +179,8 @@ class Deposits:
             found = len(buffer.buffer)
             buffer.close()
             raise SegmentError(
-                f"the buffer of a receiver is not laid out as its layout says; found {found} bytes for {flat.nbytes}; "
-                "trainer and generators must run the same release"
+                f"the buffer of a receiver is not laid out as its layout says; found {found} bytes"
+                f" for {flat.nbytes}; trainer and generators must run the same release"
             )
         return _Opened(buffer, flat)
 
@@ -179,7 +196,9 @@ class Arrivals:
 
     Consumes: a free buffer. Produces: its place, for the senders. Waits for: nothing."""
 
-    def __init__(self, exchange: GroupExchange, chunks: Mapping[int, Sequence[Chunk]], *, first: int) -> None:
+    def __init__(
+        self, exchange: GroupExchange, chunks: Mapping[int, Sequence[Chunk]], *, first: int
+    ) -> None:
         """`chunks`: what comes from each peer. `first`: whose turn is first."""
         self._exchange, self._chunks, self._first = exchange, chunks, first
         self._steps: dict[int, list[DepositedChunk]] = {}
@@ -205,10 +224,16 @@ class Arrivals:
         self._telling = self._exchange.tell(dict.fromkeys(self._chunks, words))
 
     def _compiled(self, buffer: Buffer) -> list[DepositedChunk]:
-        return in_turns({
-            peer: [DepositedChunk(peer, number, chunk, buffer.views) for number, chunk in enumerate(cut, 1)]
-            for peer, cut in self._chunks.items()
-        }, self._first)  # fmt: skip
+        return in_turns(
+            {
+                peer: [
+                    DepositedChunk(peer, number, chunk, buffer.views)
+                    for number, chunk in enumerate(cut, 1)
+                ]
+                for peer, cut in self._chunks.items()
+            },
+            self._first,
+        )
 
 
 def _words(told: bytes) -> list[int]:

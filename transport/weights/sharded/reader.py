@@ -1,4 +1,5 @@
-"""A generator rank's end of the sharded weight plane: it receives its own shard, and adopts it at a safe point."""
+"""A generator rank's end of the sharded weight plane: it receives its own shard, and adopts it at a
+safe point."""
 
 from __future__ import annotations
 
@@ -32,10 +33,11 @@ HEAR_S = 0.05
 
 
 class ShardedReader:
-    """Takes versions of one model, of which this rank of a reader group holds a shard. For a single-threaded loop.
+    """Takes versions of one model, of which this rank of a reader group holds a shard. For a
+    single-threaded loop.
 
-    A version can be seen here when every rank of the group has its part of it, verified; it is adopted when the loop
-    says so, and until then the group takes no other.
+    A version can be seen here when every rank of the group has its part of it, verified; it is
+    adopted when the loop says so, and until then the group takes no other.
 
     Consumes: this rank's shard of each version. Produces: new values in the attached tensors.
     Waits for: nothing, except in `wait`. Unblocked by: the trainer's next version.
@@ -58,20 +60,24 @@ class ShardedReader:
         host: NetworkEnd | None = None,
         seek: Callable[[], str] = lambda: "",
     ) -> None:
-        """`layout`: of all ranks of the group called `name`. `ranks`: how many they are, if the last hold nothing.
+        """`layout`: of all ranks of the group called `name`. `ranks`: how many they are, if the
+        last hold nothing.
 
-        `adopt`: "view" turns parameters into views of the buffer received into, so that an update is a pointer
-        flip; "copy" copies into the parameters' own memory. Tensors that are no Parameter, or have another dtype
-        or device, are always copied. `device`: where versions arrive; a GPU where the trainer sends by nccl.
-        `attempt`: the scheduler's, at this process; a later one takes the rank's place, whatever clocks say.
-        `memory`: stands in for a GPU's, by cuda_ipc. `host`: where the trainer may be on another host than this rank.
-        `seek`: where the trainer listens now, asked while it is silent; empty where nobody knows."""
+        `adopt`: "view" turns parameters into views of the buffer received into, so that an update
+        is a pointer flip; "copy" copies into the parameters' own memory. Tensors that are no
+        Parameter, or have another dtype or device, are always copied. `device`: where versions
+        arrive; a GPU where the trainer sends by nccl. `attempt`: the scheduler's, at this process;
+        a later one takes the rank's place, whatever clocks say. `memory`: stands in for a GPU's, by
+        cuda_ipc. `host`: where the trainer may be on another host than this rank. `seek`: where the
+        trainer listens now, asked while it is silent; empty where nobody knows."""
         self.layout, self.rank, self.name = layout, rank, name
         self.ranks = ranks if ranks is not None else layout.ranks
         self._deadlines = deadlines or Deadlines()
         self._view, self._device, self._clock = adopt == "view", numbered(device), clock
         self._buffers: ReceiveBuffers | None = None
-        self._memory_of = functools.cache(lambda backend: peer_memory(backend, self._device, memory))
+        self._memory_of = functools.cache(
+            lambda backend: peer_memory(backend, self._device, memory)
+        )
         self._no_room: SegmentError | None = None
         self._woken, self._waker = sockets.socketpair()
         for end in (self._woken, self._waker):
@@ -85,15 +91,27 @@ class ShardedReader:
         self._torn = False
         self._closed = False
         join = Join(
-            group=name, rank=rank, ranks=self.ranks, incarnation=attempt, attempt=1, writer=0, version=-1,
-            key=layout.key, layout=layout.to_plain() if rank == 0 else {},
-        )  # fmt: skip
+            group=name,
+            rank=rank,
+            ranks=self.ranks,
+            incarnation=attempt,
+            attempt=1,
+            writer=0,
+            version=-1,
+            key=layout.key,
+            layout=layout.to_plain() if rank == 0 else {},
+        )
         self._member = ReaderRank(join, self._deadlines)
         self._control = ControlThread(
-            self._member, self._connect, line=MemberSocket(address, host.keys if host else None, seek),
-            heartbeat_s=self._deadlines.heartbeat_s, transfer_s=self._deadlines.transfer_s, clock=clock,
-            heard=self._announce, host=host.address if host else "",
-        )  # fmt: skip
+            self._member,
+            self._connect,
+            line=MemberSocket(address, host.keys if host else None, seek),
+            heartbeat_s=self._deadlines.heartbeat_s,
+            transfer_s=self._deadlines.transfer_s,
+            clock=clock,
+            heard=self._announce,
+            host=host.address if host else "",
+        )
         self._started = False
 
     @property
@@ -132,45 +150,56 @@ class ShardedReader:
         LayoutMismatch when names or shapes are not those of the layout."""
         self._require_open()
         if self._started:
-            raise WeightError("tensors are attached once; found a second call; make a new reader for another model")
-        self._buffers = ReceiveBuffers(self.layout, self.rank, tensors, view=self._view, device=self._device)
+            raise WeightError(
+                "tensors are attached once; found a second call; make a new reader for another"
+                " model"
+            )
+        self._buffers = ReceiveBuffers(
+            self.layout, self.rank, tensors, view=self._view, device=self._device
+        )
         self._started = True
         self._control.start()
 
     def poll(self) -> GroupVersion | None:
         """What may be adopted, or None. Never waits.
 
-        AddressTaken when another process has taken this rank's place; LayoutMismatch when the trainer's layout, or
-        the group's other ranks, do not fit this rank; SegmentError when there was no room for a version: it is left
-        out, the one before is kept, and the next is tried."""
+        AddressTaken when another process has taken this rank's place; LayoutMismatch when the
+        trainer's layout, or the group's other ranks, do not fit this rank; SegmentError when there
+        was no room for a version: it is left out, the one before is kept, and the next is tried."""
         self._require_open()
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 pass
         if self._control.error:
-            raise WeightError("the control thread of this reader has ended; see its error") from self._control.error
+            raise WeightError(
+                "the control thread of this reader has ended; see its error"
+            ) from self._control.error
         if self._member.replaced:
             raise AddressTaken(
-                f"another process has taken rank {self.rank} of group '{self.name}'; found this one fenced off for "
-                "good; give each group its own name"
+                f"another process has taken rank {self.rank} of group '{self.name}'; found this one"
+                " fenced off for good; give each group its own name"
             )
         if self._member.denied:
-            raise LayoutMismatch(f"group '{self.name}' cannot take the trainer's weights; {self._member.denied}")
+            raise LayoutMismatch(
+                f"group '{self.name}' cannot take the trainer's weights; {self._member.denied}"
+            )
         if no_room := self._no_room:
             self._no_room = None
             raise no_room
         return self._member.offered
 
     def verify(self) -> VerifiedOffer | None:
-        """Hold the offered version as it is until `adopt` or `decline`, though its epoch may end; None for no offer.
+        """Hold the offered version as it is until `adopt` or `decline`, though its epoch may end;
+        None for no offer.
 
-        Where all ranks of a group hold one (the others by `enter`) before any of them adopts it, they never compute
-        with different versions."""
+        Where all ranks of a group hold one (the others by `enter`) before any of them adopts it,
+        they never compute with different versions."""
         self._require_open()
         return self._hold(self._clock())
 
     def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None = None) -> bool:
-        """Hold the version that another rank of the group has verified; False when it is not offered here by now.
+        """Hold the version that another rank of the group has verified; False when it is not
+        offered here by now.
 
         `layout`: known already. Raises as `poll`."""
         self.poll()
@@ -178,10 +207,15 @@ class ShardedReader:
 
         def is_offered() -> bool:
             offered = self._member.offered
-            return offered is not None and (_segment(offered), offered.version) == (segment, version)
+            return offered is not None and (_segment(offered), offered.version) == (
+                segment,
+                version,
+            )
 
         with self._control.changed:
-            return self._control.changed.wait_for(is_offered, HEAR_S) and self._hold(began) is not None
+            return (
+                self._control.changed.wait_for(is_offered, HEAR_S) and self._hold(began) is not None
+            )
 
     def decline(self) -> None:
         """Let go of the version held, if any; it is offered again, or a newer one is."""
@@ -193,7 +227,8 @@ class ShardedReader:
                 self._announce()
 
     def adopt(self) -> int:
-        """Make the version held, or else the offered one, the attached tensors' value; the version now in use.
+        """Make the version held, or else the offered one, the attached tensors' value; the version
+        now in use.
 
         It was verified by checksums when it came. When there is no offer nothing changes."""
         self._require_open()
@@ -214,11 +249,12 @@ class ShardedReader:
     def wait(self, version: int, timeout_s: float) -> int:
         """Poll and adopt until this version, or a newer one, is held; the version held.
 
-        PeerGone when the trainer was not heard in all that time, WaitTimeout when it was but had none."""
+        PeerGone when the trainer was not heard in all that time, WaitTimeout when it was but had
+        none."""
         if not self._started:
             raise WeightError(
-                f"rank {self.rank} of group '{self.name}' has nowhere to put versions; found nothing attached; call "
-                "attach with this rank's local tensors first"
+                f"rank {self.rank} of group '{self.name}' has nowhere to put versions; found"
+                " nothing attached; call attach with this rank's local tensors first"
             )
         begun = self._clock()
         deadline = begun + timeout_s
@@ -234,7 +270,9 @@ class ShardedReader:
                 if self._member.offer < 0:
                     self._control.changed.wait(min(left, 0.05))
         heard = self._member.heard >= begun
-        raise waited(f"rank {self.rank} of group '{self.name}'", version, timeout_s, self.version, heard)
+        raise waited(
+            f"rank {self.rank} of group '{self.name}'", version, timeout_s, self.version, heard
+        )
 
     def close(self) -> None:
         """Leave the trainer; attached tensors keep the version held."""
@@ -269,8 +307,8 @@ class ShardedReader:
         assert self._buffers is not None
         if form.deltas:
             raise LayoutMismatch(
-                f"the trainer sends deltas; found a reader of whole versions at rank {self.rank} of group "
-                f"'{self.name}'; take deltas.ends.DeltaReader, or a trainer without deltas"
+                f"the trainer sends deltas; found a reader of whole versions at rank {self.rank} of"
+                f" group '{self.name}'; take deltas.ends.DeltaReader, or a trainer without deltas"
             )
         return Receiving(self, self._buffers, form, meeting)
 
@@ -286,9 +324,14 @@ def _segment(offered: GroupVersion) -> str:
 class Receiving:
     """The receiver's end of one epoch."""
 
-    def __init__(self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, meeting: Meeting) -> None:
+    def __init__(
+        self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, meeting: Meeting
+    ) -> None:
         plan = reshard(Layout.from_plain(form.layout), reader.layout)
-        found = {of: chunks_between(plan, of, reader.rank, form.bucket_bytes) for of in range(form.sources)}
+        found = {
+            of: chunks_between(plan, of, reader.rank, form.bucket_bytes)
+            for of in range(form.sources)
+        }
         self._chunks = {peer: cut for peer, cut in found.items() if cut}
         self._depth = max(DEPTH, len(self._chunks))
         self._first = reader.rank % form.sources
@@ -296,17 +339,25 @@ class Receiving:
         self._buffers, self._device, self._lock = buffers, reader._device, reader._control.changed
         self._steps: dict[int, list[ChunkMessage]] = {}
         self._exchange = GroupExchange(
-            form, form.sources + reader.rank, self._chunks, self._device, reader._deadlines.form_s, meeting,
+            form,
+            form.sources + reader.rank,
+            self._chunks,
+            self._device,
+            reader._deadlines.form_s,
+            meeting,
             reader._clock,
-        )  # fmt: skip
+        )
         self._reader = reader
         self._memory = reader._memory_of(form.backend)
-        self._arrivals = Arrivals(self._exchange, self._chunks, first=self._first) if self._memory else None
+        self._arrivals = (
+            Arrivals(self._exchange, self._chunks, first=self._first) if self._memory else None
+        )
         self._next: tuple[Buffer, Arriving] | None = None
         """Where senders may write already."""
 
     def prepare(self) -> None:
-        """Tell the senders where the next version goes, if there is room; else it is left to `transfer`."""
+        """Tell the senders where the next version goes, if there is room; else it is left to
+        `transfer`."""
         with self._lock:
             has_room = self._buffers.has_room
         if has_room:
@@ -327,7 +378,9 @@ class Receiving:
             return TransferOutcome(DAMAGED, str(error))
         if self._next is None:
             buffer = self._take()
-            return self._into(buffer, version, lambda: self._receive(self._steps_into(buffer), deadline))
+            return self._into(
+                buffer, version, lambda: self._receive(self._steps_into(buffer), deadline)
+            )
         (buffer, arriving), self._next = self._next, None
         return self._into(buffer, version, lambda: self._exchange.receive(arriving, deadline))
 
@@ -353,7 +406,9 @@ class Receiving:
                 self._give_back(buffer, -1, BROKEN)
                 raise
 
-    def _into(self, buffer: Buffer, version: int, receive: Callable[[], TransferOutcome]) -> TransferOutcome:
+    def _into(
+        self, buffer: Buffer, version: int, receive: Callable[[], TransferOutcome]
+    ) -> TransferOutcome:
         state = BROKEN
         try:
             outcome = receive()
@@ -368,7 +423,8 @@ class Receiving:
 
     def _take(self) -> Buffer:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what was asked for before the last adoption reads the free buffer
+            # what was asked for before the last adoption reads the free buffer
+            torch.cuda.synchronize(self._device)
         with self._lock:
             buffer = self._buffers.take(self._epoch, self._memory)
         if buffer is None:
@@ -385,5 +441,10 @@ class Receiving:
 
     def _compiled(self, buffer: Buffer) -> list[ChunkMessage]:
         return compiled(
-            self._chunks, buffer.views, sending=False, depth=self._depth, device=self._device, first=self._first
+            self._chunks,
+            buffer.views,
+            sending=False,
+            depth=self._depth,
+            device=self._device,
+            first=self._first,
         )

@@ -1,4 +1,5 @@
-"""Where a reader receives versions while it computes with another one, and how they become the attached tensors."""
+"""Where a reader receives versions while it computes with another one, and how they become the
+attached tensors."""
 
 from __future__ import annotations
 
@@ -22,9 +23,13 @@ class Buffer:
     """One version's local tensors, flat."""
 
     def __init__(
-        self, number: int, flat: FlatLayout, device: torch.device, shared: PeerMemory | None,
+        self,
+        number: int,
+        flat: FlatLayout,
+        device: torch.device,
+        shared: PeerMemory | None,
         memory: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`memory`: uint8[flat.nbytes] that somebody else has; None: its own."""
         self.number, self.shared = number, shared
         self.use: Use = "free"
@@ -32,10 +37,15 @@ class Buffer:
         self.own = None if shared is None else shared.allocate(flat.nbytes)
         """What opens it to the senders, where they write into it."""
         if memory is None:
-            memory = self.own.buffer if self.own else torch.empty(flat.nbytes, dtype=torch.uint8, device=device)
+            memory = (
+                self.own.buffer
+                if self.own
+                else torch.empty(flat.nbytes, dtype=torch.uint8, device=device)
+            )
         self.memory = memory
         self.views = {
-            spec.name: view for spec, view in zip(flat.tensors, buffers.views(flat, self.memory), strict=True)
+            spec.name: view
+            for spec, view in zip(flat.tensors, buffers.views(flat, self.memory), strict=True)
         }
 
 
@@ -43,7 +53,13 @@ class ReceiveBuffers:
     """The buffers of one rank: usually two, the one computed with and the one received into."""
 
     def __init__(
-        self, layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor], *, view: bool, device: torch.device
+        self,
+        layout: Layout,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        view: bool,
+        device: torch.device,
     ) -> None:
         """`tensors`: attached. LayoutMismatch when they are not the rank's local ones."""
         self._flat = _flat(layout, rank)
@@ -51,7 +67,9 @@ class ReceiveBuffers:
         self._targets: dict[str, list[torch.Tensor]] = {}
         if self._flat is not None:
             found = self._flat.arrange(tensors, f"rank {rank} of the reader group")
-            self._targets = {spec.name: tied for spec, tied in zip(self._flat.tensors, found, strict=True)}
+            self._targets = {
+                spec.name: tied for spec, tied in zip(self._flat.tensors, found, strict=True)
+            }
         self._partial = _partial(layout, rank)
         self._buffers: list[Buffer] = []
         self._numbers = itertools.count(1)
@@ -64,7 +82,9 @@ class ReceiveBuffers:
     @property
     def has_room(self) -> bool:
         """Whether one version more can be received, and no more than two are held then."""
-        return not self.is_empty and (len(self._buffers) < 2 or any(each.use == "free" for each in self._buffers))
+        return not self.is_empty and (
+            len(self._buffers) < 2 or any(each.use == "free" for each in self._buffers)
+        )
 
     def take(self, epoch: int, shared: PeerMemory | None) -> Buffer | None:
         """A buffer of that memory to receive into in this epoch; None: one must be made.
@@ -73,14 +93,17 @@ class ReceiveBuffers:
         for old in self._buffers:
             if old.use == "whole" and old.epoch <= epoch:
                 old.use = "free"
-        free = next((each for each in self._buffers if each.use == "free" and each.shared is shared), None)
+        free = next(
+            (each for each in self._buffers if each.use == "free" and each.shared is shared), None
+        )
         self._keep([each for each in self._buffers if each.use != "free" or each is free])
         if free is not None:
             free.use = "receiving"
         return free
 
     def make(self, shared: PeerMemory | None) -> Buffer:
-        """A new buffer, which `add` takes in; SegmentError where `shared` has no room for it. Takes long."""
+        """A new buffer, which `add` takes in; SegmentError where `shared` has no room for it. Takes
+        long."""
         assert self._flat is not None, "who holds nothing receives nothing"
         buffer = Buffer(next(self._numbers), self._flat, self._device, shared)
         for name in self._partial:
@@ -93,7 +116,8 @@ class ReceiveBuffers:
         self._buffers.append(buffer)
 
     def base(self, epoch: int) -> Buffer | None:
-        """The one with the newest version verified in this epoch, which `take` may have given out to be overwritten."""
+        """The one with the newest version verified in this epoch, which `take` may have given out
+        to be overwritten."""
         held = [each for each in self._buffers if each.epoch == epoch and each.version >= 0]
         return max(held, key=lambda each: each.version, default=None)
 
@@ -118,13 +142,15 @@ class ReceiveBuffers:
         self._buffers = kept
 
     def hold(self, version: int, epoch: int, *, still: bool) -> None:
-        """Keep this version though newer ones come, or, unless `still`, no longer than until then."""
+        """Keep this version though newer ones come, or, unless `still`, no longer than until
+        then."""
         if self._flat is not None:
             self._whole(version, epoch).use = "held" if still else "whole"
 
     @torch.no_grad()
     def adopt(self, version: int, epoch: int) -> None:
-        """Make this version the attached tensors' values: parameters of the same dtype become views of it."""
+        """Make this version the attached tensors' values: parameters of the same dtype become views
+        of it."""
         if self._flat is None:
             return
         buffer = self._whole(version, epoch)
@@ -153,9 +179,15 @@ def _flat(layout: Layout, rank: int) -> FlatLayout | None:
     local = layout.local(rank)
     if not local:
         return None
-    into = {alias: layout.tensors[name].into for alias, name in layout.aliases.items() if alias not in local}
+    into = {
+        alias: layout.tensors[name].into
+        for alias, name in layout.aliases.items()
+        if alias not in local
+    }
     aliases = {alias: name for alias, name in into.items() if name in local}
-    return FlatLayout.build([(name, shape, dtype) for name, (shape, dtype) in local.items()], aliases)
+    return FlatLayout.build(
+        [(name, shape, dtype) for name, (shape, dtype) in local.items()], aliases
+    )
 
 
 def _partial(layout: Layout, rank: int) -> list[str]:

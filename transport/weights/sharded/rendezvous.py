@@ -1,4 +1,5 @@
-"""Where the ranks of an epoch find each other, and what ends their waiting: a file, or the coordinator's line."""
+"""Where the ranks of an epoch find each other, and what ends their waiting: a file, or the
+coordinator's line."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Meeting:
     over: threading.Event = field(default_factory=threading.Event)
     """Set by whoever gives the epoch up: nobody waits any more."""
 
-    def rendezvous(self, backend: str, size: int, patience_s: float, clock: Callable[[], float]) -> Any:
+    def rendezvous(
+        self, backend: str, size: int, patience_s: float, clock: Callable[[], float]
+    ) -> Any:
         """A store for `size` ranks, each of whose waits lasts `patience_s` at most."""
         store: Any = self.line
         if store is None:
@@ -43,7 +46,8 @@ class Meeting:
 
 
 class CoordinatorStore:
-    """Values that ranks put and ask for over the line, where only members with the keys of the run are heard."""
+    """Values that ranks put and ask for over the line, where only members with the keys of the run
+    are heard."""
 
     def __init__(self, epoch: int, send: Callable[[Put | GetValue], None]) -> None:
         self._epoch, self._send = epoch, send
@@ -74,9 +78,12 @@ class CoordinatorStore:
 
 
 class StoppableStore(dist.Store):  # type: ignore[name-defined, misc]
-    """A store that ranks meet in, whose waits another thread can end: torch's own last their full time."""
+    """A store that ranks meet in, whose waits another thread can end: torch's own last their full
+    time."""
 
-    def __init__(self, store: Any, stop: threading.Event, patience_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, store: Any, stop: threading.Event, patience_s: float, clock: Callable[[], float]
+    ) -> None:
         """`patience_s`: of every wait."""
         super().__init__()
         self._store, self._stop, self._patience_s, self._clock = store, stop, patience_s, clock
@@ -103,8 +110,11 @@ class StoppableStore(dist.Store):  # type: ignore[name-defined, misc]
         return False
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
-        """Until all are there, however short gloo's own timeout is. RuntimeError when late, or `stop` is set."""
+        """Until all are there, however short gloo's own timeout is. RuntimeError when late, or
+        `stop` is set."""
         until = self._clock() + self._patience_s
         while not self._store.check(list(keys)):
             if self._stop.wait(NAP_S) or self._clock() > until:
-                raise RuntimeError(f"other ranks have not come to the rendezvous; found no '{keys[0]}'")
+                raise RuntimeError(
+                    f"other ranks have not come to the rendezvous; found no '{keys[0]}'"
+                )

@@ -1,4 +1,5 @@
-"""Where the versions lie that a trainer's rank can send: in two buffers of its own, or in the trainer's tensors."""
+"""Where the versions lie that a trainer's rank can send: in two buffers of its own, or in the
+trainer's tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Staging(Protocol):
 class Snapshots:
     """Two flat buffers, each filled by one copy that casts, and sums the parts that will travel."""
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device, *, part_bytes: int, threads: int) -> None:
+    def __init__(
+        self, layout: Layout, rank: int, device: torch.device, *, part_bytes: int, threads: int
+    ) -> None:
         local = layout.local(rank)
         self._flat = layout.flat(rank) if local else None
         self._device, self._threads = device, threads
@@ -97,7 +100,9 @@ class Snapshots:
         views = buffers.views(flat, buffer)
         named = {spec.name: view for spec, view in zip(flat.tensors, views, strict=True)}
         self._views.append(named)
-        self._copiers.append(Copier([named[name][box] for name, box in self._parts], threads=self._threads))
+        self._copiers.append(
+            Copier([named[name][box] for name, box in self._parts], threads=self._threads)
+        )
 
 
 class BorrowedTensors:
@@ -125,7 +130,10 @@ class BorrowedTensors:
         places = [tensor.data_ptr() for tensor in tensors.values()]
         if places != self._places:
             self._places, self._number = places, self._number + 1
-        self._version, self._tensors = version, {name: tensor.detach() for name, tensor in tensors.items()}
+        self._version, self._tensors = (
+            version,
+            {name: tensor.detach() for name, tensor in tensors.items()},
+        )
 
     def of(self, version: int) -> tuple[int, Tensors]:
         """Its tensors, and a number that is equal while they lie where they lay."""
@@ -141,12 +149,13 @@ def checked(local: Mapping[str, tuple[tuple[int, ...], str]], rank: int, tensors
     """LayoutMismatch unless these are the rank's local tensors."""
     if missing := [name for name in local if name not in tensors]:
         raise LayoutMismatch(
-            f"rank {rank} of the trainer has no tensor '{missing[0]}'; found {len(tensors)} tensors, first "
-            f"{list(tensors)[:3]}; pass every local tensor of the layout"
+            f"rank {rank} of the trainer has no tensor '{missing[0]}'; found {len(tensors)}"
+            f" tensors, first {list(tensors)[:3]}; pass every local tensor of the layout"
         )
     for name, (shape, _) in local.items():
         if tuple(tensors[name].shape) != shape:
             raise LayoutMismatch(
-                f"rank {rank} of the trainer has another shape for '{name}'; found {list(tensors[name].shape)}, the "
-                f"layout says {list(shape)}; pass the local shard, not the full tensor"
+                f"rank {rank} of the trainer has another shape for '{name}'; found"
+                f" {list(tensors[name].shape)}, the layout says {list(shape)}; pass the local"
+                " shard, not the full tensor"
             )

@@ -1,8 +1,9 @@
-"""One rank's messages of a transfer, compiled once per process group and buffer, replayed for every version.
+"""One rank's messages of a transfer, compiled once per process group and buffer, replayed for every
+version.
 
-Where a message is one run of bytes in the rank's tensors it is sent from there, or received there; else it goes through
-a bucket, which one call packs or unpacks, casting on the way. Both ends sum the bytes of every fragment.
-"""
+Where a message is one run of bytes in the rank's tensors it is sent from there, or received there;
+else it goes through a bucket, which one call packs or unpacks, casting on the way. Both ends sum
+the bytes of every fragment."""
 
 from __future__ import annotations
 
@@ -25,14 +26,18 @@ Message = TypeVar("Message")
 class ChunkMessage:
     """One message to or from one peer."""
 
-    def __init__(self, peer: int, tag: int, nbytes: int, fragments: Fragments, data: torch.Tensor | None) -> None:
+    def __init__(
+        self, peer: int, tag: int, nbytes: int, fragments: Fragments, data: torch.Tensor | None
+    ) -> None:
         """`data`: its bytes in the rank's tensors, None where it needs a bucket."""
         self.peer, self.tag, self.nbytes = peer, tag, nbytes
         self._data = data
         self._fragments = fragments
         self._offsets = [fragment.offset for fragment, _ in fragments]
         self._sizes = [fragment.nbytes for fragment, _ in fragments]
-        self._keys = [(fragment.copy.source_name, place(fragment.source)) for fragment, _ in fragments]
+        self._keys = [
+            (fragment.copy.source_name, place(fragment.source)) for fragment, _ in fragments
+        ]
         self._copier: Copier | None = None
         self._same = all(_dtype(fragment) == tensor.dtype for fragment, tensor in fragments)
 
@@ -61,18 +66,22 @@ class ChunkMessage:
         """Let the message go through this bucket, uint8[nbytes or more]."""
         self._data = bucket[: self.nbytes]
         inside = [
-            bucket[fragment.offset : fragment.offset + fragment.nbytes].view(_dtype(fragment)).view(tensor.shape)
+            bucket[fragment.offset : fragment.offset + fragment.nbytes]
+            .view(_dtype(fragment))
+            .view(tensor.shape)
             for fragment, tensor in self._fragments
         ]
         ours = [tensor for _, tensor in self._fragments]
         self._copier = Copier(inside, ours) if sending else Copier(ours, inside)
 
     def pack(self) -> list[int] | None:
-        """Make the message ready to be sent; the checksum of each fragment, None where nothing had to be copied."""
+        """Make the message ready to be sent; the checksum of each fragment, None where nothing had
+        to be copied."""
         return self._copier.run() if self._copier else None
 
     def known(self, sums: Sums) -> list[int] | None:
-        """The checksums made when the tensors were copied; None where they are not of these fragments."""
+        """The checksums made when the tensors were copied; None where they are not of these
+        fragments."""
         found = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
         return None if -1 in found else found
 
@@ -97,7 +106,8 @@ def recent(
     make: Callable[[], Compiled],
     end: Callable[[Compiled], object] = lambda made: None,
 ) -> Compiled:
-    """What was made for a buffer of this key; of the two last ones only. `end`: of what is forgotten."""
+    """What was made for a buffer of this key; of the two last ones only. `end`: of what is
+    forgotten."""
     if key not in cache:
         while len(cache) > 1:
             end(cache.pop(next(iter(cache))))
@@ -106,7 +116,8 @@ def recent(
 
 
 def in_turns(steps: Mapping[int, Sequence[Message]], first: int) -> list[Message]:
-    """The messages by peer, each peer's in their order, while the peers take turns from `first` on."""
+    """The messages by peer, each peer's in their order, while the peers take turns from `first`
+    on."""
     peers = sorted(steps, key=lambda peer: (peer < first, peer))
     rows = zip_longest(*(steps[peer] for peer in peers))
     return [step for row in rows for step in row if step is not None]
@@ -121,13 +132,20 @@ def compiled(
     device: torch.device,
     first: int,
 ) -> list[ChunkMessage]:
-    """The steps of a transfer: the peers take turns, from `first` on; `depth` of them may be under way at once.
+    """The steps of a transfer: the peers take turns, from `first` on; `depth` of them may be under
+    way at once.
 
     `chunks`: by the peer's rank in the process group. `device`: where messages lie."""
-    steps = in_turns({
-        peer: [step_of(peer, number, chunk, tensors, sending, device) for number, chunk in enumerate(cut, 1)]
-        for peer, cut in chunks.items()
-    }, first)  # fmt: skip
+    steps = in_turns(
+        {
+            peer: [
+                step_of(peer, number, chunk, tensors, sending, device)
+                for number, chunk in enumerate(cut, 1)
+            ]
+            for peer, cut in chunks.items()
+        },
+        first,
+    )
     packed = [step for step in steps if step.needs_bucket]
     size = -(-max((step.nbytes for step in packed), default=0) // ALIGNMENT) * ALIGNMENT
     buckets = torch.empty(min(depth, len(packed)), size, dtype=torch.uint8, device=device)
@@ -137,9 +155,15 @@ def compiled(
 
 
 def step_of(
-    peer: int, tag: int, chunk: Chunk, tensors: Mapping[str, torch.Tensor], sending: bool, device: torch.device
+    peer: int,
+    tag: int,
+    chunk: Chunk,
+    tensors: Mapping[str, torch.Tensor],
+    sending: bool,
+    device: torch.device,
 ) -> ChunkMessage:
-    """One message, without a bucket. `tensors`: this rank's, the source's if `sending`, else the destination's."""
+    """One message, without a bucket. `tensors`: this rank's, the source's if `sending`, else the
+    destination's."""
     fragments: Fragments = []
     loose: list[bool] = []
     for fragment in chunk.fragments:
@@ -147,21 +171,36 @@ def step_of(
         box = fragment.source if sending else fragment.destination
         tensor = tensors[name].detach()
         fragments.append((fragment, tensor[box]))
-        loose.append(sending or all(each.stop == length for each, length in zip(box, tensor.shape, strict=True)))
-    return ChunkMessage(peer, tag, chunk.nbytes, fragments, _run(fragments, loose, chunk.nbytes, device))
+        loose.append(
+            sending
+            or all(each.stop == length for each, length in zip(box, tensor.shape, strict=True))
+        )
+    return ChunkMessage(
+        peer, tag, chunk.nbytes, fragments, _run(fragments, loose, chunk.nbytes, device)
+    )
 
 
-def _run(fragments: Fragments, loose: list[bool], nbytes: int, device: torch.device) -> torch.Tensor | None:
+def _run(
+    fragments: Fragments, loose: list[bool], nbytes: int, device: torch.device
+) -> torch.Tensor | None:
     """The bytes of all fragments, if they lie in memory as they do in the message.
 
-    What lies between two of them travels along. `loose`: whether what follows a fragment may be overwritten: nobody's
-    is what lies between two tensors, but not what lies between two boxes of one."""
+    What lies between two of them travels along. `loose`: whether what follows a fragment may be
+    overwritten: nobody's is what lies between two tensors, but not what lies between two boxes of
+    one."""
     start = fragments[0][1]
     storage, base = start.untyped_storage(), start.data_ptr()
     for fragment, tensor in fragments:
-        if tensor.dtype != _dtype(fragment) or tensor.device != device or not tensor.is_contiguous():
+        if (
+            tensor.dtype != _dtype(fragment)
+            or tensor.device != device
+            or not tensor.is_contiguous()
+        ):
             return None
-        if tensor.untyped_storage().data_ptr() != storage.data_ptr() or tensor.data_ptr() != base + fragment.offset:
+        if (
+            tensor.untyped_storage().data_ptr() != storage.data_ptr()
+            or tensor.data_ptr() != base + fragment.offset
+        ):
             return None
     for ((fragment, _), (after, _)), free in zip(pairwise(fragments), loose, strict=False):
         if fragment.offset + fragment.nbytes != after.offset and not free:

@@ -18,7 +18,8 @@ from transport.weights.sharded.rendezvous import Meeting
 DEPTH = 4
 """Messages under way at once, at least."""
 GREETING_TAG, SUMS_TAG = 0, 1 << 30
-"""Of the first message to each peer, and of the last of a transfer: the checksums of all fragments, int64."""
+"""Of the first message to each peer, and of the last of a transfer: the checksums of all fragments,
+int64."""
 NUMBERS_TAG = (1 << 30) + 2
 """Of what two ranks agree on before a transfer, int64."""
 
@@ -35,7 +36,8 @@ class Outbound(Protocol):
         """Its bytes, once packed."""
 
     def pack(self) -> list[int] | None:
-        """Make it ready to be sent; the checksum of each fragment, None where they are not known yet."""
+        """Make it ready to be sent; the checksum of each fragment, None where they are not known
+        yet."""
 
     def known(self, sums: Sums) -> list[int] | None:
         """The checksums made earlier, None for none."""
@@ -59,7 +61,8 @@ class Inbound(Protocol):
         """The full tensor of each fragment."""
 
     def unpack(self) -> list[int] | None:
-        """Put it into its places; the checksum of each fragment, None where what came cannot be used."""
+        """Put it into its places; the checksum of each fragment, None where what came cannot be
+        used."""
 
 
 class Cancelled(RuntimeError):
@@ -67,12 +70,15 @@ class Cancelled(RuntimeError):
 
 
 class Hearing:
-    """Numbers that peers tell: asked for in advance, a message costs nobody a wait for the other."""
+    """Numbers that peers tell: asked for in advance, a message costs nobody a wait for the
+    other."""
 
     def __init__(self, exchange: GroupExchange, counts: Mapping[int, int]) -> None:
         self._exchange = exchange
         self._numbers = {peer: exchange._numbers([0] * count) for peer, count in counts.items()}
-        self._works = [exchange._group.receive(each, peer, NUMBERS_TAG) for peer, each in self._numbers.items()]
+        self._works = [
+            exchange._group.receive(each, peer, NUMBERS_TAG) for peer, each in self._numbers.items()
+        ]
 
     def heard(self, deadline: float) -> dict[int, list[int]]:
         """By peer, once all have told theirs."""
@@ -82,16 +88,20 @@ class Hearing:
 
 
 class Arriving:
-    """A transfer's messages to this rank, `depth` of them asked for in advance, and then the sums of all."""
+    """A transfer's messages to this rank, `depth` of them asked for in advance, and then the sums
+    of all."""
 
-    def __init__(self, group: ProcessGroup, steps: Sequence[Inbound], depth: int, device: torch.device) -> None:
+    def __init__(
+        self, group: ProcessGroup, steps: Sequence[Inbound], depth: int, device: torch.device
+    ) -> None:
         self.steps = steps
         self.names: dict[int, list[str]] = {}
         """Of the fragments from each peer."""
         for step in steps:
             self.names.setdefault(step.peer, []).extend(step.names)
         self.sums = {
-            peer: torch.empty(len(found), dtype=torch.int64, device=device) for peer, found in self.names.items()
+            peer: torch.empty(len(found), dtype=torch.int64, device=device)
+            for peer, found in self.names.items()
         }
         """As the peers made them, once the last of `works` are done."""
         self.works: list[Any] = []
@@ -101,13 +111,17 @@ class Arriving:
             self.ask()
 
     def ask(self) -> None:
-        """For one message more, if there is one, and behind the last one for the sums: NCCL knows order and no tags."""
+        """For one message more, if there is one, and behind the last one for the sums: NCCL knows
+        order and no tags."""
         at = len(self.works)
         if at < len(self.steps):
             step = self.steps[at]
             self.works.append(self._group.receive(step.data, step.peer, step.tag))
             if at + 1 == len(self.steps):
-                self.works += [self._group.receive(theirs, peer, SUMS_TAG) for peer, theirs in self.sums.items()]
+                self.works += [
+                    self._group.receive(theirs, peer, SUMS_TAG)
+                    for peer, theirs in self.sums.items()
+                ]
 
 
 class GroupExchange:
@@ -127,9 +141,11 @@ class GroupExchange:
         meeting: Meeting,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Meets the epoch's other ranks. `rank`: among them, source ranks first. `peers`: those it exchanges with.
+        """Meets the epoch's other ranks. `rank`: among them, source ranks first. `peers`: those it
+        exchanges with.
 
-        `device`: where weights lie, and messages if they carry them. `meeting`: where they find each other."""
+        `device`: where weights lie, and messages if they carry them. `meeting`: where they find
+        each other."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._group = ProcessGroup(
@@ -138,12 +154,15 @@ class GroupExchange:
         device = torch.device("cpu") if form.backend in ONE_SIDED else device
         self._device, self._clock = device, clock
         self._over = meeting.over
-        # One byte to each in the order of the ranks, which is the same for all: NCCL connects a pair at its first
-        # message and waits for it, and pairs that wait for each other in a circle would do so for ever.
+        # One byte to each in the order of the ranks, which is the same for all: NCCL connects a
+        # pair at its first message and waits for it, and pairs that wait for each other in a circle
+        # would do so for ever.
         greeting = torch.zeros(1, dtype=torch.uint8, device=device)
         exchange = self._group.send if rank < form.sources else self._group.receive
         for peer in sorted(peers):
-            self._group.wait(exchange(greeting, peer, GREETING_TAG), clock() + connect_s, clock, is_watched=False)
+            self._group.wait(
+                exchange(greeting, peer, GREETING_TAG), clock() + connect_s, clock, is_watched=False
+            )
 
     def abort(self) -> None:
         """End what runs, from another thread."""
@@ -165,14 +184,20 @@ class GroupExchange:
 
     def tell(self, told: Mapping[int, Sequence[int]]) -> list[Any]:
         """Begin to tell each peer these numbers; what is under way, to be held until it is done."""
-        return [self._group.send(self._numbers(numbers), peer, NUMBERS_TAG) for peer, numbers in told.items()]
+        return [
+            self._group.send(self._numbers(numbers), peer, NUMBERS_TAG)
+            for peer, numbers in told.items()
+        ]
 
     def expect(self, steps: Sequence[Inbound], depth: int) -> Arriving:
         """Ask for the messages of the next transfer."""
         return Arriving(self._group, steps, depth, self._device)
 
-    def send(self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float) -> TransferOutcome:
-        """Send all steps, then to each peer the sums of what it was sent: those `known`, or made on the way."""
+    def send(
+        self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float
+    ) -> TransferOutcome:
+        """Send all steps, then to each peer the sums of what it was sent: those `known`, or made on
+        the way."""
         return self._guarded(lambda: self._send(steps, known, depth, deadline))
 
     def receive(self, arriving: Arriving, deadline: float) -> TransferOutcome:
@@ -185,7 +210,9 @@ class GroupExchange:
         except (RuntimeError, TimeoutError) as error:
             return TransferOutcome(BROKEN, f"{error}".splitlines()[0][:300])
 
-    def _send(self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float) -> TransferOutcome:
+    def _send(
+        self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float
+    ) -> TransferOutcome:
         works: list[Any] = []
         sums: dict[int, list[int]] = {}
         for number, step in enumerate(steps):

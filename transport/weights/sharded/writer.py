@@ -1,4 +1,5 @@
-"""A trainer rank's end of the sharded weight plane: it sends its own shard, to those who need a part of it."""
+"""A trainer rank's end of the sharded weight plane: it sends its own shard, to those who need a
+part of it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from transport.weights.protocol.ranks import SourceRank, TransferOutcome
 from transport.weights.protocol.roster import ReaderStatus, Sent
 from transport.weights.protocol.rounds import Coordinator
 from transport.weights.sharded.chunks import chunks_between
-from transport.weights.sharded.control import ControlThread, CoordinatorSocket, MemberSocket, NetworkEnd
+from transport.weights.sharded.control import (
+    ControlThread,
+    CoordinatorSocket,
+    MemberSocket,
+    NetworkEnd,
+)
 from transport.weights.sharded.process_group import Backend
 from transport.weights.sharded.put import Deposits, peer_memory
 from transport.weights.sharded.rendezvous import Meeting
@@ -35,14 +41,16 @@ BUCKET_BYTES = 16 << 20
 
 
 class ShardedWriter:
-    """Publishes versions of one model, of which this trainer rank holds a shard, to any number of reader groups.
+    """Publishes versions of one model, of which this trainer rank holds a shard, to any number of
+    reader groups.
 
-    Every rank of the trainer makes one and publishes the same versions in the same order; rank 0 coordinates. For a
-    single-threaded loop; versions travel in threads of their own while the loop does something else.
+    Every rank of the trainer makes one and publishes the same versions in the same order; rank 0
+    coordinates. For a single-threaded loop; versions travel in threads of their own while the loop
+    does something else.
 
-    Consumes: tensors from the trainer. Produces: its shard, in the memory of the ranks that need it.
-    Waits for: nothing, except in `settle`. Unblocked by: the end of the transfers, at the latest their deadline.
-    """
+    Consumes: tensors from the trainer. Produces: its shard, in the memory of the ranks that need
+    it. Waits for: nothing, except in `settle`. Unblocked by: the end of the transfers, at the
+    latest their deadline."""
 
     deltas = False
     """Whether chunks may travel as what changed in them (`deltas.ends`)."""
@@ -66,47 +74,71 @@ class ShardedWriter:
         host: NetworkEnd | None = None,
         listener: CoordinatorSocket | None = None,
     ) -> None:
-        """`layout`: of all ranks of the trainer. `ranks`: how many they are, if some of the last hold nothing.
+        """`layout`: of all ranks of the trainer. `ranks`: how many they are, if some of the last
+        hold nothing.
 
-        `address`: ipc:///folder/name.sock or tcp://127.0.0.1:port; with `host`, any tcp://host:port; the same at every
-        rank. `listener`: rank 0's that is bound there already. `backend`: shared_memory
-        and cuda_ipc write straight into the memory of readers, all of which are on this machine. `hold`: "snapshot"
-        copies each version into one of at most two buffers, so that groups may take it at any later time; with
-        "until_settle" it is sent from the trainer's tensors, which must not change until `settle` has returned.
-        `device`: where versions are sent from; this rank's GPU with nccl and cuda_ipc. `bucket_bytes`: of a message,
-        at most. `threads`: for the copy. `attempt`: the scheduler's, at this process; a later one takes the rank's
-        place, whatever clocks say. `memory`: stands in for a GPU's, by cuda_ipc. Rank 0 raises AddressTaken when
-        another live writer has the address."""
+        `address`: ipc:///folder/name.sock or tcp://127.0.0.1:port; with `host`, any
+        tcp://host:port; the same at every rank. `listener`: rank 0's that is bound there already.
+        `backend`: shared_memory and cuda_ipc write straight into the memory of readers, all of
+        which are on this machine. `hold`: "snapshot" copies each version into one of at most two
+        buffers, so that groups may take it at any later time; with "until_settle" it is sent from
+        the trainer's tensors, which must not change until `settle` has returned. `device`: where
+        versions are sent from; this rank's GPU with nccl and cuda_ipc. `bucket_bytes`: of a
+        message, at most. `threads`: for the copy. `attempt`: the scheduler's, at this process; a
+        later one takes the rank's place, whatever clocks say. `memory`: stands in for a GPU's, by
+        cuda_ipc. Rank 0 raises AddressTaken when another live writer has the address."""
         self.layout, self.rank = layout, rank
         self.ranks = ranks if ranks is not None else layout.ranks
         self._local = layout.local(rank)
         self._deadlines = deadlines or Deadlines()
         self._clock = clock
         self._device, self._threads = numbered(device), threads
-        self._memory_of = functools.cache(lambda backend: peer_memory(backend, self._device, memory))
+        self._memory_of = functools.cache(
+            lambda backend: peer_memory(backend, self._device, memory)
+        )
         self._borrows = hold == "until_settle"
         self._staging: Staging = (
-            BorrowedTensors() if self._borrows
+            BorrowedTensors()
+            if self._borrows
             else Snapshots(layout, rank, self._device, part_bytes=bucket_bytes, threads=threads)
-        )  # fmt: skip
+        )
         self._newest = -1
         self._sent: Counter[str] = Counter()
         self._pending: tuple[int, Tensors] | None = None
         self._closed = False
-        member = SourceRank(rank, self.ranks, layout.key, self._deadlines, clock(), incarnation=attempt)
+        member = SourceRank(
+            rank, self.ranks, layout.key, self._deadlines, clock(), incarnation=attempt
+        )
         keys = host.keys if host else None
         listener = (listener or CoordinatorSocket(address, keys, attempt)) if rank == 0 else None
-        coordinator = None if listener is None else Coordinator(
-            self.ranks, layout.key, layout.to_plain(), listener.store, backend=backend,
-            bucket_bytes=bucket_bytes, deltas=self.deltas, writer=secrets.randbits(62), now=clock(),
-            deadlines=self._deadlines,
-        )  # fmt: skip
+        coordinator = (
+            None
+            if listener is None
+            else Coordinator(
+                self.ranks,
+                layout.key,
+                layout.to_plain(),
+                listener.store,
+                backend=backend,
+                bucket_bytes=bucket_bytes,
+                deltas=self.deltas,
+                writer=secrets.randbits(62),
+                now=clock(),
+                deadlines=self._deadlines,
+            )
+        )
         self._member, self._coordinator = member, coordinator
         self._control = ControlThread(
-            member, self._connect, line=None if listener else MemberSocket(address, keys),
-            host=host.address if host else "", heartbeat_s=self._deadlines.heartbeat_s,
-            transfer_s=self._deadlines.transfer_s, clock=clock, coordinator=coordinator, listener=listener,
-        )  # fmt: skip
+            member,
+            self._connect,
+            line=None if listener else MemberSocket(address, keys),
+            host=host.address if host else "",
+            heartbeat_s=self._deadlines.heartbeat_s,
+            transfer_s=self._deadlines.transfer_s,
+            clock=clock,
+            coordinator=coordinator,
+            listener=listener,
+        )
         self._control.start()
 
     @property
@@ -133,20 +165,22 @@ class ShardedWriter:
 
     @property
     def sent(self) -> Mapping[str, Sent]:
-        """What the newest version that each reader group has whole has taken; rank 0 alone knows."""
+        """What the newest version that each reader group has whole has taken; rank 0 alone
+        knows."""
         with self._control.changed:
             return self._coordinator.sent if self._coordinator else {}
 
     @property
     def sent_bytes(self) -> Mapping[str, int]:
-        """Bytes of weights that this rank has sent to each reader group, of transfers that came to their end."""
+        """Bytes of weights that this rank has sent to each reader group, of transfers that came to
+        their end."""
         with self._control.changed:
             return dict(self._sent)
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes of weights that all ranks of the trainer have sent to all groups, in transfers that came to their end,
-        and what these would have been without deltas; rank 0 alone knows."""
+        """Bytes of weights that all ranks of the trainer have sent to all groups, in transfers that
+        came to their end, and what these would have been without deltas; rank 0 alone knows."""
         with self._control.changed:
             return self._coordinator.traffic if self._coordinator else (0, 0)
 
@@ -156,33 +190,37 @@ class ShardedWriter:
         return None
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Make a version available: True. False: both buffers are being sent, and a later `poll` copies it.
+        """Make a version available: True. False: both buffers are being sent, and a later `poll`
+        copies it.
 
-        `tensors`: this rank's local tensors by the layout's names. Where they are copied later, they must keep
-        their values until then, or until the next publish, which replaces them. Versions must rise; any may be left
-        out. PeerGone when a rank of the trainer is gone; LayoutMismatch when names or shapes differ."""
+        `tensors`: this rank's local tensors by the layout's names. Where they are copied later,
+        they must keep their values until then, or until the next publish, which replaces them.
+        Versions must rise; any may be left out. PeerGone when a rank of the trainer is gone;
+        LayoutMismatch when names or shapes differ."""
         self._check()
         if version <= self._newest:
             raise WeightError(
-                f"versions must rise; found {version} after {self._newest}; publish each step once, in order"
+                f"versions must rise; found {version} after {self._newest}; publish each step once,"
+                " in order"
             )
         checked(self._local, self.rank, tensors)
         with self._control.changed:
             if self._borrows and self._member.kept:
                 raise WeightError(
-                    f"version {max(self._member.kept)} is still being sent from the trainer's tensors; found version "
-                    f"{version} published over it; call settle before they change"
+                    f"version {max(self._member.kept)} is still being sent from the trainer's"
+                    f" tensors; found version {version} published over it; call settle before they"
+                    " change"
                 )
         self._newest, self._pending = version, (version, dict(tensors))
         self._stage()
         return self._pending is None
 
     def settle(self, timeout_s: float) -> bool:
-        """The tensors are about to change: forget a version that is not copied yet, and wait until no transfer reads
-        them; at once where they were copied.
+        """The tensors are about to change: forget a version that is not copied yet, and wait until
+        no transfer reads them; at once where they were copied.
 
-        False when the time was up: the transfers are given up, and their groups come back for a later version. In
-        both cases the tensors may change now."""
+        False when the time was up: the transfers are given up, and their groups come back for a
+        later version. In both cases the tensors may change now."""
         self._check()
         self._pending = None
         if not self._borrows:
@@ -207,7 +245,8 @@ class ShardedWriter:
                 self._control.wake()
 
     def poll(self) -> None:
-        """Copy a waiting version if a buffer is free by now. PeerGone when a rank of the trainer is gone."""
+        """Copy a waiting version if a buffer is free by now. PeerGone when a rank of the trainer is
+        gone."""
         self._check()
         if self._pending:
             self._stage()
@@ -243,11 +282,13 @@ class ShardedWriter:
         if self._closed:
             raise WeightError("this writer is closed; found a call after close; make a new one")
         if self._control.error:
-            raise WeightError("the control thread of this writer has ended; see its error") from self._control.error
+            raise WeightError(
+                "the control thread of this writer has ended; see its error"
+            ) from self._control.error
         if self._member.failure:
             raise PeerGone(
-                f"rank {self.rank} of {self.ranks} cannot send weights; found: {self._member.failure}; "
-                "look at that rank, and start the trainer again"
+                f"rank {self.rank} of {self.ranks} cannot send weights; found:"
+                f" {self._member.failure}; look at that rank, and start the trainer again"
             )
 
 
@@ -257,22 +298,39 @@ class Sending:
     def __init__(self, writer: ShardedWriter, form: FormGroup, meeting: Meeting) -> None:
         theirs = Layout.from_plain(form.layout)
         plan = reshard(writer.layout, theirs)
-        cuts = [chunks_between(plan, writer.rank, to, form.bucket_bytes) for to in range(form.ranks)]
+        cuts = [
+            chunks_between(plan, writer.rank, to, form.bucket_bytes) for to in range(form.ranks)
+        ]
         self._chunks = {form.sources + to: cut for to, cut in enumerate(cuts) if cut}
         self._depth = max(DEPTH, len(self._chunks))
         self._first = form.sources + writer.rank % form.ranks
-        self._writer, self._staging, self._device, self._group = writer, writer._staging, writer._device, form.group
+        self._writer, self._staging, self._device, self._group = (
+            writer,
+            writer._staging,
+            writer._device,
+            form.group,
+        )
         self._sources, self._ranks = form.sources, form.ranks
         self._steps: dict[int, list[ChunkMessage]] = {}
         self._exchange = GroupExchange(
-            form, writer.rank, self._chunks, self._device, writer._deadlines.form_s, meeting, writer._clock
+            form,
+            writer.rank,
+            self._chunks,
+            self._device,
+            writer._deadlines.form_s,
+            meeting,
+            writer._clock,
         )
         self._deposits: Deposits | None = None
         if memory := writer._memory_of(form.backend):
             self._deposits = Deposits(
-                self._exchange, self._chunks, {peer: theirs.flat(peer - form.sources) for peer in self._chunks}, memory,
-                first=self._first, threads=writer._threads,
-            )  # fmt: skip
+                self._exchange,
+                self._chunks,
+                {peer: theirs.flat(peer - form.sources) for peer in self._chunks},
+                memory,
+                first=self._first,
+                threads=writer._threads,
+            )
 
     def prepare(self) -> None:
         """Nothing: receivers are asked for their places as soon as they have told the last ones."""
@@ -307,9 +365,18 @@ class Sending:
         if self._deposits is not None:
             self._deposits.close()
 
-    def _agreed(self, version: int, steps: list[ChunkMessage], deadline: float) -> Sequence[Outbound]:
+    def _agreed(
+        self, version: int, steps: list[ChunkMessage], deadline: float
+    ) -> Sequence[Outbound]:
         """The messages as their receivers expect them."""
         return steps
 
     def _compiled(self, tensors: Tensors) -> list[ChunkMessage]:
-        return compiled(self._chunks, tensors, sending=True, depth=self._depth, device=self._device, first=self._first)
+        return compiled(
+            self._chunks,
+            tensors,
+            sending=True,
+            depth=self._depth,
+            device=self._device,
+            first=self._first,
+        )

@@ -1,4 +1,5 @@
-"""The Triton draw gives the tokens of the sampler, with the log-probabilities of the distribution drawn from."""
+"""The Triton draw gives the tokens of the sampler, with the log-probabilities of the distribution
+drawn from."""
 
 import math
 
@@ -18,7 +19,9 @@ pytestmark = [
 
 
 def logits_of(device, rows, vocabulary, seed=0, spread=3.0):
-    return (torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread).to(device)
+    return (
+        torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
+    ).to(device)
 
 
 def seeds_of(device, rows):
@@ -27,7 +30,9 @@ def seeds_of(device, rows):
 
 @pytest.mark.parametrize("vocabulary", [2, 31, 1024, 1025, 5000, 151_936])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_are_those_at_which_the_summed_probability_passes_the_mark(device, vocabulary, temperature):
+def test_tokens_are_those_at_which_the_summed_probability_passes_the_mark(
+    device, vocabulary, temperature
+):
     logits, (seeds, counts) = logits_of(device, 16, vocabulary), seeds_of(device, 16)
     tokens, logprobs = draw_plain(logits, temperature, seeds, counts)
     exact = (logits.double() / temperature).log_softmax(-1)
@@ -52,7 +57,10 @@ def test_a_row_draws_the_same_whatever_stands_beside_it(device):
 def test_frequencies_are_those_of_the_distribution(device):
     rows = 40 if device.type == "cpu" else 40_000
     logits = torch.tensor([0.0, 1.0, -math.inf, 2.0, 0.5], device=device).expand(rows, 5)
-    seeds, counts = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+    seeds, counts = (
+        torch.arange(rows, device=device),
+        torch.zeros(rows, dtype=torch.int64, device=device),
+    )
     drawn = torch.cat([draw_plain(logits, 1.0, seeds, counts + turn)[0] for turn in range(5)]).cpu()
     seen = torch.bincount(drawn, minlength=5).double()
     expected = logits[0].double().softmax(-1).cpu() * len(drawn)
@@ -84,5 +92,6 @@ def test_logits_may_be_half_precision_and_a_part_of_something_larger(device):
     part = wide[::2, :1200]
     seeds, counts = seeds_of(device, 3)
     assert torch.equal(
-        draw_plain(part, 1.0, seeds, counts)[0], draw_plain(part.contiguous().float(), 1.0, seeds, counts)[0]
+        draw_plain(part, 1.0, seeds, counts)[0],
+        draw_plain(part.contiguous().float(), 1.0, seeds, counts)[0],
     )

@@ -25,7 +25,27 @@ def test_buckets_rise_to_exactly_the_slots_and_waste_little(slots):
 
 
 def test_the_first_buckets_are_small():
-    assert buckets(256) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+    assert buckets(256) == (
+        1,
+        2,
+        4,
+        8,
+        16,
+        24,
+        32,
+        40,
+        48,
+        56,
+        64,
+        80,
+        96,
+        112,
+        128,
+        160,
+        192,
+        224,
+        256,
+    )
 
 
 def test_on_the_cpu_work_is_done_once_for_each_call_with_its_key():
@@ -50,7 +70,13 @@ class Rows:
         self.table[:live] = torch.arange(live * 3).view(live, 3)
 
     def front(self, count):
-        return self.last[:count], self.at[:count], self.table[:count], self.last[:count] * 3, self.at[:count]
+        return (
+            self.last[:count],
+            self.at[:count],
+            self.table[:count],
+            self.last[:count] * 3,
+            self.at[:count],
+        )
 
     def fill(self, count, page):
         self.table[self.n : count] = page
@@ -73,8 +99,12 @@ def test_rows_that_fill_the_bucket_write_to_the_scratch_page_and_are_not_returne
 
     decode = GraphedDecode(forward, drawing, rows, cache, None, slots=30, device=CPU)
     tokens, logprobs = decode(5, Sampling(temperature=0.5))
-    assert torch.equal(tokens, rows.last[:5] * 4 + rows.at[:5]) and torch.equal(logprobs, rows.at[:5].float())
+    assert torch.equal(tokens, rows.last[:5] * 4 + rows.at[:5]) and torch.equal(
+        logprobs, rows.at[:5].float()
+    )
     ((given, positions, table),) = seen
     assert len(given) == 8
-    assert (given[5:] == 0).all() and (positions[5:] == 0).all() and (table[5:] == cache.scratch).all()
+    assert (
+        (given[5:] == 0).all() and (positions[5:] == 0).all() and (table[5:] == cache.scratch).all()
+    )
     assert torch.equal(table[:5], rows.table[:5])

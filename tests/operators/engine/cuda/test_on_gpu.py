@@ -1,4 +1,5 @@
-"""The engine on a GPU draws what the model says: with Triton kernels, replayed steps, late flags, compiled layers."""
+"""The engine on a GPU draws what the model says: with Triton kernels, replayed steps, late flags,
+compiled layers."""
 
 import numpy as np
 import pytest
@@ -52,16 +53,26 @@ def make_model(device, family="qwen3", dtype=torch.float32, seed=0):
     kind, extra = FAMILIES[family]
     config = getattr(transformers, kind)(**{**SIZES, **extra})
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=dtype
+    )
     return model.to(device).eval().requires_grad_(False)
 
 
 def make_engine(model, *, kernel=True, **options):
     proof = adapt(model, "small")
     assert proof.kernel is not None
-    settings = {"slots": 32, "context_tokens": 160, "sampling": Sampling(), "end_tokens": [], **options}
+    settings = {
+        "slots": 32,
+        "context_tokens": 160,
+        "sampling": Sampling(),
+        "end_tokens": [],
+        **options,
+    }
     chosen = proof.kernel if kernel else None
-    return Engine(model, kernel=chosen, token_bytes=proof.token_bytes, cache_bytes=1 << 28, **settings)
+    return Engine(
+        model, kernel=chosen, token_bytes=proof.token_bytes, cache_bytes=1 << 28, **settings
+    )
 
 
 def starts(groups=4, size=4, limit=90):
@@ -86,7 +97,13 @@ def drive(engine, given, between=None):
             between(step)
         for row in engine.step([waiting.pop(0)] if waiting else []):
             assert row.ticket not in rows
-            rows[row.ticket] = (row.tokens.ids, row.tokens.logprobs, row.tokens.versions, row.start, row.reason)
+            rows[row.ticket] = (
+                row.tokens.ids,
+                row.tokens.logprobs,
+                row.tokens.versions,
+                row.start,
+                row.reason,
+            )
         step += 1
     return rows
 
@@ -115,10 +132,17 @@ def same(one, two, tolerance=0.0):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_torchs_operators(gpu, family):
     found = [
-        drive(make_engine(make_model(gpu, family), kernel=kernel, graphs=kernel, sampling=Sampling(temperature=0)),
-              starts())
+        drive(
+            make_engine(
+                make_model(gpu, family),
+                kernel=kernel,
+                graphs=kernel,
+                sampling=Sampling(temperature=0),
+            ),
+            starts(),
+        )
         for kernel in (True, False)
-    ]  # fmt: skip
+    ]
     same(*found)
 
 
@@ -144,7 +168,9 @@ def test_replayed_steps_are_bit_for_bit_those_that_are_not(gpu):
 
 def test_flags_read_late_change_no_rollout(gpu):
     ends = list(range(7, VOCABULARY, 25))
-    found = [drive(make_engine(make_model(gpu), lag=lag, end_tokens=ends), starts()) for lag in (0, 1)]
+    found = [
+        drive(make_engine(make_model(gpu), lag=lag, end_tokens=ends), starts()) for lag in (0, 1)
+    ]
     same(*found, tolerance=1e-4)
     assert {row[4] for row in found[0].values()} == {STOPPED, TOO_LONG}
     for tokens, *_, start, reason in found[1].values():
@@ -187,7 +213,9 @@ def test_a_generator_that_compiles_draws_from_the_same_distribution(gpu, tmp_pat
     model = make_model(gpu)
     model.save_pretrained(tmp_path)
     save_words(tmp_path, VOCABULARY)
-    declared = Generator(Model(str(tmp_path)), compile=True, slots=32, context_tokens=160, cache_bytes=1 << 28)
+    declared = Generator(
+        Model(str(tmp_path)), compile=True, slots=32, context_tokens=160, cache_bytes=1 << 28
+    )
     engine = build_native(declared, Context(node="generator", device="cuda:0")).engine
     rows = drive(engine, starts())
     assert engine.graphed.replays.captured > 0

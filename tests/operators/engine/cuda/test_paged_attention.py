@@ -1,4 +1,5 @@
-"""The Triton kernel attends as a float64 reference does, whatever the shapes, and writes where it should."""
+"""The Triton kernel attends as a float64 reference does, whatever the shapes, and writes where it
+should."""
 
 import math
 
@@ -24,8 +25,20 @@ pytestmark = [
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-def case(device, *, heads, kv_heads, width, value_width=None, positions, dtype=torch.float32, slack=1, seed=0):
-    """Query, new key and value, and a layout over a cache whose unused places hold nothing that may be read."""
+def case(
+    device,
+    *,
+    heads,
+    kv_heads,
+    width,
+    value_width=None,
+    positions,
+    dtype=torch.float32,
+    slack=1,
+    seed=0,
+):
+    """Query, new key and value, and a layout over a cache whose unused places hold nothing that may
+    be read."""
     rows, value_width = len(positions), value_width or width
     wide = max(positions) // PAGE + 1 + slack
     rng = np.random.default_rng(seed)
@@ -36,7 +49,9 @@ def case(device, *, heads, kv_heads, width, value_width=None, positions, dtype=t
     def numbers(*shape):
         return torch.randn(*shape, generator=made).to(device, dtype)
 
-    keys, values = cache.layer(0, numbers(1, kv_heads, 1, width), numbers(1, kv_heads, 1, value_width))
+    keys, values = cache.layer(
+        0, numbers(1, kv_heads, 1, width), numbers(1, kv_heads, 1, value_width)
+    )
     keys.fill_(torch.nan)
     values.fill_(torch.nan)
     table = torch.from_numpy(order.reshape(rows, wide).astype(np.int32)).to(device)
@@ -71,7 +86,9 @@ def reference(query, key, value, keys, values, layout, scale, window, softcap):
     return torch.stack(found)
 
 
-def check(device, dtype=torch.float32, *, scale=0.3, window=None, softcap=None, tiles=Tiles(), **shape):
+def check(
+    device, dtype=torch.float32, *, scale=0.3, window=None, softcap=None, tiles=Tiles(), **shape
+):
     given = case(device, dtype=dtype, **shape)
     expected = reference(*given, scale, window, softcap)
     found = paged_attention(*given, scale, window, softcap, tiles=tiles)
@@ -95,9 +112,18 @@ def test_groups_of_queries_attend_like_the_reference(device, heads, kv_heads):
     check(device, heads=heads, kv_heads=kv_heads, width=32, positions=LENGTHS)
 
 
-@pytest.mark.parametrize(("width", "value_width"), [(4, 4), (16, 16), (64, 64), (80, 80), (128, 128), (24, 40)])
+@pytest.mark.parametrize(
+    ("width", "value_width"), [(4, 4), (16, 16), (64, 64), (80, 80), (128, 128), (24, 40)]
+)
 def test_heads_of_any_width_attend_like_the_reference(device, width, value_width):
-    check(device, heads=4, kv_heads=2, width=width, value_width=value_width, positions=[0, 33, 100, 16])
+    check(
+        device,
+        heads=4,
+        kv_heads=2,
+        width=width,
+        value_width=value_width,
+        positions=[0, 33, 100, 16],
+    )
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 64, 1000])
@@ -117,8 +143,18 @@ def test_half_precision_attends_within_its_rounding(device, dtype):
 @pytest.mark.parametrize("block", [16, 32, 128])
 def test_the_split_of_a_row_does_not_change_its_result(device, monkeypatch, processors, block):
     monkeypatch.setattr(module, "chip", lambda _: Chip(processors))
-    check(device, heads=4, kv_heads=2, width=16, positions=[*LENGTHS, 300], tiles=Tiles(block=block))
-    check(device, heads=4, kv_heads=2, width=16, positions=[*LENGTHS, 300], tiles=Tiles(block=block), window=70)
+    check(
+        device, heads=4, kv_heads=2, width=16, positions=[*LENGTHS, 300], tiles=Tiles(block=block)
+    )
+    check(
+        device,
+        heads=4,
+        kv_heads=2,
+        width=16,
+        positions=[*LENGTHS, 300],
+        tiles=Tiles(block=block),
+        window=70,
+    )
 
 
 def test_a_table_wider_than_any_row_changes_nothing(device):
@@ -126,7 +162,9 @@ def test_a_table_wider_than_any_row_changes_nothing(device):
 
 
 def test_rows_that_only_fill_up_the_batch_leave_the_others_as_they_are(device):
-    query, key, value, keys, values, layout = case(device, heads=4, kv_heads=2, width=16, positions=[20, 50, 0, 0])
+    query, key, value, keys, values, layout = case(
+        device, heads=4, kv_heads=2, width=16, positions=[20, 50, 0, 0]
+    )
     expected = reference(query, key, value, keys, values, layout, 0.3, None, None)
     layout.table[2:] = layout.cache.scratch
     found = paged_attention(query, key, value, keys, values, layout, 0.3, None, None)
@@ -145,7 +183,9 @@ def test_broken_numbers_show_in_the_output_of_the_row_that_has_them(device, monk
 
 
 def test_numbers_of_unlike_types_are_refused(device):
-    query, key, value, keys, values, layout = case(device, heads=2, kv_heads=2, width=16, positions=[3])
+    query, key, value, keys, values, layout = case(
+        device, heads=2, kv_heads=2, width=16, positions=[3]
+    )
     with pytest.raises(ModelError, match=r"all alike.*torch's operators"):
         paged_attention(query.bfloat16(), key, value, keys, values, layout, 0.3, None, None)
 
@@ -164,5 +204,8 @@ def test_few_or_long_rows_are_split_and_many_short_ones_are_not():
 def test_trips_are_as_short_as_wide_heads_and_small_chips_need(width, size, kib):
     tiles = fitted(Tiles(), 2 * width * size, kib * 1024)
     assert tiles.block >= 16 and tiles.stages >= 1
-    assert tiles.stages * tiles.block * 2 * width * size <= kib * 1024 or (tiles.block, tiles.stages) == (16, 1)
+    assert tiles.stages * tiles.block * 2 * width * size <= kib * 1024 or (
+        tiles.block,
+        tiles.stages,
+    ) == (16, 1)
     assert tiles == Tiles() or 3 * 128 * 2 * width * size > (kib - 16) * 1024

@@ -1,4 +1,5 @@
-"""An engine that replays padded steps and reads late which rows ended gives the rollouts of one that does neither."""
+"""An engine that replays padded steps and reads late which rows ended gives the rollouts of one
+that does neither."""
 
 import numpy as np
 import pytest
@@ -16,11 +17,21 @@ ENDS = [1, 7]
 
 def make_engine(model, *, on_gpu_terms, **options):
     proof = adapt(model, "tiny")
-    settings = {"slots": 12, "context_tokens": 100, "sampling": Sampling(), "end_tokens": ENDS, **options}
+    settings = {
+        "slots": 12,
+        "context_tokens": 100,
+        "sampling": Sampling(),
+        "end_tokens": ENDS,
+        **options,
+    }
     return Engine(
-        model, kernel=proof.kernel, token_bytes=proof.token_bytes, graphs=on_gpu_terms, lag=int(on_gpu_terms),
+        model,
+        kernel=proof.kernel,
+        token_bytes=proof.token_bytes,
+        graphs=on_gpu_terms,
+        lag=int(on_gpu_terms),
         **{"cache_bytes": 1 << 24, **settings},
-    )  # fmt: skip
+    )
 
 
 def starts(count=9):
@@ -37,7 +48,8 @@ def starts(count=9):
 
 
 def drive(engine, given, between=None):
-    """By ticket: tokens, log-probabilities, versions, reason, text; and the tokens that the engine says it drew."""
+    """By ticket: tokens, log-probabilities, versions, reason, text; and the tokens that the engine
+    says it drew."""
     rows, waiting, step = {}, list(given), 0
     while waiting or engine.live:
         extra = between(engine, step) if between is not None else ()
@@ -46,7 +58,13 @@ def drive(engine, given, between=None):
         for row in (*(extra or ()), *engine.step(begin)):
             assert row.ticket not in rows
             tokens = row.tokens
-            rows[row.ticket] = (tokens.ids.tolist(), tokens.logprobs, tokens.versions.tolist(), row.reason, row.text)
+            rows[row.ticket] = (
+                tokens.ids.tolist(),
+                tokens.logprobs,
+                tokens.versions.tolist(),
+                row.reason,
+                row.text,
+            )
     return rows
 
 

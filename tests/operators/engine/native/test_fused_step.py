@@ -1,4 +1,5 @@
-"""The fused step against transformers: families, runs, prefixes, new weights; a row's bits are its own."""
+"""The fused step against transformers: families, runs, prefixes, new weights; a row's bits are its
+own."""
 
 from __future__ import annotations
 
@@ -17,29 +18,41 @@ from operators.models.errors import ModelError
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler at hand")
 
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32, "rope_theta": 1000.0,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 1000.0,
+}
 ONE = {"num_key_value_heads": 1}
 MODELS = {
     "llama": ("llama", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama, rope scaled": ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    "llama, odd sizes": ("llama", {"hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 3, **ONE}),
+    "llama, odd sizes": (
+        "llama",
+        {"hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 3, **ONE},
+    ),
     "llama, one query per key": ("llama", {"num_key_value_heads": 4}),
     "llama, wide": ("llama", {"hidden_size": 256, "vocab_size": 333, "initializer_range": 0.05}),
     "qwen2": ("qwen2", {}),
-    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen2 with windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {}),
     "mistral, wide window": ("mistral", {"sliding_window": 40}),
-}  # fmt: skip
-
-
+}
 NOTHING = (torch.empty(0, dtype=torch.int64),) * 2
 EMPTY = SimpleNamespace(
-    positions=NOTHING[0], longest=0, table=torch.empty(0, 1, dtype=torch.int32), runs=None, shared=None
+    positions=NOTHING[0],
+    longest=0,
+    table=torch.empty(0, 1, dtype=torch.int32),
+    runs=None,
+    shared=None,
 )
 
 
@@ -58,30 +71,46 @@ def rows_of(prompts, siblings, longest):
     """Pages for `siblings` rows of each prompt: shared full pages, own ones behind them."""
     most = longest // PAGE + 1
     pages = iter(
-        torch.randperm(len(prompts) * siblings * (most + 1) + 2, generator=torch.Generator().manual_seed(3)).tolist()
+        torch.randperm(
+            len(prompts) * siblings * (most + 1) + 2, generator=torch.Generator().manual_seed(3)
+        ).tolist()
     )
     tables = []
     for prompt in prompts:
         shared = [next(pages) for _ in range(len(prompt) // PAGE)]
-        tables.append([shared + [next(pages) for _ in range(most - len(shared))] for _ in range(siblings)])
+        tables.append(
+            [shared + [next(pages) for _ in range(most - len(shared))] for _ in range(siblings)]
+        )
     return tables, KVCache(len(prompts) * siblings * (most + 1) + 2)
 
 
 def generate(step, prompts, siblings, drawn, *, shared=True, together=True):
-    """Logits of each prompt's last token and of every drawn token [prompts * siblings, T], as generated."""
+    """Logits of each prompt's last token and of every drawn token [prompts * siblings, T], as
+    generated."""
     longest = max(len(prompt) for prompt in prompts) + drawn.shape[1]
     tables, cache = rows_of(prompts, siblings, longest)
-    new = [Prefix(tokens=prompt, cached=0, tables=table) for prompt, table in zip(prompts, tables, strict=True)]
+    new = [
+        Prefix(tokens=prompt, cached=0, tables=table)
+        for prompt, table in zip(prompts, tables, strict=True)
+    ]
     first = step(*NOTHING, cache, EMPTY, new)
     rows = []
     table = torch.tensor([row for group in tables for row in group], dtype=torch.int32)
     starts = torch.tensor([len(prompt) for prompt in prompts for _ in range(siblings)])
     runs = torch.arange(0, len(table) + 1, siblings, dtype=torch.int32) if shared else None
-    pages = torch.tensor([len(prompt) // PAGE for prompt in prompts], dtype=torch.int32) if shared else None
+    pages = (
+        torch.tensor([len(prompt) // PAGE for prompt in prompts], dtype=torch.int32)
+        if shared
+        else None
+    )
     for t in range(drawn.shape[1]):
         positions = starts + t
         layout = SimpleNamespace(
-            positions=positions, longest=int(positions.max()) + 1, table=table, runs=runs, shared=pages
+            positions=positions,
+            longest=int(positions.max()) + 1,
+            table=table,
+            runs=runs,
+            shared=pages,
         )
         if together:
             rows.append(step(drawn[:, t], positions, cache, layout))
@@ -111,8 +140,14 @@ def expected(model, prompts, siblings, drawn):
 def drawing(model, lengths=(33, 16, 5), siblings=3, count=20):
     generator = torch.Generator().manual_seed(7)
     vocabulary = model.config.vocab_size
-    prompts = [torch.randint(0, vocabulary, (length,), generator=generator).numpy() for length in lengths]
-    return prompts, siblings, torch.randint(0, vocabulary, (len(lengths) * siblings, count), generator=generator)
+    prompts = [
+        torch.randint(0, vocabulary, (length,), generator=generator).numpy() for length in lengths
+    ]
+    return (
+        prompts,
+        siblings,
+        torch.randint(0, vocabulary, (len(lengths) * siblings, count), generator=generator),
+    )
 
 
 def assert_near(found, wanted, share=1e-5):
@@ -171,7 +206,13 @@ def test_prefixes_go_on_behind_cached_pages_beside_rows_that_decode(make_model):
         runs=None,
         shared=None,
     )
-    found = step(drawn[0], layout.positions, cache, layout, [Prefix(tokens=prompts[1], cached=2, tables=tables[1])])
+    found = step(
+        drawn[0],
+        layout.positions,
+        cache,
+        layout,
+        [Prefix(tokens=prompts[1], cached=2, tables=tables[1])],
+    )
     wanted = expected(model, prompts, siblings, drawn)
     assert_near(found, torch.stack([wanted[0, 1], wanted[1, 0]]))
 
@@ -195,20 +236,29 @@ def test_a_prefix_may_read_pages_that_an_earlier_one_computes_in_the_same_step(m
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_prefix_that_begins_as_a_page_of_another_has_the_bits_of_one_computed_whole(model, threads):
+def test_a_prefix_that_begins_as_a_page_of_another_has_the_bits_of_one_computed_whole(
+    model, threads
+):
     step = FusedStep(model)
     (whole, other), _, _ = drawing(model, lengths=(300, 210), siblings=1, count=1)
     other[:190] = whole[:190]
     (mine, theirs), cache = rows_of([whole, other], 1, 300)
     first = Prefix(tokens=whole, cached=0, tables=mine)
     table = [*mine[0][:11], *theirs[0][11:]]
-    second = Prefix(tokens=other, cached=11, tables=[table], near=mine[0][11], alike=190 - 11 * PAGE)
+    second = Prefix(
+        tokens=other, cached=11, tables=[table], near=mine[0][11], alike=190 - 11 * PAGE
+    )
     assert second.new == 20
     torch.set_num_threads(threads)
     found = step(*NOTHING, cache, EMPTY, [first, second])
     torch.set_num_threads(1)
     alone = [
-        step(*NOTHING, KVCache(20), EMPTY, [Prefix(tokens=prompt, cached=0, tables=[list(range(20))])])
+        step(
+            *NOTHING,
+            KVCache(20),
+            EMPTY,
+            [Prefix(tokens=prompt, cached=0, tables=[list(range(20))])],
+        )
         for prompt in (whole, other)
     ]
     assert torch.equal(found, torch.cat(alone))
@@ -292,7 +342,9 @@ def test_tokens_and_positions_out_of_range_are_refused_before_anything_is_writte
     for token, position in ((-1, 0), (10**6, 0), (3, 16), (3, -1)):
         table = torch.zeros(1, 1, dtype=torch.int32)
         positions = torch.tensor([position])
-        layout = SimpleNamespace(positions=positions, longest=40, table=table, runs=None, shared=None)
+        layout = SimpleNamespace(
+            positions=positions, longest=40, table=table, runs=None, shared=None
+        )
         with pytest.raises(ModelError, match="row 0 is out of range"):
             step(torch.tensor([token]), positions, cache, layout)
     assert all(not side.any() for both in cache.layers for side in both)

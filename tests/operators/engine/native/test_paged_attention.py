@@ -1,4 +1,5 @@
-"""Paged decode attention in C against float64: every layout, the same bits however rows are put together."""
+"""Paged decode attention in C against float64: every layout, the same bits however rows are put
+together."""
 
 from __future__ import annotations
 
@@ -16,10 +17,13 @@ pytestmark = pytest.mark.skipif(kernel() is None, reason="no C compiler at hand"
 
 
 def case(sizes, prompts, lengths, *, heads, repeats, width, dtype=torch.float32, seed=0):
-    """Runs of `sizes` rows whose prompts take so many tokens; a row is at prompt + its length - 1."""
+    """Runs of `sizes` rows whose prompts take so many tokens; a row is at prompt + its length -
+    1."""
     generator = torch.Generator().manual_seed(seed)
     rows = sum(sizes)
-    starts = torch.tensor([prompt for size, prompt in zip(sizes, prompts, strict=True) for _ in range(size)])
+    starts = torch.tensor(
+        [prompt for size, prompt in zip(sizes, prompts, strict=True) for _ in range(size)]
+    )
     positions = starts + torch.tensor(lengths) - 1
     most = int(positions.max()) // PAGE + 1
     order = torch.randperm(rows * most + 3, generator=generator)
@@ -36,9 +40,15 @@ def case(sizes, prompts, lengths, *, heads, repeats, width, dtype=torch.float32,
     packed = draw(rows, (repeats + 2) * heads, width).transpose(0, 1)
     query, key, value = packed.split([repeats * heads, heads, heads])
     layout = SimpleNamespace(
-        positions=positions, longest=int(positions.max()) + 1, table=table.int(), runs=runs.int(), shared=shared.int()
+        positions=positions,
+        longest=int(positions.max()) + 1,
+        table=table.int(),
+        runs=runs.int(),
+        shared=shared.int(),
     )
-    return SimpleNamespace(query=query, key=key, value=value, keys=keys, values=values, layout=layout)
+    return SimpleNamespace(
+        query=query, key=key, value=value, keys=keys, values=values, layout=layout
+    )
 
 
 def reference(made, scale, window, softcap):
@@ -66,7 +76,9 @@ def reference(made, scale, window, softcap):
 def run(made, scale=0.3, window=None, softcap=None, **changes):
     layout = SimpleNamespace(**{**vars(made.layout), **changes})
     keys, values = made.keys.clone(), made.values.clone()
-    out = decode_attention(kernel(), made.query, made.key, made.value, keys, values, layout, scale, window, softcap)
+    out = decode_attention(
+        kernel(), made.query, made.key, made.value, keys, values, layout, scale, window, softcap
+    )
     return out, keys, values
 
 
@@ -80,7 +92,14 @@ def assert_right(made, tolerance=2e-6, **how):
 @pytest.mark.parametrize("width", [4, 8, 16, 20, 32, 64, 80, 96, 128])
 @pytest.mark.parametrize(("heads", "repeats"), [(2, 1), (2, 2), (1, 4), (1, 8), (3, 7)])
 def test_attention_equals_float64_for_every_width_and_ratio_of_heads(width, heads, repeats):
-    made = case([3, 1, 5], [37, 5, 16], [1, 2, 30, 11, 1, 16, 17, 4, 33], heads=heads, repeats=repeats, width=width)
+    made = case(
+        [3, 1, 5],
+        [37, 5, 16],
+        [1, 2, 30, 11, 1, 16, 17, 4, 33],
+        heads=heads,
+        repeats=repeats,
+        width=width,
+    )
     assert_right(made, scale=width**-0.5)
 
 
@@ -105,7 +124,9 @@ def test_any_number_of_siblings(rows):
 
 @pytest.mark.parametrize("width", [8, 32, 80])
 def test_bfloat16_is_summed_in_float32(width):
-    made = case([3, 2], [40, 20], [1, 20, 5, 3, 40], heads=2, repeats=2, width=width, dtype=torch.bfloat16)
+    made = case(
+        [3, 2], [40, 20], [1, 20, 5, 3, 40], heads=2, repeats=2, width=width, dtype=torch.bfloat16
+    )
     out, _, _ = run(made)
     assert out.dtype == torch.bfloat16
     assert_right(made, tolerance=2**-8)
@@ -114,7 +135,9 @@ def test_bfloat16_is_summed_in_float32(width):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 45])
 @pytest.mark.parametrize("repeats", [1, 2, 8])
-def test_a_row_has_the_same_bits_alone_with_siblings_and_on_any_number_of_threads(repeats, window, dtype):
+def test_a_row_has_the_same_bits_alone_with_siblings_and_on_any_number_of_threads(
+    repeats, window, dtype
+):
     lengths = [1 + 7 * i % 60 for i in range(24)]
     made = case([8, 11, 5], [100, 40, 17], lengths, heads=2, repeats=repeats, width=64, dtype=dtype)
     together, _, _ = run(made, window=window)
@@ -128,9 +151,15 @@ def test_a_row_has_the_same_bits_alone_with_siblings_and_on_any_number_of_thread
     assert torch.equal(together, threaded)
     for row in (0, 9, 23):
         alone = SimpleNamespace(
-            **{**vars(made), **{k: getattr(made, k)[:, row : row + 1] for k in ("query", "key", "value")}}
+            **{
+                **vars(made),
+                **{k: getattr(made, k)[:, row : row + 1] for k in ("query", "key", "value")},
+            }
         )
-        layout = {"positions": made.layout.positions[row : row + 1], "table": made.layout.table[row : row + 1]}
+        layout = {
+            "positions": made.layout.positions[row : row + 1],
+            "table": made.layout.table[row : row + 1],
+        }
         one, _, _ = run(alone, window=window, runs=None, shared=None, **layout)
         assert torch.equal(one[0], together[row])
 

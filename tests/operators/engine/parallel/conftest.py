@@ -22,10 +22,15 @@ CONTEXT = Context(node="generator")
 
 
 @pytest.fixture
-def declare(make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> Callable[..., Generator]:
-    """A generator of a tiny model that is saved in a folder; knobs go to the generator, `changes` to the config."""
+def declare(
+    make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> Callable[..., Generator]:
+    """A generator of a tiny model that is saved in a folder; knobs go to the generator, `changes`
+    to the config."""
 
-    def made(family: str = "llama", changes: dict[str, Any] | None = None, **knobs: Any) -> Generator:
+    def made(
+        family: str = "llama", changes: dict[str, Any] | None = None, **knobs: Any
+    ) -> Generator:
         folder = tmp_path / family
         make_model(family, **(changes or {})).save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -1,4 +1,5 @@
-"""A trainer that publishes versions of a tiny model to all ranks of an engine, and how rank 0 opens its end of it."""
+"""A trainer that publishes versions of a tiny model to all ranks of an engine, and how rank 0 opens
+its end of it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from dataflow.limits import Limits
 from dataflow.runtime import Context
 from dataflow.worker.weight_ports import open_beside
 from operators.engine.parallel.launch import make_parallel
-from transport.weights import FlatLayout, Layout, ShardedWriter, SharedMemory, WeightReader, WeightWriter
+from transport.weights import (
+    FlatLayout,
+    Layout,
+    ShardedWriter,
+    SharedMemory,
+    WeightReader,
+    WeightWriter,
+)
 
 Shapes = dict[str, tuple[int, ...]]
 WAIT_S = 60.0
@@ -40,14 +48,25 @@ class Opens:
     @property
     def site(self) -> dict[str, str]:
         """Where the other ranks find the same versions."""
-        place = {"executor": self.executor, "address": self.address, "folder": self.folder, "name": "generator-0"}
+        place = {
+            "executor": self.executor,
+            "address": self.address,
+            "folder": self.folder,
+            "name": "generator-0",
+        }
         return {**place, "protocol": "rounds" if self.executor == "gloo" else "segments"}
 
-    def __call__(self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)) -> Any:
+    def __call__(
+        self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)
+    ) -> Any:
         if self.executor == "gloo":
-            self.end.append(open_beside(self.site, 0, self.device, tensors, slices, limits=Limits(), attempt=0))
+            self.end.append(
+                open_beside(self.site, 0, self.device, tensors, slices, limits=Limits(), attempt=0)
+            )
         else:
-            self.end.append(WeightReader(SharedMemory(self.address, folder=self.folder), "generator-0"))
+            self.end.append(
+                WeightReader(SharedMemory(self.address, folder=self.folder), "generator-0")
+            )
             self.end[-1].attach(tensors, slices[0])
         return self.end[-1]
 
@@ -56,14 +75,19 @@ class ShardsOfAll:
     """A trainer of two ranks, both in this process, each of which sends its own rows."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], address: str) -> None:
-        self._layout = Layout.fsdp({name: (tuple(each.shape), dtype_of(each)) for name, each in tensors.items()}, 2)
+        self._layout = Layout.fsdp(
+            {name: (tuple(each.shape), dtype_of(each)) for name, each in tensors.items()}, 2
+        )
         self._ends = [ShardedWriter(self._layout, rank, address) for rank in range(2)]
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Each rank its rows."""
         done = []
         for rank, end in enumerate(self._ends):
-            mine = {name: tensors[name].detach().chunk(2)[rank].clone() for name in self._layout.local(rank)}
+            mine = {
+                name: tensors[name].detach().chunk(2)[rank].clone()
+                for name in self._layout.local(rank)
+            }
             done.append(end.publish(version, mine))
         return all(done)
 
@@ -91,9 +115,14 @@ class Rig:
     """Rank 0 with its followers, and a trainer in this process."""
 
     def __init__(
-        self, declaration: Any, folder: Any, size: int = 2, timeout_s: float = 30.0, executor: str = "shared_memory",
+        self,
+        declaration: Any,
+        folder: Any,
+        size: int = 2,
+        timeout_s: float = 30.0,
+        executor: str = "shared_memory",
         **context: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.opens = Opens(f"ipc://{folder}/w", str(folder), executor, context.get("device", "cpu"))
         self.size = size
         limits = Limits(start_s=90.0, exchange_s=timeout_s)
@@ -142,20 +171,32 @@ class Rig:
             end.close()
 
 
-def assert_slices(engine: Any, full: Mapping[str, torch.Tensor], size: int, heads: int | None = None) -> None:
-    """Every rank holds its slices of these tensors, byte for byte, and nothing else. heads: as in `part`."""
+def assert_slices(
+    engine: Any, full: Mapping[str, torch.Tensor], size: int, heads: int | None = None
+) -> None:
+    """Every rank holds its slices of these tensors, byte for byte, and nothing else. heads: as in
+    `part`."""
     found = engine.digests()
     assert len(found) == size
     for rank, digests in enumerate(found):
         assert digests.keys() == full.keys()
         for name, tensor in full.items():
-            mine = part(name, tensor.detach(), rank, size, heads).contiguous().view(-1).view(torch.uint8)
-            assert digests[name] == xxhash.xxh3_64_intdigest(mine.numpy().tobytes()), f"{name} on rank {rank}"
+            mine = (
+                part(name, tensor.detach(), rank, size, heads)
+                .contiguous()
+                .view(-1)
+                .view(torch.uint8)
+            )
+            assert digests[name] == xxhash.xxh3_64_intdigest(mine.numpy().tobytes()), (
+                f"{name} on rank {rank}"
+            )
 
 
-def part(name: str, full: torch.Tensor, rank: int, size: int, heads: int | None = None) -> torch.Tensor:
-    """What a rank holds, written out: a range of rows or columns, one of each half where gate and up are fused; of keys
-    and values one of `heads` heads, where there are fewer than ranks."""
+def part(
+    name: str, full: torch.Tensor, rank: int, size: int, heads: int | None = None
+) -> torch.Tensor:
+    """What a rank holds, written out: a range of rows or columns, one of each half where gate and
+    up are fused; of keys and values one of `heads` heads, where there are fewer than ranks."""
     kind = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
     if heads is not None and kind in ("k_proj", "v_proj"):
         return full.chunk(heads)[rank * heads // size]
@@ -169,7 +210,8 @@ def part(name: str, full: torch.Tensor, rank: int, size: int, heads: int | None 
 
 
 def publish(address: str, folder: str, shapes: Shapes, first: int, last: int, running: Any) -> None:
-    """A trainer's process: a version after the other, as soon as there is room, and skipping some; then it waits."""
+    """A trainer's process: a version after the other, as soon as there is room, and skipping some;
+    then it waits."""
     torch.set_num_threads(1)
     end = writer(values(shapes, 0), Opens(address, folder))
     deadline = time.monotonic() + 120

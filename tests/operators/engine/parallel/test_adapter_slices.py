@@ -1,4 +1,5 @@
-"""Ranks that take adapters alone and merge them into their slices compute with the weights that one rank merges."""
+"""Ranks that take adapters alone and merge them into their slices compute with the weights that one
+rank merges."""
 
 from __future__ import annotations
 
@@ -27,11 +28,14 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 def adapted(declaration: Generator, dtype: str) -> Generator:
     """The same, with adapters beside all of its linear layers."""
-    return dataclasses.replace(declaration, model=dataclasses.replace(declaration.model, lora=LoRA(3), dtype=dtype))
+    return dataclasses.replace(
+        declaration, model=dataclasses.replace(declaration.model, lora=LoRA(3), dtype=dtype)
+    )
 
 
 def mine(name: str, full: torch.Tensor, rank: int, size: int, heads: int) -> torch.Tensor:
-    """What a rank takes of an adapter: of A the columns that it has of the layer, of B the rows, or all."""
+    """What a rank takes of an adapter: of A the columns that it has of the layer, of B the rows, or
+    all."""
     path, _, adapter = name.partition(".lora_")
     if adapter.startswith("A") == path.endswith(("o_proj", "down_proj")):
         return part(f"{path}.weight", full, rank, size, heads)
@@ -63,7 +67,9 @@ def test_ranks_merge_into_their_slices_what_one_rank_merges(
         for rank, digests in enumerate(ranks.engine.digests()):
             for name, full in new.items():
                 own = mine(name, full, rank, size, heads).contiguous()
-                assert digests[name] == xxhash.xxh3_64_intdigest(own.numpy().tobytes()), f"{name} on rank {rank}"
+                assert digests[name] == xxhash.xxh3_64_intdigest(own.numpy().tobytes()), (
+                    f"{name} on rank {rank}"
+                )
         paths = {name.partition(".lora_")[0] for name in new}
         for path in paths:
             whole = one.model.get_submodule(path).weight
@@ -99,7 +105,10 @@ def test_ranks_begin_with_the_adapters_of_a_folder(declare, alone, together, tmp
     expected = drive(alone(declaration), groups())
     assert_alike(drive(together(declaration), groups()), expected)
     before = drive(alone(plain), groups())
-    assert any(row["tokens"].tolist() != before[ticket]["tokens"].tolist() for ticket, row in expected.items())
+    assert any(
+        row["tokens"].tolist() != before[ticket]["tokens"].tolist()
+        for ticket, row in expected.items()
+    )
 
 
 @pytest.mark.gpu

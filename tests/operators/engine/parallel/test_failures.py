@@ -1,4 +1,5 @@
-"""A rank that dies, is silent or falls out of step ends the others with an error that names it; nothing hangs."""
+"""A rank that dies, is silent or falls out of step ends the others with an error that names it;
+nothing hangs."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_a_killed_rank_is_named_and_the_engine_is_done(kind, declare, together, 
     engine.step([start()])
     pid, folder = follower(engine), engine._exchange.team.folder
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=rf"rank 1 of 'generator' \(pid {pid}\) ended by signal 9 .* in step 2"):
+    with pytest.raises(
+        WorkerDied, match=rf"rank 1 of 'generator' \(pid {pid}\) ended by signal 9 .* in step 2"
+    ):
         engine.step()
     with pytest.raises(RunError, match="not in step any more"):
         engine.step()
@@ -75,7 +78,9 @@ def test_a_rank_that_drew_other_tokens_ends_the_run_before_it_answers(declare, t
         (signal.SIGSTOP, DeadlineError, r"waited 3 s for rank 2 \(pid {pid}\) in step 2"),
     ],
 )
-def test_of_three_ranks_beside_rank_0_the_one_that_broke_the_exchange_is_named(number, error, says, declare, together):
+def test_of_three_ranks_beside_rank_0_the_one_that_broke_the_exchange_is_named(
+    number, error, says, declare, together
+):
     engine = together(declare(changes={"num_key_value_heads": 4}), 4, timeout_s=3.0)
     engine.step([start()])
     pid = engine._exchange.team._processes[2].pid
@@ -127,7 +132,10 @@ def test_the_others_end_when_rank_0_is_killed(when, start, says, declare):
     declaration = declare()
     done = subprocess.run(
         [sys.executable, "-c", RANK_0, declaration.model.source, when, start],
-        capture_output=True, text=True, timeout=100, cwd=ROOT,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+    )
     assert done.returncode == -signal.SIGKILL
     assert says in done.stderr, done.stderr[-2000:]

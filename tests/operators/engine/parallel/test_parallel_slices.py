@@ -1,4 +1,5 @@
-"""Every rank takes its own slices of a version from the trainer's memory, and all ranks compute with the same one."""
+"""Every rank takes its own slices of a version from the trainer's memory, and all ranks compute
+with the same one."""
 
 from __future__ import annotations
 
@@ -103,9 +104,15 @@ def test_slices_by_rows_are_views_of_the_trainers_memory_and_only_slices_by_colu
         mapped = ranks.opens.end[0]._attached._inside
         buffer = mapped.segment.buffer
         begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
-        copied = {name for name, shard in ranks.shards.items() if not begin <= shard.local.data_ptr() < end}
+        copied = {
+            name
+            for name, shard in ranks.shards.items()
+            if not begin <= shard.local.data_ptr() < end
+        }
         assert copied == {name for name in ranks.shapes if "o_proj" in name or "down_proj" in name}
-        assert sum(target.nbytes for target, _ in mapped.copies) == sum(ranks.shards[n].local.nbytes for n in copied)
+        assert sum(target.nbytes for target, _ in mapped.copies) == sum(
+            ranks.shards[n].local.nbytes for n in copied
+        )
 
 
 @pytest.mark.slow
@@ -158,7 +165,9 @@ def test_a_rank_that_can_enter_nothing_for_too_long_ends_the_replica_with_the_ca
     team = ranks.engine._exchange.team
     team.limits = dataclasses.replace(team.limits, exchange_s=0.0)
     ranks.reader._enter = lambda *told: [1]
-    with pytest.raises(DeadlineError, match=r"ranks \[1\] of 'generator' could enter no version .* version 1 gone"):
+    with pytest.raises(
+        DeadlineError, match=r"ranks \[1\] of 'generator' could enter no version .* version 1 gone"
+    ):
         ranks.reader.adopt()
 
 
@@ -184,7 +193,9 @@ def test_a_damaged_version_is_taken_by_no_rank_and_the_next_by_all(rig):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["shared_memory", "gloo"])
-def test_a_rank_that_is_killed_is_named_at_the_next_version_and_holds_the_trainer_up_no_more(executor, rig):
+def test_a_rank_that_is_killed_is_named_at_the_next_version_and_holds_the_trainer_up_no_more(
+    executor, rig
+):
     ranks = rig(executor=executor)
     ranks.publish(1)
     ranks.take()
@@ -192,7 +203,9 @@ def test_a_rank_that_is_killed_is_named_at_the_next_version_and_holds_the_traine
     ranks.offered()
     pid = ranks.engine._exchange.team._processes[1].pid
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=rf"rank 1 of 'generator' \(pid {pid}\) ended by signal 9 .* in its entry"):
+    with pytest.raises(
+        WorkerDied, match=rf"rank 1 of 'generator' \(pid {pid}\) ended by signal 9 .* in its entry"
+    ):
         ranks.reader.adopt()
     with pytest.raises(RunError, match="not in step any more"):
         ranks.engine.step()
@@ -243,7 +256,9 @@ def test_a_rank_of_another_version_ends_the_run_before_it_answers(rig):
 
 
 @pytest.mark.parametrize("executor", ["shared_memory", "gloo"])
-def test_the_generators_runtime_has_every_rank_take_its_own_slices(executor, declare, tmp_path_factory):
+def test_the_generators_runtime_has_every_rank_take_its_own_slices(
+    executor, declare, tmp_path_factory
+):
     folder = tmp_path_factory.mktemp("w")
     opens = Opens(f"ipc://{folder}/w", str(folder), executor)
     runtime = GeneratorRuntime(declare(tensor_parallel=2), Context(node="generator", reader=opens))
@@ -280,6 +295,16 @@ def test_the_ports_tell_other_ranks_where_versions_are(executor, tmp_path):
     assert isinstance(opens, OpensWeights)
     address = f"ipc://{tmp_path}/weights.trainer.{executor}"
     protocol = "rounds" if executor in ("gloo", "nccl") else "segments"
-    place = {"executor": executor, "protocol": protocol, "address": address, "folder": str(tmp_path)}
+    place = {
+        "executor": executor,
+        "protocol": protocol,
+        "address": address,
+        "folder": str(tmp_path),
+    }
     zero_copy = executor == "gloo"
-    assert opens.site == {**place, "name": "generator-0", "link_bytes_per_s": None, "zero_copy": zero_copy}
+    assert opens.site == {
+        **place,
+        "name": "generator-0",
+        "link_bytes_per_s": None,
+        "zero_copy": zero_copy,
+    }

@@ -1,4 +1,5 @@
-"""Ranks that share out a quantised model hold the slices of what one rank quantises, and sample what it samples."""
+"""Ranks that share out a quantised model hold the slices of what one rank quantises, and sample
+what it samples."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from transport.weights.tensor_encoder import Encoder
 pytestmark = pytest.mark.usefixtures("forked")
 
 WHOLE_STEPS = 2
-"""Of what rounding inputs does to a log-probability, the most that rounding them by other scales does."""
+"""Of what rounding inputs does to a log-probability, the most that rounding them by other scales
+does."""
 
 KV_HEADS = 2
 """Of the tiny models; more ranks than these hold some of them alike."""
@@ -42,11 +44,14 @@ def encoded(model: Any, weights: str) -> dict[str, torch.Tensor]:
     """What one trainer rank sends."""
     parameters = dict(model.named_parameters())
     form = weights.removesuffix("_dynamic")
-    return Encoder(Encoding(quantized=form, names=linear_weights(model)), parameters).encode(parameters)
+    return Encoder(Encoding(quantized=form, names=linear_weights(model)), parameters).encode(
+        parameters
+    )
 
 
 def slice_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """What a rank holds of what was quantised: scales as their rows, which all ranks have where rows are cut."""
+    """What a rank holds of what was quantised: scales as their rows, which all ranks have where
+    rows are cut."""
     weight = name.removesuffix(SCALE)
     if name != weight and weight.removesuffix(".weight").endswith(("o_proj", "down_proj")):
         return full
@@ -54,18 +59,25 @@ def slice_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tenso
 
 
 def digest(tensor: torch.Tensor) -> int:
-    return int(xxhash.xxh3_64_intdigest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data))
+    return int(
+        xxhash.xxh3_64_intdigest(
+            tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+        )
+    )
 
 
 def assert_holds_slices(engine: Any, new: Mapping[str, torch.Tensor], size: int) -> None:
     for rank, digests in enumerate(engine.digests()):
         for name, full in new.items():
-            assert digests.pop(name) == digest(slice_of(name, full, rank, size)), f"{name} on rank {rank}"
+            assert digests.pop(name) == digest(slice_of(name, full, rank, size)), (
+                f"{name} on rank {rank}"
+            )
         assert not digests
 
 
 def assert_samples_as_well(found: Mapping[int, Any], model: Any, weights: str) -> None:
-    """Log-probabilities are as near as one rank's to those of the same quantised weights with inputs as they are."""
+    """Log-probabilities are as near as one rank's to those of the same quantised weights with
+    inputs as they are."""
     one = copy.deepcopy(model)
     quantise(one, weights)
     mine, theirs = [], []
@@ -135,16 +147,25 @@ def test_ranks_that_quantise_full_weights_themselves_agree_on_the_scales_of_rows
             path = name.removesuffix(".weight")
             for buffer, kind in (("weight", name), ("scale", name + SCALE)):
                 mine = slice_of(kind, new[kind], 0, 2)
-                assert digest(own[f"{path}.{buffer}"]) == digest(mine), f"{buffer} of {name} in version {version}"
+                assert digest(own[f"{path}.{buffer}"]) == digest(mine), (
+                    f"{buffer} of {name} in version {version}"
+                )
     assert_alike(drive(engine, groups()), drive(one, groups()))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", ["int8", "int8_dynamic", "fp8"])
-def test_two_gpus_hold_the_slices_of_what_one_trainer_rank_quantises(weights, declare, make_model, fed):
+def test_two_gpus_hold_the_slices_of_what_one_trainer_rank_quantises(
+    weights, declare, make_model, fed
+):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    changes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    changes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     declaration = declare("llama", changes, weights=weights)
     object.__setattr__(declaration.model, "dtype", "bfloat16")
     context = Context(node="generator", device="cuda:0", quantized=declaration.quantized)

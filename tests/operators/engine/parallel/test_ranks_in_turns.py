@@ -1,4 +1,5 @@
-"""An engine of two ranks gives its memory back on both, and draws afterwards what it would have drawn."""
+"""An engine of two ranks gives its memory back on both, and draws afterwards what it would have
+drawn."""
 
 from __future__ import annotations
 
@@ -69,16 +70,22 @@ class Sleeping:
 
 def asleep_bytes(pid: int) -> list[int]:
     """Sizes of the files without a name in which a process has put memory aside."""
-    found = [each for each in Path(f"/proc/{pid}/fd").iterdir() if ".aside-" in str(each.readlink())]
+    found = [
+        each for each in Path(f"/proc/{pid}/fd").iterdir() if ".aside-" in str(each.readlink())
+    ]
     return [each.stat().st_size for each in found]
 
 
-@pytest.mark.parametrize("executor", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "executor", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)]
+)
 def test_rollouts_go_on_after_all_ranks_slept_with_the_tokens_they_would_have_drawn(
     executor: str, declare: Any, make_model: Any, alone: Any, fed: Any, tmp_path: Path
 ) -> None:
     declaration = declare("llama", on_update="recompute")
-    newer = {version: dict(make_model("llama", seed=version).named_parameters()) for version in (1, 2)}
+    newer = {
+        version: dict(make_model("llama", seed=version).named_parameters()) for version in (1, 2)
+    }
 
     def run(engine: Any, update: Callable[[int, int], object]) -> Any:
         def at_step(step: int) -> None:
@@ -94,7 +101,8 @@ def test_rollouts_go_on_after_all_ranks_slept_with_the_tokens_they_would_have_dr
     pid = ranks.ranks.team._processes[1].pid
 
     def turn(step: int, version: int) -> None:
-        """A new version comes while all are awake at step 3, and while they are asleep at step 10."""
+        """A new version comes while all are awake at step 3, and while they are asleep at step
+        10."""
         if step == 3:
             ranks.publish(1, newer[1])
             ranks.offered()
@@ -129,11 +137,16 @@ def test_frozen_ranks_put_their_slices_into_a_file_each_and_take_them_back(
     engine.adopted(version)
     found = drive(engine, groups())
     assert_alike(found, expected)
-    assert all(found[each]["logprobs"].tolist() == row["logprobs"].tolist() for each, row in expected.items())
+    assert all(
+        found[each]["logprobs"].tolist() == row["logprobs"].tolist()
+        for each, row in expected.items()
+    )
 
 
 @pytest.mark.gpu
-def test_two_gpus_are_empty_while_their_ranks_sleep(declare: Any, frozen: Any, tmp_path: Path) -> None:
+def test_two_gpus_are_empty_while_their_ranks_sleep(
+    declare: Any, frozen: Any, tmp_path: Path
+) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
 
@@ -155,14 +168,17 @@ def test_two_gpus_are_empty_while_their_ranks_sleep(declare: Any, frozen: Any, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["sleep", "wake"])
-def test_a_rank_that_dies_in_a_turn_is_named(when: str, declare: Any, frozen: Any, tmp_path: Path) -> None:
+def test_a_rank_that_dies_in_a_turn_is_named(
+    when: str, declare: Any, frozen: Any, tmp_path: Path
+) -> None:
     built = frozen(declare("llama"), aside=tmp_path)
     weights, pid = ReadWeights(None, {}, tmp_path, built.ranks), built.ranks.team._processes[1].pid
     if when == "wake":
         weights.sleep(put_aside(built.native))
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(
-        WorkerDied, match=rf"rank 1 of 'generator' \(pid {pid}\) ended by signal 9 .* in (a {when}|its moved)"
+        WorkerDied,
+        match=rf"rank 1 of 'generator' \(pid {pid}\) ended by signal 9 .* in (a {when}|its moved)",
     ):
         weights.wake() if when == "wake" else weights.sleep(put_aside(built.native))
 
@@ -173,7 +189,9 @@ def test_what_one_rank_does_not_find_again_no_rank_takes(
     """The trainer's file has lost its name when rank 0 is inside, and the other rank opens it."""
     ranks = fed(declare("llama"), aside=tmp_path)
     both = Sleeping(ranks, tmp_path)
-    newer = {version: dict(make_model("llama", seed=version).named_parameters()) for version in (1, 2)}
+    newer = {
+        version: dict(make_model("llama", seed=version).named_parameters()) for version in (1, 2)
+    }
     ranks.publish(1, newer[1])
     ranks.offered()
     both.take()

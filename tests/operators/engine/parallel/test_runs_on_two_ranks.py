@@ -1,4 +1,5 @@
-"""A whole run with a generator on two ranks is the run that one process makes, also where one of them is killed."""
+"""A whole run with a generator on two ranks is the run that one process makes, also where one of
+them is killed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from dataflow.folder.faults import read_faults
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits, Patience
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("machine", "one_core")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("machine", "one_core"),
+]
 
 
 def first_step(result: Any) -> list[Any]:
@@ -29,27 +34,37 @@ def first_step(result: Any) -> list[Any]:
 def tokens(result: Any, step: int) -> dict[int, list[int]]:
     """By rollout: in which order a step has them depends on which group was complete first."""
     rows = RunFolder.open(result.folder).rollouts_of().read(step)
-    return dict(zip(rows.column("rollout_id").to_pylist(), rows.column("tokens").to_pylist(), strict=True))
+    return dict(
+        zip(rows.column("rollout_id").to_pylist(), rows.column("tokens").to_pylist(), strict=True)
+    )
 
 
-def test_a_run_on_two_ranks_samples_what_one_rank_samples_and_takes_every_version(folder: Path, tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_samples_what_one_rank_samples_and_takes_every_version(
+    folder: Path, tmp_path: Path
+) -> None:
     results = [
         run(
             tiny_graph(folder, max_staleness=0, generator_knobs={"tensor_parallel": ranks}),
-            steps=3, seed=1, runs=tmp_path / str(ranks), quiet=True,
+            steps=3,
+            seed=1,
+            runs=tmp_path / str(ranks),
+            quiet=True,
         )
         for ranks in (1, 2)
-    ]  # fmt: skip
+    ]
     assert [result.steps for result in results] == [3, 3]
     assert results[1].verdict.clean, results[1].verdict.line
     assert first_step(results[0]) == first_step(results[1])
-    versions = RunFolder.open(results[1].folder).rollouts_of().read(3).column("versions").to_pylist()
+    versions = (
+        RunFolder.open(results[1].folder).rollouts_of().read(3).column("versions").to_pylist()
+    )
     assert {max(row) for row in versions} == {2}
 
 
 def losing_rank_1(graph: Graph, told: Path, times: int, after: int) -> Graph:
-    """The same graph, whose generator loses rank 1 after so many slices of work, in its first `times` attempts; the
-    process id of rank 1 becomes a line of `told` in every attempt that comes so far."""
+    """The same graph, whose generator loses rank 1 after so many slices of work, in its first
+    `times` attempts; the process id of rank 1 becomes a line of `told` in every attempt that comes
+    so far."""
     told.touch()
 
     def blow() -> None:
@@ -76,7 +91,9 @@ def death(pid: int) -> str:
 def test_a_generator_that_loses_a_rank_is_started_again_on_two_ranks_and_the_run_goes_on_as_if_it_had_not(
     folder: Path, tmp_path: Path
 ) -> None:
-    undisturbed = run(tiny_graph(folder, max_staleness=0), steps=1, seed=1, runs=tmp_path / "whole", quiet=True)
+    undisturbed = run(
+        tiny_graph(folder, max_staleness=0), steps=1, seed=1, runs=tmp_path / "whole", quiet=True
+    )
     graph = tiny_graph(folder, max_staleness=0, generator_knobs={"tensor_parallel": 2})
     graph = losing_rank_1(graph, tmp_path / "told", times=1, after=4)
     result = run(graph, steps=3, seed=1, runs=tmp_path / "runs", quiet=True)
@@ -88,8 +105,13 @@ def test_a_generator_that_loses_a_rank_is_started_again_on_two_ranks_and_the_run
     assert re.match("failed: " + death(killed), fault["cause"]), fault["cause"]
 
     assert result.steps == 3 and result.verdict.clean, result.verdict.line
-    assert "worker 'generator-0' ended 1 times when it should not, and came back 1 times" in result.verdict.notes
-    assert tokens(result, 1) == tokens(undisturbed, 1), "what was drawn before and after is what one process draws"
+    assert (
+        "worker 'generator-0' ended 1 times when it should not, and came back 1 times"
+        in result.verdict.notes
+    )
+    assert tokens(result, 1) == tokens(undisturbed, 1), (
+        "what was drawn before and after is what one process draws"
+    )
     versions = RunFolder.open(result.folder).rollouts_of().read(3).column("versions").to_pylist()
     assert {max(row) for row in versions} == {2}
 
@@ -106,6 +128,9 @@ def test_a_run_whose_generator_loses_a_rank_again_and_again_ends_with_its_name_a
     first, second = pids(tmp_path / "told")
     assert re.search(f"{death(first)}.*{death(second)}", str(raised.value)), str(raised.value)
     ended = (tmp_path / "runs" / "latest").resolve()
-    faults = [(fault["worker"], fault["attempt"], fault["recovered_s"] is None) for fault in read_faults(ended)]
+    faults = [
+        (fault["worker"], fault["attempt"], fault["recovered_s"] is None)
+        for fault in read_faults(ended)
+    ]
     assert faults == [("generator-0", 0, False), ("generator-0", 1, True)]
     assert verify(ended).clean, verify(ended).line

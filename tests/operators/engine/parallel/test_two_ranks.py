@@ -21,7 +21,10 @@ from operators.engine.stop_strings import StopStrings
 
 pytestmark = pytest.mark.usefixtures("forked")
 
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "qwen3", "mistral", "gemma", "mixtral")]
+SLOW = [
+    pytest.param(family, marks=pytest.mark.slow)
+    for family in ("qwen2", "qwen3", "mistral", "gemma", "mixtral")
+]
 
 
 def groups(**rest: Any) -> list[PromptStart]:
@@ -29,11 +32,14 @@ def groups(**rest: Any) -> list[PromptStart]:
     random = np.random.default_rng(0)
     return [
         PromptStart(
-            prompt=random.integers(2, 32, length), limit=length + 14,
-            tickets=range(3 * i, 3 * i + 3), seeds=range(100 * i, 100 * i + 3), **rest,
+            prompt=random.integers(2, 32, length),
+            limit=length + 14,
+            tickets=range(3 * i, 3 * i + 3),
+            seeds=range(100 * i, 100 * i + 3),
+            **rest,
         )
         for i, length in enumerate((1, 20, 5, 33))
-    ]  # fmt: skip
+    ]
 
 
 def take(engine: Any, version: int, new: Mapping[str, torch.Tensor]) -> None:
@@ -63,9 +69,13 @@ def test_two_ranks_draw_what_one_draws(family, declare, alone, together):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_update", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
-def test_updates_aborts_and_looks_in_between_leave_two_ranks_like_one(on_update, declare, make_model, alone, fed):
+def test_updates_aborts_and_looks_in_between_leave_two_ranks_like_one(
+    on_update, declare, make_model, alone, fed
+):
     declaration = declare("qwen3", on_update=on_update, temperature=0.7)
-    newer = {version: dict(make_model("qwen3", seed=version).named_parameters()) for version in (1, 2)}
+    newer = {
+        version: dict(make_model("qwen3", seed=version).named_parameters()) for version in (1, 2)
+    }
 
     def run(engine: Any, update: Callable[[int], object]) -> tuple[Any, ...]:
         seen: list[Any] = []
@@ -77,7 +87,9 @@ def test_updates_aborts_and_looks_in_between_leave_two_ranks_like_one(on_update,
                 row = engine.progress(1)
                 seen.append((row.tokens.ids.tolist(), row.tokens.versions.tolist()))
                 gone = engine.abort([0, 2, 99])
-                seen.append(sorted((row.ticket, row.tokens.ids.tolist(), row.reason) for row in gone))
+                seen.append(
+                    sorted((row.ticket, row.tokens.ids.tolist(), row.reason) for row in gone)
+                )
 
         return drive(engine, groups(), at_step), seen
 
@@ -96,9 +108,14 @@ def test_updates_aborts_and_looks_in_between_leave_two_ranks_like_one(on_update,
 
 
 @pytest.mark.slow
-def test_prompts_with_knobs_and_stop_strings_of_their_own_end_alike_on_all_ranks(declare, alone, together, tokenizer):
+def test_prompts_with_knobs_and_stop_strings_of_their_own_end_alike_on_all_ranks(
+    declare, alone, together, tokenizer
+):
     declaration = declare("llama", stop=("a", "e", "oo"))
-    own = {"sampling": Sampling(temperature=1.3, top_k=9), "stop": StopStrings(tokenizer, ("b", "gh", "s"))}
+    own = {
+        "sampling": Sampling(temperature=1.3, top_k=9),
+        "stop": StopStrings(tokenizer, ("b", "gh", "s")),
+    }
     starts = [*groups()[:2], *groups(**own)[2:]]
     expected = drive(alone(declaration), starts)
     assert any(row["text"] is not None for ticket, row in expected.items() if ticket < 6)
@@ -130,7 +147,9 @@ def test_at_first_and_after_updates_each_rank_holds_its_slices_alone(
     if executor == "gloo":
         share = sum(shard.local.nbytes + 64 for shard in ranks.shards.values())
         taken = [buffer.memory.nbytes for buffer in ranks.opens.end[0]._buffers._buffers]
-        assert len(taken) <= 2 and max(taken) <= share, "rank 0 receives its own share, and no whole model"
+        assert len(taken) <= 2 and max(taken) <= share, (
+            "rank 0 receives its own share, and no whole model"
+        )
 
 
 @pytest.mark.parametrize(
@@ -171,7 +190,11 @@ def test_two_ranks_in_bfloat16_hold_and_draw_in_bfloat16(declare, fed):
     ranks = fed(declaration, executor="gloo")
     ranks.publish(1, {name: tensor.bfloat16() for name, tensor in values(ranks.shapes, 1).items()})
     assert ranks.take() == 1
-    assert_slices(ranks.engine, {name: tensor.bfloat16() for name, tensor in values(ranks.shapes, 1).items()}, 2)
+    assert_slices(
+        ranks.engine,
+        {name: tensor.bfloat16() for name, tensor in values(ranks.shapes, 1).items()},
+        2,
+    )
     found = drive(ranks.engine, groups())
     assert len(found) == 12 and all(np.isfinite(row["logprobs"]).all() for row in found.values())
     assert {shard.local.dtype for shard in ranks.shards.values()} == {torch.bfloat16}

@@ -35,7 +35,11 @@ def scripted(folder: Path) -> Iterator[Callable[..., VllmEngine]]:
             **knobs,
         }
         environment = {**os.environ, "RULES": json.dumps(rules or {})}
-        made.append(VllmEngine(folder, python=sys.executable, server=SCRIPTED, environment=environment, **given))
+        made.append(
+            VllmEngine(
+                folder, python=sys.executable, server=SCRIPTED, environment=environment, **given
+            )
+        )
         return made[-1]
 
     yield make
@@ -45,18 +49,23 @@ def scripted(folder: Path) -> Iterator[Callable[..., VllmEngine]]:
 
 @pytest.fixture
 def start() -> Callable[..., PromptStart]:
-    """A prompt [7, 8, 9] whose rollouts draw `most` tokens; a rollout's seed is the first token it draws."""
+    """A prompt [7, 8, 9] whose rollouts draw `most` tokens; a rollout's seed is the first token it
+    draws."""
 
     def make(seeds: list[int], most: int = 5, first: int = 0, **more: Any) -> PromptStart:
         prompt = more.pop("prompt", np.array([7, 8, 9]))
         tickets = range(first, first + len(seeds))
-        return PromptStart(prompt=prompt, limit=len(prompt) + most, tickets=tickets, seeds=seeds, **more)
+        return PromptStart(
+            prompt=prompt, limit=len(prompt) + most, tickets=tickets, seeds=seeds, **more
+        )
 
     return make
 
 
 @pytest.fixture(scope="session")
-def wide(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], tokenizer: Any) -> Path:
+def wide(
+    tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], tokenizer: Any
+) -> Path:
     """A folder with a tiny Llama whose heads are as wide as vLLM's kernels for processors ask."""
     path = tmp_path_factory.mktemp("wide")
     make_model("llama", hidden_size=128).save_pretrained(path)
@@ -74,7 +83,13 @@ def real(wide: Path) -> Iterator[Callable[..., VllmEngine]]:
     def make(**knobs: Any) -> VllmEngine:
         key = repr(knobs)
         if key not in made:
-            given = {"slots": 8, "context_tokens": 128, "sampling": Sampling(), "end_tokens": [1], **knobs}
+            given = {
+                "slots": 8,
+                "context_tokens": 128,
+                "sampling": Sampling(),
+                "end_tokens": [1],
+                **knobs,
+            }
             made[key] = VllmEngine(wide, python=os.environ[PYTHON], threads=2, **given)
         return made[key]
 

@@ -1,10 +1,11 @@
-"""Stands in for vLLM's process: speaks its protocol, draws tokens by a rule, dies or falls silent on request.
+"""Stands in for vLLM's process: speaks its protocol, draws tokens by a rule, dies or falls silent
+on request.
 
-A rollout with seed s draws the tokens s, s + 1, s + 2, ... (modulo the vocabulary); the log-probability of each is
-minus the first number of the weights as they were at the last update. RULES in the environment is a JSON object:
-die_at, silent_at, broken_at: the step at which it ends with exit code 7, says nothing any more, or draws NaN.
-It imports no torch, so that it starts at once.
-"""
+A rollout with seed s draws the tokens s, s + 1, s + 2, ... (modulo the vocabulary); the
+log-probability of each is minus the first number of the weights as they were at the last update.
+RULES in the environment is a JSON object: die_at, silent_at, broken_at: the step at which it ends
+with exit code 7, says nothing any more, or draws NaN. It imports no torch, so that it starts at
+once."""
 
 import json
 import math
@@ -38,7 +39,10 @@ def main():
     opened = connection.receive(60)
     first = first_number(opened["weights"])
     number, version, steps, live = 1.0, 0, 0, {}
-    connection.send({"op": "ready", "platform": rules.get("platform", "cpu"), "vllm": "0", "cache_tokens": 0}, 60)
+    connection.send(
+        {"op": "ready", "platform": rules.get("platform", "cpu"), "vllm": "0", "cache_tokens": 0},
+        60,
+    )
     while True:
         request = connection.receive(3600)
         if request["op"] == "update":

@@ -1,4 +1,5 @@
-"""vLLM's process ends with its worker, and so does all that it has started, whatever state they are in."""
+"""vLLM's process ends with its worker, and so does all that it has started, whatever state they are
+in."""
 
 import os
 import signal
@@ -26,7 +27,8 @@ with open(sys.argv[1], "a") as out:
 while True:
     time.sleep(60)
 """
-"""Three generations that ignore signals and never look at the stream; the youngest has a session of its own."""
+"""Three generations that ignore signals and never look at the stream; the youngest has a session of
+its own."""
 WORKER = """
 import os, signal, sys, time
 from operators.engine.vllm.process import ServerProcess
@@ -98,7 +100,9 @@ def test_a_server_outlives_the_thread_that_started_it_and_not_the_worker(started
     wait_until(lambda: all(gone(pid) for pid in below), 30.0)
 
 
-def test_a_server_that_is_of_no_use_any_more_is_killed_with_all_that_it_has_started(tmp_path, monkeypatch):
+def test_a_server_that_is_of_no_use_any_more_is_killed_with_all_that_it_has_started(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("operators.engine.vllm.process.END_S", 2.0)
     process = ServerProcess([sys.executable, "-c", HUNG, str(tmp_path / "pids")], os.environ)
     below = pids(tmp_path / "pids")

@@ -41,7 +41,10 @@ def test_a_rollout_ends_at_an_end_token_or_at_its_limit(scripted, start):
         [7, 8, 9, 3, 4],
     ]
     assert [found[i]["reason"] for i in range(3)] == [STOPPED, TOO_LONG, TOO_LONG]
-    assert all(row["start"] == 3 and row["versions"].tolist()[:4] == [-1, -1, -1, 0] for row in found.values())
+    assert all(
+        row["start"] == 3 and row["versions"].tolist()[:4] == [-1, -1, -1, 0]
+        for row in found.values()
+    )
 
 
 def test_an_end_token_at_the_limit_is_a_stop(scripted, start):
@@ -67,8 +70,14 @@ def test_tokens_carry_the_version_and_the_weights_that_they_were_drawn_with(scri
         engine.step()
     (row,) = finish(engine)
     versions, logprobs = row.tokens.versions[3:], row.tokens.logprobs[3:]
-    assert set(versions.tolist()) == {0, 3, 4} and (np.diff(versions) >= 0).all() and len(versions) == 30
-    np.testing.assert_array_equal(logprobs, -np.select([versions == 0, versions == 3], [1.0, 2.0], 5.0))
+    assert (
+        set(versions.tolist()) == {0, 3, 4}
+        and (np.diff(versions) >= 0).all()
+        and len(versions) == 30
+    )
+    np.testing.assert_array_equal(
+        logprobs, -np.select([versions == 0, versions == 3], [1.0, 2.0], 5.0)
+    )
     assert row.tokens.ids[3:].tolist() == list(range(30))
     assert engine.version == 4
 
@@ -87,14 +96,20 @@ def test_an_aborted_rollout_keeps_what_it_drew_and_the_others_go_on(scripted, st
     before = engine.progress(0)
     (cut,) = engine.abort([0, 77])
     assert (cut.ticket, cut.reason) == (0, ABORTED)
-    assert cut.tokens.ids.tolist() == before.tokens.ids.tolist() == [7, 8, 9, *range(len(before.tokens) - 3)]
+    assert (
+        cut.tokens.ids.tolist()
+        == before.tokens.ids.tolist()
+        == [7, 8, 9, *range(len(before.tokens) - 3)]
+    )
     assert len(before.tokens) > 4 and engine.progress(0) is None and engine.live == 1
     (rest,) = finish(engine)
     assert (rest.ticket, len(rest.tokens)) == (1, 23) and not engine.step()
     assert not engine.abort([0, 1])
 
 
-def test_a_stop_string_that_spans_tokens_ends_a_rollout_and_what_comes_after_it_is_cut(scripted, start, tokenizer):
+def test_a_stop_string_that_spans_tokens_ends_a_rollout_and_what_comes_after_it_is_cut(
+    scripted, start, tokenizer
+):
     stops = StopStrings(tokenizer, ["cd"])
     found = drive(scripted(stop=stops), [start([2, 10], most=20)])
     assert tokenizer.decode(found[0]["tokens"][3:]) == "abcd"
@@ -102,16 +117,22 @@ def test_a_stop_string_that_spans_tokens_ends_a_rollout_and_what_comes_after_it_
     assert found[1]["text"] is None and found[1]["reason"] == TOO_LONG
 
 
-def test_a_start_s_own_stop_strings_and_sampling_stand_above_the_engine_s(scripted, start, tokenizer):
+def test_a_start_s_own_stop_strings_and_sampling_stand_above_the_engine_s(
+    scripted, start, tokenizer
+):
     engine = scripted(stop=StopStrings(tokenizer, ["b"]))
-    own = start([2], most=20, stop=StopStrings(tokenizer, ["e"]), sampling=Sampling(temperature=0.0))
+    own = start(
+        [2], most=20, stop=StopStrings(tokenizer, ["e"]), sampling=Sampling(temperature=0.0)
+    )
     found = drive(engine, [own, start([2], first=1, most=20)])
     assert (found[0]["text"], found[1]["text"]) == ("abcd", "a")
     assert found[0]["logprobs"].tolist() == [0.0] * 8
     assert found[1]["logprobs"].tolist() == [0.0, 0.0, 0.0, -1.0, -1.0]
 
 
-def test_a_rollout_whose_logits_are_not_finite_is_broken_and_keeps_what_came_before(scripted, start):
+def test_a_rollout_whose_logits_are_not_finite_is_broken_and_keeps_what_came_before(
+    scripted, start
+):
     engine = scripted({"broken_at": 3})
     found = drive(engine, [start([0, 5])])
     assert [found[i]["reason"] for i in (0, 1)] == [BROKEN, BROKEN]
@@ -122,20 +143,27 @@ def test_a_rollout_whose_logits_are_not_finite_is_broken_and_keeps_what_came_bef
 def test_a_dead_process_is_named_with_its_exit_code_and_last_words(scripted, start):
     engine = scripted({"die_at": 3})
     with pytest.raises(
-        WorkerDied, match=r"ended while (decoding|asking for a step); exit code 7; its log ends: no memory left;"
+        WorkerDied,
+        match=(
+            r"ended while (decoding|asking for a step); exit code 7; its log ends: no memory left;"
+        ),
     ):
         drive(engine, [start([0], most=20)])
 
 
 def test_a_silent_process_is_given_up_after_its_deadline_and_ended(scripted, start):
     engine = scripted({"silent_at": 2}, deadline_s=1.0)
-    with pytest.raises(WorkerDied, match=r"no answer within 1 s while decoding; it is still running"):
+    with pytest.raises(
+        WorkerDied, match=r"no answer within 1 s while decoding; it is still running"
+    ):
         drive(engine, [start([0], most=20)])
     assert not psutil.pid_exists(engine.pid)
 
 
 def test_a_vllm_for_other_devices_is_refused(scripted):
-    with pytest.raises(ModelError, match=r"asked to decode on cpu, but the vLLM of .* is built for cuda"):
+    with pytest.raises(
+        ModelError, match=r"asked to decode on cpu, but the vLLM of .* is built for cuda"
+    ):
         scripted({"platform": "cuda"})
 
 
@@ -149,11 +177,13 @@ def test_close_ends_the_process(scripted, start):
 
 def test_the_process_ends_when_its_parent_is_killed(tmp_path):
     program = (
-        "import os, sys; from operators.engine.vllm.process import ServerProcess;"
-        f"process = ServerProcess([sys.executable, {str(Path(__file__).with_name('scripted.py'))!r}], os.environ);"
-        "print(process.pid, flush=True); os.kill(os.getpid(), 9)"
+        "import os, sys; from operators.engine.vllm.process import ServerProcess;process ="
+        f" ServerProcess([sys.executable, {str(Path(__file__).with_name('scripted.py'))!r}],"
+        " os.environ);print(process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     child = int(done.stdout)
     deadline = time.monotonic() + 60
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:

@@ -1,4 +1,5 @@
-"""The laws of generation on vLLM itself; run where DATAFLOW_VLLM_PYTHON names an interpreter that has it."""
+"""The laws of generation on vLLM itself; run where DATAFLOW_VLLM_PYTHON names an interpreter that
+has it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from operators.generator import Generator
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 EXACT = 1e-4
-"""Largest difference between vLLM's float32 log-probabilities and transformers'; measured 4e-5 for weights so large."""
+"""Largest difference between vLLM's float32 log-probabilities and transformers'; measured 4e-5 for
+weights so large."""
 
 
 @pytest.fixture
@@ -68,7 +70,9 @@ def test_greedy_output_equals_generate(real, policy):
     adopt(engine, policy, engine.version + 1, 1.0)
     found = drive(engine, starts(tokens, sampling=Sampling(temperature=0.0)))
     for i, prompt in enumerate(tokens):
-        expected = model.generate(torch.from_numpy(prompt)[None], max_new_tokens=20, do_sample=False)[0]
+        expected = model.generate(
+            torch.from_numpy(prompt)[None], max_new_tokens=20, do_sample=False
+        )[0]
         assert found[i]["tokens"].tolist() == expected.tolist()
         assert found[i]["reason"] == (STOPPED if expected[-1] == 1 else TOO_LONG)
         assert not found[i]["logprobs"].any()
@@ -100,19 +104,27 @@ def distribution(logits, ids, start, sampling):
     for i in range(len(logits)):
         seen = ids[: start + i].unique()
         old = logits[i, seen]
-        logits[i, seen] = torch.where(old > 0, old / sampling.repetition_penalty, old * sampling.repetition_penalty)
+        logits[i, seen] = torch.where(
+            old > 0, old / sampling.repetition_penalty, old * sampling.repetition_penalty
+        )
     logits = logits / sampling.temperature
     probabilities = logits.softmax(-1)
     logits[probabilities < sampling.min_p * probabilities.amax(-1, keepdim=True)] = -torch.inf
     if sampling.top_k:
         logits[logits < logits.topk(sampling.top_k).values[:, -1:]] = -torch.inf
     ordered, order = logits.softmax(-1).sort(descending=True)
-    out = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, ordered.cumsum(-1) - ordered >= sampling.top_p)
+    out = torch.zeros_like(logits, dtype=torch.bool).scatter(
+        1, order, ordered.cumsum(-1) - ordered >= sampling.top_p
+    )
     return logits.masked_fill(out, -torch.inf).log_softmax(-1)
 
 
-@pytest.mark.parametrize(("on_update", "reference"), [("keep", replayed), ("recompute", recomputed)])
-def test_tokens_across_updates_in_flight_come_from_the_version_that_they_name(real, policy, on_update, reference):
+@pytest.mark.parametrize(
+    ("on_update", "reference"), [("keep", replayed), ("recompute", recomputed)]
+)
+def test_tokens_across_updates_in_flight_come_from_the_version_that_they_name(
+    real, policy, on_update, reference
+):
     engine, tokens = real(on_update=on_update), prompts(2, seed=2)
     first = engine.version + 1
     scales = {first: 1.0, first + 1: 1.15, first + 2: 0.9}
@@ -135,7 +147,9 @@ def test_tokens_across_updates_in_flight_come_from_the_version_that_they_name(re
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["asked_before", "asked_after"])
-def test_a_rollout_that_begins_after_an_update_shares_no_prefix_of_older_weights(real, policy, waits):
+def test_a_rollout_that_begins_after_an_update_shares_no_prefix_of_older_weights(
+    real, policy, waits
+):
     engine, (prompt,) = real(prefill_tokens=70), prompts(1, seed=6, lengths=(95, 96))
     first = engine.version + 1
     adopt(engine, policy, first, 1.0)
@@ -202,7 +216,10 @@ def test_a_stop_string_ends_a_rollout_and_frees_its_slot(real, policy, tokenizer
     stops = StopStrings(tokenizer, [text[4:7]])
     found = drive(engine, starts(tokens, stop=stops))[0]
     assert found["text"] == text[: text.find(text[4:7])] and found["reason"] == STOPPED
-    assert tokenizer.decode(found["tokens"][found["start"] :], skip_special_tokens=True) == found["text"] + text[4:7]
+    assert (
+        tokenizer.decode(found["tokens"][found["start"] :], skip_special_tokens=True)
+        == found["text"] + text[4:7]
+    )
     assert engine.free == 8
 
 
@@ -218,7 +235,9 @@ def test_a_prompt_that_vllm_refuses_is_broken_and_the_engine_goes_on(real, polic
 def test_a_generator_on_vllm_sends_whole_groups_under_two_versions(real, wide, policy):
     """The declaration, the runtime and the weight plane as with the native engine."""
     plane = FakePlane({0: policy(), 1: policy(0.7)}, {0: 0, 9: 1})
-    declared = Generator(Model(str(wide)), engine="vllm", group_size=4, max_tokens=20, slots=8, context_tokens=128)
+    declared = Generator(
+        Model(str(wide)), engine="vllm", group_size=4, max_tokens=20, slots=8, context_tokens=128
+    )
     runtime = declared.build(Context(node="generator", reader=plane))
     try:
         runtime.push(batch_of(letters(6)))
@@ -231,5 +250,7 @@ def test_a_generator_on_vllm_sends_whole_groups_under_two_versions(real, wide, p
         start = row["mask"].index(True)
         assert row["error"] is None and len(row["tokens"]) <= start + 20
         if len(set(row["versions"][start:])) == 1:
-            expected = recomputed({0: policy(), 1: policy(0.7)}, row["tokens"], row["versions"], start)
+            expected = recomputed(
+                {0: policy(), 1: policy(0.7)}, row["tokens"], row["versions"], start
+            )
             np.testing.assert_allclose(row["logprobs"][start:], expected, atol=EXACT)

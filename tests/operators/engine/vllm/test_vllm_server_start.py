@@ -17,5 +17,14 @@ def test_an_interpreter_without_vllm_says_so_with_the_lines_that_install_it(fold
     spec = importlib.util.find_spec("vllm")
     if spec is not None and spec.origin is not None:
         pytest.skip("this interpreter has vLLM")
-    with pytest.raises(ModelError, match=r"(?s)ModuleNotFoundError: No module named 'vllm.*pip install vllm; "):
-        VllmEngine(folder, python=sys.executable, slots=1, context_tokens=8, sampling=Sampling(), end_tokens=[])
+    with pytest.raises(
+        ModelError, match=r"(?s)ModuleNotFoundError: No module named 'vllm.*pip install vllm; "
+    ):
+        VllmEngine(
+            folder,
+            python=sys.executable,
+            slots=1,
+            context_tokens=8,
+            sampling=Sampling(),
+            end_tokens=[],
+        )

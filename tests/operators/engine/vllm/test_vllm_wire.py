@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from operators.engine.vllm.process import environment_of
-from operators.engine.vllm.shared_tensors import ALIGNED, attach, lay_out, pack_handle, reserve, unpack_handle
+from operators.engine.vllm.shared_tensors import (
+    ALIGNED,
+    attach,
+    lay_out,
+    pack_handle,
+    reserve,
+    unpack_handle,
+)
 from operators.engine.vllm.wire import LENGTH, MOST_BYTES, ServerStream
 
 
@@ -25,7 +32,10 @@ def pair():
 
 def test_messages_arrive_whole_and_in_order_however_they_are_cut(pair):
     left, right = (ServerStream(end) for end in pair)
-    messages = [{"op": "step", "starts": [], "n": i, "bytes": bytes(range(256)) * i} for i in range(0, 3000, 700)]
+    messages = [
+        {"op": "step", "starts": [], "n": i, "bytes": bytes(range(256)) * i}
+        for i in range(0, 3000, 700)
+    ]
     sender = threading.Thread(target=lambda: [left.send(message, 30) for message in messages])
     sender.start()
     assert [right.receive(30) for _ in messages] == messages
@@ -66,21 +76,36 @@ def test_tensors_written_through_one_mapping_are_read_through_another(dtype):
     for i, tensor in enumerate(ours.values()):
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 100 * i)
     assert {name: list(t.shape) for name, t in theirs.items()} == {"a": [3, 5], "b": [], "c": [7]}
-    assert all(str(theirs[name].dtype) == f"torch.{dtype}" and theirs[name].equal(ours[name]) for name in ours)
+    assert all(
+        str(theirs[name].dtype) == f"torch.{dtype}" and theirs[name].equal(ours[name])
+        for name in ours
+    )
 
 
 def test_the_handle_of_a_gpu_tensor_survives_the_wire(pair):
     rest = (0, b"handle", 4096, 512, False, b"counter", 3, b"event", True)
     handle = (
-        torch.Tensor, torch.Size([2, 3]), (3, 1), 5, torch.storage.TypedStorage, torch.bfloat16, *rest,
-    )  # fmt: skip
+        torch.Tensor,
+        torch.Size([2, 3]),
+        (3, 1),
+        5,
+        torch.storage.TypedStorage,
+        torch.bfloat16,
+        *rest,
+    )
     left, right = (ServerStream(end) for end in pair)
     left.send({"handle": pack_handle(handle)}, 5)
     assert unpack_handle(right.receive(5)["handle"]) == handle
 
 
 def test_the_process_gets_one_device_and_none_of_our_module_path():
-    found = environment_of("/e/bin/python", 3, "cuda:1", {"PYTHONPATH": "/x", "CUDA_VISIBLE_DEVICES": "4,6", "A": "b"})
-    assert found["CUDA_VISIBLE_DEVICES"] == "6" and found["OMP_NUM_THREADS"] == "3" and found["A"] == "b"
+    found = environment_of(
+        "/e/bin/python", 3, "cuda:1", {"PYTHONPATH": "/x", "CUDA_VISIBLE_DEVICES": "4,6", "A": "b"}
+    )
+    assert (
+        found["CUDA_VISIBLE_DEVICES"] == "6"
+        and found["OMP_NUM_THREADS"] == "3"
+        and found["A"] == "b"
+    )
     assert "PYTHONPATH" not in found
     assert environment_of("/e/bin/python", 1, "cuda", {})["CUDA_VISIBLE_DEVICES"] == "0"

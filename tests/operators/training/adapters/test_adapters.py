@@ -1,4 +1,5 @@
-"""Adapters: which layers have them, what is trained and saved, and that a reader's merged weights are the same."""
+"""Adapters: which layers have them, what is trained and saved, and that a reader's merged weights
+are the same."""
 
 import json
 import sys
@@ -16,7 +17,13 @@ from dataflow.model_files import start_fault
 from operators import Generator, Trainer
 from operators.models.adapters import adapted_layers, is_adapted, load, save, tensor_names
 from operators.models.errors import ModelError
-from operators.models.loading import load_adapted, load_merged, load_model, load_tokenizer, outlined_to_train
+from operators.models.loading import (
+    load_adapted,
+    load_merged,
+    load_model,
+    load_tokenizer,
+    outlined_to_train,
+)
 from operators.models.merged_adapters import Merged
 from operators.training.learner.build import forward_of, learner_of
 from operators.training.learner.optimizer import state_tensors
@@ -75,18 +82,33 @@ def sent(module: Any, merged: Merged) -> None:
 # What has adapters
 
 
-def test_untrained_adapters_change_nothing_and_every_linear_layer_but_the_head_has_them(base: Path) -> None:
+def test_untrained_adapters_change_nothing_and_every_linear_layer_but_the_head_has_them(
+    base: Path,
+) -> None:
     module = load_adapted(declared(base))
     assert torch.equal(logprobs(module), logprobs(load_model(Model(str(base)))))
-    widths = {"q": 32 + 32, "k": 32 + 16, "v": 32 + 16, "o": 32 + 32, "gate": 32 + 48, "up": 32 + 48, "down": 48 + 32}
-    assert sum(weight.numel() for weight in trained(module).values()) == 2 * RANK * sum(widths.values())
+    widths = {
+        "q": 32 + 32,
+        "k": 32 + 16,
+        "v": 32 + 16,
+        "o": 32 + 32,
+        "gate": 32 + 48,
+        "up": 32 + 48,
+        "down": 48 + 32,
+    }
+    assert sum(weight.numel() for weight in trained(module).values()) == 2 * RANK * sum(
+        widths.values()
+    )
     assert not any("lm_head" in name or "embed" in name for name in trained(module))
 
 
 def test_the_seed_alone_decides_the_first_adapters(base: Path) -> None:
     first = trained(load_adapted(declared(base)))
     torch.manual_seed(99)
-    again, other = trained(load_adapted(declared(base))), trained(load_adapted(declared(base, seed=1)))
+    again, other = (
+        trained(load_adapted(declared(base))),
+        trained(load_adapted(declared(base, seed=1))),
+    )
     drawn = torch.rand(1)
     torch.manual_seed(99)
     assert torch.equal(drawn, torch.rand(1))
@@ -95,7 +117,11 @@ def test_the_seed_alone_decides_the_first_adapters(base: Path) -> None:
 
 
 def test_layers_are_named_by_their_last_names(base: Path) -> None:
-    found = list(adapted_layers(load_model(Model(str(base))), LoRA(RANK, alpha=8, targets=("q_proj", "down_proj"))))
+    found = list(
+        adapted_layers(
+            load_model(Model(str(base))), LoRA(RANK, alpha=8, targets=("q_proj", "down_proj"))
+        )
+    )
     assert [path.rpartition(".")[2] for path in found] == ["q_proj", "down_proj"] * 2
     assert set(trained(load_adapted(declared(base, targets=("q_proj", "down_proj"))))) == {
         name for path in found for name in tensor_names(path)
@@ -109,12 +135,16 @@ def test_layers_are_named_by_their_last_names(base: Path) -> None:
         (("lm_head",), "output layer"),
     ],
 )
-def test_names_that_cannot_be_adapted_are_refused(base: Path, targets: tuple[str, ...], why: str) -> None:
+def test_names_that_cannot_be_adapted_are_refused(
+    base: Path, targets: tuple[str, ...], why: str
+) -> None:
     with pytest.raises(ModelError, match=why):
         load_adapted(declared(base, targets=targets))
 
 
-def test_base_weights_are_in_the_models_dtype_and_adapters_with_their_moments_in_float32(base: Path) -> None:
+def test_base_weights_are_in_the_models_dtype_and_adapters_with_their_moments_in_float32(
+    base: Path,
+) -> None:
     model = Model(str(base), dtype="bfloat16", lora=LoRA(RANK))
     module = load_adapted(model)
     own = trained(module)
@@ -143,7 +173,9 @@ def test_a_step_changes_the_adapters_alone(base: Path) -> None:
         for part in learner.begin(rows, 0):
             learner.micro(part)
         learner.end(1e-2)
-    changed = {name for name, weight in module.named_parameters() if not torch.equal(weight, before[name])}
+    changed = {
+        name for name, weight in module.named_parameters() if not torch.equal(weight, before[name])
+    }
     assert changed == set(trained(module))
 
 
@@ -151,7 +183,9 @@ def test_adapters_train_the_same_packed_and_padded(base: Path) -> None:
     trainer = Trainer(declared(base), lr=1e-2)
     found = []
     for packed in (True, False):
-        learner = learner_of(trainer, forward_of(trainer, moved(load_adapted(trainer.model))), node="trainer")
+        learner = learner_of(
+            trainer, forward_of(trainer, moved(load_adapted(trainer.model))), node="trainer"
+        )
         assert learner.forward.packs
         learner.forward.packs = packed
         if not packed:
@@ -182,7 +216,11 @@ def test_merging_leaves_no_trace_in_later_versions(base: Path) -> None:
         for tensor in merged.tensors.values():
             tensor.copy_(scale * torch.randn(tensor.shape, generator=draw))
         merged.adopted()
-        same = [torch.equal(weight, before[name]) for name, weight in plain.named_parameters() if "proj" in name]
+        same = [
+            torch.equal(weight, before[name])
+            for name, weight in plain.named_parameters()
+            if "proj" in name
+        ]
         assert all(same) if scale == 0.0 else not any(same)
 
 
@@ -218,14 +256,18 @@ def test_peft_and_transformers_load_what_was_saved(base: Path, tmp_path: Path) -
     assert is_adapted(module) and not is_adapted(tiny_llama())
     (tmp_path / "saved").mkdir()
     save(tmp_path / "saved", module)
-    by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "saved")
+    by_peft = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "saved"
+    )
     by_transformers = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for loaded in (by_peft, by_transformers):
         assert torch.equal(logprobs(loaded), logprobs(module))
     assert len(load_file(tmp_path / "saved" / "adapter_model.safetensors")) == len(trained(module))
 
 
-def test_a_saved_folder_is_a_source_for_the_trainer_and_for_readers(base: Path, tmp_path: Path) -> None:
+def test_a_saved_folder_is_a_source_for_the_trainer_and_for_readers(
+    base: Path, tmp_path: Path
+) -> None:
     module = moved(load_adapted(declared(base)))
     save(tmp_path, module)
     again = load_adapted(declared(tmp_path))
@@ -243,7 +285,10 @@ def test_a_saved_folder_is_a_source_for_the_trainer_and_for_readers(base: Path, 
 def test_adapters_of_another_shape_are_refused(base: Path, tmp_path: Path) -> None:
     save(tmp_path, load_adapted(declared(base)))
     other = load_adapted(Model(str(base), lora=LoRA(RANK + 1)))
-    with pytest.raises(ModelError, match=r"do not fit the model: 28 tensors differ; found \[4, \d+\].*not \[5, \d+\]"):
+    with pytest.raises(
+        ModelError,
+        match=r"do not fit the model: 28 tensors differ; found \[4, \d+\].*not \[5, \d+\]",
+    ):
         load(tmp_path, other)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
     with pytest.raises(ModelError, match=r"adapter_model.safetensors is missing or broken"):
@@ -254,7 +299,9 @@ def test_adapters_that_are_more_than_plain_ones_are_not_merged(base: Path, tmp_p
     save(tmp_path, load_adapted(declared(base)))
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(ModelError, match=r"only plain LoRA can; found LORA with {'use_dora': True}"):
+    with pytest.raises(
+        ModelError, match=r"only plain LoRA can; found LORA with {'use_dora': True}"
+    ):
         load_merged(Model(str(tmp_path)))
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"peft_type": "IA3", "base_model_name_or_path": str(base)})
@@ -267,13 +314,18 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "another scale": {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3},
     "rslora": {"target_modules": ["q_proj", "v_proj"], "use_rslora": True, "lora_dropout": 0.1},
     "patterns": {
-        "target_modules": ["q_proj", "up_proj"], "rank_pattern": {"up_proj": 2, "0.self_attn.q_proj": 3},
+        "target_modules": ["q_proj", "up_proj"],
+        "rank_pattern": {"up_proj": 2, "0.self_attn.q_proj": 3},
         "alpha_pattern": {"^model.layers.1.mlp.up_proj": 5, "q_proj": 7},
     },
     "a regular expression": {"target_modules": r".*layers\.1\..*(q_proj|down_proj)"},
-    "some layers": {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
+    "some layers": {
+        "target_modules": ["q_proj", "k_proj"],
+        "layers_to_transform": [1],
+        "layers_pattern": "layers",
+    },
     "left out": {"target_modules": "all-linear", "exclude_modules": ["down_proj"]},
-}  # fmt: skip
+}
 
 
 def by_peft(base: Path, folder: Path, **knobs: Any) -> Any:
@@ -282,14 +334,18 @@ def by_peft(base: Path, folder: Path, **knobs: Any) -> Any:
 
     make: Any = peft.LoraConfig
     torch.manual_seed(0)
-    module = peft.get_peft_model(load_model(Model(str(base))), make(**({"r": RANK, "task_type": "CAUSAL_LM"} | knobs)))
+    module = peft.get_peft_model(
+        load_model(Model(str(base))), make(**({"r": RANK, "task_type": "CAUSAL_LM"} | knobs))
+    )
     module.peft_config["default"].base_model_name_or_path = str(base)
     moved(module).save_pretrained(str(folder))
     return module.double().eval()
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_adapters_of_peft_go_on_as_peft_computes_them(base: Path, tmp_path: Path, kind: str) -> None:
+def test_adapters_of_peft_go_on_as_peft_computes_them(
+    base: Path, tmp_path: Path, kind: str
+) -> None:
     wanted = logprobs(by_peft(base, tmp_path / "peft", **FOREIGN[kind]))
     model = Model(str(tmp_path / "peft"), lora=LoRA())
     module = load_adapted(model)
@@ -306,9 +362,15 @@ def test_adapters_of_peft_go_on_as_peft_computes_them(base: Path, tmp_path: Path
     (tmp_path / "saved").mkdir()
     save(tmp_path / "saved", module)
     torch.testing.assert_close(
-        logprobs(load_merged(Model(str(tmp_path / "saved")))[0]), logprobs(module), rtol=0, atol=2e-5
+        logprobs(load_merged(Model(str(tmp_path / "saved")))[0]),
+        logprobs(module),
+        rtol=0,
+        atol=2e-5,
     )
-    kept, first = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("saved", "peft"))
+    kept, first = (
+        json.loads((tmp_path / name / "adapter_config.json").read_text())
+        for name in ("saved", "peft")
+    )
     for key in FOREIGN[kind]:
         unordered = sorted if isinstance(first[key], list) else lambda value: value
         assert unordered(kept[key]) == unordered(first[key])
@@ -334,17 +396,24 @@ def test_adapters_that_are_more_than_two_matrices_are_refused_to_trainers_and_re
             load_it(Model(str(tmp_path / "peft"), lora=LoRA()))
 
 
-def test_what_a_graph_says_otherwise_than_the_folder_of_adapters_is_refused(base: Path, tmp_path: Path) -> None:
+def test_what_a_graph_says_otherwise_than_the_folder_of_adapters_is_refused(
+    base: Path, tmp_path: Path
+) -> None:
     by_peft(base, tmp_path, target_modules=["q_proj", "v_proj"], lora_alpha=3)
     source = str(tmp_path)
     assert Model(source, lora=LoRA()).lora == LoRA(RANK, alpha=3)
     assert Model(source, lora=LoRA()) == Model(source, lora=LoRA(RANK, alpha=3))
-    with pytest.raises(GraphError, match=r"LoRA has alpha=32, but the adapters in .*found rank=4, alpha=3 in"):
+    with pytest.raises(
+        GraphError, match=r"LoRA has alpha=32, but the adapters in .*found rank=4, alpha=3 in"
+    ):
         Model(source, lora=LoRA(alpha=32))
     with pytest.raises(GraphError, match=r"LoRA has rank=16"):
         Model(source, lora=LoRA(16))
     same = Model(source, lora=LoRA(targets=("v_proj", "q_proj")))
-    assert trained(load_adapted(same)).keys() == trained(load_adapted(Model(source, lora=LoRA()))).keys()
+    assert (
+        trained(load_adapted(same)).keys()
+        == trained(load_adapted(Model(source, lora=LoRA()))).keys()
+    )
     for make in (load_adapted, load_merged):
         with pytest.raises(
             ModelError,
@@ -353,16 +422,24 @@ def test_what_a_graph_says_otherwise_than_the_folder_of_adapters_is_refused(base
             make(Model(source, lora=LoRA(targets="all-linear")))
 
 
-def test_adapters_on_the_hub_are_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_on_the_hub_are_refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = tmp_path / "hub" / "models--some--adapters"
     by_peft(base, hub / "snapshots" / COMMIT, target_modules=["q_proj"])
     (hub / "refs").mkdir()
     (hub / "refs" / "main").write_text(COMMIT)
-    for module in ("huggingface_hub.constants", "transformers.utils.hub", "transformers.integrations.peft"):
+    for module in (
+        "huggingface_hub.constants",
+        "transformers.utils.hub",
+        "transformers.integrations.peft",
+    ):
         monkeypatch.setattr(f"{module}.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for load_it in (load_model, load_adapted):
-        with pytest.raises(ModelError, match="some/adapters holds adapters of another model, found on the hub"):
+        with pytest.raises(
+            ModelError, match="some/adapters holds adapters of another model, found on the hub"
+        ):
             load_it(Model("some/adapters", lora=LoRA()))
 
 
@@ -371,11 +448,18 @@ def test_a_folder_of_adapters_is_not_trained_whole_nor_read_where_a_model_lies_b
 ) -> None:
     by_peft(base, tmp_path, target_modules=["q_proj"])
     character_tokenizer("abc", 64).save_pretrained(base)
-    assert load_tokenizer(Model(str(tmp_path))).get_vocab() == load_tokenizer(Model(str(base))).get_vocab()
+    assert (
+        load_tokenizer(Model(str(tmp_path))).get_vocab()
+        == load_tokenizer(Model(str(base))).get_vocab()
+    )
     (fault,) = Trainer(Model(str(tmp_path))).faults()
     assert "holds adapters alone; give Model(..., lora=LoRA()) to go on with these" in fault
     assert not Trainer(Model(str(tmp_path), lora=LoRA())).faults()
-    assert [fault for fault in Generator(Model(str(tmp_path)), engine="vllm").faults() if "adapters alone" in fault]
+    assert [
+        fault
+        for fault in Generator(Model(str(tmp_path)), engine="vllm").faults()
+        if "adapters alone" in fault
+    ]
     (tmp_path / "config.json").write_text((base / "config.json").read_text())
     assert not Trainer(Model(str(tmp_path), lora=LoRA())).faults()
     assert start_fault(Model(str(tmp_path), lora=LoRA())) is None
@@ -424,10 +508,13 @@ def test_a_generator_that_cannot_merge_adapters_is_refused(knobs: dict[str, Any]
     assert not Generator(Model("m", lora=LoRA()), tensor_parallel=2).faults()
 
 
-def test_without_peft_the_error_says_what_to_install(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_error_says_what_to_install(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(
-        ModelError, match=r"'base' has adapters .* need peft; found .*pip install 'dataflow-rl\[lora\]'"
+        ModelError,
+        match=r"'base' has adapters .* need peft; found .*pip install 'dataflow-rl\[lora\]'",
     ):
         load_adapted(declared(base))
     plain, merged = load_merged(declared(base))

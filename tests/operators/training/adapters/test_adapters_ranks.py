@@ -30,7 +30,9 @@ SLOW = pytest.mark.slow
     ],
 )
 @in_a_fork
-def test_ranks_train_the_adapters_that_one_does(tmp_path: Path, ranks: int, tensor_parallel: int, dtype: str) -> None:
+def test_ranks_train_the_adapters_that_one_does(
+    tmp_path: Path, ranks: int, tensor_parallel: int, dtype: str
+) -> None:
     torch.set_num_threads(1)
     tiny_llama().save_pretrained(tmp_path)
     model = Model(str(tmp_path), dtype=dtype, lora=LoRA(4))
@@ -48,14 +50,22 @@ def test_ranks_train_the_adapters_that_one_does(tmp_path: Path, ranks: int, tens
         loose = 1e-5 if dtype == "float32" else 2e-2
         for outcome, of_one in zip(found, wanted, strict=True):
             assert outcome.loss == pytest.approx(of_one.loss, rel=loose, abs=loose)
-            assert outcome.grad_norm == pytest.approx(of_one.grad_norm, rel=loose if dtype == "float32" else 0.1)
+            assert outcome.grad_norm == pytest.approx(
+                of_one.grad_norm, rel=loose if dtype == "float32" else 0.1
+            )
         for rank_gradients in gradients(learner, steps[0]):
             for name, tensor in gradients(alone, steps[0])[0].items():
-                torch.testing.assert_close(rank_gradients[name], tensor, rtol=loose, atol=loose, msg=name)
+                torch.testing.assert_close(
+                    rank_gradients[name], tensor, rtol=loose, atol=loose, msg=name
+                )
         for each in weights(learner):
             for name, tensor in each.items():
                 torch.testing.assert_close(
-                    tensor, alone.parameters[name], rtol=0, atol=1e-5 if dtype == "float32" else 2e-2, msg=name
+                    tensor,
+                    alone.parameters[name],
+                    rtol=0,
+                    atol=1e-5 if dtype == "float32" else 2e-2,
+                    msg=name,
                 )
 
 
@@ -90,5 +100,7 @@ def test_of_two_adapters_that_is_cut_which_has_the_dimension(style: str, parts: 
 
 @pytest.mark.parametrize("style", ["mla_kv_a_proj", "replicate"])
 def test_an_adapted_layer_that_is_not_cut_by_rows_or_columns_is_refused(style: str) -> None:
-    with pytest.raises(ModelError, match=f"'a.q' has adapters.*treats it as '{style}'.*leave it out of LoRA"):
+    with pytest.raises(
+        ModelError, match=f"'a.q' has adapters.*treats it as '{style}'.*leave it out of LoRA"
+    ):
         parts_cut("a.q", style)

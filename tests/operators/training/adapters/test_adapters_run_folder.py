@@ -1,4 +1,5 @@
-"""A trainer of adapters with a real model folder, run folder and ledger: going on from what it left."""
+"""A trainer of adapters with a real model folder, run folder and ledger: going on from what it
+left."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,12 +33,19 @@ def run(tmp_path: Path) -> Iterator[tuple[RunFolder, Ledger]]:
         yield folder, ledger
 
 
-def _train(model: Model, run: tuple[RunFolder, Ledger], steps: int) -> dict[int, dict[str, torch.Tensor]]:
+def _train(
+    model: Model, run: tuple[RunFolder, Ledger], steps: int
+) -> dict[int, dict[str, torch.Tensor]]:
     plane = Plane([])
     context = Context(
-        node="trainer", steps=steps, columns={"prompts": COLUMNS}, folder=run[0], ledger=run[1],
-        bounds={"prompts": Bound(max_staleness=100, prompts_per_step=2)}, writer=lambda tensors: plane,
-    )  # fmt: skip
+        node="trainer",
+        steps=steps,
+        columns={"prompts": COLUMNS},
+        folder=run[0],
+        ledger=run[1],
+        bounds={"prompts": Bound(max_staleness=100, prompts_per_step=2)},
+        writer=lambda tensors: plane,
+    )
     runtime = Trainer(model, prompts_per_step=2, lr=1e-2, checkpoint_every=2).build(context)
     for number in range(8):
         runtime.push(Batch("prompts", group(number), "reward"))
@@ -58,5 +66,7 @@ def test_a_trainer_goes_on_from_the_adapters_of_a_checkpoint_with_the_same_weigh
     for version, tensors in again.items():
         assert all(torch.equal(tensor, first[version][name]) for name, tensor in tensors.items())
     assert folder.read_metrics()[2]["loss"] == wanted
-    assert {path.name for path in folder.checkpoints.folder(2).glob("*.safetensors")} >= {"adapter_model.safetensors"}
+    assert {path.name for path in folder.checkpoints.folder(2).glob("*.safetensors")} >= {
+        "adapter_model.safetensors"
+    }
     assert not (folder.checkpoints.folder(2) / "model.safetensors").exists()

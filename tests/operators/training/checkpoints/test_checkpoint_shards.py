@@ -1,4 +1,5 @@
-"""Checkpoints of several ranks: written without a pickle, read by another number of ranks, exactly."""
+"""Checkpoints of several ranks: written without a pickle, read by another number of ranks,
+exactly."""
 
 import dataclasses
 import json
@@ -26,14 +27,22 @@ from operators.training.learner.optimizer import state_tensors
 
 @pytest.fixture(scope="module")
 def straight() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """One rank without a checkpoint: weights and optimiser state after two steps, weights after the third."""
+    """One rank without a checkpoint: weights and optimiser state after two steps, weights after the
+    third."""
     learner = tiny_learner(tiny_trainer(), tiny_llama())
     for number in range(2):
         step(learner, number)
     weights = {name: weight.detach().clone() for name, weight in learner.parameters.items()}
-    state = {name: tensor.clone() for name, tensor in state_tensors(learner.optimizer, learner.parameters).items()}
+    state = {
+        name: tensor.clone()
+        for name, tensor in state_tensors(learner.optimizer, learner.parameters).items()
+    }
     step(learner, 2)
-    return weights, state, {name: weight.detach().clone() for name, weight in learner.parameters.items()}
+    return (
+        weights,
+        state,
+        {name: weight.detach().clone() for name, weight in learner.parameters.items()},
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +58,9 @@ def straight() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[s
     ],
     ids=str,
 )
-def test_what_some_ranks_wrote_others_go_on_from_with_the_same_numbers(straight, wrote, reads, tmp_path):
+def test_what_some_ranks_wrote_others_go_on_from_with_the_same_numbers(
+    straight, wrote, reads, tmp_path
+):
     weights, state, after = straight
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -63,7 +74,9 @@ def test_what_some_ranks_wrote_others_go_on_from_with_the_same_numbers(straight,
         found = load_file(loaded(folder, mesh))
         assert {name for name in found if not name.startswith("after/")} == state.keys()
         assert all(torch.equal(found[name], state[name]) for name in state)
-        assert all(torch.allclose(found[f"after/{name}"], after[name], rtol=0, atol=1e-6) for name in after)
+        assert all(
+            torch.allclose(found[f"after/{name}"], after[name], rtol=0, atol=1e-6) for name in after
+        )
 
 
 @pytest.mark.slow
@@ -75,13 +88,20 @@ def test_other_ranks_go_on_from_the_weights_that_the_files_have_rounded(straight
     for mesh in ((1, 2, 1), (1, 1, 1)):
         ranks_do("go_on", mesh, tmp_path / "checkpoint")
         found = load_file(loaded(tmp_path / "checkpoint", mesh))
-        assert all(torch.allclose(found[f"after/{name}"], straight[2][name], rtol=0, atol=1e-6) for name in straight[2])
+        assert all(
+            torch.allclose(found[f"after/{name}"], straight[2][name], rtol=0, atol=1e-6)
+            for name in straight[2]
+        )
 
 
 @pytest.mark.parametrize(
-    "mesh", [(1, 2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((2, 2, 1), (1, 2, 4)))], ids=str
+    "mesh",
+    [(1, 2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((2, 2, 1), (1, 2, 4)))],
+    ids=str,
 )
-def test_every_element_of_the_state_is_written_once_and_nothing_is_pickled(straight, mesh, tmp_path):
+def test_every_element_of_the_state_is_written_once_and_nothing_is_pickled(
+    straight, mesh, tmp_path
+):
     state = straight[1]
     (tmp_path / "checkpoint").mkdir()
     ranks_do("save", mesh, tmp_path / "checkpoint")
@@ -92,10 +112,14 @@ def test_every_element_of_the_state_is_written_once_and_nothing_is_pickled(strai
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  -- no mapping
                 written[name] += file.get_tensor(name).numel()
-    kept = {name: written.pop(name) for name in [*written] if "/average-" in name or "/sent-" in name}
+    kept = {
+        name: written.pop(name) for name in [*written] if "/average-" in name or "/sent-" in name
+    }
     assert written == {name: tensor.numel() for name, tensor in state.items()}
     assert kept, "what is kept for readers that are refreshed"
-    assert all(numel == written[f"{name.rpartition('/')[0]}/exp_avg"] for name, numel in kept.items())
+    assert all(
+        numel == written[f"{name.rpartition('/')[0]}/exp_avg"] for name, numel in kept.items()
+    )
 
 
 def a_learner(steps: int = 1) -> Learner:
@@ -139,7 +163,10 @@ def test_files_are_those_of_torch_distributed_checkpoint(tmp_path):
         (tmp_path / name).mkdir()
     writer = HuggingFaceStorageWriter(str(tmp_path / "theirs"), save_distributed=True)
     dcp.save(tensors, storage_writer=writer, no_dist=True)
-    shards.write(tmp_path / "ours" / shards.file_name(0, 1), {n: shards.parts_of(t, 0) for n, t in tensors.items()})
+    shards.write(
+        tmp_path / "ours" / shards.file_name(0, 1),
+        {n: shards.parts_of(t, 0) for n, t in tensors.items()},
+    )
     headers = []
     for name in ("theirs", "ours"):
         found = {each: torch.zeros_like(tensor) for each, tensor in tensors.items()}
@@ -159,7 +186,9 @@ def _parsed(text: str) -> object:
 
 
 def test_rank_0_tells_why_another_rank_has_no_shard(tmp_path):
-    shards.give_up(tmp_path, 1, RunFolderError("writing 'shard' failed: No space left on device; make room"))
+    shards.give_up(
+        tmp_path, 1, RunFolderError("writing 'shard' failed: No space left on device; make room")
+    )
     with pytest.raises(RunFolderError, match="No space left"):
         shards.wait_for(tmp_path, 2, 60.0)
 
@@ -188,7 +217,9 @@ def test_a_module_with_adapters_leaves_its_adapters_alone(tmp_path):
     again = load_adapted(Model(str(folder), lora=LoRA(4)))
     other = learner_of(trainer, forward_of(trainer, again), node="trainer")
     checkpoint.restore(other, 0, 1, folder)
-    assert all(torch.equal(weight, learner.parameters[name]) for name, weight in other.parameters.items())
+    assert all(
+        torch.equal(weight, learner.parameters[name]) for name, weight in other.parameters.items()
+    )
     wanted = state_tensors(learner.optimizer, learner.parameters)
     found = state_tensors(other.optimizer, other.parameters)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -211,15 +242,20 @@ def test_a_run_of_two_ranks_leaves_a_checkpoint_that_one_rank_goes_on_from(tmp_p
     folder = checkpoints.folder(3)
     assert len(list((folder / checkpoint.OPTIMIZER_FOLDER).iterdir())) == 2
     trainer = graph.operators["trainer"]
-    learner = make_learner(trainer, dataclasses.replace(trainer.model, source=str(folder)), node="t", device="cpu")
+    learner = make_learner(
+        trainer, dataclasses.replace(trainer.model, source=str(folder)), node="t", device="cpu"
+    )
     checkpoint.restore(learner, 0, 1, folder)
     state = state_tensors(learner.optimizer, learner.parameters)
     assert {float(tensor) for name, tensor in state.items() if name.endswith("/step")} == {3.0}
-    assert all(tensor.abs().sum() > 0 for name, tensor in state.items() if name.endswith("/exp_avg_sq"))
+    assert all(
+        tensor.abs().sum() > 0 for name, tensor in state.items() if name.endswith("/exp_avg_sq")
+    )
 
 
 @pytest.mark.parametrize(
-    ("asked", "written"), [(None, torch.bfloat16), ("float32", torch.float32), ("float16", torch.float16)]
+    ("asked", "written"),
+    [(None, torch.bfloat16), ("float32", torch.float32), ("float16", torch.float16)],
 )
 @pytest.mark.parametrize("alone", [True, False], ids=["by parts", "whole"])
 def test_weights_are_kept_as_the_model_came_and_a_resume_goes_on_from_the_trainers_own(
@@ -233,12 +269,21 @@ def test_weights_are_kept_as_the_model_came_and_a_resume_goes_on_from_the_traine
         monkeypatch.setattr(checkpoint, "saved_as", lambda module: None)
     (tmp_path / "saved").mkdir()
     checkpoint.save(tmp_path / "saved", learner, None, {"step": 1}, dtype=asked)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "saved" / "model.safetensors").values()} == {written}
+    assert {
+        tensor.dtype for tensor in load_file(tmp_path / "saved" / "model.safetensors").values()
+    } == {written}
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
     assert found.dtype == written
     weights = {name: weight.detach().clone() for name, weight in learner.parameters.items()}
-    assert all(torch.equal(weight, weights[name].to(written)) for name, weight in found.named_parameters())
-    again = make_learner(trainer, replace(trainer.model, source=str(tmp_path / "saved")), node="trainer", device="cpu")
+    assert all(
+        torch.equal(weight, weights[name].to(written)) for name, weight in found.named_parameters()
+    )
+    again = make_learner(
+        trainer,
+        replace(trainer.model, source=str(tmp_path / "saved")),
+        node="trainer",
+        device="cpu",
+    )
     checkpoint.restore(again, 0, 1, tmp_path / "saved")
     assert all(torch.equal(weight, weights[name]) for name, weight in again.parameters.items())
     assert checkpoint.rounded_to(again, asked) == checkpoint.rounded_to(learner, asked)

@@ -1,4 +1,5 @@
-"""Checkpoints that a trainer leaves by itself: what a death costs at most, and that they take nobody else's place."""
+"""Checkpoints that a trainer leaves by itself: what a death costs at most, and that they take
+nobody else's place."""
 
 import errno
 import json
@@ -71,26 +72,40 @@ def die(life: Life) -> None:
 def temporary(folder: RunFolder) -> list[int]:
     """The steps whose checkpoints say that they are."""
     steps = folder.checkpoints.steps()
-    return [step for step in steps if TEMPORARY in json.loads((folder.checkpoints.folder(step) / MARKER).read_text())]
+    return [
+        step
+        for step in steps
+        if TEMPORARY in json.loads((folder.checkpoints.folder(step) / MARKER).read_text())
+    ]
 
 
-def test_a_checkpoint_is_due_once_steps_took_longer_than_the_bound_and_twenty_times_what_one_takes() -> None:
+def test_a_checkpoint_is_due_once_steps_took_longer_than_the_bound_and_twenty_times_what_one_takes() -> (
+    None
+):
     assert not Debt(60.0, seconds=60.0).is_due and Debt(60.0, seconds=61.0).is_due
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "DEAR", DEAR)
         assert Debt(60.0, seconds=61.0, cost_s=3.0).is_due
-        assert not Debt(60.0, seconds=1199.0, cost_s=60.0).is_due and Debt(60.0, seconds=1201.0, cost_s=60.0).is_due
+        assert (
+            not Debt(60.0, seconds=1199.0, cost_s=60.0).is_due
+            and Debt(60.0, seconds=1201.0, cost_s=60.0).is_due
+        )
     assert not Debt(float("inf"), seconds=1e12).is_due
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "policy": ({}, {}),
-    "critic": ({"model": {"head": "value"}, "loss": value_loss}, {"columns": VALUED, "make": with_values}),
+    "critic": (
+        {"model": {"head": "value"}, "loss": value_loss},
+        {"columns": VALUED, "make": with_values},
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_killed_trainer_makes_only_the_steps_after_its_own_checkpoint_again_and_to_the_bit(policy, tmp_path, kind):
+def test_a_killed_trainer_makes_only_the_steps_after_its_own_checkpoint_again_and_to_the_bit(
+    policy, tmp_path, kind
+):
     knobs, facts = CASES[kind]
     folder, trainer = run_folder(tmp_path, 48), declared(policy, recover_within_s=WITHIN_S, **knobs)
     first = live(folder, trainer, range(40), **facts)
@@ -99,23 +114,36 @@ def test_a_killed_trainer_makes_only_the_steps_after_its_own_checkpoint_again_an
     assert first.runtime.status()["step"] == 20
     (kept,) = folder.checkpoints.steps()
     assert 12 < kept < 20
-    again = Life(folder, trainer, columns=facts.get("columns", first.context.columns["prompts"]), clock=Clock())
+    again = Life(
+        folder,
+        trainer,
+        columns=facts.get("columns", first.context.columns["prompts"]),
+        clock=Clock(),
+    )
     assert again.runtime.status()["catching_up"] == 20 - kept
     again.run()
     assert same(again.state(), had)
     again.push(*map(facts.get("make", group), range(40, 48)))
     again.run().end()
-    undisturbed = live(run_folder(tmp_path, 48), declared(policy, recover_within_s=float("inf"), **knobs), range(48),
-                       **facts)  # fmt: skip
+    undisturbed = live(
+        run_folder(tmp_path, 48),
+        declared(policy, recover_within_s=float("inf"), **knobs),
+        range(48),
+        **facts,
+    )
     undisturbed.end()
     assert undisturbed.folder.checkpoints.steps() == []
     assert same(again.state(), undisturbed.state())
-    losses = [[line["loss"] for line in life.folder.read_metrics()] for life in (again, undisturbed)]
+    losses = [
+        [line["loss"] for line in life.folder.read_metrics()] for life in (again, undisturbed)
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 24
     assert verify(folder.path).clean, verify(folder.path)
 
 
-def test_only_the_newest_stays_over_all_lives_and_one_that_was_asked_for_is_never_removed(policy, tmp_path):
+def test_only_the_newest_stays_over_all_lives_and_one_that_was_asked_for_is_never_removed(
+    policy, tmp_path
+):
     folder, seen = run_folder(tmp_path, 48), set()
     trainer = declared(policy, recover_within_s=9.0, checkpoint_every=7)
     for numbers in (range(24), range(24, 48)):
@@ -136,12 +164,16 @@ def test_only_the_newest_stays_over_all_lives_and_one_that_was_asked_for_is_neve
     assert rows == [(7,), (14,), (21,)], "the ledger names none that goes away"
 
 
-@pytest.mark.parametrize(("keep_steps", "left"), [(None, [8, 10]), (6, [4, 6, 8, 10]), (2, [8, 10])])
+@pytest.mark.parametrize(
+    ("keep_steps", "left"), [(None, [8, 10]), (6, [4, 6, 8, 10]), (2, [8, 10])]
+)
 def test_of_those_that_stay_the_newest_do_and_the_one_that_a_replay_of_the_last_steps_begins_with(
     keep_steps, left, policy, tmp_path
 ):
     folder = run_folder(tmp_path, 48)
-    trainer = declared(policy, recover_within_s=float("inf"), checkpoint_every=2, save_total_limit=2)
+    trainer = declared(
+        policy, recover_within_s=float("inf"), checkpoint_every=2, save_total_limit=2
+    )
     life = Life(folder, trainer, clock=Clock(), keep_steps=keep_steps)
     life.push(*map(group, range(20)))
     for status in life.work():
@@ -164,7 +196,11 @@ def test_the_oldest_multiples_go_and_nothing_that_was_asked_for():
     known = {"every": 5, "last": 32, "keep_steps": None}
     assert surplus(staying=[5, 10, 12, 15, 20, 32], most=2, **known) == [5, 10]
     assert surplus(staying=[5, 10, 12], most=2, **known) == []
-    assert surplus(staying=[5, 10, 15, 20, 25, 30], most=1, **known | {"keep_steps": 15}) == [5, 10, 25]
+    assert surplus(staying=[5, 10, 15, 20, 25, 30], most=1, **known | {"keep_steps": 15}) == [
+        5,
+        10,
+        25,
+    ]
     assert surplus(staying=[5, 10, 12, 20, 30], most=1, **known | {"keep_steps": 19}) == [5, 10]
 
 
@@ -172,10 +208,18 @@ def test_the_seconds_of_writing_one_are_told_where_those_of_the_others_are(polic
     folder = run_folder(tmp_path)
     life = live(folder, declared(policy, recover_within_s=1.0, checkpoint_every=4), range(10))
     life.end()
-    assert [line["step"] for line in folder.read_metrics() if "seconds_checkpoint" in line] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in folder.read_metrics() if "seconds_checkpoint" in line] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
-@pytest.mark.parametrize("ends", ["with its steps", "drained", "at the end of its rows", "drained after a resume"])
+@pytest.mark.parametrize(
+    "ends", ["with its steps", "drained", "at the end of its rows", "drained after a resume"]
+)
 def test_the_last_checkpoint_stays_even_where_it_was_left_to_recover_from(policy, tmp_path, ends):
     folder, trainer = run_folder(tmp_path), declared(policy, recover_within_s=1.0)
     life = live(folder, trainer, range(6), steps=3 if ends == "with its steps" else None)
@@ -246,12 +290,18 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     yield steps
 
 
-def test_a_full_disk_is_a_warning_the_one_before_stays_and_the_next_is_tried(policy, tmp_path, full):
+def test_a_full_disk_is_a_warning_the_one_before_stays_and_the_next_is_tried(
+    policy, tmp_path, full
+):
     folder = run_folder(tmp_path)
     full |= {2, 3}
     life = live(folder, declared(policy, recover_within_s=1.0), range(6))
     life.runtime._saver.note()
-    said = [facts for event, facts in life.log.lines if event == "checkpoint not written; training goes on"]
+    said = [
+        facts
+        for event, facts in life.log.lines
+        if event == "checkpoint not written; training goes on"
+    ]
     assert [(facts["step"], facts["newest"]) for facts in said] == [(2, 1), (3, 1)]
     assert all("No space left on device; make room" in facts["error"] for facts in said)
     assert life.runtime.status()["step"] == 3 and folder.checkpoints.steps() == [1]
@@ -262,7 +312,9 @@ def test_a_full_disk_is_a_warning_the_one_before_stays_and_the_next_is_tried(pol
     assert folder.checkpoints.steps() == [4] and verify(folder.path).clean
 
 
-def test_one_that_would_leave_too_little_room_for_rollouts_and_ledger_is_not_begun(policy, tmp_path, monkeypatch):
+def test_one_that_would_leave_too_little_room_for_rollouts_and_ledger_is_not_begun(
+    policy, tmp_path, monkeypatch
+):
     usage = namedtuple("usage", "total used free")
     needed = 0
 
@@ -277,7 +329,11 @@ def test_one_that_would_leave_too_little_room_for_rollouts_and_ledger_is_not_beg
         life.run(range(number, number + 2))
         written(life)
     life.end()
-    said = [facts for event, facts in life.log.lines if event == "checkpoint not written; training goes on"]
+    said = [
+        facts
+        for event, facts in life.log.lines
+        if event == "checkpoint not written; training goes on"
+    ]
     assert [facts["step"] for facts in said] == [1, 2, 4]
     assert "make room there, or set recover_within_s=inf" in said[0]["error"]
     assert folder.checkpoints.steps() == [3], "one that was asked for is tried all the same"
@@ -292,7 +348,9 @@ def test_the_room_that_is_asked_for_is_about_what_a_checkpoint_takes(policy, tmp
     assert 0.8 * taken < checkpoint.nbytes(life.runtime._learner) <= taken
 
 
-def test_an_old_one_that_cannot_be_removed_is_a_warning_and_goes_later(policy, tmp_path, monkeypatch):
+def test_an_old_one_that_cannot_be_removed_is_a_warning_and_goes_later(
+    policy, tmp_path, monkeypatch
+):
     folder, remove = run_folder(tmp_path), shutil.rmtree
 
     def refuse(place: Path, *given: Any, **named: Any) -> None:
@@ -320,7 +378,9 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning_and_goes_later(policy, t
 def test_an_offloading_trainer_that_catches_up_leaves_whole_checkpoints(
     policy, tmp_path, monkeypatch, recover_within_s
 ):
-    monkeypatch.setattr(build, "OffloadedLearner", lambda learner, aside: OffloadedLearner(learner, tmp_path))
+    monkeypatch.setattr(
+        build, "OffloadedLearner", lambda learner, aside: OffloadedLearner(learner, tmp_path)
+    )
     folder = run_folder(tmp_path)
     die(live(folder, declared(policy, recover_within_s=float("inf")), range(8)))
     shutil.rmtree(folder.checkpoints.path)
@@ -336,8 +396,12 @@ def test_an_offloading_trainer_that_catches_up_leaves_whole_checkpoints(
     plain.end()
 
 
-def test_an_offloading_trainer_that_caught_up_tries_its_last_checkpoint_again(policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "OffloadedLearner", lambda learner, aside: OffloadedLearner(learner, tmp_path))
+def test_an_offloading_trainer_that_caught_up_tries_its_last_checkpoint_again(
+    policy, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        build, "OffloadedLearner", lambda learner, aside: OffloadedLearner(learner, tmp_path)
+    )
     folder, left = run_folder(tmp_path), [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
     die(live(folder, declared(policy, recover_within_s=float("inf")), range(4)))
     write = checkpoint.StagedState.write
@@ -359,7 +423,8 @@ def test_an_offloading_trainer_that_caught_up_tries_its_last_checkpoint_again(po
 
 @in_a_fork
 def life_of_two(folder: RunFolder, trainer: Trainer, numbers: range, digests: Path) -> None:
-    """A life on two ranks; what each of them holds at its end, and how many steps it was behind at its start."""
+    """A life on two ranks; what each of them holds at its end, and how many steps it was behind at
+    its start."""
     saving.DEAR = 0.0
     life = Life(folder, trainer, ranks=2, writer=None, own_folder="trainer", clock=Clock())
     behind = life.runtime.status().get("catching_up", 0)
@@ -371,7 +436,9 @@ def life_of_two(folder: RunFolder, trainer: Trainer, numbers: range, digests: Pa
 
 
 @pytest.mark.slow
-def test_several_ranks_leave_one_and_come_back_from_it_to_the_very_bits_that_each_had(policy, tmp_path):
+def test_several_ranks_leave_one_and_come_back_from_it_to_the_very_bits_that_each_had(
+    policy, tmp_path
+):
     folder, trainer = run_folder(tmp_path, 40), declared(policy, recover_within_s=WITHIN_S)
     life_of_two(folder, trainer, range(24), tmp_path / "had")
     (kept,) = folder.checkpoints_of("trainer").steps()

@@ -1,4 +1,5 @@
-"""Laws of gradients that are written in place: those of autograd, whatever the step before has left there."""
+"""Laws of gradients that are written in place: those of autograd, whatever the step before has left
+there."""
 
 from typing import Any
 
@@ -21,17 +22,32 @@ def _qwen(*, tied: bool) -> Any:
     """With biases, and an id for padding that is among the tokens."""
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=tied, initializer_range=0.2,
-        bos_token_id=None, eos_token_id=1, pad_token_id=5,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=5,
+    )
     return Qwen2ForCausalLM(config).eval()
 
 
-MODELS = {"llama": tiny_llama, "qwen": lambda: _qwen(tied=False), "tied qwen": lambda: _qwen(tied=True)}
+MODELS = {
+    "llama": tiny_llama,
+    "qwen": lambda: _qwen(tied=False),
+    "tied qwen": lambda: _qwen(tied=True),
+}
 
 
-def _learner(module: Any, *, is_direct: bool, is_rounded: bool = False, sliced: bool = False, **knobs: Any) -> Learner:
+def _learner(
+    module: Any, *, is_direct: bool, is_rounded: bool = False, sliced: bool = False, **knobs: Any
+) -> Learner:
     trainer = tiny_trainer(**knobs)
     forward = Policy(module, compute=torch.bfloat16 if is_rounded else None)
     if sliced:
@@ -39,7 +55,11 @@ def _learner(module: Any, *, is_direct: bool, is_rounded: bool = False, sliced: 
     learner = learner_of(trainer, forward, node="trainer")
     if is_direct:
         learner.direct = forward.direct = DirectGradients(module, is_rounded=is_rounded)
-        assert all(weight in learner.direct for name, weight in learner.parameters.items() if "proj.weight" in name)
+        assert all(
+            weight in learner.direct
+            for name, weight in learner.parameters.items()
+            if "proj.weight" in name
+        )
     return learner
 
 
@@ -49,8 +69,13 @@ def _learner(module: Any, *, is_direct: bool, is_rounded: bool = False, sliced: 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_in_place_are_those_of_autograd(model, sliced, micro_batch_tokens, checkpointing):
     make = MODELS[model]
-    knobs: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens, "gradient_checkpointing": checkpointing}
-    wanted_loss, wanted, _ = gradient(_learner(make(), is_direct=False, sliced=sliced, **knobs), rows_of(*GROUPS))
+    knobs: dict[str, Any] = {
+        "micro_batch_tokens": micro_batch_tokens,
+        "gradient_checkpointing": checkpointing,
+    }
+    wanted_loss, wanted, _ = gradient(
+        _learner(make(), is_direct=False, sliced=sliced, **knobs), rows_of(*GROUPS)
+    )
     learner = _learner(make(), is_direct=True, sliced=sliced, **knobs)
     gradient(learner, rows_of(*OTHERS))
     loss, found, _ = gradient(learner, rows_of(*GROUPS))
@@ -71,6 +96,8 @@ def test_a_step_in_which_nothing_is_computed_leaves_zeros():
 def test_products_of_bfloat16_give_nearly_the_gradient_of_float32(model):
     make = MODELS[model]
     wanted_loss, wanted, _ = gradient(_learner(make(), is_direct=False), rows_of(*GROUPS))
-    found_loss, found, _ = gradient(_learner(make(), is_direct=True, is_rounded=True), rows_of(*GROUPS))
+    found_loss, found, _ = gradient(
+        _learner(make(), is_direct=True, is_rounded=True), rows_of(*GROUPS)
+    )
     assert abs(found_loss - wanted_loss) < 0.02 * max(1, abs(wanted_loss))
     assert torch.nn.functional.cosine_similarity(found, wanted, dim=0) > 0.999

@@ -1,11 +1,14 @@
-"""Laws of products of bfloat16: sums of rounded factors, the same bits whatever stands beside them."""
+"""Laws of products of bfloat16: sums of rounded factors, the same bits whatever stands beside
+them."""
 
 import pytest
 import torch
 
 from operators.training.cpu.products import multiplies_bfloat16, rounded_product
 
-pytestmark = pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor multiplies no bfloat16")
+pytestmark = pytest.mark.skipif(
+    not multiplies_bfloat16(), reason="this processor multiplies no bfloat16"
+)
 
 SHAPES = [(1, 1, 1), (3, 5, 7), (14, 32, 32), (15, 33, 40), (29, 1100, 65), (5, 2049, 97)]
 
@@ -20,7 +23,9 @@ def test_a_product_is_that_of_the_rounded_factors(rows, depth, columns, turned, 
     wanted = left.bfloat16().double() @ right.bfloat16().double()
     out = torch.full((rows, columns + 3), 2.0 if added else float("nan"))
     rounded_product(left, right, out=out[:, :columns], added=added)
-    assert torch.allclose(out[:, :columns].double() - 2.0 * added, wanted, rtol=0, atol=1e-5 * depth**0.5)
+    assert torch.allclose(
+        out[:, :columns].double() - 2.0 * added, wanted, rtol=0, atol=1e-5 * depth**0.5
+    )
     assert out[:, columns:].eq(2.0).all() if added else out[:, columns:].isnan().all()
 
 

@@ -1,4 +1,5 @@
-"""Laws of attention in blocks: every node asks once, and is answered by its own path and by nothing else."""
+"""Laws of attention in blocks: every node asks once, and is answered by its own path and by nothing
+else."""
 
 import numpy as np
 import pytest
@@ -37,7 +38,11 @@ def _seen(positions: np.ndarray) -> list[list[int]]:
             seen = np.tril(np.ones((wide, wide), bool)) & (keys[:, None] >= 0)
         else:
             seen = visible(block.queries_B_Q, keys, ends)
-        found += [np.sort(row[mask]).tolist() for row, of_row in zip(keys, seen, strict=True) for mask in of_row]
+        found += [
+            np.sort(row[mask]).tolist()
+            for row, of_row in zip(keys, seen, strict=True)
+            for mask in of_row
+        ]
     return [found[at] for at in back]
 
 
@@ -53,7 +58,11 @@ def test_a_node_sees_itself_and_its_ancestors(long_row, rows, share):
 
 def test_a_prefix_that_groups_have_in_common_asks_once():
     system = list(range(40))
-    rows = [system + [100 + group] * 9 + [200 + rollout] * 6 for group in range(8) for rollout in range(4)]
+    rows = [
+        system + [100 + group] * 9 + [200 + rollout] * 6
+        for group in range(8)
+        for rollout in range(4)
+    ]
     positions = _positions(rows)
     blocks, _ = attention_blocks(positions)
     asked = sum(block.queries_B_Q.size * block.keys_B_K.shape[1] for block in blocks)

@@ -17,13 +17,15 @@ from transport.weights.layout.reshard import reshard
 from transport.weights.layout.shards import Mesh
 
 GB = 10**9
-LINKS = Interconnect(gpus_per_node=2, within_bytes_per_s=100 * GB, between_bytes_per_s=10 * GB, message_s=0.0)
+LINKS = Interconnect(
+    gpus_per_node=2, within_bytes_per_s=100 * GB, between_bytes_per_s=10 * GB, message_s=0.0
+)
 
 tables = st.tuples(st.integers(1, 6), st.integers(1, 6)).flatmap(
     lambda shape: st.lists(
         st.integers(0, 10**12), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]
     ).map(lambda flat: np.array(flat, np.int64).reshape(shape))
-)  # fmt: skip
+)
 
 
 def test_the_busiest_rank_sets_the_pace():
@@ -41,13 +43,24 @@ def test_the_link_is_chosen_by_where_the_ranks_sit():
     table = np.array([[GB, GB, GB]])
     together = cost(table, Interconnect(gpus_per_node=2, destination_first=0))
     assert together.link_bytes == {"local": GB, "within": GB, "between": GB}
-    assert cost(table, Interconnect(gpus_per_node=2)).link_bytes == {"local": 0, "within": 0, "between": 3 * GB}
-    assert cost(table, Interconnect(gpus_per_node=8, destination_first=1)).link_bytes["within"] == 3 * GB
+    assert cost(table, Interconnect(gpus_per_node=2)).link_bytes == {
+        "local": 0,
+        "within": 0,
+        "between": 3 * GB,
+    }
+    assert (
+        cost(table, Interconnect(gpus_per_node=8, destination_first=1)).link_bytes["within"]
+        == 3 * GB
+    )
 
 
 def test_links_work_at_the_same_time():
     links = Interconnect(
-        gpus_per_node=2, within_bytes_per_s=GB, between_bytes_per_s=GB, message_s=0, destination_first=1
+        gpus_per_node=2,
+        within_bytes_per_s=GB,
+        between_bytes_per_s=GB,
+        message_s=0,
+        destination_first=1,
     )
     assert cost(np.array([[GB, GB]]), links).seconds == pytest.approx(1.0)
 
@@ -67,7 +80,10 @@ def test_bytes_are_neither_lost_nor_made_between_the_sides(table):
     assert made.destination_bytes.sum(axis=1).tolist() == table.sum(axis=0).tolist()
     assert made.source_bytes.sum(axis=0).tolist() == made.destination_bytes.sum(axis=0).tolist()
     assert sum(made.link_bytes.values()) == table.sum()
-    assert made.seconds * LINKS.between_bytes_per_s >= max(table.sum(axis=0).max(), table.sum(axis=1).max()) * 0.999
+    assert (
+        made.seconds * LINKS.between_bytes_per_s
+        >= max(table.sum(axis=0).max(), table.sum(axis=1).max()) * 0.999
+    )
 
 
 def test_slower_links_cost_more_and_nothing_costs_nothing():
@@ -78,18 +94,24 @@ def test_slower_links_cost_more_and_nothing_costs_nothing():
 
 
 def test_gathering_whole_tensors_moves_them_through_one_link():
-    assert gather_and_broadcast(100 * GB, 4, 4, LINKS, root_links=2).broadcast_s == pytest.approx(5.0)
+    assert gather_and_broadcast(100 * GB, 4, 4, LINKS, root_links=2).broadcast_s == pytest.approx(
+        5.0
+    )
     made = gather_and_broadcast(100 * GB, 4, 4, LINKS)
     assert made.gather_s == pytest.approx(2.5)  # half of it, over the two links of a node
     assert made.broadcast_s == pytest.approx(10.0)
     assert made.seconds == pytest.approx(12.5)
     assert (made.source_bytes, made.destination_bytes) == (75 * GB, 100 * GB)
-    alone = gather_and_broadcast(100 * GB, 1, 1, Interconnect(destination_first=1, within_bytes_per_s=100 * GB))
+    alone = gather_and_broadcast(
+        100 * GB, 1, 1, Interconnect(destination_first=1, within_bytes_per_s=100 * GB)
+    )
     assert (alone.gather_s, alone.broadcast_s) == (0.0, pytest.approx(1.0))
 
 
 def test_links_without_bandwidth_are_refused():
-    with pytest.raises(ValueError, match=r"links need bandwidths.* above zero; found .*; give bytes per second"):
+    with pytest.raises(
+        ValueError, match=r"links need bandwidths.* above zero; found .*; give bytes per second"
+    ):
         Interconnect(between_bytes_per_s=0)
 
 
@@ -107,7 +129,9 @@ def test_a_plan_explains_who_sends_what():
         "each destination rank receives 144 B in 12 copies, with 4 peers",
     ]
     assert "executors: gloo for 6 pairs, local for 2 pairs" in text
-    assert re.search(r"at least \S+ s by the model: .* \(0 B local, 0 B within, 288 B between\)", text)
+    assert re.search(
+        r"at least \S+ s by the model: .* \(0 B local, 0 B within, 288 B between\)", text
+    )
     assert "  a [8, 4] float32 and 1 like it: 8 copies each" in text
     assert "  norm [4] float32: 8 copies each" in text
     assert text.splitlines()[-4:] == [f"        {rank}  36 B  36 B" for rank in range(4)]
@@ -125,7 +149,9 @@ def test_amounts_have_three_figures():
     ]
 
 
-@pytest.mark.parametrize(("shape", "rows", "columns"), [((1, 1), 1, 1), ((4, 4), 4, 4), ((3, 64), 3, 64)])
+@pytest.mark.parametrize(
+    ("shape", "rows", "columns"), [((1, 1), 1, 1), ((4, 4), 4, 4), ((3, 64), 3, 64)]
+)
 def test_a_few_ranks_have_a_cell_for_each_pair(shape, rows, columns):
     found = ElementTree.fromstring(picture(np.arange(1, 1 + rows * columns).reshape(shape)))
     cells = [each for each in found.iter() if each.get("class") == "cell"]

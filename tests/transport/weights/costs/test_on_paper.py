@@ -1,4 +1,5 @@
-"""A model too large for this machine, on paper: the sums are those of a closed form, and nothing heavy is imported."""
+"""A model too large for this machine, on paper: the sums are those of a closed form, and nothing
+heavy is imported."""
 
 import json
 import math
@@ -25,13 +26,17 @@ REPLICAS, RANKS = 64, 8
 def large() -> OnPaper:
     """405 billion parameters: 512 ranks of a trainer, 64 replicas of 8 ranks in fp8."""
     return on_paper(
-        NAMED["llama-405b"], RankGrid(shards=512), RankGrid(replicas=REPLICAS, tensor_parallel=RANKS), Interconnect(),
+        NAMED["llama-405b"],
+        RankGrid(shards=512),
+        RankGrid(replicas=REPLICAS, tensor_parallel=RANKS),
+        Interconnect(),
         quantized="fp8",
-    )  # fmt: skip
+    )
 
 
 def test_every_byte_that_a_reader_holds_is_sent_once(large):
-    by_rows = WIDTH + 2 * KEYS + 2 * INNER  # rows of q, k, v, gate and up; o and down are cut by columns
+    # rows of q, k, v, gate and up; o and down are cut by columns
+    by_rows = WIDTH + 2 * KEYS + 2 * INNER
     values = LAYERS * (by_rows * WIDTH + WIDTH * (WIDTH + INNER))
     scales = 4 * LAYERS * (by_rows + RANKS * 2 * WIDTH)
     ends, norms = 2 * 2 * VOCABULARY * WIDTH, 2 * (2 * LAYERS + 1) * WIDTH
@@ -43,7 +48,9 @@ def test_every_byte_that_a_reader_holds_is_sent_once(large):
 
 def test_a_trainer_s_rank_holds_its_share_and_sends_it_to_every_replica(large):
     trainer, _ = large.held.values()
-    parameters = LAYERS * (2 * WIDTH + 2 * KEYS + 3 * INNER + 2) * WIDTH + (2 * VOCABULARY + 1) * WIDTH
+    parameters = (
+        LAYERS * (2 * WIDTH + 2 * KEYS + 3 * INNER + 2) * WIDTH + (2 * VOCABULARY + 1) * WIDTH
+    )
     assert large.parameters == parameters
     assert {part: int(trainer[part].sum()) for part in STATE} == {
         part: each * parameters for part, each in STATE.items()
@@ -64,26 +71,35 @@ def test_what_a_trainer_s_parameter_takes_is_what_the_planner_says():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_small_plan_is_filled_copy_by_copy(ranks):
-    """What is summed above is what the copies themselves come to, at ranks that are replicas, shards and slices, of
-    which several may hold the same key/value head."""
+    """What is summed above is what the copies themselves come to, at ranks that are replicas,
+    shards and slices, of which several may hold the same key/value head."""
     small = Decoder(layers=2, width=16, inner=24, heads=4, kv_heads=2, vocabulary=29, head_width=4)
     made = on_paper(
-        small, RankGrid(replicas=2, shards=3, tensor_parallel=ranks), RankGrid(replicas=2, tensor_parallel=ranks),
-        Interconnect(), quantized="int8",
-    )  # fmt: skip
+        small,
+        RankGrid(replicas=2, shards=3, tensor_parallel=ranks),
+        RankGrid(replicas=2, tensor_parallel=ranks),
+        Interconnect(),
+        quantized="int8",
+    )
     filled: dict[tuple[int, str], np.ndarray] = {}
     pairs = np.zeros_like(made.plan.pair_bytes)
     for copy in made.plan.copies():
         shape = made.plan.destination.local(copy.destination_rank)[copy.destination_name][0]
-        into = filled.setdefault((copy.destination_rank, copy.destination_name), np.zeros(shape, int))
+        into = filled.setdefault(
+            (copy.destination_rank, copy.destination_name), np.zeros(shape, int)
+        )
         into[copy.destination_box] += 1
         pairs[copy.source_rank, copy.destination_rank] += copy.nbytes
     assert all((times == 1).all() for times in filled.values())
-    wanted = {(rank, name) for rank in range(2 * ranks) for name in made.plan.destination.local(rank)}
+    wanted = {
+        (rank, name) for rank in range(2 * ranks) for name in made.plan.destination.local(rank)
+    }
     assert filled.keys() == wanted
     assert pairs.tolist() == made.plan.pair_bytes.tolist()
-    held = [sum(math.prod(s) * {"int8": 1, "bfloat16": 2, "float32": 4}[d] for s, d in local.values())
-            for local in map(made.plan.destination.local, range(2 * ranks))]  # fmt: skip
+    held = [
+        sum(math.prod(s) * {"int8": 1, "bfloat16": 2, "float32": 4}[d] for s, d in local.values())
+        for local in map(made.plan.destination.local, range(2 * ranks))
+    ]
     assert made.plan.destination.rank_bytes.tolist() == held
 
 
@@ -93,32 +109,49 @@ def test_the_command_tells_it_without_torch():
         "status = main('--trainer 512 --generator 64x8 --precision fp8 --rank 3'.split()); "
         "print('torch' in sys.modules, status)"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
     lines = told.stdout.splitlines()
     assert lines[-1] == "False 0"
     assert lines[0] == "405.9 billion parameters"
-    assert any(line.startswith("at least 1.04 s by the model: source rank 0 sends 51.3 GB between") for line in lines)
+    assert any(
+        line.startswith("at least 1.04 s by the model: source rank 0 sends 51.3 GB between")
+        for line in lines
+    )
     assert "most bytes into a rank: 51.3 GB, destination rank 0" in lines
     assert any(
-        "trainer (512 shards): 13.5 GB (weights 3.17 GB + gradients 3.17 GB + optimiser 6.34 GB" in x for x in lines
+        "trainer (512 shards): 13.5 GB (weights 3.17 GB + gradients 3.17 GB + optimiser 6.34 GB"
+        in x
+        for x in lines
     )
     assert any("version in use 51.3 GB + version that arrives 51.3 GB" in line for line in lines)
     assert "  64 replicas, first 0: 555 MB" in told.stdout
 
 
 def test_a_rank_s_line_adds_up_and_links_count(capsys):
-    assert main(["--model", "llama-8b", "--trainer", "2x4", "--generator", "2", "--link-gbps", "200"]) == 0
+    assert (
+        main(["--model", "llama-8b", "--trainer", "2x4", "--generator", "2", "--link-gbps", "200"])
+        == 0
+    )
     slow = capsys.readouterr().out
     assert "trainer (2 replicas x 4 shards)" in slow and "bfloat16" in slow and ":scale" not in slow
-    assert main(["--model", "llama-8b", "--trainer", "2x4", "--generator", "2", "--link-gbps", "400"]) == 0
-    seconds = [float(text.partition("at least ")[2].split()[0]) for text in (slow, capsys.readouterr().out)]
+    assert (
+        main(["--model", "llama-8b", "--trainer", "2x4", "--generator", "2", "--link-gbps", "400"])
+        == 0
+    )
+    seconds = [
+        float(text.partition("at least ")[2].split()[0]) for text in (slow, capsys.readouterr().out)
+    ]
     assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.05)
 
 
 CONFIGS = {
-    "llama": {"attention_bias": True, "mlp_bias": True}, "mistral": {"head_dim": 6},
-    "qwen2": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 8},
-}  # fmt: skip
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"head_dim": 6},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 8},
+}
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -127,15 +160,25 @@ def test_the_tensors_of_a_config_are_those_of_its_model(family, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        family, vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, **CONFIGS[family],
-    )  # fmt: skip
+        family,
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **CONFIGS[family],
+    )
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     found = Decoder.of(str(tmp_path)).tensors("float32")
-    assert found == {name: (tuple(each.shape), "float32") for name, each in model.named_parameters()}
-    assert tensor_parallel_layout(found, STYLES, range(2)) == tensor_parallel_layout(found, model.tp_plan, range(2))
+    assert found == {
+        name: (tuple(each.shape), "float32") for name, each in model.named_parameters()
+    }
+    assert tensor_parallel_layout(found, STYLES, range(2)) == tensor_parallel_layout(
+        found, model.tp_plan, range(2)
+    )
 
 
 def test_of_more_ranks_than_key_value_heads_neighbours_hold_the_same_rows():
@@ -143,15 +186,23 @@ def test_of_more_ranks_than_key_value_heads_neighbours_hold_the_same_rows():
         "layers.0.self_attn.k_proj.weight": ((8, 3), "float32"),
         "layers.0.self_attn.k_proj.bias": ((8,), "float32"),
     }
-    for held in mesh_layout(tensors, STYLES, RankGrid(tensor_parallel=4).mesh, key_value_heads=2).tensors.values():
+    for held in mesh_layout(
+        tensors, STYLES, RankGrid(tensor_parallel=4).mesh, key_value_heads=2
+    ).tensors.values():
         rows = zip(
-            held.shards.ranks.tolist(), held.shards.start[:, 0].tolist(), held.shards.stop[:, 0].tolist(), strict=True
+            held.shards.ranks.tolist(),
+            held.shards.start[:, 0].tolist(),
+            held.shards.stop[:, 0].tolist(),
+            strict=True,
         )
         assert sorted(rows) == [(0, 0, 4), (1, 0, 4), (2, 4, 8), (3, 4, 8)]
 
 
 def test_what_cannot_be_put_on_paper_is_refused(tmp_path, capsys):
-    with pytest.raises(LayoutMismatch, match=r"found 32 .* and 8 key/value heads for 12 .* give a number that divides"):
+    with pytest.raises(
+        LayoutMismatch,
+        match=r"found 32 .* and 8 key/value heads for 12 .* give a number that divides",
+    ):
         on_paper(NAMED["llama-8b"], RankGrid(), RankGrid(tensor_parallel=12), Interconnect())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     for model in (str(tmp_path), str(tmp_path / "nowhere"), "llama-9b"):

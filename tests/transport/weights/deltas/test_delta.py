@@ -1,4 +1,5 @@
-"""A delta turns its base into the newer buffer bit for bit, stands on nothing else, and is sent only where it pays."""
+"""A delta turns its base into the newer buffer bit for bit, stands on nothing else, and is sent
+only where it pays."""
 
 import struct
 from dataclasses import replace
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 import transport.native.differences as native
 from transport.errors import MessageError
 from transport.native import wordsum
-from transport.weights.deltas.delta import PROVED, Delta, apply_delta, diff, encode_delta, most_bytes
+from transport.weights.deltas.delta import (
+    PROVED,
+    Delta,
+    apply_delta,
+    diff,
+    encode_delta,
+    most_bytes,
+)
 from transport.weights.deltas.places import BLOCK, RUN, WORD
 from transport.weights.errors import ChecksumMismatch, WeightError
 
@@ -32,7 +40,9 @@ FULL = 200_000
 
 
 def buffer(nbytes, seed=0):
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def changed(old, places):
@@ -47,7 +57,9 @@ def applied(delta, old):
     return result
 
 
-edits = st.tuples(st.integers(0, 3000), st.lists(st.tuples(st.integers(0, 2999), st.integers(1, 700)), max_size=6))
+edits = st.tuples(
+    st.integers(0, 3000), st.lists(st.tuples(st.integers(0, 2999), st.integers(1, 700)), max_size=6)
+)
 
 
 @given(edits)
@@ -71,7 +83,9 @@ def test_scattered_bytes_of_a_large_buffer_arrive_bit_for_bit(places, less):
     assert delta.size <= 56 + 8 + 4 * len(places) + (FULL - less) % 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8], ids=str
+)
 def test_tensors_of_every_width_arrive_with_their_zeros_infinities_and_nans(dtype):
     old = torch.tensor([0.0, 1.0, 2.0, 3.0] * 300).to(dtype)
     odd = [-0.0, 7.0, 9.0] if dtype is torch.int8 else [-0.0, float("nan"), float("inf")]
@@ -99,7 +113,10 @@ def test_everything_changed_is_no_larger_than_the_buffer_and_a_bit_per_run():
     ("unit", "places"),
     [
         (WORD, range(0, FULL, 5000)),
-        (BLOCK, [n for block in range(0, FULL, 1024) for n in range(block, min(block + BLOCK, FULL))]),
+        (
+            BLOCK,
+            [n for block in range(0, FULL, 1024) for n in range(block, min(block + BLOCK, FULL))],
+        ),
         (RUN, range(RUN * 20, RUN * 200)),
     ],
     ids=["words", "blocks", "runs"],
@@ -156,18 +173,26 @@ def test_a_message_that_contradicts_itself_is_refused_before_it_is_applied(data)
     at, kind, value = {
         "unit": (16, "<Q", data.draw(st.integers(0, 1 << 63).filter(lambda unit: unit != WORD))),
         "nbytes": (48, "<Q", data.draw(st.integers(0, 701) | st.integers(1 << 18, 1 << 63))),
-        "count": (56, "<i", data.draw(st.integers(-(1 << 31), (1 << 31) - 1).filter(lambda count: count != 2))),
+        "count": (
+            56,
+            "<i",
+            data.draw(st.integers(-(1 << 31), (1 << 31) - 1).filter(lambda count: count != 2)),
+        ),
         "order": (60, "<2H", (350, 1)),
         "place": (62, "<H", data.draw(st.integers(1000, 65535))),
     }[field]
     packed = struct.pack(kind, *(value if isinstance(value, tuple) else (value,)))
     message[at : at + len(packed)] = torch.tensor(list(packed), dtype=torch.uint8)
-    message[8:PROVED] = torch.tensor(list(struct.pack("<Q", wordsum(message[PROVED:]))), dtype=torch.uint8)
+    message[8:PROVED] = torch.tensor(
+        list(struct.pack("<Q", wordsum(message[PROVED:]))), dtype=torch.uint8
+    )
     with pytest.raises(MessageError, match="a delta cannot be read"):
         Delta.from_bytes(message)
 
 
-@pytest.mark.parametrize("message", [torch.zeros(0, dtype=torch.uint8), torch.zeros(100), torch.zeros(9, 9).byte()])
+@pytest.mark.parametrize(
+    "message", [torch.zeros(0, dtype=torch.uint8), torch.zeros(100), torch.zeros(9, 9).byte()]
+)
 def test_what_is_no_message_is_refused(message):
     with pytest.raises(MessageError):
         Delta.from_bytes(message)

@@ -1,4 +1,5 @@
-"""Where the link is slow, ranks that have the version before get what changed, bit for bit; all others everything."""
+"""Where the link is slow, ranks that have the version before get what changed, bit for bit; all
+others everything."""
 
 from dataclasses import replace
 from functools import partial
@@ -41,7 +42,9 @@ class Weights:
     def __init__(self, layout: Layout) -> None:
         self._draw = torch.Generator().manual_seed(7)
         self._bytes = {
-            name: torch.randint(0, 256, (self._size(held),), dtype=torch.uint8, generator=self._draw)
+            name: torch.randint(
+                0, 256, (self._size(held),), dtype=torch.uint8, generator=self._draw
+            )
             for name, held in layout.tensors.items()
         }
         self._layout = layout
@@ -55,13 +58,17 @@ class Weights:
         for data in self._bytes.values():
             words = data.view(torch.int16)
             hit = torch.rand(len(words), generator=self._draw) < share
-            words[hit] ^= torch.randint(1, 1 << 15, (int(hit.sum()),), generator=self._draw).to(torch.int16)
+            words[hit] ^= torch.randint(1, 1 << 15, (int(hit.sum()),), generator=self._draw).to(
+                torch.int16
+            )
 
     @property
     def full(self) -> dict[str, torch.Tensor]:
         return {
             name: data.clone().view(getattr(torch, held.dtype)).view(held.shape)
-            for (name, held), data in zip(self._layout.tensors.items(), self._bytes.values(), strict=True)
+            for (name, held), data in zip(
+                self._layout.tensors.items(), self._bytes.values(), strict=True
+            )
         }
 
 
@@ -71,7 +78,10 @@ class Run:
     def __init__(self, address: str, source: Layout = SOURCE, kind=SLOWLY, **knobs) -> None:
         self.source, self.weights = source, Weights(source)
         self.trainer = Trainer(source, address, kind, bucket_bytes=BUCKET, **knobs)
-        self.full = sum(torch.Size(h.shape).numel() * getattr(torch, h.dtype).itemsize for h in source.tensors.values())
+        self.full = sum(
+            torch.Size(h.shape).numel() * getattr(torch, h.dtype).itemsize
+            for h in source.tensors.values()
+        )
 
     def publish(self, version: int, share: float = 0.01) -> dict[str, torch.Tensor]:
         """The tensors of a version in which this share of the words changed."""
@@ -101,7 +111,9 @@ def assert_bits(group: AnyGroup, tensors: dict[str, torch.Tensor]) -> None:
     for rank, mine in enumerate(group.tensors):
         for name, wanted in shards(group.layout, rank, tensors).items():
             found = mine[name].detach()
-            assert torch.equal(found.contiguous().view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)), name
+            assert torch.equal(
+                found.contiguous().view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)
+            ), name
 
 
 @pytest.fixture
@@ -196,7 +208,9 @@ def test_a_reader_that_comes_back_gets_all_again(run, group):
     assert run.sent() < whole / 5
 
 
-def test_a_damaged_delta_is_refused_the_old_version_kept_and_the_next_one_taken(run, group, monkeypatch):
+def test_a_damaged_delta_is_refused_the_old_version_kept_and_the_next_one_taken(
+    run, group, monkeypatch
+):
     before = run.publish(1)
     until(lambda: group.versions == {1}, group)
     to_bytes, flipped = Delta.to_bytes, []
@@ -210,7 +224,10 @@ def test_a_damaged_delta_is_refused_the_old_version_kept_and_the_next_one_taken(
 
     monkeypatch.setattr(Delta, "to_bytes", flip_once)
     run.publish(2)
-    until(lambda: any("other bytes than were sent in" in reader.refused for reader in group.readers), group)
+    until(
+        lambda: any("other bytes than were sent in" in reader.refused for reader in group.readers),
+        group,
+    )
     assert flipped and group.versions == {1}
     assert_bits(group, before)
     for version in (3, 4):
@@ -275,13 +292,20 @@ def spoil(group: AnyGroup) -> None:
         group.tensors[0]["qk"].add_(1.0)
 
 
-def test_a_version_that_is_cast_by_its_sender_has_deltas_and_one_cast_by_its_receiver_has_none(address):
+def test_a_version_that_is_cast_by_its_sender_has_deltas_and_one_cast_by_its_receiver_has_none(
+    address,
+):
     source = SOURCE.cast("float32")
     run = Run(address, source)
-    down, up = Group(TARGET.cast("bfloat16"), address, "down"), Group(TARGET.cast("float64"), address, "up")
+    down, up = (
+        Group(TARGET.cast("bfloat16"), address, "down"),
+        Group(TARGET.cast("float64"), address, "up"),
+    )
     for version in (1, 2, 3):
         tensors = run.publish(version)
-        until(lambda version=version: down.versions == up.versions == {version}, run.trainer, down, up)
+        until(
+            lambda version=version: down.versions == up.versions == {version}, run.trainer, down, up
+        )
         assert_numbers(down, tensors)
         assert_numbers(up, tensors)
         downs, ups = run.sent("down"), run.sent("up")
@@ -329,8 +353,14 @@ def test_borrowed_tensors_have_no_deltas(address):
 
 def test_both_ends_are_told_whether_there_are_deltas():
     form = FormGroup(
-        epoch=1, group="g", ranks=1, sources=1, layout={}, store="s", backend="gloo",
+        epoch=1,
+        group="g",
+        ranks=1,
+        sources=1,
+        layout={},
+        store="s",
+        backend="gloo",
         bucket_bytes=1,
-    )  # fmt: skip
+    )
     assert not form.deltas
     assert CODEC.decode(CODEC.encode(replace(form, deltas=True))).deltas

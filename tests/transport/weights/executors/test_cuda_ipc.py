@@ -1,4 +1,5 @@
-"""CUDA IPC: gates and leases keep device memory whole. On a processor over files, on a GPU between real processes."""
+"""CUDA IPC: gates and leases keep device memory whole. On a processor over files, on a GPU between
+real processes."""
 
 import fcntl
 import os
@@ -134,7 +135,10 @@ def test_the_gate_moves_only_after_the_device_was_waited_for(tmp_path):
 
 def test_a_flipped_byte_on_the_device_is_found(site):
     mine = parameters()
-    with closing(WeightWriter(SMALL, site)) as writer, closing(WeightReader(site, "generator-0")) as reader:
+    with (
+        closing(WeightWriter(SMALL, site)) as writer,
+        closing(WeightReader(site, "generator-0")) as reader,
+    ):
         reader.attach(mine)
         writer.publish(1, parameters(1))
         adopted(writer, reader, 1)
@@ -147,7 +151,9 @@ def test_a_flipped_byte_on_the_device_is_found(site):
         assert values(mine) == {1}
 
 
-def test_memory_that_cannot_be_opened_is_an_error_while_its_writer_lives_and_nothing_afterwards(site, memory):
+def test_memory_that_cannot_be_opened_is_an_error_while_its_writer_lives_and_nothing_afterwards(
+    site, memory
+):
     reader = site.reader()
     writer = site.writer(lambda: None)
     segment = writer.segment(4096)
@@ -192,12 +198,18 @@ def test_the_site_travels_to_other_processes(site):
     from multiprocessing.reduction import ForkingPickler
 
     other = ForkingPickler.loads(ForkingPickler.dumps(site))
-    assert (other.address, other.device, other.site.place.folder) == (site.address, site.device, site.site.place.folder)
+    assert (other.address, other.device, other.site.place.folder) == (
+        site.address,
+        site.device,
+        site.site.place.folder,
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_driver_the_error_names_the_executor_to_use(tmp_path):
-    with pytest.raises(SegmentError, match=r"needs a GPU and NVIDIA's driver; found .*; use SharedMemory"):
+    with pytest.raises(
+        SegmentError, match=r"needs a GPU and NVIDIA's driver; found .*; use SharedMemory"
+    ):
         WeightWriter(SMALL, CudaIpc(f"ipc://{tmp_path}/w.sock"))
 
 
@@ -249,7 +261,8 @@ def linger(address, folder):
 
 
 def stop_in_a_publish(address, folder):
-    """A trainer that publishes version 1, is heard, and stops in version 2 before the device has written it."""
+    """A trainer that publishes version 1, is heard, and stops in version 2 before the device has
+    written it."""
     writer = WeightWriter(LAYOUT, CudaIpc(address, memory=Stuck(folder)), pace=PACE)
     writer.publish(1, model(1))
     while not any(status.version == 1 for status in writer.readers):
@@ -303,10 +316,15 @@ def test_no_reader_in_another_process_serves_a_mixture(start, site):
 
 def test_a_reader_killed_in_a_transfer_holds_nobody_up_and_no_lease(start, site, memory):
     with closing(WeightWriter(LAYOUT, site, pace=PACE)) as writer:
-        victim, other = start(linger, site.address, memory.folder), start(programs.serve, site, "other", "view", 9)
+        victim, other = (
+            start(linger, site.address, memory.folder),
+            start(programs.serve, site, "other", "view", 9),
+        )
         until(writer, lambda: len(writer.readers) == 2)
         publish(writer, 1)
-        until(writer, lambda: holds(writer, "other", 1) and status(writer, "victim").state == "taking")
+        until(
+            writer, lambda: holds(writer, "other", 1) and status(writer, "victim").state == "taking"
+        )
         os.kill(victim.pid, signal.SIGKILL)
         for version in range(2, 10):
             publish(writer, version)
@@ -319,7 +337,9 @@ def test_a_reader_killed_in_a_transfer_holds_nobody_up_and_no_lease(start, site,
 
 def test_a_frozen_readers_memory_is_kept_for_it_and_goes_when_it_has_left(start, site, memory):
     with closing(WeightWriter(LAYOUT, site, pace=PACE)) as writer:
-        frozen, other = (start(programs.serve, site, name, "view", 9) for name in ("frozen", "other"))
+        frozen, other = (
+            start(programs.serve, site, name, "view", 9) for name in ("frozen", "other")
+        )
         publish(writer, 1)
         until(writer, lambda: holds(writer, "frozen", 1) and holds(writer, "other", 1))
         os.kill(frozen.pid, signal.SIGSTOP)
@@ -335,7 +355,9 @@ def test_a_frozen_readers_memory_is_kept_for_it_and_goes_when_it_has_left(start,
         until(writer, lambda: (writer.segments, buffers(memory)) == ((2, 0), 2))
 
 
-def test_a_trainer_killed_in_a_publish_leaves_its_last_version_and_the_next_one_sweeps(start, site, memory):
+def test_a_trainer_killed_in_a_publish_leaves_its_last_version_and_the_next_one_sweeps(
+    start, site, memory
+):
     trainer = start(stop_in_a_publish, site.address, memory.folder)
     mine = model()
     with closing(WeightReader(site, "generator", pace=PACE)) as reader:
@@ -366,10 +388,14 @@ def address(tmp_path):
     return f"ipc://{tmp_path}/w.sock"
 
 
-@pytest.mark.parametrize(("adopt", "allocator"), [("view", ""), ("copy", "expandable_segments:True")])
+@pytest.mark.parametrize(
+    ("adopt", "allocator"), [("view", ""), ("copy", "expandable_segments:True")]
+)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_two_processes_share_a_gpus_memory_without_a_mixture(start, address, adopt, allocator, monkeypatch):
+def test_two_processes_share_a_gpus_memory_without_a_mixture(
+    start, address, adopt, allocator, monkeypatch
+):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     site = CudaIpc(address)
     with closing(WeightWriter(LAYOUT, site, pace=PACE, wait_s=5.0)) as writer:
@@ -390,7 +416,8 @@ def test_a_reader_killed_on_a_gpu_holds_nobody_up(start, address):
         other = start(on_gpu, programs.serve, site, "other", "view", 9)
         until(writer, lambda: len(writer.readers) == 2)
         publish(writer, 1, "cuda")
-        until(writer, lambda: status(writer, "victim").state == "taking")  # and silent soon, for it says no more
+        # and silent soon, for it says no more
+        until(writer, lambda: status(writer, "victim").state == "taking")
         until(writer, lambda: holds(writer, "other", 1))
         os.kill(victim.pid, signal.SIGKILL)
         for version in range(2, 10):
@@ -401,7 +428,9 @@ def test_a_reader_killed_on_a_gpu_holds_nobody_up(start, address):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_reader_computes_on_when_its_trainer_on_the_same_gpu_was_killed(start, processes, address):
+def test_a_reader_computes_on_when_its_trainer_on_the_same_gpu_was_killed(
+    start, processes, address
+):
     adopted, killed = processes.Event(), processes.Event()
     trainer, generator = start(train, address), start(keep, address, adopted, killed)
     assert adopted.wait(programs.DEADLINE_S)
@@ -417,7 +446,10 @@ def test_a_reader_computes_on_when_its_trainer_on_the_same_gpu_was_killed(start,
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_process_does_not_open_its_own_gpu_memory(address):
     site = CudaIpc(address)
-    with closing(WeightWriter(LAYOUT, site)) as writer, closing(WeightReader(site, "generator")) as reader:
+    with (
+        closing(WeightWriter(LAYOUT, site)) as writer,
+        closing(WeightReader(site, "generator")) as reader,
+    ):
         reader.attach(model())
         writer.publish(1, model(1))
         with pytest.raises(SegmentError, match="give both a Hub"):

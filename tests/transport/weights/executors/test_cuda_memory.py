@@ -26,7 +26,12 @@ class Library:
             self.calls.append(name)
             if codes := self.fail.get(name):
                 return codes.pop(0)
-            return getattr(self, f"_{name.removesuffix('_v2')}")(*(getattr(a, "_obj", a) for a in arguments)) or 0
+            return (
+                getattr(self, f"_{name.removesuffix('_v2')}")(
+                    *(getattr(a, "_obj", a) for a in arguments)
+                )
+                or 0
+            )
 
         if name.startswith("cu"):
             return call
@@ -142,7 +147,10 @@ def test_a_gpu_is_found_by_its_uuid_whatever_its_number_is_here(library, make):
 def test_a_gpu_that_the_reader_does_not_see_is_an_error_that_names_the_variable(library, make):
     memory = make(library, 1)
     handle = elsewhere(memory.export(memory.allocate(64)))
-    with pytest.raises(SegmentError, match=rf"found {GPUS[1].hex()}, visible .*{GPUS[0].hex()}.*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(
+        SegmentError,
+        match=rf"found {GPUS[1].hex()}, visible .*{GPUS[0].hex()}.*CUDA_VISIBLE_DEVICES",
+    ):
         make(Library(GPUS[:1])).open(handle)
 
 
@@ -157,12 +165,17 @@ def test_a_handle_that_the_driver_refuses_is_an_error_with_the_drivers_name_for_
     memory = make(library)
     handle = elsewhere(memory.export(memory.allocate(64)))
     library.fail["cuIpcOpenMemHandle_v2"] = [INVALID]
-    with pytest.raises(SegmentError, match=r"process -1 cannot be opened; found cuIpcOpenMemHandle_v2: CUDA_ERROR_400"):
+    with pytest.raises(
+        SegmentError,
+        match=r"process -1 cannot be opened; found cuIpcOpenMemHandle_v2: CUDA_ERROR_400",
+    ):
         make(library).open(handle)
     assert library.stack == []
 
 
-def test_a_full_gpu_is_tried_again_once_torch_has_given_back_what_it_keeps(library, make, monkeypatch):
+def test_a_full_gpu_is_tried_again_once_torch_has_given_back_what_it_keeps(
+    library, make, monkeypatch
+):
     given = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 20, 80 << 30))
@@ -170,7 +183,9 @@ def test_a_full_gpu_is_tried_again_once_torch_has_given_back_what_it_keeps(libra
     buffer = make(library).allocate(64)
     assert given == [True] and buffer.data_ptr() in library.live
     library.fail["cuMemAlloc_v2"] = [OUT_OF_MEMORY, OUT_OF_MEMORY]
-    with pytest.raises(SegmentError, match=r"cuMemAlloc_v2: CUDA_ERROR_2 \(2\), 3 of 81920 MiB free on GPU 0"):
+    with pytest.raises(
+        SegmentError, match=r"cuMemAlloc_v2: CUDA_ERROR_2 \(2\), 3 of 81920 MiB free on GPU 0"
+    ):
         make(library).allocate(64)
 
 
@@ -185,7 +200,9 @@ def test_giving_back_after_a_fault_on_the_gpu_is_quiet(library):
 
 def test_a_driver_that_does_not_start_is_an_error_that_names_another_executor(library):
     library.fail["cuInit"] = [100]
-    with pytest.raises(SegmentError, match=r"found cuInit: CUDA_ERROR_100 \(100\); use SharedMemory"):
+    with pytest.raises(
+        SegmentError, match=r"found cuInit: CUDA_ERROR_100 \(100\); use SharedMemory"
+    ):
         Driver(library)
 
 

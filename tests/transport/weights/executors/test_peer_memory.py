@@ -1,4 +1,5 @@
-"""Buffers without a name: one process opens another's by number, and no other file; a GPU's stays while it is open."""
+"""Buffers without a name: one process opens another's by number, and no other file; a GPU's stays
+while it is open."""
 
 import errno
 import os
@@ -47,7 +48,9 @@ def test_a_released_buffer_cannot_be_opened_nor_another_file_in_its_place(memory
     own = memory.allocate(100)
     handle, file = own.handle, own._file
     own.release()
-    with pytest.raises(SegmentError, match=f"process {os.getpid()} cannot be opened; found No such file"):
+    with pytest.raises(
+        SegmentError, match=f"process {os.getpid()} cannot be opened; found No such file"
+    ):
         memory.open(handle)
     other = os.open("/dev/null", os.O_RDWR)
     os.dup2(other, file)
@@ -89,9 +92,13 @@ def test_full_shared_memory_is_an_error_that_says_how_much_is_free(memory, monke
             return False
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(SegmentError, match=r"of 3 MiB; found No space left on device, \d+ MiB free in /dev/shm"):
+    with pytest.raises(
+        SegmentError, match=r"of 3 MiB; found No space left on device, \d+ MiB free in /dev/shm"
+    ):
         memory.allocate(3 << 20)
-    assert len(taken) == 1 and not any(is_taken(int(each.name)) for each in Path("/proc/self/fd").iterdir())
+    assert len(taken) == 1 and not any(
+        is_taken(int(each.name)) for each in Path("/proc/self/fd").iterdir()
+    )
 
 
 def test_a_tensor_of_a_released_buffer_keeps_its_bytes(memory):

@@ -60,7 +60,8 @@ def joined(writer, reader, mine):
 
 
 @pytest.mark.parametrize(
-    "address", ["tcp://10.0.0.7:5000", "tcp://*:5000", "tcp://127.0.0.1", "inproc://w", "w.sock", ""]
+    "address",
+    ["tcp://10.0.0.7:5000", "tcp://*:5000", "tcp://127.0.0.1", "inproc://w", "w.sock", ""],
 )
 def test_an_address_that_others_could_reach_is_refused(address):
     with pytest.raises(AddressError, match="stay on one machine; found address"):
@@ -123,7 +124,12 @@ def test_segments_are_for_their_owner_alone(writer):
 def test_a_segment_outside_the_address_is_never_opened(address, tmp_path, reader):
     (tmp_path / "other").write_bytes(bytes(4096))
     site = SharedMemory(address)
-    for key in ("../../etc/passwd", "other", site.place.prefix + "/../other", site.place.prefix + "nowhere"):
+    for key in (
+        "../../etc/passwd",
+        "other",
+        site.place.prefix + "/../other",
+        site.place.prefix + "nowhere",
+    ):
         assert reader._port.segment(key, 4032) is None
 
 
@@ -201,7 +207,10 @@ def test_an_address_is_free_for_the_next_writer_as_soon_as_close_returns(address
     for place in (address, f"tcp://127.0.0.1:{unused_port}"):
         for version in range(10):
             mine = parameters()
-            with closing(WeightWriter(LAYOUT, place)) as writer, closing(WeightReader(place, "r")) as reader:
+            with (
+                closing(WeightWriter(LAYOUT, place)) as writer,
+                closing(WeightReader(place, "r")) as reader,
+            ):
                 writer.publish(version, parameters(version))
                 joined(writer, reader, mine)
                 assert values(mine) == {version}
@@ -209,7 +218,8 @@ def test_an_address_is_free_for_the_next_writer_as_soon_as_close_returns(address
 
 @pytest.fixture
 def steps(writer, reader, monkeypatch):
-    """Publishes in two halves, with what shall happen in between; the reader has joined and holds version 1."""
+    """Publishes in two halves, with what shall happen in between; the reader has joined and holds
+    version 1."""
     mine = parameters()
     writer.publish(1, parameters(1))
     joined(writer, reader, mine)
@@ -248,7 +258,9 @@ needs_compiler = pytest.mark.skipif(library() is None, reason="no C compiler: no
 
 
 @needs_compiler
-def test_a_reader_that_hears_of_a_version_before_its_first_byte_is_written_reads_along(writer, reader, steps):
+def test_a_reader_that_hears_of_a_version_before_its_first_byte_is_written_reads_along(
+    writer, reader, steps
+):
     def late(peer, message):
         whole = send(peer, message)
         if isinstance(message, Upcoming):
@@ -292,7 +304,9 @@ def test_a_publish_that_fails_half_way_leaves_its_followers_on_their_version(ste
 
 
 @needs_compiler
-def test_bytes_that_are_spoilt_before_their_turn_to_be_proved_are_found_at_that_sync(steps, reader, monkeypatch):
+def test_bytes_that_are_spoilt_before_their_turn_to_be_proved_are_found_at_that_sync(
+    steps, reader, monkeypatch
+):
     fill = Copier.run
 
     def spoilt(copies, sources):

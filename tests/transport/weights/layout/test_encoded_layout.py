@@ -1,4 +1,5 @@
-"""What travels for tensors that ranks share out: narrow shards, and a row's scale wherever a part of the row is."""
+"""What travels for tensors that ranks share out: narrow shards, and a row's scale wherever a part
+of the row is."""
 
 import math
 
@@ -27,17 +28,30 @@ def test_every_part_of_a_row_has_the_row_s_scale_beside_it(layout, form):
     local = gather_then_shard(encoded, full)
     assert local.keys() == gather_then_shard(layout, {name: full[name] for name in SHAPES}).keys()
     for held in local.values():
-        assert {name for name in held if name.endswith(SCALE)} == {n + SCALE for n in ("w", "experts") if n in held}
+        assert {name for name in held if name.endswith(SCALE)} == {
+            n + SCALE for n in ("w", "experts") if n in held
+        }
         for name in {"w", "experts"} & held.keys():
-            assert (held[name + SCALE] == held[name].float()).all(), "the scale of each row, by place"
+            assert (held[name + SCALE] == held[name].float()).all(), (
+                "the scale of each row, by place"
+            )
     narrow = {"int8": "int8", "fp8": "float8_e4m3fn"}[form]
-    dtypes = {name: held.dtype for name, held in encoded.tensors.items() if not name.endswith(SCALE)}
+    dtypes = {
+        name: held.dtype for name, held in encoded.tensors.items() if not name.endswith(SCALE)
+    }
     assert dtypes == {"w": narrow, "experts": narrow, "bias": "bfloat16"}
 
 
 def test_one_rank_s_layout_is_that_of_its_flat_buffer():
-    tensors = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in SHAPES.items()}
-    for encoding in (Encoding(), Encoding(dtype="float16"), Encoding(quantized="fp8", names=frozenset({"w"}))):
+    tensors = {
+        name: torch.zeros(shape, dtype=getattr(torch, dtype))
+        for name, (shape, dtype) in SHAPES.items()
+    }
+    for encoding in (
+        Encoding(),
+        Encoding(dtype="float16"),
+        Encoding(quantized="fp8", names=frozenset({"w"})),
+    ):
         assert encoding.layout(Layout.whole(SHAPES)).flat(0) == encoding.flat_layout(tensors)
 
 

@@ -10,9 +10,9 @@ from transport.weights import FlatLayout, LayoutMismatch, MessageError, TensorSp
 from transport.weights.layout.flat import ALIGNMENT, ITEM_BYTES
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
-entries = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEM_BYTES))), min_size=1, max_size=12).map(
-    lambda found: [(f"t{n}", shape, dtype) for n, (shape, dtype) in enumerate(found)]
-)
+entries = st.lists(
+    st.tuples(shapes, st.sampled_from(sorted(ITEM_BYTES))), min_size=1, max_size=12
+).map(lambda found: [(f"t{n}", shape, dtype) for n, (shape, dtype) in enumerate(found)])
 
 
 @given(entries)
@@ -43,14 +43,18 @@ def test_a_damaged_layout_is_refused(found, data):
         FlatLayout.from_plain(plain)
 
 
-@pytest.mark.parametrize("plain", [None, 3, [], {}, {"tensors": [[1]]}, {"tensors": []}, {"tensors": 1}])
+@pytest.mark.parametrize(
+    "plain", [None, 3, [], {}, {"tensors": [[1]]}, {"tensors": []}, {"tensors": 1}]
+)
 def test_what_is_no_layout_is_refused(plain):
     with pytest.raises((MessageError, LayoutMismatch)):
         FlatLayout.from_plain(plain)
 
 
 def test_only_floating_tensors_are_cast():
-    layout = FlatLayout.of({"w": torch.zeros(3), "n": torch.zeros(3, dtype=torch.int64)}, dtype="bfloat16")
+    layout = FlatLayout.of(
+        {"w": torch.zeros(3), "n": torch.zeros(3, dtype=torch.int64)}, dtype="bfloat16"
+    )
     assert [spec.dtype for spec in layout.tensors] == ["bfloat16", "int64"]
 
 
@@ -61,7 +65,10 @@ def test_a_dtype_that_cannot_travel_is_refused():
 
 def test_tensors_that_share_memory_only_in_part_are_not_tied():
     base = torch.zeros(8)
-    assert len(FlatLayout.of({"all": base, "half": base[:4], "turned": base.view(2, 4).t()}).tensors) == 3
+    assert (
+        len(FlatLayout.of({"all": base, "half": base[:4], "turned": base.view(2, 4).t()}).tensors)
+        == 3
+    )
 
 
 def test_empty_tensors_are_never_tied():
@@ -74,7 +81,9 @@ def test_two_tensors_of_one_name_are_refused():
 
 
 def test_overlapping_tensors_are_refused():
-    specs = tuple(TensorSpec(name=n, shape=(40,), dtype="float32", offset=o) for n, o in [("a", 0), ("b", 64)])
+    specs = tuple(
+        TensorSpec(name=n, shape=(40,), dtype="float32", offset=o) for n, o in [("a", 0), ("b", 64)]
+    )
     with pytest.raises(LayoutMismatch, match="'b' does not fit"):
         FlatLayout(tensors=specs)
 

@@ -1,4 +1,5 @@
-"""A layout made from one rank's DTensors, or from a plan by names, is what every rank really holds."""
+"""A layout made from one rank's DTensors, or from a plan by names, is what every rank really
+holds."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -46,7 +47,8 @@ def numbered(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def held_by_all(make: Callable[[], dict[str, torch.Tensor]]) -> tuple[Local, list[Layout]]:
-    """What each rank holds, ranks without elements left out; and the layout that each makes of it."""
+    """What each rank holds, ranks without elements left out; and the layout that each makes of
+    it."""
     found: Local = {}
     layouts = []
     for rank in range(WORLD):
@@ -54,7 +56,9 @@ def held_by_all(make: Callable[[], dict[str, torch.Tensor]]) -> tuple[Local, lis
             tensors = make()
             layouts.append(layout_of(tensors, range(WORLD)))
             local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
-            found[rank] = {n: t.detach() for n, t in local.items() if t.numel() and n in layouts[-1].tensors}
+            found[rank] = {
+                n: t.detach() for n, t in local.items() if t.numel() and n in layouts[-1].tensors
+            }
     return found, layouts
 
 
@@ -95,7 +99,9 @@ def test_the_layout_of_a_dtensor_is_what_dtensor_deals_out(mesh, placements, sha
         if torch.tensor(mesh).prod() == WORLD:
             device_mesh = init_device_mesh("cpu", mesh)
         else:
-            device_mesh = init_device_mesh("cpu", (WORLD // mesh[0], *mesh), mesh_dim_names=("rest", "own"))["own"]
+            device_mesh = init_device_mesh(
+                "cpu", (WORLD // mesh[0], *mesh), mesh_dim_names=("rest", "own")
+            )["own"]
         return {"w": distribute_tensor(full, device_mesh, placements, src_data_rank=None)}
 
     if len(mesh) > 1 or mesh[0] == WORLD:
@@ -106,7 +112,9 @@ def test_the_layout_of_a_dtensor_is_what_dtensor_deals_out(mesh, placements, sha
                 tensor = make()["w"]
                 layout = layout_of({"w": tensor}, range(WORLD))
                 want = gather_then_shard(layout, {"w": full}).get(rank, {})
-                assert same({0: want}, {0: {"w": tensor.to_local()} if tensor.to_local().numel() else {}})
+                assert same(
+                    {0: want}, {0: {"w": tensor.to_local()} if tensor.to_local().numel() else {}}
+                )
 
 
 @pytest.mark.parametrize("rows", [16, 13, 7, 5, 1])
@@ -119,7 +127,11 @@ def test_fsdp2_shards_as_the_layout_says(mesh, rows):
         model = nn.Linear(6, rows)
         numbered(model)
         names = ("replicate", "shard")[-len(mesh) :]
-        return dict(fully_shard(model, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names)).named_parameters())
+        return dict(
+            fully_shard(
+                model, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names)
+            ).named_parameters()
+        )
 
     check(full, make)
 
@@ -150,7 +162,9 @@ def test_fsdp2_over_tensor_parallel_cuts_by_tensor_parallel_first(mesh, inner):
     shapes = {name: (tuple(tensor.shape), "float32") for name, tensor in full.items()}
     assert mesh_layout(shapes, {"up": "colwise", "down": "rowwise"}, Mesh.of(1, *mesh)) == layout
     last = layout.tensors["up.weight"].shards
-    assert len(set(zip(last.start[:, 0].tolist(), last.stop[:, 0].tolist(), strict=True))) == len(last.ranks)
+    assert len(set(zip(last.start[:, 0].tolist(), last.stop[:, 0].tolist(), strict=True))) == len(
+        last.ranks
+    )
     assert layout.tensors["down.bias"].shards.start.max() < 5
 
 
@@ -160,14 +174,20 @@ def test_plain_tensors_are_replicas_and_tied_ones_travel_once():
     layout = layout_of(model, range(1, 4))
     assert layout_of(model.state_dict(), range(1, 4)) == layout
     assert layout_of(model.to("meta"), range(1, 4)).ranks == 4
-    assert layout == Layout.cut({"embed.weight": ((6, 4), "float32")}, Mesh((3,), (1, 2, 3)), lambda name: (None,),
-                                aliases={"head.weight": "embed.weight"})  # fmt: skip
+    assert layout == Layout.cut(
+        {"embed.weight": ((6, 4), "float32")},
+        Mesh((3,), (1, 2, 3)),
+        lambda name: (None,),
+        aliases={"head.weight": "embed.weight"},
+    )
 
 
 def test_a_partial_tensor_is_refused():
     with seat(0):
         tensor = DTensor.from_local(torch.zeros(4), init_device_mesh("cpu", (WORLD,)), [Partial()])
-        with pytest.raises(LayoutMismatch, match=r"'w' has no slice that a rank could send; found .*; redistribute"):
+        with pytest.raises(
+            LayoutMismatch, match=r"'w' has no slice that a rank could send; found .*; redistribute"
+        ):
             layout_of({"w": tensor}, range(WORLD))
 
 
@@ -175,9 +195,16 @@ def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=8, head_dim=4, attention_bias=True, mlp_bias=True,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=4,
+        attention_bias=True,
+        mlp_bias=True,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -185,9 +212,17 @@ def qwen3_moe():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=8, head_dim=4, num_experts=3, num_experts_per_tok=2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=4,
+        num_experts=3,
+        num_experts_per_tok=2,
+    )
     return Qwen3MoeForCausalLM(config)
 
 
@@ -203,14 +238,20 @@ def test_a_plan_of_transformers_gives_the_slices_that_transformers_cuts(make_mod
         numbered(model)
         names = ("pp", "dp_replicate", "fsdp", "tp")
         mesh = init_device_mesh("cpu", (1, 1, 1, WORLD), mesh_dim_names=names)
-        model.maybe_distribute_model(model, DistributedConfig(tp_size=WORLD), TransformersDeviceMesh(mesh, mesh))
+        model.maybe_distribute_model(
+            model, DistributedConfig(tp_size=WORLD), TransformersDeviceMesh(mesh, mesh)
+        )
         return dict(model.named_parameters())
 
     layout = check(full, make)
     shapes = {name: (tuple(tensor.shape), "float32") for name, tensor in full.items()}
     plan = make_model().tp_plan
     assert tensor_parallel_layout(shapes, plan, range(WORLD)) == layout
-    cut = {name for name, held in layout.tensors.items() if len({*map(tuple, held.shards.start.tolist())}) > 1}
+    cut = {
+        name
+        for name, held in layout.tensors.items()
+        if len({*map(tuple, held.shards.start.tolist())}) > 1
+    }
     assert any("q_proj" in name for name in cut) and any("down_proj" in name for name in cut)
     assert not any("layernorm" in name for name in cut)
 
@@ -220,13 +261,22 @@ def test_a_plan_may_lack_the_prefix_and_name_experts_by_the_stack():
         "model.layers.3.mlp.experts.gate_up_proj": ((4, 12, 6), "float32"),
         "model.norm.weight": ((6,), "float32"),
     }
-    packed = tensor_parallel_layout(shapes, {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}, range(2))
+    packed = tensor_parallel_layout(
+        shapes, {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}, range(2)
+    )
     assert packed.local(1)["model.layers.3.mlp.experts.gate_up_proj"] == ((4, 6, 6), "float32")
-    assert packed.tensors["model.layers.3.mlp.experts.gate_up_proj"].shards.start[:, 1].tolist() == [0, 6, 3, 9]
-    grouped = tensor_parallel_layout(shapes, {"layers.*.mlp.experts.gate_up_proj": "grouped_gemm"}, range(2))
+    assert packed.tensors["model.layers.3.mlp.experts.gate_up_proj"].shards.start[
+        :, 1
+    ].tolist() == [0, 6, 3, 9]
+    grouped = tensor_parallel_layout(
+        shapes, {"layers.*.mlp.experts.gate_up_proj": "grouped_gemm"}, range(2)
+    )
     assert grouped.local(1)["model.layers.3.mlp.experts.gate_up_proj"] == ((2, 12, 6), "float32")
 
 
 def test_an_unknown_style_is_refused():
-    with pytest.raises(LayoutMismatch, match=r"cuts tensor 'a.weight' in a way .*; found style 'diagonal'; use one of"):
+    with pytest.raises(
+        LayoutMismatch,
+        match=r"cuts tensor 'a.weight' in a way .*; found style 'diagonal'; use one of",
+    ):
         tensor_parallel_layout({"a.weight": ((4, 4), "float32")}, {"a": "diagonal"}, range(2))

@@ -25,7 +25,11 @@ def dealt(tensor, mesh_shape, cuts, order, parts, place):
             mine = []
             for part in tensor.chunk(parts[axis], cuts[axis]):
                 pieces = part.chunk(mesh_shape[axis], cuts[axis])
-                mine.append(pieces[place[axis]] if place[axis] < len(pieces) else part.narrow(cuts[axis], 0, 0))
+                mine.append(
+                    pieces[place[axis]]
+                    if place[axis] < len(pieces)
+                    else part.narrow(cuts[axis], 0, 0)
+                )
             tensor = torch.cat(mine, cuts[axis])
     return tensor
 
@@ -58,7 +62,10 @@ def test_a_mesh_deals_out_a_tensor_as_torch_chunk_does(data):
 
 def test_fsdp_leaves_ranks_empty_where_rows_run_out():
     layout = Layout.fsdp({"w": ((5, 3), "float32"), "b": ((), "float32")}, 4)
-    assert [layout.local(rank).get("w") for rank in range(4)] == [((2, 3), "float32")] * 2 + [((1, 3), "float32"), None]
+    assert [layout.local(rank).get("w") for rank in range(4)] == [((2, 3), "float32")] * 2 + [
+        ((1, 3), "float32"),
+        None,
+    ]
     assert all(layout.local(rank)["b"] == ((), "float32") for rank in range(4))
     assert layout.ranks == 4
 
@@ -73,9 +80,13 @@ def test_tensor_parallel_first_and_fsdp_within_is_the_other_order():
 def test_stages_of_a_pipeline_hold_their_own_tensors():
     tensors = {f"{n}.w": ((4, 4), "float32") for n in range(4)}
     first = Layout.cut({n: tensors[n] for n in ("0.w", "1.w")}, Mesh.of(2), lambda name: (0,))
-    last = Layout.cut({n: tensors[n] for n in ("2.w", "3.w")}, Mesh.of(2, first=2), lambda name: (0,))
+    last = Layout.cut(
+        {n: tensors[n] for n in ("2.w", "3.w")}, Mesh.of(2, first=2), lambda name: (0,)
+    )
     both = first | last
-    assert [list(both.local(rank)) for rank in range(4)] == [["0.w", "1.w"]] * 2 + [["2.w", "3.w"]] * 2
+    assert [list(both.local(rank)) for rank in range(4)] == [["0.w", "1.w"]] * 2 + [
+        ["2.w", "3.w"]
+    ] * 2
     with pytest.raises(LayoutMismatch, match=r"share tensors; found \['0.w', '1.w'\] in both"):
         both | first
 
@@ -88,7 +99,8 @@ def test_fused_parts_lie_end_to_end_and_experts_in_a_stack():
     full = whole(tensors)
     held = gather_then_shard(layout, full)[1]
     assert torch.equal(
-        held["gate_up"].view(torch.uint8), torch.cat([full["gate"][2:], full["up"][2:]]).view(torch.uint8)
+        held["gate_up"].view(torch.uint8),
+        torch.cat([full["gate"][2:], full["up"][2:]]).view(torch.uint8),
     )
     stack = torch.stack([full[f"e{n}"][2:] for n in range(3)])
     assert torch.equal(held["experts"].view(torch.uint8), stack.view(torch.uint8))
@@ -99,7 +111,10 @@ def test_fused_parts_lie_end_to_end_and_experts_in_a_stack():
 def test_columns_are_fused_along_the_dimension_that_is_named():
     layout = Layout.whole({"a": ((2, 3), "float32"), "b": ((2, 5), "float32")})
     assert layout.fused("ab", ("a", "b"), dim=1).local(0) == {"ab": ((2, 8), "float32")}
-    with pytest.raises(LayoutMismatch, match=r"rank 0 would hold 'ab' in two shapes; found .*; fuse all parts at once"):
+    with pytest.raises(
+        LayoutMismatch,
+        match=r"rank 0 would hold 'ab' in two shapes; found .*; fuse all parts at once",
+    ):
         layout.fused("ab", ("a", "b")).local(0)
 
 
@@ -112,18 +127,26 @@ def test_parts_of_a_split_weight_lie_where_they_lay():
     }
     held = gather_then_shard(layout, full)
     assert [held[rank]["qkv"].flatten().tolist() for rank in range(3)] == [
-        list(range(6)), list(range(6, 12)), [12, 13]
-    ]  # fmt: skip
-    with pytest.raises(LayoutMismatch, match=r"parts of 'qkv' must make up the whole; found .* for 7 along 0"):
+        list(range(6)),
+        list(range(6, 12)),
+        [12, 13],
+    ]
+    with pytest.raises(
+        LayoutMismatch, match=r"parts of 'qkv' must make up the whole; found .* for 7 along 0"
+    ):
         Layout.whole({"qkv": ((7, 2), "float32")}).split("qkv", {"q": 4, "k": 4})
 
 
 def test_adapters_alone_and_a_cast_leave_the_rest_as_it_is():
-    layout = Layout.whole({"w": ((2,), "float32"), "n": ((2,), "int64"), "lora": ((1,), "float32")}, ranks=2)
+    layout = Layout.whole(
+        {"w": ((2,), "float32"), "n": ((2,), "int64"), "lora": ((1,), "float32")}, ranks=2
+    )
     assert list(layout.only(["lora"]).local(1)) == ["lora"]
     assert layout.cast("bfloat16").local(1) == {
-        "w": ((2,), "bfloat16"), "n": ((2,), "int64"), "lora": ((1,), "bfloat16")
-    }  # fmt: skip
+        "w": ((2,), "bfloat16"),
+        "n": ((2,), "int64"),
+        "lora": ((1,), "bfloat16"),
+    }
     assert layout.flat(0).nbytes == 3 * 64
 
 
@@ -132,7 +155,9 @@ def test_a_layout_of_shards_survives_the_wire(layout):
     again = Layout.from_plain(msgpack.unpackb(msgpack.packb(layout.to_plain())))
     assert again == layout
     assert hash(again) == hash(layout)
-    assert [again.local(rank) for rank in range(again.ranks)] == [layout.local(rank) for rank in range(layout.ranks)]
+    assert [again.local(rank) for rank in range(again.ranks)] == [
+        layout.local(rank) for rank in range(layout.ranks)
+    ]
 
 
 def test_equal_shards_are_sent_once():
@@ -142,10 +167,19 @@ def test_equal_shards_are_sent_once():
 
 @pytest.mark.parametrize(
     "plain",
-    [None, 3, {}, {"shards": [], "tensors": [["w", [2], "float32", "w", 0]], "aliases": {}},
-     {"shards": [[1, 1, 1, b"", b"", b"", b"", b""]], "tensors": [["w", [2], "float32", "w", 0]], "aliases": {}},
-     {"shards": [], "tensors": [], "aliases": {}}],
-)  # fmt: skip
+    [
+        None,
+        3,
+        {},
+        {"shards": [], "tensors": [["w", [2], "float32", "w", 0]], "aliases": {}},
+        {
+            "shards": [[1, 1, 1, b"", b"", b"", b"", b""]],
+            "tensors": [["w", [2], "float32", "w", 0]],
+            "aliases": {},
+        },
+        {"shards": [], "tensors": [], "aliases": {}},
+    ],
+)
 def test_what_is_no_layout_of_shards_is_refused(plain):
     with pytest.raises((MessageError, LayoutMismatch), match=r".*; .*; .*"):
         Layout.from_plain(plain)
@@ -153,9 +187,14 @@ def test_what_is_no_layout_of_shards_is_refused(plain):
 
 def test_shards_must_fit_their_tensor_and_their_rank():
     zero, two, four = np.array([[0]]), np.array([[2]]), np.array([[4]])
-    with pytest.raises(LayoutMismatch, match=r"must be a box that is not empty; found starts \[\[2\]\]"):
+    with pytest.raises(
+        LayoutMismatch, match=r"must be a box that is not empty; found starts \[\[2\]\]"
+    ):
         Shards(np.array([0]), two, two, zero, two)
-    with pytest.raises(LayoutMismatch, match=r"must lie inside its rank's local tensor; found one .*; see local_start"):
+    with pytest.raises(
+        LayoutMismatch,
+        match=r"must lie inside its rank's local tensor; found one .*; see local_start",
+    ):
         Shards(np.array([0]), zero, four, zero, two)
     shards = Shards.boxes([0], zero, four)
     for name, shape, dtype in (
@@ -164,13 +203,23 @@ def test_shards_must_fit_their_tensor_and_their_rank():
         ("w", (4, 1), "float32"),
         ("w", (4,), "x"),
     ):
-        with pytest.raises(LayoutMismatch, match=r"'w' does not fit its shards; found .*; see Layout.cut"):
-            Layout(tensors={"w": TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into="w")})
+        with pytest.raises(
+            LayoutMismatch, match=r"'w' does not fit its shards; found .*; see Layout.cut"
+        ):
+            Layout(
+                tensors={
+                    "w": TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into="w")
+                }
+            )
 
 
-@pytest.mark.parametrize(("cuts", "order"), [((0, 2), None), ((0,), None), ((0, 1), (0, 0)), ((-1, 0), None)])
+@pytest.mark.parametrize(
+    ("cuts", "order"), [((0, 2), None), ((0,), None), ((0, 1), (0, 0)), ((-1, 0), None)]
+)
 def test_a_cut_that_the_tensor_or_the_mesh_does_not_have_is_refused(cuts, order):
-    with pytest.raises(LayoutMismatch, match=r"cannot be cut by .* over a mesh of shape \[2, 2\]; found .*; give"):
+    with pytest.raises(
+        LayoutMismatch, match=r"cannot be cut by .* over a mesh of shape \[2, 2\]; found .*; give"
+    ):
         Shards.cut((4, 4), Mesh.of(2, 2), cuts, order)
 
 
@@ -181,7 +230,11 @@ def test_a_mesh_names_each_rank_once(shape, ranks):
 
 
 def test_a_layout_needs_tensors_and_aliases_of_its_own():
-    with pytest.raises(LayoutMismatch, match=r"a layout needs a tensor; found none; pass the model's parameters"):
+    with pytest.raises(
+        LayoutMismatch, match=r"a layout needs a tensor; found none; pass the model's parameters"
+    ):
         Layout(tensors={})
-    with pytest.raises(LayoutMismatch, match=r"alias 'a' must stand for one travelling tensor; found 'b'; name"):
+    with pytest.raises(
+        LayoutMismatch, match=r"alias 'a' must stand for one travelling tensor; found 'b'; name"
+    ):
         Layout.whole({"w": ((2,), "float32")}, aliases={"a": "b"})

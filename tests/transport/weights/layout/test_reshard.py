@@ -1,4 +1,5 @@
-"""A plan's copies put every byte where it belongs, once, and spread the work over those who could do it."""
+"""A plan's copies put every byte where it belongs, once, and spread the work over those who could
+do it."""
 
 from collections import Counter
 
@@ -16,7 +17,9 @@ from transport.weights.layout.shards import Mesh, Shards
 
 from ..sides import boxes, empty, execute, gather_then_shard, models, same, sides, whole
 
-pairs = models().flatmap(lambda tensors: st.tuples(st.just(tensors), sides(tensors, True), sides(tensors, False)))
+pairs = models().flatmap(
+    lambda tensors: st.tuples(st.just(tensors), sides(tensors, True), sides(tensors, False))
+)
 often = examples(80)
 
 
@@ -56,9 +59,16 @@ def test_nothing_is_sent_that_is_not_needed(found):
 def test_the_loads_of_ranks_that_hold_the_same_differ_by_at_most_one_copy(found):
     _, source, destination = found
     plan = reshard(source, destination)
-    index = {name: torch.arange(int(np.prod(held.shape))).view(held.shape) for name, held in source.tensors.items()}
-    holds = {name: torch.zeros(source.ranks, (held.shape and int(np.prod(held.shape))) or 1, dtype=torch.bool)
-             for name, held in source.tensors.items()}  # fmt: skip
+    index = {
+        name: torch.arange(int(np.prod(held.shape))).view(held.shape)
+        for name, held in source.tensors.items()
+    }
+    holds = {
+        name: torch.zeros(
+            source.ranks, (held.shape and int(np.prod(held.shape))) or 1, dtype=torch.bool
+        )
+        for name, held in source.tensors.items()
+    }
     for held, rank, outer, _ in boxes(source):
         holds[held.name][rank, index[held.name][outer].flatten()] = True
     wanted = empty(destination, torch.int64)
@@ -67,7 +77,9 @@ def test_the_loads_of_ranks_that_hold_the_same_differ_by_at_most_one_copy(found)
         target[inner] = index[held.name][outer].reshape(target[inner].shape)
     loads: dict[tuple[int, ...], Counter[int]] = {}
     for copy in plan.copies():
-        elements = wanted[copy.destination_rank][copy.destination_name][copy.destination_box].flatten()
+        elements = wanted[copy.destination_rank][copy.destination_name][
+            copy.destination_box
+        ].flatten()
         able = tuple(torch.nonzero(holds[copy.tensor][:, elements].all(dim=1)).flatten().tolist())
         assert copy.source_rank in able
         loads.setdefault(able, Counter(dict.fromkeys(able, 0)))[copy.source_rank] += 1
@@ -75,7 +87,9 @@ def test_the_loads_of_ranks_that_hold_the_same_differ_by_at_most_one_copy(found)
         assert max(load.values()) - min(load.values()) <= 1, (able, load)
 
 
-@pytest.mark.parametrize(("replicas", "shards", "readers"), [(2, 1, 1), (3, 1, 5), (2, 4, 8), (4, 2, 3), (8, 1, 8)])
+@pytest.mark.parametrize(
+    ("replicas", "shards", "readers"), [(2, 1, 1), (3, 1, 5), (2, 4, 8), (4, 2, 3), (8, 1, 8)]
+)
 def test_replicas_share_a_whole_model_to_within_one_copy(replicas, shards, readers):
     tensors = {f"t{n}": ((8, 3), "float32") for n in range(7)}
     source = Layout.cut(tensors, Mesh.of(replicas, shards), lambda name: (None, 0))
@@ -84,12 +98,22 @@ def test_replicas_share_a_whole_model_to_within_one_copy(replicas, shards, reade
     assert loads.sum() == 7 * readers * shards
 
 
-@pytest.mark.parametrize(("replicas", "shards", "readers", "degree"), [(2, 4, 4, 2), (4, 2, 4, 2), (2, 2, 2, 4)])
-def test_a_replica_of_the_destination_is_served_by_one_replica_of_the_source(replicas, shards, readers, degree):
+@pytest.mark.parametrize(
+    ("replicas", "shards", "readers", "degree"), [(2, 4, 4, 2), (4, 2, 4, 2), (2, 2, 2, 4)]
+)
+def test_a_replica_of_the_destination_is_served_by_one_replica_of_the_source(
+    replicas, shards, readers, degree
+):
     cuts = {"rows": 0, "columns": 1, "norm": None}
-    tensors = {"rows": ((8, 8), "float32"), "columns": ((8, 8), "float32"), "norm": ((8,), "float32")}
+    tensors = {
+        "rows": ((8, 8), "float32"),
+        "columns": ((8, 8), "float32"),
+        "norm": ((8,), "float32"),
+    }
     source = Layout.cut(tensors, Mesh.of(replicas, shards), lambda name: (None, 0))
-    plan = reshard(source, Layout.cut(tensors, Mesh.of(readers, degree), lambda name: (None, cuts[name])))
+    plan = reshard(
+        source, Layout.cut(tensors, Mesh.of(readers, degree), lambda name: (None, cuts[name]))
+    )
     table = plan.pair_bytes.reshape(replicas, shards, readers, degree).sum(axis=(1, 3))
     assert (np.count_nonzero(table, axis=0) == 1).all()
     assert (np.count_nonzero(table, axis=1) == readers // replicas).all()
@@ -132,7 +156,9 @@ def test_a_fused_weight_on_either_side_meets_its_parts_on_the_other(tensors, dat
         assert torch.equal(held[rank]["qkv"].view(torch.uint8), chunk.view(torch.uint8))
     got, _ = execute(reshard(trainer, generator), held)
     for rank in range(generator.ranks):
-        pieces = [full[name].chunk(degree)[rank] for name in "qkv" if rank < len(full[name].chunk(degree))]
+        pieces = [
+            full[name].chunk(degree)[rank] for name in "qkv" if rank < len(full[name].chunk(degree))
+        ]
         assert torch.equal(got[rank]["qkv"].view(torch.uint8), torch.cat(pieces).view(torch.uint8))
     back, _ = execute(reshard(generator, trainer), got)
     assert same(back, held)
@@ -142,9 +168,9 @@ def test_experts_that_are_fused_and_stacked_meet_experts_one_by_one():
     names = [f"{part}{n}" for n in range(4) for part in ("gate", "up")]
     tensors = dict.fromkeys(names, ((3, 5), "float32"))
     mesh = Mesh.of(2)
-    destination = Layout.cut({n: tensors[n] for n in names[:4]}, Mesh.of(1), lambda name: (None,)) | Layout.cut(
-        {n: tensors[n] for n in names[4:]}, Mesh.of(1, first=1), lambda name: (None,)
-    )
+    destination = Layout.cut(
+        {n: tensors[n] for n in names[:4]}, Mesh.of(1), lambda name: (None,)
+    ) | Layout.cut({n: tensors[n] for n in names[4:]}, Mesh.of(1, first=1), lambda name: (None,))
     for n in range(4):
         destination = destination.fused(f"expert{n}", (f"gate{n}", f"up{n}"))
     destination = destination.stacked("experts", [f"expert{n}" for n in range(4)])
@@ -153,7 +179,9 @@ def test_experts_that_are_fused_and_stacked_meet_experts_one_by_one():
     got, _ = execute(reshard(source, destination), gather_then_shard(source, full))
     assert list(got[0]) == list(got[1]) == ["experts"]
     for rank in (0, 1):
-        want = torch.stack([torch.cat([full[f"gate{n}"], full[f"up{n}"]]) for n in (2 * rank, 2 * rank + 1)])
+        want = torch.stack(
+            [torch.cat([full[f"gate{n}"], full[f"up{n}"]]) for n in (2 * rank, 2 * rank + 1)]
+        )
         assert same({0: {"experts": got[rank]["experts"]}}, {0: {"experts": want}})
 
 
@@ -162,7 +190,9 @@ def test_a_tied_tensor_travels_once_unless_the_destination_keeps_two():
     tied = Layout.fsdp(tensors, 2, aliases={"head": "embed"})
     also = Layout.whole(tensors, aliases={"head": "embed"})
     apart = Layout.whole({**tensors, "head": tensors["embed"]})
-    renamed = Layout.whole({"head": tensors["embed"], "norm": tensors["norm"]}, aliases={"embed": "head"})
+    renamed = Layout.whole(
+        {"head": tensors["embed"], "norm": tensors["norm"]}, aliases={"embed": "head"}
+    )
     full = whole(tensors)
     held = gather_then_shard(tied, full)
     assert reshard(tied, also).nbytes == 6 * 4 * 4 + 4 * 4
@@ -170,13 +200,17 @@ def test_a_tied_tensor_travels_once_unless_the_destination_keeps_two():
     assert same({0: {"w": got[0]["head"]}}, {0: {"w": full["embed"]}})
     got, _ = execute(reshard(tied, renamed), held)
     assert same({0: {"w": got[0]["head"]}}, {0: {"w": full["embed"]}})
-    with pytest.raises(LayoutMismatch, match=r"ties tensors that the source trains apart; found .*; untie them"):
+    with pytest.raises(
+        LayoutMismatch, match=r"ties tensors that the source trains apart; found .*; untie them"
+    ):
         reshard(apart, also)
 
 
 def test_tensors_without_elements_need_no_copy():
     tensors = {"none": ((0, 4), "float32"), "some": ((2,), "float32")}
-    assert [copy.tensor for copy in reshard(Layout.whole(tensors), Layout.whole(tensors)).copies()] == ["some"]
+    assert [
+        copy.tensor for copy in reshard(Layout.whole(tensors), Layout.whole(tensors)).copies()
+    ] == ["some"]
 
 
 def test_a_cast_down_travels_in_the_smaller_dtype():
@@ -193,8 +227,10 @@ def test_a_rank_that_holds_one_box_twice_counts_once_among_the_senders():
     ends = np.array([[0], [0], [0]]), np.array([[4], [4], [4]])
     twice = Shards.boxes([0, 0, 1], *ends)
     source = Layout.whole({f"t{n}": ((4,), "uint8") for n in range(4)})
-    held = {name: type(each)(name=name, shape=(4,), dtype="uint8", shards=twice, into=name)
-            for name, each in source.tensors.items()}  # fmt: skip
+    held = {
+        name: type(each)(name=name, shape=(4,), dtype="uint8", shards=twice, into=name)
+        for name, each in source.tensors.items()
+    }
     assert reshard(Layout(tensors=held), source).pair_copies.tolist() == [[2], [2]]
 
 
@@ -206,11 +242,18 @@ def test_a_rank_that_holds_one_box_twice_counts_once_among_the_senders():
             {"b": (4,)},
             r"wants tensor 'b', which the source does not have; found 1 tensors, .*; both",
         ),
-        ({"a": (4,)}, {"a": (5,)}, r"'a' has two shapes; found \[4\] at the source, \[5\] at the destination; both"),
+        (
+            {"a": (4,)},
+            {"a": (5,)},
+            r"'a' has two shapes; found \[4\] at the source, \[5\] at the destination; both",
+        ),
     ],
 )
 def test_layouts_of_two_models_are_refused(source, destination, message):
-    sides = [Layout.whole({name: (shape, "uint8") for name, shape in each.items()}) for each in (source, destination)]
+    sides = [
+        Layout.whole({name: (shape, "uint8") for name, shape in each.items()})
+        for each in (source, destination)
+    ]
     with pytest.raises(LayoutMismatch, match=message):
         reshard(*sides)
 
@@ -219,8 +262,17 @@ def test_a_source_with_a_hole_is_refused():
     full = Layout.fsdp({"a": ((8, 2), "uint8")}, 4)
     shards = full.tensors["a"].shards
     some = Shards.boxes(shards.ranks[:3], shards.start[:3], shards.stop[:3])
-    hole = Layout(tensors={"a": type(full.tensors["a"])(name="a", shape=(8, 2), dtype="uint8", shards=some, into="a")})
-    with pytest.raises(LayoutMismatch, match=r"'a' that the destination needs is held by no source rank; found boxes"):
+    hole = Layout(
+        tensors={
+            "a": type(full.tensors["a"])(
+                name="a", shape=(8, 2), dtype="uint8", shards=some, into="a"
+            )
+        }
+    )
+    with pytest.raises(
+        LayoutMismatch,
+        match=r"'a' that the destination needs is held by no source rank; found boxes",
+    ):
         reshard(hole, full)
     assert reshard(full, hole).nbytes == 12
 
@@ -237,19 +289,32 @@ def test_a_plan_is_computed_once():
 def llama_405b() -> dict[str, tuple[tuple[int, ...], str]]:
     width, inner, keys = 16384, 53248, 1024
     layer = {
-        "q": (width, width), "k": (keys, width), "v": (keys, width), "o": (width, width), "gate": (inner, width),
-        "up": (inner, width), "down": (width, inner), "norm": (width,), "norm2": (width,),
-    }  # fmt: skip
+        "q": (width, width),
+        "k": (keys, width),
+        "v": (keys, width),
+        "o": (width, width),
+        "gate": (inner, width),
+        "up": (inner, width),
+        "down": (width, inner),
+        "norm": (width,),
+        "norm2": (width,),
+    }
     shapes = {f"{n}.{name}": shape for n in range(126) for name, shape in layer.items()}
-    return {name: (shape, "bfloat16") for name, shape in {**shapes, "embed": (128256, width)}.items()}
+    return {
+        name: (shape, "bfloat16") for name, shape in {**shapes, "embed": (128256, width)}.items()
+    }
 
 
 def test_405b_is_planned_from_512_to_512_ranks():
     tensors = llama_405b()
     cut = {"o": 1, "down": 1, "norm": None, "norm2": None}
-    destination = Layout.cut(tensors, Mesh.of(64, 8), lambda name: (None, cut.get(name.split(".")[-1], 0)))
+    destination = Layout.cut(
+        tensors, Mesh.of(64, 8), lambda name: (None, cut.get(name.split(".")[-1], 0))
+    )
     plan = reshard(Layout.fsdp(tensors, 512), destination)
-    wanted = sum(2 * int(held.shards.local_shape.prod(axis=1).sum()) for held in destination.tensors.values())
+    wanted = sum(
+        2 * int(held.shards.local_shape.prod(axis=1).sum()) for held in destination.tensors.values()
+    )
     assert plan.nbytes == wanted
     loads = plan.pair_bytes.sum(axis=1)
     assert loads.max() < 1.01 * loads.mean()

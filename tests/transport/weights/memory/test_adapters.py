@@ -1,4 +1,5 @@
-"""Adapters alone: a base that travels once, and after it nothing but the low-rank matrices beside its layers."""
+"""Adapters alone: a base that travels once, and after it nothing but the low-rank matrices beside
+its layers."""
 
 import pytest
 import torch
@@ -32,9 +33,15 @@ def is_base(name):
 
 def llama(seed):
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM(config).eval()
     for path, module in list(model.named_modules()):
@@ -84,15 +91,23 @@ def test_a_version_of_adapters_has_their_bytes_and_no_more():
 def test_every_tensor_travels_with_the_base_or_with_the_adapters():
     layout = FlatLayout.of(dict(llama(0).named_parameters()))
     parts = [layout.only(which) for which in (is_base, is_adapter)]
-    assert sorted(spec.name for part in parts for spec in part.tensors) == sorted(spec.name for spec in layout.tensors)
+    assert sorted(spec.name for part in parts for spec in part.tensors) == sorted(
+        spec.name for spec in layout.tensors
+    )
 
 
 def test_a_tensor_that_is_chosen_brings_its_aliases_along():
-    layout = FlatLayout.build([("a", (2,), "int8"), ("b", (3,), "int8")], aliases={"tied": "b", "other": "a"})
-    assert layout.only(lambda name: name == "b") == FlatLayout.build([("b", (3,), "int8")], aliases={"tied": "b"})
+    layout = FlatLayout.build(
+        [("a", (2,), "int8"), ("b", (3,), "int8")], aliases={"tied": "b", "other": "a"}
+    )
+    assert layout.only(lambda name: name == "b") == FlatLayout.build(
+        [("b", (3,), "int8")], aliases={"tied": "b"}
+    )
 
 
 def test_choosing_no_tensor_is_refused():
     layout = FlatLayout.of(dict(llama(0).named_parameters()))
-    with pytest.raises(LayoutMismatch, match=r"none of a layout's tensors is chosen.*model.embed_tokens.weight"):
+    with pytest.raises(
+        LayoutMismatch, match=r"none of a layout's tensors is chosen.*model.embed_tokens.weight"
+    ):
         layout.only(lambda name: ".adapter." in name)

@@ -1,4 +1,5 @@
-"""What travels in place of a tensor: the numbers a generator would have made, in a quarter or half of the bytes."""
+"""What travels in place of a tensor: the numbers a generator would have made, in a quarter or half
+of the bytes."""
 
 import numpy as np
 import pytest
@@ -17,10 +18,16 @@ FORMS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 def model(seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     shapes = {
-        "embed_tokens.weight": (11, 16), "layers.0.q_proj.weight": (24, 16), "layers.0.q_proj.bias": (24,),
-        "layers.0.input_layernorm.weight": (16,), "layers.0.experts.up": (3, 8, 16), "lm_head.weight": (11, 16),
-    }  # fmt: skip
-    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+        "embed_tokens.weight": (11, 16),
+        "layers.0.q_proj.weight": (24, 16),
+        "layers.0.q_proj.bias": (24,),
+        "layers.0.input_layernorm.weight": (16,),
+        "layers.0.experts.up": (3, 8, 16),
+        "lm_head.weight": (11, 16),
+    }
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
     return {**tensors, "steps": torch.tensor([3])}
 
 
@@ -37,19 +44,26 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
     st.sampled_from(["int8", "fp8"]),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_the_narrow_numbers_are_those_of_a_generator_that_quantises_by_itself(numbers, rows, form, dtype):
+def test_the_narrow_numbers_are_those_of_a_generator_that_quantises_by_itself(
+    numbers, rows, form, dtype
+):
     full = torch.from_numpy(np.resize(np.array(numbers, np.float32), (rows, len(numbers))))
     finite = full.clamp(-6e4, 6e4)
     ours = torch.empty(full.shape, dtype=FORMS[form]), torch.empty(rows, 1)
     theirs = torch.empty(full.shape, dtype=FORMS[form]), torch.empty(rows, 1)
     quantize(finite, *ours, top=QUANTIZED[form].top, through=dtype)
     pack(finite.to(dtype), FORMATS[form], *theirs)
-    assert all(torch.equal(bits(mine), bits(other)) for mine, other in zip(ours, theirs, strict=True))
+    assert all(
+        torch.equal(bits(mine), bits(other)) for mine, other in zip(ours, theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_formats_of_both_rooms_are_the_same(form):
-    assert (getattr(torch, QUANTIZED[form].dtype), QUANTIZED[form].top) == (FORMATS[form].dtype, FORMATS[form].top)
+    assert (getattr(torch, QUANTIZED[form].dtype), QUANTIZED[form].top) == (
+        FORMATS[form].dtype,
+        FORMATS[form].top,
+    )
     assert FORMATS["int8_dynamic"].dtype is FORMATS["int8"].dtype
     assert FORMATS["int8_dynamic"].top == FORMATS["int8"].top
 
@@ -95,7 +109,9 @@ def test_matrices_travel_narrow_and_embeddings_norms_biases_heads_and_integers_d
 
 def test_named_tensors_alone_travel_narrow_where_names_are_given():
     layout = Encoding(quantized="fp8", names=frozenset({"lm_head.weight"})).flat_layout(model())
-    assert {spec.name for spec in layout.tensors if spec.dtype == "float8_e4m3fn"} == {"lm_head.weight"}
+    assert {spec.name for spec in layout.tensors if spec.dtype == "float8_e4m3fn"} == {
+        "lm_head.weight"
+    }
 
 
 @pytest.mark.parametrize("name", ["nowhere", "layers.0.q_proj.bias", "steps"])
@@ -111,7 +127,9 @@ def test_without_a_narrow_format_the_layout_is_that_of_a_cast(dtype):
     assert Encoder(Encoding(dtype=dtype), tensors).encode(tensors) == tensors
 
 
-@pytest.mark.parametrize("knobs", [{"dtype": "int8"}, {"dtype": "complex64"}, {"quantized": "int4"}])
+@pytest.mark.parametrize(
+    "knobs", [{"dtype": "int8"}, {"dtype": "complex64"}, {"quantized": "int4"}]
+)
 def test_an_encoding_that_is_not_known_is_refused(knobs):
     with pytest.raises(LayoutMismatch, match="weights cannot travel with that"):
         Encoding(**knobs)
@@ -121,7 +139,10 @@ def test_an_encoding_that_is_not_known_is_refused(knobs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_was_encoded_is_decoded_into_any_dtype_within_its_rounding(form, dtype):
     tensors = model()
-    into = {name: torch.zeros_like(tensor, dtype=dtype if tensor.ndim else None) for name, tensor in tensors.items()}
+    into = {
+        name: torch.zeros_like(tensor, dtype=dtype if tensor.ndim else None)
+        for name, tensor in tensors.items()
+    }
     encoded = Encoder(Encoding(dtype="bfloat16", quantized=form), tensors).encode(tensors)
     decode(encoded, into)
     for name, tensor in tensors.items():
@@ -144,7 +165,10 @@ def test_tied_matrices_travel_narrow_once_under_whichever_name_they_are_publishe
     weight = torch.randn(4, 8)
     encoded = Encoder(Encoding(quantized="int8"), {"a.weight": weight, "b.weight": weight})
     assert [spec.name for spec in encoded.layout.tensors] == ["a.weight", "a.weight:scale"]
-    both, other = encoded.encode({"a.weight": weight, "b.weight": weight}), encoded.encode({"b.weight": weight})
+    both, other = (
+        encoded.encode({"a.weight": weight, "b.weight": weight}),
+        encoded.encode({"b.weight": weight}),
+    )
     assert both.keys() == other.keys() == {"a.weight", "a.weight:scale"}
 
 
@@ -162,10 +186,15 @@ def test_another_model_than_the_encoder_was_made_for_is_refused(change):
 def test_versions_arrive_narrow_over_every_executor(place, form, adopt):
     encoded = Encoder(Encoding(dtype="bfloat16", quantized=form), model())
     mine = {
-        spec.name: torch.nn.Parameter(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)), requires_grad=False)
+        spec.name: torch.nn.Parameter(
+            torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)), requires_grad=False
+        )
         for spec in encoded.layout.tensors
     }
-    writer, reader = place.writer(encoded.layout, checksum="tensors"), place.reader(attach=mine, adopt=adopt)
+    writer, reader = (
+        place.writer(encoded.layout, checksum="tensors"),
+        place.reader(attach=mine, adopt=adopt),
+    )
     for version in (1, 2, 3):
         assert EncodedWriter(writer, encoded).publish(version, model(version))
         place.settle(writer, reader)

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from transport.errors import PeerGone, WaitTimeout
-from transport.weights import AddressTaken, ChecksumMismatch, FlatLayout, LayoutMismatch, WeightError
+from transport.weights import (
+    AddressTaken,
+    ChecksumMismatch,
+    FlatLayout,
+    LayoutMismatch,
+    WeightError,
+)
 
 from ..conftest import PACE, parameters, values
 

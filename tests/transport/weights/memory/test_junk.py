@@ -1,4 +1,5 @@
-"""Junk at the sockets of the weight plane: dropped, told of once, and the next version goes through."""
+"""Junk at the sockets of the weight plane: dropped, told of once, and the next version goes
+through."""
 
 import tempfile
 import time
@@ -40,7 +41,9 @@ def junk(genuine: list[bytes], seed: int, count: int) -> Iterator[bytes]:
                 tag, kind, fields = msgpack.unpackb(message)
                 name = list(fields)[int(rng.integers(len(fields)))]
                 others = [value for value in values if type(value) is not type(fields[name])]
-                yield msgpack.packb([tag, kind, {**fields, name: others[int(rng.integers(len(others)))]}])
+                yield msgpack.packb(
+                    [tag, kind, {**fields, name: others[int(rng.integers(len(others)))]}]
+                )
             case _:
                 yield msgpack.packb(values[int(rng.integers(len(values)))])
 
@@ -57,7 +60,9 @@ def test_a_writer_drops_junk_tells_of_it_once_and_serves_its_readers(address: st
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.connect(address)
     for message in junk(
-        [CODEC.encode(Join(group="r", attempt=1, version=-1, incarnation=1, writer=0))], seed=1, count=400
+        [CODEC.encode(Join(group="r", attempt=1, version=-1, incarnation=1, writer=0))],
+        seed=1,
+        count=400,
     ):
         stranger.send_multipart([message] * (1 + len(message) % 3))
     reader, mine = WeightReader(address, "reader"), {"w": torch.zeros(64)}

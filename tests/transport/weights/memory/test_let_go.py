@@ -1,4 +1,5 @@
-"""A reader that lets go of its version holds no memory of it, and has it again, or a newer one, before it is read."""
+"""A reader that lets go of its version holds no memory of it, and has it again, or a newer one,
+before it is read."""
 
 import pytest
 
@@ -22,7 +23,9 @@ def held(place, adopt, version=1):
     assert reader.let_go()
     if adopt == "view":
         assert all(tensor.untyped_storage().nbytes() <= 4 for tensor in mine.values())
-    assert [tuple(tensor.shape) for tensor in mine.values()] == [spec.shape for spec in LAYOUT.tensors]
+    assert [tuple(tensor.shape) for tensor in mine.values()] == [
+        spec.shape for spec in LAYOUT.tensors
+    ]
     return writer, reader, mine
 
 
@@ -41,7 +44,9 @@ def test_the_version_that_was_let_go_of_comes_back(place, adopt):
 def test_a_newer_version_is_heard_of_meanwhile_and_adopted_later(place, adopt):
     writer, reader, mine = held(place, adopt)
     for version in (2, 3, 4):
-        assert writer.publish(version, parameters(version)), "nobody is in a segment, so each of them is free"
+        assert writer.publish(version, parameters(version)), (
+            "nobody is in a segment, so each of them is free"
+        )
         place.settle(writer, reader, adopt=False)
         assert reader.poll().version == version
     assert reader.version == 1 and writer.segments == (2, 0)

@@ -61,7 +61,9 @@ def ended(child):
 
 def test_no_reader_ever_serves_a_mixture_of_versions(start, writer, address):
     last = 50
-    children = [start(programs.serve, address, f"r{n}", ["view", "copy", "view"][n], last) for n in range(3)]
+    children = [
+        start(programs.serve, address, f"r{n}", ["view", "copy", "view"][n], last) for n in range(3)
+    ]
     until(writer, lambda: len(writer.readers) == 3)
     for version in range(1, last + 1):
         writer.publish(version, model(version))
@@ -88,7 +90,9 @@ def test_a_reader_killed_in_a_transfer_holds_nobody_up(start, address, adopt):
 
 
 @pytest.mark.parametrize("moment", ["taking", "committed"])
-def test_a_frozen_reader_is_fenced_and_rejoins_with_its_memory_intact(start, writer, address, moment):
+def test_a_frozen_reader_is_fenced_and_rejoins_with_its_memory_intact(
+    start, writer, address, moment
+):
     if moment == "taking":
         frozen = start(programs.linger, address, "frozen", "view", 0.5)
     else:

@@ -1,4 +1,5 @@
-"""A rank takes its slices of a version straight from the segment, and its companions take theirs of the same one."""
+"""A rank takes its slices of a version straight from the segment, and its companions take theirs of
+the same one."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from transport.weights import FlatLayout, Hub, LayoutMismatch, SharedMemory, WeightError, WeightReader, WeightWriter
+from transport.weights import (
+    FlatLayout,
+    Hub,
+    LayoutMismatch,
+    SharedMemory,
+    WeightError,
+    WeightReader,
+    WeightWriter,
+)
 from transport.weights.rank_reader import RankReader
 
 from ..conftest import values
@@ -20,16 +29,20 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 SHAPES = {"rows": (8, 6), "columns": (8, 6), "fused": (8, 6), "whole": (6,)}
 PIECES = {
-    "rows": ((8, 6), 0, ((4, 8),)), "columns": ((8, 6), 1, ((3, 6),)), "fused": ((8, 6), 0, ((2, 4), (6, 8))),
+    "rows": ((8, 6), 0, ((4, 8),)),
+    "columns": ((8, 6), 1, ((3, 6),)),
+    "fused": ((8, 6), 0, ((2, 4), (6, 8))),
     "whole": ((6,), None, ()),
-}  # fmt: skip
+}
 """What rank 1 of 2 holds."""
 
 
 def full(version: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Every element different."""
     return {
-        name: (torch.arange(float(torch.Size(shape).numel())).view(shape) + 100 * at + 1000 * version).to(dtype)
+        name: (
+            torch.arange(float(torch.Size(shape).numel())).view(shape) + 100 * at + 1000 * version
+        ).to(dtype)
         for at, (name, shape) in enumerate(SHAPES.items())
     }
 
@@ -48,7 +61,9 @@ def empty(dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def assert_holds(own: dict[str, torch.nn.Parameter], version: int, dtype: torch.dtype = torch.float32) -> None:
+def assert_holds(
+    own: dict[str, torch.nn.Parameter], version: int, dtype: torch.dtype = torch.float32
+) -> None:
     for name, tensor in full(version, dtype).items():
         assert torch.equal(own[name].data, cut(name, tensor)), name
 
@@ -74,7 +89,9 @@ def companion(place):
 
 def inside(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
     begin = buffer.data_ptr()
-    return begin <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= begin + buffer.numel()
+    return (
+        begin <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= begin + buffer.numel()
+    )
 
 
 def test_a_reader_with_pieces_holds_exactly_its_slices_of_every_version(place):
@@ -102,7 +119,10 @@ def test_slices_by_rows_are_views_of_the_segment_and_all_others_are_copies(place
         mapped = end._attached._inside
         viewed = {name for name, tensor in held.items() if inside(tensor, mapped.segment.buffer)}
         assert viewed == {"rows", "whole"}
-        assert sum(target.nbytes for target, _ in mapped.copies) == held["columns"].nbytes + held["fused"].nbytes
+        assert (
+            sum(target.nbytes for target, _ in mapped.copies)
+            == held["columns"].nbytes + held["fused"].nbytes
+        )
 
 
 def test_with_adopt_copy_no_slice_moves(place):
@@ -142,7 +162,10 @@ def test_after_close_a_rank_keeps_its_version_in_memory_of_its_own(place, compan
 @pytest.mark.parametrize(
     ("piece", "says"),
     [
-        (((8, 6), 0, ((4, 9),)), r"does not lie in it; found \[\[4, 9\]\] along dimension 0 of \[8, 6\]"),
+        (
+            ((8, 6), 0, ((4, 9),)),
+            r"does not lie in it; found \[\[4, 9\]\] along dimension 0 of \[8, 6\]",
+        ),
         (((8, 6), 2, ((0, 4),)), "does not lie in it"),
         (((8, 6), 0, ((5, 4),)), "does not lie in it"),
         (
@@ -165,7 +188,9 @@ def test_a_piece_of_no_tensor_is_refused(place):
 def test_a_piece_of_another_full_shape_is_refused_even_where_its_ranges_would_fit(place):
     writer, reader = place.writer(LAYOUT), place.reader()
     reader.attach(empty(), {**PIECES, "rows": ((9, 6), 0, ((4, 8),))})
-    with pytest.raises(LayoutMismatch, match=r"another shape for 'rows'; found \[9, 6\], the layout says \[8, 6\]"):
+    with pytest.raises(
+        LayoutMismatch, match=r"another shape for 'rows'; found \[9, 6\], the layout says \[8, 6\]"
+    ):
         place.settle(writer, reader)
 
 
@@ -244,7 +269,9 @@ def test_a_killed_companion_holds_nothing_up(tmp_path):
     writer.publish(1, full(1))
     (segment,) = writer._segments
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_enter_and_stay, args=(address, segment, theirs))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_enter_and_stay, args=(address, segment, theirs)
+    )
     process.start()
     try:
         assert ours.poll(60) and ours.recv() == 1
@@ -265,12 +292,17 @@ def pieces(draw):
     return shape, dim, tuple(tuple(sorted(bounds[at : at + 2])) for at in range(0, len(bounds), 2))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(piece=pieces(), adopt=st.sampled_from(["view", "copy"]), shared=st.booleans())
 def test_any_piece_is_its_ranges_end_to_end(tmp_path_factory, piece, adopt, shared):
     shape, dim, runs = piece
     tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    expected = torch.cat([tensor.narrow(dim, 0, 0), *(tensor.narrow(dim, a, b - a) for a, b in runs)], dim)
+    expected = torch.cat(
+        [tensor.narrow(dim, 0, 0), *(tensor.narrow(dim, a, b - a) for a, b in runs)], dim
+    )
     local = torch.nn.Parameter(torch.full_like(expected, -1.0), requires_grad=False)
     address = SharedMemory(f"ipc://{tmp_path_factory.mktemp('w')}/w") if shared else Hub()
     writer = WeightWriter(FlatLayout.of({"t": tensor}), address)

@@ -1,4 +1,5 @@
-"""Trainer and generators of one machine, killed at every moment and started again: who serves what afterwards."""
+"""Trainer and generators of one machine, killed at every moment and started again: who serves what
+afterwards."""
 
 import os
 import signal
@@ -51,14 +52,19 @@ def holds(writer, name, version):
 
 
 @pytest.mark.parametrize("moment", [*TRAINER_DIES, "adopted"])
-def test_after_a_trainer_is_killed_every_generator_serves_what_its_successor_has(start, address, tmp_path, moment):
+def test_after_a_trainer_is_killed_every_generator_serves_what_its_successor_has(
+    start, address, tmp_path, moment
+):
     names = ["view", "copy"]
     generators = [start(generate, address, name, name, (1, 2), tmp_path) for name in names]
     assert ends(start(train, address, 0, [1, 2], names, moment)) == -signal.SIGKILL
     assert ends(start(train, address, 1, [1, 2], names)) == 0
     assert [ends(generator) for generator in generators] == [0, 0]
     for name in names:
-        assert served(tmp_path, name) in ([(0, 1), (1, 1), (1, 2)], [(0, 1), (0, 2), (1, 1), (1, 2)])
+        assert served(tmp_path, name) in (
+            [(0, 1), (1, 1), (1, 2)],
+            [(0, 1), (0, 2), (1, 1), (1, 2)],
+        )
         if moment not in ("offered", "adopted"):
             assert (0, 2) not in served(tmp_path, name)
         if moment == "adopted":
@@ -87,7 +93,9 @@ def test_a_generator_killed_at_any_moment_is_followed_by_one_that_serves_the_new
     assert writer.segments == (2, 0)
 
 
-def test_generators_killed_again_and_again_cost_the_trainer_no_memory_and_no_wait(start, address, writer, tmp_path):
+def test_generators_killed_again_and_again_cost_the_trainer_no_memory_and_no_wait(
+    start, address, writer, tmp_path
+):
     for version in range(1, 9):
         publish(writer, version)
         generator = start(generate, address, "generator", "view", (0, 99), tmp_path)
@@ -102,7 +110,9 @@ def test_generators_killed_again_and_again_cost_the_trainer_no_memory_and_no_wai
     assert served(tmp_path, "generator") == [(0, version) for version in range(1, 9)]
 
 
-def test_a_frozen_generator_that_wakes_behind_its_successor_ends_and_leaves_it_alone(start, address, writer, tmp_path):
+def test_a_frozen_generator_that_wakes_behind_its_successor_ends_and_leaves_it_alone(
+    start, address, writer, tmp_path
+):
     frozen = start(generate, address, "generator", "view", (0, 9), tmp_path)
     publish(writer, 1)
     until(lambda: holds(writer, "generator", 1), writer)
@@ -120,7 +130,9 @@ def test_a_frozen_generator_that_wakes_behind_its_successor_ends_and_leaves_it_a
 
 
 @pytest.mark.slow
-def test_a_generator_that_sleeps_through_the_trainers_restart_wakes_with_the_new_ones_version(start, address, tmp_path):
+def test_a_generator_that_sleeps_through_the_trainers_restart_wakes_with_the_new_ones_version(
+    start, address, tmp_path
+):
     frozen = start(generate, address, "frozen", "view", (2, 1), tmp_path)
     other = start(generate, address, "other", "view", (1, 2), tmp_path)
     trainer = start(train, address, 0, [1, 2, 3], ["frozen", "other"])
@@ -137,7 +149,9 @@ def test_a_generator_that_sleeps_through_the_trainers_restart_wakes_with_the_new
 
 
 @pytest.mark.slow
-def test_a_trainer_that_sleeps_longer_than_any_deadline_goes_on_with_its_generators(start, address, tmp_path):
+def test_a_trainer_that_sleeps_longer_than_any_deadline_goes_on_with_its_generators(
+    start, address, tmp_path
+):
     generator = start(generate, address, "generator", "view", (0, 60), tmp_path)
     trainer = start(train, address, 0, range(1, 61), ["generator"])
     until(lambda: len(served(tmp_path, "generator")) > 5)

@@ -35,7 +35,10 @@ def test_a_reader_gets_what_the_writer_published(place, adopt):
 
 def test_an_exchange_is_timed_by_the_writer_and_by_each_reader(place):
     writer = place.writer(LAYOUT)
-    early, late = place.reader("early", attach=parameters()), place.reader("late", attach=parameters())
+    early, late = (
+        place.reader("early", attach=parameters()),
+        place.reader("late", attach=parameters()),
+    )
     place.settle(writer, early, late)
     assert writer.sent == {}
     writer.publish(1, parameters(1))
@@ -46,7 +49,9 @@ def test_an_exchange_is_timed_by_the_writer_and_by_each_reader(place):
     place.clock.now += 1.0
     late.adopt()
     place.settle(writer)
-    taken = {name: (sent.version, sent.taken_s, sent.committed_s) for name, sent in writer.sent.items()}
+    taken = {
+        name: (sent.version, sent.taken_s, sent.committed_s) for name, sent in writer.sent.items()
+    }
     assert taken == {"early": (1, 0.0, 2.0), "late": (1, 3.0, 3.0)}
     assert {sent.pair_bytes for sent in writer.sent.values()} == {((LAYOUT.nbytes,),)}
     assert {sent.whole_bytes for sent in writer.sent.values()} == {LAYOUT.nbytes}
@@ -60,13 +65,18 @@ def test_random_bytes_arrive_as_they_were(place):
     theirs = {"a": torch.randn(1000, 3), "b": torch.randint(-128, 127, (77,), dtype=torch.int8)}
     theirs["c"] = torch.randint(-(2**60), 2**60, (5, 5))
     mine = {name: torch.zeros_like(tensor) for name, tensor in theirs.items()}
-    writer, reader = place.writer(FlatLayout.of(theirs), checksum="tensors"), place.reader(attach=mine)
+    writer, reader = (
+        place.writer(FlatLayout.of(theirs), checksum="tensors"),
+        place.reader(attach=mine),
+    )
     writer.publish(1, theirs)
     place.settle(writer, reader)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64]
+)
 @pytest.mark.parametrize("adopt", ["view", "copy"])
 def test_tensors_are_cast_on_the_way(place, dtype, adopt):
     mine = parameters(dtype=dtype)
@@ -215,7 +225,10 @@ def test_a_closed_reader_keeps_its_version_in_memory_of_its_own(place):
 def test_a_model_computes_with_adopted_views(place):
     model = torch.nn.Linear(8, 4)
     theirs = {"weight": torch.ones(4, 8), "bias": torch.zeros(4)}
-    writer, reader = place.writer(FlatLayout.of(theirs)), place.reader(attach=dict(model.named_parameters()))
+    writer, reader = (
+        place.writer(FlatLayout.of(theirs)),
+        place.reader(attach=dict(model.named_parameters())),
+    )
     writer.publish(1, theirs)
     place.settle(writer, reader)
     with torch.inference_mode():

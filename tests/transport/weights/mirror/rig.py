@@ -1,4 +1,5 @@
-"""Readers of one host beside each other, whose trainer is on another: two addresses of loopback act as the hosts."""
+"""Readers of one host beside each other, whose trainer is on another: two addresses of loopback act
+as the hosts."""
 
 import contextlib
 import functools
@@ -24,10 +25,14 @@ DEADLINE_S = 30.0
 
 
 @contextlib.contextmanager
-def offered(keys: RunKeys, layout: Layout = WHOLE, **knobs: object) -> Iterator[tuple[Trainer, str]]:
+def offered(
+    keys: RunKeys, layout: Layout = WHOLE, **knobs: object
+) -> Iterator[tuple[Trainer, str]]:
     """A trainer on the first host, at a free port."""
     listener = CoordinatorSocket(f"tcp://{HERE}:*", keys)
-    trainer = Trainer(layout, listener.address, host=NetworkEnd(HERE, keys), listener=listener, **knobs)
+    trainer = Trainer(
+        layout, listener.address, host=NetworkEnd(HERE, keys), listener=listener, **knobs
+    )
     try:
         yield trainer, listener.address
     finally:
@@ -36,7 +41,10 @@ def offered(keys: RunKeys, layout: Layout = WHOLE, **knobs: object) -> Iterator[
 
 def place_of(folder: Path, name: str, order: int) -> MirrorPlace:
     return MirrorPlace(
-        line=f"ipc://{folder}/m.trainer", own=f"ipc://{folder}/m.trainer.{name}", folder=str(folder), order=order
+        line=f"ipc://{folder}/m.trainer",
+        own=f"ipc://{folder}/m.trainer.{name}",
+        folder=str(folder),
+        order=order,
     )
 
 
@@ -54,9 +62,14 @@ def neighbour(
     name, pace = f"generator-{number}", knobs.pop("deadlines", FAST)
     mine = {n: torch.nn.Parameter(torch.zeros(shape)) for n, (shape, _) in MODEL.items()}
     receive = functools.partial(
-        MirrorReceiver, address=address, name=name, deadlines=pace, attempt=attempt, host=NetworkEnd(THERE, keys),
+        MirrorReceiver,
+        address=address,
+        name=name,
+        deadlines=pace,
+        attempt=attempt,
+        host=NetworkEnd(THERE, keys),
         seek=knobs.pop("seek", lambda: ""),
-    )  # fmt: skip
+    )
     whole = travelling(Encoding(dtype="float32"), mine, ({},))
     place = place_of(folder, name, number if order is None else order)
     reader = MirroredReader(place, name, whole, receive, on_damage="keep", attempt=attempt, **knobs)
@@ -74,7 +87,9 @@ def turn(*readers: MirroredReader) -> None:
 def until(condition: object, *readers: MirroredReader) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, [(each.name, each.version, each.leads) for each in readers]
+        assert time.monotonic() < deadline, [
+            (each.name, each.version, each.leads) for each in readers
+        ]
         turn(*readers)
         time.sleep(0.005)
 

@@ -1,4 +1,5 @@
-"""Who is the mirror of a host, and whom the others follow: a pure choice, played by readers that come, go and stop."""
+"""Who is the mirror of a host, and whom the others follow: a pure choice, played by readers that
+come, go and stop."""
 
 import random
 from dataclasses import dataclass
@@ -49,9 +50,11 @@ class Reader:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whoever_is_stopped_or_killed_all_others_have_one_mirror_that_runs_soon_after(seed: int) -> None:
-    """However they are stopped, go on, are killed and started again: once that has an end, one of those that run is the
-    mirror, the note names it, and all that run follow it."""
+def test_whoever_is_stopped_or_killed_all_others_have_one_mirror_that_runs_soon_after(
+    seed: int,
+) -> None:
+    """However they are stopped, go on, are killed and started again: once that has an end, one of
+    those that run is the mirror, the note names it, and all that run follow it."""
     rng = random.Random(seed)
     readers = [Reader(f"r{number}", number) for number in range(rng.randint(1, 5))]
     note, now = "", 0.0
@@ -63,7 +66,12 @@ def test_whoever_is_stopped_or_killed_all_others_have_one_mirror_that_runs_soon_
                 if rng.random() < 0.01:
                     each.runs = not each.runs
                 if rng.random() < 0.005:
-                    each.follows, each.leads, each.heard, each.there = "", False, now, not each.there
+                    each.follows, each.leads, each.heard, each.there = (
+                        "",
+                        False,
+                        now,
+                        not each.there,
+                    )
         elif now < trouble_s + 0.2:
             for each in readers[:1]:
                 each.runs = each.there = True
@@ -74,9 +82,15 @@ def test_whoever_is_stopped_or_killed_all_others_have_one_mirror_that_runs_soon_
             if lead and lead.leads and lead.runs and lead.there:
                 each.heard = now
             what = choose(
-                MirrorView(own=each.name, follows=each.follows, noted=note, leads=each.leads, quiet_s=now - each.heard,
-                     order=each.order)
-            )  # fmt: skip
+                MirrorView(
+                    own=each.name,
+                    follows=each.follows,
+                    noted=note,
+                    leads=each.leads,
+                    quiet_s=now - each.heard,
+                    order=each.order,
+                )
+            )
             if what == "lead":
                 each.leads, each.follows, each.heard, note = True, each.name, now, each.name
             elif what == "follow":

@@ -1,4 +1,5 @@
-"""Readers of one host take a trainer's versions once over the network, and hand them to each other through memory."""
+"""Readers of one host take a trainer's versions once over the network, and hand them to each other
+through memory."""
 
 import contextlib
 import functools
@@ -59,23 +60,30 @@ def held(coordinator) -> dict[str, int]:
 
 @pytest.mark.parametrize("layout", [WHOLE, HALVES], ids=["1 rank", "2 ranks"])
 def test_one_reader_takes_each_version_over_the_network_and_all_hold_it(keys, folder, layout):
-    with offered(keys, layout) as (trainer, address), neighbours(keys, address, folder) as (readers, mine):
+    with (
+        offered(keys, layout) as (trainer, address),
+        neighbours(keys, address, folder) as (readers, mine),
+    ):
         for version in range(1, 6):
             trainer.publish(version)
             until(lambda version=version: {each.version for each in readers} == {version}, *readers)
             assert all(holds(each, version) for each in mine)
-        assert [each.leads for each in readers] == [True, False, False], "the first by the plan's order"
+        assert [each.leads for each in readers] == [True, False, False], (
+            "the first by the plan's order"
+        )
         coordinator = trainer.writers[0]
         assert list(coordinator.sent) == ["generator-0"]
         size = sum(tensor.nbytes for tensor in mine[0].values())
         until(lambda: held(coordinator) == {"generator-1": 5, "generator-2": 5}, *readers)
         sent, whole = coordinator.traffic
-        assert sent == 5 * size and whole > sent, "what the neighbours did not ask for counts as saved"
+        assert sent == 5 * size and whole > sent, (
+            "what the neighbours did not ask for counts as saved"
+        )
 
 
 def test_each_exchange_is_timed_by_trainer_and_reader_also_behind_the_mirror(keys, folder):
-    """One neighbour hears of a version and takes it a while later; who hands it on is timed by its own loop, not by the
-    thread that has it first."""
+    """One neighbour hears of a version and takes it a while later; who hands it on is timed by its
+    own loop, not by the thread that has it first."""
     with offered(keys) as (trainer, address), neighbours(keys, address, folder) as (readers, _):
         coordinator = trainer.writers[0]
         trainer.publish(1)
@@ -103,8 +111,8 @@ def test_each_exchange_is_timed_by_trainer_and_reader_also_behind_the_mirror(key
 
 
 def test_a_version_lies_in_two_segments_of_which_all_parameters_are_views(keys, folder):
-    """No copy beside the one in use and the one that arrives, however many readers there are; and each reads what it
-    verified by itself."""
+    """No copy beside the one in use and the one that arrives, however many readers there are; and
+    each reads what it verified by itself."""
     with offered(keys) as (trainer, address), neighbours(keys, address, folder) as (readers, mine):
         for version in (1, 2, 3):
             trainer.publish(version)
@@ -113,7 +121,10 @@ def test_a_version_lies_in_two_segments_of_which_all_parameters_are_views(keys, 
         until(lambda: len(lead._receiver._segments._buffers) == 2, *readers)
         assert lead._writer.segments == (2, 0)
         assert len([path for path in folder.iterdir() if path.name.startswith("dataflow-")]) == 2
-        mapped = {line.split()[-1]: line for line in Path(f"/proc/{os.getpid()}/maps").read_text().splitlines()}
+        mapped = {
+            line.split()[-1]: line
+            for line in Path(f"/proc/{os.getpid()}/maps").read_text().splitlines()
+        }
         front = [name for name in mapped if name.startswith(f"{folder}/dataflow-")]
         assert len(front) == 2
         for reader, own in zip(readers, mine, strict=True):
@@ -150,9 +161,9 @@ def test_a_mirror_that_was_stopped_holds_nobody_up_and_follows_when_it_goes_on(k
         until(lambda: {each.version for each in readers} == {3}, *readers)
         assert [each.leads for each in readers] == [False, True, False]
         assert all(holds(each, 3) for each in mine)
-        assert not list(folder.glob(f"{readers[0]._place.at(readers[0]._place.own).place.prefix}*")), (
-            "it has left nothing"
-        )
+        assert not list(
+            folder.glob(f"{readers[0]._place.at(readers[0]._place.own).place.prefix}*")
+        ), "it has left nothing"
 
 
 def test_a_reader_that_is_started_again_under_its_name_joins_its_neighbours(keys, folder):
@@ -185,7 +196,10 @@ def test_what_a_trainer_that_was_started_again_offers_is_taken_whatever_its_numb
 
 def test_a_neighbour_that_stays_in_an_old_version_is_left_behind_with_it(keys, folder):
     """The others have the newest; the memory of the old one goes with its last reader."""
-    with offered(keys) as (trainer, address), neighbours(keys, address, folder, 2) as (readers, mine):
+    with (
+        offered(keys) as (trainer, address),
+        neighbours(keys, address, folder, 2) as (readers, mine),
+    ):
         trainer.publish(1)
         until(lambda: {each.version for each in readers} == {1}, *readers)
         lead = readers[0]._mirror
@@ -209,15 +223,21 @@ def test_notes_of_the_trainer_reach_all(keys, folder):
 
 
 def test_deltas_arrive_in_the_segments_that_are_handed_on(keys, folder):
-    """Changes are put onto the version that neighbours read, in the other segment; theirs stays as it is."""
+    """Changes are put onto the version that neighbours read, in the other segment; theirs stays as
+    it is."""
     deltas = functools.partial(DeltaWriter, link_bytes_per_s=1e6)
-    with offered(keys, kind=deltas) as (trainer, address), neighbours(keys, address, folder) as (readers, mine):
+    with (
+        offered(keys, kind=deltas) as (trainer, address),
+        neighbours(keys, address, folder) as (readers, mine),
+    ):
         for version in range(1, 5):
             tensors = full(WHOLE, 1)
             tensors["t2"][3, 5] = version
             trainer.writers[0].publish(version, tensors)
             until(lambda version=version: {each.version for each in readers} == {version}, *readers)
-            assert all(torch.equal(each[name], tensor) for each in mine for name, tensor in tensors.items())
+            assert all(
+                torch.equal(each[name], tensor) for each in mine for name, tensor in tensors.items()
+            )
         sent, whole = trainer.writers[0].traffic
         size = sum(tensor.nbytes for tensor in mine[0].values())
         assert size < sent < 2 * size and whole >= 4 * size
@@ -240,23 +260,35 @@ def test_further_ranks_of_a_reader_take_their_slices_from_the_same_segments(keys
             held = readers[1].verify()
             assert rank.enter(held.segment, held.version, held.layout)
             assert readers[1].adopt() == rank.adopt() == version
-            assert all(torch.equal(half[name], tensor[12:]) for name, tensor in full(WHOLE, version).items())
+            assert all(
+                torch.equal(half[name], tensor[12:])
+                for name, tensor in full(WHOLE, version).items()
+            )
         rank.close()
 
 
 def test_what_travels_is_told_from_what_a_reader_attaches():
-    """Its dtype is that of the trainer's encoding, but for what is narrow already, and its scales; slices are whole."""
-    mine = {"a": torch.zeros(4, 6), "b": torch.zeros(4, 6, dtype=torch.int8), "b:scale": torch.zeros(4, 1)}
+    """Its dtype is that of the trainer's encoding, but for what is narrow already, and its scales;
+    slices are whole."""
+    mine = {
+        "a": torch.zeros(4, 6),
+        "b": torch.zeros(4, 6, dtype=torch.int8),
+        "b:scale": torch.zeros(4, 1),
+    }
     cut = [{"a": ((8, 6), 0, ((0, 4),))}, {"a": ((8, 6), 0, ((4, 8),))}]
-    made = travelling(Encoding(dtype="bfloat16", quantized="int8", names=frozenset({"b"})), mine, cut)
+    made = travelling(
+        Encoding(dtype="bfloat16", quantized="int8", names=frozenset({"b"})), mine, cut
+    )
     assert {name: (held.shape, held.dtype) for name, held in made.tensors.items()} == {
-        "a": ((8, 6), "bfloat16"), "b": ((4, 6), "int8"), "b:scale": ((4, 1), "float32")
-    }  # fmt: skip
+        "a": ((8, 6), "bfloat16"),
+        "b": ((4, 6), "int8"),
+        "b:scale": ((4, 1), "float32"),
+    }
 
 
 class Stopped:
-    """A mirror whose thread does nothing for a while, as that of a process that was stopped; its reader looks at
-    nothing either, for nobody polls it."""
+    """A mirror whose thread does nothing for a while, as that of a process that was stopped; its
+    reader looks at nothing either, for nobody polls it."""
 
     def __init__(self, mirror) -> None:
         self._mirror, self._go, self._turn = mirror, threading.Event(), mirror._turn

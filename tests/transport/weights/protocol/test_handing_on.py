@@ -1,4 +1,5 @@
-"""What a trainer hears of readers that take its versions from another reader's memory, and when it heard it first."""
+"""What a trainer hears of readers that take its versions from another reader's memory, and when it
+heard it first."""
 
 from transport.weights.protocol.messages import Join, ReaderHeartbeat, Welcome
 from transport.weights.protocol.pace import Deadlines
@@ -58,4 +59,6 @@ def test_an_exchange_is_as_long_as_it_was_when_it_was_heard_first():
     assert hears(20.0, c=2) == {"c": HandedOn(2, 1.0, 0.25)}, "and of who is gone nothing is said"
     for version in range(3, 3 + KEPT):
         group.arrived(version)
-    assert hears(21.0, c=1) == {"c": HandedOn(1, 0.0, 0.25)}, "nobody knows any more when that began"
+    assert hears(21.0, c=1) == {"c": HandedOn(1, 0.0, 0.25)}, (
+        "nobody knows any more when that began"
+    )

@@ -14,7 +14,9 @@ from transport.weights.protocol.messages import CODEC, Offer, ReaderHeartbeat, U
 
 def test_messages_survive_the_wire():
     note = {"a": 1, "b": 0.5, "c": "x"}
-    offer = Offer(epoch=7, version=3, segment="s", sums=bytes(range(16)), digests=b"\xff" * 16, note=note)
+    offer = Offer(
+        epoch=7, version=3, segment="s", sums=bytes(range(16)), digests=b"\xff" * 16, note=note
+    )
     layout = {"tensors": [["a", [1], "int8", 0]], "aliases": {}}
     welcome = Welcome(attempt=1, epoch=2, writer=3, layout=layout)
     upcoming = Upcoming(epoch=7, version=4, segment="s")
@@ -50,6 +52,9 @@ def test_malformed_messages_are_refused(plain):
 
 
 def test_layouts_and_the_handshake_import_no_torch():
-    rooms = ("transport.weights", *(f"transport.weights.protocol.{each}" for each in ("rounds", "ranks", "segments")))
+    rooms = (
+        "transport.weights",
+        *(f"transport.weights.protocol.{each}" for each in ("rounds", "ranks", "segments")),
+    )
     code = f"import sys, {', '.join(rooms)}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,5 @@
-"""Collective rounds under any schedule: messages late, ranks lost, frozen, restarted, groups that come and go."""
+"""Collective rounds under any schedule: messages late, ranks lost, frozen, restarted, groups that
+come and go."""
 
 import random
 from collections import defaultdict, deque
@@ -42,20 +43,30 @@ LINE = 1_000_000
 
 def reader(name: str, rank: int, ranks: int, incarnation: int) -> ReaderRank:
     join = Join(
-        group=name, rank=rank, ranks=ranks, incarnation=incarnation, attempt=1, writer=0, version=-1, key=KEY,
+        group=name,
+        rank=rank,
+        ranks=ranks,
+        incarnation=incarnation,
+        attempt=1,
+        writer=0,
+        version=-1,
+        key=KEY,
         layout=LAYOUT if rank == 0 else {},
-    )  # fmt: skip
+    )
     return ReaderRank(join, PACE)
 
 
 class World:
-    """All ranks and the wires between them; each wire keeps its order, and nothing else is promised."""
+    """All ranks and the wires between them; each wire keeps its order, and nothing else is
+    promised."""
 
     def __init__(self, seed: int, sources: int, groups: dict[str, int]) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
         self.sources, self.line = sources, 1
-        self.coordinator = Coordinator(sources, KEY, LAYOUT, "s", writer=LINE, now=0.0, deadlines=PACE)
+        self.coordinator = Coordinator(
+            sources, KEY, LAYOUT, "s", writer=LINE, now=0.0, deadlines=PACE
+        )
         self.sizes = groups
         self.ranks: dict[bytes, SourceRank | ReaderRank] = {}
         self.wires: dict[tuple[bytes, bool], deque] = defaultdict(deque)
@@ -90,7 +101,8 @@ class World:
         self.ranks[peer] = reader(name, rank, self.sizes[name], self.count)
 
     def restart_source(self, peer: bytes, *, leave: bool) -> None:
-        """A trainer's rank other than the first ends, in order or not, and a new process takes its place."""
+        """A trainer's rank other than the first ends, in order or not, and a new process takes its
+        place."""
         old = self.ranks[peer]
         rank = old.join.rank
         if rank == 0:
@@ -104,12 +116,15 @@ class World:
     def start_source(self, rank: int) -> None:
         self.count += 1
         peer = b"source%d/%d" % (rank, self.count)
-        self.ranks[peer] = SourceRank(rank, self.sources, KEY, PACE, self.now, incarnation=self.count)
+        self.ranks[peer] = SourceRank(
+            rank, self.sources, KEY, PACE, self.now, incarnation=self.count
+        )
         self.ranks[peer].hold({self.latest} - {-1})
         self.lines[peer] = self.line
 
     def restart_trainer(self, *, linger: bool) -> None:
-        """Rank 0 dies, and all others at once or a while later; a new trainer goes on from up to two versions before.
+        """Rank 0 dies, and all others at once or a while later; a new trainer goes on from up to
+        two versions before.
 
         Ranks of the dead trainer that `linger` still speak, with the new coordinator too."""
         for peer in [p for p, rank in self.ranks.items() if isinstance(rank, SourceRank)]:
@@ -132,17 +147,29 @@ class World:
     def act(self, peer: bytes, actions) -> None:
         for action in actions:
             if isinstance(action, EndEpoch):
-                self.work = [(p, w) for p, w in self.work if p != peer or self.epoch(w) != action.epoch]
+                self.work = [
+                    (p, w) for p, w in self.work if p != peer or self.epoch(w) != action.epoch
+                ]
             elif isinstance(action, FormProcessGroup | Transfer):
                 if isinstance(action, Transfer):
                     key = action.epoch, action.round
                     self.begun[key].add(peer)
-                    # Nobody enters a transfer before all who receive are ready, nor sends what it does not have.
-                    assert self.ready[key] == self.readers_of(action.epoch), (self.ready[key], action)
+                    # Nobody enters a transfer before all who receive are ready, nor sends what it
+                    # does not have.
+                    assert self.ready[key] == self.readers_of(action.epoch), (
+                        self.ready[key],
+                        action,
+                    )
                     rank = self.ranks[peer]
-                    assert isinstance(rank, ReaderRank) or action.version in rank.versions & rank.kept
+                    assert (
+                        isinstance(rank, ReaderRank) or action.version in rank.versions & rank.kept
+                    )
                     # Never two rounds of one epoch at once.
-                    assert not [w for p, w in self.work if p == peer and isinstance(w, Transfer) and w.epoch == key[0]]
+                    assert not [
+                        w
+                        for p, w in self.work
+                        if p == peer and isinstance(w, Transfer) and w.epoch == key[0]
+                    ]
                 self.work.append((peer, action))
             else:
                 if isinstance(action, Ready):
@@ -165,17 +192,27 @@ class World:
             if isinstance(message, Verified):
                 key = message.epoch, message.round
                 assert self.moved[key] == self.members[message.epoch], "whole before all were done"
-                told = next(each for each in self.coordinator.sent.values() if each.version == message.version)
+                told = next(
+                    each
+                    for each in self.coordinator.sent.values()
+                    if each.version == message.version
+                )
                 assert told.pair_bytes == ((message.version,),) * self.sources
                 assert (message.epoch // LINE, message.version) not in self.damage
-                assert {self.lines[p] for p in self.members[message.epoch] if p in self.lines} == {self.line}
+                assert {self.lines[p] for p in self.members[message.epoch] if p in self.lines} == {
+                    self.line
+                }
             if peer in self.ranks:
                 self.wires[peer, True].append(CODEC.decode(CODEC.encode(message)))
             elif self.random.random() < 0.5:
                 self.send(self.coordinator.lost(peer))
 
     def deliver(self) -> bool:
-        ready = [key for key, wire in self.wires.items() if wire and key[0] not in (self.frozen if key[1] else ())]
+        ready = [
+            key
+            for key, wire in self.wires.items()
+            if wire and key[0] not in (self.frozen if key[1] else ())
+        ]
         if not ready:
             return False
         peer, to_rank = self.random.choice(sorted(ready))
@@ -208,7 +245,8 @@ class World:
         return True
 
     def may_end(self, work) -> bool:
-        """A transfer ends once all take part, or when one of them is dead; one who waits for a frozen rank is stuck."""
+        """A transfer ends once all take part, or when one of them is dead; one who waits for a
+        frozen rank is stuck."""
         if isinstance(work, FormProcessGroup):
             return True
         everybody = self.members[work.epoch]
@@ -298,10 +336,15 @@ def holds(world: World, name: str) -> set[int]:
 
 @settings(max_examples=60)
 @given(
-    seed=st.integers(0, 1 << 30), sources=st.integers(1, 3), one=st.integers(1, 3), other=st.integers(1, 2),
+    seed=st.integers(0, 1 << 30),
+    sources=st.integers(1, 3),
+    one=st.integers(1, 3),
+    other=st.integers(1, 2),
     faults=st.booleans(),
-)  # fmt: skip
-def test_under_any_schedule_no_rule_is_broken_and_complete_groups_get_the_newest(seed, sources, one, other, faults):
+)
+def test_under_any_schedule_no_rule_is_broken_and_complete_groups_get_the_newest(
+    seed, sources, one, other, faults
+):
     world = World(seed, sources, {"one": one, "other": other})
     storm(world, 600, faults=faults)
     world.calm()
@@ -343,7 +386,10 @@ def test_a_version_nobody_took_is_skipped():
     for version in range(2, 9):
         world.publish(version)
     world.calm()
-    assert all([version for _, version in world.seen[peer]] in ([1, 8], [1, 2, 8]) for peer in world.peers("only"))
+    assert all(
+        [version for _, version in world.seen[peer]] in ([1, 8], [1, 2, 8])
+        for peer in world.peers("only")
+    )
 
 
 def test_a_damaged_version_is_refused_by_the_whole_group_and_the_next_one_taken():
@@ -441,7 +487,9 @@ def test_a_rank_of_a_dead_trainer_is_denied_and_sends_nothing_to_the_next_ones_r
     world.kill(second)
     world.calm()
     assert "the trainer that was there before" in old.failure
-    assert not any(line == world.line for peer in world.peers("only") for line, _ in world.seen[peer])
+    assert not any(
+        line == world.line for peer in world.peers("only") for line, _ in world.seen[peer]
+    )
     world.start_source(1)
     world.publish(4)
     world.calm()
@@ -506,7 +554,8 @@ def test_versions_that_are_kept_for_a_round_are_released_when_the_trainer_gives_
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"\x80", b"\xff", CODEC.encode(Ready(epoch=1, round=2))[:-1], b"\x81\xa4kind\xa2no"]
+    "payload",
+    [b"", b"\x80", b"\xff", CODEC.encode(Ready(epoch=1, round=2))[:-1], b"\x81\xa4kind\xa2no"],
 )
 def test_damaged_messages_are_an_error_with_three_parts(payload):
     from transport.weights import MessageError
@@ -522,7 +571,9 @@ def test_no_rank_enters_a_transfer_before_all_have_said_ready():
     world.publish(2)
     while world.deliver() | world.end_of_work():
         pass
-    assert set(world.begun) == before, "a collective would have waited for the one that is not there"
+    assert set(world.begun) == before, (
+        "a collective would have waited for the one that is not there"
+    )
     world.frozen.clear()
     world.frozen.add(forget_ready(world, "only"))
     world.publish(3)
@@ -582,9 +633,16 @@ def test_ranks_tell_each_other_over_the_line_where_they_are_once_it_is_known_and
     def says(peer: bytes, message: Put | GetValue) -> list:
         return coordinator.receive(peer, message, world.now)
 
-    assert says(first, GetValue(epoch=epoch, key="k")) == says(b"source1", GetValue(epoch=epoch, key="k")) == []
+    assert (
+        says(first, GetValue(epoch=epoch, key="k"))
+        == says(b"source1", GetValue(epoch=epoch, key="k"))
+        == []
+    )
     told = StoredValue(epoch=epoch, key="k", value=b"at")
-    assert says(second, Put(epoch=epoch, key="k", value=b"at")) == [(first, told), (b"source1", told)]
+    assert says(second, Put(epoch=epoch, key="k", value=b"at")) == [
+        (first, told),
+        (b"source1", told),
+    ]
     assert says(second, GetValue(epoch=epoch, key="k")) == [(second, told)]
     says(first, GetValue(epoch=epoch, key="never put"))
     world.restart_source(b"source1", leave=False)
@@ -593,6 +651,8 @@ def test_ranks_tell_each_other_over_the_line_where_they_are_once_it_is_known_and
     after = world.ranks[first].epoch
     assert after > epoch
     assert says(first, GetValue(epoch=after, key="k")) == [], "it was put in an epoch that is over"
-    assert says(second, Put(epoch=after, key="never put", value=b"at")) == [], "and that was asked there"
+    assert says(second, Put(epoch=after, key="never put", value=b"at")) == [], (
+        "and that was asked there"
+    )
     for stale in (Put(epoch=epoch, key="k", value=b"old"), GetValue(epoch=epoch, key="k")):
         assert says(second, stale) == [(second, Fenced(epoch=epoch, replaced=False))]

@@ -1,10 +1,18 @@
-"""The pure handshake under any order of events: messages lost, readers frozen, killed and late, writers restarted."""
+"""The pure handshake under any order of events: messages lost, readers frozen, killed and late,
+writers restarted."""
 
 import copy
 from dataclasses import replace
 
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    precondition,
+    rule,
+)
 from rigs.examples import examples
 
 from transport.weights.protocol.messages import Fenced, Welcome
@@ -29,7 +37,8 @@ class Reader:
 
 
 class World(RuleBasedStateMachine):
-    """Writers, one after the other, some readers, segments with gates, and a network that may lose what it carries."""
+    """Writers, one after the other, some readers, segments with gates, and a network that may lose
+    what it carries."""
 
     readers = Bundle("readers")
 
@@ -55,7 +64,9 @@ class World(RuleBasedStateMachine):
                 self.alive[peer].inbox.append(message)
 
     def seal(self, key: str) -> bool:
-        return all(key not in (r.inside, r.taking and r.taking.segment) for r in self.alive.values())
+        return all(
+            key not in (r.inside, r.taking and r.taking.segment) for r in self.alive.values()
+        )
 
     def new_segment(self) -> str:
         self.made += 1
@@ -98,11 +109,16 @@ class World(RuleBasedStateMachine):
             self.send(reader, reader.membership.receive(message, self.now))
         self.send(reader, reader.membership.tick(self.now))
         upcoming, offer = reader.membership.upcoming, reader.membership.offer
-        assert upcoming is None or upcoming.version > max(self.own(reader), offer.version if offer else -1)
+        assert upcoming is None or upcoming.version > max(
+            self.own(reader), offer.version if offer else -1
+        )
 
     def own(self, reader: Reader) -> int:
         """The newest version that it has of the writer that it thinks it is with."""
-        return max((version for line, version in reader.adopted if line == reader.membership._writer), default=-1)
+        return max(
+            (version for line, version in reader.adopted if line == reader.membership._writer),
+            default=-1,
+        )
 
     def send(self, reader: Reader, messages) -> None:
         self.inbox += [(reader.peer, message) for message in messages]
@@ -118,7 +134,9 @@ class World(RuleBasedStateMachine):
     def commit(self, reader: Reader) -> None:
         offer, reader.taking = reader.taking, None
         line = int(offer.segment.split(".")[0])
-        assert not reader.adopted or (line, offer.version) > reader.adopted[-1], "a reader went back"
+        assert not reader.adopted or (line, offer.version) > reader.adopted[-1], (
+            "a reader went back"
+        )
         reader.inside = offer.segment
         reader.adopted.append((line, offer.version))
         self.send(reader, [reader.membership.committed(offer)])
@@ -147,7 +165,8 @@ class World(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 2), lost=st.booleans())
     def the_writer_dies_and_is_restarted(self, back, lost):
-        """In the midst of anything; the next one begins with a version that the dead one may have been beyond."""
+        """In the midst of anything; the next one begins with a version that the dead one may have
+        been beyond."""
         if self.published:
             self.left |= self.content
             self.content, self.pending = {}, None
@@ -208,11 +227,19 @@ class World(RuleBasedStateMachine):
                         self.commit(reader)
         assert self.pending is None
         front = self.writer.front
-        fine = [reader for reader in self.alive.values() if reader.refused != (front.segment, front.version)]
+        fine = [
+            reader
+            for reader in self.alive.values()
+            if reader.refused != (front.segment, front.version)
+        ]
         assert all(reader.adopted[-1] == (self.lines, self.published) for reader in fine)
         assert all(reader.membership.version == self.published for reader in fine)
-        known = [status for status in self.writer.status(self.now) if status.silent_s < PACE.silent_s]
-        assert {status.name for status in known} == {reader.membership.join.group for reader in self.alive.values()}
+        known = [
+            status for status in self.writer.status(self.now) if status.silent_s < PACE.silent_s
+        ]
+        assert {status.name for status in known} == {
+            reader.membership.join.group for reader in self.alive.values()
+        }
         assert all(
             status.version == reader.membership.version
             for status in known
@@ -285,7 +312,10 @@ def test_an_offer_is_not_repeated_to_a_reader_that_has_it():
 
 def test_a_repeated_hello_gets_the_same_epoch():
     writer, reader = SegmentOffers({}, writer=1, pace=PACE), SegmentReader("r", PACE)
-    answers = [writer.receive(b"r", hello, 0.0) for hello in reader.tick(0.0) + reader.tick(PACE.heartbeat_s)]
+    answers = [
+        writer.receive(b"r", hello, 0.0)
+        for hello in reader.tick(0.0) + reader.tick(PACE.heartbeat_s)
+    ]
     assert len(answers) == 2
     assert answers[0] == answers[1]
 
@@ -338,7 +368,10 @@ def test_a_version_that_is_coming_is_known_until_it_is_offered():
 
 def test_word_of_a_version_that_is_coming_dies_with_the_epoch_and_with_the_writer():
     writer, reader = pair()
-    for end in (Fenced(epoch=reader.epoch, replaced=False), Welcome(attempt=1, epoch=7, writer=9, layout={})):
+    for end in (
+        Fenced(epoch=reader.epoch, replaced=False),
+        Welcome(attempt=1, epoch=7, writer=9, layout={}),
+    ):
         late = copy.deepcopy(reader)
         for _, upcoming in writer.upcoming("b", 2):
             late.receive(upcoming, 1.0)
@@ -421,7 +454,9 @@ def test_two_versions_are_in_memory_at_most():
     assert writer.order() == [None]
     writer.writing("a")
     writer.written("a", 1, b"", b"", 0.0)
-    assert writer.order() == [None, "a"], "the newest version stays as long as there is another place"
+    assert writer.order() == [None, "a"], (
+        "the newest version stays as long as there is another place"
+    )
     writer.writing("b")
     writer.written("b", 2, b"", b"", 0.0)
     assert writer.order() == ["a", "b"], "no third"

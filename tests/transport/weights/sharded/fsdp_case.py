@@ -1,4 +1,5 @@
-"""One run of an FSDP2 trainer and its tensor-parallel generators: what the test and the ranks both know of it."""
+"""One run of an FSDP2 trainer and its tensor-parallel generators: what the test and the ranks both
+know of it."""
 
 import json
 from collections.abc import Iterator
@@ -33,7 +34,8 @@ class Case:
     in_a_row: int = 5
     """Versions published after these, one by each step."""
     rests: bool = False
-    """Whether the generators adopt none of the versions in a row before the trainer has published its last."""
+    """Whether the generators adopt none of the versions in a row before the trainer has published
+    its last."""
 
     @property
     def address(self) -> str:
@@ -48,7 +50,11 @@ class Case:
     def ranks(self) -> Iterator[tuple[str, int, int]]:
         """Side, number and rank of each process; the trainer is number 0."""
         yield from (("trainer", 0, rank) for rank in range(self.trainer))
-        yield from (("generator", number, rank) for number, size in enumerate(self.groups) for rank in range(size))
+        yield from (
+            ("generator", number, rank)
+            for number, size in enumerate(self.groups)
+            for rank in range(size)
+        )
 
     def meeting(self, side: str, number: int) -> Path:
         """Folder in which the ranks of one side meet each other."""

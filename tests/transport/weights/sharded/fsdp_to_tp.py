@@ -1,8 +1,9 @@
-"""Ranks of an FSDP2 trainer and of tensor-parallel generators, forked by a process that has imported what they need.
+"""Ranks of an FSDP2 trainer and of tensor-parallel generators, forked by a process that has
+imported what they need.
 
-The process takes one Case per line of its input, runs it to the end and answers with a line of exit statuses, by the
-names of the ranks' results. What each rank saw, and its log, is left in the case's folder.
-"""
+The process takes one Case per line of its input, runs it to the end and answers with a line of exit
+statuses, by the names of the ranks' results. What each rank saw, and its log, is left in the case's
+folder."""
 
 import contextlib
 import json
@@ -34,7 +35,9 @@ from transport.weights.protocol.pace import Deadlines
 from transport.weights.sharded.reader import ShardedReader
 from transport.weights.sharded.writer import ShardedWriter
 
-PACE = Deadlines(heartbeat_s=0.1, gone_s=EXCHANGE_S, form_s=EXCHANGE_S, ready_s=EXCHANGE_S, transfer_s=EXCHANGE_S)
+PACE = Deadlines(
+    heartbeat_s=0.1, gone_s=EXCHANGE_S, form_s=EXCHANGE_S, ready_s=EXCHANGE_S, transfer_s=EXCHANGE_S
+)
 CPU = torch.device("cpu")
 VOCABULARY = 50
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -43,17 +46,26 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def llama(case: Case, seed: int) -> LlamaForCausalLM:
     """A small Llama: its vocabulary, MLP and usually its hidden size leave uneven tails."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=3 * case.heads, intermediate_size=46, num_hidden_layers=case.layers,
-        num_attention_heads=case.heads, num_key_value_heads=case.heads, head_dim=4, attention_bias=True,
-        tie_word_embeddings=case.tied,
-    ))  # fmt: skip
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=3 * case.heads,
+            intermediate_size=46,
+            num_hidden_layers=case.layers,
+            num_attention_heads=case.heads,
+            num_key_value_heads=case.heads,
+            head_dim=4,
+            attention_bias=True,
+            tie_word_embeddings=case.tied,
+        )
+    )
 
 
 def train(case: Case, rank: int) -> None:
     """A trainer's rank: it steps on random tokens all the time, and never waits for a generator.
 
-    Only where versions are sent from its own tensors does it settle before a step, and stay with the last."""
+    Only where versions are sent from its own tensors does it settle before a step, and stay with
+    the last."""
     group.join(case.meeting("trainer", 0), rank, case.trainer, CPU, EXCHANGE_S)
     model = llama(case, seed=0)
     mesh = init_device_mesh("cpu", (case.trainer,))
@@ -64,7 +76,9 @@ def train(case: Case, rank: int) -> None:
     if case.cast == "trainer":
         layout = layout.cast(case.dtype)
     zero_copy = case.hold == "until_settle"
-    writer = ShardedWriter(layout, rank, case.address, ranks=case.trainer, hold=case.hold, deadlines=PACE)
+    writer = ShardedWriter(
+        layout, rank, case.address, ranks=case.trainer, hold=case.hold, deadlines=PACE
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(rank)
     version = steps = 0
@@ -84,10 +98,16 @@ def train(case: Case, rank: int) -> None:
         faults = found
         if version < case.last and (ready or version >= case.in_turn):
             version += 1
-            full = {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+            full = {
+                name: parameter.full_tensor().detach()
+                for name, parameter in model.named_parameters()
+            }
             if rank == 0:
                 save_file(full, case.oracle(version))
-            writer.publish(version, {name: parameter.to_local() for name, parameter in model.named_parameters()})
+            writer.publish(
+                version,
+                {name: parameter.to_local() for name, parameter in model.named_parameters()},
+            )
             while zero_copy and version == case.last and not _told(_ended(case))[0]:
                 time.sleep(0.005)
     writer.close()
@@ -97,24 +117,33 @@ def train(case: Case, rank: int) -> None:
 
 @torch.no_grad()
 def generate(case: Case, number: int, rank: int) -> None:
-    """A generator's rank: it computes all the time, with what all ranks of its group have agreed to adopt."""
+    """A generator's rank: it computes all the time, with what all ranks of its group have agreed to
+    adopt."""
     size, dtype = case.groups[number], getattr(torch, case.dtype)
     model = llama(case, seed=1 + rank).to(dtype)
-    tensors = {name: (tuple(parameter.shape), case.dtype) for name, parameter in model.named_parameters()}
+    tensors = {
+        name: (tuple(parameter.shape), case.dtype) for name, parameter in model.named_parameters()
+    }
     aliases = {HEAD: EMBEDDING} if case.tied else {}
     layout = tensor_parallel_layout(tensors, model.tp_plan, range(size), aliases)
     mesh = group.join(case.meeting("generator", number), rank, size, CPU, EXCHANGE_S)
     pieces = {name: TensorSlice(None) for name in tensors}
     if size > 1:
-        pieces = {name: shard.piece for name, shard in distribute(model, mesh, CPU, "llama").items()}
-    reader = ShardedReader(layout, rank, case.address, f"generator-{number}", ranks=size, deadlines=PACE)
+        pieces = {
+            name: shard.piece for name, shard in distribute(model, mesh, CPU, "llama").items()
+        }
+    reader = ShardedReader(
+        layout, rank, case.address, f"generator-{number}", ranks=size, deadlines=PACE
+    )
     reader.attach(_tensors(model))
     tokens = torch.arange(12).view(1, 12)
     adopted: list[int] = []
     steps: list[tuple[int, str]] = []
     full: dict[str, torch.Tensor] = {}
     while reader.version < case.last:
-        rests = case.rests and reader.version == case.in_turn and not case.oracle(case.last).exists()
+        rests = (
+            case.rests and reader.version == case.in_turn and not case.oracle(case.last).exists()
+        )
         offer = reader.poll() if rank == 0 and not rests else None
         held = _adopted_together(reader, offer.version if offer else -1)
         time.sleep(0.005)
@@ -126,7 +155,12 @@ def generate(case: Case, number: int, rank: int) -> None:
         prove(_tensors(model), pieces, full, dtype)
         logits = model(input_ids=tokens).logits
         prove(_tensors(model), pieces, full, dtype)
-        steps.append((reader.version, xxhash.xxh3_64_hexdigest(logits.contiguous().view(torch.uint8).numpy().data)))
+        steps.append(
+            (
+                reader.version,
+                xxhash.xxh3_64_hexdigest(logits.contiguous().view(torch.uint8).numpy().data),
+            )
+        )
     _write(case.result("generator", number, rank), adopted=adopted, steps=steps)
     while not _ended(case):
         time.sleep(0.005)
@@ -140,11 +174,16 @@ def prove(
     full: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """AssertionError unless the rank's bytes are those of gather-then-shard, as transformers' own rule shards."""
+    """AssertionError unless the rank's bytes are those of gather-then-shard, as transformers' own
+    rule shards."""
     assert mine.keys() == pieces.keys() == full.keys()
     for name, piece in pieces.items():
         wanted, found = piece.of(full[name].to(dtype)), mine[name]
-        assert (wanted.shape, wanted.dtype) == (found.shape, found.dtype), (name, wanted.shape, found.shape)
+        assert (wanted.shape, wanted.dtype) == (found.shape, found.dtype), (
+            name,
+            wanted.shape,
+            found.shape,
+        )
         assert torch.equal(_bytes(wanted), _bytes(found)), f"other bytes in {name}"
 
 
@@ -153,7 +192,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a rank holds and computes with: parameters of its own, and inside of the DTensors at the model's ends."""
+    """What a rank holds and computes with: parameters of its own, and inside of the DTensors at the
+    model's ends."""
     return {
         name: parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter
         for name, parameter in model.named_parameters()
@@ -163,7 +203,8 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _adopted_together(reader: ShardedReader, offered: int) -> int:
     """Adopt what rank 0 was offered, if anything; the version that every rank holds now.
 
-    A rank that lost its place in the group meanwhile may get a newer one; then all go on to that."""
+    A rank that lost its place in the group meanwhile may get a newer one; then all go on to
+    that."""
     goal = _largest(offered)
     while goal >= 0:
         held = reader.wait(goal, EXCHANGE_S)
@@ -188,7 +229,8 @@ def _told(*flags: bool) -> list[bool]:
 
 
 def _taken(case: Case, writer: ShardedWriter, version: int) -> bool:
-    """Whether every generator has joined and holds this version, none when it is 0; rank 0 knows."""
+    """Whether every generator has joined and holds this version, none when it is 0; rank 0
+    knows."""
     held = [status.version for status in writer.readers if status.state in ("joined", "committed")]
     return held == [version or -1] * len(case.groups)
 
@@ -212,13 +254,18 @@ def main() -> None:
 
 
 def run(case: Case) -> dict[str, int]:
-    """Exit statuses of all ranks; the first that fails, or the deadline, ends the others by SIGKILL."""
+    """Exit statuses of all ranks; the first that fails, or the deadline, ends the others by
+    SIGKILL."""
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"a process of {threads} threads cannot be forked safely"
     alive: dict[int, str] = {}
     for side, number, rank in case.ranks():
         case.meeting(side, number).mkdir(parents=True, exist_ok=True)
-        body = (lambda n=number, r=rank: generate(case, n, r)) if side == "generator" else lambda r=rank: train(case, r)
+        body = (
+            (lambda n=number, r=rank: generate(case, n, r))
+            if side == "generator"
+            else lambda r=rank: train(case, r)
+        )
         alive[_fork(body, case.log(side, number, rank))] = case.result(side, number, rank).stem
     statuses: dict[str, int] = {}
     deadline = time.monotonic() + CASE_S

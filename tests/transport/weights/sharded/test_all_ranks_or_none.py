@@ -1,4 +1,5 @@
-"""All ranks of a reader take the same version or none does, whatever happens between the two halves of taking it."""
+"""All ranks of a reader take the same version or none does, whatever happens between the two halves
+of taking it."""
 
 import random
 
@@ -15,8 +16,16 @@ from ..sharded_rig import Group, Trainer, full, shards, until
 FULL = {"rows": ((8, 6), "float32"), "columns": ((4, 6), "float32"), "fused": ((8, 3), "float32")}
 WHOLE = {"norm": ((5,), "float32"), "scale": ((), "float32")}
 SLICES = [
-    {"rows": ((8, 6), 0, ((0, 4),)), "columns": ((4, 6), 1, ((0, 3),)), "fused": ((8, 3), 0, ((0, 2), (4, 6)))},
-    {"rows": ((8, 6), 0, ((4, 8),)), "columns": ((4, 6), 1, ((3, 6),)), "fused": ((8, 3), 0, ((2, 4), (6, 8)))},
+    {
+        "rows": ((8, 6), 0, ((0, 4),)),
+        "columns": ((4, 6), 1, ((0, 3),)),
+        "fused": ((8, 3), 0, ((0, 2), (4, 6))),
+    },
+    {
+        "rows": ((8, 6), 0, ((4, 8),)),
+        "columns": ((4, 6), 1, ((3, 6),)),
+        "fused": ((8, 3), 0, ((2, 4), (6, 8))),
+    },
 ]
 SOURCE = Layout.fsdp(FULL | WHOLE, 2)
 
@@ -109,7 +118,9 @@ def test_what_all_ranks_hold_they_take_though_the_trainer_dies_and_another_offer
         trainers.pop().close()
         trainers.append(Trainer(SOURCE, address))
         publish(trainers[0], 1, seed=2)
-        until(lambda: all(each.poll() and each.epoch != epoch for each in group.readers), trainers[0])
+        until(
+            lambda: all(each.poll() and each.epoch != epoch for each in group.readers), trainers[0]
+        )
 
     group.between = another
     try:
@@ -120,13 +131,18 @@ def test_what_all_ranks_hold_they_take_though_the_trainer_dies_and_another_offer
         later = publish(trainers[0], 2, seed=3)
         until(lambda: group.versions == {2}, group)
         assert group.holds(later)
-        assert {each.use for reader in group.readers for each in reader._buffers._buffers} <= {"front", "free"}
+        assert {each.use for reader in group.readers for each in reader._buffers._buffers} <= {
+            "front",
+            "free",
+        }
     finally:
         group.close()
         trainers[0].close()
 
 
-def test_a_version_that_one_rank_has_not_heard_of_is_taken_by_none_until_it_has(address, monkeypatch):
+def test_a_version_that_one_rank_has_not_heard_of_is_taken_by_none_until_it_has(
+    address, monkeypatch
+):
     deaf, dropped, receive = {1}, [], ReaderRank._receive
 
     def hearing(self, message):
@@ -166,7 +182,9 @@ def test_a_version_that_was_let_go_of_is_offered_again_and_wakes_its_loop(addres
 
 
 @pytest.mark.slow
-def test_under_trainers_that_come_and_go_at_any_moment_no_two_ranks_hold_different_versions(address):
+def test_under_trainers_that_come_and_go_at_any_moment_no_two_ranks_hold_different_versions(
+    address,
+):
     dice = random.Random(5)
     trainers, group, seed, taken = [Trainer(SOURCE, address)], AllOrNone(TARGET, address), 0, set()
     version = 0

@@ -1,4 +1,5 @@
-"""How copies become messages: both ends cut alike, nothing is lost, and memory is sent as it lies where that can be."""
+"""How copies become messages: both ends cut alike, nothing is lost, and memory is sent as it lies
+where that can be."""
 
 import numpy as np
 import pytest
@@ -10,19 +11,30 @@ from transport.weights.memory import buffers
 from transport.weights.sharded.chunks import chunks_between, split_shape
 from transport.weights.sharded.steps import compiled
 
-MODEL = {"a": ((40, 16), "float32"), "b": ((40, 24), "float32"), "c": ((7,), "float32"), "d": ((), "float32")}
+MODEL = {
+    "a": ((40, 16), "float32"),
+    "b": ((40, 24), "float32"),
+    "c": ((7,), "float32"),
+    "d": ((), "float32"),
+}
 CPU = torch.device("cpu")
 
 
 def layouts():
     rows = Layout.fsdp(MODEL, 3)
     columns = Layout.cut(MODEL, Mesh.of(2), lambda name: (1,) if name in "ab" else (None,))
-    return [(Layout.whole(MODEL), Layout.whole(MODEL)), (rows, columns), (columns, rows.cast("bfloat16"))]
+    return [
+        (Layout.whole(MODEL), Layout.whole(MODEL)),
+        (rows, columns),
+        (columns, rows.cast("bfloat16")),
+    ]
 
 
 @pytest.mark.parametrize("bucket", [64, 200, 1000, 1 << 20])
 @pytest.mark.parametrize(("source", "destination"), layouts())
-def test_the_fragments_of_all_messages_fill_every_destination_element_once(source, destination, bucket):
+def test_the_fragments_of_all_messages_fill_every_destination_element_once(
+    source, destination, bucket
+):
     plan = reshard(source, destination)
     for to in range(destination.ranks):
         filled = {name: np.zeros(shape, int) for name, (shape, _) in destination.local(to).items()}
@@ -56,7 +68,10 @@ def test_parts_make_up_the_tensor_and_follow_its_memory():
 def flat(layout: Layout) -> dict[str, torch.Tensor]:
     spec = layout.flat(0)
     buffer = torch.zeros(spec.nbytes, dtype=torch.uint8)
-    return {each.name: view for each, view in zip(spec.tensors, buffers.views(spec, buffer), strict=True)}
+    return {
+        each.name: view
+        for each, view in zip(spec.tensors, buffers.views(spec, buffer), strict=True)
+    }
 
 
 @pytest.mark.parametrize("sending", [True, False])

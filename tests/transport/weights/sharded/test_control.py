@@ -9,7 +9,7 @@ from transport.weights.sharded.control import ControlThread
 
 FORM = FormGroup(
     epoch=7, group="g", ranks=1, sources=1, layout={}, store="", backend="gloo", bucket_bytes=1
-)  # fmt: skip
+)
 
 
 class Late:
@@ -35,7 +35,7 @@ def test_no_epoch_begins_while_a_rank_closes():
 
     control = member.control = ControlThread(
         member, connect, line=None, heartbeat_s=0.01, transfer_s=1.0, clock=time.monotonic
-    )  # fmt: skip
+    )
     control.start()
     control.close([])
     assert control.error is None

@@ -1,4 +1,5 @@
-"""Weights between hosts: two addresses of loopback act as two hosts, which meet over a line with the run's keys."""
+"""Weights between hosts: two addresses of loopback act as two hosts, which meet over a line with
+the run's keys."""
 
 import contextlib
 import socket
@@ -32,7 +33,9 @@ def keys() -> RunKeys:
 def offered(keys, layout=HALVES, **knobs):
     """A trainer on the first host, at a free port."""
     listener = CoordinatorSocket(f"tcp://{HERE}:*", keys)
-    trainer = Trainer(layout, listener.address, host=NetworkEnd(HERE, keys), listener=listener, **knobs)
+    trainer = Trainer(
+        layout, listener.address, host=NetworkEnd(HERE, keys), listener=listener, **knobs
+    )
     try:
         yield trainer, listener.address
     finally:
@@ -50,7 +53,11 @@ def reading(keys, address, layout=THIRDS, **knobs):
 
 
 def listening() -> set[tuple[str, int]]:
-    return {tuple(each.laddr) for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    return {
+        tuple(each.laddr)
+        for each in psutil.Process().net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 def test_versions_cross_hosts_byte_for_byte_and_each_rank_sends_what_the_plan_says(keys):
@@ -64,7 +71,9 @@ def test_versions_cross_hosts_byte_for_byte_and_each_rank_sends_what_the_plan_sa
             tuple(int(number) for number in row) for row in reshard(HALVES, THIRDS).pair_bytes
         )
         opened = [host for host, _ in listening() - before]
-        assert sorted(opened) == [HERE] * 3 + [THERE] * 3, "the line, and gloo at each rank, at the host's own address"
+        assert sorted(opened) == [HERE] * 3 + [THERE] * 3, (
+            "the line, and gloo at each rank, at the host's own address"
+        )
 
 
 def test_a_reader_beside_its_trainer_and_one_on_another_host_take_the_same_version(keys):
@@ -96,7 +105,10 @@ def test_a_trainer_that_others_reach_without_keys_is_refused():
 
 def test_readers_find_a_trainer_that_was_started_again_elsewhere(keys):
     place = {"now": ""}
-    with offered(keys) as (trainer, address), reading(keys, address, seek=lambda: place["now"]) as group:
+    with (
+        offered(keys) as (trainer, address),
+        reading(keys, address, seek=lambda: place["now"]) as group,
+    ):
         trainer.publish(4)
         until(lambda: group.versions == {4}, group)
         trainer.close()
@@ -104,7 +116,9 @@ def test_readers_find_a_trainer_that_was_started_again_elsewhere(keys):
             assert place["now"] != address
             tensors = successor.publish(3)
             until(lambda: group.versions == {3}, group)
-            assert holds(group, tensors), "the line of the trainer that lives counts, whatever its number"
+            assert holds(group, tensors), (
+                "the line of the trainer that lives counts, whatever its number"
+            )
 
 
 def test_readers_that_know_nothing_newer_wait_where_the_trainer_was(keys):
@@ -120,11 +134,16 @@ def test_readers_that_know_nothing_newer_wait_where_the_trainer_was(keys):
 
 
 class Link:
-    """What lies between two hosts: it carries bytes, and none while it is cut; nobody hears that it is."""
+    """What lies between two hosts: it carries bytes, and none while it is cut; nobody hears that it
+    is."""
 
     def __init__(self, to: str) -> None:
         host, _, port = to.removeprefix("tcp://").rpartition(":")
-        self._to, self._server, self.is_cut = (host, int(port)), socket.create_server((THERE, 0)), False
+        self._to, self._server, self.is_cut = (
+            (host, int(port)),
+            socket.create_server((THERE, 0)),
+            False,
+        )
         self.address = f"tcp://{THERE}:{self._server.getsockname()[1]}"
         self._ends: list[socket.socket] = [self._server]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -154,7 +173,8 @@ class Link:
 @pytest.mark.parametrize("cut_s", [0.3, 1.5])
 @pytest.mark.slow
 def test_a_link_that_was_cut_for_a_while_costs_versions_and_nothing_else(keys, cut_s):
-    """For less than members wait for each other, and for longer: then the epoch ends, and begins again."""
+    """For less than members wait for each other, and for longer: then the epoch ends, and begins
+    again."""
     pace = Deadlines(heartbeat_s=0.05, gone_s=0.8, form_s=5.0, ready_s=0.8, transfer_s=2.0)
     with (
         offered(keys, deadlines=pace) as (trainer, address),
@@ -182,8 +202,16 @@ def test_a_port_that_somebody_has_is_an_error_that_names_it(keys):
 
 
 def test_an_address_that_this_host_has_not_is_an_error_that_names_it(keys):
-    with pytest.raises(WeightError, match=r"no network interface of .* has the address 192\.0\.2\.7"):
-        ProcessGroup("gloo", Meeting(host="192.0.2.7", line=CoordinatorStore(1, lambda _: None)), 0, 2, connect_s=1.0)
+    with pytest.raises(
+        WeightError, match=r"no network interface of .* has the address 192\.0\.2\.7"
+    ):
+        ProcessGroup(
+            "gloo",
+            Meeting(host="192.0.2.7", line=CoordinatorStore(1, lambda _: None)),
+            0,
+            2,
+            connect_s=1.0,
+        )
     with offered(keys, deadlines=FAST) as (trainer, address):
         stray = Group(THIRDS, address, host=NetworkEnd("192.0.2.7", keys))
         with contextlib.closing(stray):

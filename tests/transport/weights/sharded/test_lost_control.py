@@ -1,4 +1,5 @@
-"""A connection between a coordinator and a member that swallows messages, and is then replaced: nothing is lost."""
+"""A connection between a coordinator and a member that swallows messages, and is then replaced:
+nothing is lost."""
 
 import time
 
@@ -13,7 +14,9 @@ from transport.weights.sharded.control import CoordinatorSocket, MemberSocket
 
 
 @pytest.mark.parametrize("years", [0, -30], ids=["", "the clock is set back"])
-def test_a_coordinator_that_follows_another_at_its_address_is_heard_whatever_clocks_say(monkeypatch, years):
+def test_a_coordinator_that_follows_another_at_its_address_is_heard_whatever_clocks_say(
+    monkeypatch, years
+):
     keys = RunKeys.make()
     first = CoordinatorSocket("tcp://127.0.0.1:*", keys, attempt=1)
     address, line, heard = first.address, MemberSocket(first.address, keys), []

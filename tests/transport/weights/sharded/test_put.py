@@ -1,4 +1,5 @@
-"""One-sided transfers within a machine: exactly the plan's bytes, none of a late sender, nothing left behind."""
+"""One-sided transfers within a machine: exactly the plan's bytes, none of a late sender, nothing
+left behind."""
 
 import contextlib
 import errno
@@ -12,7 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from transport.weights import Deadlines, Layout, Mesh, SegmentError, ShardedWriter, WeightError, reshard
+from transport.weights import (
+    Deadlines,
+    Layout,
+    Mesh,
+    SegmentError,
+    ShardedWriter,
+    WeightError,
+    reshard,
+)
 from transport.weights.deltas.ends import DeltaWriter
 from transport.weights.sharded.process_group import ProcessGroup
 from transport.weights.sharded.put import Deposit, DepositedChunk, Deposits
@@ -33,7 +42,12 @@ from ..sharded_rig import Group, Trainer, backed, holds, plane, refuses_damaged,
 pytestmark = pytest.mark.usefixtures("clean_shm")
 
 SHORT = Deadlines(heartbeat_s=0.05, gone_s=20.0, form_s=20.0, ready_s=10.0, transfer_s=0.5)
-MODEL = {"a": ((64, 64), "float32"), "b": ((96, 40), "float32"), "c": ((5,), "float32"), "d": ((48, 3), "bfloat16")}
+MODEL = {
+    "a": ((64, 64), "float32"),
+    "b": ((96, 40), "float32"),
+    "c": ((5,), "float32"),
+    "d": ((48, 3), "bfloat16"),
+}
 SOURCE = Layout.fsdp(MODEL, 2)
 COLUMNS = Layout.cut(MODEL, Mesh.of(2), {"a": (1,), "b": (1,), "c": (None,), "d": (0,)}.__getitem__)
 VERSION_BYTES = [COLUMNS.flat(rank).nbytes for rank in range(2)]
@@ -50,7 +64,8 @@ def backend(request, tmp_path):
 
 
 def unnamed(*processes: int) -> Counter:
-    """Bytes by inode of the files without a name in shared memory that these processes map or hold open."""
+    """Bytes by inode of the files without a name in shared memory that these processes map or hold
+    open."""
     found: Counter[int] = Counter()
     for process in processes or (os.getpid(),):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -73,7 +88,8 @@ def unnamed_of(process: int) -> Counter:
 
 @pytest.fixture
 def late(monkeypatch):
-    """A sender that stops in the middle of its transfer of version 2, and then writes what nobody asked for."""
+    """A sender that stops in the middle of its transfer of version 2, and then writes what nobody
+    asked for."""
     begun, go, ended = threading.Event(), threading.Event(), threading.Event()
     steps, pack, transfers = Deposits.steps, Deposit.pack, Counter()
     stuck = []
@@ -100,7 +116,9 @@ def late(monkeypatch):
     go.set()
 
 
-def test_a_sender_that_is_late_changes_no_byte_of_what_its_reader_computes_with(address, backend, late):
+def test_a_sender_that_is_late_changes_no_byte_of_what_its_reader_computes_with(
+    address, backend, late
+):
     begun, go, ended = late
     trainer = Trainer(SOURCE, address, bucket_bytes=2048, deadlines=SHORT, **backend)
     group = Group(COLUMNS, address, deadlines=SHORT, memory=backend["memory"])
@@ -129,7 +147,9 @@ def test_a_trainer_rank_that_was_stopped_in_a_chunk_wakes_and_changes_no_byte_of
     start, address, tmp_path
 ):
     before = unnamed()
-    first = ShardedWriter(HALVES, 0, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, backend="shared_memory")
+    first = ShardedWriter(
+        HALVES, 0, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, backend="shared_memory"
+    )
     stopped = start(put_and_stop_in_a_chunk, address, 1, tmp_path / "woken")
     group = Group(ONE, address, deadlines=QUICK)
     first.publish(1, values(HALVES, 0, 1))
@@ -139,7 +159,8 @@ def test_a_trainer_rank_that_was_stopped_in_a_chunk_wakes_and_changes_no_byte_of
     until(lambda: first._member.failure, group)
     first.close()
     again = [
-        ShardedWriter(HALVES, rank, address, deadlines=QUICK, attempt=1, backend="shared_memory") for rank in range(2)
+        ShardedWriter(HALVES, rank, address, deadlines=QUICK, attempt=1, backend="shared_memory")
+        for rank in range(2)
     ]
     for rank, writer in enumerate(again):
         writer.publish(3, values(HALVES, rank, 3))
@@ -160,7 +181,9 @@ def test_a_source_rank_writes_exactly_the_plans_bytes_and_sends_none(address, ba
 
     def counted(exchange, steps, *rest):
         for step in steps:
-            written[exchange._group.rank, step.peer] += sum(there.nbytes for there in step._copier._destinations)
+            written[exchange._group.rank, step.peer] += sum(
+                there.nbytes for there in step._copier._destinations
+            )
         return send(exchange, steps, *rest)
 
     def weighed(group, tensor, peer, tag):
@@ -177,26 +200,41 @@ def test_a_source_rank_writes_exactly_the_plans_bytes_and_sends_none(address, ba
         assert {pair: written[pair] for pair in written} == {
             (source, 2 + to): wanted[source, to] for source in range(2) for to in range(2)
         }
-        assert [writer.sent_bytes["generator-0"] for writer in trainer.writers] == wanted.sum(1).tolist()
+        assert [writer.sent_bytes["generator-0"] for writer in trainer.writers] == wanted.sum(
+            1
+        ).tolist()
         assert max(sent) <= 1024
 
 
-def test_a_sender_is_done_and_its_tensors_free_though_no_receiver_has_looked_yet(address, backend, monkeypatch):
+def test_a_sender_is_done_and_its_tensors_free_though_no_receiver_has_looked_yet(
+    address, backend, monkeypatch
+):
     looks, unpack = threading.Event(), DepositedChunk.unpack
-    monkeypatch.setattr(DepositedChunk, "unpack", lambda step: unpack(step) if looks.wait(DEADLINE_S) else None)
-    with plane(SOURCE, COLUMNS, address, bucket_bytes=2048, hold="until_settle", **backend) as (trainer, group):
+    monkeypatch.setattr(
+        DepositedChunk, "unpack", lambda step: unpack(step) if looks.wait(DEADLINE_S) else None
+    )
+    with plane(SOURCE, COLUMNS, address, bucket_bytes=2048, hold="until_settle", **backend) as (
+        trainer,
+        group,
+    ):
         for version in (1, 2):
             looks.clear()
             tensors = trainer.publish(version)
             wanted = [version * row for row in reshard(SOURCE, COLUMNS).pair_bytes.sum(1).tolist()]
-            until(lambda wanted=wanted: [each.sent_bytes.get("generator-0") for each in trainer.writers] == wanted)
+            until(
+                lambda wanted=wanted: (
+                    [each.sent_bytes.get("generator-0") for each in trainer.writers] == wanted
+                )
+            )
             assert all(writer.settle(0.0) for writer in trainer.writers)
             looks.set()
             until(lambda version=version: group.versions == {version}, group)
             assert holds(group, tensors)
 
 
-def test_a_byte_that_is_flipped_in_a_readers_buffer_is_found_and_the_next_version_taken(address, backend, monkeypatch):
+def test_a_byte_that_is_flipped_in_a_readers_buffer_is_found_and_the_next_version_taken(
+    address, backend, monkeypatch
+):
     def flip(step):
         step._summer._tensors[0].view(torch.uint8).select(0, -1).select(0, -1).bitwise_xor_(4)
 
@@ -215,7 +253,10 @@ def test_shared_memory_holds_two_versions_whatever_has_failed(address, monkeypat
         return pack(step)
 
     monkeypatch.setattr(Deposit, "pack", broken)
-    with plane(SOURCE, COLUMNS, address, bucket_bytes=2048, backend="shared_memory") as (trainer, group):
+    with plane(SOURCE, COLUMNS, address, bucket_bytes=2048, backend="shared_memory") as (
+        trainer,
+        group,
+    ):
         version = 0
         for _ in range(4):
             for _ in range(3):
@@ -248,7 +289,10 @@ def test_a_full_dev_shm_is_an_error_that_says_so_and_the_old_version_is_kept(add
             patch.setattr(os, "posix_fallocate", full)
             until(lambda: group.versions == {1}, group)
             trainer.publish(2)
-            with pytest.raises(SegmentError, match=r"found No space left on device, .*each rank of a reader needs two"):
+            with pytest.raises(
+                SegmentError,
+                match=r"found No space left on device, .*each rank of a reader needs two",
+            ):
                 until(lambda: False, group)
             until(lambda: trainer.status().state == "refused")
             assert group.versions == {1} and holds(group, first)
@@ -260,7 +304,9 @@ def test_a_full_dev_shm_is_an_error_that_says_so_and_the_old_version_is_kept(add
 
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
-def test_who_is_killed_leaves_nothing_in_shared_memory_and_its_group_recovers(start, address, tmp_path, who):
+def test_who_is_killed_leaves_nothing_in_shared_memory_and_its_group_recovers(
+    start, address, tmp_path, who
+):
     before = unnamed()
     if who == "sender":
         killed = start(put_and_stop_in_a_chunk, address, None, tmp_path / "woken")
@@ -315,13 +361,20 @@ def on_gpu(rank: int, layout: Layout, version: int) -> dict[str, torch.Tensor]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_ranks_write_into_the_memory_of_readers_on_one_gpu_without_a_mixture(start, address):
     last = 12
-    knobs = {"deadlines": QUICK, "bucket_bytes": BUCKET_BYTES, "backend": "cuda_ipc", "device": "cuda"}
+    knobs = {
+        "deadlines": QUICK,
+        "bucket_bytes": BUCKET_BYTES,
+        "backend": "cuda_ipc",
+        "device": "cuda",
+    }
     writers = [ShardedWriter(HALVES, rank, address, **knobs) for rank in range(2)]
     children = [start(serve_on_gpu, address, HALVES, rank, last) for rank in range(2)]
     for version in range(1, last + 1):
         for rank, writer in enumerate(writers):
             writer.publish(version, on_gpu(rank, HALVES, version))
-        until(lambda version=version: [each.version for each in writers[0].readers] in ([version], []))
+        until(
+            lambda version=version: [each.version for each in writers[0].readers] in ([version], [])
+        )
     for child in children:
         child.join(DEADLINE_S)
         assert child.exitcode == 0
@@ -331,7 +384,9 @@ def test_ranks_write_into_the_memory_of_readers_on_one_gpu_without_a_mixture(sta
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_reader_that_is_killed_on_a_gpu_is_followed_by_one_that_gets_the_newest_version(start, address):
+def test_a_reader_that_is_killed_on_a_gpu_is_followed_by_one_that_gets_the_newest_version(
+    start, address
+):
     writer = ShardedWriter(ONE, 0, address, deadlines=QUICK, backend="cuda_ipc", device="cuda")
     for attempt, version in enumerate((1, 2)):
         writer.publish(version, on_gpu(0, ONE, version))

@@ -1,4 +1,5 @@
-"""Whatever the layouts of both sides, each rank gets exactly the bytes of its boxes of the full tensors."""
+"""Whatever the layouts of both sides, each rank gets exactly the bytes of its boxes of the full
+tensors."""
 
 import random
 
@@ -24,7 +25,11 @@ MODEL = {
 def tp(ranks: int, dtype: str = "float32") -> Layout:
     """Rows of q, k, v fused into one tensor, columns of out, the rest whole."""
     cuts = {"q": 0, "k": 0, "v": 0, "out": 1, "embed": 0}
-    return Layout.cut(MODEL, Mesh.of(ranks), lambda name: (cuts.get(name),)).fused("qkv", ["q", "k", "v"]).cast(dtype)
+    return (
+        Layout.cut(MODEL, Mesh.of(ranks), lambda name: (cuts.get(name),))
+        .fused("qkv", ["q", "k", "v"])
+        .cast(dtype)
+    )
 
 
 def fsdp(ranks: int) -> Layout:
@@ -70,7 +75,10 @@ def backend(request, tmp_path):
 )
 def test_every_rank_gets_the_bytes_of_its_own_boxes(tmp_path, source, destination, hold, backend):
     address = f"ipc://{tmp_path}/w"
-    with plane(source, destination, address, hold=hold, bucket_bytes=512, **backend) as (trainer, group):
+    with plane(source, destination, address, hold=hold, bucket_bytes=512, **backend) as (
+        trainer,
+        group,
+    ):
         for version in (0, 1, 2):
             assert all(writer.settle(10.0) for writer in trainer.writers)
             tensors = trainer.publish(version)
@@ -78,18 +86,26 @@ def test_every_rank_gets_the_bytes_of_its_own_boxes(tmp_path, source, destinatio
             assert_bytes(group, tensors)
 
 
-@pytest.mark.parametrize(("seed", "backend"), [(seed, BACKENDS[seed % 2]) for seed in range(12)], indirect=["backend"])
+@pytest.mark.parametrize(
+    ("seed", "backend"), [(seed, BACKENDS[seed % 2]) for seed in range(12)], indirect=["backend"]
+)
 def test_random_layouts_get_the_bytes_of_a_gather_and_a_cut(tmp_path, seed, backend):
     draw = random.Random(seed)
 
     def layout() -> Layout:
         shape = draw.choice([(1,), (2,), (3,), (2, 2), (4,)])
-        cuts = {name: tuple(draw.choice([None, *range(len(size))]) for _ in shape) for name, (size, _) in MODEL.items()}
+        cuts = {
+            name: tuple(draw.choice([None, *range(len(size))]) for _ in shape)
+            for name, (size, _) in MODEL.items()
+        }
         return Layout.cut(MODEL, Mesh.of(*shape), cuts.__getitem__)
 
     source, destination = layout(), layout()
     bucket = draw.choice([64, 300, 1 << 20])
-    with plane(source, destination, f"ipc://{tmp_path}/w", bucket_bytes=bucket, **backend) as (trainer, group):
+    with plane(source, destination, f"ipc://{tmp_path}/w", bucket_bytes=bucket, **backend) as (
+        trainer,
+        group,
+    ):
         for version in (1, 2):
             tensors = trainer.publish(version)
             until(lambda version=version: group.versions == {version}, group)
@@ -103,7 +119,9 @@ def test_what_the_layout_does_not_describe_keeps_its_values(tmp_path, backend):
     with plane(source, part, f"ipc://{tmp_path}/w", **backend) as (trainer, group):
         group.close()
         mine = {"ab": torch.nn.Parameter(torch.full((8, 8), 77.0))}
-        reader = ShardedReader(part, 0, f"ipc://{tmp_path}/w", "other", deadlines=FAST, memory=backend["memory"])
+        reader = ShardedReader(
+            part, 0, f"ipc://{tmp_path}/w", "other", deadlines=FAST, memory=backend["memory"]
+        )
         reader.attach(mine)
         for version in (1, 2, 3):
             tensors = trainer.publish(version)

@@ -1,4 +1,5 @@
-"""Ranks killed, frozen and restarted in the middle of a transfer: nobody computes with a mixture, the others go on."""
+"""Ranks killed, frozen and restarted in the middle of a transfer: nobody computes with a mixture,
+the others go on."""
 
 import os
 import signal
@@ -34,7 +35,9 @@ def address(tmp_path):
 @pytest.fixture
 def writer(address, request):
     backend = getattr(request, "param", "gloo")
-    writer = ShardedWriter(WHOLE, 0, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, backend=backend)
+    writer = ShardedWriter(
+        WHOLE, 0, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, backend=backend
+    )
     yield writer
     writer.close()
 
@@ -81,7 +84,9 @@ def test_of_two_readers_of_one_name_the_later_attempt_serves_whatever_its_clock_
     until(lambda: first.versions == {1}, first)
     for name in ("time", "time_ns", "monotonic_ns"):
         unit = 10**9 if name.endswith("_ns") else 1
-        monkeypatch.setattr(time, name, lambda read=getattr(time, name), unit=unit: read() - back_s * unit)
+        monkeypatch.setattr(
+            time, name, lambda read=getattr(time, name), unit=unit: read() - back_s * unit
+        )
     second = Group(WHOLE, address, deadlines=QUICK, attempt=4)
     until(lambda: second.versions == {1}, second)
     publish(writer, 2)
@@ -155,7 +160,9 @@ def test_one_rank_killed_in_the_middle_takes_no_other_rank_with_it(start, addres
         assert child.exitcode == 0
 
 
-def test_a_trainer_killed_in_the_middle_of_a_publish_leaves_the_old_version_and_a_new_one_is_followed(start, address):
+def test_a_trainer_killed_in_the_middle_of_a_publish_leaves_the_old_version_and_a_new_one_is_followed(
+    start, address
+):
     trainer = start(train_and_stop_in_the_middle, address)
     group = Group(WHOLE, address, deadlines=QUICK)
     until(lambda: group.versions == {1}, group)
@@ -219,7 +226,9 @@ def test_fifty_groups_join_and_leave_while_versions_go_out(address, writer):
     for number in range(50):
         version += 1
         publish(writer, version)
-        guest = Group(HALVES if number % 2 else WHOLE, address, f"guest-{number % 3}", deadlines=QUICK)
+        guest = Group(
+            HALVES if number % 2 else WHOLE, address, f"guest-{number % 3}", deadlines=QUICK
+        )
         if number % 3:
             until(lambda guest=guest: min(guest.versions) >= 0, guest, stays)
             for mine, reader in zip(guest.tensors, guest.readers, strict=True):

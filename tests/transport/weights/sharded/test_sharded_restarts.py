@@ -1,4 +1,5 @@
-"""Ranks of a trainer and of generators, killed at every moment of a round and started again: who serves what then."""
+"""Ranks of a trainer and of generators, killed at every moment of a round and started again: who
+serves what then."""
 
 import os
 import signal
@@ -50,9 +51,14 @@ def holds(writer, name, version):
 
 
 @pytest.mark.parametrize("moment", [*SHARDED_TRAINER_DIES, "adopted"])
-def test_after_a_trainer_is_killed_every_group_serves_what_its_successor_has(start, address, tmp_path, moment):
+def test_after_a_trainer_is_killed_every_group_serves_what_its_successor_has(
+    start, address, tmp_path, moment
+):
     whole = start(generate_shard, address, "whole", WHOLE, 0, (1, 2), tmp_path)
-    halves = [start(generate_shard, address, "halves", HALVES, rank, (1, 2), tmp_path) for rank in range(2)]
+    halves = [
+        start(generate_shard, address, "halves", HALVES, rank, (1, 2), tmp_path)
+        for rank in range(2)
+    ]
     names = ["whole", "halves"]
     assert ends(start(train_shard, address, WHOLE, 0, 0, [1, 2], names, moment)) == -signal.SIGKILL
     assert ends(start(train_shard, address, WHOLE, 0, 1, [1, 2], names)) == 0
@@ -92,7 +98,10 @@ def test_a_trainer_whose_first_rank_is_killed_is_followed_by_a_whole_new_one_and
 ):
     group = start(generate_shard, address, "group", WHOLE, 0, (1, 2), tmp_path)
     left = start(train_shard, address, HALVES, 1, 0, [1, 2], [])
-    assert ends(start(train_shard, address, HALVES, 0, 0, [1, 2], ["group"], moment)) == -signal.SIGKILL
+    assert (
+        ends(start(train_shard, address, HALVES, 0, 0, [1, 2], ["group"], moment))
+        == -signal.SIGKILL
+    )
     first = start(train_shard, address, HALVES, 0, 1, [1, 2], ["group"])
     assert ends(left) == ALONE
     second = start(train_shard, address, HALVES, 1, 1, [1, 2], [])
@@ -101,7 +110,9 @@ def test_a_trainer_whose_first_rank_is_killed_is_followed_by_a_whole_new_one_and
     assert served(tmp_path, "group.0")[-2:] == [(1, 1), (1, 2)]
 
 
-def test_a_trainer_that_sleeps_longer_than_any_deadline_goes_on_with_its_groups(start, address, tmp_path):
+def test_a_trainer_that_sleeps_longer_than_any_deadline_goes_on_with_its_groups(
+    start, address, tmp_path
+):
     group = start(generate_shard, address, "group", WHOLE, 0, (0, 30), tmp_path)
     trainer = start(train_shard, address, WHOLE, 0, 0, range(1, 31), ["group"])
     until(lambda: len(served(tmp_path, "group.0")) > 5)

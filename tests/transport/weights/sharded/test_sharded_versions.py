@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from transport.errors import PeerGone, WaitTimeout
-from transport.weights import AddressTaken, Layout, LayoutMismatch, ShardedReader, ShardedWriter, WeightError
+from transport.weights import (
+    AddressTaken,
+    Layout,
+    LayoutMismatch,
+    ShardedReader,
+    ShardedWriter,
+    WeightError,
+)
 from transport.weights.protocol.messages import BROKEN
 from transport.weights.protocol.ranks import Transfer, TransferOutcome
 from transport.weights.sharded.epoch_thread import EpochThread
@@ -48,7 +55,8 @@ def backend(request):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Receivers wait at it before they put a message into place, and senders before they put one there themselves."""
+    """Receivers wait at it before they put a message into place, and senders before they put one
+    there themselves."""
     opened = threading.Event()
     opened.set()
 
@@ -69,11 +77,17 @@ def test_a_version_goes_into_parameters_by_a_pointer_flip_between_two_buffers(ad
             until(lambda version=version: group.versions == {version}, group)
             places.append(group.tensors[0]["a"].data_ptr())
         assert places[0] == places[2] == places[4] != places[1] == places[3]
-        until(lambda: trainer.writers[0].sent["generator-0"].committed_s > 0)  # every rank has said that it has it
+        # every rank has said that it has it
+        until(lambda: trainer.writers[0].sent["generator-0"].committed_s > 0)
         sent = trainer.writers[0].sent["generator-0"]
         assert 0 < sent.held_s < DEADLINE_S
-        assert 0 < sent.seconds <= sent.committed_s < DEADLINE_S and 0 < sent.taken_s <= sent.committed_s
-        assert sent.whole_bytes == sum(map(sum, sent.pair_bytes)) > 0, "without deltas nothing is spared"
+        assert (
+            0 < sent.seconds <= sent.committed_s < DEADLINE_S
+            and 0 < sent.taken_s <= sent.committed_s
+        )
+        assert sent.whole_bytes == sum(map(sum, sent.pair_bytes)) > 0, (
+            "without deltas nothing is spared"
+        )
 
 
 def test_parameters_keep_their_memory_where_they_are_asked_to(address, backend):
@@ -116,7 +130,10 @@ def test_a_snapshot_may_change_at_once_and_late_groups_still_get_it(address):
 
 
 def test_tensors_that_are_sent_in_place_may_change_once_settled(address, gate, backend):
-    with plane(SOURCE, TARGET, address, backend=backend, hold="until_settle", bucket_bytes=64) as (trainer, group):
+    with plane(SOURCE, TARGET, address, backend=backend, hold="until_settle", bucket_bytes=64) as (
+        trainer,
+        group,
+    ):
         until(lambda: all(reader.epoch for reader in group.readers))
         gate.clear()
         mine = [shards(SOURCE, rank, full(SOURCE, 1)) for rank in range(2)]
@@ -134,8 +151,13 @@ def test_tensors_that_are_sent_in_place_may_change_once_settled(address, gate, b
         assert holds(group, full(SOURCE, 1))
 
 
-def test_a_trainer_that_will_not_wait_gives_the_transfer_up_and_the_group_takes_the_next(address, gate, backend):
-    with plane(SOURCE, TARGET, address, backend=backend, hold="until_settle", bucket_bytes=64) as (trainer, group):
+def test_a_trainer_that_will_not_wait_gives_the_transfer_up_and_the_group_takes_the_next(
+    address, gate, backend
+):
+    with plane(SOURCE, TARGET, address, backend=backend, hold="until_settle", bucket_bytes=64) as (
+        trainer,
+        group,
+    ):
         until(lambda: all(reader.epoch for reader in group.readers))
         gate.clear()
         trainer.publish(1)
@@ -149,7 +171,9 @@ def test_a_trainer_that_will_not_wait_gives_the_transfer_up_and_the_group_takes_
         assert "generator-0" in trainer.writers[0].faults
 
 
-def test_a_publish_never_waits_and_the_newest_version_goes_out_when_a_buffer_is_free(address, gate, backend):
+def test_a_publish_never_waits_and_the_newest_version_goes_out_when_a_buffer_is_free(
+    address, gate, backend
+):
     with plane(SOURCE, TARGET, address, backend=backend, bucket_bytes=64) as (trainer, group):
         until(lambda: all(reader.epoch for reader in group.readers))
         gate.clear()
@@ -172,7 +196,9 @@ def test_when_both_buffers_are_being_sent_a_version_waits_for_poll(address, gate
     other = Group(TARGET, address, "other")
     until(lambda: all(writer._member.kept == {1, 2} for writer in trainer.writers))
     mine = [shards(SOURCE, rank, full(SOURCE, 3)) for rank in range(2)]
-    assert [writer.publish(3, tensors) for writer, tensors in zip(trainer.writers, mine, strict=True)] == [False] * 2
+    assert [
+        writer.publish(3, tensors) for writer, tensors in zip(trainer.writers, mine, strict=True)
+    ] == [False] * 2
     assert trainer.writers[0].pending == 3
     for rank in settle:
         trainer.writers[rank].settle(0.0)
@@ -375,13 +401,21 @@ def test_no_thread_of_a_transfer_outlives_the_ends_that_began_it(address, monkey
     with plane(SOURCE, TARGET, address) as (trainer, group):
         trainer.publish(1)
         until(lambda: group.versions == {1}, group)
-    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("weights")]
+    assert not [
+        thread.name
+        for thread in set(threading.enumerate()) - before
+        if thread.name.startswith("weights")
+    ]
 
 
 @pytest.mark.parametrize("over", ["one host", "hosts"])
 def test_a_process_group_whose_peers_never_come_is_given_up_at_once(tmp_path, over):
     line = CoordinatorStore(1, lambda _: None)
-    meeting = Meeting(str(tmp_path / "store")) if over == "one host" else Meeting(host="127.0.0.2", line=line)
+    meeting = (
+        Meeting(str(tmp_path / "store"))
+        if over == "one host"
+        else Meeting(host="127.0.0.2", line=line)
+    )
     ended = []
 
     def meet():
