@@ -1,5 +1,6 @@
 """The commands `dataflow` and `dataflow-rl`, which see first that the package `dataflow` is
-theirs."""
+theirs.
+"""
 
 import importlib.util
 import sys
@@ -11,7 +12,8 @@ ROOT = Path(__file__).resolve().parent
 
 def main() -> None:
     """Run the command line; status 2 where another package stands in the place of this
-    project's."""
+    project's.
+    """
     try:
         check()
         from dataflow.cli import main as run
@@ -23,7 +25,8 @@ def main() -> None:
 
 def check(name: str = "dataflow") -> None:
     """See that the package is the one beside this module. Errors: ImportError, which names the
-    other one."""
+    other one.
+    """
     spec = importlib.util.find_spec(name)
     place = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
     origin = Path(place).resolve() if place else None

@@ -1,5 +1,6 @@
 """Writes constraints.txt from environments of several Pythons: python .ci/lock.py .venv311 .venv312
-.venv313."""
+.venv313.
+"""
 
 import subprocess
 import sys
@@ -14,7 +15,8 @@ HEAD = """\
 
 def frozen(environment: str) -> tuple[str, dict[str, str]]:
     """The Python of an environment, as 3.12, and the versions of what is installed in it, without
-    their builds."""
+    their builds.
+    """
     python = str(Path(environment) / "bin" / "python")
     asked = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()

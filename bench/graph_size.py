@@ -1,5 +1,6 @@
 """How long a graph of 1,000 operators takes to build, check and plan: python -m
-bench.graph_size."""
+bench.graph_size.
+"""
 
 import argparse
 import time

@@ -3,7 +3,8 @@ of its service.
 
 The pattern of the demo: per step 32 groups are issued, marked three times on their way, eight at a
 time, and trained. Milliseconds are those that whoever calls waits; a mark is not waited for where
-the service has the ledger."""
+the service has the ledger.
+"""
 
 from __future__ import annotations
 

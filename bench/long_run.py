@@ -10,7 +10,8 @@ tenth of the steps is made, the memory of every process is read from outside.
 memory: MiB of each process, and of all together, that are of no file, at each of these moments;
 bytes_per_step: the slope of the straight line through those of the second half, in which nothing is
 loaded any more. pace: steps per second in each tenth. Exit status 1 when `dataflow verify` does not
-say clean."""
+say clean.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ def watch(steps: int, runs: Path, report: Report) -> bool:
 
 def memory_rows(read: Mapping[int, Mapping[str, float]]) -> list[dict[str, Figure]]:
     """A row for each process that was there to the end, and one for all: MiB by step, and the slope
-    of the second half in bytes a step."""
+    of the second half in bytes a step.
+    """
     steps = sorted(read)
     rows: list[dict[str, Figure]] = []
     together = {step: {**read[step], ALL: sum(read[step].values())} for step in steps}

@@ -1,5 +1,6 @@
 """A run of a bench in a process of its own: started with the bench's own module, it writes its
-figures into a file."""
+figures into a file.
+"""
 
 import json
 import signal

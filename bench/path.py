@@ -27,7 +27,8 @@ So a file that computes with what was computed from the rollout (hidden states, 
 of a step) does not count, nor one that moves weights, or starts, watches and ends things.
 `meanwhile` are the modules in which any function is called while the steps in the middle are made,
 apart from the scheduler's and those of heartbeats and checkpoints; `weights`, those of these that
-move weights. Lines are all lines of a module."""
+move weights. Lines are all lines of a module.
+"""
 
 from __future__ import annotations
 
@@ -200,7 +201,8 @@ class Holder:
 
     def has(self, value: Any, name: str = "", deep: int = DEEP, *, lists: bool = True) -> bool:
         """name: what the value is called where it stands. lists: whether to look into lists and
-        dictionaries."""
+        dictionaries.
+        """
         marks = self._marks
         if (
             value is None
@@ -424,7 +426,8 @@ class Tracer:
 
 def modules(folder: Path, what: str) -> set[str]:
     """Files of the product that some process wrote down, from the repository's root. what: `passed`
-    or `called`, which counts processes alone that carry rollouts."""
+    or `called`, which counts processes alone that carry rollouts.
+    """
     found: set[str] = set()
     for left in folder.glob("*.json"):
         paths = {Path(name) for name in json.loads(left.read_text())[what]}
@@ -436,7 +439,8 @@ def modules(folder: Path, what: str) -> set[str]:
 
 def follow(work: Path) -> Path:
     """Runs the demo under the tracer. Returns the folder for `modules`; RuntimeError when the run
-    ends too early."""
+    ends too early.
+    """
     from transformers import AutoTokenizer
 
     traced, runs = work / "traced", work / "runs"

@@ -15,7 +15,8 @@ its own edge the trainer told before the pause. groups: in flight by state, as t
 when the pause began, and then the same; begun are those that a generator has seen, which staleness
 bounds. pace: steps per second in windows of ten seconds before and after the pause, and their share
 of the median before it. Exit status 1 when `dataflow verify` does not say clean, or a worker was
-taken for dead."""
+taken for dead.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +190,8 @@ def disturb(options: argparse.Namespace, runs: Path, report: Report) -> bool:
 
 def paused(program: Program, runs: Path, seconds: float) -> tuple[Seen, float, float]:
     """Stop the trainer for so long; what was seen meanwhile, and when it was stopped and woken,
-    seconds since 1970."""
+    seconds since 1970.
+    """
     folder, seen = RunFolder.open(runs / "latest"), Seen()
     trainer = workers(program.pid)[f"{TRAINER}-0"]
     trainer.suspend()
@@ -242,7 +244,8 @@ def memory_rows(readings: Sequence[Mapping[str, Memory]], settled: int) -> list[
 
 def queue_rows(readings: Sequence[Mapping[str, tuple[int, int]]]) -> list[dict[str, Figure]]:
     """A row for each edge: its depth 10 s into the pause, at the end and at most, and what it
-    holds."""
+    holds.
+    """
     found: list[dict[str, Figure]] = []
     for name in sorted({edge for reading in readings for edge in reading}):
         depths = [reading[name][0] for reading in readings if name in reading]
@@ -263,7 +266,8 @@ def queue_rows(readings: Sequence[Mapping[str, tuple[int, int]]]) -> list[dict[s
 
 def group_rows(readings: Sequence[Mapping[str, int]], bound: int) -> list[dict[str, Figure]]:
     """A row for each state in which groups were in flight, and one for those that were begun, with
-    their bound."""
+    their bound.
+    """
     found: list[dict[str, Figure]] = []
     totals = [
         {**reading, "begun": sum(count for state, count in reading.items() if state != "issued")}
@@ -287,14 +291,16 @@ def group_rows(readings: Sequence[Mapping[str, int]], bound: int) -> list[dict[s
 
 def begun_at_most(folder: Path, max_staleness: int) -> int:
     """Groups that a generator may have begun and no step has trained, by the size of the last
-    step."""
+    step.
+    """
     with Ledger.open(folder / "ledger.db", readonly=True) as ledger:
         return capacity(len(ledger.steps(TRAINER)[-1].trained), max_staleness)
 
 
 def pace_rows(times: Sequence[float], began: float, ended: float) -> list[dict[str, Figure]]:
     """A row for each window before `began` and after `ended`; times of the steps, seconds since
-    1970."""
+    1970.
+    """
     before = [
         (f"{at * WINDOW_S:.0f} s before", began - at * WINDOW_S) for at in range(WINDOWS, 0, -1)
     ]

@@ -5,7 +5,8 @@ as measured.
 
 Products: the faster of multiply-adds whose sums stay in registers (peaks.c; where there is a C
 compiler) and of torch's product of two large squares. One operation is a multiplication or an
-addition. Run it on an idle machine."""
+addition. Run it on an idle machine.
+"""
 
 import argparse
 import ctypes
@@ -36,13 +37,15 @@ TRIES = 20
 
 def matmul_peak(dtype: str, threads: int) -> float:
     """Operations per second of products in `dtype` (float32, bfloat16 or int8) on so many
-    threads."""
+    threads.
+    """
     return max(registers_peak(dtype, threads), library_peak(dtype, threads))
 
 
 def registers_peak(dtype: str, threads: int) -> float:
     """Operations per second where nothing waits for memory; 0 where the processor has no such
-    instruction."""
+    instruction.
+    """
     found = _library()
     operations = 0 if found is None else int(getattr(found, f"peak_{dtype}")())
     if not operations:
@@ -69,7 +72,8 @@ def library_peak(dtype: str, threads: int) -> float:
 
 def read_bandwidth(threads: int) -> float:
     """Bytes per second that so many threads together read from memory, end to end, on huge
-    pages."""
+    pages.
+    """
     memory = [huge_pages(READ_BYTES).fill_(1) for _ in range(threads)]
     found = _library()
 

@@ -36,7 +36,8 @@ def build() -> Graph:
 
 def measure(hosts: int, gpus: int) -> dict[str, float]:
     """Plans of as many accelerators, or processes on the CPU, less one host's; digest, text, one
-    worker's new place."""
+    worker's new place.
+    """
     devices = Devices.of(
         [Host(name=f"host-{number}", cpus=2 * gpus, gpus=gpus) for number in range(hosts)]
     )

@@ -3,7 +3,8 @@ without `imports=`.
 
 Milliseconds from the order until the program has its client and could call, and until its end is
 known; medians of starts one after the other, with and without in turn. A program with `openai` is
-measured where that is installed."""
+measured where that is installed.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ class Report:
 
     def add(self, *, case: str, system: str, **figures: Figure) -> None:
         """One line: a case, a system, and figures under plain names; `skipped` or `failed` says why
-        there are none."""
+        there are none.
+        """
         line: dict[str, Figure] = {"bench": self._bench, "case": case, "system": system, **figures}
         self._lines.append(line)
         if self._path is not None:

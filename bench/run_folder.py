@@ -1,5 +1,6 @@
 """What a run folder costs: verify after many steps; a step's file in size and time: python -m
-bench.run_folder."""
+bench.run_folder.
+"""
 
 import argparse
 import itertools
@@ -25,7 +26,8 @@ BOUND = 4
 
 def step_rows(step: int, first: int, prompts: int, group: int, tokens: int) -> pa.Table:
     """Rollouts of whole groups, of half to one and a half times so many tokens, as a generator
-    leaves them."""
+    leaves them.
+    """
     random = np.random.default_rng(step)
     rows = prompts * group
     ids = np.repeat(np.arange(first, first + prompts), group)
@@ -68,7 +70,8 @@ def make(
     root: Path, steps: int, prompts: int = PROMPTS, group: int = GROUP, tokens: int = 12
 ) -> RunFolder:
     """The folder of a run of so many steps, by the writers of runs; each tenth step dropped a
-    group, too."""
+    group, too.
+    """
     folder = RunFolder.create(root, "bench")
     place = 0
     with Ledger.create(folder.ledger, {"trainer": ["prompts"]}) as ledger:

@@ -20,7 +20,8 @@ the table below. FILE keeps all windows: a further call goes on with it; those i
 more than 3% of the machine do not count.
 
 Below: nanoseconds of one transition (the beginning of a turn and its end), in this process, without
-the run."""
+the run.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class Switch:
 
 def switched(switch: Switch, counts: Path) -> Callable[[NodeLoop], bool]:
     """What takes the place of `NodeLoop.turn`. counts: folder for the turns of each process, once
-    they were counted."""
+    they were counted.
+    """
     whole, byte, counted = NodeLoop.turn, switch._byte, Counter[str]()
 
     def turn(loop: NodeLoop) -> bool:
@@ -193,7 +195,8 @@ def _spent(process: psutil.Process) -> dict[str, float]:
 
 def transitions() -> dict[str, float]:
     """Nanoseconds of one, by what it is, the least of some repeats: with both readings of the time,
-    as in a loop."""
+    as in a loop.
+    """
     clock = StateClock(time.monotonic())
 
     def nothing() -> None:

@@ -18,7 +18,8 @@ _SCALARS: dict[Any, pa.DataType] = {
 
 def arrow_type(annotation: Any) -> pa.DataType | None:
     """The Arrow type that a Python annotation stands for; None where any type will do (Any, Array,
-    none given)."""
+    none given).
+    """
     if annotation in _SCALARS:
         return _SCALARS[annotation]
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)

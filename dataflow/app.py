@@ -132,7 +132,8 @@ def _tell(text: str) -> None:
 
 def all_flags(declared: Declared, steps: int | None) -> dict[str, Flag]:
     """All flags of a program, in the order of --help. Errors: GraphError for one that the run has,
-    too."""
+    too.
+    """
     found = dict(declared.flags)
     for flag in RUN_FLAGS:
         if flag.name in found:
@@ -152,7 +153,8 @@ def _words(
     started: Launch | None,
 ) -> dict[str, Words]:
     """What was given for which flags: by the file that --config names, and before that on the
-    command line."""
+    command line.
+    """
     words = split(given, known, _called(build))
     if (config := words.pop("config", None)) is None:
         return words
@@ -300,7 +302,8 @@ def _act(
 
 def _elsewhere(foresee: str, gpus: Any) -> str | None:
     """Devices that a plan is explained on, though they are not here; empty: as many as it wants, of
-    no kind. None: it is explained on what is here."""
+    no kind. None: it is explained on what is here.
+    """
     if named := next((each for each in (foresee, gpus) if is_devices(each)), None):
         return str(named)
     asked = (
@@ -348,7 +351,8 @@ def _schedule(text: str) -> dict[int, dict[str, int]]:
 
 def _devices(text: str) -> dict[str, int | str] | str:
     """`generator=6,trainer=generator` as a mapping; `shared`, `auto` and `auto:cost` as they
-    are."""
+    are.
+    """
     return (
         text.strip()
         if text.strip() in ("shared", *AUTO) or is_devices(text)
@@ -371,7 +375,8 @@ def _counts(flag: str, text: str) -> dict[str, int]:
 
 def _hosts(text: str) -> dict[str, tuple[str, ...]]:
     """`generator=a+b,trainer=c` as a mapping of nodes to hosts; what a host is called may be a
-    number."""
+    number.
+    """
     found: dict[str, tuple[str, ...]] = {}
     for part in filter(None, text.split(",")):
         name, _, hosts = part.partition("=")

@@ -29,7 +29,8 @@ def check(graph: Structure) -> None:
 
 def faults(graph: Structure) -> Iterator[str]:
     """All faults of the finished graph, each in three parts: what is wrong, what was found, what to
-    do."""
+    do.
+    """
     for reason in _REASONS:
         yield from reason(graph)
 
@@ -199,7 +200,8 @@ def too_little_in_flight(graph: Structure) -> Iterator[str]:
 
 def untrained_reader(graph: Structure) -> Iterator[str]:
     """Where something is trained, a model that reads rollouts is trained too, or said to be
-    frozen."""
+    frozen.
+    """
     trained = {operator.uses: name for name, operator in graph.operators.items() if operator.trains}
     for name, operator in graph.operators.items():
         model = operator.uses
@@ -237,7 +239,8 @@ def unlike_temperatures(graph: Structure) -> Iterator[str]:
 
 def unrecorded_sampling(graph: Structure) -> Iterator[str]:
     """What sampling leaves out or penalises is known to whoever compares log-probabilities with the
-    generator's."""
+    generator's.
+    """
     operators = graph.operators.items()
     of_models = {
         name
@@ -314,7 +317,8 @@ def too_few_prompts(graph: Structure) -> Iterator[str]:
 
 def too_large_groups(graph: Structure, replicas: Mapping[str, int] | None = None) -> Iterator[str]:
     """A group whose rollouts may all be as long as they are allowed to fits on every edge, one of
-    each replica."""
+    each replica.
+    """
     for call in graph.calls:
         generator, source, traits = call.operator, call.output.source, call.operator.traits
         if not isinstance(generator, Generate) or traits.max_tokens is None:
@@ -383,7 +387,8 @@ def newest_fault(weights: Weights, reader: Operator) -> str | None:
 
 def refresh_fault(weights: Weights, reader: Operator, every: Any) -> str | None:
     """Why an operator cannot be refreshed with every n-th version of a trainer; None where it
-    can."""
+    can.
+    """
     trainer, trains, reads = weights.trainer, weights.trainer.uses, reader.uses
     assert trains is not None and reads is not None, "both have a model"
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:

@@ -56,7 +56,8 @@ class _Collect(Sink):
 
     def count(self) -> int:
         """Rows of the first groups that are all there: later groups may have come before a slow
-        one."""
+        one.
+        """
         sizes = collections.Counter(
             itertools.chain.from_iterable(
                 batch.column(GROUP_ID).to_pylist() for batch in self.batches

@@ -38,7 +38,8 @@ class DataflowError(Exception):
     ... except DataflowError as error:
     ...     print(error)
     a graph's name becomes a folder, but 'a b' cannot; use letters, digits, '-' and '_', as in
-    Graph("aipo")"""
+    Graph("aipo")
+    """
 
     is_lasting: ClassVar[bool] = False
     """Whether a process that is started anew would meet it again: settings, data, models and
@@ -115,7 +116,8 @@ class WorldFailed(RunError):
 
 class Replaced(RunError):
     """A scheduler, or a worker, finds that another one is in its place; it must touch nothing of
-    the run any more."""
+    the run any more.
+    """
 
 
 @contextlib.contextmanager
@@ -136,7 +138,8 @@ def boundary(node: str, doing: str) -> Iterator[None]:
 
 def where(error: BaseException) -> str:
     """File and line that raised `error`, the innermost frame outside installed packages if there is
-    one."""
+    one.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "unknown line"
@@ -162,7 +165,8 @@ def checked(function: Callable[P, T], instead: str = "") -> Callable[P, T]:
     """The same function; a GraphError, not a TypeError, where it is called with what it does not
     take.
 
-    instead: what to write, where that is no call with what it takes."""
+    instead: what to write, where that is no call with what it takes.
+    """
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -207,7 +211,8 @@ def _shown(signature: inspect.Signature) -> str:
 
 def called_here(knob: str, known: Collection[str]) -> str:
     """What is called `knob` in another system, by its name among those that are known here; empty:
-    none is."""
+    none is.
+    """
     return next((name for name, _ in _PLACES.get(knob, ()) if name in known), "")
 
 

@@ -136,7 +136,8 @@ class Graph(Structure):
 
         max_staleness: versions that a rollout's oldest token may be behind the trainer when it is
         trained. every: for a reference or a teacher, which begins with its own model: steps between
-        two versions that it is refreshed with."""
+        two versions that it is refreshed with.
+        """
         if not isinstance(weights, Weights):
             raise GraphError(
                 f"g.feedback carries weights, but got {_describe(weights)}; give it trainer.weights"
@@ -190,7 +191,8 @@ class Graph(Structure):
 
     def swap(self, name: str, operator: Operator) -> "Graph":
         """A new graph with the operator called `name` replaced by another, checked anew; this one
-        stays as it is."""
+        stays as it is.
+        """
         return self.swap_all({name: operator})
 
     def swap_all(self, operators: Mapping[str, Operator]) -> "Graph":
@@ -244,7 +246,8 @@ class Graph(Structure):
         >>> scored = g.insert(short, after="generator")
         >>> scored, scored.remove("short")
         (Graph('tiny': prompts, generator, short, trainer), Graph('tiny': prompts, generator,
-        trainer))"""
+        trainer))
+        """
         if (
             not isinstance(operator, Operator)
             or operator.kind != "operator"
@@ -294,7 +297,8 @@ class Graph(Structure):
         """A new graph without the operator called `name`, checked anew; this one stays as it is.
 
         Its readers read what it read. It is refused where one of them needs a column that it
-        wrote."""
+        wrote.
+        """
         gone = self._known(name, "remove")
         calls = [call for call in self.calls if call.operator is gone]
         if gone.kind == "source":
@@ -366,7 +370,8 @@ class Graph(Structure):
         operators, by name.
 
         behind: after which node another operator is applied, and to rows of which source. without:
-        a node whose output is its input. bounds: other max_staleness, by reader."""
+        a node whose output is its input. bounds: other max_staleness, by reader.
+        """
         graph, others = Graph(self.name), instead or {}
         made: dict[tuple[str, str], Stream[Any]] = {}
         for call in self.calls:
@@ -416,12 +421,14 @@ class Graph(Structure):
 
     def check(self) -> None:
         """Refuse the graph (GraphError) for the first thing that could not work; see
-        dataflow.check."""
+        dataflow.check.
+        """
         check(self)
 
     def draw(self, path: str | Path, plan: Plan | None = None) -> Path:
         """Draw it as .svg, .dot, .mmd or .html; a plan adds device groups, as frames, and how
-        weights travel."""
+        weights travel.
+        """
         graph = self.nx
         for (trainer, reader), executor in (plan.executors() if plan else {}).items():
             graph.edges[trainer, reader, "weights"]["executor"] = executor

@@ -1,5 +1,6 @@
 """`@keep`: turns a function over the columns of a group into a filter; groups it says False of are
-dropped."""
+dropped.
+"""
 
 import dataclasses
 from collections.abc import Callable, Hashable
@@ -61,7 +62,8 @@ class Keep(Scorer[P, bool]):
 
     def provides(self, columns: Columns) -> Columns:
         """Its input's columns, `error` where failures are recorded, and `drop_reason`, which
-        filters share."""
+        filters share.
+        """
         return {**columns, ERROR: pa.string(), DROP_REASON: pa.string()}
 
     def faults(self) -> list[str]:

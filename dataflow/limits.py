@@ -93,7 +93,8 @@ class Limits(metaclass=KnobCheck):
     @property
     def settle_s(self) -> float:
         """For an update to wait until readers have taken the weights that it changes, where these
-        are sent themselves; in an exchange between ranks."""
+        are sent themselves; in an exchange between ranks.
+        """
         return min(self.transfer_s, self.exchange_s / 2)
 
     @property

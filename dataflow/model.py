@@ -75,7 +75,8 @@ class LoRA(metaclass=KnobCheck):
 
     def beside(self, source: str) -> "LoRA":
         """With what is left out as the adapters in the folder `source` have it. GraphError where
-        they have another."""
+        they have another.
+        """
         saved = saved_adapters(source)
         said = {
             knob: saved[name]
@@ -181,7 +182,8 @@ class Model(metaclass=KnobCheck):
 
     def frozen(self) -> "Model":
         """The same weights, never to change: for a reference policy, a judge, a teacher. Without
-        adapters, which change nothing until they are trained."""
+        adapters, which change nothing until they are trained.
+        """
         return dataclasses.replace(self, is_frozen=True, lora=None)
 
 
@@ -193,7 +195,8 @@ def holds_adapters(source: str) -> bool:
 
 def saved_adapters(source: str) -> dict[str, Any]:
     """What such a folder's `ADAPTER_CONFIG` says; nothing where it is broken, which whoever loads
-    it says."""
+    it says.
+    """
     with contextlib.suppress(OSError, ValueError, TypeError):
         if holds_adapters(source):
             return dict(json.loads((Path(source) / ADAPTER_CONFIG).read_text("utf-8")))

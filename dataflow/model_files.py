@@ -1,5 +1,6 @@
 """What the files of a model's folder tell before anything is loaded: whether it can be a model at
-all."""
+all.
+"""
 
 import json
 import struct
@@ -43,7 +44,8 @@ made."""
 
 def promised(source: str) -> PromisedModel | None:
     """Of a model that a run would make first, a GGUF file that is not converted too; None: it is
-    there, or nobody promised it."""
+    there, or nobody promised it.
+    """
     promises = PROMISED.get(None)
     if is_gguf(source) and folder_here(source) is None:
         try:
@@ -60,7 +62,8 @@ def promised(source: str) -> PromisedModel | None:
 
 def folder_here(source: str) -> Path | None:
     """The folder of a model's files on this machine: of a GGUF file, the one that it was converted
-    into; None where none is there."""
+    into; None where none is there.
+    """
     if not is_gguf(source):
         return Path(source) if Path(source).is_dir() else None
     try:
@@ -72,7 +75,8 @@ def folder_here(source: str) -> Path | None:
 
 def config_of(source: str) -> Any:
     """The config of the model in a folder, or of an id in the hub's cache. Raises OSError,
-    ValueError."""
+    ValueError.
+    """
     if (made := promised(source)) is not None:
         return made.config
     return json.loads(
@@ -86,7 +90,8 @@ def config_of(source: str) -> Any:
 
 def fetch_config(source: str) -> None:
     """Have the config of an id on the hub in its cache. OSError where it cannot be had, in words;
-    nothing is done for a folder."""
+    nothing is done for a folder.
+    """
     if not _is_id(source):
         return
     if (fault := _hub_fault(Model(source))) is not None:
@@ -116,7 +121,8 @@ def _cached(source: str) -> Path:
 
 def folder_fault(model: Model) -> str | None:
     """Why a model's folder cannot be loaded from, in three parts: it is not there, or lacks what
-    loading needs; None where it may be well, or the model is none of this machine's."""
+    loading needs; None where it may be well, or the model is none of this machine's.
+    """
     folder = Path(model.source)
     head = f"model '{model.name}' cannot be loaded: "
     if is_gguf(model.source):
@@ -166,7 +172,8 @@ def folder_fault(model: Model) -> str | None:
 
 def start_fault(model: Model) -> str | None:
     """Why a run cannot start with this model: what `folder_fault` says, an id that the hub does not
-    know, a config of a kind that no decoder has, or weights that are no safetensors."""
+    know, a config of a kind that no decoder has, or weights that are no safetensors.
+    """
     if (fault := folder_fault(model)) is not None:
         return fault
     folder = Path(model.source)
@@ -217,7 +224,8 @@ def start_fault(model: Model) -> str | None:
 
 def _hub_fault(model: Model) -> str | None:
     """Why a model that is no folder here cannot be had: it is not in the hub's cache, and the hub
-    has none."""
+    has none.
+    """
     if (
         why := hub_refusal(model.source, (_CONFIG, ADAPTER_CONFIG), revision=model.revision)
     ) is None:
@@ -235,7 +243,8 @@ def hub_refusal(
     """What the hub says when it is asked for an id; None where it has one, or its cache here has
     one of the files.
 
-    kind: None for a model, "dataset" for a data set."""
+    kind: None for a model, "dataset" for a data set.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     try:
@@ -257,7 +266,8 @@ def hub_refusal(
 
 def template_fault(model: Model) -> str | None:
     """Why prompts cannot be laid out as chat messages, in three parts: the folder's tokenizer has
-    no template; None where it has one, or where that cannot be told from files of this machine."""
+    no template; None where it has one, or where that cannot be told from files of this machine.
+    """
     folder = folder_here(model.source) or Path(model.source)
     if is_gguf(model.source) and not folder.is_dir():
         return _file_template_fault(model)
@@ -292,7 +302,8 @@ def _file_template_fault(model: Model) -> str | None:
 
 def tensor_shapes(file: Path) -> dict[str, list[int]]:
     """Shapes by name of a safetensors file: 8 bytes of length, then a JSON header with every
-    tensor's. ValueError where it is none."""
+    tensor's. ValueError where it is none.
+    """
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

@@ -1,5 +1,6 @@
 """What an operator is: a light declaration that the graph holds; a worker builds a
-`dataflow.runtime` from it."""
+`dataflow.runtime` from it.
+"""
 
 import dataclasses
 import inspect
@@ -22,7 +23,8 @@ class Traits:
     it.
 
     Said by each operator of itself (`Operator.traits`); what does not concern it stays at its
-    default."""
+    default.
+    """
 
     tensor_parallel: int = 1
     """Processes that share out each layer of its model."""
@@ -87,7 +89,8 @@ class Traits:
 @dataclass(frozen=True, eq=False)
 class Operator(metaclass=KnobCheck):
     """A declaration: knobs, the columns it reads and provides, and how its runtime is built.
-    Imports no torch."""
+    Imports no torch.
+    """
 
     name: str = field(default="", kw_only=True)
     """Its name in the graph; from the class when empty."""
@@ -107,7 +110,8 @@ class Operator(metaclass=KnobCheck):
 
     def missing(self) -> str | None:
         """Why a run cannot start with it, as far as a look at files tells; asked before any process
-        is started."""
+        is started.
+        """
         return None if self.uses is None else start_fault(self.uses)
 
     @property
@@ -133,7 +137,8 @@ class Operator(metaclass=KnobCheck):
     @property
     def quantized(self) -> str | None:
         """The format, "int8" or "fp8", in which it would take the linear layers of trained weights;
-        None: their own."""
+        None: their own.
+        """
         return None
 
     def quantized_tensors(self) -> frozenset[str]:
@@ -167,12 +172,14 @@ class Operator(metaclass=KnobCheck):
 
     def settable(self) -> Mapping[str, Settable]:
         """Knobs that may change while a run goes on, `dataflow set`: fields that `settable(...)`
-        declares."""
+        declares.
+        """
         return settable_fields(self)
 
     def with_knob(self, knob: str, value: Any) -> "Operator":
         """The same declaration with another value of a knob that may change. GraphError where it is
-        of another kind."""
+        of another kind.
+        """
         return self._with(knob, self.settable()[knob].taken(value, self.name, knob))
 
     def _with(self, knob: str, value: Any) -> "Operator":
@@ -180,7 +187,8 @@ class Operator(metaclass=KnobCheck):
 
     def at_temperature(self, temperature: float) -> "Operator":
         """The same declaration for rollouts that are sampled at another temperature; each row says
-        at which it was."""
+        at which it was.
+        """
         return self
 
     def faults(self) -> list[str]:
@@ -255,7 +263,8 @@ class Generate(Transform):
     @property
     def asks(self) -> "Generate | None":
         """The generator that draws the turns of its rollouts, where it is an episode; None: it
-        draws them itself."""
+        draws them itself.
+        """
         return None
 
     def asking(self, generator: "Operator") -> "Generate":
@@ -323,7 +332,8 @@ class Weights:
         """Their exponential moving average over the steps: decay * average + (1 - decay) * weights
         after each.
 
-        It begins at the weights that training begins with; the trainer keeps it, in float32."""
+        It begins at the weights that training begins with; the trainer keeps it, in float32.
+        """
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise GraphError(
                 f"'{self.trainer.name}' cannot average its weights with decay={decay!r}; give a"

@@ -1,5 +1,6 @@
 """The columns of prompts and rollouts as Arrow types: the one place where a column name is
-spelled."""
+spelled.
+"""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias

@@ -413,7 +413,8 @@ def check_start(
     for it.
 
     Gives the folder of the run that goes on, what it says of its run, and the trackers. Errors:
-    GraphError, RunError."""
+    GraphError, RunError.
+    """
     if not (on is None or isinstance(on, Inline | Launcher)):
         raise GraphError(
             f"a run goes on inline() or on a launcher, but on is {on!r:.60}; leave it out for this"
@@ -458,7 +459,8 @@ def _held_over_hosts(
     folder: RunFolder, limits: Limits, told: Callable[[str], object], open_: contextlib.ExitStack
 ) -> tuple[run_hold.RunHold, LedgerProcess]:
     """The run in the hands of this process until `open_` ends, and the process that keeps it there,
-    which can serve the ledger to other hosts. Errors: as `run_hold.held`."""
+    which can serve the ledger to other hosts. Errors: as `run_hold.held`.
+    """
     hold = open_.enter_context(
         run_hold.held(folder, still_s=max(limits.hang_s, run_hold.LEAST_STILL_S), told=told)
     )
@@ -478,7 +480,8 @@ def _print(text: str) -> None:
 
 def _convert_models(graph: Graph, told: Callable[[str], object]) -> None:
     """Make the folders of models in GGUF files that can be converted; what cannot is refused with
-    the rest. Errors: GGUFError where the cache cannot be written."""
+    the rest. Errors: GGUFError where the cache cannot be written.
+    """
     models = [getattr(operator, "model", None) for operator in graph.operators.values()]
     for source in dict.fromkeys(
         model.source for model in models if isinstance(model, Model) and is_gguf(model.source)
@@ -500,7 +503,8 @@ def _check_files(graph: Graph) -> None:
 
 def _stand_in(what: RunSpec, terminal: int) -> int:
     """In a process of its own: go on with a run whose scheduler has died. terminal: where the user
-    may read of it."""
+    may read of it.
+    """
     folder = RunFolder.open(what.settings.folder)
     log = folder.logs / "scheduler.log"
     told = f"process {os.getpid()} takes the place of the scheduler of {folder.path.name}, see {log}\n".encode()
@@ -515,7 +519,8 @@ def _stand_in(what: RunSpec, terminal: int) -> int:
 
 def _judged(folder: RunFolder, quiet: bool) -> Verdict:
     """What `verify` says of a run that has ended; shown with its summary; where it is to be quiet,
-    only if it is not clean."""
+    only if it is not clean.
+    """
     verdict = verify(folder.path)
     if not quiet:
         with make_view(sys.stdout) as view:

@@ -1,5 +1,6 @@
 """What a worker makes of an operator: the heavy object that works, what it is given of the world,
-rows on their way."""
+rows on their way.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +67,8 @@ class Runtime:
 
     def room(self) -> int:
         """Rows it would take now; 0 when full. A batch larger than the room may be pushed when room
-        is above 0."""
+        is above 0.
+        """
         return 0
 
     def push(self, batch: Batch) -> None:
@@ -75,17 +77,20 @@ class Runtime:
 
     def work(self) -> list[Batch] | None:
         """Do one bounded slice; the batches that are ready, or None when there is nothing to do for
-        now."""
+        now.
+        """
         return None
 
     def pending(self) -> int:
         """Rows it holds and still owes an output for; at 0, with its inputs ended, it is
-        finished."""
+        finished.
+        """
         return 0
 
     def waits(self) -> Sequence[Any]:
         """File descriptors and ZeroMQ sockets on which something may arrive that lets `work` go
-        on."""
+        on.
+        """
         return ()
 
     def starved(self) -> bool:
@@ -94,20 +99,24 @@ class Runtime:
 
     def beside(self) -> float:
         """The share of its own processes, if it has some, that are at work now while its loop goes
-        on or rests."""
+        on or rests.
+        """
         return 0.0
 
     def forget(self, source: str, group: int) -> None:
         """A group that went through it has an outcome: what it keeps of it beside the rows is
-        needed no more."""
+        needed no more.
+        """
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """A word from the control: {"evaluate": step}, {"dropped": n}, {"drain": True}, {"end":
-        True} when its inputs have ended; unknown words are ignored."""
+        True} when its inputs have ended; unknown words are ignored.
+        """
 
     def change(self, knobs: KnobsInForce) -> None:
         """Knobs were changed: go by these values from the next boundary on, which each knob names
-        (`settable`)."""
+        (`settable`).
+        """
 
     @property
     def is_behind(self) -> bool:
@@ -116,22 +125,26 @@ class Runtime:
 
     def status(self) -> dict[str, float | int | str]:
         """Small numbers for the heartbeat: queue, version, step, and `done` when it has nothing
-        more to do, ever."""
+        more to do, ever.
+        """
         return {}
 
     def under_way(self) -> dict[str, int]:
         """What of `status` grows within one slice of work. Called from another thread, at any time:
-        reads only."""
+        reads only.
+        """
         return {}
 
     def wants_devices(self) -> bool:
         """Whether it has work that needs its devices: asked of one that takes turns on them
-        (`Traits.sleeps`)."""
+        (`Traits.sleeps`).
+        """
         return True
 
     def sleep(self) -> None:
         """Give the memory of its devices back: another node's turn comes. Until `wake` its `work`
-        uses none of them."""
+        uses none of them.
+        """
 
     def wake(self) -> None:
         """Its turn has come: take that memory again."""

@@ -1,5 +1,6 @@
 """`@scorer`: turns a function into an operator that reads its parameters as columns and writes its
-name."""
+name.
+"""
 
 import dataclasses
 import difflib
@@ -27,7 +28,8 @@ T_co = TypeVar("T_co", covariant=True)
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scorer(ScorerKnobs[P, T_co]):
     """A function as an operator: applied to a stream it adds a column, called with values it is
-    itself."""
+    itself.
+    """
 
     @overload
     def __call__(self, stream: Stream[Any], **knobs: Any) -> Stream[Rollout]: ...
@@ -37,7 +39,8 @@ class Scorer(ScorerKnobs[P, T_co]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply it to a stream, with knobs by keyword; or call the plain function with plain
-        values."""
+        values.
+        """
         stream = args[0] if args else kwargs.get("stream")
         if isinstance(stream, Weights):
             raise GraphError(
@@ -58,7 +61,8 @@ class Scorer(ScorerKnobs[P, T_co]):
 
     def configured(self, **knobs: Any) -> "Scorer[P, T_co]":
         """The same scorer with other knobs; GraphError for a knob that the function does not
-        have."""
+        have.
+        """
         for knob in knobs:
             if knob not in self.signature.defaults:
                 raise GraphError(self._unknown(knob))

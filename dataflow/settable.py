@@ -1,5 +1,6 @@
 """Knobs that may change while a run goes on: how an operator says which, and whether a value is of
-their kind."""
+their kind.
+"""
 
 import dataclasses
 import functools
@@ -94,7 +95,8 @@ def settable_parameters(
     values: Mapping[str, Any], annotations: Mapping[str, Any], at: str
 ) -> dict[str, Settable]:
     """Knobs of a function, by name: of a kind that JSON has, as their annotation or their value
-    tells."""
+    tells.
+    """
     found = {}
     for name, value in values.items():
         kind = annotations.get(name, type(value))

@@ -15,7 +15,8 @@ the trainer's own version. The sweep keeps the bound where this argument does no
 or drops reported ahead of their turn.
 
 Pure: values in, values out, no clock. Versions count steps; -1 stands where the policy chose no
-token."""
+token.
+"""
 
 from dataclasses import dataclass
 
@@ -107,7 +108,8 @@ def newest_versions(versions: pa.ListArray | pa.ChunkedArray) -> AnyArray:
 
 def _of_each(versions: pa.ListArray | pa.ChunkedArray, reduce: np.ufunc, none: int) -> AnyArray:
     """The versions of each rollout reduced to one; `none` counts for tokens that the policy did not
-    choose."""
+    choose.
+    """
     column = versions.combine_chunks() if isinstance(versions, pa.ChunkedArray) else versions
     offsets = column.offsets.to_numpy()
     values = column.values.to_numpy()[offsets[0] : offsets[-1]].astype(np.int64)

@@ -1,5 +1,6 @@
 """Rows on their way through a graph as a Python type (Stream), and join; parameters are another
-type (node.Weights)."""
+type (node.Weights).
+"""
 
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -21,7 +22,8 @@ R_co = TypeVar("R_co", bound=Prompt, covariant=True)
 
 class Builder(Protocol):
     """The graph that a stream belongs to, as far as what is applied to the stream has to know
-    it."""
+    it.
+    """
 
     name: str
 

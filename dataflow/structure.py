@@ -1,5 +1,6 @@
 """The pure structure of a graph: which operator is applied to which stream, whose weights go back
-to whom."""
+to whom.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class Feedback:
 
 class Structure:
     """Operators and the two kinds of edge between them; `Graph` builds it, and whatever looks at a
-    graph reads it."""
+    graph reads it.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,7 +57,8 @@ class Structure:
     def nx(self) -> "nx.MultiDiGraph[str]":
         """The graph for NetworkX: nodes have `operator`; edges `plane` (data, turns or weights),
         and `columns`, `max_staleness` or `refresh`. An edge of turns leads from an episode to the
-        generator that it asks."""
+        generator that it asks.
+        """
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
         for name, operator in self.operators.items():
             graph.add_node(name, operator=operator)
@@ -154,7 +157,8 @@ def refresh_of(graph: Structure, reader: str) -> Refresh | None:
 
 def line_of(graph: Structure, trainer: str, refresh: Refresh | None) -> str:
     """What a trainer's weight plane is called where its ends meet: readers that are refreshed have
-    one of their own."""
+    one of their own.
+    """
     return (
         trainer if refresh is None else f"{trainer}.{refreshes_of(graph, trainer).index(refresh)}"
     )
@@ -181,7 +185,8 @@ def generators_of(graph: Structure, node: str) -> list[Generate]:
 
 def group_size(graph: Structure, source: str) -> int | None:
     """Rollouts in a group of a source: its own wish, else its generator's; None without a
-    generator."""
+    generator.
+    """
     asked = graph.operators[source].traits.group_size
     for call in graph.calls:
         if call.output.source == source and isinstance(call.operator, Generate):
@@ -207,7 +212,8 @@ def feeding(graph: Structure) -> dict[str, Feedback]:
     """By source, the feedback from a trainer of its rows to the generator of its rows.
 
     There is one at most, as a model has one trainer. A critic, whose weights go to another
-    operator, feeds none."""
+    operator, feeds none.
+    """
     found: dict[str, Feedback] = {}
     for feedback in graph.feedbacks:
         if isinstance(feedback.weights.trainer, Learn) and isinstance(feedback.reader, Generate):
@@ -222,14 +228,16 @@ def feeding(graph: Structure) -> dict[str, Feedback]:
 
 def leading(graph: Structure) -> list[str]:
     """The trainers whose steps are the run's: those that feed a generator; all of them where none
-    does."""
+    does.
+    """
     feeders = {feedback.weights.trainer.name for feedback in feeding(graph).values()}
     return [name for name in trainers(graph) if name in feeders or not feeders]
 
 
 def own_folder(graph: Structure, node: str) -> str | None:
     """Where in rollouts/ and checkpoints/ a trainer, and in rollouts/ an evaluation, keeps its own;
-    None for the only one of a graph."""
+    None for the only one of a graph.
+    """
     alike = trainers(graph) if graph.operators[node].trains else evaluations(graph)
     return node if len(alike) > 1 and node in alike else None
 
@@ -241,7 +249,8 @@ def kept_by(graph: Structure) -> list[str]:
 
 def lines_of(lines: Iterable[Mapping[str, Any]], trainer: str | None) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without the steps of other trainers than this one; all of them for
-    None."""
+    None.
+    """
     return [
         dict(line)
         for line in lines

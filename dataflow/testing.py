@@ -167,7 +167,8 @@ class _Echo(_Sleeps):
 @dataclass(frozen=True, eq=False)
 class FakeTrainer(Learn):
     """Counts groups in issue order, calls every `prompts_per_step` of them a step, and goes on from
-    the ledger's."""
+    the ledger's.
+    """
 
     name: str = field(default="trainer", kw_only=True)
     model: Model | None = None

@@ -1,5 +1,6 @@
 """The ends of the weight plane as operators see them: a trainer's, a reader's, and those of further
-ranks."""
+ranks.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,7 +36,8 @@ class SentVersion(Protocol):
     @property
     def held_s(self) -> float:
         """The longest that taking it has kept the loop of one of them, 0 until one has taken it; in
-        seconds."""
+        seconds.
+        """
 
     @property
     def whole_bytes(self) -> int:
@@ -44,12 +46,14 @@ class SentVersion(Protocol):
     @property
     def committed_s(self) -> float:
         """As the trainer sees it: from the start until it heard that all ranks of the reader
-        compute with it, else 0; in seconds."""
+        compute with it, else 0; in seconds.
+        """
 
     @property
     def taken_s(self) -> float:
         """As the reader sees it: the longest time of one of its ranks from its arrival until it
-        computed with it."""
+        computed with it.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +87,19 @@ class WeightsOut(Protocol):
 
     One that sends over links also has `traffic`: bytes of weights sent so far, by all ranks of the
     trainer, and what these would have been without deltas. One that quantizes has `full_share`: how
-    many times as many bytes a version would have without that."""
+    many times as many bytes a version would have without that.
+    """
 
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """Offer a version; False when it goes out later (by `poll`), because readers still hold
-        both buffers."""
+        both buffers.
+        """
 
     def settle(self, timeout_s: float) -> bool:
         """The tensors are about to change: forget a version that is still to be copied, and wait
         until nobody reads them. False when the time was up, and who reads them was given up; they
-        may change in both cases."""
+        may change in both cases.
+        """
 
     def tell(self, note: dict[str, int | float | str]) -> None:
         """A small note that every reader gets; the newest wins."""
@@ -103,7 +110,8 @@ class WeightsOut(Protocol):
     @property
     def sent(self) -> Mapping[str, SentVersion]:
         """What the newest version that each reader has whole has taken, where ranks sent it to
-        ranks."""
+        ranks.
+        """
 
 
 @runtime_checkable
@@ -116,7 +124,8 @@ class OpensWriter(Protocol):
         (`offer_beside`).
 
         Where there are any, tensors are DTensors; where there are none, one rank offers whole
-        tensors."""
+        tensors.
+        """
 
     def __call__(
         self, tensors: Mapping[str, Any], largest: Callable[[Any], object] | None = None
@@ -125,7 +134,8 @@ class OpensWriter(Protocol):
 
         largest: where there are sites; it replaces the numbers of a torch tensor by the largest
         that any rank has at their places, when all ranks call it. They do so in each publishing in
-        which scales are of rows that are cut."""
+        which scales are of rows that are cut.
+        """
 
 
 class Offered(Protocol):
@@ -141,7 +151,8 @@ class WeightsIn(Protocol):
 
     While no trainer is there it keeps the version in use. A restarted trainer's line is the one
     that counts: what it offers is adopted, though its number may be that of the version in use,
-    with other weights, or a lower one."""
+    with other weights, or a lower one.
+    """
 
     @property
     def version(self) -> int:
@@ -156,14 +167,16 @@ class WeightsIn(Protocol):
 
     def adopt(self) -> int:
         """Take the newest offered version into the attached tensors; its number, or that of the
-        version kept."""
+        version kept.
+        """
 
 
 def taken(reader: WeightsIn, span: Span = untold) -> int | None:
     """Take what is offered, if anything: the number of what was taken, None where the version in
     use was kept.
 
-    What is offered may be another one by the time it is taken. span: as of `Context`."""
+    What is offered may be another one by the time it is taken. span: as of `Context`.
+    """
     offer, before = reader.poll(), reader.version
     if offer is None:
         return None
@@ -182,16 +195,19 @@ class Closes(Protocol):
 @runtime_checkable
 class LetsGo(Protocol):
     """The end of a reader, or of one of its ranks, that may sleep: the trainer's memory keeps the
-    version for it."""
+    version for it.
+    """
 
     def let_go(self) -> bool:
         """Leave the memory of the version in use, which the tensors lose; True: the end will fill
-        them all."""
+        them all.
+        """
 
 
 def leave(end: Closes) -> None:
     """Close an end of the weight plane whose operator has ended: its tensors lose the version that
-    they had, which `close` alone would copy for them."""
+    they had, which `close` alone would copy for them.
+    """
     if isinstance(end, LetsGo):
         end.let_go()
     end.close()
@@ -200,11 +216,13 @@ def leave(end: Closes) -> None:
 @runtime_checkable
 class WeightsAgain(WeightsIn, LetsGo, Protocol):
     """The end of a reader that comes back to what it let go of: `adopt` or `again` fills the
-    tensors."""
+    tensors.
+    """
 
     def again(self) -> bool:
         """Take the version in use once more; False where it is not there any more, and another has
-        to be adopted."""
+        to be adopted.
+        """
 
 
 class VerifiedOffer(Offered, Protocol):
@@ -224,7 +242,8 @@ class LeadingWeightsIn(WeightsIn, Protocol):
 
     def verify(self) -> VerifiedOffer | None:
         """Hold the offered version still, verified, until `adopt` or `decline`; None when it was
-        withdrawn."""
+        withdrawn.
+        """
 
     def decline(self) -> None:
         """Let go of it: some rank cannot take it."""
@@ -233,20 +252,24 @@ class LeadingWeightsIn(WeightsIn, Protocol):
 @runtime_checkable
 class LeadingAgain(LeadingWeightsIn, WeightsAgain, Protocol):
     """The same for a reader of several ranks, all of which come back to the version that they let
-    go of."""
+    go of.
+    """
 
     def enter_again(self) -> VerifiedOffer | None:
         """Hold the version that was let go of still, until `again` or `decline`; None where it is
-        gone."""
+        gone.
+        """
 
 
 class WeightsBeside(Protocol):
     """The end of one of the other ranks, each of which holds what the first one holds before any of
-    them takes it."""
+    them takes it.
+    """
 
     def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None = None) -> bool:
         """Hold the version that the first rank has verified; False when it cannot. `layout` where
-        it is a new one."""
+        it is a new one.
+        """
 
     def decline(self) -> None:
         """Let go of it."""
@@ -267,10 +290,12 @@ class OpensWeights(Protocol):
         """In plain values, where other ranks find the same versions (`open_beside`); None within
         one process.
 
-        Where it is given, the end is a LeadingWeightsIn and may hold slices of the full tensors."""
+        Where it is given, the end is a LeadingWeightsIn and may hold slices of the full tensors.
+        """
 
     def __call__(
         self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)
     ) -> WeightsIn:
         """The end of the first rank. `slices`: of each rank, (full shape, dimension, ranges along
-        it) by name, of tensors that are parts of full ones."""
+        it) by name, of tensors that are parts of full ones.
+        """

@@ -1,7 +1,8 @@
 """Asynchronous AIPO: generation never waits, and weights may change in the middle of a rollout.
 
 python -m graphs.aipo --policy FOLDER_OR_ID --prompts FILE --reward
-exact|number|my_rewards.py:function"""
+exact|number|my_rewards.py:function
+"""
 
 from functools import partial
 

@@ -2,7 +2,8 @@
 punishes long answers.
 
 python -m graphs.dapo --policy FOLDER_OR_ID --prompts FILE --reward
-exact|number|my_rewards.py:function"""
+exact|number|my_rewards.py:function
+"""
 
 from functools import partial
 
@@ -19,7 +20,8 @@ from operators.rewards import combine, overlong
 @keep(isolate=False)
 def undecided(accuracy: Array) -> bool:
     """Some answers are better than others: the length alone makes no signal (dynamic sampling,
-    equation 11)."""
+    equation 11).
+    """
     return bool(np.max(accuracy) > np.min(accuracy))
 
 

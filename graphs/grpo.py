@@ -1,7 +1,8 @@
 """GRPO: the synchronous baseline; every rollout is trained by the weights that made it.
 
 python -m graphs.grpo --policy FOLDER_OR_ID --prompts FILE --reward
-exact|number|my_rewards.py:function"""
+exact|number|my_rewards.py:function
+"""
 
 from functools import partial
 

@@ -43,7 +43,8 @@ def build(
     blank: bool = False,
 ) -> Graph:
     """Train a policy that guesses carelessly on games of its own. blank: its guesses are not
-    answered."""
+    answered.
+    """
     folder = warm_start(
         policy,
         examples=task.examples(60_000, seed=0),

@@ -37,7 +37,8 @@ def build(
     eval_every: int = 20,
 ) -> Graph:
     """Train a policy that guesses carelessly. client: whose package the program uses. python: its
-    interpreter."""
+    interpreter.
+    """
     folder = warm_start(
         policy,
         examples=task.examples(60_000, seed=0, numbers=NUMBERS, turns=TURNS),

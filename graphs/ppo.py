@@ -3,7 +3,8 @@ began.
 
 python -m graphs.ppo --policy FOLDER_OR_ID --prompts FILE --reward
 exact|number|my_rewards.py:function python -m graphs.ppo --policy FOLDER_OR_ID --prompts FILE
---answer "" --judge FOLDER_OR_ID"""
+--answer "" --judge FOLDER_OR_ID
+"""
 
 from dataclasses import replace
 from functools import partial

@@ -26,7 +26,8 @@ def build(
     blank: bool = False,
 ) -> Graph:
     """Train a policy that calls carelessly, and copies carelessly what it hears. blank: the
-    calculator says nothing."""
+    calculator says nothing.
+    """
     folder = warm_start(
         policy,
         examples=task.examples(60_000, seed=0),

@@ -1,7 +1,8 @@
 """RLOO: plain policy gradient whose baseline is the mean of the other rollouts of the prompt.
 
 python -m graphs.rloo --policy FOLDER_OR_ID --prompts FILE --reward
-exact|number|my_rewards.py:function"""
+exact|number|my_rewards.py:function
+"""
 
 from dataflow import Graph, main
 from graphs.tasks.options import penalized

@@ -1,5 +1,6 @@
 """Operators that know reinforcement learning: declarations here, torch only where a worker builds
-them."""
+them.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,6 @@
 """`Demonstrations`: turns prompts with reference answers into rollouts of these answers, for
-supervised training."""
+supervised training.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ class Demonstrations(Generate):
 
     def build(self, context: Context) -> Runtime:
         """Load the tokenizer. Raises ModelError when it cannot be, or when it names no end
-        token."""
+        token.
+        """
         from operators.sources.demonstration_runtime import DemonstrationRuntime
 
         return DemonstrationRuntime(

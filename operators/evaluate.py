@@ -1,5 +1,6 @@
 """The sink of an evaluation: gathers a round of held-out groups and writes one line of metrics for
-it."""
+it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -101,7 +102,8 @@ class EvaluateRuntime(Runtime):
     What it acknowledges it has written down: a round may have more rows than may be under way on
     its edges, so they cannot wait for the outcome. An acknowledgement means that nobody ever needs
     the group again, for this attempt and for later ones; so it does not matter which of several
-    issues of a prompt it answers."""
+    issues of a prompt it answers.
+    """
 
     def __init__(self, evaluate: Evaluate, context: Context) -> None:
         self._evaluate, self._context = evaluate, context
@@ -132,7 +134,8 @@ class EvaluateRuntime(Runtime):
 
     def push(self, batch: Batch) -> None:
         """Sort the groups of a batch into their rounds, write down those that are new, acknowledge
-        it."""
+        it.
+        """
         rows = batch.records
         slices = group_slices(rows)
         new = [
@@ -155,12 +158,14 @@ class EvaluateRuntime(Runtime):
 
     def pending(self) -> int:
         """Groups of complete rounds; those of a round that will never be complete are owed
-        nothing."""
+        nothing.
+        """
         return sum(self._held(step) for step in self._rounds if self._is_complete(step))
 
     def status(self) -> dict[str, float | int | str]:
         """`round`: step of the last complete round; `eval_accuracy`: what it found; `queue`: groups
-        held."""
+        held.
+        """
         return {"queue": sum(self._held(step) for step in self._rounds), **self._last}
 
     def close(self) -> None:
@@ -174,7 +179,8 @@ class EvaluateRuntime(Runtime):
 
     def _add_metrics(self, step: int) -> None:
         """The line of a round that is recorded, where the attempt before had no time to write
-        it."""
+        it.
+        """
         context = self._context
         if context.folder is None or any(
             (line.get("node"), line.get("step")) == (context.node, step) and "eval_accuracy" in line
@@ -277,7 +283,8 @@ class EvaluateRuntime(Runtime):
 def round_table(rows: Mapping[str, Sequence[pa.RecordBatch]]) -> pa.Table:
     """The rows of a round, source by source. Of several sources each row names its own in
     `of_source`, as each counts its groups for itself; a column that a source lacks is null in its
-    rows."""
+    rows.
+    """
     tables = {source: pa.Table.from_batches(batches) for source, batches in rows.items()}
     if len(tables) == 1:
         return next(iter(tables.values()))

@@ -1,5 +1,6 @@
 """What reads rollouts with a model and does not train it: reference, critic, judge; imports no
-torch."""
+torch.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`Prompts`: the source of a graph, from a file, a data set or any iterable of rows."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from dataflow.annotations import admits_none, arrow_type
 from dataflow.errors import RecordError, nearest
 from dataflow.node import Generate, Source, Traits
 from dataflow.records import (
+    DROP_REASON,
     ERROR,
     OF_SOURCE,
     PROMPT,
@@ -21,10 +23,62 @@ from dataflow.records import (
 )
 from dataflow.runtime import Context, Runtime
 from operators.models.errors import ModelError
-from operators.sources.forms import DATA_FORMS, names_in
 from operators.sources.prompt_rows import LAYOUT_COLUMNS, Recipe, Selection, load, sample_columns
 from operators.sources.prompt_runtime import PromptRuntime
-from operators.sources.row_files import Fault, Origin, rows_of, source_fault
+from operators.sources.row_files import Fault, FoundRow, Origin, rows_of, source_fault
+
+# How other systems lay out the rows of their data: which column is the prompt, and which travel
+# beside it.
+
+_FIRST_ROWS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataForm:
+    """One layout of rows."""
+
+    prompts: tuple[str, ...]
+    """Where the prompt is: the first of these that the rows have."""
+    columns: tuple[str, ...] | None
+    """What travels beside it, as far as the rows have it; None: all other columns."""
+    chat: bool = False
+    """Whether prompts are lists of messages."""
+
+    def found_in(self, rows: Iterable[FoundRow]) -> tuple[str, tuple[str, ...]]:
+        """The column of the prompt and those beside it, by the first rows; names that the engine
+        has are left out.
+        """
+        names = names_in(rows)
+        prompt = next((name for name in self.prompts if name in names), self.prompts[0])
+        wanted = names if self.columns is None else self.columns
+        taken = {*PROMPT_COLUMNS, *ROLLOUT_COLUMNS, DROP_REASON, prompt}
+        return prompt, tuple(name for name in wanted if name in names and name not in taken)
+
+
+def names_in(rows: Iterable[FoundRow]) -> tuple[str, ...]:
+    """Names of the columns of the first rows."""
+    names: dict[str, None] = {}
+    for found in itertools.islice(rows, _FIRST_ROWS):
+        if isinstance(found.row, Mapping):
+            names |= dict.fromkeys(map(str, found.row))
+    return tuple(names)
+
+
+DATA_FORMS = {
+    "verl": DataForm(
+        prompts=("prompt",),
+        columns=("data_source", "ability", "reward_model", "extra_info"),
+        chat=True,
+    ),
+    "trl": DataForm(prompts=("prompt",), columns=None),
+    "verifiers": DataForm(
+        prompts=("prompt", "question"), columns=("answer", "info", "task"), chat=True
+    ),
+    "openrlhf": DataForm(prompts=("input", "prompt"), columns=("label",)),
+    "slime": DataForm(prompts=("prompt", "input", "text"), columns=("label", "metadata")),
+}
+"""By the name of the system."""
+
 
 MakeRow = Callable[[Any], Any]
 
@@ -167,7 +221,8 @@ class Prompts(Source):
 
     def build(self, context: Context) -> Runtime:
         """Read everything, and issue; RecordError for a source that cannot be read, and for bad
-        rows."""
+        rows.
+        """
         types = self.extra_columns()
         selection = Selection(start=self.start, limit=self.limit, drops_bad=self.on_bad == "drop")
         try:
@@ -202,7 +257,8 @@ class Prompts(Source):
 
     def _too_long(self, taker: Generate, table: pa.Table) -> str:
         """As `tokenize.too_long`; empty where that cannot be told here: whoever takes them says
-        what is wrong then."""
+        what is wrong then.
+        """
         from operators.generation.tokenize import too_long
 
         try:
@@ -260,7 +316,8 @@ class Prompts(Source):
 
     def _column_faults(self) -> list[str]:
         """A file that is not there, or a fault that all of the first rows have, is one of the
-        graph."""
+        graph.
+        """
         if (missing := self.origin.missing) is not None:
             return [f"'{self.name}': {missing}"]
         self.extra_columns()

@@ -1,5 +1,6 @@
 """A pool of sessions of one environment: started ahead, lent to one episode at a time, renewed, all
-given back."""
+given back.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 class NoRoom(Exception):
     """Raised by what starts a session where as many as there may be are at work: it is tried again,
-    and no failure."""
+    and no failure.
+    """
 
 
 class Away(Exception):
     """Raised by what starts a session where nobody is there to be asked, as while a server is
     started again: it is tried again for as long as one start may take, and then it failed for the
-    reason that this was raised from."""
+    reason that this was raised from.
+    """
 
 
 class Closable(Protocol):
@@ -38,7 +41,8 @@ S = TypeVar("S", bound=Closable)
 
 def is_lost(session: Closable) -> bool:
     """Whether a session says, by an attribute of this name, that it is of no more use: what it had
-    has ended."""
+    has ended.
+    """
     return bool(getattr(session, "is_lost", False))
 
 
@@ -114,7 +118,8 @@ class SessionPool(Generic[S]):
         """A session for the body of an `async with`; where the body fails it is given up, and
         another one started.
 
-        Raises WorldFailed where none is free within `patience_s`, or none can be started."""
+        Raises WorldFailed where none is free within `patience_s`, or none can be started.
+        """
         session, uses = await self._borrowed()
         is_sound = False
         try:
@@ -128,7 +133,8 @@ class SessionPool(Generic[S]):
 
     async def close(self) -> None:
         """Close what is idle, and give up what is starting; what is lent is closed when it comes
-        back."""
+        back.
+        """
         self._is_closed = True
         for task in self._starts:
             task.cancel()
@@ -196,7 +202,8 @@ class SessionPool(Generic[S]):
     async def _begin(self) -> None:
         """Start a session; where there is no room for it, again as long as somebody waits; where
         nobody is there, again until a start has taken too long. Who waits first hears why it cannot
-        be; after that none is started ahead until one has started."""
+        be; after that none is started ahead until one has started.
+        """
         session, pause_s, clock = None, _FIRST_PAUSE_S, asyncio.get_running_loop().time
         until_s = clock() + self._start_s
         limit: asyncio.Timeout | None = None

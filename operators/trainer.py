@@ -1,5 +1,6 @@
 """Trainer: makes steps of a model from groups of rollouts, and offers the new weights; imports no
-torch."""
+torch.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,14 +55,16 @@ class Trainer(TrainerKnobs):
 
     def follower(self, context: Context, told: Mapping[str, Any]) -> Callable[[int, int], int]:
         """What a rank runs on another host than rank 0's
-        (`dataflow.system.rank_places.Spreads`)."""
+        (`dataflow.system.rank_places.Spreads`).
+        """
         from operators.training.parallel.launch import follower
 
         return follower(self, context, told)
 
     def replay(self, script: "ReplayScript") -> Iterator[Mapping[str, float]]:
         """Train a run's recorded steps again, for `dataflow replay`: `loss` and `grad_norm` of
-        each."""
+        each.
+        """
         from operators.training.retrain import retrained
 
         return retrained(self, script)

@@ -73,7 +73,8 @@ def pytest_unconfigure() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Without the slow tests a law gets a quarter of its examples (`rigs/examples.py`); Control-C
     and hang-ups are heard by programs of tests also where a shell has put the tests themselves into
-    the background."""
+    the background.
+    """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # by nohup; programs of tests are not to inherit that
@@ -89,7 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported stays until the end: no collection looks through it, a third of all the time
-    of importing it."""
+    of importing it.
+    """
     gc.disable()
     try:
         return (yield)
@@ -103,7 +105,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Processes of pytest-xdist take one file after the other (--dist loadfile
     --no-loadscope-reorder): so no core idles while all wait, and none has a long file left when all
-    others are done."""
+    others are done.
+    """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
@@ -122,7 +125,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def rigs_closed() -> Iterator[None]:
     """Closes what rigs opened; logs go where they went before (`capture_logs` alone would leave
-    them set up)."""
+    them set up).
+    """
     with ending.closed():
         yield
     structlog.reset_defaults()

@@ -1,5 +1,6 @@
 """The graph of the tree's imports: lazy ones, type-only ones and relative ones counted as any
-other."""
+other.
+"""
 
 import ast
 import functools

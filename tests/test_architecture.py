@@ -228,7 +228,8 @@ WAITING_CALLS = {"wait", "join", "poll", "settimeout", "sleep"}
 
 def named_values(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """What a piece of source calls a value: as a name that it is put under, a parameter, or an
-    argument."""
+    argument.
+    """
     match node:
         case ast.Assign(targets=[ast.Name(id=called)], value=value):
             yield called, value

@@ -1,5 +1,6 @@
 """Laws of the design that no single part keeps: they are looked up in the syntax trees, or at the
-seams."""
+seams.
+"""
 
 import ast
 import importlib
@@ -37,8 +38,8 @@ DECISIONS = (
     "dataflow/scheduler/recovery.py",
     "dataflow/scheduler/scaling.py",
     "dataflow/scheduler/failover.py",
-    "dataflow/scheduler/heartbeats.py",
-    "dataflow/worker/acknowledgements.py",
+    "dataflow/scheduler/table.py",
+    "dataflow/worker/loop.py",
     "dataflow/rules/admission.py",
     "dataflow/rules/reorder_buffer.py",
     "transport/data/credit.py",
@@ -86,7 +87,7 @@ WAITS = {"wait", "acquire", "result", "communicate", "get", "join"}
 MAY_WAIT = rf"\.({'|'.join(sorted(WAITS))})\(\)|select\.select|subprocess\."
 ENDLESS = {
     (
-        "dataflow/scoring/at_work.py",
+        "dataflow/scoring/server.py",
         "todo.get()",
     ): "a pool's process: its owner has the deadline, and kills it",
     (
@@ -116,7 +117,7 @@ ENDLESS = {
     ): "a context variable, which never waits",
     ("dataflow/launchers/named.py", "HOSTED.get()"): "a context variable, which never waits",
     (
-        "dataflow/launchers/ray_agent.py",
+        "dataflow/launchers/ray_driver.py",
         "self._agent.wait()",
     ): "an actor's one task; its agent ends with it",
     (
@@ -160,7 +161,7 @@ ENDLESS = {
         "process.wait()",
     ): "a timer kills the process at its deadline",
     (
-        "transport/data/receiver_peer.py",
+        "transport/data/sender.py",
         "self.connection.get()",
     ): "takes what is there, and never waits",
 }
@@ -169,7 +170,8 @@ ENDLESS = {
 
 def trees(pattern: str, *rooms: str) -> Iterator[tuple[str, ast.Module]]:
     """Name and syntax tree of every file of some rooms in which something looks like the
-    pattern."""
+    pattern.
+    """
     for room in rooms:
         for path in sorted((ROOT / room).rglob("*.py")):
             if re.search(pattern, text := path.read_text()):

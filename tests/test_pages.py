@@ -1,5 +1,6 @@
 """The pages a stranger reads first: short, with links that lead somewhere, and a tour that fits in
-an afternoon."""
+an afternoon.
+"""
 
 import inspect
 import json

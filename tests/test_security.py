@@ -1,5 +1,6 @@
 """The tree holds nothing by which data could become code: each law is looked up in the syntax trees
-of all files."""
+of all files.
+"""
 
 import ast
 from collections.abc import Iterator

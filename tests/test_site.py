@@ -1,5 +1,6 @@
 """The site that `make docs` makes: it has every page and every public name, and is made without a
-warning."""
+warning.
+"""
 
 import importlib
 import re

@@ -1,2 +1,3 @@
 """Bytes between processes: record batches (`data`), weights (`weights`); no graph, no operator, no
-RL."""
+RL.
+"""

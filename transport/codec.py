@@ -1,5 +1,6 @@
 """Messages: frozen dataclasses as MessagePack and back, the protocol and its version in front,
-every field checked."""
+every field checked.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Codec(Generic[M]):
 
     def encode(self, message: M) -> bytes:
         """The message's bytes. Raises MessageError where they are too many, or a value is one that
-        cannot travel."""
+        cannot travel.
+        """
         prefix, lower = self._lower[type(message)]
         assert lower is not None, "a dataclass travels as a map"
         try:
@@ -64,7 +66,8 @@ class Codec(Generic[M]):
 
     def is_a(self, kind: type[M], data: bytes) -> bool:
         """Whether these bytes begin as a message of this kind does; nothing else of them is
-        read."""
+        read.
+        """
         return data.startswith(self._lower[kind][0])
 
     def decode(self, data: Any) -> M:

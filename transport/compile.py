@@ -37,7 +37,8 @@ _Flags = tuple[str, ...]
 def cache_folder() -> Path:
     """Where what this user's processes make once lies: in the cache of his home folder, or, where
     nothing can be written there, as in an image that somebody else has built, among the machine's
-    temporary files."""
+    temporary files.
+    """
     folders = list(_folders())
     return next(filter(_takes_files, folders), folders[0])
 
@@ -53,7 +54,8 @@ def _folders() -> Iterator[Path]:
 
 def compilers_caches() -> dict[str, str]:
     """The variables that have Triton and TorchInductor keep theirs there, too, where the home
-    folder takes none."""
+    folder takes none.
+    """
     folder = cache_folder()
     if folder.name == _AT_HOME:
         return {}
@@ -70,7 +72,8 @@ def compiled(sources: tuple[Path, ...], choices: tuple[_Flags, ...]) -> ctypes.C
     sources: the first is compiled; it includes the others. choices: flags to try one after the
     other, for not every compiler knows OpenMP. None where there is no C compiler or it cannot build
     them, which is told in `NOTES`. ValueError where it cannot build them for the processor that
-    DATAFLOW_MARCH names."""
+    DATAFLOW_MARCH names.
+    """
     asked = os.environ.get(PROCESSOR)
     if asked == "none":
         return None
@@ -163,7 +166,8 @@ def _built(found: Path, command: list[str]) -> ctypes.CDLL:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """While other processes of this user wait, that would compile the same; not for ever, and not
-    where a disk has no locks."""
+    where a disk has no locks.
+    """
     deadline = time.monotonic() + TIMEOUT_S
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -191,7 +195,8 @@ def _takes_files(folder: Path) -> bool:
 
 def _is_ours(folder: Path) -> bool:
     """Whether code from there may be run: nobody else could put some into it. Above a cache of
-    one's own nobody can."""
+    one's own nobody can.
+    """
     try:
         found = folder.lstat()
     except OSError:

@@ -24,7 +24,8 @@ class FrameError(TransportError, ValueError):
 
 class MessageError(FrameError):
     """A message of another protocol or version, of an unknown kind, or with a value that is not of
-    its field's type."""
+    its field's type.
+    """
 
 
 class SchemaMismatch(FrameError):

@@ -1,5 +1,6 @@
 """How the values of each type travel in a message and are checked where they arrive: one form per
-annotation."""
+annotation.
+"""
 
 from __future__ import annotations
 
@@ -261,7 +262,8 @@ def _map(key: Form, one: Form) -> Form:
 
 def _union(arms: list[Form]) -> Form:
     """One of several types, told apart by what travels; dataclasses, if there are two or more, by
-    their names."""
+    their names.
+    """
     tagged = {arm.of.__name__: arm for arm in arms if is_dataclass(arm.of)}
     others = [arm for arm in arms if not is_dataclass(arm.of)]
     if len(tagged) > 1:

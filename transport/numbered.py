@@ -1,5 +1,6 @@
 """What two processes say to each other arrives once and in order, whatever connections they lose:
-it has numbers."""
+it has numbers.
+"""
 
 import struct
 from collections import deque
@@ -23,7 +24,8 @@ _SESSIONS = 1 << 32
 
 def first_session(attempt: int) -> int:
     """Of who listens at an address where others did before, with lower numbers of their attempts,
-    in all of their sessions; no clock tells the later one."""
+    in all of their sessions; no clock tells the later one.
+    """
     return attempt * _SESSIONS + 1
 
 
@@ -40,7 +42,8 @@ class Numbered:
     Each message tells which messages of the other end were heard. So whoever hears something knows
     what is missing, and sends that again; where nothing is heard, nothing is sent again. A session
     is a row of numbers, from 1; who speaks begins a new one, with a higher number, to be understood
-    by another listener, or to forget what was not heard."""
+    by another listener, or to forget what was not heard.
+    """
 
     def __init__(self, session: int = 1) -> None:
         self._session, self._said, self._heard_of_ours = session, 0, 0
@@ -59,7 +62,8 @@ class Numbered:
 
     def take(self, frames: Frames, now: float) -> bytes | None:
         """What the other end says, where it is its turn; None: it was heard before, or one before
-        it is missing. Errors: MessageError."""
+        it is missing. Errors: MessageError.
+        """
         if len(frames) != 2 or len(frames[0]) != _NUMBERS.size:
             sizes = [len(frame) for frame in frames[:4]]
             raise MessageError(
@@ -82,7 +86,8 @@ class Numbered:
 
     def missing(self, now: float) -> list[Frames]:
         """What is to be sent now: again what the other end has not heard, and that this one misses
-        something."""
+        something.
+        """
         asks: list[Frames] = []
         if self._misses and now - self._asked >= ASK_S:
             self._misses, self._asked = False, now
@@ -97,7 +102,8 @@ class Numbered:
 
     def begin_anew(self, *, with_another: bool = False) -> None:
         """What was not heard is not sent any more. with_another: who is there now has said nothing
-        yet."""
+        yet.
+        """
         self._session, self._said, self._heard_of_ours = self._session + 1, 0, 0
         self._kept.clear()
         self._again_s, self._is_behind = AGAIN_S, False

@@ -5,7 +5,8 @@ Left to itself, TCP doubles the time between its tries, so that a network that w
 is felt for up to 2t. The kernel gives up a connection on which nothing was acknowledged for
 `DEAD_MS`; ZeroMQ then tries to make another, each time for `CONNECT_MS`. It is kernels that
 acknowledge: a process that is stopped, or busy, loses no connection. What was on its way is lost
-with a connection, and whoever speaks over it says it again."""
+with a connection, and whoever speaks over it says it again.
+"""
 
 from typing import Any
 
@@ -25,7 +26,8 @@ CONNECT_MS = 500
 
 def watch(socket: "zmq.Socket[Any]", address: str) -> None:
     """Have ZeroMQ notice that a connection is lost, of a socket that connects to an address, or
-    listens there; before it does."""
+    listens there; before it does.
+    """
     socket.set(zmq.IPV6, "[" in address)
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -35,7 +37,8 @@ def watch(socket: "zmq.Socket[Any]", address: str) -> None:
 
 def give_up_soon(socket: "zmq.Socket[Any]", address: str) -> None:
     """Of a socket that connects to an address, or listens there; before it does. Within a machine
-    nothing is lost."""
+    nothing is lost.
+    """
     if address.startswith("tcp://"):
         socket.set(zmq.TCP_MAXRT, DEAD_MS)
         socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)

@@ -110,7 +110,8 @@ class RunKeys:
 
 class Guard:
     """Lets in only peers that hold the senders' key: a context of its own, with ZeroMQ's
-    authenticator in a thread."""
+    authenticator in a thread.
+    """
 
     def __init__(self, keys: Keys) -> None:
         from zmq.auth.thread import ThreadAuthenticator
@@ -141,7 +142,8 @@ class Guard:
 
 def present(socket: "zmq.Socket[bytes]", keys: Keys) -> None:
     """Make a socket show the senders' key, and speak only with whoever holds the receivers'; before
-    it connects."""
+    it connects.
+    """
     socket.curve_serverkey = keys.receiver_public
     socket.curve_publickey = keys.sender_public
     socket.curve_secretkey = keys.secret
@@ -154,7 +156,8 @@ def endpoint(host: str, port: str = "*") -> str:
 
 def reachable(address: str) -> str:
     """Where this machine's processes find who listens at an address: one of all interfaces stands
-    for loopback."""
+    for loopback.
+    """
     return address.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace(
         "tcp://[::]:", "tcp://[::1]:"
     )
@@ -164,7 +167,8 @@ def again_at(host: str, before: str, listen: Callable[[str], T]) -> T:
     """Listen at a tcp address of a host: at the one of `before` where that is this host's and free,
     else at any port.
 
-    TransportError where no port can be had."""
+    TransportError where no port can be had.
+    """
     if before and endpoint(host, before.rpartition(":")[2]) == before:
         with contextlib.suppress(TransportError):
             return listen(before)

@@ -31,7 +31,8 @@ The third kills the scheduler of a run that has a standby: without_s, the worker
 scheduler; taken_up_s, what the next one took to begin; steps_before and steps_after, those of the 5
 s before a kill and after it; dip, what share fewer they are; others_restarted, workers that had to
 be started again. Then that of a run without one: gone_s, until no process was left; steps_alone,
-those that were made meanwhile."""
+those that were made meanwhile.
+"""
 
 from __future__ import annotations
 

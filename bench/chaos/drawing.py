@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 class _Book:
     """Appends lines to drawn.jsonl, each in one write, so that processes may share it and a kill
-    loses none."""
+    loses none.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._file = os.open(folder.path / DRAWN, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -45,7 +45,8 @@ def matched(
     blows: Sequence[Blow], faults: Iterable[Mapping[str, Any]]
 ) -> list[tuple[Blow | None, Mapping[str, Any]]]:
     """Each fault of a worker with the last blow to it, by which no other fault is explained; None:
-    not our doing."""
+    not our doing.
+    """
     left, found = list(blows), []
     for fault in sorted(faults, key=lambda line: float(line["at"])):
         causes = [
@@ -107,7 +108,8 @@ def rows_of_faults(
 
 def repeated(drawn: Iterable[Mapping[str, Any]], what: str, source: str) -> list[tuple[float, int]]:
     """Each time that a group was begun, or finished, which had been before: (seconds since 1970,
-    group)."""
+    group).
+    """
     known: set[int] = set()
     found = []
     for line in drawn:
@@ -173,7 +175,8 @@ def rate(times: Sequence[float]) -> float:
 
 def useful(times: Sequence[float], undisturbed: Sequence[float]) -> float | None:
     """Share of the time from the first step to the last that another run takes for as many; None:
-    unknown."""
+    unknown.
+    """
     return rate(times) / rate(undisturbed) if rate(times) and rate(undisturbed) else None
 
 

@@ -1,5 +1,6 @@
 """The part of bench.chaos that kills trainers: whole programs that are resumed, and workers that
-are started again."""
+are started again.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ ENDLESS = "1000000"
 
 def kill_trainers(options: argparse.Namespace, runs: Path, report: Report) -> bool:
     """All kills, five to a run; whether every run is clean, has trained nothing twice, and repeats
-    its losses."""
+    its losses.
+    """
     draw = random.Random(options.seed)
     parts = [
         min(KILLS_A_RUN, options.trainer_kills - done)

@@ -1,5 +1,6 @@
 """Strikes the processes of a run from outside: which there are is read from /proc alone, nothing of
-the run helps."""
+the run helps.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def everyone(scheduler: int) -> list[psutil.Process]:
 
 def targets(scheduler: int) -> dict[str, list[psutil.Process]]:
     """What may be struck, by name: the workers, and what belongs to the pool of each, together
-    under one name."""
+    under one name.
+    """
     found = {}
     for name, process in workers(scheduler).items():
         found[name] = [process]
@@ -103,7 +105,8 @@ class Nemesis:
 
     def lot(self) -> tuple[signal.Signals, float, float]:
         """The next signal, and two numbers from 0 to 1 that say whose it is: the name, and the
-        process of that name."""
+        process of that name.
+        """
         return self._draw.choice(SIGNALS), self._draw.random(), self._draw.random()
 
     def _strike_on(self) -> None:
@@ -137,7 +140,8 @@ class Nemesis:
 
 def _watch(blow: Blow, struck: psutil.Process, parent: psutil.Process, before: set[int]) -> None:
     """Note when a process of a pool was replaced, the pool's server with all below it, or goes on;
-    until its parent ends."""
+    until its parent ends.
+    """
     deadline = time.monotonic() + NOTICED_WITHIN_S
     while time.monotonic() < deadline and parent.is_running():
         is_replaced = not _runs(struck) and _children(parent) - before

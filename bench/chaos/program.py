@@ -1,5 +1,6 @@
 """Starts, watches and ends the program of bench.chaos.run, and resumes and judges what it
-leaves."""
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Program:
         self, command: Sequence[str], said: Path, environment: Mapping[str, str] | None = None
     ) -> None:
         """said: the file that its output is appended to. environment: its whole environment; None:
-        this process's."""
+        this process's.
+        """
         self._said = said
         with said.open("ab") as out:
             self._process = subprocess.Popen(
@@ -52,7 +54,8 @@ class Program:
 
     def until(self, holds: Callable[[], bool], within_s: float, what: str) -> None:
         """Wait until something holds. Errors: Failed, when the program ends before or the time is
-        over."""
+        over.
+        """
         deadline = time.monotonic() + within_s
         while not holds():
             if self.is_over:

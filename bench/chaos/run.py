@@ -4,7 +4,8 @@ and then.
     python -m bench.chaos.run --prompts train.jsonl --eval test.jsonl --steps 100
 
 `drawn.jsonl` in its folder says which groups a generator began and finished, and when, over all of
-its attempts."""
+its attempts.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def reward(
     """The task's; but of a share of the rollouts it never returns, and of another its process ends.
 
     Which ones they are depends on the seed and the rollout's number alone, so no answer is spared
-    or struck more often."""
+    or struck more often.
+    """
     draw = random.Random(f"{seed}/{rollout_id}").random() if hang or crash else 1.0
     if draw < hang:
         while True:

@@ -1,5 +1,6 @@
 """The part of bench.chaos that kills schedulers: one run with a standby, and one whose scheduler
-nobody replaces."""
+nobody replaces.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def kill_schedulers(
 
 def paces_around(times: Sequence[float], moment: float, window_s: float) -> tuple[int, int]:
     """Steps in the window before a moment, and in the one after it; times: of the steps, in
-    order."""
+    order.
+    """
     before = sum(moment - window_s <= each < moment for each in times)
     return before, sum(moment <= each < moment + window_s for each in times)
 

@@ -5,7 +5,8 @@ python -m bench.controller [--workers 64 512 4096] [--seconds 20] [--json FILE] 
 
 The scheduler is the product's, with its sockets over tcp and CURVE, its table, its snapshot and its
 view; agents and workers are played by another process (`bench.controller.played`). Eight workers to
-a host."""
+a host.
+"""
 
 import argparse
 import contextlib

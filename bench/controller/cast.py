@@ -1,5 +1,6 @@
 """The run that is played: its graph, its hosts, and what passes between the two processes before it
-begins."""
+begins.
+"""
 
 import json
 from dataclasses import dataclass

@@ -6,7 +6,8 @@ Case `throughput`: batches of 64 rollouts of about 1,000 tokens are built from f
 sent, received, checked and read. Ours has every guarantee on (credit, acknowledgement, checksum,
 full validation); the others give what they give. Rounds alternate between the systems; the figure
 is the median round. Case `latency`: single rollouts at a fixed rate, from the moment each was due
-until it was read."""
+until it was read.
+"""
 
 import argparse
 import importlib.util

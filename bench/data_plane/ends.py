@@ -1,5 +1,6 @@
 """What a system of the data-plane bench has: a receiving end, and a producer in a process of its
-own."""
+own.
+"""
 
 import time
 from collections.abc import Iterable

@@ -81,7 +81,8 @@ def _torch_producer(pipe: Any, queue: Any) -> None:
 
 class TorchQueue(_Child):
     """torch.multiprocessing.Queue of dictionaries of flat tensors, which travel through shared
-    memory."""
+    memory.
+    """
 
     def __init__(self) -> None:
         import torch.multiprocessing

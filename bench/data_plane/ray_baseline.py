@@ -1,5 +1,6 @@
 """Ray, actor to actor, for comparison only; imported only where Ray is installed. It listens on
-127.0.0.1."""
+127.0.0.1.
+"""
 
 import os
 import queue
@@ -61,7 +62,8 @@ class RayActors:
 
     def receive(self) -> tuple[Arrays, int]:
         """Wait for the round once; then one entry per batch, back-dated by the time that it
-        took."""
+        took.
+        """
         if self._running is not None:
             for taken_ns in ray.get(self._running, timeout=PATIENCE_S):
                 self._taken_ns.put(taken_ns)

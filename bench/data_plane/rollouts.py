@@ -52,7 +52,8 @@ def make(rows: int, tokens: int) -> Rollouts:
 
 def to_batch(rollouts: Rollouts, issued_ns: int) -> pa.RecordBatch:
     """A record batch over the flat arrays; only the mask is copied, to bits (packbits: 8 times
-    pa.array)."""
+    pa.array).
+    """
     arrays = rollouts.arrays
     offsets = pa.array(arrays["offsets"])
     bits = pa.py_buffer(np.packbits(arrays["mask"], bitorder="little"))

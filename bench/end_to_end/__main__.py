@@ -22,7 +22,8 @@ is at work (a slow scorer is, while its calls sleep); startup_s, from the start 
 the end of its first step.
 
 Run it on an idle machine: a pool of two spinning threads on two cores that others use falls far
-behind."""
+behind.
+"""
 
 import argparse
 import importlib.util
@@ -149,7 +150,8 @@ def measure(
 
 def environment(system: str, threads: int) -> dict[str, str]:
     """For plain and trl a thread pool of that size; ours settles the threads of each worker by
-    itself."""
+    itself.
+    """
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_"))
     }

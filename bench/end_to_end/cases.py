@@ -7,7 +7,8 @@ tail         the policy itself makes a heavy tail of lengths: its first characte
              short mode and a long one, each with its own rate of stopping. The reward is as good as
              a coin.
 slow_scorer  sorting with a scorer that takes 50 ms of wall time per rollout, 32 of them at once at
-most."""
+most.
+"""
 
 import math
 import random
@@ -92,7 +93,8 @@ def coin(completion: str, answer: str) -> float:
 
 def make_case(name: str, policies: Path, *, quick: bool) -> Case:
     """A case by its name; `quick` is for a smoke test: the same path with few steps and short
-    tails."""
+    tails.
+    """
     words = tuple(sorting.rows(20_000, seed=0))
     held_out = tuple(sorting.rows(512, seed=1, held_out=True))
     sort = Case(
@@ -162,7 +164,8 @@ def make_policy(case: Case, *, quick: bool) -> Path:
 
 def tail_examples(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
     """(prompt, completion): after each letter a completion ends with the probability of its
-    mode."""
+    mode.
+    """
     draw = random.Random(f"tail-{seed}")
     going_on = {SHORT: 0.5 ** (1 / SHORT_MEDIAN), LONG: 1 - 1 / LONG_MEAN}
     for row in _tail_prompts(count, seed):

@@ -121,7 +121,8 @@ def seconds_to(measured: Measured, level: float | None, warmup: int) -> float | 
     """Seconds from the end of the warm-up until the accuracy was reached, None if it was not.
 
     Between the last evaluation below the level and the first one at it, accuracy is taken as a
-    straight line."""
+    straight line.
+    """
     if level is None:
         return None
     zero = measured.ends[warmup - 1]

@@ -10,7 +10,8 @@ TRL's nearest is loss_type="dr_grpo" with scale_rewards="none", beta=0 and one i
 update per batch the clipped ratio is 1, so its gradient is the same, but divided by
 max_completion_length as well; the clipping norm is divided by the same number, and AdamW takes no
 notice of the scale (its epsilon aside). Our graphs weigh each token by AIPO's importance ratio,
-which is 1 in the synchronous one."""
+which is 1 in the synchronous one.
+"""
 
 import importlib
 import random
@@ -39,7 +40,8 @@ def run_system(system: str, case: Case, *, seed: int, threads: int, born: float)
 
 def cooldown(system: str) -> int:
     """Steps at the end of a run that are not counted: the asynchronous generator has then run out
-    of prompts."""
+    of prompts.
+    """
     return ASYNC_STALENESS + 1 if system == "async" else 0
 
 
@@ -50,7 +52,8 @@ def total_steps(system: str, case: Case) -> int:
 
 def run_plain(case: Case, *, seed: int, threads: int, born: float) -> Measured:
     """The loop of `plain_loop`, of its parts, with as many calls of the reward at once as the case
-    allows."""
+    allows.
+    """
     import torch
 
     from bench.end_to_end.plain_loop import generate, load, update
@@ -80,7 +83,8 @@ def run_plain(case: Case, *, seed: int, threads: int, born: float) -> Measured:
 
 def run_trl(case: Case, *, seed: int, threads: int, born: float) -> Measured:
     """TRL's GRPOTrainer on the CPU: one generation, one forward and backward, one update per
-    step."""
+    step.
+    """
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback

@@ -118,7 +118,8 @@ def measured(
 
 def worlds_s(numbers: Sequence[int], wanted: argparse.Namespace) -> list[float]:
     """What the worlds of a group of episodes take, by the number of its prompt; all episodes of the
-    group together."""
+    group together.
+    """
     turns = range(wanted.turns)
     return [
         GROUP_SIZE * sum(world_s(number, turn, wanted.scale) for turn in turns)

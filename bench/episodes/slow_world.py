@@ -1,5 +1,6 @@
 """The world of `bench.episodes`: a class of tools as TRL's `environment_factory` takes them, which
-takes its time."""
+takes its time.
+"""
 
 import asyncio
 import random
@@ -17,7 +18,8 @@ def world_s(number: int, turn: int, scale: float) -> float:
 
 class SlowWorld:
     """Takes words, and its time; the share of their letters that stand early in the alphabet is the
-    reward."""
+    reward.
+    """
 
     def reset(self, number: int, scale: float, **_: Any) -> None:
         """Begin the world of a prompt."""

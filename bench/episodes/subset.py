@@ -1,5 +1,6 @@
 """A system that is too slow for all episodes runs some of them: which, and what all would have
-taken."""
+taken.
+"""
 
 from collections.abc import Sequence
 from typing import TypeVar

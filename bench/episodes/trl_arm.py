@@ -19,7 +19,8 @@ from bench.episodes.subset import together_s
 
 def main(settings: dict[str, Any]) -> dict[str, Any]:
     """Train for as many steps as the episodes are; busy is what its method for one turn of a batch
-    takes, waited_s the time in which a world was at work."""
+    takes, waited_s the time in which a world was at work.
+    """
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

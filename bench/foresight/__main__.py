@@ -16,7 +16,8 @@ the same rows, a regression on the number of devices and the mean of the others.
 constants are those of bench.foresight.constants, which --fit prints; a system that is not among
 them gets the mean of those. OUT has a line per row: its columns and predicted_s. With --generator
 each device, and each model, is left out of the runs to which seven constants of a server's step are
-fitted, and is predicted."""
+fitted, and is predicted.
+"""
 
 from __future__ import annotations
 
@@ -191,7 +192,8 @@ def fit(rows: Path, models: Path, path: Path | None) -> int:
 
 def predict(rows: Path, models: Path, path: Path | None) -> int:
     """A line per row. Status 1 when one cannot be predicted: its line says why, and has no
-    predicted_s."""
+    predicted_s.
+    """
     known, failed, lines = read_models(models), False, []
     for row in read_rows(rows):
         line: dict[str, object] = {**row}
@@ -236,7 +238,8 @@ def practice_of(system: str) -> Practice:
 
 def rates_of(system: str, known: Mapping[str, Rates] = FITTED) -> Rates:
     """Those fitted to a system; of one that is not known, the geometric means of those whose name
-    begins alike, or of all."""
+    begins alike, or of all.
+    """
     if system in known:
         return known[system]
     alike = {

@@ -10,7 +10,8 @@ others, of two with ranks and of two with threads.
 Graphs are as those of `--own`. Rounds are interleaved: all placements of all graphs once, then
 those again that may be the fastest. The noise is that of runs made twice, pooled over all; a
 placement ties with the fastest where the difference of their means is within what this noise makes
-in 95 of 100 cases."""
+in 95 of 100 cases.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def choice(
     rounds: int,
 ) -> int:
     """Calibrate; of each graph run all placements, and see which one was chosen. names: of graphs;
-    none: all ten. seconds: after which no run is begun."""
+    none: all ten. seconds: after which no run is begun.
+    """
     from dataflow.foresight.calibration import calibrate, described
     from dataflow.foresight.seen import look
 
@@ -108,7 +110,8 @@ def _runs(
     graphs: Sequence[Trial], policies: Path, making: Rounds, rounds: int
 ) -> dict[str, dict[str, list[SeenRun]]]:
     """Of each graph its runs, by how one asks for the placement: in the first round one placement
-    of each graph after the other, in later ones those that may be the fastest."""
+    of each graph after the other, in later ones those that may be the fastest.
+    """
     from dataflow.foresight.seen import look
 
     ways = {trial.name: placements(trial, policies) for trial in graphs}

@@ -1,5 +1,6 @@
 """What `python -m bench.foresight --fit` has found for each system, on the rows of
-../shared/data/calibration."""
+../shared/data/calibration.
+"""
 
 from __future__ import annotations
 

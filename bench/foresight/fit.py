@@ -1,5 +1,6 @@
 """Two constants per system, fitted to some of its rows to predict the others; beside them what one
-would try first."""
+would try first.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ says; products reach 10 to 70%."""
 
 def fitted(runs: Sequence[Run]) -> Rates:
     """The shares of data-sheet rates, each at most 1, at which the logarithms of predictions are
-    nearest."""
+    nearest.
+    """
 
     def badness(memory: NDArray[np.float64], compute: NDArray[np.float64]) -> NDArray[np.float64]:
         far = (

@@ -1,5 +1,6 @@
 """Seconds per token of measured serving runs, predicted for a device or a model that the constants
-have not seen."""
+have not seen.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from bench.foresight.measured import Served, holding, read_served
 from bench.report import Report
 from dataflow.errors import GraphError
 from dataflow.foresight.kernel_tables import PACKAGE, folder, version
-from dataflow.foresight.serving import ServerConstants
+from dataflow.foresight.steps import ServerConstants
 
 _LEAST = 0.02
 """Relative errors below it weigh as squares, those above as they are, so that a few wrong rows turn
@@ -140,7 +141,8 @@ def generator(path: Path | None) -> int:
 
 def composed(rows: Iterable[Served]) -> list[tuple[Served, float]]:
     """By measured kernels: a step of the batch, and prompts that come in meanwhile; of rows that
-    have tables."""
+    have tables.
+    """
     found = []
     for row in rows:
         if row.kernels is None:

@@ -3,7 +3,8 @@ what each did.
 
 A row of its systems/silicon_sample.csv is one run of a server: mean milliseconds to the first token
 and per token after it, of so many requests at once with prompts and answers of one length.
-Aggregated: prompts are taken in between the steps of those that decode."""
+Aggregated: prompts are taken in between the steps of those that decode.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +19,8 @@ from pathlib import Path
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts
-from dataflow.foresight.kernels import Kernels
 from dataflow.foresight.links import PER_LAYER
-from dataflow.foresight.serving import TokenCost, WeightFormat, step
+from dataflow.foresight.steps import Kernels, TokenCost, WeightFormat, step
 from transport.weights.costs.decoder import Decoder
 
 ROWS = "systems/silicon_sample.csv"
@@ -98,7 +98,8 @@ class Known:
 
 def read_model(package: Path, name: str) -> Known:
     """By the package's copy of its config. GraphError where there is none, or none that is
-    known."""
+    known.
+    """
     path = package / "model_configs" / f"{_CONFIGS.get(name, name).replace('/', '--')}_config.json"
     try:
         config = json.loads(path.read_text("utf-8"))
@@ -124,7 +125,8 @@ def read_model(package: Path, name: str) -> Known:
 
 def read_served(package: Path, backend: str = "vllm") -> list[Served]:
     """All aggregated rows of a server on the three devices. GraphError where the package has
-    none."""
+    none.
+    """
     path, known = package / ROWS, dict[str, Known]()
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -203,7 +205,8 @@ def _step(
 @cache
 def _kernels(form: WeightFormat, model: Known, kind: str, ranks: int) -> Kernels | None:
     """fp8 of scaled blocks by the table of whole tensors: that of blocks has launches in it, 60 to
-    180 us a product."""
+    180 us a product.
+    """
     if model.window:
         return None
     return Kernels(
@@ -217,7 +220,8 @@ def _kernels(form: WeightFormat, model: Known, kind: str, ranks: int) -> Kernels
 
 def _form(row: Mapping[str, str], model: Known) -> WeightFormat:
     """Formats by the checkpoints' configs: 4 bits are of the experts alone where there are some,
-    mxfp4 gpt-oss's."""
+    mxfp4 gpt-oss's.
+    """
     name = FORMS[row["precision"]]
     if not model.counts.routed or name in ("bfloat16", "fp8"):
         return WeightFormat(dense=name, experts=name)
@@ -230,7 +234,8 @@ def _whole(row: Mapping[str, str], column: str, otherwise: int = 0) -> int:
 
 def holding(rows: Sequence[Served]) -> tuple[list[Served], Counter[str]]:
     """Rows whose description holds together; how many do not, by why. No rule looks at an error of
-    a prediction."""
+    a prediction.
+    """
     kept, why, met = [], Counter[str](), set[tuple[object, ...]]()
     for row in rows:
         if row.key in met:

@@ -8,7 +8,8 @@ cores. Rewards are drawn at random for each rollout, the learning rate is next t
 have learned nothing, so that texts stay what they are, siblings differ, and every group has a
 signal: what is predicted is seconds and staleness, not learning. A prediction knows the graph, its
 placement, the constants of the two runs, and how long that policy's texts are: the first run that
-has them says so."""
+has them says so.
+"""
 
 from __future__ import annotations
 
@@ -239,7 +240,8 @@ def own(
 ) -> int:
     """Calibrate, foresee, run, compare. kept: where run folders stay; those that are there are not
     run again. seconds: after which no run is begun; what there is then is compared. rounds: every
-    run is made so often, one after the other."""
+    run is made so often, one after the other.
+    """
     from dataflow.foresight.calibration import calibrate, described
     from dataflow.foresight.seen import look
 

@@ -1,5 +1,6 @@
 """Published runs as the cost model sees them: what their sources say, and one stated assumption per
-system."""
+system.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +148,8 @@ class Run:
 
     def predicted_s(self, rates: Rates) -> float:
         """With these constants: the longest where they overlap, or their sum; weights after
-        either."""
+        either.
+        """
         both = self.generation.seconds(rates), self.training.seconds(rates)
         busy = max(*both, self.waits.seconds(rates)) if self.overlaps else sum(both)
         return busy + self.exchange.seconds(rates)
@@ -195,7 +197,8 @@ def seen(
     """A row that is understood by the cost model: of the ways that its source leaves open, the
     fastest at these rates.
 
-    KeyError for a model that `models` lacks."""
+    KeyError for a model that `models` lacks.
+    """
 
     def number(column: str, otherwise: float) -> float:
         return number_of(row, column, otherwise)
@@ -280,7 +283,8 @@ def cuts(model: Counts, kind: DeviceKind) -> list[tuple[int, int]]:
     """Ranks of tensor parallelism within a node, and stages, that hold what is trained: the fewest,
     and up to a node.
 
-    Weights and gradients in two bytes, and the optimizer's state."""
+    Weights and gradients in two bytes, and the optimizer's state.
+    """
     need = (2 + 2 + STATE_BYTES) * model.parameters
     within = [
         ranks
@@ -297,7 +301,8 @@ def cuts(model: Counts, kind: DeviceKind) -> list[tuple[int, int]]:
 
 def fitting(replica: GeneratorReplica, tokens: float, rates: Rates) -> list[GeneratorReplica]:
     """With each tensor parallelism within a node, or the least beyond, whose cache holds 32
-    rollouts."""
+    rollouts.
+    """
     found: list[GeneratorReplica] = []
     for ranks in (1, 2, 4, 8, 16, 32):
         each = replace(replica, tensor_parallel=ranks)

@@ -1,5 +1,6 @@
 """Runs of our own on this machine's cores, made in interleaved rounds, piece by piece: those that
-are there stay."""
+are there stay.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ class Processor:
 
 class Rounds:
     """Makes runs until its time is over; one that others disturbed is made again, while there is
-    time."""
+    time.
+    """
 
     def __init__(self, kept: Path, seconds: float | None) -> None:
         self.kept, self.missing = kept, 0
@@ -104,7 +106,8 @@ class Rounds:
 
     def run(self, planned: Iterable[Planned]) -> dict[str, list[Path]]:
         """Make those that are not there, one after the other; run folders by name. `missing` counts
-        what is left."""
+        what is left.
+        """
         found: dict[str, list[Path]] = {}
         for each in planned:
             path = each.made(self.kept)
@@ -164,7 +167,8 @@ class Noise:
 
     def tie(self, one: Measured, other: Measured) -> float:
         """Share by which the first may be slower than the second, and 95% sure be no slower in
-        truth."""
+        truth.
+        """
         known = max(each for each in _T_95 if each <= self.freedom)
         return math.expm1(
             _T_95[known] * self.deviation * math.sqrt(1 / len(one.steps_s) + 1 / len(other.steps_s))

@@ -1,5 +1,6 @@
 """Rows of published steps as they come: odd names, numbers and gaps are read as what they are
-nearest to, and told."""
+nearest to, and told.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def understood(
     """The row with names and numbers that are known, the model's dimensions, and what was taken for
     what.
 
-    GraphError where a row says nothing that a prediction needs."""
+    GraphError where a row says nothing that a prediction needs.
+    """
     told: list[str] = []
     found = dict.fromkeys(("system", "model", "mode", "gpu", *NUMBERS, "staleness"), "") | dict(row)
     for name in (*NUMBERS, "staleness"):
@@ -107,7 +109,8 @@ def nearest_model(name: str, models: Mapping[str, Counts]) -> str:
 
 def sized(name: str) -> Counts:
     """A dense decoder of as many parameters as a name says, as wide as such ones are. GraphError
-    where it says none."""
+    where it says none.
+    """
     found = _SIZE.findall(name)
     if not found:
         raise GraphError(

@@ -20,8 +20,8 @@ from rich.console import Console
 from bench.report import Report
 from dataflow import Graph, Model
 from dataflow.foresight.choice.search import Objective, choose
+from dataflow.foresight.command import read_devices
 from dataflow.foresight.foresee import foresee
-from dataflow.foresight.spec import read_devices
 
 STEPS = 200
 
@@ -112,7 +112,8 @@ def search(path: Path | None) -> int:
 
 def command(folder: Path) -> dict[str, float]:
     """Seconds of the command as a user types it, from the start of its process; folder: `build` was
-    called with it."""
+    called with it.
+    """
     prompts = folder / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "2+2=", "answer": "4"}) + "\n")
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -6,7 +6,8 @@ hand.
 
 `auto` searches all ways (dataflow/foresight/choice). The ways by hand have the trainer on one kind
 and the generator on the other, or give each operator half of each kind; of these, too, the best of
-the generator's knobs is taken."""
+the generator's knobs is taken.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +22,16 @@ from rich.console import Console
 
 from bench.report import Report
 from dataflow import Graph, GraphError, Model
-from dataflow.foresight.choice.candidates import Candidate, generators
-from dataflow.foresight.choice.learners import best_learner, learners, step_of
+from dataflow.foresight.choice.candidates import (
+    Candidate,
+    best_learner,
+    generators,
+    learners,
+    step_of,
+)
 from dataflow.foresight.choice.search import Way, choose, foreseen_of
+from dataflow.foresight.command import read_devices
 from dataflow.foresight.rates import ASSUMED
-from dataflow.foresight.spec import read_devices
 from dataflow.foresight.workload import Workload
 from dataflow.planning.hosts import Devices
 

@@ -17,7 +17,8 @@ start to the last end; `steady` only as long as rollouts were waiting to start. 
 need more than --limit-s gets fewer rollouts, and its row says how many.
 
 Run it on an idle machine. vLLM runs where DATAFLOW_VLLM_PYTHON names the interpreter of an
-environment that has it."""
+environment that has it.
+"""
 
 import argparse
 import statistics
@@ -174,7 +175,8 @@ def run_case(
 
 def affordable(load: Load, warm: Made, limit_s: float) -> Load:
     """As much of the load as the pace of the warm-up lets one hope for within the limit, in whole
-    rounds in flight."""
+    rounds in flight.
+    """
     rollouts = int(limit_s * len(warm.lengths) / warm.seconds)
     if rollouts > load.in_flight:
         rollouts -= rollouts % load.in_flight
@@ -183,7 +185,8 @@ def affordable(load: Load, warm: Made, limit_s: float) -> Load:
 
 def check(made: Made, load: Load) -> None:
     """Raises RuntimeError where rollouts have other lengths than were asked for: the figures would
-    mean nothing."""
+    mean nothing.
+    """
     wrong = [
         i
         for i, (found, asked) in enumerate(zip(made.lengths, load.lengths, strict=True))

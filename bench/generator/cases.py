@@ -52,7 +52,8 @@ SIZES = {
 @dataclass(frozen=True)
 class Load:
     """Groups of rollouts in the order in which they start; how long each rollout gets is fixed
-    beforehand."""
+    beforehand.
+    """
 
     in_flight: int
     """Rollouts in work at the same time."""
@@ -115,7 +116,8 @@ def percentile(lengths: Sequence[int], percent: int) -> int:
 
 def make_policy(folder: Path, size: str, seed: int = 0) -> Path:
     """Save a random Llama without an end token, and a tokenizer of words `w1 w2 ...`, one token
-    each."""
+    each.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -125,7 +125,8 @@ class Driven:
 
     def _starts(self, load: Load, waiting: deque[int]) -> list[Any]:
         """Groups that start now; rollouts of a group that have limits of their own share its
-        prompt's pages."""
+        prompt's pages.
+        """
         from operators.engine.results import PromptStart
 
         starts = []
@@ -165,7 +166,8 @@ def ours(setting: Setting) -> System:
 
 def vllm_cpu(setting: Setting) -> System:
     """vLLM, from the environment that DATAFLOW_VLLM_PYTHON names; compiled where its environment
-    can compile."""
+    can compile.
+    """
     from dataflow.model import Model
     from operators.engine.sampling_params import Sampling
     from operators.engine.vllm.engine import VllmEngine

@@ -115,7 +115,8 @@ class Generating:
 
     def run(self, load: Load) -> tuple[int, float, int]:
         """Push all prompts and work until every rollout is done: tokens, seconds, versions
-        adopted."""
+        adopted.
+        """
         from dataflow.runtime import Batch
 
         before, tokens = self._version(), 0
@@ -160,7 +161,8 @@ def _drawn(records: pa.RecordBatch) -> int:
 @contextmanager
 def planes(policy: Path, precision: str) -> Iterator[tuple[str, Any]]:
     """A publisher process: the address of the plane that it serves, and how to tell it which arm is
-    on."""
+    on.
+    """
     with tempfile.TemporaryDirectory() as folder:
         addresses = [f"ipc://{folder}/{name}" for name in ("served", "elsewhere")]
         child = subprocess.Popen(
@@ -188,7 +190,8 @@ def planes(policy: Path, precision: str) -> Iterator[tuple[str, Any]]:
 
 def publish(served: str, elsewhere: str, policy: Path, precision: str) -> None:
     """The publisher: versions of the policy to either plane, as the arm that is named on stdin
-    says, until its end."""
+    says, until its end.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

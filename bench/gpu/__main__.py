@@ -16,7 +16,8 @@ tilings of the kernel. weights: new versions from one process to another on the 
 bench.gpu.weights. trainer: one training step of a 1.7 B model in several ways, see
 bench.gpu.trainer. shared: a whole graph with generator and trainer on this GPU, see
 bench.gpu.shared. A row that exceeds its time stops there, and `tokens` says how far it came; what
-does not fit into --minutes is skipped."""
+does not fit into --minutes is skipped.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ class Clock:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; the exit status is 1 when a test or a system failed, 2 where there is no
-    GPU."""
+    GPU.
+    """
     options = parser().parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():

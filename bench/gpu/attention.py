@@ -37,7 +37,8 @@ def measure_attention(
     load: Load,
 ) -> None:
     """Time of one layer with each tiling, and the share of the bandwidth; after `seconds`, the rest
-    is skipped."""
+    is skipped.
+    """
     from operators.engine.attention import decode
 
     end = time.monotonic() + seconds
@@ -74,7 +75,8 @@ def _calls(
     shape: Shape, load: Load, device: torch.device, attend: Callable[..., torch.Tensor]
 ) -> tuple[Callable[[], None], int]:
     """Attention of a few layers with memory of their own, rows in the middle of their completions;
-    bytes of one."""
+    bytes of one.
+    """
     from operators.engine.attention import AttentionLayout
     from operators.engine.kv_cache import KVCache
     from operators.engine.pages import PAGE, pages_for

@@ -5,7 +5,8 @@ asynchronous.
 
 max_staleness 0 (sync) and 4 (async); rollouts_per_s over the steps after the first ones, of a model
 of random weights whose completions are all as long as they may be. Each graph is run by a process
-of its own."""
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def measure_shared(
     """A row for the synchronous graph and for the asynchronous one, each in a process of its own;
     whether none failed.
 
-    left: seconds for everything that is still to come."""
+    left: seconds for everything that is still to come.
+    """
     whole = True
     for system in STALENESS:
         most = min(SHARED_S, left())
@@ -154,7 +156,8 @@ def shared_figures(
     metrics: Sequence[dict[str, Any]], sharing: Sharing, efficiency: float
 ) -> dict[str, Figure]:
     """Over the steps that count: without the first, and those for which nothing is generated any
-    more meanwhile."""
+    more meanwhile.
+    """
     counted = metrics[sharing.warm - 1 : sharing.warm + sharing.steps]
     seconds = counted[-1]["seconds"] - counted[0]["seconds"]
     return {

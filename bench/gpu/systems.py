@@ -125,11 +125,11 @@ def prompts(load: Load, vocabulary: int) -> list[Any]:
 
 def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
     """Our engine, driven as the generator drives it."""
+    from operators.engine.build import adapt
     from operators.engine.cuda.fuse import fuse_layers
     from operators.engine.decode import Engine
     from operators.engine.results import PromptStart
     from operators.engine.sampling_params import Sampling
-    from operators.engine.self_test import adapt
 
     begun = time.monotonic()
     choice = OURS[system]
@@ -138,7 +138,7 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
     if cuda and choice["kernels"] and proof.kernel is None:
         raise RuntimeError(
             "the Triton kernel does not serve this model, or gave other logits; see"
-            " operators.engine.self_test"
+            " operators.engine.build"
         )
     if choice["fused"]:
         fuse_layers(model)
@@ -222,7 +222,8 @@ def bytes_read(
     and values once.
 
     shared: full pages of a group's prompt count once per group. The first token of each comes from
-    its prefill."""
+    its prefill.
+    """
     steps = max(lengths, default=0)
     common = load.prompt // 16 * 16 if shared else 0
     positions = sum(

@@ -10,7 +10,8 @@ publish_ms: how long the trainer is held up. adopt_ms: how long the generator is
 the start of the publish until the generator can compute with the version. floor_ms: the bytes once
 read and once written, at the bandwidth of a device-to-device copy in the same run; over_floor:
 visible_ms in units of it. Ours also proves each version by its checksum, on both sides. Medians;
-every version's values are checked, outside of what is timed."""
+every version's values are checked, outside of what is timed.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def measure_weights(
 
 def split(parameters: int, count: int) -> list[int]:
     """Elements of each of `count` tensors that hold so many parameters, the last one what is left
-    over; as those of models, all but that are multiples of 64."""
+    over; as those of models, all but that are multiples of 64.
+    """
     each = parameters // count // 64 * 64 or parameters // count
     return [*[each] * (count - 1), parameters - each * (count - 1)]
 
@@ -141,7 +143,8 @@ class _Generator:
 
     def hear(self, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """What it answers; RuntimeError with its error, when it is gone, or when it takes too
-        long."""
+        long.
+        """
         until = time.monotonic() + ANSWER_S
         while not self._pipe.poll(0.0002):
             meanwhile()
@@ -194,7 +197,8 @@ def _trainer(
     generator: _Generator, system: str, weights: Tensors, device: torch.device, folder: Path
 ) -> Iterator[tuple[Callable[[int], object], Callable[[], None]]]:
     """(how to publish a version, what to do while the generator works), once the generator is
-    ready."""
+    ready.
+    """
     shapes = [tensor.numel() for tensor in weights.values()]
     if system == "torch_shared":
         shared = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
@@ -242,7 +246,8 @@ def make(shapes: list[int], device: torch.device) -> Tensors:
 
 def generate(pipe: Connection, place: str) -> None:
     """The other process: a case arrives, then versions of it; each answer is a Timed, or the text
-    of an error."""
+    of an error.
+    """
     device = torch.device(place)
     torch.set_num_threads(1)
     with suppress(EOFError):

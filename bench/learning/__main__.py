@@ -16,7 +16,8 @@ effective share of the tokens; dropped groups; seconds. With --resume, runs that
 already are not made again. No run begins after --minutes. The table shows means over the seeds,
 `spread` their standard deviation, and `difference`, the mean of the differences to synchronous AIPO
 with the same seed, with its standard error; the picture, accuracy against rollouts, is drawn beside
-FILE."""
+FILE.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +151,8 @@ def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
 
 def _policies(options: argparse.Namespace, names: Sequence[str]) -> tuple[str, str]:
     """Folders of policy and teacher, made unless they stand there; where no teacher is asked, the
-    policy is both."""
+    policy is both.
+    """
     from graphs.tasks.calculator import warm
 
     size = {"layers": 1, "width": 16} if options.tiny else {}

@@ -1,5 +1,6 @@
 """The algorithms of the learning bench as data: what each one changes in the graph of synchronous
-AIPO."""
+AIPO.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def build(
     prompts.
 
     teacher: folder of the model that distillation asks. every_steps: between evaluations on
-    `held_out`."""
+    `held_out`.
+    """
     algorithm = ALGORITHMS[name]
     g, model = Graph(name), Model(policy)
     generator = Generator(model, group_size=GROUP_SIZE, max_tokens=calculator.MAX_TOKENS)

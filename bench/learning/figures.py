@@ -1,5 +1,6 @@
 """The figures of the learning bench: of one run from its metrics, and of all runs of an
-algorithm."""
+algorithm.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def row_of(metrics: Sequence[Mapping[str, Any]], group_size: int, total: int) ->
     """The figures of a run that generated `total` rollouts, from the lines of its metrics.jsonl.
 
     Rollouts of dropped groups count as well; groups that were dropped after the last step are in
-    `total` alone."""
+    `total` alone.
+    """
     steps = sorted(
         (line for line in metrics if line.get("node") == TRAINER),
         key=lambda line: int(line["step"]),
@@ -53,7 +55,8 @@ def curve_of(line: Mapping[str, Any]) -> list[Point]:
 
 def mean_curve(lines: Sequence[Mapping[str, Any]]) -> list[Point]:
     """Means over the seeds of the points that all of them have; they are evaluated after the same
-    steps."""
+    steps.
+    """
     curves = [curve_of(line) for line in lines]
     return [
         (
@@ -66,7 +69,8 @@ def mean_curve(lines: Sequence[Mapping[str, Any]]) -> list[Point]:
 
 def summary(lines: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str, Any]]:
     """A row for each algorithm, in the order in which they first occur; failed runs are left out
-    and counted."""
+    and counted.
+    """
     good = [line for line in lines if "failed" not in line]
     base = {line["seed"]: line["accuracy"] for line in good if line["system"] == baseline}
     rows = []

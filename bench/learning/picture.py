@@ -1,5 +1,6 @@
 """The picture of the learning bench: accuracy against rollouts as SVG, a line per algorithm, named
-at its end."""
+at its end.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def picture(
     evaluated: str = "steps",
 ) -> str:
     """The mean curve of each algorithm over its seeds; failed runs are left out. evaluated: what is
-    held out."""
+    held out.
+    """
     good = [line for line in lines if "failed" not in line]
     names = list(dict.fromkeys(line["system"] for line in good))
     curves = {name: mean_curve([line for line in good if line["system"] == name]) for name in names}
@@ -98,7 +100,8 @@ def _drawn(curves: Mapping[str, Sequence[Point]], evaluated: str) -> list[str]:
 
 def apart(wanted: Sequence[float], distance: float) -> list[float]:
     """Places as near to the wanted ones as it takes for neighbours to be so far apart, in their
-    order."""
+    order.
+    """
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     blocks: list[tuple[float, int]] = []
     """(sum of where its members want its first one, how many they are) of neighbours that touch."""
@@ -117,6 +120,7 @@ def apart(wanted: Sequence[float], distance: float) -> list[float]:
 
 def _first(block: tuple[float, int]) -> float:
     """Where the first of a block stands, so that its members are as near to their wishes as can
-    be."""
+    be.
+    """
     total, count = block
     return total / count

@@ -16,7 +16,8 @@ differs there is chance. cpu_more_percent: by how many percent the run's process
 processor time for a step, in the same way. server_cpu, client_cpu: percent of one processor. idle:
 percent of all processors that nobody took. FILE keeps all windows: a further call goes on with it,
 so that the measurement can be made in short pieces, each with the machine for itself; windows in
-which others took more than 3% of it do not count."""
+which others took more than 3% of it do not count.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ its pace.
 It takes as little of a processor as it can, and goes last (SCHED_IDLE): what a browser makes of an
 answer is none of the server's. It is told on its standard input how many pages there are from now
 on, a line each time: a number, or `never` for one that takes no answers; after each it prints what
-was done since the line before, as JSON."""
+was done since the line before, as JSON.
+"""
 
 import json
 import os

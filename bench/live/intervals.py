@@ -1,5 +1,6 @@
 """What windows beside each other say: the difference that a page makes, and between which bounds it
-lies; pure."""
+lies; pure.
+"""
 
 import math
 import statistics
@@ -51,7 +52,8 @@ def differences(
     same kind, which is 0 but for chance.
 
     windows: in the order in which they were, each with its `piece`; in a piece every second one is
-    of `none`."""
+    of `none`.
+    """
     found: list[float] = []
     step = 2 if case == none else 1
     for at in range(step, len(windows) - step):
@@ -69,14 +71,16 @@ def differences(
 
 def percent_less(values: Sequence[float]) -> tuple[float, float, float]:
     """By how many percent a figure is lower, and the bounds of that: from the logarithms of its
-    ratios."""
+    ratios.
+    """
     mean, low, high = (100 * (1 - math.exp(value)) for value in interval(values))
     return mean, high, low
 
 
 def counting(windows: Sequence[Window]) -> list[Window]:
     """The same windows, with no case where others took too much of the machine, or no step was
-    made."""
+    made.
+    """
     return [
         (
             each
@@ -89,7 +93,8 @@ def counting(windows: Sequence[Window]) -> list[Window]:
 
 def compared(counted: Sequence[Window], case: str, none: str = NONE) -> dict[str, Any]:
     """Columns of a table: how windows of a case differ from those of `none`; empty where there are
-    none to compare."""
+    none to compare.
+    """
     slower = differences(counted, case, lambda each: float(each["steps_per_s"]), none)
     dearer = differences(counted, case, lambda each: float(each["cpu_per_step"]), none)
     if not slower:

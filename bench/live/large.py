@@ -1,5 +1,6 @@
 """The folder of a run as large as a page is to show, by the writers of runs, and what its scheduler
-would say."""
+would say.
+"""
 
 from pathlib import Path
 from typing import Any

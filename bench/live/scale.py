@@ -7,7 +7,8 @@ seconds until the server has answered, the first time and the median of the next
 browser (headless Chromium, with a software renderer): seconds until the page shows charts, nodes
 and rollouts; milliseconds between two frames over ten seconds in which it is asked for a frame all
 the time, median, 95th percentile and longest; milliseconds in tasks longer than 50 ms a second;
-seconds of its processor a second."""
+seconds of its processor a second.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from rich.console import Console
 from bench.live.large import graph_of, told, write
 from bench.report import Report
 from dataflow.folder.run_folder import RunFolder
-from dataflow.live.answers import PageAnswers
+from dataflow.live.command import PageAnswers
 from dataflow.live.server import PageServer
 
 TOKEN = "bench"

@@ -49,7 +49,8 @@ def carried(
     temporary: Path, module: str, policy: Path | None, *more: str
 ) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     """The sorting demo without end, as `python -m MODULE --carry FOLDER` is it, once it has made
-    some steps: its metrics.jsonl, and its process."""
+    some steps: its metrics.jsonl, and its process.
+    """
     policy = policy or temporary / "policy"
     build(policy=str(policy))
     command = [
@@ -86,7 +87,8 @@ def said_line(process: subprocess.Popen[str], who: str, within_s: float = LINE_S
     """The next line of a process. Raises RuntimeError where it says none within so many seconds,
     after which it is killed, or has ended.
 
-    who: for the error."""
+    who: for the error.
+    """
     assert process.stdout is not None
     late = threading.Timer(within_s, process.kill)
     late.start()
@@ -182,7 +184,8 @@ class Beside:
 
     def _told(self) -> dict[str, int]:
         """What pages have done since they were told how many they are, which they are told
-        again."""
+        again.
+        """
         assert self._clients.stdin is not None
         self._clients.stdin.write(f"{self._pages}\n")
         self._clients.stdin.flush()
@@ -191,7 +194,8 @@ class Beside:
 
     def _spent(self) -> dict[str, float]:
         """Processor seconds so far: of the run, the server, the pages, of all together, and of
-        nobody."""
+        nobody.
+        """
         machine = psutil.cpu_times()
         idle = machine.idle + machine.iowait
         run = [self._place.run, *self._place.run.children(recursive=True)]
@@ -215,7 +219,8 @@ def cpu_of(process: psutil.Process) -> float:
 
 def steps_of(metrics: Path, begin: int) -> tuple[float, int]:
     """Steps per second of the lines from a place on, and how many; 0 where there are less than
-    two."""
+    two.
+    """
     with metrics.open("rb") as file:
         file.seek(begin)
         lines = [

@@ -29,7 +29,8 @@ process_mib     what the same process held at the most in the same run of a mode
                 nothing: Python, torch and whatever else is imported, sockets, the generator's cache
 
 A phase is told from the run's folder, a few hundredths of a second late. Run it on a machine with
-memory to spare."""
+memory to spare.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def watch(millions: int, trainer: int, generator: int) -> tuple[dict[str, int], dict[str, Held]]:
     """A run and its resume: `program.facts` of its model, and what its processes held. Errors:
-    Failed."""
+    Failed.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         given = [

@@ -1,5 +1,6 @@
 """The run that is watched: a model of random weights, GRPO's streams, a checkpoint every other
-step."""
+step.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def write(folder: Path, size: Size) -> None:
 def facts(folder: Path) -> dict[str, int]:
     """Of a model, in bytes. weights: all of it. layer: the most that FSDP2 gathers at once.
     activations: what autograd keeps of a step's rollouts for the backward pass, beside the weights,
-    on one rank."""
+    on one rank.
+    """
     import torch
 
     from operators.models.loading import load_model

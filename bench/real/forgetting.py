@@ -1,5 +1,6 @@
 """What a model has lost of what it knew: perplexity of texts, and how far it has gone from where it
-started."""
+started.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def windows(tokenizer: Any, text: str) -> Iterator[Scored]:
 
 def solutions(tokenizer: Any, folder: Path) -> Iterator[Scored]:
     """GSM8K's worked solutions, each given its question; what they note for a calculator is left
-    out."""
+    out.
+    """
     for row in rows_of_gsm8k(folder)[:SOLUTIONS]:
         question = tokenizer.encode(row["question"] + "\n", add_special_tokens=False)
         solution = tokenizer.encode(re.sub(r"<<.*?>>", "", row["answer"]), add_special_tokens=False)
@@ -174,7 +176,8 @@ def answers(task: Task, folder: Path) -> list[Scored]:
 @torch.inference_mode()
 def kl_of(model: Any, first: Any, texts: Sequence[Scored]) -> tuple[float, int]:
     """Mean of KL(model || first) over the scored tokens' places, nats, each over the whole
-    vocabulary; their number."""
+    vocabulary; their number.
+    """
     total, count = 0.0, 0
     for ids, given in texts:
         tokens = torch.tensor(ids)[None, :-1]

@@ -1,5 +1,6 @@
 """One step's rollouts by a generator alone: our engine, vLLM behind the same methods, and
-`model.generate`."""
+`model.generate`.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ class EngineStep:
 
 class HfStep:
     """The same by transformers' `model.generate`: one batch, prompts repeated and padded at the
-    left."""
+    left.
+    """
 
     def __init__(self, task: Task, folder: str, threads: int) -> None:
         """Load the model."""
@@ -185,7 +187,8 @@ def stages(step: EngineStep) -> Counts:
     drawing.
 
     decode_computed: rows that were computed; rollouts of a group that have drawn the same tokens
-    are one."""
+    are one.
+    """
     engine, spent = step.engine, dict.fromkeys(COUNTED, 0.0)
     forward, draw = engine._forward, engine._draw
 

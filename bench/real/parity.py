@@ -1,5 +1,6 @@
 """Held-out accuracy after the same rollouts, by how stale they may be: AIPO, and plain policy
-gradient beside it."""
+gradient beside it.
+"""
 
 from __future__ import annotations
 

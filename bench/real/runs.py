@@ -1,5 +1,6 @@
 """Runs that have a process each, are made once, and stand in one file with the conditions that they
-were made under."""
+were made under.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ Line = dict[str, Any]
 
 def run_to_end(graph: Graph, seed: int, runs: str) -> tuple[Result, Path]:
     """A run in this process and its workers, and the folder of its last weights. RuntimeError: it
-    lost something."""
+    lost something.
+    """
     result = run(graph, seed=seed, runs=runs, quiet=True)
     if not result.verdict.clean:
         raise RuntimeError(
@@ -87,7 +89,8 @@ def made_once(
 
 def chosen(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     """Those of a part's runs that --only asks for. Errors: SystemExit for a name that is none of
-    them."""
+    them.
+    """
     unknown = [name for name in options.only or () if name not in names]
     if unknown:
         raise SystemExit(
@@ -107,7 +110,8 @@ def setting_of(options: argparse.Namespace) -> str:
 
 def finished(path: Path | None, case: str, setting: str) -> list[Line]:
     """The lines of runs that did not fail, as `Report.add` takes them. Errors: SystemExit where
-    there are others."""
+    there are others.
+    """
     if path is None or not path.is_file():
         return []
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -127,7 +131,8 @@ def finished(path: Path | None, case: str, setting: str) -> list[Line]:
 
 class PeakMemory:
     """The most that a process and all that it started hold together: pages that several map count
-    once."""
+    once.
+    """
 
     def __init__(self) -> None:
         self.most = 0

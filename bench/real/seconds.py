@@ -217,7 +217,8 @@ def timed(function: Any, spent: dict[str, float], name: str) -> Any:
 
 def signalling(task: Task) -> list[pa.RecordBatch]:
     """A step's groups as a trainer gets them, every other rollout with advantage 1, the others with
-    -1."""
+    -1.
+    """
     from dataflow import Graph, collect
     from operators.credit import advantage
     from operators.rewards import find

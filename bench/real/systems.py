@@ -122,7 +122,8 @@ def run_loop(name: str, task: Task, seed: int, options: argparse.Namespace) -> d
 
 def case_of(task: Task, options: argparse.Namespace) -> Case:
     """The task as the end-to-end bench has it: prompts laid out by the model's template beforehand,
-    as text."""
+    as text.
+    """
     from transformers import AutoTokenizer
 
     from bench.end_to_end.pace import GROUP_SIZE

@@ -1,5 +1,6 @@
 """What all parts of the bench train on what: sums and differences in the model's own chat, and the
-graph of it."""
+graph of it.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ class Task:
     @cached_property
     def usual(self) -> Mapping[str, Operator]:
         """The operators of graphs.arithmetic, whose knobs are the bench's too where the task says
-        nothing else."""
+        nothing else.
+        """
         return arithmetic.build(policy=self.policy).operators
 
     def prompts(self, rows: Sequence[Row], **knobs: Any) -> Prompts:
@@ -97,7 +99,8 @@ class Task:
         """AIPO on `prompts`; the run ends with them.
 
         corrected: False: plain policy gradient, without importance weights. kl: what a nat from the
-        start costs."""
+        start costs.
+        """
         g, reward = Graph(name), find("number")
         generator = self.generator()
         loss: Callable[..., Any] = partial(aipo, rho=RHO) if corrected else rloo

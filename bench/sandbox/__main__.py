@@ -3,7 +3,8 @@ bench.sandbox.
 
 Each program runs in a world with things to reach: a listener, sockets, a secret in the home folder
 and one in the environment. `contained` says that it got none of them, changed nothing, left nothing
-behind and kept to its limits."""
+behind and kept to its limits.
+"""
 
 import argparse
 import contextlib
@@ -71,7 +72,8 @@ class Result:
 @contextlib.contextmanager
 def world() -> Iterator[World]:
     """A listener on 127.0.0.1, a socket file, an abstract socket, a home folder and an environment
-    with a secret."""
+    with a secret.
+    """
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         listeners = {
@@ -108,7 +110,8 @@ _LAST_BREATH_S = 2.0
 
 def _alive() -> set[int]:
     """Processes below this one; those that have ended and wait for whoever takes their status are
-    not among them."""
+    not among them.
+    """
     found = set()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -151,7 +154,8 @@ def attack(hostile: Hostile) -> Result:
 @contextlib.contextmanager
 def _peak(before: set[int]) -> Iterator[list[int]]:
     """The most memory that new processes below this one have at once, in bytes, sampled 20 times a
-    second."""
+    second.
+    """
     peak, is_over = [0], threading.Event()
 
     def sample() -> None:

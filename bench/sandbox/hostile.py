@@ -3,7 +3,8 @@ wrong.
 
 Each prints ESCAPED, or changes something outside that `bench.sandbox` looks at, if it gets what it
 wants. Words in double brackets are filled in by the world that it runs in: [[port]], [[socket]],
-[[abstract]], [[home]], [[secret]]."""
+[[abstract]], [[home]], [[secret]].
+"""
 
 from dataclasses import dataclass
 

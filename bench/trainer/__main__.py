@@ -15,7 +15,8 @@ minus the fastest over the median; computed, positions that go through the model
 gradient_gap, the distance between the directions of the first step's gradient and the first
 system's: all make the same step. Then the head of the model at a large vocabulary: see
 bench.trainer.head. What does not fit into --minutes is skipped and says so. Run it on an idle
-machine."""
+machine.
+"""
 
 from __future__ import annotations
 

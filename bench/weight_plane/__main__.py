@@ -181,7 +181,8 @@ def run(
     tried again.
 
     The systems of a case take turns. After the first time, a row is repeated while its share of the
-    time and the whole time last."""
+    time and the whole time last.
+    """
     began, share_s = time.monotonic(), 60 * options.minutes / max(1, len(rows) - len(reasons))
     spent = dict.fromkeys(rows, 0.0)
     for repeat in range(options.repeats):

@@ -1,5 +1,6 @@
 """What the weight-plane bench measures: cases, jobs, what an end of a system is given, what came of
-it. No torch."""
+it. No torch.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Case:
     @property
     def shape(self) -> tuple[int, int]:
         """Of each tensor, in float32; all are alike, so the size asked for may be missed by a few
-        bytes."""
+        bytes.
+        """
         return (max(1, (self.mib << 20) // (4 * self.tensors * COLUMNS)), COLUMNS)
 
     @property
@@ -121,7 +123,8 @@ def stalls(laps: list[Lap], called_ns: int, visible_ns: int) -> tuple[float, flo
     """What an update did to the reader's steps, in ms.
 
     (how much longer than usual the longest took, the longest turn, how much longer the longest
-    before the call took)"""
+    before the call took)
+    """
     before = [took for began, _, took in laps if began + took <= called_ns]
     during = [
         (turn, took)

@@ -1,5 +1,6 @@
 """The two ends of a system of the weight-plane bench, and those that tell the reader through a
-pipe."""
+pipe.
+"""
 
 from abc import ABC, abstractmethod
 from typing import Protocol
@@ -31,7 +32,8 @@ class ReaderEnd(Protocol):
 
     def take(self) -> bool:
         """Its turn between two steps: whether the parameters of the seat hold a new version now.
-        Waits for none."""
+        Waits for none.
+        """
 
     def wait(self, timeout_s: float) -> bool:
         """The same, but wait for one."""
@@ -42,7 +44,8 @@ class ReaderEnd(Protocol):
 
 class Announcing(ABC):
     """A trainer's end that has done all when `publish` returns, and tells the reader of it through
-    the pipe."""
+    the pipe.
+    """
 
     def __init__(self, seat: Seat) -> None:
         """Take the seat."""

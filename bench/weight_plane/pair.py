@@ -10,7 +10,8 @@ reader    Consumes: versions. Produces: when each was visible, its steps meanwhi
 
 An update is *busy* or not. Busy, both compute all the time and the system gets its turn between two
 steps: that is what a run sees. Otherwise nobody computes and both ends wait: that is how fast the
-path is by itself."""
+path is by itself.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ FLOAT_ONE = 0x3F800000
 
 class Step:
     """About a millisecond of matrix products with the first of the weights, wherever they lie by
-    now."""
+    now.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Measure how many products that is."""
@@ -87,7 +89,8 @@ def measure(job: Job) -> UpdateTimes | str:
 
 def train(job: Job, control: Connection, place: dict[str, Any]) -> UpdateTimes:
     """The trainer's part, until enough updates are counted. ValueError when the reader holds other
-    bytes."""
+    bytes.
+    """
     from bench.weight_plane.systems import open_trainer
 
     tensors = _filled(job.case)
@@ -202,7 +205,8 @@ def _outcome(results: dict[Connection, str]) -> UpdateTimes | str:
 
 def _end(children: list[Any], patience_s: float) -> None:
     """Let the processes close what they opened; kill those that do not end, with what they have
-    started."""
+    started.
+    """
     deadline = time.monotonic() + patience_s
     for child in children:
         child.join(max(0.0, deadline - time.monotonic()))
@@ -215,7 +219,8 @@ def _child(
     work: Callable[..., UpdateTimes | None], job: Job, result: Connection, *ends: Any
 ) -> None:
     """What each process does: work, and say what came of it. The one whose peer has gone leaves the
-    word to it."""
+    word to it.
+    """
     os.setsid()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -231,7 +236,8 @@ def _child(
 
 def _update(trainer: TrainerEnd, step: Step | None, version: int, control: Connection) -> Update:
     """Publish one version and wait until the reader has taken it; with a step, compute all the
-    time."""
+    time.
+    """
 
     def turn() -> None:
         trainer.poll()
@@ -275,7 +281,8 @@ def _copy(job: Job, control: Connection, place: dict[str, Any]) -> UpdateTimes:
 
 def _filled(case: Case) -> dict[str, torch.Tensor]:
     """Weights whose every element has other bits than its neighbours; all are finite, as integers
-    and as floats."""
+    and as floats.
+    """
     return {
         name: (
             torch.arange(

@@ -1,5 +1,6 @@
 """The ranks whose processes `bench.weight_plane.ranks` measures: of a trainer, of a reader, and of
-the floors."""
+the floors.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +161,8 @@ class Reader:
 
 class Raw:
     """A rank that sends or receives what goes to and from each peer, in one message each, by
-    torch's own gloo."""
+    torch's own gloo.
+    """
 
     def __init__(self, job: Job, rank: int, is_source: bool) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -229,7 +231,8 @@ class Memcpy:
 
 def fill(layout: Layout, rank: int, tensors: dict[str, torch.Tensor], version: int) -> None:
     """A rank's part of a version in which neighbours, tensors and versions differ; all numbers are
-    finite."""
+    finite.
+    """
     for number, (name, held) in enumerate(layout.tensors.items()):
         shards = held.shards
         for row in (shards.ranks == rank).nonzero()[0].tolist():

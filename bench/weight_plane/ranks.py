@@ -140,7 +140,8 @@ class Running:
 
 def measure(jobs: Sequence[Job], updates: int, seconds: float) -> dict[str, Found]:
     """By system, which take turns; at most so many counted updates of each, and not more seconds
-    for each than that."""
+    for each than that.
+    """
     with contextlib.ExitStack() as stack:
         running = {job.system: stack.enter_context(Running(job)) for job in jobs}
         began = time.monotonic()

@@ -2,7 +2,8 @@
 
 Both processes are drivers of one small cluster that the trainer starts, on loopback and with a
 token that only they know; the reference to the weights goes through an actor, for a driver cannot
-hand one to another."""
+hand one to another.
+"""
 
 import os
 import secrets

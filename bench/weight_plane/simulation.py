@@ -128,7 +128,8 @@ def main(json_path: Path | None = None) -> int:
 
 def figures(plan: CopyPlan, nbytes: int, shards: int) -> tuple[dict[str, float], dict[str, float]]:
     """Ours, and gathering `nbytes` among `shards` ranks and broadcasting them; bytes are those of
-    the busiest rank."""
+    the busiest rank.
+    """
     half = replace(
         LINKS,
         within_bytes_per_s=LINKS.within_bytes_per_s / 2,
@@ -223,7 +224,8 @@ def llama(
 
 def mixture() -> Tensors:
     """61 layers, the first dense; 384 experts of 2,048, and a shared one; latent attention with 64
-    heads."""
+    heads.
+    """
     width, inner, experts, heads = 7168, 2048, 384, 64
     attention = {
         "q_a": (1536, width),

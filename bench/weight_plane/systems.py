@@ -19,7 +19,8 @@ ray_numpy       the same with numpy arrays, which Ray does not copy into a pickl
 memcpy, which bench.weight_plane.pair measures by itself, is the floor of whatever stays in one
 machine. Ours prove every version by checksum, keep what the reader computes with until the next is
 whole, and need no word of the bench; the others give what they give, and tell the reader through a
-pipe that a version is there."""
+pipe that a version is there.
+"""
 
 import os
 import sys

@@ -1,11 +1,13 @@
 """The agent of one host: between its workers and a scheduler that may be anywhere, and come back as
-another one."""
+another one.
+"""
 
 import os
 import secrets
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +15,15 @@ from typing import Any
 
 import structlog
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from dataflow.agent import run_disk
 from dataflow.agent.digest import versions
 from dataflow.agent.environment import AgentEnvironment
 from dataflow.agent.final_notices import leave, take_back
+from dataflow.agent.forkserver_client import ForkserverClient
 from dataflow.agent.forkserver_messages import (
+    SEND_S,
     Alive,
     End,
     Handed,
@@ -28,12 +33,15 @@ from dataflow.agent.forkserver_messages import (
     Spawn,
     Stay,
 )
-from dataflow.agent.host_forkserver import HostForkserver
 from dataflow.agent.messages import (
+    FORKSERVER,
+    FROM_AGENT,
+    TO_AGENT,
     Begin,
     Built,
     Bye,
     Failed,
+    FromAgent,
     HandedOver,
     HandOver,
     Join,
@@ -43,19 +51,172 @@ from dataflow.agent.messages import (
     Refused,
     ToAgent,
     ToWorkers,
+    is_repeated,
 )
 from dataflow.agent.reach import ReachPort, check_reach
 from dataflow.agent.relay import Relay, address
 from dataflow.agent.rendezvous import Rendezvous
-from dataflow.agent.scheduler_socket import SchedulerSocket
-from dataflow.agent.silence import SEEK_S, over
 from dataflow.errors import RunError
 from dataflow.folder.disks.server import FileServer
 from dataflow.folder.whereabouts import Whereabouts
 from dataflow.planning.hosts import Host
+from dataflow.system.channel import Channel
+from dataflow.system.child import program
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.interrupts import ECHO_S
-from dataflow.system.security import RunKeys
+from dataflow.system.messages import MESSAGE_BYTES, Frames, MessageError, Numbered
+from dataflow.system.security import RunKeys, give_up_soon, present
+
+# An agent's socket to the scheduler, which shows the run's key, and what is wrong with the
+# connection in plain text.
+
+_KEPT = 4096
+"""Messages that wait for a connection; those after them are sent when the scheduler is heard
+again."""
+_TROUBLE: dict[int, str] = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: "who is there has this run's keys, and says nothing",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: (
+        "who is there has other keys than this run's, or is no scheduler"
+    ),
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "who is there is no scheduler",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the scheduler there has other keys than this agent was given",
+}
+
+
+class SchedulerSocket:
+    """To the one that leads the run now.
+
+    consumes: messages of the scheduler
+    produces: messages to it
+    waits for: nothing; its owner polls `socket`
+    unblocked by: -
+    """
+
+    def __init__(
+        self, address: str, keys: RunKeys, name: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """name: of this agent's process, unique among all that ever join the run."""
+        self.address, self.trouble = address, "nobody answers there"
+        """Where it leads, and what is wrong with that as far as is known."""
+        self._clock, self._numbered = clock, Numbered()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 1000),
+            (zmq.SNDHWM, _KEPT),
+            (zmq.MAXMSGSIZE, MESSAGE_BYTES),
+            (zmq.IPV6, "[" in address),
+        ):
+            self.socket.setsockopt(option, int(value))
+        self.socket.setsockopt(zmq.IDENTITY, name.encode())
+        present(self.socket, keys.senders)
+        give_up_soon(self.socket, address)
+        self._monitor: zmq.Socket[Any] = self.socket.get_monitor_socket()
+        self.socket.connect(address)
+
+    def say(self, message: FromAgent) -> None:
+        """Send a message; never waits."""
+        self._send(
+            self._numbered.frames(
+                FROM_AGENT.encode(message), self._clock(), is_kept=not is_repeated(message)
+            )
+        )
+
+    def heard(self) -> list[ToAgent]:
+        """What has come; what is no message is passed over."""
+        while self._monitor.poll(0):
+            event = int(recv_monitor_message(self._monitor)["event"])
+            self.trouble = _TROUBLE.get(event, self.trouble)
+        found: deque[ToAgent] = deque()
+        while self.socket.poll(0):
+            try:
+                message = self._numbered.take(self.socket.recv_multipart(), self._clock())
+                if message is not None:
+                    found.append(TO_AGENT.decode(message))
+            except MessageError as error:
+                self.trouble = f"who is there speaks otherwise: {error}"
+        for frames in self._numbered.missing(self._clock()):
+            self._send(frames)
+        return list(found)
+
+    def turn_to(self, address: str) -> None:
+        """Speak to another scheduler from now on."""
+        self.socket.disconnect(self.address)
+        self.socket.connect(address)
+        self.address = address
+        self._numbered.begin_anew(with_another=True)
+
+    def close(self) -> None:
+        """What was said leaves within a second."""
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close()
+        self._context.term()
+
+    def _send(self, frames: Frames) -> None:
+        if self.socket.poll(0, zmq.POLLOUT):
+            self.socket.send_multipart(frames)
+
+
+# An agent's handle on the forkserver of its host, which runs the user's program before it forks
+# workers.
+
+_PROGRAM = "dataflow.agent.program"
+
+
+class HostForkserver(ForkserverClient):
+    """A forkserver in the hands of its agent; a fresh process, as an agent has threads that no fork
+    may inherit.
+
+    consumes: as `ForkserverClient`, once `answer` was `Built`
+    produces: what the program came to; events of the workers
+    waits for: nothing
+    unblocked by: its answers
+    """
+
+    def __init__(self, begin: Begin, sockets: Path) -> None:
+        """Start it. sockets: the folder that it removes when all workers have ended."""
+        connection, theirs = Channel.pair(FORKSERVER, SEND_S)
+        process = program(_PROGRAM, str(sockets), end=theirs)
+        theirs.close()
+        self._hold(connection, process)
+        connection.send(begin)
+
+    def answer(self) -> Built | Failed | None:
+        """What came of the program; None: nothing yet."""
+        try:
+            messages = self._connection.arrived()
+        except (EOFError, OSError, MessageError) as error:
+            status = self._process.poll()
+            how = f"ended with status {status}" if status is not None else f"is gone ({error})"
+            return Failed(
+                f"the process that runs the program {how}; its agent's log in the run folder tells"
+                " more"
+            )
+        assert len(messages) < 2, "it forks nobody before it is asked to"
+        return messages[0] if messages else None
+
+
+# What an agent does that does not hear its scheduler: a pure function of how long, and of what it
+# was told before.
+
+SEEK_S = 2.0
+"""Without a word for so long it looks who leads the run, and asks to join again; and again after as
+much."""
+UNBEGUN_S = 30.0
+"""A run that has not begun ends with its scheduler."""
+
+
+def over(silent_s: float, stays: Stay | None, *, keeps: bool) -> bool:
+    """Whether an agent ends that heard nothing for so long, though nobody stopped the run.
+
+    stays: as it was told; None: the run has not begun. keeps: whether a worker is left that the
+    others wait for.
+    """
+    if stays is None:
+        return silent_s > UNBEGUN_S
+    return silent_s > stays.wait_s + (stays.end_s if keeps else 0.0)
+
 
 LEAVE_S = 5.0
 """From a SIGTERM on, for the scheduler to end the run, if it was asked too, or for trainers to
@@ -103,7 +264,8 @@ class Agent:
     ) -> None:
         """address: at which the others reach this host. sockets: a private folder, which goes with
         the agent. own_folder: whether the run folder here is not the scheduler's, and others get
-        from it what they need. Errors: RunError where it cannot listen at the address."""
+        from it what they need. Errors: RunError where it cannot listen at the address.
+        """
         self._reach = ReachPort(address)
         self._files = FileServer(Path(told.folder), address, keys) if own_folder else None
         self._told, self._host, self._address, self._sockets = told, host, address, sockets
@@ -147,7 +309,8 @@ class Agent:
 
     def leave(self) -> None:
         """End with all workers, after the scheduler has heard of it; asked again, end at once. May
-        be called from a signal handler."""
+        be called from a signal handler.
+        """
         now = time.monotonic()
         self._ends |= self._asked_at is not None and now - self._asked_at > ECHO_S
         self._asked_at = self._asked_at or now
@@ -221,7 +384,8 @@ class Agent:
 
     def _reaches(self, begin: Begin) -> bool:
         """Whether all others are reached; one that has just died the scheduler leaves out when it
-        is asked again."""
+        is asked again.
+        """
         try:
             check_reach(self._host.name, begin.reach_addresses)
             return True

@@ -1,5 +1,6 @@
 """What two hosts have to have in common to run one program: versions, code, the graph that is
-built, and its plan."""
+built, and its plan.
+"""
 
 import functools
 import hashlib
@@ -28,7 +29,8 @@ _DEEP = 4
 
 def versions() -> dict[str, str]:
     """Of Python, torch and the engine, as this process has them; torch may be built for other
-    devices."""
+    devices.
+    """
     python = ".".join(platform.python_version_tuple()[:2])
     return {"Python": python, "torch": _installed("torch").partition("+")[0], "engine": _engine()}
 
@@ -76,7 +78,8 @@ def other_program(name: str, its: Built, ours: Built) -> str:
 
 def program_files(graph: Graph, launch: Launch) -> list[Path]:
     """Files in which the program's own code stands: its main file, and those of the functions in
-    its operators."""
+    its operators.
+    """
     found = {launch.main_file}
     for operator in graph.operators.values():
         found |= {
@@ -108,7 +111,8 @@ def _functions(value: Any, deep: int) -> Iterator[Any]:
 
 def _is_installed(path: Path) -> bool:
     """Whether a file comes with Python, a package or the engine, whose versions are compared as
-    such."""
+    such.
+    """
     packages = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
     return any(
         path.is_relative_to(place.resolve())

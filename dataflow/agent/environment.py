@@ -1,5 +1,6 @@
 """What a launcher tells an agent, as environment variables; its keys come by an inherited pipe or a
-private file."""
+private file.
+"""
 
 import os
 import stat
@@ -41,7 +42,8 @@ class AgentEnvironment:
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> "AgentEnvironment":
         """What `to_environ` made; it is taken out, as it concerns nobody that is started from here.
-        Errors: RunError for what is missing."""
+        Errors: RunError for what is missing.
+        """
         found = {
             name: environ.pop(f"{_PREFIX}{name.upper()}", "") for name in cls.__dataclass_fields__
         }

@@ -1,5 +1,6 @@
 """What an agent says last that no scheduler has heard: a file in the run folder brings it to the
-user's terminal."""
+user's terminal.
+"""
 
 import contextlib
 import time
@@ -14,7 +15,8 @@ _LOOK_S = 1.0
 
 def leave(folder: Path, host: str, sentence: str) -> None:
     """Say in the run folder why a host does not take part; nothing is said where it is not seen, or
-    refuses."""
+    refuses.
+    """
     if folder.is_dir():
         with contextlib.suppress(RunFolderError, OSError):
             write_atomically(

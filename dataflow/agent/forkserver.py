@@ -1,5 +1,6 @@
 """The forkserver's own process: forks workers, tells of their ends, and keeps them while a
-scheduler is replaced."""
+scheduler is replaced.
+"""
 
 import contextlib
 import os
@@ -175,7 +176,8 @@ class Forkserver:
     def _pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on, and what they started in their groups. A scorer's
         processes are not in them: they end the calls that they have, whose limits are times of day,
-        and wait for others."""
+        and wait for others.
+        """
         if is_paused == self._is_paused:
             return
         self._is_paused = is_paused
@@ -184,7 +186,8 @@ class Forkserver:
 
     def _is_silent(self) -> bool:
         """Whether the scheduler gives no sign of life though it is not paused, and another could
-        take its place."""
+        take its place.
+        """
         silent_s = self._awake() - self._heard
         if self.control is None or self._stays is None or self._is_paused or self.takeover is None:
             return False
@@ -196,7 +199,8 @@ class Forkserver:
 
     def _cut_off(self) -> None:
         """From here on the scheduler can do nothing to a worker; it is told, for when it wakes
-        up."""
+        up.
+        """
         assert self.control is not None, "it is silent"
         with contextlib.suppress(OSError):
             self.control.post(TakenAway())
@@ -275,7 +279,8 @@ class Forkserver:
 
     def _reap(self) -> None:
         """Tell of the workers that have ended, were stopped or go on; what an ended one started
-        ends with it, before another takes its place."""
+        ends with it, before another takes its place.
+        """
         for worker in [worker for worker in self._workers.values() if not worker.has_ended]:
             if worker.process.poll() is None:
                 self._look_at(worker)
@@ -284,7 +289,8 @@ class Forkserver:
 
     def _look_at(self, worker: _Worker) -> None:
         """Tell whether somebody has stopped a worker, or let it go on, since the last look; a pause
-        is no such news."""
+        is no such news.
+        """
         change = worker.process.change()
         is_stopped = change == "stopped"
         if change is None or self._is_paused or is_stopped == worker.is_stopped:

@@ -64,7 +64,8 @@ class ForkserverClient:
         imports it; clean_up: run once all workers have ended, also where the scheduler was killed;
         takeover: path at which the next scheduler takes the workers over; standby: what one runs
         that the forkserver is to fork itself; log: where it writes what it would print, as a
-        terminal that nobody reads would hold it up."""
+        terminal that nobody reads would hold it up.
+        """
         refuse_used_cuda(
             "a worker", "call run(...) before anything touches the GPU, or from a fresh process"
         )
@@ -100,7 +101,8 @@ class ForkserverClient:
         earlier do not wait for.
 
         keeps: the others wait for its end when the scheduler has ended and nobody took its
-        place."""
+        place.
+        """
         self._send(Spawn(name, settings, heavy, keeps))
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
@@ -114,7 +116,8 @@ class ForkserverClient:
     def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
         """From now on the workers outlive a scheduler that dies: so long they wait for another,
         then to end. Where one can be forked, it comes also when this one was silent for
-        `silent_s`."""
+        `silent_s`.
+        """
         self._send(Stay(wait_s, end_s, silent_s))
 
     def live(self) -> None:
@@ -126,7 +129,8 @@ class ForkserverClient:
 
     def events(self) -> list[Event]:
         """What has happened since the last call. Errors: Replaced, as soon as another one has the
-        workers."""
+        workers.
+        """
         found: list[Event] = []
         if not self._is_replaced:
             try:
@@ -158,7 +162,8 @@ class ForkserverClient:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End it and all of its workers; returns within the time-out, by SIGKILL if need be.
-        Errors: Replaced."""
+        Errors: Replaced.
+        """
         with contextlib.suppress(OSError):
             self._connection.post(End())
         # in the midst of `preload`, or of the program, it reads nothing
@@ -192,7 +197,8 @@ class TakenOverForkserver(ForkserverClient):
 
     def __init__(self, takeover: str, timeout_s: float = 10.0) -> None:
         """Take the workers over. Errors: RunError when there is no such forkserver, or it does not
-        answer."""
+        answer.
+        """
         self.handed: list[Event] = []
         """Every worker, as it was when its scheduler had ended: "name", "pid", "settings", "alive",
         "status"."""

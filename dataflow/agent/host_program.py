@@ -1,5 +1,6 @@
 """The user's program on a host: it runs up to its `run(...)`, which hands graph and plan to the
-host's forkserver."""
+host's forkserver.
+"""
 
 from collections.abc import Callable
 from contextvars import ContextVar

@@ -1,5 +1,6 @@
 """What a scheduler and the agent of a host say to each other; what concerns a forkserver is passed
-on as it is."""
+on as it is.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,7 +100,8 @@ class HandedOver:
 @dataclass(frozen=True, kw_only=True)
 class FromWorkers:
     """What workers have said, in order: messages of `dataflow.worker.messages` as they sent
-    them."""
+    them.
+    """
 
     names: Sequence[str]
     """Who, one for each message."""

@@ -27,7 +27,8 @@ from dataflow.system.child import die_with_parent
 
 def main(sockets: Path, end: socket.socket) -> None:
     """Become the forkserver of a host; returns where the program does not run a graph. sockets:
-    removed at the end."""
+    removed at the end.
+    """
     die_with_parent()
     control: Channel[Any] = Channel(end, FORKSERVER, SEND_S)
     begin = control.receive(SEND_S)

@@ -1,5 +1,6 @@
 """Whether hosts reach each other at the addresses that they say: each listens there, and connects
-to all others."""
+to all others.
+"""
 
 import errno
 import os

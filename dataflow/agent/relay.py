@@ -72,7 +72,8 @@ class Relay:
 
     def due(self, now: float, *, last: bool = False) -> FromWorkers | None:
         """What is to be passed on now; None: nothing. last: all that there is, as a worker has
-        ended."""
+        ended.
+        """
         if last or now - self._beaten >= self.beat_s:
             self._beaten = now
             for name in list(self._beats):

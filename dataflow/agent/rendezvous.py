@@ -1,5 +1,6 @@
 """Where the agents of a run find the scheduler that leads it: a file in the run folder, which all
-hosts see."""
+hosts see.
+"""
 
 import json
 import os
@@ -54,7 +55,8 @@ class Rendezvous:
     @classmethod
     def check_leads(cls, folder: Path, number: int) -> None:
         """See that the run's scheduler is the one of this number. Errors: Replaced where another
-        has come after it."""
+        has come after it.
+        """
         found = cls.read(folder)
         if found is not None and found.number > number:
             raise Replaced(

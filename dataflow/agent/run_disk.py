@@ -1,5 +1,6 @@
 """The run folder of a host that does not see the scheduler's: at the same path on a disk of its
-own."""
+own.
+"""
 
 import time
 from pathlib import Path
@@ -16,7 +17,8 @@ _BELOW = ("checkpoints", "finished", "logs", "rollouts")
 
 def sees(folder: Path, keys: RunKeys) -> bool:
     """Whether the folder at that path is the one in which the scheduler has left word, with the
-    keys of this run. A file system that several hosts share may show it a moment later."""
+    keys of this run. A file system that several hosts share may show it a moment later.
+    """
     deadline = time.monotonic() + _SHOWN_S
     while Rendezvous.read(folder) is None or Rendezvous.keys(folder) != keys:
         if not folder.is_dir() or time.monotonic() > deadline:
@@ -34,7 +36,8 @@ def check_under_way(host: str, folder: Path) -> None:
 def make(host: str, folder: Path, scheduler: str = "") -> None:
     """Have the folders of a host that sees no other. scheduler: that the host is to join. Errors:
     RunError where a scheduler's stands there, of this run or another, or the host has other keys
-    than that; RunFolderError."""
+    than that; RunFolderError.
+    """
     at = Rendezvous.read(folder)
     if at is not None and at.address == scheduler:
         raise RunError(
@@ -59,7 +62,8 @@ def _check_nobodys(host: str, folder: Path) -> None:
 
 def take_up(host: str, folder: Path, part: int) -> None:
     """Put in order what earlier parts of the run have left here. part: how often it was taken up
-    before. Errors: RunError where a new run finds anything; RunFolderError."""
+    before. Errors: RunError where a new run finds anything; RunFolderError.
+    """
     if part:
         with disk("renaming in", folder):
             number_finished(folder, part)

@@ -1,5 +1,6 @@
 """What a forkserver forks for a planned graph: the workers, and what they need to find when they
-start."""
+start.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

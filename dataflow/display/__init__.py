@@ -16,7 +16,8 @@ from dataflow.display.views import LiveView, PassedOn, PlainView, View
 
 def make_view(stream: TextIO, interval_s: float = 5.0) -> SafeView:
     """A live view where `stream` is a terminal, else a line every `interval_s` seconds; it never
-    raises, and whoever tells it something never waits for the stream."""
+    raises, and whoever tells it something never waits for the stream.
+    """
     way = direct(stream)
     makers: list[Callable[[], View]] = [lambda: PlainView(way, interval_s)]
     if _is_terminal(stream):
@@ -28,7 +29,8 @@ def make_view(stream: TextIO, interval_s: float = 5.0) -> SafeView:
 def showing(stream: TextIO, *, quiet: bool) -> Iterator[SafeView]:
     """A view of a run; where it is to be quiet, of its messages alone, on sys.stderr. What else
     this process prints does not wait for a terminal either: it stands above the live view, or comes
-    to sys.stderr by a way of its own."""
+    to sys.stderr by a way of its own.
+    """
     with contextlib.ExitStack() as stack:
         view = None if quiet else stack.enter_context(make_view(stream))
         if view is not None and _is_terminal(stream):

@@ -143,7 +143,8 @@ class _Lines:
 @contextlib.contextmanager
 def told_by(view: SafeView, *names: str) -> Iterator[None]:
     """What this process prints meanwhile to `sys.stdout` or `sys.stderr`, as named, are messages of
-    the view."""
+    the view.
+    """
     before = {name: getattr(sys, name) for name in names}
     for name, stream in before.items():
         setattr(sys, name, _Lines(view, stream))

@@ -1,5 +1,6 @@
 """Numbers and names as short text for the terminal; anything unknown becomes a dash, nothing
-raises."""
+raises.
+"""
 
 import math
 import unicodedata
@@ -150,7 +151,8 @@ def sparkline(
     values: Sequence[float], width: int, signs: str, scale: tuple[float, float] | None = None
 ) -> str:
     """At most `width` signs that show how the values went, each the mean of its stretch. scale:
-    what the lowest sign stands for, and the highest; None: the least mean and the largest."""
+    what the lowest sign stands for, and the highest; None: the least mean and the largest.
+    """
     finite = [value for value in values if known(value) is not None]
     if not finite or width <= 0:
         return ""
@@ -170,7 +172,8 @@ def split_bar(
     busy: Any, blocked: Any, starved: Any, width: int, glyphs: Glyphs
 ) -> tuple[str, str, str, str]:
     """A bar of `width` cells in four pieces; the last one, waiting, is as long as the bar has cells
-    left."""
+    left.
+    """
     at_work = min(round(share(busy) * width), width)
     held_up = min(round(share(blocked) * width), width - at_work)
     hungry = min(round(share(starved) * width), width - at_work - held_up)

@@ -13,7 +13,8 @@ END_S = 5.0
 
 class Direct(io.TextIOBase):
     """Writes to a stream's descriptor. A write may take for ever, but it holds no lock meanwhile: a
-    stream's own is taken by the interpreter at its end."""
+    stream's own is taken by the interpreter at its end.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         """Errors: as the stream's `fileno`."""

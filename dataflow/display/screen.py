@@ -1,5 +1,6 @@
 """A snapshot as lines of styled text for a screen of a given size: pure, so tests read what users
-see."""
+see.
+"""
 
 from collections import Counter
 from collections.abc import Sequence

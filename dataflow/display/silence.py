@@ -1,5 +1,6 @@
 """Says of a run that learns nothing what is silent: from the lines of metrics.jsonl, for the view
-and the summary."""
+and the summary.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -48,7 +49,8 @@ class Silence:
 
 def silence(lines: Iterable[Mapping[str, Any]]) -> str:
     """What to say of a run with these steps, of which none had a signal; empty where one had, or
-    there are none."""
+    there are none.
+    """
     found, steps = Silence(), list(lines)
     for line in steps:
         found.take(line)

@@ -91,7 +91,8 @@ class Snapshot:
     @property
     def only_begun(self) -> bool:
         """Whether rollouts are being generated, and none has come to the trainer lately: no rate is
-        known of them."""
+        known of them.
+        """
         return bool(self.rollouts_active) and not self.rollouts_per_s
 
 

@@ -10,10 +10,190 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.style import Style
 
-from dataflow.display.closing import plain_line, summary_lines
-from dataflow.display.formatting import ASCII, UNICODE, Glyphs, clean, known
+from dataflow.display.formatting import (
+    ASCII,
+    UNICODE,
+    Glyphs,
+    age,
+    clean,
+    count,
+    duration,
+    known,
+    rate,
+    score,
+    several,
+    size_of,
+)
 from dataflow.display.screen import Screen, StyledLine, lines, text_of
 from dataflow.display.snapshot import Snapshot, Summary
+
+# The summary of a run as lines of styled text, and the one line that a plain display writes now
+# and then.
+
+_FAULTS, _CHANGES = 5, 12
+"""That are shown; the last ones."""
+
+
+def plain_line(snapshot: Snapshot) -> str:
+    """The run on one line of ASCII: `step 40/300  reward 0.42  ...`; what is not known is left
+    out.
+    """
+    steps = f"/{count(snapshot.steps)}" if known(snapshot.steps) is not None else ""
+    facts = [f"step {count(snapshot.step, '0')}{steps}"]
+    if snapshot.doing:
+        facts.append(clean(snapshot.doing))
+    if known(snapshot.reward) is not None:
+        facts.append(f"reward {score(snapshot.reward)}")
+    if known(snapshot.accuracy) is not None:
+        facts.append(f"eval {score(snapshot.accuracy)}")
+    if known(snapshot.staleness_mean) is not None:
+        bound = (
+            f"/{age(snapshot.staleness_bound)}"
+            if known(snapshot.staleness_bound) is not None
+            else ""
+        )
+        facts.append(f"staleness {age(snapshot.staleness_mean)}{bound}")
+    if known(snapshot.rollouts_per_s) is not None and not snapshot.only_begun:
+        facts.append(f"{rate(snapshot.rollouts_per_s)} rollouts/s")
+    if known(snapshot.rollouts_active):
+        facts.append(f"{count(snapshot.rollouts_active)} rollouts under way")
+    if known(snapshot.tokens_per_s) is not None:
+        facts.append(f"{rate(snapshot.tokens_per_s)} tokens/s")
+    facts += [
+        several(node.name, node.replicas, ASCII)
+        for node in snapshot.nodes
+        if (known(node.replicas) or 1) > 1
+    ]
+    times = f"{duration(snapshot.elapsed_s, '0:00')} elapsed"
+    if known(snapshot.left_s) is not None:
+        times += f", {duration(snapshot.left_s)} left"
+    return "  ".join([*facts, times])
+
+
+def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) -> list[StyledLine]:
+    """The closing table, the run folder and the commands that look further, for a screen of `width`
+    cells.
+    """
+    style = (
+        "good"
+        if summary.outcome == "finished"
+        else "bad"
+        if summary.outcome == "failed"
+        else "warning"
+    )
+    head: StyledLine = [
+        (clean(summary.graph) or "run", "title"),
+        (" ", ""),
+        (clean(summary.outcome), style),
+    ]
+    if known(summary.steps) is not None:
+        head.append(
+            (f"  {count(summary.steps)} steps in {duration(summary.wall_s, glyphs.dash)}", "")
+        )
+    rows: list[tuple[str, str, str]] = []
+
+    def change(name: str, before: float | None, after: float | None, over: str = "") -> None:
+        start, end = known(before), known(after)
+        if start is not None and end is not None:
+            rows.append(
+                (name, f"{score(start)} {glyphs.arrow} {score(end)}", f"{end - start:+.2f}{over}")
+            )
+        elif start is not None or end is not None:
+            rows.append((name, score(end if end is not None else start), ""))
+
+    change("accuracy", summary.accuracy_before, summary.accuracy_after)
+    window = (
+        f", means of {count(summary.reward_steps)} steps"
+        if (known(summary.reward_steps) or 0) > 1
+        else ""
+    )
+    change("reward", summary.reward_before, summary.reward_after, window)
+    if known(summary.rollouts) is not None:
+        wall = known(summary.wall_s)
+        per_s = f"{rate((known(summary.rollouts) or 0) / wall)} per second" if wall else ""
+        rows.append(("rollouts", f"{summary.rollouts:,.0f}", per_s))
+    if known(summary.dropped):
+        rows.append(("dropped", f"{count(summary.dropped)} groups", ""))
+    for name, counts in (("failed", summary.failed), ("no value", summary.does_not_apply)):
+        if counts:
+            rows.append((name, clean(counts), ""))
+    if known(summary.efficiency) is not None:
+        bound = f"bounded by {clean(summary.bounded_by)}" if summary.bounded_by else ""
+        rows.append(("efficiency", score(summary.efficiency), bound))
+    if known(summary.staleness_mean) is not None or known(summary.staleness_max) is not None:
+        mean, most = (
+            age(summary.staleness_mean, glyphs.dash),
+            age(summary.staleness_max, glyphs.dash),
+        )
+        rows.append(("staleness", f"{mean} mean, {most} max", ""))
+    if known(summary.restarts):
+        rows.append(("restarts", count(summary.restarts), "see faults.jsonl"))
+    found: list[StyledLine] = [head]
+    for name, value, note in rows:
+        found.append(
+            [(f"  {name:<12}", "dim"), (value, "strong"), *([(f"  {note}", "dim")] if note else [])]
+        )
+    for number, said in enumerate(summary.foreseen):
+        found.append([(f"  {'' if number else 'foreseen':<12}", "dim"), (clean(said), "")])
+    shown = summary.faults[-_FAULTS:]
+    for number, fault in enumerate(shown):
+        found.append([(f"  {'' if number else 'faults':<12}", "dim"), (clean(fault), "")])
+    if len(summary.faults) > len(shown):
+        found.append(
+            [
+                (f"  {'':<12}", "dim"),
+                (f"and {len(summary.faults) - len(shown)} before these", "dim"),
+            ]
+        )
+    last, before = summary.changes[-_CHANGES:], ""
+    for verb, text in last:
+        found.append([(f"  {'' if verb == before else verb:<12}", "dim"), (clean(text), "")])
+        before = verb
+    if len(summary.changes) > len(last):
+        found.append(
+            [
+                (f"  {'':<12}", "dim"),
+                (f"after {len(summary.changes) - len(last)} other changes", "dim"),
+            ]
+        )
+    if summary.hosts:
+        found.append([(f"  {'hosts':<12}", "dim"), (clean(summary.hosts), "")])
+    if summary.signal:
+        found.append([(f"  {'signal':<12}", "dim"), (clean(summary.signal), "bad")])
+    if summary.verdict:
+        verdict = "" if summary.is_clean is None else "good" if summary.is_clean else "bad"
+        found.append([(f"  {'ledger':<12}", "dim"), (clean(summary.verdict), verdict)])
+    for number, model in enumerate(summary.models):
+        found.append(
+            [
+                (f"  {'' if number else 'model':<12}", "dim"),
+                (clean(model), "strong"),
+                ("  trained, as Hugging Face has them", "dim"),
+            ]
+        )
+    if summary.folder:
+        size = (
+            f"  {size_of(summary.folder_bytes)}" if known(summary.folder_bytes) is not None else ""
+        )
+        kept = f", {clean(summary.not_kept)}" if summary.not_kept else ""
+        found.append(
+            [
+                (f"  {'run folder':<12}", "dim"),
+                (clean(summary.folder), ""),
+                (f"{size}{kept}", "dim"),
+            ]
+        )
+    if summary.commands:
+        commands = [(clean(command), clean(shows)) for command, shows in summary.commands]
+        longest = max(len(command) for command, _ in commands)
+        fits = width is None or longest + 4 + max(len(shows) for _, shows in commands) < width
+        found += [[], [("to look further", "dim")]]
+        for command, shows in commands:
+            # Where both do not fit side by side the command stands alone, to be copied whole.
+            told = [(f"  {shows}", "dim")] if fits else []
+            found.append([(f"  {command:<{longest if fits else 0}}", "accent"), *told])
+    return found
+
 
 REFRESH_S = 0.5
 REWARDS_KEPT = 2_000
@@ -106,7 +286,8 @@ class PassedOn(PlainView):
 
 class LiveView:
     """A screen at the foot of the terminal that shows the run as it is; messages scroll past above
-    it."""
+    it.
+    """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
@@ -163,7 +344,8 @@ class LiveView:
 
 class _Lines:
     """Lines as rich draws them, without its costly wrapping; signs it cannot show become question
-    marks."""
+    marks.
+    """
 
     def __init__(self, found: list[StyledLine], encoding: str) -> None:
         self._found, self._encoding = found, encoding

@@ -26,7 +26,8 @@ without an answer."""
 
 def examine(run: str | Path, ask: Ask, *, all_stacks: bool = False) -> str:
     """The report on a run, whatever state it is in. Errors: RunFolderError when there is no such
-    folder."""
+    folder.
+    """
     folder = RunFolder.open(run)
     try:
         said = told(folder, ask)

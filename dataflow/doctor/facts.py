@@ -72,7 +72,8 @@ class Node:
 @dataclass(frozen=True, kw_only=True)
 class EdgeFacts:
     """A data edge. What its consumer has passed on stays on it until the next nodes are done with
-    it."""
+    it.
+    """
 
     producer: str
     consumer: str

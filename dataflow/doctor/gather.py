@@ -34,7 +34,8 @@ def gather(
 ) -> Facts:
     """Facts of a run under way. during_s: for figures of CPU. wake: let silent workers dump their
     stacks. still_s: for so long nothing has moved before the ledger is asked what trainers wait
-    for."""
+    for.
+    """
     graph, config = described(folder)
     workers = _workers(folder, said, during_s, wake, below)
     stands = float(said.get("still_s", 0.0)) >= still_s
@@ -209,7 +210,8 @@ def _next(trainer: str, said: Mapping[str, Any]) -> int | None:
 
 def _holder(trainer: str, source: str, group: int, said: Mapping[str, Any]) -> tuple[str, str]:
     """The node and the worker whose oldest group of a source this is, the last of them on its
-    way."""
+    way.
+    """
     holders = [
         (node, name)
         for name, worker in said.get("workers", {}).items()

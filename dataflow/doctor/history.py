@@ -1,5 +1,6 @@
 """Since when each node of each worker is in its state: from one report to the next, the clock
-given."""
+given.
+"""
 
 import collections
 from collections.abc import Mapping
@@ -94,7 +95,8 @@ class History:
 
 def marks(reports: Reports) -> tuple[tuple[Any, ...], ...]:
     """What changes when a run moves: rows, tokens, steps, versions, of every node of every
-    worker."""
+    worker.
+    """
     return tuple(
         (
             worker,

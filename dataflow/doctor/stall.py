@@ -2,7 +2,8 @@
 
 Time counts only while somebody looks: a scheduler that was stopped for an hour has seen nothing of
 that hour. A node that is at work (a model that loads, a first compile, a long step) is given
-`slice_s` to show something for it."""
+`slice_s` to show something for it.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -28,7 +29,8 @@ class Stillness:
 
     def look(self, marks: object, at_work: bool, now: float) -> "Stillness":
         """The stillness after another look. at_work: somebody works, starts, or is started
-        again."""
+        again.
+        """
         passed = 0.0 if self.looked is None else min(max(0.0, now - self.looked), MOST_BETWEEN_S)
         if marks != self.marks:
             return Stillness(marks=marks, looked=now)

@@ -16,7 +16,8 @@ _BUSY = 0.5
 
 def verdict(facts: Facts, *, moves_s: float = MOVES_S) -> str:
     """The root of the waiting, named first. moves_s: without movement for so long, a run is not
-    well."""
+    well.
+    """
     found = waits(facts)
     reached = ends(facts, found)
     ill = [name for name, node in facts.nodes.items() if troubled(node)]

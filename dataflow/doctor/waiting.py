@@ -49,7 +49,8 @@ def troubled(node: Node) -> list[WorkerFacts]:
 
 def waits(facts: Facts) -> list[Wait]:
     """Every wait there is, in the graph's order; a node that works, rests or is in trouble waits
-    for nobody."""
+    for nobody.
+    """
     return [wait for node in facts.nodes.values() for wait in waits_of(facts, node)]
 
 
@@ -78,7 +79,8 @@ def waits_of(facts: Facts, node: Node) -> list[Wait]:
 
 def ends(facts: Facts, found: Collection[Wait]) -> dict[str, list[str]]:
     """By node at which chains of waits end, the nodes that wait for it; a circle ends at each of
-    its nodes."""
+    its nodes.
+    """
     following: dict[str, list[str]] = {}
     for wait in found:
         following.setdefault(wait.who, []).append(wait.whom)

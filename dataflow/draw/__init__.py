@@ -58,7 +58,8 @@ def mimebundle(
     graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | None = None
 ) -> dict[str, str]:
     """What a notebook shows of a graph: the SVG, and a few lines of text where it cannot show
-    that."""
+    that.
+    """
     picture = read(graph, frames, title)
     return {"image/svg+xml": svg.render(picture), "text/plain": text.to_plain(picture)}
 

@@ -1,5 +1,6 @@
 """What charts share: round numbers along an axis, running means, and fewer points than there are
-pixels."""
+pixels.
+"""
 
 import math
 from collections.abc import Sequence

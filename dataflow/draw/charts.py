@@ -1,5 +1,6 @@
 """Small charts of figures by step, one SVG each or several in one: lines of one run, or of
-several."""
+several.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

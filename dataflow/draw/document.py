@@ -1,5 +1,6 @@
 """What every chart is wrapped in: the size, the title, the style sheet for light pages and dark
-ones."""
+ones.
+"""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,6 @@
 """Which rectangles show a group of devices: as few as possible, none with a box of another group
-inside."""
+inside.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +12,8 @@ LARGE = 150
 
 def pieces(members: Sequence[Rect], others: Sequence[Rect], reach: float) -> list[Rect]:
     """Rectangles that cover the members, merged where they are within `reach` and hold none of the
-    others."""
+    others.
+    """
     found = list(members)
     merged = len(found) <= LARGE
     while merged:

@@ -1,5 +1,6 @@
 """What the layout takes and gives: sizes, links, rectangles, paths; lengths in pixels, y
-downwards."""
+downwards.
+"""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias

@@ -1,5 +1,6 @@
 """The graph as one page without network: the picture to pan and zoom, and a panel that shows an
-operator."""
+operator.
+"""
 
 import json
 from importlib import resources

@@ -19,7 +19,8 @@ def mono_width(text: str, size: float) -> float:
 
 def xml(text: str) -> str:
     """Text for the body or a quoted attribute of XML or HTML; characters that XML forbids are
-    replaced."""
+    replaced.
+    """
     clean = "".join(char if _is_xml(char) else "\N{REPLACEMENT CHARACTER}" for char in text)
     for raw, escaped in (
         ("&", "&amp;"),
@@ -40,7 +41,8 @@ def dot(text: str) -> str:
 
 def mermaid(text: str) -> str:
     """Text inside a quoted Mermaid label: all that Mermaid or its HTML could read as syntax by
-    number."""
+    number.
+    """
     return "".join(
         char if char.isalnum() or char in " _.,=…+·/" else f"#{ord(char)};"
         for char in text

@@ -77,7 +77,8 @@ class DrawnEdge:
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """Weights on their way from the operator that trains them to one that reads them; or, with
-    "turns" as its model, an episode and the generator that it asks."""
+    "turns" as its model, an episode and the generator that it asks.
+    """
 
     tail: str
     head: str
@@ -110,7 +111,8 @@ class Picture:
     @property
     def shades(self) -> list[int]:
         """By frame, the number of its colour: one for each, or, in a run over hosts, for each
-        place."""
+        place.
+        """
         places = list(dict.fromkeys(frame.where for frame in self.frames))
         return [
             places.index(frame.where) if frame.where else at for at, frame in enumerate(self.frames)
@@ -164,7 +166,8 @@ def read(
 
 def column_lines(added: Sequence[str], most: int = COLUMNS_SHOWN) -> list[str]:
     """Names of new columns as a label of few lines, those that keep the books and the rest counted:
-    `…+5`."""
+    `…+5`.
+    """
     telling = [name for name in added if name not in _BOOKKEEPING] or list(added)
     shown = [shorten(name) for name in telling[:most]]
     return shown if len(shown) == len(added) else [*shown, f"…+{len(added) - len(shown)}"]
@@ -172,7 +175,8 @@ def column_lines(added: Sequence[str], most: int = COLUMNS_SHOWN) -> list[str]:
 
 def knob_text(value: Any) -> str:
     """A knob's value as short code: functions and models by name, strings in quotes, floats
-    short."""
+    short.
+    """
     if isinstance(value, Model):
         adapted = value.name if value.lora is None else f"{value.name} + LoRA({value.lora.rank})"
         return f"{adapted}, frozen" if value.is_frozen else adapted
@@ -198,7 +202,8 @@ def knob_text(value: Any) -> str:
 
 def shorten(text: str, length: int = VALUE_LENGTH) -> str:
     """At most `length` characters on one line, the middle left out, so that both ends stay
-    readable."""
+    readable.
+    """
     text = " ".join(text.split())
     if len(text) <= length:
         return text

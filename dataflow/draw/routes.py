@@ -119,7 +119,8 @@ def links(
 
 def _ports(box: Rect, arriving: Sequence[float]) -> list[float]:
     """Where arrows touch the left side of a box: level with where they come from, where that is
-    possible."""
+    possible.
+    """
     room = max(box.height / 2 - CORNER, 0.0)
     step = min(PORT, 2 * room / max(len(arriving) - 1, 1))
     wanted = [y if abs(y - box.middle) <= room else box.middle for y in arriving]
@@ -150,7 +151,8 @@ def backs(
     spacing: Spacing,
 ) -> tuple[BackRoute, ...]:
     """Polylines of right angles that pass below or above all boxes between their ends, and touch no
-    box."""
+    box.
+    """
     rows: dict[int, list[Rect]] = {}
     for name, box in boxes.items():
         rows.setdefault(layer[name], []).append(box)
@@ -207,7 +209,8 @@ def _back_ports(
     plan: Sequence[_Detour], boxes: Mapping[str, Rect], layer: Mapping[str, int]
 ) -> dict[tuple[int, str], float]:
     """x of each end of each back edge on its box: spread along the side so that nested edges do not
-    cross."""
+    cross.
+    """
     sides: dict[tuple[str, float], list[tuple[float, int]]] = {}
     for detour in plan:
         span = detour.high - detour.low + detour.number * 1e-6
@@ -239,7 +242,8 @@ def _stub(
     y: float,
 ) -> list[Point]:
     """From a box to the track: straight, or through the gap beside its layer where a box is in the
-    way."""
+    way.
+    """
     box, x = boxes[name], ports[detour.number, name]
     side = box.bottom if detour.sign > 0 else box.top
     if not _blocked(box, rows[layer[name]], detour.sign):

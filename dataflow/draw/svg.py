@@ -1,5 +1,6 @@
 """The picture of a graph as one SVG without anything outside it, readable on light and dark
-pages."""
+pages.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -152,7 +153,8 @@ def _by_tail(picture: Picture) -> dict[str, list[DrawnEdge]]:
 
 def _labels(wires: Sequence[DrawnEdge]) -> tuple[list[str], list[str]]:
     """Lines over and under the trunk: one label where all streams carry the same new columns, else
-    two."""
+    two.
+    """
     kinds = [kind for kind in dict.fromkeys(wire.added for wire in wires) if kind]
     if len(kinds) > 2:
         kinds = [tuple(dict.fromkeys(name for kind in kinds for name in kind))]
@@ -321,7 +323,8 @@ def _widened(picture: Picture, layout: DrawnLayout, sizes: dict[str, Size]) -> d
 
 def _title(picture: Picture) -> float:
     """Height of what stands at the top of a frame: its label, and in a run over hosts where it
-    is."""
+    is.
+    """
     return FRAME_TITLE + FRAME_PLACE * any(frame.where for frame in picture.frames)
 
 

@@ -43,7 +43,8 @@ DARK_FRAMES = ("#a48bf0", "#4cc3d9", "#d8b742", "#e08bb8", "#9bc65a", "#94a3b8")
 
 def style() -> str:
     """The style sheet, each rule bound to the class of the picture: it changes nothing else on a
-    page."""
+    page.
+    """
     light, dark = (
         _colours(LIGHT, LIGHT_STREAMS, LIGHT_FRAMES),
         _colours(DARK, DARK_STREAMS, DARK_FRAMES),

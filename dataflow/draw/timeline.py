@@ -1,5 +1,6 @@
 """Who is at work when, as one SVG: a row for each operator, or for each replica of it, over some
-steps."""
+steps.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -25,7 +26,8 @@ def timeline_svg(
 ) -> str:
     """spans: by row, when it was at work, ascending; marks: the ends of steps. All in seconds; what
     is drawn lies between the first and the last mark. Rows beyond 24 are left out, and said to
-    be."""
+    be.
+    """
     begin, end = marks[0], marks[-1]
     rows = [
         (name, [span for span in found if span[1] > begin and span[0] < end])

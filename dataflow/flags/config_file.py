@@ -1,5 +1,6 @@
 """A file of flags, YAML or TOML: `lr: 1e-6`. Values are read as the words of a command line are, so
-that YAML's own reading of `1e-6` (a text), `no` (false) and `010` (eight) never comes between."""
+that YAML's own reading of `1e-6` (a text), `no` (false) and `010` (eight) never comes between.
+"""
 
 import re
 import tomllib
@@ -64,7 +65,8 @@ Value = str | None | Sequence[str]
 
 def keys_of(path: Path) -> list[tuple[str, str, Value]]:
     """Key, place (for people) and value as words, of each line. Errors: FlagError for a file that
-    cannot be read."""
+    cannot be read.
+    """
     try:
         text = path.read_bytes().decode()
     except FileNotFoundError:
@@ -187,7 +189,8 @@ def written(
     folder: str,
 ) -> str:
     """The text of a file that gives these values again: as they were typed, or else the
-    defaults."""
+    defaults.
+    """
     flags = tuple(flags)
     lines = [
         f"# All flags of the run in this folder, which was started in {folder}. The same again:"
@@ -228,7 +231,8 @@ def _shown(flag: Flag, value: Any, given: Words | None) -> str:
 
 def _scalar(text: str, kind: type) -> str:
     """As YAML has it on one line: numbers as they were typed, texts in quotes where they need
-    some."""
+    some.
+    """
     import yaml
 
     if kind is float and re.fullmatch(r"[-+.\w]+", text):

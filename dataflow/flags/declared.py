@@ -117,7 +117,8 @@ class Declared:
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of the function, of a value for each flag. Errors: what its dataclasses
-        raise."""
+        raise.
+        """
         return {
             name: _made(kind, values) if _is_part(kind) else values[name]
             for name, (kind, _) in _parameters(self.build).items()

@@ -1,5 +1,6 @@
 """The flags that every program of a graph has: where a run goes, what it leaves, how it is looked
-at before."""
+at before.
+"""
 
 from pathlib import Path
 

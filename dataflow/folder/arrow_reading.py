@@ -1,5 +1,6 @@
 """Reads Arrow files of a run: whole, batch by batch, or their columns alone; what is read is proved
-first."""
+first.
+"""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -21,7 +22,8 @@ _DAMAGED = (pa.ArrowException, OSError, ValueError)
 
 def read_arrow(path: Path, without: Collection[str] = ()) -> pa.Table:
     """The rows of an Arrow IPC file, checked before they are touched. without: columns that are
-    passed over, unread. Errors: RunFolderError."""
+    passed over, unread. Errors: RunFolderError.
+    """
     try:
         with disk("reading", path):
             content = path.read_bytes()
@@ -39,7 +41,8 @@ def read_arrow(path: Path, without: Collection[str] = ()) -> pa.Table:
 
 def stream_arrow(path: Path, columns: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
     """The rows of an Arrow IPC file batch by batch, each checked, so that a large file needs little
-    memory. columns: of which it has some; None: all. Errors: RunFolderError."""
+    memory. columns: of which it has some; None: all. Errors: RunFolderError.
+    """
     try:
         with disk("reading", path):
             _prove(path, memoryview(pa.memory_map(str(path)).read_buffer()))
@@ -71,7 +74,8 @@ def arrow_schema(path: Path) -> pa.Schema:
 
 def _prove(path: Path, content: memoryview) -> None:
     """Errors: RunFolderError where the sum that a file says of itself is not that of its bytes. One
-    of an earlier release says none."""
+    of an earlier release says none.
+    """
     tail = bytes(content[-_TAIL_BYTES:])
     tail = tail if SUM in tail else bytes(content)
     at = len(content) - len(tail) + tail.rfind(SUM) + len(SUM)

@@ -24,7 +24,8 @@ _CHUNK_BYTES = 1 << 22
 @dataclass(frozen=True)
 class Checkpoints:
     """The folder checkpoints/ of a run: step-000100/ and its siblings, each ended by
-    commit.json."""
+    commit.json.
+    """
 
     path: Path
     """The folder that holds them."""
@@ -37,7 +38,8 @@ class Checkpoints:
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of `step` into; a committed one stays good beside
-        it."""
+        it.
+        """
         partial = self._partial(step)
         with disk("starting checkpoint", partial):
             if partial.exists():
@@ -90,7 +92,8 @@ class Checkpoints:
 
     def latest(self, at_most: int | None = None) -> int | None:
         """Newest step, not above `at_most`, whose checkpoint is committed and undamaged; None
-        without one."""
+        without one.
+        """
         self._finish_interrupted()
         for step in reversed(self.steps()):
             if (at_most is None or step <= at_most) and self.damage(step) is None:
@@ -99,7 +102,8 @@ class Checkpoints:
 
     def keep(self, step: int) -> bool:
         """Let the checkpoint of `step` stay; True if it was a temporary one until now. Errors:
-        RunFolderError."""
+        RunFolderError.
+        """
         if not self.is_temporary(step):
             return False
         self._mark(step, {})
@@ -107,7 +111,8 @@ class Checkpoints:
 
     def let_go(self, step: int) -> None:
         """Have the committed checkpoint of `step` go when `clear` comes to it. Errors:
-        RunFolderError."""
+        RunFolderError.
+        """
         self._mark(step, {TEMPORARY: True})
 
     def _mark(self, step: int, mark: Mapping[str, bool]) -> None:
@@ -141,7 +146,8 @@ class Checkpoints:
 
     def damage(self, step: int, *, read: bool = True) -> str | None:
         """What is wrong with the checkpoint of `step`; None when every file is as the marker says.
-        read: all of it; else sizes alone are compared."""
+        read: all of it; else sizes alone are compared.
+        """
         return damage_of(self.folder(step), step, read=read)
 
     def size_bytes(self, step: int) -> int:
@@ -150,7 +156,8 @@ class Checkpoints:
 
     def is_temporary(self, step: int) -> bool:
         """Whether the marker of a step says that a newer one removes it; one that cannot be read
-        does not."""
+        does not.
+        """
         with contextlib.suppress(OSError, ValueError, AttributeError):
             return json.loads((self.folder(step) / MARKER).read_text()).get(TEMPORARY) is True
         return False
@@ -170,7 +177,8 @@ class Checkpoints:
 
     def _finish_interrupted(self) -> None:
         """Put checkpoints in place whose marker was written just before their writer died. Not
-        those with a token: who wrote one may have been replaced, and refused its place."""
+        those with a token: who wrote one may have been replaced, and refused its place.
+        """
         for partial in sorted(self.path.glob(".step-*.partial")):
             match = _NAME.search(partial.name)
             step = int(match[1]) if match else 0
@@ -187,7 +195,8 @@ def _is_rest(folder: Path, name: str) -> bool:
 
 def damage_of(folder: Path, step: int, *, read: bool = True) -> str | None:
     """What is wrong with a checkpoint in a folder of any name; None when every file is as its
-    marker says."""
+    marker says.
+    """
     try:
         marker = json.loads((folder / MARKER).read_text())
         if marker["step"] != step:

@@ -32,7 +32,8 @@ class Faults:
     "cause", "attempt": the one that ended, 0 for the first, "noticed_s": since its last sign of
     life, "rollouts_again": that it had begun and not sent on, which are drawn again, from their
     last segment on where that was written down, "recovered_s": from `at` until it was at work
-    again, null where it never was}."""
+    again, null where it never was}.
+    """
 
     def __init__(
         self,
@@ -42,7 +43,8 @@ class Faults:
         wall: Callable[[], float] = time.time,
     ) -> None:
         """folder: of the run; empty: nothing is written. clock: the scheduler's. said: what the
-        user is told."""
+        user is told.
+        """
         self._path = Path(folder) / FILE if folder else None
         self._clock, self._wall, self._said = clock, wall, said
         self._extras = Extras(said.append)
@@ -52,7 +54,8 @@ class Faults:
         self, worker: str, cause: str, attempt: int, heard: float, rollouts: int = 0
     ) -> None:
         """A worker has ended, or was stopped; `heard`: when it last gave a sign of life. rollouts:
-        it had begun."""
+        it had begun.
+        """
         self._write(worker, None)
         now = self._clock()
         line = {
@@ -67,7 +70,8 @@ class Faults:
 
     def recovered(self, worker: str, told: str = "") -> None:
         """A worker is at work; nothing is told of one that was. told: what to say where it was not
-        simply restarted."""
+        simply restarted.
+        """
         fault = self._open.get(worker)
         if fault is not None:
             took = self._clock() - fault.noticed
@@ -96,7 +100,8 @@ def read_faults(folder: Path, tell: Tell = warn) -> list[dict[str, Any]]:
 
 def describe_faults(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     """A sentence for each fault, for people; workers that fell at once for one reason, as with a
-    host, share one."""
+    host, share one.
+    """
     together: list[list[Mapping[str, Any]]] = []
     for line in lines:
         if (

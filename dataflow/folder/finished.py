@@ -4,7 +4,8 @@ crash makes anybody generate finished rollouts again.
 Each process appends to files of its own, <node>/<replica>-<attempt>-<number>.<source>.<kind>, and
 removes one when nobody needs its groups. A file ends where a crash tore it: what stands before is
 whole, because behind each batch is its seal, an empty batch whose metadata has the sum of all bytes
-before it, and no batch is read without it."""
+before it, and no batch is read without it.
+"""
 
 import contextlib
 import itertools
@@ -45,7 +46,8 @@ class File:
 
     def read(self) -> Iterator[pa.RecordBatch]:
         """The whole batches, mapped into memory, up to where a crash tore the file, or somebody
-        damaged it."""
+        damaged it.
+        """
         proved, behind = 0, 0
         content, ended = memoryview(b""), False
         with contextlib.suppress(pa.ArrowException, OSError, EOFError, ValueError):
@@ -155,7 +157,8 @@ class GroupFiles:
         replica and attempt.
 
         waited_for: asked when the first group is looked for, which is then the time of `load`: all
-        nodes have started by then, and a trainer that had to has gone back."""
+        nodes have started by then, and a trainer that had to has gone back.
+        """
         self._folder, self._ending, self._replica, self._attempt = (
             folder,
             f"{source}.{self.kind}",
@@ -173,7 +176,8 @@ class GroupFiles:
     def load(self, waited_for: Collection[int]) -> None:
         """Look at what all processes wrote, of each in its order: of the groups waited for it is
         kept. Files of this replica's earlier attempts that have none of them are removed; other
-        replicas may be writing theirs."""
+        replicas may be writing theirs.
+        """
         wanted = set(waited_for)
         for path in sorted(self._folder.glob(f"*.{self._ending}"), key=_place):
             file = File(path)
@@ -195,7 +199,8 @@ class GroupFiles:
 
     def close(self) -> None:
         """End the file that is being written; nothing is left of it when all its groups are done
-        with."""
+        with.
+        """
         file = self._file
         self._end()
         if file is not None:
@@ -228,13 +233,15 @@ class GroupFiles:
 
     def _let_go(self, file: File) -> None:
         """Remove a file in which no group is waited for, unless it is written to; other replicas
-        may write theirs."""
+        may write theirs.
+        """
         if not file.groups and file is not self._file and self._is_own(file.path):
             file.path.unlink(missing_ok=True)
 
     def _is_own(self, path: Path) -> bool:
         """Whether the process that wrote it was this replica, or belonged to a part of the run that
-        has ended."""
+        has ended.
+        """
         replica, _, rest = path.name.partition("-")
         return replica == str(self._replica) or rest.startswith("part")
 
@@ -271,7 +278,8 @@ class Finished(GroupFiles):
 
     def append(self, rows: pa.RecordBatch) -> None:
         """Write whole groups down, before they are sent on. Raises RunFolderError when the disk
-        refuses."""
+        refuses.
+        """
         self._write(rows, pc.unique(rows.column(GROUP_ID)).to_pylist())
 
 
@@ -284,7 +292,8 @@ class PartialRolloutFiles(GroupFiles):
 
     def find(self, group: int) -> list[PartialRow]:
         """What each earlier process kept of each of the group's rollouts, whole from its first
-        token: the longest first."""
+        token: the longest first.
+        """
         lines: dict[tuple[bytes, int], list[PartialRow]] = defaultdict(list)
         for rows in self._earlier(group):
             for at in range(rows.num_rows):

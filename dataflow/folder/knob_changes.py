@@ -1,5 +1,6 @@
 """Knobs that were changed while a run went on: which, by whom, from which step on; kept in the
-ledger."""
+ledger.
+"""
 
 import contextlib
 import time
@@ -63,7 +64,8 @@ def recorded(facts: Mapping[str, Any]) -> tuple[KnobChange, ...]:
 
 def record(ledger: BaseLedger | None, changes: Sequence[KnobChange]) -> None:
     """Put down changes with the step from which each counts; on the disk when it returns. Errors:
-    LedgerError."""
+    LedgerError.
+    """
     if ledger is not None and changes:
         ledger.set_facts({f"{FACT}/{each.number:06}": asdict(each) for each in changes})
         ledger.flush()
@@ -84,7 +86,8 @@ def read_changes(folder: RunFolder) -> tuple[KnobChange, ...]:
 
 def of_operators(changes: Iterable[KnobChange], swaps: Iterable[Swap]) -> tuple[KnobChange, ...]:
     """Those of operators that are in place where these swaps were made, in order, and no others. A
-    knob is set of one operator, and of none that takes its place."""
+    knob is set of one operator, and of none that takes its place.
+    """
     in_place = {swap.node: swap.number for swap in swaps}
     return tuple(each for each in changes if each.swap == in_place.get(each.node, 0))
 

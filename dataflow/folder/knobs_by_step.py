@@ -1,5 +1,6 @@
 """Which of a trainer's knobs hold for which of its steps, where some were changed while the run
-went on."""
+went on.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class KnobsByStep(Generic[T]):
 
     def take(self, step: int, bound: Bound | None) -> Sequence[KnobChange]:
         """Let what waits count from this step on, which is not begun; what counts now. bound: as
-        declared."""
+        declared.
+        """
         found: dict[int, KnobChange] = {}
         for each in self._waiting:
             first = step

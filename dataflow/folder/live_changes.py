@@ -1,5 +1,6 @@
 """What was changed in a run while it went on: operators that took the place of others, knobs that
-were set."""
+were set.
+"""
 
 import contextlib
 from typing import TypeAlias
@@ -15,7 +16,8 @@ LiveChange: TypeAlias = Swap | KnobChange
 
 def read_live_changes(folder: RunFolder) -> tuple[LiveChange, ...]:
     """Those of the run in a folder, in the order in which they were asked for; none where its
-    ledger cannot be read."""
+    ledger cannot be read.
+    """
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         facts = ledger.facts()
         return tuple(

@@ -80,7 +80,8 @@ def joined(rows: Iterable[PartialRow]) -> PartialRow | None:
     without a first.
 
     One that begins at 0 begins anew; one that does not follow the last is passed over, as what was
-    between is lost."""
+    between is lost.
+    """
     run: list[PartialRow] = []
     for row in rows:
         if row.rollout.begin == 0:

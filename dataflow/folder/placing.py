@@ -1,5 +1,6 @@
 """How what a process wrote in the run folder gets its name: in one step, and never by one that was
-replaced."""
+replaced.
+"""
 
 import contextlib
 import shutil
@@ -17,7 +18,8 @@ def put(path: Path, at: Path, aside: Path | None = None) -> None:
     """Rename a file or a folder. aside: where what stands there goes first, which a folder needs.
 
     Done again after a crash, or by one who did not hear that it was done, it changes nothing.
-    Errors: RunFolderError."""
+    Errors: RunFolderError.
+    """
     with disk("putting in place", at):
         if not path.exists():
             if at.exists():

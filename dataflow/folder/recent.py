@@ -108,7 +108,8 @@ def last_spans(folder: RunFolder, seconds: float) -> list[RecentSpan]:
     """What was done in the last so many seconds before the newest span of all, in order; clipped to
     them.
 
-    Lines that are torn are passed over."""
+    Lines that are torn are passed over.
+    """
     paths = sorted(files_of(folder))
     found = [span for path in paths for span in _spans(path, MOST_BYTES // len(paths))]
     begin = max((span.end_s for span in found), default=0.0) - seconds

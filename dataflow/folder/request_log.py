@@ -1,5 +1,6 @@
 """requests.jsonl of a run folder: a line for each request that would change a run under way, and
-what came of it."""
+what came of it.
+"""
 
 import time
 from collections.abc import Callable
@@ -17,11 +18,13 @@ class RequestLog:
 
     {"at": seconds since 1970, "by": user@host, "request": for people, as in `generator = 3
     replicas`, "step": that the run had made, "refused": whether nothing was done, "answer": for
-    people}."""
+    people}.
+    """
 
     def __init__(self, folder: str, tell: Tell, wall: Callable[[], float] = time.time) -> None:
         """folder: of the run; empty: nothing is written. tell: the user, where the disk refuses a
-        line."""
+        line.
+        """
         self._path = Path(folder) / FILE if folder else None
         self._extras, self._wall = Extras(tell), wall
 

@@ -1,5 +1,6 @@
 """How long a run keeps the rollouts of its steps: which may go, how they go, and what is known of
-those that went."""
+those that went.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,7 +23,8 @@ def removable(
     last: step that is committed. checkpoint: step of the newest that is; recovery trains what comes
     after it. keep_steps: the last so many stay. staying: steps of the checkpoints that stay, where
     such are asked for: a replay of the last steps begins with one of them, and needs what comes
-    after it; None: there are none."""
+    after it; None: there are none.
+    """
     limit = max(0, min(checkpoint, last - keep_steps))
     return limit if staying is None else max((step for step in staying if step <= limit), default=0)
 

@@ -3,7 +3,8 @@ any more.
 
 Later weights have their numbers again, and nothing in a rollout tells the ones from the others. So
 it is done once, as a run is taken up and nobody is at work yet; what has no outcome is then drawn
-anew."""
+anew.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,8 @@ def take_out_abandoned(finished: Path, source: str, newest: int) -> int:
     finished: the folder that holds those of all generators. Only files of parts of the run that
     have ended are looked at (`dataflow.history.resume` names them), and those without such a token
     stay as they are. A crash on the way leaves each file as it was, or done. Returns how many
-    rollouts and stretches there were. Errors: RunFolderError."""
+    rollouts and stretches there were. Errors: RunFolderError.
+    """
     kinds: dict[str, Keep] = {
         "arrows": _whole_groups,
         **dict.fromkeys(("parts", "turns"), _good_rows),
@@ -79,7 +81,8 @@ def number_finished(folder: Path, part: int) -> None:
     """Give files of finished rollouts, parts and turns names that no later process gives:
     0-part1-0-0.source.arrows.
 
-    folder: of the run. part: how often it was taken up, this time included."""
+    folder: of the run. part: how often it was taken up, this time included.
+    """
     files = folder / "finished"
     for path in [*files.rglob("*.arrows"), *files.rglob("*.parts"), *files.rglob("*.turns")]:
         replica, _, rest = path.name.partition("-")

@@ -4,7 +4,8 @@ locks nothing.
 Each holder has a number, one above that of the holder before it, and a file of that number in
 `holders/`. Who wants to take the run over waits, by its own clock, until the counter stands still,
 and makes the file of the next number: a file system lets one do so. Then it removes the file of the
-one before, which finds that out before it writes again."""
+one before, which finds that out before it writes again.
+"""
 
 import contextlib
 import os
@@ -41,7 +42,8 @@ class RunHold:
         self, path: Path, number: int, who: bytes, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """path: of its file. who: what no other holder's file begins with. clock: one that goes on
-        while the process is stopped."""
+        while the process is stopped.
+        """
         self.number = number
         """Of this holder, above that of each one before."""
         self._path, self._who, self._clock = path, who, clock
@@ -51,7 +53,8 @@ class RunHold:
     def check(self) -> None:
         """Look whether it still holds the run, and raise the counter when that is due; to be called
         often, and before anything is written. Errors: Replaced; RunFolderError when the disk does
-        not say."""
+        not say.
+        """
         now = self._clock()
         if now - self._looked < LOOK_S:
             return
@@ -84,7 +87,8 @@ class RunHold:
 
 class Taking:
     """The way to hold a run: looks again and again, until it may take it, or somebody is seen to
-    hold it."""
+    hold it.
+    """
 
     def __init__(
         self,
@@ -95,7 +99,8 @@ class Taking:
         holders_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """folder: of the run. clock: of this process, which stands still while it is stopped: it
-        could have seen nothing."""
+        could have seen nothing.
+        """
         self._folder, self._still_s = folder / FOLDER, still_s
         self._clock, self._holders_clock = clock or AwakeClock(), holders_clock
         self._seen: tuple[int, bytes] | None = None
@@ -105,7 +110,8 @@ class Taking:
 
     def look(self) -> RunHold | None:
         """The run, once its counter has stood still for long enough; None: look again. Errors:
-        UnderWay where it was raised, or somebody else was faster; RunFolderError."""
+        UnderWay where it was raised, or somebody else was faster; RunFolderError.
+        """
         with disk("looking at", self._folder):
             self._folder.mkdir(exist_ok=True)
             number = _newest(self._folder)
@@ -171,7 +177,8 @@ def is_over_hosts(folder: RunFolder) -> bool:
 
 def seen_in_part(folder: RunFolder) -> str:
     """Why the run's ledger may say less on this host than on the one where it is written; empty: it
-    says all."""
+    says all.
+    """
     host = _led_elsewhere(folder)
     return host and (
         f"host '{host}' leads this run, or did when it was killed: of what its ledger took in last,"
@@ -203,7 +210,8 @@ def held(
 
     Where the one before has not let go of it, and may live, cut off from here, the ledger is put in
     a new file: what that one still writes is nobody's. Errors: UnderWay; RunFolderError;
-    LedgerError."""
+    LedgerError.
+    """
     taking = Taking(folder.path, still_s=still_s)
     hold = taking.look()
     if hold is None:
@@ -229,7 +237,8 @@ def _at(folder: Path, number: int) -> Path:
 
 def _read(path: Path) -> bytes:
     """What stands there; nothing where the file is gone. Opened anew each time, so that a shared
-    file system looks."""
+    file system looks.
+    """
     try:
         return path.read_bytes()
     except FileNotFoundError:

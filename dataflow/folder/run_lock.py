@@ -1,5 +1,6 @@
 """Who runs in a run folder: one scheduler at most, known by locks that the kernel lets go when
-their holders end."""
+their holders end.
+"""
 
 import contextlib
 import fcntl
@@ -41,7 +42,8 @@ def held(
     file, which all that are forked from here inherit, says that some process of the run does. Each
     scheduler that `replaces` another, which may live on for a while, and can do nothing any more,
     locks another byte of the file: that of its number, which stands in it. Errors: UnderWay;
-    RunFolderError."""
+    RunFolderError.
+    """
     with disk("locking", folder.path / FILE):
         handle = os.open(folder.path / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -74,7 +76,8 @@ def held(
 def nobody_in(folder: RunFolder) -> Iterator[bool]:
     """Whether no process of a run is left, neither its scheduler nor a worker; none comes while the
     block lasts: one that wants to waits. Where it has no lock yet, or none can be had, somebody may
-    be in it."""
+    be in it.
+    """
     try:
         handle = os.open(folder.path / FILE, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

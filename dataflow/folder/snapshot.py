@@ -1,5 +1,6 @@
 """What a scheduler knows, for the one that takes its place: written before anything that follows
-from it is sent."""
+from it is sent.
+"""
 
 import json
 import time
@@ -36,7 +37,8 @@ class SnapshotFile:
 
     def write(self) -> None:
         """Write what has changed; nothing is flushed, as no machine's end is outlived. Errors:
-        RunFolderError, once for each time that something changed."""
+        RunFolderError, once for each time that something changed.
+        """
         parts = {name: part() for name, part in self.parts.items()}
         if (changed := _json(parts)) != self._written:
             self._written = changed
@@ -58,7 +60,8 @@ def _json(parts: Mapping[str, Any]) -> str:
 
 def read(folder: Path) -> Mapping[str, Any]:
     """What the last scheduler that decided anything left in the folder of the run's sockets.
-    Errors: RunError when it is no whole file."""
+    Errors: RunError when it is no whole file.
+    """
     try:
         last = max(
             folder.glob(FILE.format("*")),

@@ -1,5 +1,6 @@
 """The folder in memory that a run has for its sockets: how it is made, and how it is known again as
-that run's."""
+that run's.
+"""
 
 import contextlib
 import os
@@ -24,7 +25,8 @@ _NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")
 
 def make() -> Path:
     """A folder of mode 0700 for the run's sockets and shared memory; it goes when the run ends,
-    however it ends."""
+    however it ends.
+    """
     return Path(
         tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
     )
@@ -41,7 +43,8 @@ def of(folder: RunFolder) -> Path | None:
 
     What control.json says is believed of nothing but what `make` and `mark` made for this very run
     folder: it stands where they put it, it is this user's alone, and says itself that it belongs
-    there."""
+    there.
+    """
     with contextlib.suppress(RunError, OSError, AttributeError, ValueError):
         address = str(folder.read_json(CONTROL).get("address", ""))
         place = Path(address.removeprefix("ipc://")).parent

@@ -1,5 +1,6 @@
 """Spans of time in arrays, as many as may be: where they become too many, neighbours are joined
-over longer pauses."""
+over longer pauses.
+"""
 
 from array import array
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ FIRST_JOIN_S = 0.0005
 
 class Spans:
     """When each node was at work: the more there was, the coarser, and always from the first span
-    to the last."""
+    to the last.
+    """
 
     def __init__(self, most: int) -> None:
         """most: that are held."""
@@ -40,7 +42,8 @@ class Spans:
 
     def _halve(self) -> None:
         """Join the spans with the shorter half of the pauses, and such ones from now on; of equal
-        ones every other."""
+        ones every other.
+        """
         last: dict[int, tuple[int, float]] = {}
         pauses = []
         for place, (node, begin_s, end_s) in enumerate(zip(*self._columns, strict=True)):

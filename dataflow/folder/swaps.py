@@ -1,5 +1,6 @@
 """Operators that took the place of others in a live run: what each is, in values, and how the
-ledger keeps them."""
+ledger keeps them.
+"""
 
 import contextlib
 import time
@@ -21,7 +22,8 @@ class Swap:
     """One operator that took another one's place.
 
     Its module's text is kept: who starts later, on whatever host, runs what was checked then, and
-    no other version of the file."""
+    no other version of the file.
+    """
 
     number: int
     """From 1 on, in the order in which they were taken in."""
@@ -72,7 +74,8 @@ def recorded(facts: Mapping[str, Any]) -> tuple[Swap, ...]:
 
 def record(ledger: BaseLedger, nodes: Collection[str], swaps: Sequence[Swap]) -> None:
     """Put down what nodes run from now on, the last swap of each, and that later ones were taken
-    back; on the disk when it returns. Errors: LedgerError."""
+    back; on the disk when it returns. Errors: LedgerError.
+    """
     known = recorded(ledger.facts())
     numbers = {swap.number for swap in known}
     changed = [swap for swap in swaps if swap.number not in numbers]

@@ -66,7 +66,8 @@ class NodeSpans:
         self, began: float, ended: float, state: str, *, is_work: bool, beside: float
     ) -> None:
         """A turn of its loop is over, which was work or a part of the rest. state: how it rests
-        until the next. beside: the share of its own processes that are at work then."""
+        until the next. beside: the share of its own processes that are at work then.
+        """
         rests = BESIDE_WORK if beside else state
         if is_work or rests != self._rests:
             self.rest(began if is_work else ended)
@@ -83,7 +84,8 @@ class NodeSpans:
 
 def merge(folder: RunFolder) -> None:
     """Make trace.json of what the processes left, and remove that. Lines that are torn are passed
-    over."""
+    over.
+    """
     torn = 0
     processes: dict[str, int] = {}
     events: list[Mapping[str, Any]] = []

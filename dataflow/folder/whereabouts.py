@@ -1,5 +1,6 @@
 """Where a run's scheduler listens: written by each that takes the place, looked up by workers that
-hear nothing."""
+hear nothing.
+"""
 
 import json
 from dataclasses import asdict, dataclass

@@ -48,7 +48,8 @@ def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
 
     Runs of several sizes of models, steps and batches do; on cores one in which generator and
     trainer wait for each other, and one in which they do not. GraphError for no runs, or for runs
-    on another kind of device."""
+    on another kind of device.
+    """
     if not runs:
         raise GraphError("a calibration needs run folders; name one or more")
     for run in runs:
@@ -89,7 +90,8 @@ def _busy(run: SeenRun, node: str) -> float:
 
 def _beside(run: SeenRun, node: str) -> Beside:
     """What else of a run was at work on the cores while a process of this node was: each by itself,
-    as often as it was at work at all, or in what a trainer in turn leaves of the time."""
+    as often as it was at work at all, or in what a trainer in turn leaves of the time.
+    """
     placed = run.placed[node]
     if placed.get("gpus"):
         return Beside()
@@ -110,7 +112,8 @@ def _beside(run: SeenRun, node: str) -> Beside:
 
 def _meets(run: SeenRun, node: str, other: str) -> bool:
     """Whether the other computes on the same cores, at times at once: no source, which has little
-    to do, none that waits for something elsewhere, and no trainer in turn."""
+    to do, none that waits for something elsewhere, and no trainer in turn.
+    """
     if run.placed[other].get("gpus") or run.calls_at_once.get(other, 1) > 1:
         return False
     if run.trainer in (node, other):
@@ -136,7 +139,8 @@ def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
     and the rest.
 
     Columns: steps, rollouts in them, those that end, their tokens; exchanges, memory; products,
-    numbers that are looked at."""
+    numbers that are looked at.
+    """
     table = CostTable(
         serial=slice(0, 4),
         shared=slice(6, 8),
@@ -215,7 +219,8 @@ def _sizes(spans: Sequence[ActivitySpan]) -> list[Decoded]:
 
 def _context(run: SeenRun, looked: float, tokens: float) -> float:
     """Tokens that each of so many looked back at, in the mean; of all where the run does not
-    say."""
+    say.
+    """
     return (
         looked / tokens if min(looked, tokens) > 0 else run.prompt_tokens + run.lengths.looks_back
     )
@@ -243,7 +248,8 @@ def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
     """As `_generators`: of each step its passes, and what is done once.
 
     Columns: steps, layers; exchanges, memory; hidden states, products, numbers that are looked
-    at."""
+    at.
+    """
     table = CostTable(
         serial=slice(0, 2),
         shared=slice(4, 7),
@@ -298,7 +304,8 @@ def _learner_rates(found: Sequence[float], runs: Sequence[SeenRun], kind: Device
 
 def _hop_s(runs: Sequence[SeenRun]) -> float:
     """From one operator to the next: what is left of a step in which generator and trainer, of one
-    replica each, are at work one after the other, and nobody else is for long."""
+    replica each, are at work one after the other, and nobody else is for long.
+    """
     found = []
     for run in runs:
         ends = (run.generator, run.trainer)
@@ -330,7 +337,8 @@ def _rows(runs: Sequence[SeenRun], alone: float) -> tuple[dict[str, float], dict
     """Seconds of a row, and more for each token of its completion, by operator without a model: the
     processes of a scorer are at work with as many rows at once as they have calls.
 
-    Runs whose lengths are alike do not tell the two apart: all is the row's."""
+    Runs whose lengths are alike do not tell the two apart: all is the row's.
+    """
     spent: dict[str, list[tuple[float, float, float]]] = {}
     for run in runs:
         for node, stretches in run.stretches.items():
@@ -419,7 +427,8 @@ def read_constants(text: str) -> Constants:
     """What `dataflow calibrate` wrote into a file of that name; or one of `steps.CONSTANTS`, for a
     generator's seconds.
 
-    GraphError where it is something else."""
+    GraphError where it is something else.
+    """
     if text.partition(":")[0] in CONSTANTS:
         return replace(ASSUMED_CONSTANTS, decode=text)
     path = Path(text)

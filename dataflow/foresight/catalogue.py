@@ -1,5 +1,6 @@
 """Kinds of devices, by their makers' data sheets: memory, its bandwidth, rates of matrix products,
-links."""
+links.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def _gpu(
     **others: float,
 ) -> DeviceKind:
     """memory: GB. bandwidth: TB/s. bfloat16, fp8, fp4: tera-operations per second, dense. within:
-    GB/s, each way."""
+    GB/s, each way.
+    """
     rates = {"bfloat16": bfloat16 * TERA, "float16": bfloat16 * TERA} | (
         {"fp8": fp8 * TERA} if fp8 else {}
     )
@@ -225,7 +227,8 @@ def device_kind(name: str) -> DeviceKind:
 
 def _plain(name: str) -> str:
     """Letters and digits alone, in capitals, without words that tell no kinds apart and the unit of
-    a memory."""
+    a memory.
+    """
     return re.sub(r"NVIDIA|GEFORCE|RTX|SXM\d?|[^A-Z0-9]|GB$", "", name.upper())
 
 

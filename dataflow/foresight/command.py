@@ -22,7 +22,6 @@ from dataflow.foresight.foresee import foresee, ground_of, size_of
 from dataflow.foresight.rates import Constants
 from dataflow.foresight.report import lines, picture, to_plain
 from dataflow.foresight.seen import look
-from dataflow.foresight.spec import read_devices, read_prices
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.workload import PROMPT_TOKENS, Workload, read_workload
 from dataflow.graph import Graph
@@ -36,6 +35,92 @@ from dataflow.planning.this_machine import this_machine
 from dataflow.structure import Structure
 from dataflow.system.files import write_atomically
 from dataflow.system.gpu_memory import gpu_names
+
+# Devices that one could rent, and what one pays for them, as text: `192xH100+64xL40S`,
+# `H100=2.5,L40S=1.0`.
+
+_CORES_EACH, _MEMORY_EACH = 12, 128 * 10**9
+"""Cores and bytes of main memory beside each device: assumed, about what nodes of eight have."""
+
+
+def read_devices(text: str) -> Devices:
+    """Nodes of eight of one kind, the last one with what is left; `2xcpu`: two cores of this
+    machine, and nothing else.
+
+    GraphError for what cannot be read.
+
+    >>> from dataflow.foresight.spec import read_devices
+    >>> [(host.name, host.gpus) for host in read_devices("10xH100").hosts]
+    [('H100-0', 8), ('H100-1', 2)]
+    """
+    if (cores := re.fullmatch(r"\s*([1-9][0-9]{0,3})\s*x\s*(?i:cpu)\s*", text)) is not None:
+        return Devices(cpus=int(cores[1]))
+    hosts: list[Host] = []
+    for part in text.split("+"):
+        match = re.fullmatch(r"\s*([1-9][0-9]{0,6})\s*x\s*([\w-]+)\s*", part)
+        if match is None:
+            raise GraphError(
+                f"devices to foresee are {text!r}, which cannot be read at {part!r}; write them as"
+                " 16xH100, or as 192xH100+64xL40S"
+            )
+        count, kind = int(match[1]), device_kind(match[2])
+        if kind.name == "cpu":
+            raise GraphError(
+                f"devices to foresee are {text!r}; name either accelerators or cores, not both"
+            )
+        if any(host.kind == kind.name for host in hosts):
+            raise GraphError(
+                f"devices to foresee are {text!r}, which names {kind.name} twice; add the"
+                " numbers up"
+            )
+        for number in range(-(-count // kind.per_node)):
+            each = min(kind.per_node, count - number * kind.per_node)
+            hosts.append(
+                Host(
+                    name=f"{kind.name}-{number}",
+                    cpus=_CORES_EACH * each,
+                    gpus=each,
+                    kind=kind.name,
+                    memory_bytes=_MEMORY_EACH * each,
+                    gpu_memory_bytes=kind.memory_bytes,
+                )
+            )
+    return Devices.of(hosts)
+
+
+def read_prices(text: str, devices: Devices) -> Mapping[str, float] | None:
+    """Of a device for an hour, by kind; None where nobody says. In whatever money they are given.
+
+    GraphError for what cannot be read, and where a kind of these devices has none.
+
+    >>> read_prices("H100=2.5,L40S=1.0", read_devices("8xH100"))
+    {'H100': 2.5, 'L40S': 1.0}
+    """
+    if not text.strip():
+        return None
+    if not devices.gpus:
+        raise GraphError(
+            f"prices are {text!r}, but the devices are cores of this machine, which nobody rents by"
+            " the hour here; leave --prices out, or foresee accelerators, as 16xH100"
+        )
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([\w-]+)\s*=\s*([0-9]+(?:\.[0-9]+)?)\s*", part)
+        if match is None:
+            raise GraphError(
+                f"prices are {text!r}, which cannot be read at {part!r}; write them as"
+                " H100=2.5,L40S=1.0"
+            )
+        found[device_kind(match[1]).name] = float(match[2])
+    lacking = [
+        kind for kind in dict.fromkeys(host.kind for host in devices.hosts) if kind not in found
+    ]
+    if lacking:
+        raise GraphError(
+            f"prices are {text!r}, which has none for {', '.join(lacking)}; add {lacking[0]}=.."
+        )
+    return found
+
 
 AUTO = ("auto", "auto:cost")
 """Words of `--gpus` that leave it to a search: for the shortest step, for the least cost."""
@@ -53,7 +138,8 @@ def foreseen_of_run(
     """What a run that is about to begin on this machine will take, for its folder.
 
     names: what its accelerators are called. GraphError as `foresee`, and for accelerators of no
-    known kind."""
+    known kind.
+    """
     placements = made.placements.items()
     gpus: dict[str, int | str] = {name: len(each.gpus) for name, each in placements if each.gpus}
     replicas = {
@@ -78,7 +164,8 @@ def foreseen_of_run(
 
 def here(devices: Devices, names: Sequence[str]) -> Devices:
     """This machine with the kind of its accelerators. names: theirs. GraphError where nobody knows
-    it."""
+    it.
+    """
     if not names:
         raise GraphError(
             "a run is foreseen on accelerators whose kind is known, but NVIDIA's management library"
@@ -126,7 +213,8 @@ def told(
     shortest step; auto:cost: for the least cost, where devices may be left unused. workload,
     constants, prices: as `read_workload`, `read_constants` and `read_prices` have them. place: as
     `plan` has it. draw: where a time line goes (.svg), or all figures (.json). GraphError for what
-    cannot be read or foreseen."""
+    cannot be read or foreseen.
+    """
     if draw is not None and draw.suffix not in (".svg", ".json"):
         raise GraphError(
             f"what is foreseen is drawn as .svg, or written as .json; found '{draw}'; name one of"
@@ -206,7 +294,8 @@ def explained(graph: Graph, devices: str, **how: Any) -> str:
 
     devices: as `read_devices` has them; empty: as many as are asked for, of no kind. how: as `plan`
     has it; gpus: None: dealt out for the shortest step. GraphError as `plan`, and for what cannot
-    be read."""
+    be read.
+    """
     gpus = how.pop("gpus")
     if devices:
         room = read_devices(devices)
@@ -240,7 +329,8 @@ def explained(graph: Graph, devices: str, **how: Any) -> str:
 
 def _fitting(graph: Graph, room: Devices) -> Wishes | None:
     """The first way to deal devices out that fits, with knobs as they are declared, in the shortest
-    step by closed forms; None: none does."""
+    step by closed forms; None: none does.
+    """
     found = []
     for candidate in candidates(graph, room, knobs=False):
         with contextlib.suppress(GraphError):
@@ -250,7 +340,8 @@ def _fitting(graph: Graph, room: Devices) -> Wishes | None:
 
 def _first(graph: Graph, room: Devices) -> Wishes | None:
     """The first way to deal devices out, whether it fits or not; of one device, that all take turns
-    on it."""
+    on it.
+    """
     return next((each.wishes for each in candidates(graph, room, knobs=False)), None)
 
 
@@ -258,7 +349,8 @@ def _asked(devices: str, texts: Workload, constants: str) -> tuple[Devices, Work
     """Devices, texts and constants; those of a run where its folder is named, and nothing else
     said.
 
-    GraphError as `look`, and for a run on accelerators, whose kind it does not know."""
+    GraphError as `look`, and for a run on accelerators, whose kind it does not know.
+    """
     path = Path(devices)
     if not path.is_dir():
         return read_devices(devices), texts, read_constants(constants)

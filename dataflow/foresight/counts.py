@@ -1,5 +1,6 @@
 """What a decoder has and what a token costs it: parameters, operations, bytes of the cache; by its
-dimensions alone."""
+dimensions alone.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Counts:
 
     def touched(self, tokens: float) -> float:
         """Parameters that are read for so many tokens at once, where each goes to experts of its
-        own, evenly."""
+        own, evenly.
+        """
         return (
             self.attention
             + self.mlps
@@ -68,13 +70,15 @@ class Counts:
 
         Two per parameter and token, and four per width and token looked at (Kaplan et al., arXiv
         2001.08361, section 2.1, where `context` is the whole length; here what a causal mask
-        leaves)."""
+        leaves).
+        """
         return tokens * (2 * self.active + 4 * self.mixing * context)
 
 
 def counts_of(source: str) -> Counts:
     """Of the model in a folder, by its config.json alone. GraphError where that is not at hand or
-    not known."""
+    not known.
+    """
     return counts(decoder_of(source))
 
 

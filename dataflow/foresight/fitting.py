@@ -92,7 +92,8 @@ class CostTable:
 
         Ridge regression (Hoerl and Kennard, 1970), no coefficient below 0; all runs count alike.
         What columns cannot be told apart by stays as it is assumed, on a machine so many times as
-        fast; where nothing is, it is shared out."""
+        fast; where nothing is, it is shared out.
+        """
         x, threads = np.array(self.x), np.array([each.threads for each in self.beside])
         x[:, self.serial] /= np.where(threads > 1, alone, 1.0)[:, None]
         x[:, self.shared] /= np.where(threads > 1, threads * parallel, 1.0)[:, None]
@@ -135,7 +136,8 @@ def _at_speed(
 
 def best(tables: Sequence[CostTable], *, on_cores: bool) -> tuple[float, Sequence[Fit]]:
     """How much faster a process is alone, and what fits each table then: where runs do not tell,
-    what is assumed."""
+    what is assumed.
+    """
     if not on_cores:
         return 1.0, [table.fit(1.0, table.parallel) for table in tables]
     least: tuple[float, float, Sequence[Fit]] | None = None
@@ -192,7 +194,8 @@ def _inside(
     chosen: NDArray[np.bool_],
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """The nearest with these columns, or with those of them that are left when it is not to turn
-    negative."""
+    negative.
+    """
     while chosen.any():
         wanted = np.zeros(len(found))
         wanted[chosen] = np.linalg.lstsq(a[:, chosen], b, rcond=1e-9)[0]

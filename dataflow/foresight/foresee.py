@@ -1,5 +1,6 @@
 """What a graph will take on devices that nobody has rented yet: its plan, the costs of each
-operator, and a run by the clock under the engine's own rules."""
+operator, and a run by the clock under the engine's own rules.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ class Foreseen:
     @property
     def taken(self) -> dict[str, int]:
         """Accelerators that any operator has, by kind; those that several have in turn count
-        once."""
+        once.
+        """
         shared = [each for each in self.operations if each.node in self.in_turn]
         own = [each for each in self.operations if each.node not in self.in_turn]
         return dict(sum((Counter(each.kinds) for each in (*own, *shared[:1])), Counter[str]()))
@@ -98,7 +100,8 @@ class Foreseen:
     @property
     def efficiency(self) -> float:
         """Share of a step in which what bounds it is at work, as a run's summary has it: operators
-        that one worker has are at work one after the other."""
+        that one worker has are at work one after the other.
+        """
         busy: Counter[tuple[str, str]] = Counter()
         for each in self.operations:
             node = self.in_turn[0] if each.node in self.in_turn else each.node
@@ -132,7 +135,8 @@ def foresee(
     cores. simulated: by a run of the graph by the clock; else by closed forms, in a hundredth of
     the time, which know no tails, no credit, and nothing of cores that are shared. brief: simulate
     few steps, to tell placements apart. GraphError where `check` or `plan` refuses, for a graph
-    without one generator and one trainer, for a model whose config.json is not at hand."""
+    without one generator and one trainer, for a model whose config.json is not at hand.
+    """
     ground = ground_of(
         graph,
         devices,
@@ -156,7 +160,8 @@ def foreseen_on(
     brief: bool = False,
 ) -> Foreseen:
     """As `foresee`, of a graph that is planned already. GraphError where its costs are not
-    known."""
+    known.
+    """
     devices = ground.made.devices
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
     made = Foreseen(
@@ -311,7 +316,8 @@ def _by_simulation(
 
 def _by_closed_forms(made: Foreseen, ground: Foreground) -> Foreseen:
     """The longest operator where they overlap, their sum where they do not; staleness by Applied
-    Compute's form."""
+    Compute's form.
+    """
     busy = {each.node: each.seconds for each in made.operations}
     most, rollouts = ground.max_staleness, made.rollouts
     if ground.in_turn:
@@ -337,7 +343,8 @@ def _by_closed_forms(made: Foreseen, ground: Foreground) -> Foreseen:
 
 def _in_turn(made: Foreseen, ground: Foreground) -> Foreseen:
     """The sum of those who share devices, and the way of their memory, once for as many steps as
-    may be ahead; whoever has devices of its own works meanwhile."""
+    may be ahead; whoever has devices of its own works meanwhile.
+    """
     ahead = ground.max_staleness
     shared = sum(each.seconds for each in made.operations if each.node in ground.in_turn)
     shared += ground.weights_s + sum(ground.moves_s.values()) / (ahead + 1)
@@ -503,7 +510,8 @@ def _generation(
     replica: GeneratorReplica, rollouts: float, ground: Foreground, of: float
 ) -> tuple[float, float]:
     """Seconds in which a replica makes so many, of those that all make, and how many it decodes at
-    once."""
+    once.
+    """
     rates, prompt = ground.rates(ground.generator), ground.workload.prompt_tokens
     slots = float(ground.generator.traits.slots)
     limited = replace(rates, most_rollouts=ground.generator.traits.slots)
@@ -537,7 +545,8 @@ def _exchange(
     constants: Constants,
 ) -> float:
     """Of a version, shard to shard: what a rank of a reader takes in, over the slowest link on its
-    way; and what it merges of adapters into its weights, which it reads and writes."""
+    way; and what it merges of adapters into its weights, which it reads and writes.
+    """
     model, ranks = generator.uses, made.placements[generator.name].ranks
     assert model is not None, "a generator has a model"
     one_host = len({host for each in made.placements.values() for host in each.all_hosts}) <= 1

@@ -1,5 +1,6 @@
 """Seconds in which a generator's replica makes rollouts: decode steps of a batch that fills, waits
-and empties."""
+and empties.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class GeneratorReplica:
     @property
     def cache_bytes(self) -> float:
         """Of one token, on all its ranks: where ranks are more than key/value heads, several hold
-        the same."""
+        the same.
+        """
         copies = max(1.0, self.tensor_parallel / self.model.cache_cuts)
         return self.model.cache * _CACHE_BYTES * copies
 
@@ -78,7 +80,8 @@ class GeneratorReplica:
 
         Weights are read once, which is what takes the time of small batches, and the cache once
         (Pope et al., arXiv 2211.05102, section 3); two all-reduces a layer. While one part of a
-        batch goes through all stages of a pipeline, so does each other part."""
+        batch goes through all stages of a pipeline, so does each other part.
+        """
         model, kind = self.model, self.kind
         if self.steps is not None:
             return Parts(fixed=self.steps.decode(rollouts / self.pipeline_parallel, context))
@@ -97,7 +100,8 @@ class GeneratorReplica:
 
     def looks(self, rollouts: float, context: float) -> float:
         """Numbers that a rank's attention looks at in a step of so many rollouts of `context`
-        tokens."""
+        tokens.
+        """
         return rollouts * context * self.model.mixing / self.tensor_parallel
 
     @property
@@ -125,7 +129,8 @@ def generate(
 
     While some wait, as many are decoded as the cache holds; then nobody follows those who have
     ended, and the batch empties as lengths say. A prompt is prefilled once for each rollout. of:
-    rollouts of all replicas, which wait for each other: the longest of them decides."""
+    rollouts of all replicas, which wait for each other: the longest of them decides.
+    """
     # those that are alive are in their midst, the longer ones longer
     typical = prompt_tokens + 0.6 * lengths.mean
     batch = min(rollouts, replica.at_once(typical, rates))
@@ -148,7 +153,8 @@ def sustain(
     at_once: float,
 ) -> Parts:
     """While so many rollouts end, of which others take the places: a batch of `at_once`, or what
-    the cache holds."""
+    the cache holds.
+    """
     typical = prompt_tokens + 0.6 * lengths.mean
     batch = min(at_once, replica.at_once(typical, rates))
     return replica.step(batch, typical, rates) * (rollouts * lengths.mean / batch) + prefill(
@@ -170,7 +176,8 @@ def stragglers(
 
     rollouts: of a step. ahead: steps' worth of groups that may begin before it does. With none, the
     step needs all groups that begin with its version; with a tenth, all but the slowest tenth; with
-    one, nobody who began with it."""
+    one, nobody who began with it.
+    """
     if ahead >= 1:
         return Parts()
     tokens = lengths.longest_of(group, 1 - ahead)

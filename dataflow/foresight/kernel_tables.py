@@ -1,5 +1,6 @@
 """Measured seconds of a device's kernels, read from the installed package: interpolated between the
-shapes measured."""
+shapes measured.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def version() -> str:
 @dataclass(frozen=True)
 class Curve:
     """Seconds over shapes, axis by axis; an axis inward may have other values at each value of this
-    one."""
+    one.
+    """
 
     at: tuple[float, ...]
     """Measured values of the outermost axis, ascending."""
@@ -70,7 +72,8 @@ class Curve:
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]]) -> Curve:
         """Rows of a value for each axis, and seconds; of several at one shape the fastest, as a
-        server would choose."""
+        server would choose.
+        """
         groups: dict[float, list[Sequence[float]]] = {}
         for row in rows:
             groups.setdefault(row[0], []).append(row[1:])
@@ -88,7 +91,8 @@ class Curve:
         (1: within).
 
         Between two shapes the logarithm of seconds is linear in the shape's. Beyond the largest,
-        seconds grow as the shape does; below the smallest they stay."""
+        seconds grow as the shape does; below the smallest they stay.
+        """
         if value <= self.at[0] or value >= self.at[-1]:
             last = value >= self.at[-1]
             edge = self.inner[-1 if last else 0]
@@ -130,7 +134,8 @@ class KernelTable:
 
     def cut(self, **fixed: float) -> KernelTable:
         """With its outermost axes fixed. GraphError where nothing is left that was measured at both
-        sides."""
+        sides.
+        """
         curve: Curve | float = self.curve
         for axis, value in fixed.items():
             assert isinstance(curve, Curve)
@@ -174,7 +179,8 @@ class Tables:
     def table(self, name: str, axes: Sequence[str], **where: object) -> KernelTable:
         """Seconds over some columns, in rows with these values of others.
 
-        GraphError where the package has no such table, version or rows: what it has."""
+        GraphError where the package has no such table, version or rows: what it has.
+        """
         path = self._path(name)
         columns = parquet.read_schema(path).names
         curve = _read(

@@ -42,7 +42,8 @@ class Lengths:
         before the cut. samples: as many as are generated together, where the longest of them
         matters.
 
-        GraphError where no such mean can be had."""
+        GraphError where no such mean can be had.
+        """
         if not 1 <= mean < most or sigma < 0:
             raise GraphError(
                 f"a mean of {mean:g} tokens of at most {most:g} cannot be had; give 1 <= mean <"

@@ -18,7 +18,8 @@ def all_reduces(model: Counts, kind: DeviceKind, ranks: int, tokens: float) -> f
     """Of the hidden states of so many tokens, in all layers.
 
     By rings: 2 (n - 1) / n of the bytes leave each rank (Patarasuk and Yuan, 2009); over nodes, all
-    links of a node work at once."""
+    links of a node work at once.
+    """
     if ranks == 1:
         return 0.0
     nbytes = PER_LAYER * model.layers * 2 * (ranks - 1) / ranks * tokens * model.width * 2
@@ -31,7 +32,8 @@ def all_reduces(model: Counts, kind: DeviceKind, ranks: int, tokens: float) -> f
 
 def exchange(model: Counts, kind: DeviceKind, devices: int, dtype_bytes: int = 2) -> float:
     """Of a version by which every device takes in each tensor whole, as where ranks gather and then
-    broadcast."""
+    broadcast.
+    """
     nodes = max(1, -(-devices // kind.per_node))
     nbytes = model.parameters * dtype_bytes
     return (

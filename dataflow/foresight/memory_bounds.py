@@ -5,7 +5,8 @@ The setting of LlamaRL's theorem (arXiv 2505.24034): a step is B samples; on n d
 hold the model together, training takes B * train_s(b) * m / n seconds at a micro-batch of b
 samples, and generation B * generate_s(b) * m / n, neither slower for a larger b. Synchronous: both
 have all devices in turn, the same m, and one memory bound. Asynchronous: each has devices and a
-bound of its own."""
+bound of its own.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class Best:
 
 def best_synchronous(problem: Problem) -> Best | None:
     """Over both micro-batches and one split, under the bound that both share; None where nothing
-    fits."""
+    fits.
+    """
     fits = [
         found
         for found in _in_turns(problem)
@@ -82,7 +84,8 @@ def best_asynchronous(problem: Problem, *, whole: bool = False, least: float = 1
     """Over micro-batches, splits and the share of devices that trains; None where nothing fits.
 
     whole: each side has whole copies of its model, and no device is split. Else the share is any
-    number; it is sought, by thirds, for each pair of the others, to `least`."""
+    number; it is sought, by thirds, for each pair of the others, to `least`.
+    """
     train = min(
         _alone(problem.train_s, problem.splits, lambda m: _train_batches(problem, m)), default=None
     )
@@ -159,7 +162,8 @@ def _alone(
     seconds: Callable[[int], float], splits: Iterable[int], batches: Callable[[int], Iterable[int]]
 ) -> list[tuple[float, int, int]]:
     """(seconds of one device for a sample, split, micro-batch) of the best micro-batch of each
-    split."""
+    split.
+    """
     found = [[(split * seconds(b), split, b) for b in batches(split)] for split in splits]
     return [min(each) for each in found if each]
 

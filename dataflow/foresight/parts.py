@@ -1,5 +1,6 @@
 """Seconds by what they are spent on, so that constants can be fitted without computing anything
-again."""
+again.
+"""
 
 from __future__ import annotations
 

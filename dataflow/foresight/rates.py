@@ -1,5 +1,6 @@
 """What share of its data sheet a system reaches, and what nobody's data sheet says: the constants
-of every cost."""
+of every cost.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """A planned graph as its costs are counted: by closed forms, operator by operator, and as the
-simulation takes it."""
+simulation takes it.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ class Foreground:
 
     def kind(self, node: str, replica: int = 0) -> DeviceKind:
         """Of the devices of one replica; of ranks on unlike ones, which wait for each other, the
-        slowest."""
+        slowest.
+        """
         if self.on_cpu:
             return self.kinds[""]
         placement = self.made.placements[node]
@@ -139,7 +141,8 @@ class Foreground:
     @property
     def trained_tokens(self) -> float:
         """Of a rollout, that a trainer may pass over: with its share of its group's prompt, without
-        its last."""
+        its last.
+        """
         return self.lengths.mean - LAST + self.workload.prompt_tokens / self.group_size
 
     def row_s(self, name: str) -> float | None:
@@ -170,13 +173,15 @@ class Foreground:
 
     def cut(self, node: str, name: str) -> int:
         """Over how many ranks an operator's model is supposed to be cut in this way; 1 where nobody
-        says."""
+        says.
+        """
         return self.workload.cuts.get(node, {}).get(name, 1)
 
     @property
     def replicas(self) -> int:
         """Of the generator; a supposed pipeline makes one of several. GraphError where it
-        cannot."""
+        cannot.
+        """
         name = self.generator.name
         count, stages = self.made.placements[name].replicas, self.cut(name, "pipeline")
         if count % stages:
@@ -210,7 +215,8 @@ class Foreground:
 
     def reserved_bytes(self, operator: Operator) -> float:
         """Of the devices of one replica, what neither its weights nor its cache have: layers that
-        adapters are merged into, and a version in the memory that it shares."""
+        adapters are merged into, and a version in the memory that it shares.
+        """
         need = self.made.placements[operator.name].need
         if need is None or self.on_cpu:
             return 0.0
@@ -227,13 +233,15 @@ class Foreground:
     @property
     def moves_s(self) -> Mapping[str, float]:
         """By node that takes turns, seconds in which its memory comes from main memory and goes
-        there, once a turn."""
+        there, once a turn.
+        """
         return {name: self._moved_s(self.graph.operators[name]) for name in self.in_turn}
 
     @property
     def moments_s(self) -> float:
         """Of a step: the optimiser's state comes for the update, and goes, where the devices are
-        others' besides."""
+        others' besides.
+        """
         trainer = self.trainer
         if self.on_cpu or not (self.in_turn or trainer.traits.offloads):
             return 0.0
@@ -288,7 +296,8 @@ class Foreground:
     def waits_s(self, learners: Learners, computing_s: float, tokens: float) -> float:
         """Of a step of so many tokens: how long the trainer's ranks wait for each other's shards.
         Cores exchange them too, but what this takes is in constants that were fitted to such
-        runs."""
+        runs.
+        """
         if self.on_cpu:
             return 0.0
         traits = self.trainer.traits
@@ -351,7 +360,8 @@ def scenario_of(
 
 def episode_of(graph: Structure, workload: Workload) -> Generate | None:
     """That of the graph. GraphError where there are several, or nobody says how many turns it
-    has."""
+    has.
+    """
     episodes = episodes_of(graph)
     if not episodes:
         return None
@@ -414,7 +424,8 @@ def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
 
 def training_s(ground: Foreground) -> tuple[float, float]:
     """Of a training step: seconds of its passes, which its tokens take, and of what it does
-    besides."""
+    besides.
+    """
     trainer, rates = ground.trainer, ground.rates(ground.trainer)
     learners, each = ground.learners(trainer), ground.trained_tokens
     rollouts = float(trainer.step_prompts * ground.group_size)
@@ -433,7 +444,8 @@ def training_s(ground: Foreground) -> tuple[float, float]:
 def once_s(learners: Learners, rates: Rates, micro_batches: int) -> float:
     """What a training step does once, and what each of its micro-batches does whatever it computes.
     On cores its ranks' exchanges are part of it, in passes and in the update, which goes over as
-    many tensors; accelerators compute meanwhile."""
+    many tensors; accelerators compute meanwhile.
+    """
     exchanges = exchanges_of(learners) if learners.kind.name == "cpu" else 0
     return (
         learners.update().seconds(rates)

@@ -105,7 +105,8 @@ class SeenRun:
     @property
     def drift(self) -> float:
         """Seconds of a step in the slowest third of the run over those in the fastest: as the run
-        does the same all the time, it is the machine that was not the same."""
+        does the same all the time, it is the machine that was not the same.
+        """
         ends = np.array([float(line["seconds"]) for line in self.steps])
         thirds = [part.mean() for part in np.array_split(np.diff(ends), 3)]
         return float(max(thirds) / min(thirds))
@@ -133,7 +134,8 @@ class SeenRun:
     @property
     def computed(self) -> float:
         """Tokens that the trainer passed over, of those that it may pass over: each group's prompt
-        once, and of each rollout all but the last."""
+        once, and of each rollout all but the last.
+        """
         there = [
             line["rollouts"] * (line["completion_tokens_mean"] - LAST)
             + line["groups"] * self.prompt_tokens
@@ -144,7 +146,8 @@ class SeenRun:
 
 def look(path: Path) -> SeenRun:
     """Read a run folder. GraphError where it lacks what a calibration needs: what, and what to
-    do."""
+    do.
+    """
     folder = RunFolder.open(path)
     graph, config = described(folder)
     ends = [
@@ -259,7 +262,8 @@ def _between(
 
 def _activity_spans(lines: Sequence[Mapping[str, Any]], node: str) -> list[ActivitySpan]:
     """Some six, as a count that is told of in whole steps is off by one at either end of each;
-    where a count fell, a process began anew, and nothing is known."""
+    where a count fell, a process began anew, and nothing is known.
+    """
     known = [line for line in lines if node in line["nodes"]]
     kept = (
         [known[at * (len(known) - 1) // _STRETCHES] for at in range(_STRETCHES + 1)]

@@ -1,6 +1,7 @@
 """Seconds in which a trainer's ranks wait for what others of them hold: parameters that are
 gathered while they are needed, gradients that are added up (FSDP; with several copies of the model,
-HSDP)."""
+HSDP).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def exchanged_s(learners: Learners, copies: int, rates: Rates) -> float:
     Of n shards (n - 1) / n of the bytes come in over a ring (Rajbhandari et al., arXiv 1910.02054,
     section 7); over nodes all links of a node work at once, as each parameter enters it once.
     Copies then add up their shards' gradients, each rank those of its own shard: 2 (r - 1) / r of
-    them leave it."""
+    them leave it.
+    """
     kind, own = learners.kind, learners.model.parameters / learners.tensor_parallel
     shards = learners.ranks // (learners.tensor_parallel * copies)
     near = kind.within_bytes_per_s
@@ -41,6 +43,7 @@ def waits_s(
 ) -> float:
     """Of a step: what its exchanges take longer than the products beside which they go on.
 
-    tokens: of the step. at_once: tokens of a micro-batch. computing_s: of all its passes."""
+    tokens: of the step. at_once: tokens of a micro-batch. computing_s: of all its passes.
+    """
     passes = max(1.0, tokens / learners.replicas / at_once)
     return max(0.0, passes * exchanged_s(learners, copies, rates) - computing_s)

@@ -12,7 +12,8 @@ def mean_staleness(
 
     in_flight, batch: rollouts that are generated at once, and in a step. ratio: rollouts generated
     per second over those trained, were both alone. tail: the longest of a group over the mean.
-    queue: batches that may wait."""
+    queue: batches that may wait.
+    """
     if ratio <= 1:
         return in_flight * tail / batch + ratio
     return in_flight * tail / (ratio * batch) + (2 * queue + ratio - 1) / (2 * ratio)

@@ -52,7 +52,8 @@ class Learners:
     @property
     def forward(self) -> float:
         """Forward passes that a forward and a backward pass come to: weights that are not trained
-        need no product for their gradient."""
+        need no product for their gradient.
+        """
         return 1.0 + (BACKWARD / 2 if self.adapters else BACKWARD)
 
     def passes(self, rollouts: float, tokens: float, *, forward: float, sequences: float) -> Parts:
@@ -61,7 +62,8 @@ class Learners:
 
         sequences: that are trained between two updates. A pipeline of p stages is idle for p - 1 of
         m + p - 1 turns (Huang et al., arXiv 1811.06965). Experts on other ranks are sent a token's
-        hidden state and send it back, once for each expert (Lepikhin et al., arXiv 2006.16668)."""
+        hidden state and send it back, once for each expert (Lepikhin et al., arXiv 2006.16668).
+        """
         total = rollouts * tokens
         operations = self.model.forward(total, tokens / 2) + 2 * self.adapters * total
         compute = operations / (self.ranks * self.kind.rate(self.dtype))
@@ -74,22 +76,26 @@ class Learners:
 
     def micro_batches(self, tokens: float, most: int) -> int:
         """In which a rank passes over its share of so many tokens; most: of one, 0 where nobody
-        says."""
+        says.
+        """
         return max(1, math.ceil(tokens / self.replicas / most)) if most else 1
 
     def looks(self, tokens: float, back: float) -> float:
         """Numbers that a rank's attention looks at, in all layers; back: tokens that each of so
-        many looks back at."""
+        many looks back at.
+        """
         return tokens * back * self.model.mixing / self.ranks
 
     def channels(self, tokens: float) -> float:
         """Numbers in the hidden states of a rank's share of so many tokens, in all layers: what
-        norms, activations and residuals read and write is in proportion to them."""
+        norms, activations and residuals read and write is in proportion to them.
+        """
         return tokens * self.model.layers * self.model.width / self.ranks
 
     def update(self) -> Parts:
         """Adam reads weights, gradients and two moments and writes all but the gradients, four
-        bytes each."""
+        bytes each.
+        """
         nbytes = 7 * 4 * self.trained / self.ranks
         return Parts(memory=nbytes / self.kind.memory_bytes_per_s)
 
@@ -97,7 +103,8 @@ class Learners:
         """The gradients of an update, over the replicas: by rings, in which each rank sends its own
         share twice.
 
-        Over nodes, the links of all ranks of a node that sum the same share work at once."""
+        Over nodes, the links of all ranks of a node that sum the same share work at once.
+        """
         kind, cut = self.kind, self.tensor_parallel * self.pipeline_parallel
         own = (self.model.parameters - self.model.experts) / cut
         own += self.model.experts / (self.expert_parallel * self.pipeline_parallel)
@@ -114,7 +121,8 @@ class Learners:
         rollouts are dealt out whatever their length.
 
         A sum of n lengths is about normal, with their spread over the root of n; the largest of r
-        normal numbers is (r - 3/8) / (r + 1/4) of the way up in the mean (Blom, 1958)."""
+        normal numbers is (r - 3/8) / (r + 1/4) of the way up in the mean (Blom, 1958).
+        """
         if self.replicas <= 1:
             return 1.0
         furthest = NormalDist().inv_cdf((self.replicas - 0.375) / (self.replicas + 0.25))

@@ -1,5 +1,6 @@
 """What nobody can know of a run before it: how long texts are, what a scorer takes, what a filter
-drops; and what is supposed of it that this engine does not run."""
+drops; and what is supposed of it that this engine does not run.
+"""
 
 from __future__ import annotations
 

@@ -1,2 +1,3 @@
 """Models in GGUF files: found, read, proved, and converted once into a Hugging Face folder; imports
-no torch."""
+no torch.
+"""

@@ -2,7 +2,8 @@
 
 The layout is that of the GGUF specification, versions 2 and 3: magic, version, counts, key and
 value pairs, tensors' names, shapes, types and offsets, and from the next multiple of the alignment
-on the tensors' bytes."""
+on the tensors' bytes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ _MOST_DIMENSIONS = 4
 
 class GGUFError(GraphError):
     """A GGUF file that is not there, or is not taken: what is wrong, what was found, and what to
-    do."""
+    do.
+    """
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class GGUFContent:
 
 def read_content(path: Path) -> GGUFContent:
     """The header of a file; what was read is kept for as long as the file stays the same.
-    GGUFError, OSError."""
+    GGUFError, OSError.
+    """
     found = path.stat()
     return _read(path, found.st_size, found.st_mtime_ns)
 
@@ -199,7 +202,8 @@ class _Reader:
 @functools.cache
 def kinds_of_numbers() -> dict[int, tuple[str, int, int]]:
     """By a type's number: its name, how many numbers stand in a block, and bytes of a block.
-    GGUFError without gguf."""
+    GGUFError without gguf.
+    """
     try:
         from gguf.constants import GGML_QUANT_SIZES
     except ImportError as error:

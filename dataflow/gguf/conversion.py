@@ -137,7 +137,8 @@ def _check_room(folder: Path, tensors: Sequence[PlacedTensor]) -> None:
 
 def _write_weights(content: GGUFContent, tensors: Sequence[PlacedTensor], out: BinaryIO) -> None:
     """A safetensors file: the length of its header, the header, and every tensor, some rows of it
-    at a time."""
+    at a time.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:

@@ -2,7 +2,8 @@
 tensor is which.
 
 Families: llama (with it Mistral and SmolLM2), qwen2, qwen3. Every key and tensor is known, or the
-file is refused."""
+file is refused.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +153,8 @@ def decoder_in(content: GGUFContent) -> DecoderInFile:
 
 def shortest(number: float) -> float:
     """A number of the file, which has the precision of float32, in the fewest digits that give it
-    again."""
+    again.
+    """
     return float(str(np.float32(number)))
 
 
@@ -208,7 +210,8 @@ def _placed(
     content: GGUFContent, shapes: Mapping[str, tuple[str, Any]], heads: int, key_heads: int
 ) -> Iterator[PlacedTensor]:
     """Each tensor of the model; GGUFError unless the file has these, in these shapes, and no
-    other."""
+    other.
+    """
     missing, extra = (
         shapes.keys() - content.tensors.keys(),
         content.tensors.keys() - shapes.keys() - {_ROPE_FACTORS},

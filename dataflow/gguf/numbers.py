@@ -19,7 +19,8 @@ _AS_THEY_ARE = ("F32", "F16", "BF16")
 
 def stored_as(kind: str) -> str:
     """How a folder holds numbers of this kind: as they are where it can, else as float32, which is
-    what they mean."""
+    what they mean.
+    """
     return kind if kind in _AS_THEY_ARE else "F32"
 
 
@@ -47,7 +48,8 @@ def rows_of(content: GGUFContent, name: str, *, heads: int = 0) -> Iterator[Any]
     row.
 
     heads: above 0, its rows are those of so many heads, in each the two of a rotated pair side by
-    side: first all first ones come, then all second ones, as transformers has them."""
+    side: first all first ones come, then all second ones, as transformers has them.
+    """
     import gguf
 
     tensor = content.tensors[name]

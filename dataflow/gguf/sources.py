@@ -75,7 +75,8 @@ def _carried(name: str) -> Path:
 
 def file_fault(source: str) -> str | None:
     """Why a source's file cannot be converted, in three parts; None where it may be. Looks at its
-    header alone."""
+    header alone.
+    """
     try:
         content = read_content(file_of(source))
         decoder_in(content)
@@ -88,7 +89,8 @@ def file_fault(source: str) -> str | None:
 
 def folder_of(source: str) -> Path:
     """The folder in the cache that a source's file is converted into, be it there or not.
-    GGUFError, OSError."""
+    GGUFError, OSError.
+    """
     file = file_of(source)
     found = file.stat()
     stem = re.sub(r"[^\w.-]", "-", file.stem, flags=re.ASCII)

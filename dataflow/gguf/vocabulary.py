@@ -2,7 +2,8 @@
 the file's own.
 
 Byte-level BPE alone, with ways of cutting text into words that are known: a file names its own
-(`tokenizer.ggml.pre`)."""
+(`tokenizer.ggml.pre`).
+"""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def ends_of(content: GGUFContent) -> list[int]:
 
 def tokenizer_files(content: GGUFContent, context_tokens: int) -> dict[str, str]:
     """By name, the files of a tokenizer, after a proof that it has the file's tokens and merges, id
-    for id. GGUFError where it has not."""
+    for id. GGUFError where it has not.
+    """
     tokens, merges = content.need(_TOKENS + "tokens", list), content.need(_TOKENS + "merges", list)
     made = _made(content, tokens, merges)
     _prove(content, made, tokens, merges)
@@ -170,7 +172,8 @@ def _cut_of(content: GGUFContent) -> _Cut:
 
 def _kinds(content: GGUFContent) -> list[int]:
     """Of each token, what kind it is. GGUFError for tokens that cannot be those of byte-level BPE.
-    Bytes may lack a token, as some do in SmolLM2: its own tokenizer leaves them out, too."""
+    Bytes may lack a token, as some do in SmolLM2: its own tokenizer leaves them out, too.
+    """
     name, tokens = content.path.name, content.need(_TOKENS + "tokens", list)
     kinds: list[int] = content.metadata.get(_TOKENS + "token_type", [_NORMAL] * len(tokens))
     known = {_NORMAL, _UNKNOWN, _CONTROL, _USERS, _UNUSED}
@@ -259,7 +262,8 @@ def _made(content: GGUFContent, tokens: Sequence[str], merges: Sequence[str]) ->
 
 def _prove(content: GGUFContent, made: Any, tokens: Sequence[str], merges: Sequence[str]) -> None:
     """Read the tokenizer back from its file, and have it agree with the tokens and merges that it
-    came from."""
+    came from.
+    """
     from tokenizers import Tokenizer
 
     read: Any = Tokenizer.from_str(made.to_str())
@@ -288,7 +292,8 @@ def _prove(content: GGUFContent, made: Any, tokens: Sequence[str], merges: Seque
 
 def merged(word: str, ranks: Mapping[str, int]) -> list[str]:
     """What merges make of a word, by the definition: the pair that was learned first, as long as
-    there is one."""
+    there is one.
+    """
     parts = list(word)
     while True:
         pairs = [

@@ -2,7 +2,8 @@
 
 Nodes of one worker run one after the other, and so do nodes that take turns on devices: what one of
 them saves, all of them gain. So it is their sum that bounds a run, and the largest part of it that
-is worth making smaller."""
+is worth making smaller.
+"""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

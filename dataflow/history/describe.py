@@ -1,5 +1,6 @@
 """What a run folder says of its run before it begins, as plain values: in the ledger, and for
-people in graph.json and config.json."""
+people in graph.json and config.json.
+"""
 
 import contextlib
 import dataclasses
@@ -32,7 +33,8 @@ def describe(
 
 def described(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     """Graph and configuration, as the ledger has them; where that says nothing, as the two files
-    do; else empty."""
+    do; else empty.
+    """
     facts: dict[str, Any] = {}
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         facts = ledger.facts()
@@ -72,7 +74,8 @@ def graph_facts(graph: Graph) -> dict[str, Any]:
 
 def model_of(node: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of a node of such facts, the model that it uses: `name`, `source` and, of a GGUF file,
-    `files`: its name and digest; empty where it has none, and in folders that do not say it."""
+    `files`: its name and digest; empty where it has none, and in folders that do not say it.
+    """
     found = node.get("model")
     return found if isinstance(found, dict) else {}
 
@@ -110,7 +113,8 @@ def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
 
 def consumers(graph: Graph) -> dict[str, list[str]]:
     """By trainer and evaluation, the sources whose groups it consumes: whose outcomes the ledger
-    knows."""
+    knows.
+    """
     return {
         name: sources_of(graph, name)
         for name, op in graph.operators.items()
@@ -120,7 +124,8 @@ def consumers(graph: Graph) -> dict[str, list[str]]:
 
 def _settable(graph: Graph) -> dict[str, dict[str, dict[str, Any]]]:
     """By node and knob that may change while it goes on, the declared value, and from when on
-    another one counts."""
+    another one counts.
+    """
     found = {name: settable_of(graph, name) for name in graph.operators}
     return {
         name: {

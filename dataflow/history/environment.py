@@ -1,5 +1,6 @@
 """What a run runs on: the versions of what it uses, and the machine, as plain values; imports none
-of it."""
+of it.
+"""
 
 import contextlib
 import functools

@@ -1,5 +1,6 @@
 """How a run was started, so that it can be started again: the program, its arguments, its working
-directory."""
+directory.
+"""
 
 import contextlib
 import grp
@@ -65,7 +66,8 @@ class Launch:
 
     def command(self, *more: str) -> list[str]:
         """The command line with which it is started again. Errors: RunError when the program is not
-        there any more."""
+        there any more.
+        """
         if missing := self._missing():
             raise RunError(
                 f"the run was started {missing}; put it back as it was, PYTHONPATH too, or call "
@@ -76,7 +78,8 @@ class Launch:
 
     def run_here(self) -> None:
         """Run it in this process, as `command` would in one of its own. Errors: RunError when it is
-        not there; what the program raises, SystemExit among it."""
+        not there; what the program raises, SystemExit among it.
+        """
         if missing := self._missing():
             raise RunError(
                 f"the program was started {missing}; have it at the same place on every host"
@@ -121,7 +124,8 @@ def this_launch() -> Launch | None:
 def check_text(*more: tuple[str, str]) -> None:
     """Refuse a program, its arguments, its folder, and `more`, what it is and how it goes, which no
     file of a run could hold: they are UTF-8, and on Linux a name may be any bytes. Errors:
-    GraphError."""
+    GraphError.
+    """
     given = (
         ("the folder it starts in", str(Path.cwd())),
         *(("an argument of the program", each) for each in sys.argv),
@@ -206,7 +210,8 @@ def check_owner(
 def trusted(folder: RunFolder) -> RunFolder:
     """The same for a program that goes on with a run: the folder names what it runs beside,
     operators that were swapped in and trackers. Errors: RunError unless `start_again` has looked
-    already."""
+    already.
+    """
     if (doubts := doubts_of(folder)) and os.environ.get(TRUSTED) != str(folder.path):
         raise RunError(
             f"'{folder.path}' {', and '.join(doubts)}, and what it names would run with your"
@@ -219,7 +224,8 @@ def trusted(folder: RunFolder) -> RunFolder:
 def doubts_of(folder: RunFolder) -> list[str]:
     """Why others than this user could have written what a run folder has run: `belongs to user
     'a'`. To be asked before the ledger is opened: where root does that, SQLite gives him the log
-    that another has put there."""
+    that another has put there.
+    """
     found: dict[str, None] = {}
     for path in (
         folder.path,
@@ -243,7 +249,8 @@ def doubts_of(folder: RunFolder) -> list[str]:
 
 def _has_others(status: os.stat_result) -> bool:
     """Whether others than its owner are in the group of a file: not in one of his own name, which
-    many systems give to each user, and not in one without a name."""
+    many systems give to each user, and not in one without a name.
+    """
     with contextlib.suppress(KeyError):
         group = grp.getgrgid(status.st_gid)
         owner = pwd.getpwuid(status.st_uid).pw_name
@@ -286,7 +293,8 @@ def plain_flag(value: Any) -> Any:
 
 def _found(module: str, folder: str) -> bool:
     """Whether `python -m module` would find it from a folder; asks for the file of its first
-    package alone."""
+    package alone.
+    """
     package = module.split(".")[0]
     # an installation that is edited has a finder of its own
     with contextlib.suppress(ImportError, ValueError):

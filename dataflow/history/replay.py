@@ -1,5 +1,6 @@
 """Trains a run's recorded rollouts again, without a generator: which steps, from where, and whether
-losses repeat."""
+losses repeat.
+"""
 
 import dataclasses
 import json
@@ -173,7 +174,8 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
 
 def starting_point(checkpoints: Checkpoints, first: int) -> tuple[int, Path | None]:
     """The newest undamaged checkpoint of a step that is not above `first`, and its folder; 0 and
-    None without one."""
+    None without one.
+    """
     for step in reversed(checkpoints.steps()):
         if step <= first and checkpoints.damage(step) is None:
             return step, checkpoints.folder(step)
@@ -199,7 +201,8 @@ def steps_to_train(
     node: str, made: Sequence[MadeStep], start: int, last: int | None
 ) -> list[MadeStep]:
     """Those after `start`. Errors: RunError when there is none, or the run did not come to
-    `last`."""
+    `last`.
+    """
     end = made[-1].step if made else 0
     if last is not None and last > end:
         raise RunError(
@@ -217,7 +220,8 @@ def steps_to_train(
 
 def rows_of(folder: RunFolder, step: MadeStep, own: str | None) -> pa.Table:
     """What a step trained. Errors: RunFolderError when the file is missing, damaged, or of other
-    groups."""
+    groups.
+    """
     table = folder.rollouts_of(own).read(step.step)
     found = pc.unique(table.column(GROUP_ID)).to_pylist()
     if found != list(step.trained):

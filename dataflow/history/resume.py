@@ -1,5 +1,6 @@
 """Takes up a run in its own folder: whether it may go on, how far it had come, and what is put in
-order before."""
+order before.
+"""
 
 import contextlib
 import json
@@ -65,7 +66,8 @@ class RecordedRun:
     @classmethod
     def read(cls, folder: RunFolder) -> "RecordedRun":
         """Errors: RunFolderError when neither the ledger nor graph.json and config.json say what
-        the run is."""
+        the run is.
+        """
         graph, config = described(folder)
         if not {"nodes", "edges"} <= graph.keys() or "seed" not in config:
             raise RunFolderError(
@@ -104,7 +106,8 @@ class RecordedRun:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What is not the same in two graph.json, for people; none where a run of the one may go on
-    with the other."""
+    with the other.
+    """
     found = []
     if before["name"] != now["name"]:
         found.append(f"the graph was called '{before['name']}' and is called '{now['name']}'")
@@ -133,7 +136,8 @@ def check_same(
     folder: RunFolder, recorded: RecordedRun, now: Mapping[str, Any], seed: int | None
 ) -> None:
     """Refuse a graph or a seed that is not the run's. Errors: GraphError, which names what
-    differs."""
+    differs.
+    """
     found = differences(recorded.graph, now)
     if seed is not None and seed != recorded.seed:
         found.append(f"the seed was {recorded.seed} and is {seed}")
@@ -210,7 +214,8 @@ def forgotten(folder: RunFolder, ledger: Ledger, node: str, own: str | None) -> 
     node: a trainer. own: its folder, where it has one.
 
     The file of a step is written once the step before it is committed, and the groups in it were
-    issued; a checkpoint is marked once its step is, on the disk itself."""
+    issued; a checkpoint is marked once its step is, on the disk itself.
+    """
     files, marked = folder.rollouts_of(own).files("step"), folder.checkpoints_of(own).steps()
     known = ledger.furthest_step(node)
     shown = max([*(step - 1 for step, _ in files), *marked], default=0)
@@ -252,7 +257,8 @@ def has_begun(folder: RunFolder) -> bool:
 
 def go_on_with(folder: RunFolder, launch: object) -> str:
     """What a user does to take a run up again that has failed. launch: how it was started; None: by
-    a call of run."""
+    a call of run.
+    """
     path = folder.path
     short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     if launch is None:

@@ -1,5 +1,6 @@
 """One rollout of a run, found in its Arrow files and printed: prompt, text, tokens, scores, and
-what became of it."""
+what became of it.
+"""
 
 import dataclasses
 import re
@@ -47,7 +48,8 @@ def find_rollout(
     folder: RunFolder, rollout_id: int, *, source: str | None = None, group_id: int | None = None
 ) -> FoundRollout:
     """The rollout with this id. Errors: RunError where there is none, or one in each of several
-    sources."""
+    sources.
+    """
     with Ledger.open(folder.ledger, readonly=True) as ledger:
         found = [
             each
@@ -117,7 +119,8 @@ def plain_rollout(found: FoundRollout) -> str:
 
 def scores(row: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that the graph added to a rollout: one value each; a list by its length, mean and
-    range."""
+    range.
+    """
     return {name: _summed(value) for name, value in row.items() if name not in _SHOWN}
 
 
@@ -131,7 +134,8 @@ def chosen(row: Mapping[str, Any]) -> Iterator[tuple[int, float, int]]:
 
 def vocabulary_of(folder: RunFolder) -> "dict[int, str] | None":
     """Texts of token ids, from the tokenizer in a checkpoint, or in the folder that the generator's
-    model came from; None where neither is there."""
+    model came from; None where neither is there.
+    """
     for path in _tokenizers(folder):
         from tokenizers import Tokenizer
 
@@ -151,7 +155,8 @@ def _tokenizers(folder: RunFolder) -> Iterator[Path]:
 
 def _files(folder: RunFolder) -> Iterator[tuple[Path, str, int | None]]:
     """Every file of rollouts: its path, the outcome of what is in it, and at which step; first what
-    has one."""
+    has one.
+    """
     for path in sorted(folder.rollouts.rglob("*.arrow")):
         if match := re.fullmatch(r"(step|eval)-(\d+)\.arrow", path.name):
             yield path, {"step": "trained", "eval": "evaluated"}[match[1]], int(match[2])
@@ -163,7 +168,8 @@ def _in_file(
     folder: RunFolder, ledger: Ledger, path: Path, outcome: str, step: int | None, rollout_id: int
 ) -> list[FoundRollout]:
     """The rollouts with this id in a file. One of a step has the rows of its sources in the order
-    of their names."""
+    of their names.
+    """
     tables = [read_arrow(path)] if outcome else map(pa.Table.from_batches, zip(File(path).read()))
     rows = [
         row

@@ -40,7 +40,8 @@ def window_of(steps: int) -> int:
 
 def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
     """What came of a run: its metrics, its times (`times.json`, written when it ends), and the
-    ledger's verdict."""
+    ledger's verdict.
+    """
     graph, config = described(folder)
     leaders = config.get("leading") or [None]
     lines = lines_of(folder.read_metrics(), leaders[0])
@@ -109,7 +110,8 @@ def _foreseen(
     told: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], efficiency: float | None
 ) -> tuple[str, ...]:
     """What was foreseen beside what came; steps are counted without the first tenth, in which
-    nothing is full yet."""
+    nothing is full yet.
+    """
     if not told:
         return ()
     counted = [
@@ -183,7 +185,8 @@ def _from_here(path: Path) -> Path:
 
 def _program() -> str:
     """How the `dataflow` command is called from this shell: by its name, or through the Python of
-    its environment."""
+    its environment.
+    """
     return (
         "dataflow"
         if shutil.which("dataflow")
@@ -193,7 +196,8 @@ def _program() -> str:
 
 def _added(steps: Sequence[Mapping[str, Any]], figure: str) -> str:
     """Counts by name that each step has, added up: `15 rollouts (judge: hung 12, reward: raised
-    3)`."""
+    3)`.
+    """
     total: Counter[str] = Counter()
     for line in steps:
         total.update(line.get(figure) or {})

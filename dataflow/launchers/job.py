@@ -15,7 +15,8 @@ _OURS = ("--on", "--runs", "--resume", "--inline", "--explain", "--draw")
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What the cluster's script runs on one host or all, as its launcher wants it. Errors:
-    GraphError."""
+    GraphError.
+    """
 
     command: Sequence[str]
     """That makes the run, as at a terminal: python -m graphs.aipo --steps 100."""

@@ -1,5 +1,6 @@
 """The interface of launchers: they start agents, watch them and stop them; all else is between
-agents and scheduler."""
+agents and scheduler.
+"""
 
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -28,7 +29,8 @@ class Joining:
         self, *, keys: str = "", host: str = "", address: str = "", cpus: str = "", gpus: str = ""
     ) -> dict[str, str]:
         """Variables for one agent. keys: where it finds them, `fd:NUMBER` or a path; `keys_file`
-        when empty."""
+        when empty.
+        """
         told = AgentEnvironment(
             scheduler=self.address,
             keys=keys or self.keys_file,
@@ -52,16 +54,20 @@ class Launcher(Protocol):
     @property
     def listen(self) -> str:
         """Address of this machine at which the agents reach the scheduler, where the user names
-        none."""
+        none.
+        """
 
     def start(self, join: Joining) -> None:
         """Have an agent started on each host; returns before they are there. Errors: RunError where
-        none can be."""
+        none can be.
+        """
 
     def ended(self) -> list[str]:
         """Sentences about agents that have ended by themselves or cannot be had, each told once;
-        asked often."""
+        asked often.
+        """
 
     def stop(self) -> None:
         """End what was started, and nothing else; the agents were asked to end before. Does nothing
-        a second time."""
+        a second time.
+        """

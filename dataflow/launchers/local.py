@@ -52,7 +52,8 @@ class Local:
 
     def parts(self) -> list[Host]:
         """What each agent says that its host has: an equal share of this machine's cores and
-        accelerators."""
+        accelerators.
+        """
         here, count = this_machine(), len(self.slots)
         return [
             Host(

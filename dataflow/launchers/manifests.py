@@ -50,7 +50,8 @@ class Cluster:
 
 def manifests(kind: Kind, job: Job, cluster: Cluster, secret: str) -> Sequence[Manifest]:
     """The objects of a run, in the order in which they are to be made. secret: for those who may
-    join; a new one."""
+    join; a new one.
+    """
     return jobset(job, cluster, secret) if kind == "jobset" else rayjob(job, cluster)
 
 
@@ -145,7 +146,8 @@ def rayjob(job: Job, cluster: Cluster) -> Sequence[Manifest]:
 
 def to_yaml(objects: Sequence[Manifest]) -> str:
     """As one stream of documents; written here, as a library for YAML also makes objects of what it
-    reads."""
+    reads.
+    """
     return "".join(f"---\n{_block(each, 0)}" for each in objects)
 
 
@@ -189,7 +191,8 @@ def _metadata(job: Job, cluster: Cluster) -> Manifest:
 
 def _block(value: Any, depth: int) -> str:
     """A mapping or a list in YAML's block style; leaves are JSON, which is YAML too, texts of
-    several lines literal."""
+    several lines literal.
+    """
     indent = "  " * depth
     if isinstance(value, Mapping):
         return "".join(f"{indent}{name}:{_entry(each, depth)}" for name, each in value.items())

@@ -1,5 +1,6 @@
 """How a run's edges stand, in plain values: what crosses data edges, and what exchanges on weight
-edges took."""
+edges took.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -16,7 +17,8 @@ _STALENESS = tuple(
 
 def counted(told: Mapping[str, Any]) -> EdgeSums | None:
     """What has crossed each data edge, as the workers of a run under way say; None where they count
-    nothing."""
+    nothing.
+    """
     heartbeats = [worker["heartbeat"] for worker in told.get("workers", {}).values()]
     known = [heartbeat["crossed"] for heartbeat in heartbeats if "crossed" in heartbeat]
     return total(known) if known else None
@@ -27,7 +29,8 @@ def data_edges(
 ) -> list[dict[str, Any]]:
     """Each with its depth and credit, rows and bytes that have crossed it, and how many in each of
     the seconds passed, as counted where it ends. before: how things stood when those began; None:
-    not known."""
+    not known.
+    """
     return [
         {
             "from": edge.producer,
@@ -78,7 +81,8 @@ def exchanges(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Of a trainer's line of metrics, by reader, all its replicas together: the oldest version that
     one of them took last, and of what that cost them the most: seconds as the trainer and as the
     reader sees them, bytes, and what these would have been without deltas and quantization. Those
-    that a neighbour hands it to move no bytes."""
+    that a neighbour hands it to move no bytes.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name, told in _told(line):
         version = told.get("version")

@@ -1,11 +1,13 @@
 """How a run stands now: what its scheduler says, or what its folder says of one that is over; in
-plain values."""
+plain values.
+"""
 
 import collections
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from dataflow.display.formatting import duration
 from dataflow.doctor.bottleneck import bottleneck
 from dataflow.doctor.facts import Facts, Node, WorkerFacts
 from dataflow.doctor.gather import gather
@@ -17,10 +19,35 @@ from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
 from dataflow.live.edges import counted, data_edges, data_edges_of
-from dataflow.live.ended import told_of_the_end
 from dataflow.system import processes
 from dataflow.worker.kept_counts import EdgeSums, known_edges
 from dataflow.worker.state_clock import BESIDE, STATES
+
+# One sentence on a run that is over, from what its nodes did in all of it; pure.
+
+
+def told_of_the_end(
+    outcome: str, passed_s: float, nodes: Sequence[Mapping[str, Any]], bound: str | None
+) -> str:
+    """How it ended, and which node bounded it, so that the others waited for it.
+
+    nodes: each with its name and shares, as the page has them.
+    """
+    ended = {
+        "finished": "The run has finished",
+        "stopped": "The run was stopped",
+        "failed": "The run has failed",
+    }.get(outcome, "The run did not come to its end")
+    if not passed_s:
+        return f"{ended}."
+    said = f"{ended} after {duration(passed_s)} of training"
+    busy = {node["name"]: float(node["shares"]["busy"]) for node in nodes if node.get("shares")}
+    return (
+        f"{said}; '{bound}' bounded it, at work {busy[bound]:.0%} of the time."
+        if bound in busy
+        else f"{said}."
+    )
+
 
 Ask = Callable[[RunFolder, float], Mapping[str, Any]]
 """Asks the scheduler of a run, for so many seconds; as
@@ -167,7 +194,8 @@ def whole(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]]
     seconds.
 
     A node's seconds count from its start in that part, those of the run from the first step of that
-    part."""
+    part.
+    """
     found: dict[str, dict[str, Any]] = {}
     passed = 0.0
     for part in _parts(lines):
@@ -189,7 +217,8 @@ def _parts(
     lines: Iterable[Mapping[str, Any]],
 ) -> list[list[tuple[float, dict[str, dict[str, Any]]]]]:
     """Its lines by the part of the run that wrote them, from before its first step on: seconds, and
-    what nodes say."""
+    what nodes say.
+    """
     parts: list[list[tuple[float, dict[str, dict[str, Any]]]]] = []
     for line in lines:
         seconds, nodes = line.get("seconds"), line.get("nodes")
@@ -211,7 +240,8 @@ def _grown(said: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, floa
 
 def shares(spent: Mapping[str, float] | None) -> dict[str, float] | None:
     """Of each state the share of the time that was measured; nothing fills what none of them
-    covers."""
+    covers.
+    """
     whole = 0.0 if spent is None else spent.get("measured", 0.0)
     if spent is None or whole <= 0:
         return None

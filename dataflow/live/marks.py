@@ -1,5 +1,6 @@
 """What happened to a run at which step: faults, swaps and sets, requests, returns to a checkpoint,
-rounds."""
+rounds.
+"""
 
 import bisect
 import contextlib
@@ -59,7 +60,8 @@ class Marks:
 
     def within(self, begin: float, end: float) -> list[tuple[float, str]]:
         """What was marked between two times, in seconds since 1970, and the steps made then; as of
-        the last look."""
+        the last look.
+        """
         first, last = (bisect.bisect_left(self._times, (at, 0)) for at in (begin, end))
         steps = [(at, f"step {step}") for at, step in self._times[first:last]]
         told = [(each["at"], each["text"]) for each in self._found.get("faults", ())]

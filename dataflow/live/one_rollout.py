@@ -27,7 +27,8 @@ RATIO = "importance ratio"
 
 def one(table: pa.Table, row: int) -> dict[str, Any]:
     """A rollout: its texts as far as they are shown at once, its columns, its group. Errors:
-    LookupError."""
+    LookupError.
+    """
     found = _row(table, row)
     texts = {
         name: part(found, name, 0, TEXT)
@@ -70,7 +71,8 @@ def part(
     row: Mapping[str, Any], name: str, begin: int, most: int = MORE_TEXT
 ) -> dict[str, Any] | None:
     """Some characters of a text, from one on, and how many it has; None where it is null. Errors:
-    LookupError."""
+    LookupError.
+    """
     if name not in (records.PROMPT, records.COMPLETION, records.ERROR):
         raise LookupError(f"a rollout has no text '{cut(name, 40)}'")
     text = row.get(name)
@@ -91,7 +93,8 @@ def tokens_of(
     """Some tokens from one on: id, text where there is a vocabulary, whether the policy chose it,
     and a number.
 
-    Errors: LookupError where no such number is stored."""
+    Errors: LookupError where no such number is stored.
+    """
     found = _row(table, row)
     ids, mask = found[records.TOKENS], found[records.MASK]
     if colour == RATIO and _ratio(found):
@@ -136,7 +139,8 @@ def _row(table: pa.Table, row: int) -> dict[str, Any]:
 
 def _ratio(row: Mapping[str, Any]) -> list[str]:
     """Whether the trainer's own log-probabilities are stored beside the generator's, of a rollout
-    that weights drew."""
+    that weights drew.
+    """
     new, old = row.get(records.NEW_LOGPROBS), row.get(records.LOGPROBS)
     drawn = max(row.get(records.VERSIONS) or [NO_VERSION]) > NO_VERSION
     return (

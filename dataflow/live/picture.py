@@ -59,7 +59,8 @@ def read_picture(folder: RunFolder) -> Shape | None:
 def name_edges(shape: Shape, graph: Mapping[str, Any]) -> None:
     """Give each line of the drawing the number of its edge in the graph, by what is written on it.
 
-    A node's number, `data-node`, is its place in the graph already."""
+    A node's number, `data-node`, is its place in the graph already.
+    """
     numbers = {_written(edge): str(number) for number, edge in enumerate(graph.get("edges", []))}
     for _, attributes, inside in _groups(shape):
         title = next(

@@ -1,5 +1,6 @@
 """A run's rollouts as pages of a table: from the newest step back, a bounded number of files at a
-time."""
+time.
+"""
 
 import collections
 import functools
@@ -155,7 +156,8 @@ def short_rows(table: pa.Table, step: int, kind: str) -> list[dict[str, Any]]:
     """A file's rollouts, each in a few short values: where it is, its texts cut, its numbers.
 
     `length` counts tokens that the policy chose; `staleness` how many versions its oldest token is
-    behind those that the step began with."""
+    behind those that the step began with.
+    """
     masks = table.column(records.MASK).combine_chunks()
     chosen = _sums(masks)
     trained = kind == "step"
@@ -223,7 +225,8 @@ def _columns(rows: list[dict[str, Any]]) -> list[str]:
 
 def in_order(rows: list[dict[str, Any]], name: str, down: bool) -> list[dict[str, Any]]:
     """Rows by one of their values: whichever way, those with a number first, those with none at all
-    last."""
+    last.
+    """
     values = [row.get(name) for row in rows]
     numbers = [
         row

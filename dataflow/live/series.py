@@ -91,7 +91,8 @@ class Metrics:
 
     def look(self, budget_s: float = LOOK_S) -> float:
         """Take in what was added, for at most so long; which share of metrics.jsonl is read: 1 when
-        there is no more, though its last line may be half written."""
+        there is no more, though its last line may be half written.
+        """
         size = self._folder.metrics.stat().st_size if self._folder.metrics.is_file() else 0
         if size < self._read:  # another run's file stands there now
             self.__init__(self._folder, self._most)  # type: ignore[misc]
@@ -136,7 +137,8 @@ class Metrics:
 
     def names(self) -> list[dict[str, Any]]:
         """Of each series its key, what it is called, its last value, and whether it is among those
-        shown first."""
+        shown first.
+        """
         count = collections.Counter(name for _, name in self._series)
         ranks = {figure.name: rank for rank, figure in enumerate(FIGURES)}
         with_points = [key for key, series in self._series.items() if series.steps]
@@ -161,7 +163,8 @@ class Metrics:
         """At most so many points of a series between two steps, and of its running mean a third as
         many.
 
-        Errors: LookupError where there is none."""
+        Errors: LookupError where there is none.
+        """
         node, _, name = key.partition("/")
         found = self._series.get((node, name))
         if found is None:
@@ -233,7 +236,8 @@ class Metrics:
 
 def numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The numbers in a line, those within maps by a path: `dropped.stale`; null, which stood for
-    NaN, is NaN again."""
+    NaN, is NaN again.
+    """
     for name, value in line.items():
         if name not in _NOT_SERIES and name != "by_staleness":
             yield from _flat(name, value, DEPTH)

@@ -1,5 +1,6 @@
 """HTTP for the page: requests in, answers out, on loopback, with a deadline and a bound on
-everything."""
+everything.
+"""
 
 import asyncio
 import functools
@@ -7,16 +8,115 @@ import html
 import io
 import json
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import urlsplit
 
 from dataflow.errors import DataflowError
-from dataflow.live.guard import HEADERS, NotAdmitted, PageRequest, admit
 from dataflow.live.steering import BODY_BYTES
+
+# Who gets an answer from the page's server, and under which rules a browser shows it; pure.
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names by which a browser on this machine, or at the other end of a tunnel to it, may call the
+server. Any other name is a page of somebody else, whose name now leads here."""
+
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src"
+        " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Of every answer."""
+
+NO_TOKEN = (
+    "this page is shown to whoever has its whole address; take the one that dataflow live printed"
+)
+OTHER_SITE = "this page is for a browser on this machine, and answers no other site"
+READ_ONLY = (
+    "this page is read-only: GET and HEAD are all that is answered; dataflow live --steer serves"
+    " one that may"
+)
+NO_POST = "POST is taken at api/steer alone, as application/json, from the page itself"
+STEER = "api/steer"
+"""Where a page that may steer sends its requests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageRequest:
+    """A request, as its first lines have it."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    """Names in lower case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotAdmitted:
+    """Why there is no answer."""
+
+    status: int
+    why: str
+
+
+def admit(asked: PageRequest, token: str, *, steers: bool = False) -> str | NotAdmitted:
+    """The address below the token, with its question: `api/now?run=0`; or why it gets nothing.
+    steers: whether requests that change runs are taken.
+    """
+    if _is_from_elsewhere(asked.headers):
+        return NotAdmitted(status=403, why=OTHER_SITE)
+    path, _, question = asked.target.partition("?")
+    given, slash, rest = path.removeprefix("/").partition("/")
+    if not secrets.compare_digest(given.encode(), token.encode()) or not slash:
+        return NotAdmitted(status=403, why=NO_TOKEN)
+    if asked.method == "POST" and steers:
+        if rest != STEER or not _is_of_the_page(asked.headers):
+            return NotAdmitted(status=403, why=NO_POST)
+    elif asked.method not in ("GET", "HEAD"):
+        return NotAdmitted(status=405, why=READ_ONLY)
+    return f"{rest}?{question}" if question else rest
+
+
+def _is_from_elsewhere(headers: Mapping[str, str]) -> bool:
+    """Whether the browser says that another site asks, or calls the server by a name that is not
+    this machine's.
+    """
+    host = headers.get("host", "")
+    if _name(f"//{host}") not in LOOPBACK:
+        return True
+    if "origin" in headers and headers["origin"] != f"http://{host}":
+        return True
+    return headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+
+
+def _is_of_the_page(headers: Mapping[str, str]) -> bool:
+    """Whether a script of the page sends it: a form can name neither this type nor, elsewhere, this
+    origin.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    return (
+        kind == "application/json" and headers.get("origin") == f"http://{headers.get('host', '')}"
+    )
+
+
+def _name(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
 
 HEAD_BYTES = 16 * 1024
 """Of a request; its body has a bound of its own."""
@@ -87,7 +187,8 @@ class PageServer:
         """answer: what stands at an address below the token; called in threads. It raises
         LookupError where nothing does, DataflowError where that cannot be read. steer: does what
         the body of a request asks for, and raises likewise; None: nothing that changes a run is
-        taken."""
+        taken.
+        """
         self._answer, self._token, self._bounds = answer, token, bounds or ClientLimits()
         self._steer = steer
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
@@ -219,7 +320,8 @@ class PageServer:
         self, pool: ThreadPoolExecutor, call: Callable[[], Response], within_s: float, late: str
     ) -> Response:
         """What a call in a thread gives, or the sentence that tells why nothing. late: that of one
-        that takes long."""
+        that takes long.
+        """
         try:
             async with asyncio.timeout(within_s):
                 return await asyncio.get_running_loop().run_in_executor(pool, call)
@@ -295,7 +397,8 @@ def heading(answer: Response, size: int) -> bytes:
 
 def sentence(status: int, why: str, *, as_page: bool = False) -> Response:
     """A sentence in place of what was asked for. as_page: for a person who opened the address, and
-    not for a script."""
+    not for a script.
+    """
     if as_page:
         page = (
             '<!doctype html><html lang="en"><title>dataflow'

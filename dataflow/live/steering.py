@@ -1,5 +1,6 @@
 """What a page that may steer asks of a run: what its browser sends, checked, and brought to the
-scheduler once."""
+scheduler once.
+"""
 
 import collections
 import json
@@ -24,7 +25,8 @@ class Controls:
     """How a run is asked; each returns what came of it, for people, and raises DataflowError where
     nothing did.
 
-    by: who asks."""
+    by: who asks.
+    """
 
     stop: Callable[[RunFolder, str], str]
     scale: Callable[[RunFolder, Mapping[str, int], str], str]
@@ -44,7 +46,8 @@ def read_action(controls: Controls, body: bytes) -> tuple[str, Action]:
     "stop" | "checkpoint" | "scale" | "swap" | "set", "node", "replicas", "reference", "knob",
     "value"}.
 
-    Errors: ValueError that says what is wrong."""
+    Errors: ValueError that says what is wrong.
+    """
     try:
         found = json.loads(body)
     except ValueError as error:
@@ -99,7 +102,8 @@ class Steering:
 
     def __call__(self, run: RunFolder, body: bytes) -> str:
         """What came of it. Errors: ValueError where it is no request, DataflowError where the run
-        refuses."""
+        refuses.
+        """
         number, action = read_action(self._controls, body)
         key = f"{run.path}\0{number}"
         with self._lock:

@@ -1,5 +1,6 @@
 """How the weights get from a trainer's ranks to those of each reader: a pure function of where they
-sit."""
+sit.
+"""
 
 import collections
 import itertools
@@ -92,7 +93,8 @@ class WeightPath:
 
 def choose(sources: Sequence[Seat], destinations: Sequence[Seat]) -> str:
     """The executor for all ranks of a trainer and all of a reader, by where they sit: one serves
-    every pair."""
+    every pair.
+    """
     return chosen(Seats(sources), Seats(destinations))
 
 
@@ -108,7 +110,8 @@ def chosen(sources: "Seats", destinations: "Seats") -> str:
 
 class Seats:
     """Ranks, by what `obstacle` looks at: of hundreds there are a hundred thousand pairs, and few
-    that differ."""
+    that differ.
+    """
 
     def __init__(self, seats: Sequence[Seat]) -> None:
         self.seats = seats
@@ -125,7 +128,8 @@ class Seats:
     def telling(self, others: "Seats") -> list[Seat]:
         """Those that share a process or a device with one of the others; of the rest one for each
         kind of memory on each of the others' machines, and on any other: `obstacle` tells nothing
-        else apart."""
+        else apart.
+        """
         few, many = (self, others) if len(self._at) < len(others._at) else (others, self)
         near = {number for key in few._at if key in many._at for number in self._at[key]}
         found, shared = [*near], self.machines & others.machines
@@ -164,7 +168,8 @@ def executor_between(trainer: Placement, reader: Placement, replica: int, *, apa
     were planned.
 
     The weights of a trainer whose ranks are spread go over the network to all: one executor serves
-    every pair."""
+    every pair.
+    """
     apart = apart or bool(trainer.rank_hosts)
     sources = [_seat(trainer, 0, rank, machine="trainer's") for rank in range(trainer.ranks)]
     there = "another" if apart else "trainer's"
@@ -181,7 +186,8 @@ def is_zero_copy(
 
     One rank that writes the memory in which its readers compute has copied them there. Deltas are
     of the version before. Where weights lie in another memory than they are sent from, they are
-    copied once for all readers."""
+    copied once for all readers.
+    """
     is_whole = trainer.ranks == 1 and executor not in COLLECTIVE
     is_there = bool(trainer.gpus) == (executor in ON_GPU)
     return not (is_whole or copies or link_bytes_per_s is not None) and is_there
@@ -194,7 +200,8 @@ def copies_of(
     GraphError where it cannot do without, and was told to.
 
     turns: nodes that take turns on devices. link_bytes_per_s: of slow links to some reader; None:
-    there are none."""
+    there are none.
+    """
     wish = graph.operators[trainer].traits.copies_weights
     others = next((group for group in turns if trainer in group), ())
     why = ""
@@ -305,7 +312,8 @@ def weight_paths(
 
 def explain(paths: tuple[WeightPath, ...]) -> list[str]:
     """A line per feedback edge: which executors, how many ranks on each side, how much each reader
-    takes."""
+    takes.
+    """
     lines = []
     for trainer, reader in dict.fromkeys((path.trainer, path.reader) for path in paths):
         own = [path for path in paths if (path.trainer, path.reader) == (trainer, reader)]
@@ -324,7 +332,8 @@ def explain(paths: tuple[WeightPath, ...]) -> list[str]:
 
 def deltas(paths: list[WeightPath]) -> str:
     """Of some pairs: whether what changed travels in place of everything; nothing where no link is
-    in between."""
+    in between.
+    """
     slow = [path.link_bytes_per_s for path in paths if path.link_bytes_per_s is not None]
     return (
         f", as deltas where these are shorter, over links of {min(slow) / 1e6:g} MB/s"
@@ -335,7 +344,8 @@ def deltas(paths: list[WeightPath]) -> str:
 
 def from_where(paths: list[WeightPath]) -> str:
     """Of some pairs: whether versions are sent from the weights or from copies; nothing where
-    neither are sent."""
+    neither are sent.
+    """
     if any(path.zero_copy for path in paths):
         return ", from the weights themselves: an update waits for who is taking them"
     copied = any(
@@ -347,7 +357,8 @@ def from_where(paths: list[WeightPath]) -> str:
 
 def slow(link_bytes_per_s: float | None) -> float | None:
     """The rate of a link on which finding what changed takes less time than sending what did
-    not."""
+    not.
+    """
     return (
         link_bytes_per_s
         if link_bytes_per_s is not None and link_bytes_per_s < SCAN_BYTES_PER_S

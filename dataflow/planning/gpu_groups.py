@@ -1,5 +1,6 @@
 """Which accelerators each node has, and which nodes share theirs and take turns on them: pure
-functions."""
+functions.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -40,7 +41,8 @@ def count_gpus(gpus: Wishes, devices: Devices) -> dict[str, int]:
     any is left out.
 
     Raises GraphError where there are too few, or where one would share with a node that shares
-    itself."""
+    itself.
+    """
     asked = {name: wish for name, wish in gpus.items() if isinstance(wish, int)}
     for name, count in asked.items():
         if count < 1:
@@ -68,7 +70,8 @@ def count_gpus(gpus: Wishes, devices: Devices) -> dict[str, int]:
 
 def groups_of(graph: Structure, gpus: Wishes) -> tuple[Group, ...]:
     """Nodes that take turns on the devices of one of them, in the graph's order. GraphError where
-    they cannot."""
+    they cannot.
+    """
     shared = {wish for wish in gpus.values() if isinstance(wish, str)}
     groups = tuple(
         tuple(name for name in graph.operators if name == host or gpus.get(name) == host)
@@ -124,7 +127,8 @@ def awake_at_once(
 
 def at_once(groups: Sequence[Group], amounts: Mapping[str, int]) -> int:
     """The sum of what nodes have, processes or bytes, while of those in turn the one awake has
-    most."""
+    most.
+    """
     together = sum(
         count for name, count in amounts.items() if not any(name in group for group in groups)
     )
@@ -156,7 +160,8 @@ def threads_of(
     equal share.
 
     heavy: by node that computes there, its replicas and the ranks of each. synchronous: no node
-    runs ahead of another."""
+    runs ahead of another.
+    """
     if synchronous and sum(count for count, _ in heavy.values()) <= 2:
         processes = max((ranks for _, ranks in heavy.values()), default=1)
     else:

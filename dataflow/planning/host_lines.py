@@ -12,7 +12,8 @@ def host_lines(
     """Of every host what it is and has, those that are alike on one line; nothing for this machine
     alone.
 
-    light: workers whose operators compute on no device."""
+    light: workers whose operators compute on no device.
+    """
     has: dict[str, list[str]] = {host.name: [] for host in devices.hosts}
     for placement in placements:
         for name, told in _told(placement, placement.worker in light).items():

@@ -1,5 +1,6 @@
 """All that a plan is made from beside its graph, as plain values: whoever has them makes the very
-same plan."""
+same plan.
+"""
 
 import dataclasses
 import hashlib
@@ -62,7 +63,8 @@ class PlanInputs:
 
 def digest(value: Any) -> str:
     """64 hexadecimal digits, the same for equal values in every process and Python: of plain values
-    and dataclasses."""
+    and dataclasses.
+    """
     plain = json.dumps(
         value, default=_fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True
     )

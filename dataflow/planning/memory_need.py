@@ -1,14 +1,109 @@
 """What each process of a plan needs of its device's memory, part by part, and who does not fit:
-pure functions."""
+pure functions.
+"""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from dataflow.errors import GraphError
 from dataflow.node import Generate, Learn, Operator
-from dataflow.planning.activations import Passes
 from dataflow.planning.model_size import ModelSize, bytes_of
 from dataflow.planning.placement import Need, Spot, amount
 from dataflow.structure import Structure, group_size, refreshes_of, sources_of
+
+# What a trainer holds of a micro-batch while it computes, by a model's widths: pure arithmetic.
+
+_MOST_KEPT, _KEPT_OF_WEIGHT = 0.7, 1.5
+"""Of the logits, and of numbers of the head's weight: what the sliced head keeps for its backward
+pass, at most."""
+_SLICE, _CPU_SLICE = 1 << 25, 1 << 20
+"""Logits of a slice on a GPU and on a CPU; two are held."""
+_ENDS = 14
+"""Bytes of a token around the head, in widths of the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """How a rank's forward and backward pass are made."""
+
+    size: ModelSize
+    wide: bool
+    """Whether products are in float32, else in a type of two bytes."""
+    masters: bool
+    """Whether layers compute with float32 weights, which are cast on the way: those of one rank
+    without adapters."""
+    trains: bool = True
+    """Whether all weights are trained, else adapters alone."""
+    rank: int = 0
+    """Of adapters."""
+    compiled: bool = False
+    checkpointed: bool = False
+    shares: int = 1
+    """Ranks that share out each layer."""
+    on_gpu: bool = True
+
+    @property
+    def of_layer(self) -> int:
+        """Bytes that one layer keeps of a token for the backward pass."""
+        size, each = self.size, 4 if self.wide else 2
+        heads = 3 * each * size.query_width + 2 * each * size.key_width
+        normed = size.query_width + size.key_width if size.norms_heads else 0
+        if self.compiled:  # what norms and activations made is computed again
+            whole = (self.of_input + 3 * each) * size.width
+            return whole + (heads + 3 * each * size.inner + each * normed) // self.shares
+        whole = self._around_products * size.width
+        normed *= 8 if self.wide else 6 if self.trains else 4
+        return (
+            whole + (heads + 4 * each * size.inner + normed) // self.shares + 7 * each * self.rank
+        )
+
+    @property
+    def _around_products(self) -> int:
+        """Bytes in widths of the model: of two norms, and inputs of products where each has a copy
+        of its own.
+        """
+        if self.wide:
+            return 24 if self.trains else 16
+        if not self.trains:
+            return 18
+        return 26 if self.masters else 16
+
+    @property
+    def of_input(self) -> int:
+        """Bytes of a number that goes into a layer."""
+        return 4 if self.wide or self.masters else 2
+
+    def at_most(self, tokens: int) -> int:
+        """Bytes where a micro-batch of so many tokens is furthest: at the end of the forward pass,
+        or where the backward pass has begun and the head's gradient is there.
+        """
+        size = self.size
+        casts = 2 * size.linear_numbers if self.masters and not self.wide else 0
+        if self.checkpointed:
+            kept = self.of_input * size.width * size.layers * tokens
+            return kept + max(
+                casts + self._head(tokens, False), self._head(tokens, True), self.one_layer(tokens)
+            )
+        return casts + self.of_layer * size.layers * tokens + self._head(tokens, True)
+
+    def one_layer(self, tokens: int) -> int:
+        """Bytes at the end of the backward pass: the first layer's, or the second gradient of
+        weights that embedding and head have in common.
+        """
+        size, layers = self.size, max(1, self.size.layers)
+        casts = 2 * size.linear_numbers // layers if self.masters and not self.wide else 0
+        return max(
+            casts + self.of_layer * tokens, 4 * size.largest_end if size.tied and self.trains else 0
+        )
+
+    def _head(self, tokens: int, backward: bool) -> int:
+        size = self.size
+        vocabulary = size.largest_end // size.width if size.width else 0
+        logits = tokens * vocabulary
+        kept = int(min(_MOST_KEPT * logits, _KEPT_OF_WEIGHT * size.largest_end))
+        gradient = self.of_input * size.largest_end if backward and self.trains else 0
+        slices = 2 * min(_SLICE if self.on_gpu else _CPU_SLICE, logits)
+        return 4 * (kept + slices) + gradient + _ENDS * size.width * tokens
 
 
 class DoesNotFit(GraphError):
@@ -36,7 +131,8 @@ def need_of(
     on_gpu: whether its devices are accelerators. in_turn: whether it takes turns on its devices
     with others. trainer_ranks: of the trainer whose versions it reads. What cannot be told is left
     out: frameworks' own memory, buffers of a step, a cache that takes what is free beyond one
-    rollout."""
+    rollout.
+    """
     model = operator.uses
     if size is None or model is None:
         return None
@@ -68,7 +164,8 @@ def need_of(
 
 def asleep_bytes(graph: Structure, operator: Operator, size: ModelSize | None, ranks: int) -> int:
     """Of main memory, that all ranks of an operator fill while others have their turn on its
-    accelerators."""
+    accelerators.
+    """
     model = operator.uses
     fed = any(each.reader is operator for each in graph.feedbacks)
     if size is None or model is None or (fed and model.lora is None):
@@ -89,7 +186,8 @@ def _version(
 ) -> int:
     """Bytes of a version between trainer and reader on this operator's accelerator: a trainer of
     one rank has it on its own; of several ranks, it lies in its reader's buffer, which takes what
-    is free but where devices are shared."""
+    is free but where devices are shared.
+    """
     model = operator.uses
     read = [
         each
@@ -109,7 +207,8 @@ def check_fit(needs: Iterable[tuple[str, Spot, Need]], room: Mapping[Spot, int])
     parts.
 
     needs: by process, where it is and what it needs. room: bytes by device; a device of unknown
-    size is left out."""
+    size is left out.
+    """
     on: dict[Spot, list[tuple[str, Need]]] = {}
     for process, spot, need in needs:
         on.setdefault(spot, []).append((process, need))
@@ -133,7 +232,8 @@ def check_fit(needs: Iterable[tuple[str, Spot, Need]], room: Mapping[Spot, int])
 
 def _cache(operator: Generate, size: ModelSize, each: int, ranks: int) -> int:
     """Keys and values: of one rollout of full length, or as many as its budget and its slots are
-    for."""
+    for.
+    """
     traits = operator.traits
     context = traits.context_tokens or size.context
     one = context * (size.cache_elements // min(ranks, size.key_value_heads or ranks)) * each
@@ -154,7 +254,8 @@ def _with_passes(
 ) -> None:
     """Add what a trainer's rank holds beside its share of the model while it computes.
 
-    away: whether the optimiser's state is elsewhere until the update."""
+    away: whether the optimiser's state is elsewhere until the update.
+    """
     model, traits = operator.uses, operator.traits
     assert model is not None, "a trainer has a model"
     gathers = ranks // traits.dp_replicate > 1
@@ -187,7 +288,8 @@ def _with_passes(
 
 def _micro_batch(graph: Structure, operator: Operator) -> tuple[int, bool]:
     """Tokens of a micro-batch, no more than the completions of a step may have, and whether a step
-    has no other."""
+    has no other.
+    """
     tokens = operator.traits.micro_batch_tokens
     generators = [op for op in graph.operators.values() if isinstance(op, Generate)]
     longest = [

@@ -1,7 +1,8 @@
 """Which readers of a host share one way of a trainer's weights over the network: a pure function of
 the paths.
 
-One of them, the mirror, takes each version in, and hands it to the others through shared memory."""
+One of them, the mirror, takes each version in, and hands it to the others through shared memory.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ def mirrored(paths: Sequence[WeightPath]) -> tuple[WeightPath, ...]:
 
     Readers on other hosts than their trainer, which gloo reaches, share one where that is less
     traffic: what all of their ranks would take is more than one model. Where the size is unknown,
-    where there are at least two readers."""
+    where there are at least two readers.
+    """
     found: dict[WeightPath, WeightPath] = {}
     for _, group in itertools.groupby(sorted(paths, key=_order), key=_order):
         there = list(group)

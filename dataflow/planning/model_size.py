@@ -1,5 +1,6 @@
 """How large a model is: by the headers of its safetensors files, or by its config alone; nothing is
-loaded."""
+loaded.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -111,7 +112,8 @@ class ModelSize:
 
     def kept_bytes(self, dtype: str, refresh: Refresh, lora: LoRA | None = None) -> int:
         """Of what a trainer keeps for readers that it refreshes so: the average in float32, the
-        version they have."""
+        version they have.
+        """
         count = self.parameters if lora is None else self._adapters(lora)
         return count * (4 * bool(refresh.decay) + _BYTES[dtype] * (refresh.every > 1))
 
@@ -145,7 +147,8 @@ def measure_models(graph: Structure) -> dict[str, ModelSize]:
 
 def measured(source: str) -> ModelSize | None:
     """Of the model in a folder; where that has no weights, of a family whose tensors a config
-    tells. None elsewhere."""
+    tells. None elsewhere.
+    """
     made = promised(source)
     try:
         files = sorted((folder_here(source) or Path(source)).glob("*.safetensors"))
@@ -194,7 +197,8 @@ def _of_shapes(source: str, shapes: Mapping[str, Sequence[int]], is_foreseen: bo
 
 def _shape(source: str) -> dict[str, int]:
     """What the config says of the layers, in the names that most decoders have; nothing where it
-    says less."""
+    says less.
+    """
     try:
         found = config_of(source)
         config = found.get("text_config") or found

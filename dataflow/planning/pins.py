@@ -13,7 +13,8 @@ Pins = Mapping[str, tuple[str, ...]]
 
 def read_place(place: Place, devices: Devices) -> Pins:
     """As it was given, with every host in a tuple. GraphError for hosts that the run does not
-    have."""
+    have.
+    """
     pins = {
         node: (hosts,) if isinstance(hosts, str) else tuple(hosts) for node, hosts in place.items()
     }
@@ -40,7 +41,8 @@ def read_place(place: Place, devices: Devices) -> Pins:
 def check_pins(pins: Pins, replicas: Mapping[str, int], spread: Mapping[str, int]) -> None:
     """Refuse more hosts than replicas, and hosts that cannot have as many ranks each. GraphError.
 
-    spread: of those whose ranks may be on several hosts, how many ranks there are."""
+    spread: of those whose ranks may be on several hosts, how many ranks there are.
+    """
     for node, hosts in pins.items():
         ranks = spread.get(node, 1)
         if ranks > 1 and ranks % len(hosts):
@@ -63,7 +65,8 @@ def pin_of(nodes: Sequence[str], pins: Pins, why: str) -> str | None:
     """The host that nodes which sit together are pinned to; None: to none. GraphError where they
     name several.
 
-    why: they sit together, for people."""
+    why: they sit together, for people.
+    """
     named = {node: pins[node] for node in nodes if node in pins}
     hosts = {host for of_node in named.values() for host in of_node}
     if len(hosts) > 1:

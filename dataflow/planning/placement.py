@@ -68,7 +68,8 @@ class Placement:
     @property
     def devices(self) -> str:
         """For people: `gpu 0-5`, `cpu, 1 thread`; over hosts, which number their own accelerators,
-        `6 GPUs`."""
+        `6 GPUs`.
+        """
         if self.gpus and self.hosts:
             return f"{len(self.gpus)} GPU{'s' if len(self.gpus) > 1 else ''}"
         return f"gpu {ranges(self.gpus)}" if self.gpus else f"cpu, {_threads(self.threads)}"
@@ -76,7 +77,8 @@ class Placement:
     @property
     def mesh(self) -> str:
         """How ranks that do not all do the same share the model out: `2 x 2 (replicate x shard)`;
-        else empty."""
+        else empty.
+        """
         shards = self.ranks // (self.dp_replicate * self.tensor_parallel)
         axes = {"replicate": self.dp_replicate, "shard": shards, "tensor": self.tensor_parallel}
         used = {name: size for name, size in axes.items() if size > 1}
@@ -87,7 +89,8 @@ class Placement:
     @property
     def share(self) -> str:
         """What one replica gets, for people: `1 GPU`, `2 threads`, `2 processes of 1 thread
-        each`."""
+        each`.
+        """
         return self.share_of(self.replicas)
 
     def share_of(self, replica: int) -> str:
@@ -103,7 +106,8 @@ class Placement:
 
     def host(self, replica: int, rank: int = 0) -> str:
         """The host of a rank of a replica; empty: this machine. A replica that the plan does not
-        know yet has none."""
+        know yet has none.
+        """
         if self.rank_hosts:
             return self.rank_hosts[rank]
         return self.hosts[replica] if self.hosts else ""

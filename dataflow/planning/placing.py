@@ -6,9 +6,10 @@ devices. Pinned units are seated first, then those on accelerators, then those o
 largest first (`rooms` says where). The ranks of a trainer that no host has room for are spread over
 several (`spreading`), those of others are not: each token would wait for the network in each layer.
 Light workers come last, each beside as many of its neighbours as there are on one host; between
-equals it is the host of the one that feeds it."""
+equals it is the host of the one that feeds it.
+"""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -19,8 +20,53 @@ from dataflow.planning.hosts import Devices
 from dataflow.planning.pins import Pins, check_pins, pin_of
 from dataflow.planning.placement import Need, Placement
 from dataflow.planning.rooms import Room, Unit, rooms_of, settle, shortage
-from dataflow.planning.spreading import divisions, spread
 from dataflow.structure import Structure
+
+# Over which hosts the ranks of one trainer are spread, where no host has room for all: a pure
+# function.
+
+
+def divisions(
+    ranks: int, hosts: int, *, tensor_parallel: int = 1, dp_replicate: int = 1
+) -> list[int]:
+    """Numbers of hosts, `hosts` at most, that so many ranks can be spread over evenly, what is
+    preferred first.
+
+    >>> divisions(16, 8, tensor_parallel=4)
+    [2, 4, 8]
+    >>> divisions(12, 6, dp_replicate=3)  # three copies of four ranks: none is cut over 3 hosts or 6
+    [3, 6, 2, 4]
+    """
+    copy = ranks // dp_replicate
+
+    def cost(count: int) -> tuple[bool, bool, int]:
+        each = ranks // count
+        return bool(each % tensor_parallel), bool(each % copy and copy % each), count
+
+    return sorted((count for count in range(2, hosts + 1) if ranks % count == 0), key=cost)
+
+
+def spread(
+    rooms: Sequence[Room], ranks: int, unit: Callable[[int], Unit], counts: Sequence[int]
+) -> list[Room]:
+    """The hosts of all ranks, those of rank 0 first; none where there is no room. They are not
+    taken yet.
+
+    unit: of so many ranks. counts: numbers of hosts, as `divisions` has them. Accelerators are
+    taken host after host, cores where there are fewest processes for each, as all units are
+    (`rooms`).
+    """
+    for count in counts:
+        part = unit(ranks // count)
+        fitting = [
+            room for room in rooms if room.row(part) is not None and not room.lacks_memory(part)
+        ]
+        if len(fitting) >= count:
+            if not part.gpus:
+                fitting.sort(key=lambda room: (room.processes + part.processes) / room.host.cpus)
+            return [room for room in rooms if any(room is each for each in fitting[:count])]
+    return []
+
 
 Found = tuple[Room, tuple[int, ...]]
 """A machine, and accelerators of it."""
@@ -115,7 +161,8 @@ def workers_of(graph: Structure) -> dict[str, str]:
 
 def neighbours_of(graph: Structure, workers: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """By light worker, the others that exchange rows with it: those that feed it, then those that
-    it feeds."""
+    it feeds.
+    """
     feeding: dict[str, dict[str, None]] = {}
     fed: dict[str, dict[str, None]] = {}
     for call in graph.calls:
@@ -132,7 +179,8 @@ def host_beside(neighbours: Iterable[Iterable[str]], rooms: Sequence[Room]) -> s
     """Where most neighbours have somebody, the first of equals; where there is none, the host of
     the least load.
 
-    neighbours: of each, the hosts of its replicas."""
+    neighbours: of each, the hosts of its replicas.
+    """
     counts: dict[str, int] = {}
     for hosts in neighbours:
         for host in dict.fromkeys(hosts):
@@ -229,7 +277,8 @@ def _pinned(party: _Party, rooms: Sequence[Room]) -> list[Found]:
 
 def _spread(party: _Party, part: NodeNeeds, rooms: Sequence[Room]) -> list[Found]:
     """What each host has of the ranks of a trainer; nothing where one host has room for all, or too
-    few have. GraphError where pinned hosts have not."""
+    few have. GraphError where pinned hosts have not.
+    """
 
     def unit(ranks: int) -> Unit:
         return unit_of([part.of_ranks(ranks)])
@@ -254,7 +303,8 @@ def _spread(party: _Party, part: NodeNeeds, rooms: Sequence[Room]) -> list[Found
 
 def spread_rooms(rooms: Sequence[Room], part: NodeNeeds) -> list[Room]:
     """The hosts that the ranks of a trainer are spread over; none where one host has room for all,
-    or too few have."""
+    or too few have.
+    """
     whole = unit_of([part.of_ranks(part.ranks)])
     if any(room.row(whole) is not None and not room.lacks_memory(whole) for room in rooms):
         return []

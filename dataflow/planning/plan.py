@@ -39,12 +39,29 @@ from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import Place, read_place
 from dataflow.planning.placement import Need, Placement, Spot, amount
 from dataflow.planning.placing import NodeNeeds, neighbours_of, placed, workers_of
-from dataflow.planning.ports import check_ports
 from dataflow.planning.ranks import check_replicas, check_scaled, ranks_of
 from dataflow.staleness import Bound, capacity
 from dataflow.structure import Structure, drawn_by, sinks_of, sources_of
 from dataflow.system.rank_places import Spreads
 from dataflow.weight_ends import Refresh
+
+# Ports on which workers listen: on each host one worker has one.
+
+
+def check_ports(placements: Mapping[str, Placement]) -> None:
+    """Refuse two workers that would listen on one port of one host. GraphError."""
+    seen: dict[tuple[str, int], str] = {}
+    for each in placements.values():
+        for replica in range(each.replicas if each.port else 0):
+            name = f"'{each.node}'" if each.replicas == 1 else f"'{each.node}-{replica}'"
+            other = seen.setdefault((each.host(replica), each.port), name)
+            if other != name:
+                place = f"host '{each.host(replica)}'" if each.host(replica) else "this machine"
+                raise GraphError(
+                    f"{other} and {name} would both listen on port {each.port} of {place}, where"
+                    " only one can; give port=0 (any that is free), or each operator a port of its"
+                    " own, and replicas with one port hosts of their own with place="
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +128,8 @@ class Plan:
         """Bytes per second of the slow links by which an executor carries a trainer's weights;
         None: of fast ones.
 
-        Over hosts all links between two are such, whoever is on which of them now."""
+        Over hosts all links between two are such, whoever is on which of them now.
+        """
         if self.devices.hosts and executor in COLLECTIVE:
             return slow(self.devices.link_bytes_per_s)
         rates = [
@@ -124,12 +142,14 @@ class Plan:
 
     def readers_beside(self, trainer: str, refresh: Refresh | None, host: str) -> tuple[str, ...]:
         """The readers of a host that share one way of a trainer's weights over the network, the one
-        that takes them in first; none where each has its own."""
+        that takes them in first; none where each has its own.
+        """
         return readers_beside(self.weight_paths, trainer, refresh, host)
 
     def zero_copy(self, trainer: str, executor: str) -> bool:
         """Whether an executor sends a trainer's versions from its weights themselves, which wait
-        for readers then."""
+        for readers then.
+        """
         link = self.link(trainer, executor)
         return is_zero_copy(
             self.placements[trainer],
@@ -155,7 +175,8 @@ class Plan:
 
     def turns_of(self, node: str) -> Group:
         """The nodes that it takes turns with, itself among them; none where its devices are its
-        own."""
+        own.
+        """
         return next((group for group in self.turns if node in group), ())
 
     def processes(self) -> list[tuple[str, int, list[str]]]:
@@ -447,7 +468,8 @@ def _asleep(
     sizes: Mapping[str, ModelSize],
 ) -> list[tuple[str, Spot, Need]]:
     """Of nodes that take turns on accelerators: what is put away into main memory, on the host of
-    each."""
+    each.
+    """
     found = []
     for name in (name for group in turns for name in group if placements[name].gpus):
         operator, placement = graph.operators[name], placements[name]
@@ -476,7 +498,8 @@ def _check_scale(graph: Structure, made: Plan, one_process: bool) -> None:
 
 def bounds_of(graph: Structure, steps: int | None = None) -> dict[str, Bound]:
     """By source that leads to a trainer with feedback to its generator: how far generation may run
-    ahead."""
+    ahead.
+    """
     bounds: dict[str, Bound] = {}
     for feedback in graph.feedbacks:
         trainer = feedback.weights.trainer

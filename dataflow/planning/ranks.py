@@ -58,7 +58,8 @@ def check_replicas(operator: Operator, count: int) -> None:
 
 def check_scaled(operator: Operator, count: int, has: int) -> None:
     """Refuse a number of replicas that an operator cannot have from some step of a run on. has:
-    those that it has."""
+    those that it has.
+    """
     check_replicas(operator, count)
     if count != has and isinstance(operator, Generate) and operator.asks is not None:
         raise GraphError(

@@ -5,7 +5,8 @@ It is the rule of the plan (`placing`), one worker at a time: ranks together, in
 accelerators of one host that lives; processes on the CPU where there are fewest per core; light
 workers beside their neighbours. Who takes turns goes where one of its group is already, which has a
 place for all of them. Only the ranks of a trainer that the plan has spread may be on several hosts
-again: who reads its weights has them over the network, as they go from several."""
+again: who reads its weights has them over the network, as they go from several.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -104,7 +105,8 @@ def rehost_ranks(
 ) -> tuple[tuple[str, ...], tuple[int, ...]] | str:
     """The host and the accelerator of each rank of a trainer that the plan has spread; else what it
     needs and what there is. All are on one host where one has room for them now. The rest is as for
-    `rehost`."""
+    `rehost`.
+    """
     rooms = _rooms(plan, devices, alive, [each for each in seated if each.host in alive])
     if not rooms:
         return _nowhere(worker, 0)
@@ -127,7 +129,8 @@ def most_replicas(
     plan: Plan, devices: Devices, alive: Collection[str], seated: Iterable[Sits], worker: str
 ) -> int | None:
     """How many replicas of a worker accelerators have room for beside the others; None: it runs on
-    the CPU."""
+    the CPU.
+    """
     placement = plan.placements[worker]
     if not placement.gpus:
         return None
@@ -196,7 +199,8 @@ def _memory(placements: Mapping[str, Placement], processes: Mapping[str, int]) -
 
 def _block(plan: Plan, seated: Sits) -> Iterable[int]:
     """The accelerators that are not for others while one sits there: its own, or those of its whole
-    group."""
+    group.
+    """
     group = plan.turns_of(seated.worker)
     if not group or not seated.gpus or seated.replica >= plan.placements[seated.worker].replicas:
         return seated.gpus

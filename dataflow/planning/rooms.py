@@ -3,7 +3,8 @@ functions.
 
 Units on accelerators fill host after host: an accelerator has one owner, so a full host is no
 overloaded one, and neighbours exchange by memory. Units on the CPU go where there are fewest
-processes per core, as they share the cores."""
+processes per core, as they share the cores.
+"""
 
 import heapq
 from collections.abc import Collection, Iterable, Sequence
@@ -19,7 +20,8 @@ _SHOWN = 4
 @dataclass(frozen=True, kw_only=True)
 class Unit:
     """What sits on one host together: the ranks of a replica, or all replicas of the nodes that
-    share devices."""
+    share devices.
+    """
 
     gpus: int = 0
     """Accelerators, in a row; 0: it runs on the CPU."""
@@ -79,7 +81,8 @@ class Room:
 
     def row(self, unit: Unit) -> tuple[int, ...] | None:
         """The accelerators that a unit would have here; None: there are not enough, or not enough
-        cores."""
+        cores.
+        """
         if unit.gpus:
             return spare(self.numbers, self.taken, unit.gpus)
         return () if unit.cores <= self.host.cpus or not self.host.name else None
@@ -110,7 +113,8 @@ class Room:
 
 def spare(numbers: range, taken: Collection[int], count: int) -> tuple[int, ...] | None:
     """The first accelerators in a row that nobody has, as many as are asked for; None: there are
-    none."""
+    none.
+    """
     found = 0
     for number in numbers:
         found = 0 if number in taken else found + 1
@@ -127,7 +131,8 @@ def rooms_of(devices: Devices) -> list[Room]:
 
 def settle(rooms: Sequence[Room], unit: Unit, count: int = 1) -> list[tuple[Room, tuple[int, ...]]]:
     """Seat as many units as fit, `count` at most: rooms and accelerators of each. Known memory is
-    kept to where it can be, elsewhere only where nothing else is left."""
+    kept to where it can be, elsewhere only where nothing else is left.
+    """
     if not unit.gpus:
         return _spread(rooms, unit, count)
     seated: list[tuple[Room, tuple[int, ...]]] = []

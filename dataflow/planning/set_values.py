@@ -1,5 +1,6 @@
 """Other values for knobs of a declared graph: which may change, and what becomes of its operators;
-pure."""
+pure.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +14,8 @@ from dataflow.structure import Structure, generators_of
 
 def settable_of(graph: Structure, name: str) -> dict[str, Settable]:
     """Knobs of an operator that may change while a run goes on, the bound of the feedback to it
-    among them."""
+    among them.
+    """
     operator = graph.operators[name]
     found = dict(operator.settable())
     for feedback in graph.feedbacks:
@@ -27,7 +29,8 @@ def with_values(
 ) -> tuple[dict[str, Operator], dict[str, Any]]:
     """Operators that take the place of others, by name, and other max_staleness, by reader.
 
-    wishes: values by NODE.KNOB. Errors: GraphError."""
+    wishes: values by NODE.KNOB. Errors: GraphError.
+    """
     others: dict[str, Operator] = {}
     bounds: dict[str, Any] = {}
     for place, value in wishes.items():
@@ -52,7 +55,8 @@ def placed(
     knobs_of: Callable[[Structure, str], Mapping[str, Settable]] = settable_of,
 ) -> tuple[str, str]:
     """The node and the knob of NODE.KNOB. knobs_of: those of a node that may change. GraphError
-    where there is none."""
+    where there is none.
+    """
     name, _, knob = place.partition(".")
     if name not in graph.operators:
         raise GraphError(

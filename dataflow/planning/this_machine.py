@@ -29,7 +29,8 @@ def this_machine() -> Devices:
 
 def quick_dtype() -> Literal["float32", "bfloat16"]:
     """The type of weights that this machine multiplies fastest: "bfloat16" on GPUs, and on
-    processors that have instructions for it (AVX-512 BF16); else "float32"."""
+    processors that have instructions for it (AVX-512 BF16); else "float32".
+    """
     if this_machine().gpus:
         return "bfloat16"
     try:

@@ -1,5 +1,6 @@
 """The data edges of a planned graph as values: who sends which rows to whom, how much may be under
-way."""
+way.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -36,7 +37,8 @@ _PARTS = 8
 @dataclass(frozen=True, kw_only=True)
 class Edge:
     """One edge of one source: rows of a stream, or the turns of an episode, whose name is their
-    source."""
+    source.
+    """
 
     producer: str
     consumer: str
@@ -73,7 +75,8 @@ def edge_name(producer: str, consumer: str, source: str) -> str:
 
 def edges(graph: Structure) -> list[Edge]:
     """All edges but those of weights: of data, in the order in which they were declared, then of
-    turns."""
+    turns.
+    """
     bounds = bounds_of(graph)
     data = [
         _prompts(graph, stream, call.operator, bounds.get(stream.source))
@@ -92,7 +95,8 @@ def _turns(graph: Structure, episode: Generate, data: list[Edge]) -> list[Edge]:
     """Requests to the generator and its answers. A turn is acknowledged when its answer has
     arrived, and a rollout asks for one at a time: of all rollouts that may be without an outcome
     each finds room, so that none that the trainer waits for stands behind those that may not start
-    yet."""
+    yet.
+    """
     assert episode.asks is not None, "an episode asks a generator"
     arriving = [edge for edge in data if edge.consumer == episode.name]
     rows = sum(edge.capacity_rows * (group_size(graph, edge.source) or 1) for edge in arriving)
@@ -124,7 +128,8 @@ def _prompts(
     Where nobody is trained all have an outcome soon. A few neighbours travel together; of those
     that have an outcome the source hears at once, but they keep their credit until all do, so a
     replica has credit for as many times more. Replicas take turns, whichever of them has just given
-    back credit, so that all work on a step."""
+    back credit, so that all work on a step.
+    """
     trained = _longest_step(graph, stream.source)
     step = bound.prompts_per_step if bound is not None else trained or _PROMPTS
     together = max(1, min(_TOGETHER, step // _PARTS))
@@ -145,7 +150,8 @@ def _rows(graph: Structure, stream: Stream[Any], consumer: Operator, bound: Boun
     """A group is acknowledged when it has an outcome, and an operator that waits for a critic's
     weights holds groups until they come: an edge must hold all that may be without one, and a step
     more. Of groups that travel together each may keep the credit of all. With less the run would
-    deadlock."""
+    deadlock.
+    """
     size = group_size(graph, stream.source) or 1
     most = _without_outcome(graph, stream.source, bound) + _longest_step(graph, stream.source)
     return Edge(
@@ -161,7 +167,8 @@ def _rows(graph: Structure, stream: Stream[Any], consumer: Operator, bound: Boun
 def _without_outcome(graph: Structure, source: str, bound: Bound | None) -> int:
     """Groups of a source that may be without an outcome: all that may be in flight, and a step's
     worth to go on with; but never less than the trainer with the longest step needs to make one,
-    with as many dropped and not recorded yet."""
+    with as many dropped and not recorded yet.
+    """
     ahead = _PROMPTS
     if bound is not None:
         ahead = capacity(bound.prompts_per_step, bound.max_staleness) + bound.prompts_per_step
@@ -244,7 +251,8 @@ def bounds_at(graph: Structure, plan: Plan, operator: Operator) -> dict[str, Bou
 
     A trainer sweeps only where the tokens are of its own versions: a critic has no bound. Where a
     source has several trainers, its source issues enough for the one that takes most, and the
-    generator starts whatever was issued."""
+    generator starts whatever was issued.
+    """
     if isinstance(operator, Learn):
         fed = {
             source
@@ -282,14 +290,16 @@ def _feedback(graph: Structure, node: str) -> Bound | None:
 
 def quantized_format(graph: Structure, trainer: str) -> str | None:
     """The quantized format that all readers of a trainer want; None, full tensors, where one wants
-    another or none."""
+    another or none.
+    """
     wanted = {reader.quantized for reader in readers_of(graph, trainer)}
     return wanted.pop() if len(wanted) == 1 else None
 
 
 def marks(graph: Structure, node: str, source: str) -> str | None:
     """The ledger state that rows leaving `node` have reached; None where the next node will say so
-    itself."""
+    itself.
+    """
     state = graph.operators[node].state
     readers = [
         edge.consumer for edge in edges(graph) if edge.producer == node and edge.source == source

@@ -1,5 +1,6 @@
 """Which waiting groups start now: pure policy over sources, versions, slots and memory; it knows no
-tensors."""
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ G = TypeVar("G", bound=Waiting)
 @dataclass
 class Admission(Generic[G]):
     """Queues of waiting groups by source, and the rule by which they leave; sources without a bound
-    go first."""
+    go first.
+    """
 
     bounds: Mapping[str, Bound]
     """Sources that must not run ahead of their trainer."""
@@ -45,7 +47,8 @@ class Admission(Generic[G]):
 
     def add(self, source: str, group: G) -> None:
         """Put a group into its source's queue, in the order of issue: one issued again comes before
-        later ones."""
+        later ones.
+        """
         queue = self.sources.setdefault(source, deque())
         at = len(queue)
         while at and queue[at - 1].group_id > group.group_id:
@@ -126,7 +129,8 @@ class Admission(Generic[G]):
         free: slots that rollouts may start in. idle: nothing is at work. fit: how many of so many
         rollouts of a group fit into memory beside what this call has yielded; at least 1 when idle.
         prepare: called before a group is looked at, each time; a group may have no rollout left to
-        start after it, and then leaves too."""
+        start after it, and then leaves too.
+        """
         for source in sorted(self.sources, key=lambda source: source in self.bounds):
             queue = self.sources[source]
             while queue and free and self.may_start(source, queue[0], version, dropped):

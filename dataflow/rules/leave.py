@@ -6,7 +6,8 @@ LINGER_STEPS = 4
 
 def enough(slots: int, group_size: int) -> int:
     """Complete groups that leave without waiting for others: a quarter of those that are decoded at
-    once."""
+    once.
+    """
     return max(1, slots // (4 * group_size))
 
 

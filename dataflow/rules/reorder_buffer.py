@@ -1,5 +1,6 @@
 """The trainer's reorder buffer: groups arrive in any order and leave in order of issue, without a
-gap."""
+gap.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ class InOrder(Generic[T]):
 
     def __init__(self, first: int = 0, holes: Iterable[int] = ()) -> None:
         """first: the first group to give out. holes: groups after it that will never come, because
-        they were dropped or trained before a restart."""
+        they were dropped or trained before a restart.
+        """
         self.following = first
         """The group that is to leave next."""
         self._holes = {hole for hole in holes if hole >= first}
@@ -87,7 +89,8 @@ class ReorderBuffer(InOrder[QueuedGroup]):
 
     def add(self, batch: Batch) -> int:
         """Take the groups of a batch in, releasing those that were here before; the number of new
-        rows."""
+        rows.
+        """
         new = 0
         for group_id, first, count in group_slices(batch.records):
             records = batch.records.slice(first, count)

@@ -10,7 +10,8 @@ def prompt_room(slots: int, waiting: Iterable[int]) -> int:
     """Prompts that a generator takes now: above 0 while any source has no prompt waiting there.
 
     slots: rollouts that it decodes at once; waiting: prompts of each of its sources that have not
-    started."""
+    started.
+    """
     return max(0, max(_PROMPTS, slots) - min(waiting, default=0))
 
 
@@ -28,7 +29,8 @@ def row_room(groups: int, group_rows: int, held: int, *, is_ready: bool) -> int:
     """Rows that a trainer takes now; never 0 while the next group in order is missing.
 
     groups: that may wait; group_rows: rows of one; held: rows that wait; is_ready: whether the next
-    group is there."""
+    group is there.
+    """
     return max(0 if is_ready else 1, groups * group_rows - held)
 
 

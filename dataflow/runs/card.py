@@ -1,5 +1,6 @@
 """The card of an exported data set: README.md with the configuration that `datasets.load_dataset`
-reads."""
+reads.
+"""
 
 import json
 from collections.abc import Mapping, Sequence

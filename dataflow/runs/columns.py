@@ -14,7 +14,8 @@ def in_columns(
     heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
 ) -> list[str]:
     """A line for the headings, one for each row. right: headings of the columns that stand at the
-    right of theirs."""
+    right of theirs.
+    """
     texts = [[clean(cell) for cell in row] for row in rows]
     widths = [
         min(WIDEST, max([cell_len(head), *(cell_len(row[at]) for row in texts)]))

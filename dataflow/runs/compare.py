@@ -78,7 +78,8 @@ def names_of(first: RunFolder, second: RunFolder) -> tuple[str, str]:
 
 def graph_differences(first: Side, second: Side) -> list[str]:
     """What is not the same in the graphs and in the knobs of their operators: the first was, the
-    second is."""
+    second is.
+    """
     if not {"name", "nodes", "edges"} <= first.graph.keys() & second.graph.keys():
         lacks = first.name if "nodes" not in first.graph else second.name
         return [f"the graph of {lacks} is not known: its folder has none"]
@@ -100,7 +101,8 @@ def setting_differences(first: Side, second: Side) -> list[Differs]:
 
 def _settings(side: Side, nodes: Collection[str], known: bool) -> dict[str, str]:
     """By name. nodes: that both have: of others the graphs tell. known: whether both say what they
-    ran on."""
+    ran on.
+    """
     config = side.config
     launch = config.get(LAUNCH) or {}
     found = {"command": command_of(config)}
@@ -143,7 +145,8 @@ _ROWS: Sequence[tuple[str, Callable[[Figures], Any]]] = (
 
 def figure_rows(first: Figures, second: Figures) -> list[tuple[str, str, str, str]]:
     """Name, the first's, the second's, and by how much the second differs; without what neither
-    has."""
+    has.
+    """
     rows = []
     for name, of in _ROWS:
         a, b = of(first), of(second)
@@ -178,7 +181,8 @@ def _told(value: Any) -> str:
 
 def told(first: Side, second: Side, *, signs: str, width: int) -> list[str]:
     """All of it as lines for a terminal. signs: of a curve, from low to high. width: cells of
-    one."""
+    one.
+    """
     a, b = first.name, second.name
     lines = [f"A  {clean(a)}", f"B  {clean(b)}", ""]
     graph = graph_differences(first, second)
@@ -219,7 +223,8 @@ def _settings_told(settings: Sequence[Differs]) -> list[str]:
 
 def _curves(name: str, title: str, first: Side, second: Side, signs: str, width: int) -> list[str]:
     """The two curves of a figure below each other, with one scale: from the least to the most of
-    both."""
+    both.
+    """
     both = [[value for _, value in series(side.lines, name)] for side in (first, second)]
     if not all(both):
         return []

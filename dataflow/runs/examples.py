@@ -1,5 +1,6 @@
 """A few rollouts of a run to look at: the best, the worst, and some by chance, from files spread
-over its steps."""
+over its steps.
+"""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,8 @@ class _Ranked:
 
 def examples_of(parts: Sequence[Part], by: str = "reward", each: int = EACH) -> Examples:
     """From at most `MOST_FILES` files of steps. by: the figure of a rollout. Errors:
-    RunFolderError."""
+    RunFolderError.
+    """
     steps = [part for part in parts if part.outcome == TRAINED]
     stride = max(1, -(-len(steps) // MOST_FILES))
     chosen = steps[::-1][::stride][::-1]

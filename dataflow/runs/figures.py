@@ -84,7 +84,8 @@ def figures(
     """From lines of metrics.jsonl, times.json and config.json.
 
     window: steps of a mean at begin and end, the same for runs that are compared; None: `window_of`
-    these steps."""
+    these steps.
+    """
     window = window_of(len(steps)) if window is None else window
     full = steps[len(steps) // 10 :]
     # From one step to the next: a run that was resumed, or made steps again, has gaps.

@@ -1,5 +1,6 @@
 """`dataflow list`: the runs of a folder, newest first, from the ends of their files; what else lies
-there is named."""
+there is named.
+"""
 
 import contextlib
 import json
@@ -70,7 +71,8 @@ class Runs:
 
 def runs_in(root: Path) -> Runs:
     """The runs in a folder, or the run that the folder itself is. Errors: RunFolderError where
-    there is none."""
+    there is none.
+    """
     if not root.is_dir():
         raise RunFolderError(
             f"no folder of runs at '{root}':"
@@ -144,7 +146,8 @@ class Last:
 
 def last_lines(path: Path, leader: str | None, said: list[str]) -> Last:
     """The last line of a step, and of an evaluation, without reading all of a long file. leader:
-    whose steps count; None: anybody's. said: gets what could not be read."""
+    whose steps count; None: anybody's. said: gets what could not be read.
+    """
     step: Mapping[str, Any] = {}
     evaluation: Mapping[str, Any] = {}
     for most in TAILS:

@@ -69,7 +69,8 @@ class Run:
         ratios are exp(new_logprobs - logprobs).
 
         columns: only these, which saves memory; None: all. trainer: whose steps; None: of all that
-        lead. Errors: RunFolderError for a damaged file."""
+        lead. Errors: RunFolderError for a damaged file.
+        """
         parts = parts_of(self.folder, trainer=trainer).files
         schema = tables.rollout_schema(parts, columns)
         return pa.Table.from_batches(tables.rollout_batches(parts, schema, columns), schema)
@@ -82,7 +83,8 @@ class Run:
 
     def untrained(self) -> pa.Table:
         """Finished rollouts that are still kept of groups in flight, and of dropped ones, with the
-        reason."""
+        reason.
+        """
         found = list(tables.untrained_batches(self.folder))
         schema = (
             pa.unify_schemas([batch.schema for batch in found]) if found else tables.with_added([])
@@ -91,7 +93,8 @@ class Run:
 
     def steps(self, trainer: str | None = None) -> pa.Table:
         """A row for each step: what metrics.jsonl says. trainer: whose; None: of the one that
-        leads."""
+        leads.
+        """
         return tables.table_of(tables.read_lines(self.folder, trainer).steps)
 
     def evaluations(self) -> pa.Table:
@@ -101,7 +104,8 @@ class Run:
     def edges(self) -> pa.Table:
         """A row for each data edge: what has crossed it so far, counted where it begins
         (`sent_...`) and where it ends (`received_...`), and what its sender was told is done with
-        (`acknowledged_...`): batches, rows, bytes."""
+        (`acknowledged_...`): batches, rows, bytes.
+        """
         return tables.edge_table(self.folder)
 
     def faults(self) -> pa.Table:

@@ -1,5 +1,6 @@
 """Pieces of HTML about a run, for its report and for notebooks; whatever comes from outside goes
-through `escaped`."""
+through `escaped`.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

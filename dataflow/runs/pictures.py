@@ -1,5 +1,6 @@
 """Pictures of a run from what its folder says: the graph without its program, and the curves that
-matter first."""
+matter first.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -63,7 +64,8 @@ def charts_of(
 ) -> list[Chart]:
     """A chart for each of the dozen figures that matter first, of those that some run has.
 
-    lines: of metrics.jsonl, by run."""
+    lines: of metrics.jsonl, by run.
+    """
     found = []
     for figure in FIGURES:
         drawn = [

@@ -1,5 +1,6 @@
 """`dataflow report`: a run as one HTML file to send, with nothing that it would load from
-anywhere."""
+anywhere.
+"""
 
 import shlex
 import time
@@ -35,7 +36,8 @@ def write_report(folder: RunFolder, out: Path, *, by: str = "reward") -> None:
     """Put the report of a run at `out`, whole or not at all. by: the figure that tells the best
     rollout.
 
-    Errors: RunError where something else than a report stands there; RunFolderError."""
+    Errors: RunError where something else than a report stands there; RunFolderError.
+    """
     if out.exists() and MARK not in _head(out):
         raise RunError(f"'{out}' is there already and is no report; name another file with --out")
     text = report(folder, by=by).encode("utf-8", "replace")
@@ -162,7 +164,8 @@ def environment_rows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def command_of(config: Mapping[str, Any]) -> str:
     """The command line, without the paths of this machine where the program has a name; empty: not
-    known."""
+    known.
+    """
     launch = config.get(LAUNCH) or {}
     if module := launch.get("module"):
         return f"python -m {module} {shlex.join(map(str, launch.get('arguments', ())))}".strip()

@@ -1,5 +1,6 @@
 """How a run stands, told from its folder: nothing there is locked, opened for writing, or waited
-for."""
+for.
+"""
 
 import contextlib
 import os
@@ -72,7 +73,8 @@ def state_of(folder: RunFolder) -> State:
 
 def signs_of(folder: RunFolder, now: float | None = None) -> Signs:
     """What a folder, and this machine, tell of a run. now: seconds since 1970; the clock's when
-    None."""
+    None.
+    """
     outcome = str(folder.read_json("times.json", TIMES).get("outcome", ""))
     if (raised := _raised(folder.path / HOLDERS)) is not None:
         return Signs(outcome=outcome, leads=(time.time() if now is None else now) - raised < HELD_S)
@@ -89,7 +91,8 @@ def signs_of(folder: RunFolder, now: float | None = None) -> Signs:
 
 def lock_kinds(path: Path, locks: Iterable[str] | None = None) -> set[str]:
     """Which kinds of lock processes of this machine have on a file: POSIX, FLOCK. locks: lines of
-    /proc/locks."""
+    /proc/locks.
+    """
     try:
         number = str(path.stat().st_ino)
     except OSError:
@@ -114,7 +117,8 @@ def lock_kinds(path: Path, locks: Iterable[str] | None = None) -> set[str]:
 
 def _raised(holders: Path) -> float | None:
     """When the counter of a run over hosts was last raised; None where nobody holds it, or it never
-    had one."""
+    had one.
+    """
     with contextlib.suppress(OSError, ValueError):
         newest = max(
             (each for each in os.scandir(holders) if each.name.isdecimal()),
@@ -131,7 +135,8 @@ def _lives(pid: int) -> bool:
 
 def begun_at(folder: RunFolder, config: Mapping[str, Any]) -> float | None:
     """When it began, in seconds since 1970: as it says itself, or the age of what is written
-    first."""
+    first.
+    """
     at = config.get("begun")
     if isinstance(at, int | float):
         return float(at)

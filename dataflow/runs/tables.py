@@ -1,5 +1,6 @@
 """What a run's files say as Arrow: rollouts batch by batch, steps, evaluations and faults; and
-series of figures."""
+series of figures.
+"""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +42,8 @@ Point = tuple[float, float]
 
 def rollout_schema(parts: Iterable[Part], columns: Collection[str] | None = None) -> pa.Schema:
     """The columns of all these files together. Errors: RunFolderError where two have one of
-    different types."""
+    different types.
+    """
     found: pa.Schema = pa.schema([])
     for part in parts:
         try:
@@ -86,7 +88,8 @@ def rollout_batches(
     since is passed over.
 
     schema: as `rollout_schema` has it. columns: only these. Errors: RunFolderError for a damaged
-    file."""
+    file.
+    """
     schema = schema or rollout_schema(parts, columns)
     wanted = None if columns is None else {*columns, VERSIONS, OF_SOURCE}
     for part in parts:
@@ -111,7 +114,8 @@ def _facts(part: Part, batch: pa.RecordBatch) -> dict[str, Any]:
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema, facts: Mapping[str, Any]) -> pa.RecordBatch:
     """The rows with the columns of a schema: their own, these facts, and null for what they
-    lack."""
+    lack.
+    """
     arrays = []
     for field in schema:
         if field.name in facts:
@@ -135,7 +139,8 @@ def _repeated(value: Any, count: int, kind: pa.DataType) -> pa.Array:
 def untrained_batches(folder: RunFolder) -> Iterator[pa.RecordBatch]:
     """Rollouts that generators have finished and that are still kept beside them: of groups that
     were dropped, with the reason, and of those in flight. The columns that scorers add are not
-    there yet."""
+    there yet.
+    """
     seen: dict[str, set[int]] = {}
     for path in sorted((folder.path / "finished").glob("*/*.arrows")):
         source = path.name.partition(".")[2].removesuffix(".arrows")
@@ -164,7 +169,8 @@ class Lines:
 
 def read_lines(folder: RunFolder, trainer: str | None = None) -> Lines:
     """Those of a run. trainer: whose steps; None: of the one that leads. Errors: RunError for one
-    that it has not."""
+    that it has not.
+    """
     graph, config = described(folder)
     if trainer is None:
         trainer = next(iter(leaders_of(graph, config)), None)
@@ -199,7 +205,8 @@ def _is_number(value: Any) -> bool:
 
 def table_of(lines: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Lines of JSON as a table, a column for each name: numbers, booleans and text as they are, all
-    else as JSON."""
+    else as JSON.
+    """
     names = list(dict.fromkeys(name for line in lines for name in line))
     return pa.table({name: _column([line.get(name) for line in lines]) for name in names})
 

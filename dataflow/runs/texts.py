@@ -1,5 +1,6 @@
 """Text of models, prompts and errors for a page: shown as it is, with nothing in it that a reader
-could not see."""
+could not see.
+"""
 
 import unicodedata
 

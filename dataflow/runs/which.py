@@ -85,7 +85,8 @@ def check_trainer(name: str, trainers: Collection[str]) -> None:
 
 def parts_of(folder: RunFolder, *, trainer: str | None = None) -> CountedFiles:
     """The files of rollouts that count. trainer: whose; None: those of all that lead. Errors:
-    RunError for one that the run has not."""
+    RunError for one that the run has not.
+    """
     graph, config = described(folder)
     trainers, evaluations = trainers_of(graph, config), evaluations_of(graph, config)
     if trainer is not None:
@@ -114,7 +115,8 @@ def parts_of(folder: RunFolder, *, trainer: str | None = None) -> CountedFiles:
 
 def counted_files(folder: RunFolder, kind: str, own: str = "") -> list[tuple[int, Path]]:
     """Steps and paths of the files that count, ascending. kind: step | eval. own: the trainer or
-    the evaluation, where several keep their own."""
+    the evaluation, where several keep their own.
+    """
     graph, config = described(folder)
     if kind == "eval":
         outcome, nodes = EVALUATED, [own] if own else evaluations_of(graph, config)
@@ -163,7 +165,8 @@ def fates_of(
     folder: RunFolder, source: str, groups: list[int]
 ) -> dict[int, tuple[str, str | None, int | None]]:
     """By group that no step has trained and no round has read: what became of it, why, and at which
-    step."""
+    step.
+    """
     found: dict[int, tuple[str, str | None, int | None]] = {}
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         for group in groups:

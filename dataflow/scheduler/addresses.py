@@ -3,7 +3,8 @@ over the table.
 
 `Wire` tells each attempt where all whom it sends to, and whose weights it reads, listened last.
 Whoever was wired before they moved hears `Moved`; who is away meanwhile hears it with its own
-`Wire`."""
+`Wire`.
+"""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -32,7 +33,8 @@ def listens(table: Table, record: WorkerRecord, hello: Hello) -> list[Command]:
 
 def told_again(table: Table, record: WorkerRecord) -> list[Command]:
     """What an earlier scheduler has found of a worker that moved, and perhaps not said: twice does
-    no harm."""
+    no harm.
+    """
     lines = {name: line for name, line in record.lines.items() if line.host}
     return _tell(table, record, set(record.left), lines)
 

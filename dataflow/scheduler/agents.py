@@ -1,9 +1,10 @@
 """The agents of a run in the hands of its scheduler: what `ForkserverClient` is to one machine, for
-several hosts."""
+several hosts.
+"""
 
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from dataflow.agent.messages import (
     Paused,
     Refused,
     ToAgent,
+    ToWorkers,
 )
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DeadlineError, RunError
@@ -48,8 +50,65 @@ from dataflow.scheduler.host_agent import (
     too_late,
     with_addresses,
 )
-from dataflow.scheduler.host_messages import HostMessages
 from dataflow.system.security import RunKeys
+
+# What passes between a scheduler and the workers on its hosts, on its way through their agents:
+# one message each.
+
+_A_SECOND = 1024
+"""Heartbeats that a scheduler takes in, at most, so that they cost it a fraction of a core."""
+_SLOWER = 1.25
+"""So much longer than before is worth a message to all agents."""
+_MISSED = 3
+"""So many heartbeats may get lost before a worker seems to hang."""
+
+
+class HostMessages:
+    """Of all hosts.
+
+    consumes: what agents pass on; messages for workers
+    produces: who said what; a message for each host that has a worker which is to hear something
+    waits for: nothing
+    unblocked by: -
+    """
+
+    def __init__(self, hang_s: float) -> None:
+        """hang_s: after so much silence a worker is taken to hang."""
+        self.beat_s = 0.2
+        """Between two heartbeats of a worker that are passed on."""
+        self._most_s = hang_s / _MISSED
+        self._heard: list[tuple[str, str, bytes]] = []
+        self._tells: dict[str, tuple[list[str], list[bytes]]] = {}
+
+    def slows(self, workers: int) -> bool:
+        """Whether workers have become so many that they are to be heard less often."""
+        wanted = min(workers / _A_SECOND, self._most_s)
+        if wanted > self.beat_s * _SLOWER:
+            self.beat_s = wanted
+            return True
+        return False
+
+    def take(self, host: str, said: FromWorkers) -> None:
+        """The agent of a host passes on."""
+        self._heard += zip([host] * len(said.names), said.names, said.messages, strict=True)
+
+    def heard(self) -> list[tuple[str, str, bytes]]:
+        """Where who has said what since the last call."""
+        found, self._heard = self._heard, []
+        return found
+
+    def say(self, name: str, host: str, message: bytes) -> None:
+        """Something for the worker of that name on a host; nobody hears it where none is."""
+        names, messages = self._tells.setdefault(host, ([], []))
+        names.append(name)
+        messages.append(message)
+
+    def tells(self) -> Iterator[tuple[str, ToWorkers]]:
+        """What leaves now, by host."""
+        tells, self._tells = self._tells, {}
+        for host, (names, messages) in tells.items():
+            yield host, ToWorkers(names=names, messages=messages)
+
 
 _LIVES_S = 0.5
 """Between two signs of life for the agents."""
@@ -68,7 +127,8 @@ class Agents:
     produces: events of the workers, each from the host that it was last started on; of hosts:
     joined, alive, lost waits for: in `assemble`, `build`, `take_over`, `pause` and `close` for
     agents, up to a deadline; else for nothing unblocked by: their messages; the end of one of them,
-    which ends the first three"""
+    which ends the first three
+    """
 
     def __init__(
         self,
@@ -82,7 +142,8 @@ class Agents:
     ) -> None:
         """listen: an address of this machine that the hosts reach. folder: of the run. number: how
         many schedulers there were before. hang_s: as `Limits` has it. Errors: RunError where it
-        cannot listen there."""
+        cannot listen there.
+        """
         self.keys, self.number, self._clock = keys, number, clock
         self.watch: Callable[[], list[str]] = list
         """Sentences about agents that have ended."""
@@ -144,7 +205,8 @@ class Agents:
 
     def announce(self, hosts: Collection[Host] = ()) -> None:
         """Say in the run folder where agents find this scheduler, and that it leads the run.
-        Errors: RunFolderError."""
+        Errors: RunFolderError.
+        """
         plain = tuple(host.to_plain() for host in hosts)
         Rendezvous(address=self.address, number=self.number, hosts=plain).write(
             self._folder, self.keys
@@ -152,7 +214,8 @@ class Agents:
 
     def assemble(self, count: int, within_s: float) -> None:
         """Wait for so many hosts. Errors: RunError for one that cannot take part; DeadlineError
-        with who came."""
+        with who came.
+        """
         self._await(
             lambda: len(self.hosts) >= count,
             within_s,
@@ -161,7 +224,8 @@ class Agents:
 
     def build(self, begin: Begin, ours: Built, within_s: float) -> None:
         """Have every host build the program's graph, and see that it is the same as here. Errors:
-        RunError for one that cannot, or has another; DeadlineError with who is late."""
+        RunError for one that cannot, or has another; DeadlineError with who is late.
+        """
         self._begin, self._built = begin, ours
         for agent in self._hosts.values():
             self._send(agent, with_addresses(begin, self._hosts))
@@ -179,7 +243,8 @@ class Agents:
     ) -> bool:
         """Have the agents of the scheduler before come to this one, and wait for those on these
         hosts; whether any came. What they have is told as they come. begin, ours: for hosts that
-        join later; None: none may."""
+        join later; None: none may.
+        """
         self._begin, self._built = begin, ours
         deadline = self._clock() + within_s
         while self._clock() < deadline:
@@ -201,7 +266,8 @@ class Agents:
 
     def kill(self, name: str, number: int = signal.SIGKILL, *, forget: bool = False) -> None:
         """Send a signal to a worker. forget: it is nobody's wish any more, should its host not have
-        heard that."""
+        heard that.
+        """
         for host, agent in self._hosts.items():
             if name in agent.handed or (
                 name in self._spawns and host_of(self._spawns[name]) == host
@@ -218,7 +284,8 @@ class Agents:
 
     def pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on; returns when they do, as this process may be
-        stopped next."""
+        stopped next.
+        """
         self._to_all(Pause(is_paused))
         deadline = self._clock() + _PAUSE_S
         present = [agent for agent in self._hosts.values() if agent.may_answer]
@@ -227,7 +294,8 @@ class Agents:
 
     def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
         """From now on workers outlive a scheduler that dies: so long their agents wait for another,
-        then to end."""
+        then to end.
+        """
         self._stay = Stay(wait_s, end_s, silent_s)
         self._to_all(self._stay)
 
@@ -253,7 +321,8 @@ class Agents:
 
     def events(self) -> list[Event]:
         """What has happened since the last call. Errors: Replaced, as soon as another scheduler
-        leads the run."""
+        leads the run.
+        """
         self._receive()
         if self._clock() - self._looked >= _LOOK_S:
             self._looked = self._clock()
@@ -271,7 +340,8 @@ class Agents:
 
     def seek(self, host: str) -> None:
         """Should there be an agent of a host that was given up, have it say which workers it
-        has."""
+        has.
+        """
         agent, now = self._hosts.get(host), self._clock()
         if (
             agent is not None
@@ -290,7 +360,8 @@ class Agents:
 
     def close(self, timeout_s: float = _END_S) -> None:
         """End all agents and their workers, unless they are another's; returns within the
-        time-out."""
+        time-out.
+        """
         if self._is_over:
             return
         self._to_all(End())

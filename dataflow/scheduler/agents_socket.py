@@ -32,7 +32,8 @@ class AgentsSocket:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """listen: an address of this machine, with a port or without. number: how many schedulers
-        there were before. Errors: RunError where it cannot listen there."""
+        there were before. Errors: RunError where it cannot listen there.
+        """
         self._clock, self._first_session = clock, first_session(number)
         self._peers: dict[bytes, Numbered] = {}
         self._guard = Guard(keys.receivers)
@@ -61,7 +62,8 @@ class AgentsSocket:
 
     def send(self, identity: bytes, message: ToAgent) -> bool:
         """Whether there is a connection that it could go over; where there is none, it waits for
-        the next."""
+        the next.
+        """
         peer = self._peer(identity)
         return self._send(
             identity,
@@ -78,7 +80,8 @@ class AgentsSocket:
 
     def received(self, refused: Callable[[str, str], object]) -> list[tuple[bytes, FromAgent]]:
         """What has come, and no more at once than can be done soon. refused: told who sent what is
-        no message, and why it is none."""
+        no message, and why it is none.
+        """
         found: list[tuple[bytes, FromAgent]] = []
         while len(found) < _AT_ONCE and self.socket.poll(0):
             identity, *frames = self.socket.recv_multipart()

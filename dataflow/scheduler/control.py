@@ -8,13 +8,15 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dataflow.agent.workload import ForkWorkload
-from dataflow.errors import Replaced, RunError
+from dataflow.errors import DataflowError, Replaced, RunError
 from dataflow.folder.faults import Faults
+from dataflow.folder.knob_changes import KnobChange
 from dataflow.folder.request_log import RequestLog
 from dataflow.folder.snapshot import SnapshotFile
 from dataflow.folder.swaps import latest
@@ -25,7 +27,9 @@ from dataflow.scheduler import events, scaling, seating
 from dataflow.scheduler.control_server import Client, ControlServer
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.requests import (
+    CheckpointKept,
     KeepCheckpoint,
+    KnobsSet,
     Refused,
     Reply,
     Request,
@@ -37,9 +41,8 @@ from dataflow.scheduler.requests import (
     outcome,
 )
 from dataflow.scheduler.stall_watch import StallWatch
+from dataflow.scheduler.swaps import knob_policy
 from dataflow.scheduler.swaps import policy as swapping
-from dataflow.scheduler.swaps.checkpoint_requests import CheckpointRequests
-from dataflow.scheduler.swaps.knob_requests import KnobRequests
 from dataflow.scheduler.swaps.swap_requests import SwapRequests
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.system.files import only_told
@@ -47,6 +50,137 @@ from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 from dataflow.worker.kept_counts import CrossedByFile, KeptFiles
 from dataflow.worker.messages import ToWorker
+
+# Whoever asks for other values of knobs: checked at once, taken in, and answered when every
+# worker goes by them.
+
+BOUNDARY_S = 20.0
+"""For the boundaries of all changes to come; then who asked is told that they will."""
+
+
+@dataclass
+class _PendingSet:
+    """Somebody waits for these to count."""
+
+    client: Client
+    request: SetKnobs
+    changes: Sequence[KnobChange]
+    until: float
+
+
+class KnobRequests:
+    """The changes under way.
+
+    consumes: requests; what the workers' heartbeats say
+    produces: changes; replies
+    waits for: the workers, each of which says which change it goes by
+    unblocked by: their heartbeats; a limit, after which whoever asked is answered
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        take_in: Callable[[Sequence[KnobChange]], None],
+        reply: Callable[[Client, SetKnobs, Reply], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """take_in: lets changes count that were checked."""
+        self._table, self._take_in, self._reply, self._clock = table, take_in, reply, clock
+        self._pending: list[_PendingSet] = []
+
+    def ask(self, client: Client, request: SetKnobs) -> None:
+        """Begin with a request, or say at once why not."""
+        try:
+            changes = knob_policy.planned(self._table, request.wishes, request.by, time.time())
+        except DataflowError as error:
+            self._reply(client, request, Refused(f"{error} (the run goes on as it was)"))
+            return
+        self._take_in(changes)
+        self._pending.append(_PendingSet(client, request, changes, self._clock() + BOUNDARY_S))
+
+    def look(self) -> None:
+        """Answer whoever asked, when it is known what came of it, or the time is up."""
+        for pending in list(self._pending):
+            late = knob_policy.late(self._table, pending.changes[-1].number)
+            if late and self._clock() <= pending.until:
+                continue
+            self._pending.remove(pending)
+            what = ", ".join(each.mark for each in pending.changes)
+            text = f"{what} from now on"
+            if late:
+                text = (
+                    f"{what} is taken in, and counts with {late} at the next boundary, which has"
+                    " not come yet"
+                )
+            self._reply(pending.client, pending.request, KnobsSet(text))
+
+
+# Whoever asks for a checkpoint: each trainer writes one after the step under way, and the asker
+# hears of it then.
+
+WRITTEN_S = 45.0
+"""For the step under way to end and its checkpoint to be written; then who asked is told that it
+will be."""
+
+
+@dataclass
+class _PendingCheckpoint:
+    """Somebody waits for it."""
+
+    client: Client
+    request: KeepCheckpoint
+    number: int
+    until: float
+
+
+class CheckpointRequests:
+    """The checkpoints under way that were asked for.
+
+    consumes: requests; what trainers say of themselves
+    produces: wishes, which a trainer that is started again hears too; replies
+    waits for: the trainers
+    unblocked by: their heartbeats; a limit, after which whoever asked is answered
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        wish: Callable[[int], None],
+        reply: Callable[[Client, KeepCheckpoint, Reply], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """wish: lets each trainer write one, by its number."""
+        self._table, self._wish, self._reply, self._clock = table, wish, reply, clock
+        self._pending: list[_PendingCheckpoint] = []
+
+    def ask(self, client: Client, request: KeepCheckpoint) -> None:
+        """Begin with a request, or say at once why not."""
+        run = self._table.run
+        if self._table.is_ending or not self._table.begun or not run.checkpoints():
+            what = "is ending and writes its last one" if self._table.is_ending else "is starting"
+            what = what if run.checkpoints() else "trains nothing"
+            why = f"a checkpoint is wanted of a run that {what}; ask one that is at work on steps"
+            self._reply(client, request, Refused(why))
+            return
+        number = run.checkpoint + 1
+        self._wish(number)
+        self._pending.append(_PendingCheckpoint(client, request, number, self._clock() + WRITTEN_S))
+
+    def look(self) -> None:
+        """Answer whoever asked, when it is written, or the time is up."""
+        for pending in list(self._pending):
+            late = self._table.run.without_checkpoint(pending.number)
+            if late and self._clock() <= pending.until:
+                continue
+            self._pending.remove(pending)
+            steps = self._table.run.checkpoints()
+            text = "; ".join(
+                f"'{trainer}' has the checkpoint of step {step}" for trainer, step in steps.items()
+            )
+            if late:
+                text = f"it is taken in, but {late} have not written it within {WRITTEN_S:.0f} s"
+            self._reply(pending.client, pending.request, CheckpointKept(text))
+
 
 NAME = "scheduler"
 """In faults.jsonl."""
@@ -84,7 +218,8 @@ class Scheduler:
     ) -> None:
         """Without a server, fork the forkserver: call this before there are threads. limits: those
         of the settings when None. left: the snapshot of the scheduler before, whose workers the
-        server has. standby: as `ControlServer` has it."""
+        server has. standby: as `ControlServer` has it.
+        """
         limits = limits or settings.limits
         self._clock = clock
         self.table = Table(
@@ -158,7 +293,8 @@ class Scheduler:
         """Start all workers, light ones first, until all are ready; or go on with those of the
         scheduler before.
 
-        progress: told who is not ready. Errors: RunError."""
+        progress: told who is not ready. Errors: RunError.
+        """
         if self._left is not None:
             self._take_over()
             return
@@ -184,7 +320,8 @@ class Scheduler:
     @property
     def heartbeats(self) -> dict[str, Mapping[str, Any]]:
         """The last that every worker said of itself, those that left included; `member` tells how
-        it is in the run."""
+        it is in the run.
+        """
         return {
             record.name: {
                 **record.told,
@@ -242,12 +379,14 @@ class Scheduler:
 
     def wish_drain(self, stop_s: float = math.inf) -> None:
         """Ask to finish the step under way, write a checkpoint and end; may be called from a signal
-        handler. stop_s: for workers to wind down after that, if it is less than `Limits.stop_s`."""
+        handler. stop_s: for workers to wind down after that, if it is less than `Limits.stop_s`.
+        """
         self._wish, self._stop_s = True, min(self._stop_s, stop_s)
 
     def close(self) -> None:
         """Stop the workers, by force after the limit; leave no process and no socket behind.
-        Errors: Replaced: they are another scheduler's, and nothing of the run was touched."""
+        Errors: Replaced: they are another scheduler's, and nothing of the run was touched.
+        """
         try:
             self.check()
             self._apply(events.Shutdown())

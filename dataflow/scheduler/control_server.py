@@ -1,5 +1,6 @@
 """What the scheduler has in its hands: the socket to its workers, the forkserver, the folder of the
-run's sockets."""
+run's sockets.
+"""
 
 import dataclasses
 import logging
@@ -81,7 +82,8 @@ class ControlServer:
 
         listen: where workers speak to the scheduler, with `keys`; empty: in the folder, as requests
         always are. standby: runs a scheduler in the place of this process when it has died. logs:
-        folder for the forkserver's."""
+        folder for the forkserver's.
+        """
         folder = socket_folder.make()
         forkserver = ForkserverClient(
             main,
@@ -141,7 +143,8 @@ class ControlServer:
     ) -> tuple[list[Received], list[tuple[Client, Request]], list[Event]]:
         """What workers and clients have sent, and what the forkserver tells, within `wait_s`.
 
-        Errors: Replaced, before anything is sent or taken in."""
+        Errors: Replaced, before anything is sent or taken in.
+        """
         if time.monotonic() - self._lived >= _LIVES_S:
             self._lived = time.monotonic()
             self._forkserver.live()
@@ -162,7 +165,8 @@ class ControlServer:
 
     def check(self) -> None:
         """Whether this is still the scheduler's: it may have been stopped at any time, and for
-        long. Errors: Replaced."""
+        long. Errors: Replaced.
+        """
         self._events += self._forkserver.events()
 
     def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Received]:
@@ -198,7 +202,8 @@ class ControlServer:
     @property
     def sockets(self) -> list[Path]:
         """The folders in which workers have their sockets, and count; those of other machines are
-        not here."""
+        not here.
+        """
         return [self.folder]
 
     def clear(self, host: str) -> None:
@@ -309,7 +314,8 @@ class ControlServer:
 
 class HostsControlServer(ControlServer):
     """Where the workers are on several hosts, with an agent on each; perhaps those of a scheduler
-    that has ended."""
+    that has ended.
+    """
 
     def __init__(
         self,
@@ -319,7 +325,8 @@ class HostsControlServer(ControlServer):
         holds: Callable[[], None] = lambda: None,
     ) -> None:
         """Speak to the workers of these agents. folder: of the run, which all hosts see. ledger:
-        where its service is asked. holds: raises Replaced once somebody else holds the run."""
+        where its service is asked. holds: raises Replaced once somebody else holds the run.
+        """
         self._agents, self.number, self._holds = agents, agents.number, holds
         self._sockets: set[Path] = set()
         agents.told = lambda text: self.told(text)
@@ -402,7 +409,8 @@ class TakenOverControlServer(ControlServer):
 
     def __init__(self, folder: Path) -> None:
         """Take the workers over that have their sockets in `folder`. Errors: RunError when there
-        are none any more."""
+        are none any more.
+        """
         forkserver = TakenOverForkserver(str(folder / _TAKEOVER))
         self.handed, self.alone_s = forkserver.handed, forkserver.alone_s
         self.number, self.lives = forkserver.number, forkserver.lives
@@ -413,7 +421,8 @@ class TakenOverControlServer(ControlServer):
 
     def _place(self, folder: Path) -> Whereabouts:
         """That of the scheduler before, where everybody looks first; another one while it is there
-        itself."""
+        itself.
+        """
         before = Whereabouts.read(folder)
         if before is not None and not self.lives:
             return before

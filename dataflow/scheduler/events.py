@@ -1,5 +1,6 @@
 """What happens to the table of workers, and what is to be done about it: values on both sides of
-the reducer."""
+the reducer.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ class KeptProcess:
 @dataclass(frozen=True)
 class TakeOver:
     """The table is that of a scheduler that has ended, and these are its workers, by name; those
-    that sit on a host are told when that has joined."""
+    that sit on a host are told when that has joined.
+    """
 
     processes: Mapping[str, KeptProcess]
 
@@ -40,7 +42,8 @@ class TakeOver:
 @dataclass(frozen=True)
 class HostJoined:
     """The agent of a host is there, and keeps these processes of workers, by name. One that was
-    started anew, and lost those that it had, is told as lost before."""
+    started anew, and lost those that it had, is told as lost before.
+    """
 
     host: Host
     processes: Mapping[str, KeptProcess] = field(default_factory=dict)
@@ -163,7 +166,8 @@ class StartWorker:
 @dataclass(frozen=True)
 class StartRanks:
     """Start the processes of a worker's ranks on other hosts than its own, for the attempt that its
-    record has."""
+    record has.
+    """
 
     name: str
     at: str
@@ -197,7 +201,8 @@ class Signal:
 @dataclass(frozen=True)
 class Clear:
     """End all processes of workers that a host has; when they have ended its agent says anew that
-    it is there."""
+    it is there.
+    """
 
     host: str
 

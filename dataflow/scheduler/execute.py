@@ -1,5 +1,6 @@
 """Executes a planned run, in processes or in one, and leaves its times, its curve and its trace in
-the folder."""
+the folder.
+"""
 
 import contextlib
 import math
@@ -91,7 +92,8 @@ class Taken:
     def away_s(self) -> float:
         """By how much this machine's clock is ahead of the run's. The scheduler of a run over hosts
         was on another machine: the run's clock goes on where it stood, after the time that agents
-        have waited by theirs."""
+        have waited by theirs.
+        """
         if isinstance(self.server, HostsControlServer):
             return time.monotonic() - float(self.left["at"]) - self.server.alone_s
         return float(self.left.get("away_s", 0.0))
@@ -99,7 +101,8 @@ class Taken:
 
 def take(folder: RunFolder, may_go_on: bool = True) -> Taken | None:
     """The workers of a run whose scheduler has died; None where there are none, or none that could
-    be gone on with: those are ended. may_go_on: whether the run is to go on as it was."""
+    be gone on with: those are ended. may_go_on: whether the run is to go on as it was.
+    """
     place = socket_folder.of(folder)
     if place is None:
         return None
@@ -116,7 +119,8 @@ def take(folder: RunFolder, may_go_on: bool = True) -> Taken | None:
 
 class Times:
     """times.json, of all parts of the run together; written on the way too, as a run that is killed
-    says nothing. Beside it activity.jsonl: what each node had done by then, now and then."""
+    says nothing. Beside it activity.jsonl: what each node had done by then, now and then.
+    """
 
     def __init__(self, folder: RunFolder, begun: Begun) -> None:
         self._folder, self._begun = folder, begun
@@ -135,7 +139,8 @@ class Times:
         self, outcome: str, watch: ProgressWatch | None = None, *, flush: bool = True
     ) -> None:
         """Seconds, by node seconds at work, and by data edge what has crossed it, of this part, if
-        it has begun, and of those before it."""
+        it has begun, and of those before it.
+        """
         before = self._begun
         found = {
             "outcome": outcome,
@@ -203,7 +208,8 @@ def execute(run: RunSpec) -> TrainingResult:
 @contextlib.contextmanager
 def _told_if_it_fails(times: Times, watch: ProgressWatch) -> Iterator[None]:
     """Write how far it was when it fails; where another scheduler has the run, that is its to
-    tell."""
+    tell.
+    """
     try:
         yield
     except Replaced:
@@ -404,7 +410,8 @@ def _stacks_wished(scheduler: Scheduler) -> Iterator[None]:
 @contextlib.contextmanager
 def _suspends(scheduler: Scheduler, clock: RunClock) -> Iterator[None]:
     """Ctrl-Z (SIGTSTP) stops this process, as ever, and the workers with it; SIGCONT lets all go on
-    where they were."""
+    where they were.
+    """
 
     def stop() -> None:
         scheduler.pause(True)

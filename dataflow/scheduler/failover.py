@@ -18,7 +18,8 @@ from dataflow.worker.messages import Start
 def take_over(table: Table, processes: Mapping[str, KeptProcess], now: float) -> list[Command]:
     """The workers are this scheduler's from now on. processes: as the forkserver kept them, by
     worker; those on hosts are met when the agent of each has joined (`meet`), or was not heard for
-    too long."""
+    too long.
+    """
     again = scaling.repeat(table)
     table.joins_until, table.drains_until = now + table.limits.start_s, now + table.limits.drain_s
     for host in table.hosts.values():
@@ -65,7 +66,8 @@ def _take(
 
 def _expect(record: WorkerRecord, now: float) -> None:
     """Nobody knows yet what has become of it; what is sent reaches nobody before he has found this
-    scheduler."""
+    scheduler.
+    """
     record.forked_at = record.heard_at = now
     record.is_reachable = False
 

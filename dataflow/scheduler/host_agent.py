@@ -24,7 +24,8 @@ up."""
 class Questions:
     """What an agent was asked: which workers it has. It hears and answers in order, but perhaps
     late; what it says of a moment before its newest process was asked for, or before its host was
-    lost, is out of date."""
+    lost, is out of date.
+    """
 
     _latest: int = 0
     """The number of the last one."""
@@ -117,7 +118,8 @@ class HostAgent:
 
     def has_gone(self, now: float) -> bool:
         """Whether it has ended, as its connection is closed. One that was silent before has given
-        that connection up itself, because the network was cut, and makes another."""
+        that connection up itself, because the network was cut, and makes another.
+        """
         closed = self.closed_since
         return (
             closed is not None and now - closed > _CLOSED_S and closed - self.heard_at < _SPEAKS_S
@@ -137,7 +139,8 @@ class HostAgent:
 
 def with_addresses(begin: Begin, hosts: Mapping[str, HostAgent], now: float = 0.0) -> Begin:
     """What a host is to build, and whom it has to reach. now: where some may have died since they
-    came."""
+    came.
+    """
     there = {
         name: each
         for name, each in hosts.items()

@@ -6,7 +6,8 @@ have fallen then, whatever they still do: no word of their attempts counts any m
 started again where there is room (`seating`), or on a host that joins. A worker elsewhere that has
 ranks there is ended, and started again likewise. A lost host that is back, as after a cut of the
 network, ends what it still has before anything is started there; once it has been back for a while,
-those go back whom the plan has there."""
+those go back whom the plan has there.
+"""
 
 from collections.abc import Mapping
 
@@ -19,7 +20,8 @@ from dataflow.scheduler.table import HostRecord, Life, Table, WorkerRecord
 
 def joined(table: Table, event: HostJoined, now: float) -> list[Command]:
     """The agent of a host is there: a new one, one that comes back, or that of a run that is taken
-    over."""
+    over.
+    """
     host = table.hosts.get(event.host.name)
     has_processes = any(process.alive for process in event.processes.values())
     if host is None or not host.is_alive:
@@ -47,7 +49,8 @@ def counts(table: Table, record: WorkerRecord, host: str) -> bool:
 
 def lost(table: Table, name: str, cause: str, now: float) -> list[Command]:
     """A host's workers have fallen, and nothing it still says counts. cause: what comes after its
-    name."""
+    name.
+    """
     host = table.hosts.get(name)
     if host is None or not host.is_alive:
         return []
@@ -80,7 +83,8 @@ def lost(table: Table, name: str, cause: str, now: float) -> list[Command]:
 
 def watch(table: Table, now: float, *, was_stopped: bool) -> list[Command]:
     """Hosts that are silent for too long, and workers for which no host has room. was_stopped: the
-    scheduler was, and has heard nobody meanwhile."""
+    scheduler was, and has heard nobody meanwhile.
+    """
     commands: list[Command] = []
     for host in table.hosts.values():
         if was_stopped:
@@ -94,7 +98,8 @@ def watch(table: Table, now: float, *, was_stopped: bool) -> list[Command]:
 
 def _go_back(table: Table, now: float) -> list[Command]:
     """End whoever was moved, once the host that the plan gave it has been back for a while, and
-    nobody is away."""
+    nobody is away.
+    """
     quiet_s = max(table.limits.hang_s, table.limits.patience.quiet_s)
     settled = {host.name for host in table.hosts.values() if now - host.back_at > quiet_s}
     if (

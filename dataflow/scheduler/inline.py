@@ -1,5 +1,6 @@
 """Runs a whole graph in this process, operators taking turns in a fixed order: for debuggers, tests
-and notebooks."""
+and notebooks.
+"""
 
 import contextlib
 import time
@@ -28,7 +29,8 @@ class InlineRun:
     consumes, produces: the commands of the run state machine, within the process
     waits for: scorer processes, so that their timing cannot change the order
     unblocked by: their answers; after `Limits.stall_s` without any movement the run ends with an
-    error"""
+    error
+    """
 
     def __init__(self, graph: Graph, plan: Plan, settings: Settings) -> None:
         self.state, self._limits, self._wish = RunStateMachine(graph, plan), settings.limits, False
@@ -107,7 +109,8 @@ class InlineRun:
 
     def _settle(self, node: str) -> bool:
         """Let a light operator finish what it has been given, so that its timing leaves no
-        trace."""
+        trace.
+        """
         loop, runtime, moved = self.host.loops[node], self.host.runtimes[node], False
         if self.host.graph.operators[node].kind == "source":
             return moved

@@ -1,5 +1,6 @@
 """What becomes of one worker's process, and who is told: the transitions of `Life` that several
-policies share."""
+policies share.
+"""
 
 import dataclasses
 import signal
@@ -25,7 +26,8 @@ def exited(
     table: Table, record: WorkerRecord, cause: str, now: float, *, with_host: bool = False
 ) -> list[Command]:
     """A worker's process has ended, as it was told or not, and its ranks on other hosts are to end
-    with it; `with_host`: as a host of it was lost."""
+    with it; `with_host`: as a host of it was lost.
+    """
     record.has_process = False
     ranks: list[Command] = [EndRanks(record.name, record.attempt)] if record.is_spread else []
     if record.may_end and not table.is_closing:
@@ -45,7 +47,8 @@ def fell(
 ) -> list[Command]:
     """A worker has ended that should not have: it is started again later, if there is hope; one
     that fell with its host has not failed itself, and one that was ended for a swap has not failed
-    at all."""
+    at all.
+    """
     noticed: list[Command] = [
         FaultNoticed(record.name, cause, record.attempt, record.heard_at, record.begun)
     ]
@@ -67,7 +70,8 @@ def fell(
 
 def give_up(table: Table, record: WorkerRecord) -> list[Command]:
     """A worker is down while the run is ending: without a trainer that is not done it cannot end as
-    it should, nor one that never began."""
+    it should, nor one that never began.
+    """
     record.life, record.restart_at = Life.GONE, None
     if not table.begun:
         return [EndRun(WorkerDied(table.obituary(record)))]
@@ -104,7 +108,8 @@ def go_on(table: Table, record: WorkerRecord, now: float) -> list[Command]:
 
 def wake(table: Table, record: WorkerRecord, now: float) -> list[Command]:
     """Nobody knows whether whoever stopped a worker will ever come back, and the run waits for it
-    meanwhile."""
+    meanwhile.
+    """
     since = record.stopped_since
     if since is None or now - since <= table.limits.stopped_s:
         return []

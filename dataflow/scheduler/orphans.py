@@ -1,5 +1,6 @@
 """What runs leave in memory that were killed with all their processes: found by their folders, and
-removed."""
+removed.
+"""
 
 import contextlib
 import shutil
@@ -37,7 +38,8 @@ def clear_all(runs: Path) -> list[str]:
 
 def remove(folder: RunFolder) -> bool:
     """As `clear`, for one who knows that nobody is in the folder; what workers have counted there
-    goes to times.json, which the scheduler wrote some seconds before."""
+    goes to times.json, which the scheduler wrote some seconds before.
+    """
     place = socket_folder.of(folder)
     if place is None or any(listens(path) for path in place.iterdir()):
         return False

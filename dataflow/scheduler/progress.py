@@ -1,5 +1,6 @@
 """Turns what the workers report into what the display shows, and keeps the accounts of the training
-phase."""
+phase.
+"""
 
 import collections
 import itertools
@@ -125,7 +126,8 @@ class ProgressWatch:
     @property
     def activity(self) -> dict[str, dict[str, Any]]:
         """By node, since its processes began and summed over them: seconds, rows, and what it
-        counts of its work."""
+        counts of its work.
+        """
         return {
             name: {
                 "replicas": _present(node),
@@ -144,7 +146,8 @@ class ProgressWatch:
 
     def to_plain(self) -> dict[str, Any]:
         """What the next scheduler cannot find out, times on the machine's clock; `take_up` gives it
-        back."""
+        back.
+        """
         return {"began": self._began, "training": self._training, "trained": self._trained}
 
     def take_up(self, plain: Mapping[str, Any]) -> None:
@@ -181,7 +184,8 @@ class ProgressWatch:
         self, heartbeats: Mapping[str, Mapping[str, Any]], files: CrossedByFile | None = None
     ) -> None:
         """Take in what has crossed the edges, of heartbeats, and of the files that workers have
-        left at the end."""
+        left at the end.
+        """
         self.crossed = total(
             [*(heartbeat.get("crossed", {}) for heartbeat in heartbeats.values()), files or {}]
         )
@@ -252,7 +256,8 @@ class ProgressWatch:
 
     def curve(self) -> list[dict[str, Any]]:
         """What the learning curve shows of metrics.jsonl: of the trainer that leads, and of
-        evaluations."""
+        evaluations.
+        """
         found = (
             kept
             for _, line in self._folder.stream_metrics(0)
@@ -374,7 +379,8 @@ class ProgressWatch:
 
     def _active(self) -> int | None:
         """Rollouts that are being generated: of episodes, not the turns that they ask a generator
-        for."""
+        for.
+        """
         generates = [each for each in self._graph.operators.values() if isinstance(each, Generate)]
         asked = {each.asks.name for each in generates if each.asks is not None}
         found = [
@@ -452,7 +458,8 @@ def _state(node: Mapping[str, Any], spent: Mapping[str, float]) -> str:
 
 def _turn(node: Mapping[str, Any]) -> str:
     """Of a node's replicas, which are awake together: awake, waits, asleep; empty where its devices
-    are its own."""
+    are its own.
+    """
     return next((word for word in ("awake", "waits", "asleep") if word in node["turns"]), "")
 
 

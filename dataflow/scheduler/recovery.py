@@ -48,7 +48,8 @@ def died(table: Table, record: WorkerRecord, cause: str, now: float) -> None:
 
 def moves(record: WorkerRecord, now: float) -> None:
     """The attempt under way has ended with its host, or for a swap: the next one may begin at once,
-    where there is room."""
+    where there is room.
+    """
     if record.restart_at is None:
         record.restart_at, record.at_work_since = now, None
 
@@ -79,7 +80,8 @@ def progressed(table: Table, made: int, now: float) -> None:
 
 def restart(table: Table, now: float) -> list[WorkerRecord]:
     """The workers whose next attempt begins now; none of them is given twice, and none while the
-    run ends."""
+    run ends.
+    """
     if table.is_ending or table.hopeless is not None:
         return []
     due = seating.seat(table, (record for record in table if record.is_due(now)))

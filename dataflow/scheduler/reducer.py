@@ -209,7 +209,8 @@ def _is_of(table: Table, record: WorkerRecord, message: messages.FromWorker) -> 
 
 def _wire_all(table: Table) -> list[events.Command]:
     """Tell all where to send, as soon as each has said where it receives; then whoever is started
-    again before the run begins."""
+    again before the run begins.
+    """
     inlets: dict[str, list[str]] = {}
     for edge, _, consumer in table.edges:
         inlets.setdefault(consumer, []).append(edge)

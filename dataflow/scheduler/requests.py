@@ -234,7 +234,8 @@ def ask_to_stop(folder: RunFolder, timeout_s: float = ANSWER_S, by: str | None =
     when it will.
 
     by: as for `ask_to_scale`. Raises RunError when the run is over, DeadlineError when it does not
-    answer in time."""
+    answer in time.
+    """
     _exchange(folder, StopRun(user_here() if by is None else by), Stopping, timeout_s)
 
 
@@ -298,14 +299,16 @@ def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
 
 def ask_for_state(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
     """As `ask_for_facts`, without the stacks: no worker is asked for anything, so it may be asked
-    often."""
+    often.
+    """
     found: Facts = _exchange(folder, TellFacts(stacks=False), FactsTold, timeout_s).facts
     return found
 
 
 def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: float) -> R:
     """Make one request and wait for its reply, unless nobody is there to give one. Raises as
-    `ask_to_scale`."""
+    `ask_to_scale`.
+    """
     address, keys, whom = _address(folder), _keys(folder), folder.read_json(CONTROL)
     deadline = time.monotonic() + timeout_s
     # of the process: each has threads of its own
@@ -347,7 +350,8 @@ def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: f
 
 def listens(path: Path) -> bool:
     """Whether some process has the socket with this name open. It does not notice: the question is
-    of another kind."""
+    of another kind.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks:
         try:
             if stat.S_ISSOCK(path.lstat().st_mode):
@@ -359,7 +363,8 @@ def listens(path: Path) -> bool:
 
 def _is_there(address: str) -> bool:
     """Whether some process may be asked there; of one on another host that does not answer, nobody
-    knows."""
+    knows.
+    """
     if address.startswith("ipc:"):
         return listens(Path(address.removeprefix("ipc://")))
     host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -372,7 +377,8 @@ def _is_there(address: str) -> bool:
 
 def _keys(folder: RunFolder) -> RunKeys | None:
     """Of a run over hosts; None: its commands are taken at a socket that only this user's processes
-    can open."""
+    can open.
+    """
     if not _address(folder).startswith("tcp:"):
         return None
     keys = Rendezvous.keys(folder.path)

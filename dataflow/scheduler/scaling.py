@@ -12,7 +12,8 @@ fork to its start.
 
 A worker that died is started again in the membership it had. Its senders send again what it did not
 acknowledge, a leaver leaves once it has that; and while somebody is away, no join and no leave
-begins."""
+begins.
+"""
 
 from collections.abc import Mapping
 
@@ -45,7 +46,8 @@ def replicas(table: Table, node: str) -> dict[str, int]:
 
 def check(table: Table, wishes: Mapping[str, int]) -> None:
     """Raise GraphError for an unknown node, and for a number of replicas that a node cannot
-    have."""
+    have.
+    """
     operators = table.graph.operators
     for node, count in wishes.items():
         if node not in operators:
@@ -247,7 +249,8 @@ def _wire(table: Table) -> list[Command]:
 
 def _wire_again(table: Table, record: WorkerRecord) -> list[Command]:
     """Where one that died sends to; of a leaver only one that it had not let go, which it does at
-    once."""
+    once.
+    """
     record.wired = record.may_miss_ends = True
     found: dict[str, list[str]] = {}
     commands: list[Command] = []
@@ -325,7 +328,8 @@ def _expect(table: Table, newcomer: WorkerRecord, receiver: WorkerRecord, ticket
 
 def _ended(table: Table, receiver: WorkerRecord, sender: str) -> Send:
     """Tell a receiver that a sender has told it the end, be it the attempt before: it need not wait
-    for that."""
+    for that.
+    """
     own = table.workers[sender]
     return Send(
         receiver.name,

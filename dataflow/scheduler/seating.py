@@ -18,7 +18,8 @@ Place: TypeAlias = tuple[str, tuple[int, ...]]
 
 def seat(table: Table, records: Iterable[WorkerRecord]) -> list[WorkerRecord]:
     """Those of some workers that have a place for their next attempt: where the plan has them, or
-    where they were, while that host lives, else where they are put now. The others have to wait."""
+    where they were, while that host lives, else where they are put now. The others have to wait.
+    """
     seated: list[WorkerRecord] = []
     full: set[str] = set()
     for record in records:
@@ -54,7 +55,8 @@ def homeless(table: Table, now: float) -> list[WorkerRecord]:
 def room_for(table: Table, worker: str, replica: int | None = None) -> Place | None:
     """Room for a replica of a worker; None: there is none until somebody leaves or a host joins.
 
-    replica: of one that has no place; None: a newcomer."""
+    replica: of one that has no place; None: a newcomer.
+    """
     if replica is None:
         replica = 1 + max(record.replica for record in table if record.worker == worker)
     others = [
@@ -93,7 +95,8 @@ def _home(table: Table, record: WorkerRecord) -> tuple[str, tuple[int, ...], tup
 def may_go_home(table: Table, record: WorkerRecord, hosts: set[str]) -> bool:
     """Whether a worker is elsewhere than the plan has it, and may be there again: those hosts are
     among these, and what it needs there is free, but for those that it takes turns with, which go
-    as well."""
+    as well.
+    """
     if not table.hosts or is_bound(table, record):
         return False
     planned = table.plan.placements[record.nodes[0]]
@@ -114,7 +117,8 @@ def may_go_home(table: Table, record: WorkerRecord, hosts: set[str]) -> bool:
 
 def _mates_stay(table: Table, record: WorkerRecord) -> bool:
     """Whether some of those that it takes turns with are elsewhere than planned, and go on
-    there."""
+    there.
+    """
     mates = [
         each
         for each in table
@@ -128,14 +132,16 @@ def _mates_stay(table: Table, record: WorkerRecord) -> bool:
 
 def is_bound(table: Table, record: WorkerRecord) -> bool:
     """Whether what a worker keeps is on its host alone, whose folder no other sees: it goes on
-    nowhere else."""
+    nowhere else.
+    """
     host = table.hosts.get(record.host)
     return host is not None and host.facts.own_folder and _keeps(table, record.nodes)
 
 
 def _keeps(table: Table, nodes: Iterable[str]) -> bool:
     """Whether it keeps what nobody could make again: checkpoints, or what has come of an
-    evaluation. Who takes turns with one that does is where that is."""
+    evaluation. Who takes turns with one that does is where that is.
+    """
     both = {mate for node in nodes for mate in (node, *table.plan.turns_of(node))}
     return any(table.graph.operators[node].kind == "sink" for node in both)
 

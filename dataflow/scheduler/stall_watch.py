@@ -1,5 +1,6 @@
 """The doctor within the scheduler: notes what moves, writes a report when asked, and ends a run
-that has stalled."""
+that has stalled.
+"""
 
 import os
 import time
@@ -58,14 +59,16 @@ class StallWatch:
 
     def answer(self, stacks: bool = True) -> dict[str, Any]:
         """What is known now, in plain values, for somebody who asks. stacks: ask the workers for
-        theirs."""
+        theirs.
+        """
         if stacks:
             self._ask_for_stacks()
         return self._said()
 
     def look(self) -> list[str]:
         """Sentences for the user. Raises DeadlineError, its report written, when the run has
-        stalled."""
+        stalled.
+        """
         now = self._clock()
         every_s = max(LOOK_S, len(self._table.workers) / _NOTED_A_SECOND)
         if not self._settings.folder or now - self._looked < every_s:

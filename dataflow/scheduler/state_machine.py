@@ -1,5 +1,6 @@
 """What the scheduler says to whom, and when: decisions as a state machine without sockets or
-clocks."""
+clocks.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -73,7 +74,8 @@ class RunStateMachine:
     @property
     def progress(self) -> int:
         """How far the run has come: grows with each step and with each round of evaluation, and
-        never shrinks."""
+        never shrinks.
+        """
         rounds = (evaluation.finished for evaluation in self._evaluations.values())
         return self.step + sum(finished + 1 for finished in rounds if finished is not None)
 
@@ -142,7 +144,8 @@ class RunStateMachine:
 
     def go_on(self, steps: Mapping[str, int], rounds: Mapping[str, int]) -> None:
         """Before `start`: a run goes on whose trainers have made these steps, and evaluations these
-        last rounds."""
+        last rounds.
+        """
         for trainer, step in steps.items():
             self._trainers[trainer] = {"step": step}
         for name, step in rounds.items():
@@ -150,7 +153,8 @@ class RunStateMachine:
 
     def start(self) -> list[NodeCommand]:
         """The first commands, once all workers are ready; evaluations that have had a round have no
-        first one."""
+        first one.
+        """
         if self.over:
             return []
         self.phase = "first_evaluation"
@@ -172,7 +176,8 @@ class RunStateMachine:
 
     def hear(self, node: str, status: Mapping[str, Any]) -> list[NodeCommand]:
         """Take in what a node says of itself; one that was started again may be behind where it
-        was."""
+        was.
+        """
         commands: list[NodeCommand] = []
         if node in self._trainers:
             known = self._trainers[node]
@@ -200,7 +205,8 @@ class RunStateMachine:
         commands so far.
 
         again: it does not know what it had done in an open round. False: it goes on, and may have
-        missed a command."""
+        missed a command.
+        """
         if self.phase == "starting":
             return []
         commands: list[NodeCommand] = []
@@ -227,7 +233,8 @@ class RunStateMachine:
 
     def _who_drains(self) -> list[str]:
         """Sources and trainers, and those that a trainer takes turns with: it needs one more for
-        its checkpoint."""
+        its checkpoint.
+        """
         in_turn = [
             node for group in self.plan.turns for node in group if node not in self._trainers
         ]

@@ -1,5 +1,6 @@
 """What the scheduler knows: one record of each worker, over all of its attempts, and what concerns
-all of them."""
+all of them.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -7,15 +8,99 @@ from enum import StrEnum
 from typing import Any
 
 from dataflow.folder.knob_changes import KnobChange
+from dataflow.folder.swaps import Swap
 from dataflow.graph import Graph
 from dataflow.limits import Limits
 from dataflow.planning.hosts import Host
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
-from dataflow.scheduler.heartbeats import Told, together
 from dataflow.scheduler.state_machine import RunStateMachine
-from dataflow.scheduler.swaps.state import Swaps
-from dataflow.worker.messages import Heartbeat, ToWorker, WeightLine
+from dataflow.scoring.failure import BY_CAUSE
+from dataflow.worker.messages import Heartbeat, NodeReport, ToWorker, WeightLine
+
+# Sums over the heartbeats of all attempts of one worker, as plain values for the display and the
+# doctor.
+
+_COUNTERS = (
+    "tokens",
+    "scored",
+    "failed",
+    "does_not_apply",
+    "restarts",
+    "turns",
+    "played",
+    "retried",
+    "world_s",
+)
+"""What a node's status counts from 0 in each process; all else in it is how things stand."""
+_COUNTED = (BY_CAUSE, "decode_")
+"""What others of them begin with."""
+
+Told = Mapping[str, Any]
+"""A heartbeat, in plain values; empty where there was none."""
+
+
+def together(earlier: Told, now: Heartbeat | None) -> Told:
+    """A heartbeat whose sums are those of both; what is known only of earlier attempts stays as it
+    was.
+    """
+    nodes = dict(earlier.get("nodes", {}))
+    for name, known in nodes.items():
+        nodes[name] = {**known, "blocked": False, "starved": False, "ended": False, "turn": ""}
+    if now is None:
+        return {**earlier, "nodes": nodes}
+    for name, report in now.nodes.items():
+        plain = {each.name: getattr(report, each.name) for each in fields(NodeReport)}
+        nodes[name] = _added(nodes[name], plain) if name in nodes else plain
+    return {
+        **earlier,
+        **{each.name: getattr(now, each.name) for each in fields(Heartbeat)},
+        "nodes": nodes,
+    } | {"crossed": {**earlier.get("crossed", {}), **now.crossed}}
+
+
+def _added(before: Told, report: dict[str, Any]) -> dict[str, Any]:
+    status = dict(report["status"])
+    for key, count in before["status"].items():
+        if key in _COUNTERS or key.startswith(_COUNTED):
+            status[key] = status.get(key, 0) + count
+    return report | {
+        "status": status,
+        "seconds": {
+            key: value + before["seconds"].get(key, 0.0) for key, value in report["seconds"].items()
+        },
+        **{key: report[key] + before[key] for key in ("rows_in", "rows_out", "measured_s")},
+    }
+
+
+# What a scheduler knows of the operators that took the place of others in its run.
+
+
+@dataclass(kw_only=True)
+class Swaps:
+    """Those that count, and the one that is being swapped in."""
+
+    made: list[Swap] = field(default_factory=list)
+    """In order; whatever worker starts runs the last of each of its nodes. Of those before it only
+    the one is kept that it took the place of."""
+    worker: str = ""
+    """Which is being replaced by one with the last of them; empty: none is."""
+    taken_back: str = ""
+    """Why the last one does not count any more, while that worker starts without it."""
+
+    @property
+    def following(self) -> int:
+        """The number of the next one."""
+        return 1 + max((swap.number for swap in self.made), default=0)
+
+    def to_plain(self) -> dict[str, Any]:
+        """What the next scheduler takes up, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Swaps":
+        """What `to_plain` gave."""
+        return cls(**{**plain, "made": [Swap(**each) for each in plain["made"]]})
 
 
 class Life(StrEnum):
@@ -47,7 +132,8 @@ class Membership(StrEnum):
 @dataclass(kw_only=True)
 class WorkerRecord:
     """One worker: the attempt under way, what those before it did, and its place among the
-    others."""
+    others.
+    """
 
     name: str
     worker: str
@@ -411,7 +497,8 @@ class Table:
 
     def all_ended(self, node: str) -> bool:
         """Whether every replica of a node says that its inputs have ended and it has nothing more
-        to do."""
+        to do.
+        """
         reports = [
             record.heartbeat.nodes.get(node) if record.heartbeat else None
             for record in self

@@ -31,7 +31,8 @@ class Caller(Protocol):
 
     def waits(self) -> Sequence[int]:
         """A descriptor that is readable when `poll` has something to do, where it waits for
-        anybody."""
+        anybody.
+        """
 
     def submit(self, calls: int, encode: Encode) -> int:
         """Take a job; its number."""

@@ -1,5 +1,6 @@
 """What a pool and its processes say to each other. What calls are made with, and what they gave,
-are the bodies of messages, which the pool does not look into."""
+are the bodies of messages, which the pool does not look into.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,7 +19,8 @@ class Ask(Protocol):
 
     async def __call__(self, body: bytes) -> bytes:
         """Ask it something, and wait for what it says; the clock of the call stands still
-        meanwhile."""
+        meanwhile.
+        """
 
     def rest(self) -> AbstractContextManager[None]:
         """The clock stands still while the call waits for others: for a session that these hold."""
@@ -64,7 +66,8 @@ class CallHears:
 @dataclass(frozen=True)
 class PoolCloses:
     """Nobody waits for calls any more: those that are under way are cancelled, and give back what
-    they hold."""
+    they hold.
+    """
 
 
 CALLS: Codec[Any] = Codec(

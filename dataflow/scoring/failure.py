@@ -1,5 +1,6 @@
 """Why a rollout failed, as the column `error` has it: whose call it was, the cause, and what was
-found."""
+found.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

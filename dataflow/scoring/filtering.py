@@ -1,5 +1,6 @@
 """The runtime of a filter: scores groups with True or False, and writes its name where it was
-False."""
+False.
+"""
 
 import pyarrow as pa
 import pyarrow.compute as pc

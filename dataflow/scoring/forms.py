@@ -1,5 +1,6 @@
 """Adapters for functions that were written for other systems, by the name that stands in front of a
-reference."""
+reference.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,8 @@ def split_form(reference: str) -> tuple[str, str]:
 
 def adapt(form: str, found: Any) -> Any:
     """What was found as a scorer; as it is where no form is named. GraphError for a form that
-    nobody has put here."""
+    nobody has put here.
+    """
     if not form:
         return found
     if form not in FORMS:

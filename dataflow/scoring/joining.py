@@ -18,7 +18,8 @@ _ROOM = 4096
 @dataclass(frozen=True, eq=False)
 class Join(Operator):
     """Brings branches of one stream together again: rows of equal rollout_id become one row with
-    all columns."""
+    all columns.
+    """
 
     light: ClassVar[bool] = True
 

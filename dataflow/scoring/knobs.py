@@ -1,5 +1,6 @@
 """What a scorer declares, and its runtime reads: the function, the knobs that it was given, the
-limits of its calls."""
+limits of its calls.
+"""
 
 import dataclasses
 import inspect
@@ -129,7 +130,8 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
 
     def knobs(self) -> dict[str, Any]:
         """The function's knobs set at the application, and limits that differ from their
-        defaults."""
+        defaults.
+        """
         shown = dict(self.given)
         for item in dataclasses.fields(self):
             if item.repr and item.name not in ("name", "function"):
@@ -212,7 +214,8 @@ def _is_exception(found: Any) -> bool:
 
 def _frozen(value: Any) -> Hashable:
     """A hashable stand-in for a knob's value: equal for equal plain data, by object for anything
-    else."""
+    else.
+    """
     if isinstance(value, list | tuple):
         return (type(value).__name__, tuple(_frozen(item) for item in value))
     if isinstance(value, dict):

@@ -1,5 +1,6 @@
 """A pool of killable processes: each call submitted is answered once, by its value or by what went
-wrong."""
+wrong.
+"""
 
 import contextlib
 import mmap
@@ -78,7 +79,8 @@ class Pool:
 
     def __init__(self, settings: PoolSettings) -> None:
         """Fork the server and its processes; raises OSError when the machine has no room for
-        them."""
+        them.
+        """
         self.restarts = 0
         self._settings = settings
         words = settings.processes * settings.concurrency * PROGRESS_FIELDS
@@ -109,7 +111,8 @@ class Pool:
     @property
     def at_work(self) -> float:
         """The share of the calls that its processes could make at a time which they have, from 0 to
-        1."""
+        1.
+        """
         if not self._jobs:
             return 0.0
         most = self._settings.concurrency
@@ -131,7 +134,8 @@ class Pool:
 
     def submit(self, calls: int, encode: Encode) -> int:
         """Take a job of so many calls; `encode(start, stop)` is the payload of some of them. Its
-        number."""
+        number.
+        """
         job = self._next_job
         self._next_job += 1
         if calls:
@@ -142,7 +146,8 @@ class Pool:
 
     def poll(self) -> list[Answer]:
         """Carry on, and return the answers that have come; WorkerDied when no process can be kept
-        alive."""
+        alive.
+        """
         with contextlib.suppress(OSError):  # that the server is gone shows when reading
             self._control.flush()
         for key, events in self._selector.select(0):
@@ -167,7 +172,8 @@ class Pool:
 
     def tell(self, question: Asked, body: bytes) -> None:
         """Answer a question. The process that asked may have ended meanwhile: then the call is made
-        again, and asks anew."""
+        again, and asks anew.
+        """
         for process in self._processes:
             process.tell(question.job, question.call, question.number, body)
             if process.channel is not None:
@@ -267,7 +273,8 @@ class Pool:
 
     def _taker(self, piece: CallRange) -> PoolProcess | None:
         """The process with the most room for it; none while a call is alone in the pool, or waits
-        to be."""
+        to be.
+        """
         best, most = None, 0
         for process in self._processes:
             if process.has_alone or (piece.is_alone and process.chunks):
@@ -304,7 +311,8 @@ class Pool:
 
     def _pace(self, process: PoolProcess, took_s: float) -> None:
         """Several processes share the calls in pieces that grow while they come back quickly; where
-        calls ask, each has as many as it makes at once."""
+        calls ask, each has as many as it makes at once.
+        """
         if self._settings.asks:
             return
         if self._settings.processes > 1 and took_s < _QUICK_S:

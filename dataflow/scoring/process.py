@@ -1,5 +1,6 @@
 """The owner's view of one process of a pool: its channel, the calls it has, and the call it is
-making."""
+making.
+"""
 
 import contextlib
 import time
@@ -177,7 +178,8 @@ class PoolProcess:
         self, before_ns: int | None = None, *, is_at: bool = False
     ) -> list[tuple[CallChunk, int]]:
         """Calls that are being made; only those begun before a time of the monotonic clock, if
-        given; is_at: only the one whose own code is what the process is at, where calls ask."""
+        given; is_at: only the one whose own code is what the process is at, where calls ask.
+        """
         progress, running = self._progress, []
         for source in self._sources:
             number, call, since_ns, is_busy, *_ = seen = progress[
@@ -227,7 +229,8 @@ def pieces_of(chunks: Iterable[CallChunk]) -> list[CallRange]:
 
 def memory_kb(pid: int) -> int:
     """Kilobytes of memory that a process holds, mapped files left out; 0 where that cannot be
-    told."""
+    told.
+    """
     with contextlib.suppress(OSError, ValueError), Path(f"/proc/{pid}/status").open() as status:
         held = (line.split()[1] for line in status if line.startswith(("RssAnon:", "RssShmem:")))
         return sum(int(kb) for kb in held)

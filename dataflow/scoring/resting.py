@@ -1,5 +1,6 @@
 """The limit of a call that asks: it stands still while the call rests, and is no more once the call
-has ended."""
+has ended.
+"""
 
 import asyncio
 import contextlib

@@ -41,7 +41,8 @@ def retried(
     sleep: Callable[[float], None] = time.sleep,
 ) -> Call:
     """The same call, made again so often where it raises one of `world`; the limit of a call holds
-    for all of them."""
+    for all of them.
+    """
 
     def made(index: int) -> Any:
         for attempt in itertools.count():

@@ -51,7 +51,8 @@ def describe(
     error: BaseException, code: CodeType, world: tuple[type[BaseException], ...] = WORLD_ERRORS
 ) -> str:
     """An exception as its cause and one line with the place in the function's file where it came
-    from."""
+    from.
+    """
     if isinstance(error, Unscored):
         return f"{UNUSABLE}: {error}"
     try:

@@ -1,5 +1,6 @@
 """The runtime of a scorer: rows in, the same rows with one more column out, their failures
-recorded."""
+recorded.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -175,7 +176,8 @@ class Scoring(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         """Rows waiting, passed on, failed and such as it does not apply to; how often a process was
-        replaced."""
+        replaced.
+        """
         return {
             "queue": self._rows,
             "scored": self._scored,
@@ -257,7 +259,8 @@ class Scoring(Runtime):
 
     def _leave(self, held: _Held, is_last: bool) -> list[Batch]:
         """The groups of a batch that are ready and have not left; the last of them acknowledge
-        it."""
+        it.
+        """
         leaves = (held.calls_left == 0) & ~held.is_sent
         if not is_last and not leaves.any():
             return []
@@ -286,7 +289,8 @@ class Scoring(Runtime):
 
     def _written(self, records: pa.RecordBatch, scores: pa.Array) -> pa.RecordBatch:
         """The rows with what the function said of each; null where it does not apply, was not
-        asked, or failed."""
+        asked, or failed.
+        """
         if scores.type != NOTED:
             return records.append_column(self._scorer.name, scores)
         values, notes = scores.flatten()
@@ -309,7 +313,8 @@ def _in_order(held: _Held, output: pa.DataType) -> pa.Array:
 
 def _groups(records: pa.RecordBatch) -> AnyArray:
     """Number of each row's group within the batch, int [rows]; each row its own without
-    group_id."""
+    group_id.
+    """
     at = records.schema.get_field_index(GROUP_ID)
     if at < 0 or not records.num_rows:
         return np.arange(records.num_rows)

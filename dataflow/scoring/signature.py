@@ -1,5 +1,6 @@
 """Reads a scorer's function: which parameters are columns, which are knobs, and what type it
-returns."""
+returns.
+"""
 
 import inspect
 import types
@@ -77,7 +78,8 @@ def read_signature(
     """Its signature; GraphError where it cannot be a scorer.
 
     has_lists: whether it is called with several rows at once. takes_rest: whether it may have a
-    parameter `**columns`."""
+    parameter `**columns`.
+    """
     head = _function_head(function)
     hints = _hints(function, head)
     columns: dict[str, Any] = {}

@@ -1,5 +1,6 @@
 """Rows into calls of a scorer's function, and what it returns into a column; both as bytes between
-two processes."""
+two processes.
+"""
 
 import struct
 from collections.abc import Mapping, Sequence, Set
@@ -21,7 +22,8 @@ _COUNT = struct.Struct("<I")
 
 def encode(rows: pa.RecordBatch, starts: AnyArray, per: str, start: int, stop: int) -> bytes:
     """Calls start to stop: the number of rows of each (none when called per row), then Arrow
-    IPC."""
+    IPC.
+    """
     sizes = (
         np.empty(0, np.int32)
         if per == "row"
@@ -53,7 +55,8 @@ def prepare(scorer: ScorerKnobs[..., Any], payload: bytes) -> Call:
 
 def pack(scorer: ScorerKnobs[..., Any], values: list[Any]) -> bytes:
     """What several calls gave, row by row: the column, and of calls with several rows what was
-    wrong with some."""
+    wrong with some.
+    """
     if scorer.per == "row":
         columns = [score_column(values, scorer.output)]
     else:
@@ -128,7 +131,8 @@ def _rows_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch, starts: AnyA
 
 def row_arguments(column: pa.Array, annotation: Any) -> list[Any]:
     """One plain value for each row: lists of numbers as numpy arrays, unless annotated as
-    list[...]."""
+    list[...].
+    """
     if _is_ragged(column) and not _wants_list(annotation):
         flat = _numbers(column.values).copy()
         offsets, present = column.offsets.to_numpy(), _present(column)
@@ -167,7 +171,8 @@ def rows_values(
 
 def listed(returned: Any, rows: int) -> Sequence[Any]:
     """What was returned for several rows, one value for each in their order; Unscored for anything
-    else."""
+    else.
+    """
     is_flat = isinstance(returned, np.ndarray) and returned.ndim == 1
     values = returned.tolist() if is_flat else returned
     if (

@@ -13,7 +13,8 @@ from dataflow.errors import GraphError, RunError
 def own_address(wanted: str, towards: str) -> str:
     """An address of this machine. wanted: one, or the name of an interface that has it; empty: the
     one by which this machine reaches `towards`, a tcp address. Errors: RunError where there is
-    none."""
+    none.
+    """
     interfaces: Mapping[str, Sequence[Any]] = psutil.net_if_addrs()
     if wanted in interfaces:
         return _of(wanted, interfaces[wanted])
@@ -22,7 +23,8 @@ def own_address(wanted: str, towards: str) -> str:
 
 def resolved(name: str, whose: str) -> str:
     """The address that a name stands for, as a socket is bound to no name. whose: of what it is
-    said to be the address. Errors: GraphError where it stands for none."""
+    said to be the address. Errors: GraphError where it stands for none.
+    """
     try:
         return str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:

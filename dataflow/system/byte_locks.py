@@ -1,5 +1,6 @@
 """Locks on single bytes of a file, kept by the kernel: one that dies lets go, one that is stopped
-does not."""
+does not.
+"""
 
 import fcntl
 import os
@@ -15,14 +16,16 @@ class ByteLocks:
     Never waits.
 
     Who inherits the file has the locks too: they are let go of by `drop`, or with the last process
-    that has it open."""
+    that has it open.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def take(self, byte: int, *, alone: bool) -> bool:
         """Lock a byte, beside others that do not want it `alone`; False while others hold it
-        otherwise."""
+        otherwise.
+        """
         try:
             self._ask(fcntl.F_OFD_SETLK, fcntl.F_WRLCK if alone else fcntl.F_RDLCK, byte)
         except (BlockingIOError, PermissionError):

@@ -2,7 +2,8 @@
 of the message.
 
 A message may have a body, bytes that no codec looks into; it stands before its message, with a
-length marked so."""
+length marked so.
+"""
 
 import array
 import contextlib
@@ -41,7 +42,8 @@ class Channel(Generic[M]):
 
     def __init__(self, end: socket.socket, codec: Codec[M], send_s: float = 0.0) -> None:
         """Take over a connected stream socket; `send_s` bounds the wait for a peer that does not
-        read."""
+        read.
+        """
         end.settimeout(None)  # one of its own would make calls wait that return at once
         self._end, self._codec, self._send_s = end, codec, send_s
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
@@ -65,7 +67,8 @@ class Channel(Generic[M]):
 
     def send(self, message: M, body: bytes | None = None) -> None:
         """Hand over a message. Raises OSError (TimeoutError, BrokenPipeError) when the peer does
-        not take it."""
+        not take it.
+        """
         self.post(message, body=body)
         if not self._out:
             return
@@ -80,7 +83,8 @@ class Channel(Generic[M]):
         """Have a message sent, with open files and a body, as soon as the peer takes it: what it
         takes now, and later by `flush`.
 
-        Raises OSError when the peer is gone, MessageError where the body is too large."""
+        Raises OSError when the peer is gone, MessageError where the body is too large.
+        """
         data = self._codec.encode(message)
         frames = [LENGTH.pack(len(data)), data]
         if body is not None:
@@ -113,7 +117,8 @@ class Channel(Generic[M]):
 
     def receive(self, wait_s: float) -> M:
         """The next message. Raises EOFError when the peer has closed its end, TimeoutError after
-        `wait_s` seconds (what has come so far is kept), MessageError for what is no message."""
+        `wait_s` seconds (what has come so far is kept), MessageError for what is no message.
+        """
         wait = Countdown(wait_s)
         while not self._frames:
             if self._is_over:
@@ -126,7 +131,8 @@ class Channel(Generic[M]):
 
     def arrived(self) -> list[M]:
         """The messages that are there now. Raises EOFError when there is none, and the peer has
-        closed its end; MessageError for what is no message."""
+        closed its end; MessageError for what is no message.
+        """
         while not self._is_over and self._take_in():
             pass
         if self._is_over and not self._frames:
@@ -144,7 +150,8 @@ class Channel(Generic[M]):
 
     def readable(self, wait_s: float | None) -> bool:
         """Whether a message, or a part of one, or the peer's end comes within `wait_s` seconds;
-        None: waits for it."""
+        None: waits for it.
+        """
         return (
             bool(self._frames)
             or self._is_over

@@ -1,5 +1,6 @@
 """A child process: how one is started, dies with its parent, is waited for and ended, with all that
-it started."""
+it started.
+"""
 
 import contextlib
 import ctypes
@@ -32,7 +33,8 @@ class Child(Protocol):
     @property
     def returncode(self) -> int | None:
         """Its exit status; minus a signal's number; None while `wait` and `poll` have not seen its
-        end."""
+        end.
+        """
 
     def poll(self) -> int | None:
         """The exit status, if it has ended."""
@@ -79,7 +81,8 @@ class Forked:
 
     def signal(self, number: int, *, group: bool = False) -> None:
         """Send a signal, unless its end has been seen; to its group, or to it alone where it has
-        none yet."""
+        none yet.
+        """
         if self.returncode is None and not (group and _signal(os.killpg, self.pid, number)):
             _signal(os.kill, self.pid, number)
 
@@ -105,7 +108,8 @@ def fork(
 
     leads: in a process group of its own. keep: it has none of the caller's open files but these,
     and streams of its own; None: it has all. ends_with_parent: the signal that the kernel sends it
-    when its parent ends; 0: none."""
+    when its parent ends; 0: none.
+    """
     parent = os.getpid()
 
     def run() -> int:
@@ -139,7 +143,8 @@ def program(
     **given: Any,
 ) -> "subprocess.Popen[Any]":
     """python -m MODULE ARGUMENTS [FD of `end`]: a fresh process that finds this project, and has
-    the open files `keep`; prefix: a command that is to run it. `given` is for Popen."""
+    the open files `keep`; prefix: a command that is to run it. `given` is for Popen.
+    """
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     return started(
         [*prefix, sys.executable, "-P", "-m", module, *arguments],
@@ -159,7 +164,8 @@ def started(
     **given: Any,
 ) -> "subprocess.Popen[Any]":
     """COMMAND [FD of `end`]: a process with this environment and no other, and the open files
-    `keep`. `given` is for Popen."""
+    `keep`. `given` is for Popen.
+    """
     files = [] if end is None else [end.fileno()]
     return subprocess.Popen(
         [*command, *map(str, files)], pass_fds=[*files, *keep], env=dict(environment), **given
@@ -168,7 +174,8 @@ def started(
 
 def let_go_on(child: Child) -> None:
     """Let a child go on that was stopped since the last look: nobody knows whether whoever stopped
-    it comes back."""
+    it comes back.
+    """
     if _change(child.pid) == "stopped":
         _signal(os.kill, child.pid, signal.SIGCONT)
 
@@ -176,7 +183,8 @@ def let_go_on(child: Child) -> None:
 def below_keeper(command: Sequence[str]) -> list[str]:
     """The command that runs COMMAND below a keeper, which ends it with all that it has started:
     when this process ends, at `keeper.END`, and, in a session of its own, at SIGTERM. Streams and
-    exit status are those of COMMAND."""
+    exit status are those of COMMAND.
+    """
     return [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), *command]
 
 
@@ -190,7 +198,8 @@ def ended_within(child: Child, seconds: float) -> bool:
 
 def end(child: Child, within_s: float) -> int:
     """Wait for a child that was asked to end, and kill it when the time is over; its exit
-    status."""
+    status.
+    """
     if not ended_within(child, within_s):
         child.kill()
     return child.wait()
@@ -248,7 +257,8 @@ def _signal(send: Callable[[int, int], None], whom: int, number: int) -> bool:
 def let_go_of_files(keep: Sequence[int]) -> None:
     """In a fork, close what the parent has open, but for these. The numbers stay taken: an
     inherited object that still writes to one (a log handler) would else write into the next socket
-    that gets it."""
+    that gets it.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in [int(each.name) for each in Path("/dev/fd").iterdir()]:
         if number not in (*keep, nothing):

@@ -1,5 +1,6 @@
 """Clocks that stand still while a run is stopped (Ctrl-Z), so that nobody loses patience with
-anybody meanwhile."""
+anybody meanwhile.
+"""
 
 import threading
 import time
@@ -33,7 +34,8 @@ class AwakeClock:
 
     Nobody is told that he was stopped (SIGSTOP): it shows when a clock that some thread looks at
     several times a second has gone on by more than `ABSENT_S` between two looks. That time is taken
-    out, whoever looks first."""
+    out, whoever looks first.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: the machine's."""
@@ -78,7 +80,8 @@ class Countdown:
 
 class Seldom:
     """Does something as often as it is asked to, but for what takes long: that has a small share of
-    the time."""
+    the time.
+    """
 
     def __init__(self, share: float = 0.05) -> None:
         self._share, self._next = share, 0.0

@@ -1,5 +1,6 @@
 """Files that are whole or not there: atomic writes, strict JSON, and errors that say what the disk
-said."""
+said.
+"""
 
 import contextlib
 import dataclasses
@@ -31,7 +32,8 @@ _TAIL_BYTES = 1 << 18
 
 class RunFolderError(RunError):
     """The run folder cannot be written or read as it should; the message names the file and the way
-    out."""
+    out.
+    """
 
 
 @contextlib.contextmanager
@@ -39,7 +41,8 @@ def disk(
     doing: str, path: Path, then: str = "then resume: what was written before is whole"
 ) -> Iterator[None]:
     """Turn what the operating system says about `path` into a RunFolderError. then: what to do once
-    a full disk has room again."""
+    a full disk has room again.
+    """
     try:
         yield
     except OSError as error:
@@ -56,7 +59,8 @@ def write_atomically(
 
     Whatever happens to this process, `path` holds either all of the new content or what it held
     before; with `flush` (milliseconds: it waits for the disk) also when the power is cut. Errors:
-    RunFolderError."""
+    RunFolderError.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk(what, path):
         try:
@@ -77,7 +81,8 @@ def write_atomically(
 @contextlib.contextmanager
 def only_told(said: list[str]) -> Iterator[None]:
     """For what is no reason to end a run when the disk refuses it: the error is told, and that is
-    all."""
+    all.
+    """
     try:
         yield
     except RunFolderError as error:
@@ -95,7 +100,8 @@ def flush_to_disk(path: Path) -> None:
 
 def append_line(path: Path, line: str) -> None:
     """Append one line in one write, after ending a line that a crash tore. Errors:
-    RunFolderError."""
+    RunFolderError.
+    """
     with disk("appending to", path):
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -111,7 +117,8 @@ def append_line(path: Path, line: str) -> None:
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Strict JSON of numbers, text, lists, dicts, dataclasses, paths, arrays; NaN and infinities
-    are null."""
+    are null.
+    """
     return json.dumps(plain(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 

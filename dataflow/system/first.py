@@ -1,5 +1,6 @@
 """What is put right before anything else is imported: signals, streams that are closed, and whose
-the packages are."""
+the packages are.
+"""
 
 import contextlib
 import importlib.util
@@ -14,7 +15,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 def open_streams() -> None:
     """Standard streams that are closed (`>&-`) lead nowhere from here on, so that no file or socket
-    takes their numbers, and whoever prints finds one."""
+    takes their numbers, and whoever prints finds one.
+    """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -30,7 +32,8 @@ def open_streams() -> None:
 
 def stranger(name: str) -> Path | None:
     """What `import NAME` finds, a file or a folder, where it is not this project's; None where it
-    is, or there is none."""
+    is, or there is none.
+    """
     with contextlib.suppress(ValueError):  # a module that somebody has made himself
         spec = importlib.util.find_spec(name)
         place = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
@@ -41,7 +44,8 @@ def stranger(name: str) -> Path | None:
 
 def check_packages() -> None:
     """Say whose the packages are that a user's file hides, by its name. Errors: ImportError for one
-    that nothing goes without."""
+    that nothing goes without.
+    """
     if (found := stranger("transport")) is not None:
         raise ImportError(
             f"'transport' is {found}, which hides Dataflow RL's package of that name at {_ROOT};"

@@ -57,7 +57,8 @@ def has_used_cuda() -> bool:
 
 def _end_openmp_threads() -> None:
     """Those of this thread's pool; of other libraries (LLVM's, Intel's) none need it: they see to
-    forks themselves."""
+    forks themselves.
+    """
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return

@@ -1,5 +1,6 @@
 """How much memory this machine's accelerators have, and their names, asked of NVIDIA's management
-library: no CUDA context, no torch."""
+library: no CUDA context, no torch.
+"""
 
 import contextlib
 import ctypes

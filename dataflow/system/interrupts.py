@@ -1,5 +1,6 @@
 """What Ctrl-C, SIGTERM and SIGHUP mean: an end in order, upon which the process that leads a run
-decides."""
+decides.
+"""
 
 import contextlib
 import os
@@ -19,7 +20,8 @@ to the group, too."""
 
 def status_of(error: KeyboardInterrupt) -> int:
     """The exit status of a process that has ended by it: 130 after Ctrl-C, 143 after SIGTERM, 129
-    after SIGHUP."""
+    after SIGHUP.
+    """
     number = error.args[0] if error.args else None
     return 128 + (number if isinstance(number, int) else signal.SIGINT)
 
@@ -31,7 +33,8 @@ def interrupt(number: int, frame: FrameType | None = None) -> None:
 
 def end_as_others_do() -> None:
     """Where this process is the first of a container, the kernel drops the signals that it does not
-    handle: until it has more to say, SIGTERM and SIGHUP end it, as they would end any other."""
+    handle: until it has more to say, SIGTERM and SIGHUP end it, as they would end any other.
+    """
     if os.getpid() == 1 and _is_here():
         for number in _unhandled():
             signal.signal(number, _end)
@@ -48,7 +51,8 @@ def interrupted() -> Iterator[None]:
 def asked_to_end(ask: Callable[[int], object]) -> Iterator[None]:
     """The first signal of `ENDINGS` calls `ask` with its number, the next one raises
     KeyboardInterrupt. Where this is not the main thread, whoever has that handles them; a SIGHUP
-    that is ignored (nohup) stays so."""
+    that is ignored (nohup) stays so.
+    """
     asked_at: list[float] = []
 
     def press(number: int, frame: FrameType | None) -> None:
@@ -71,7 +75,8 @@ def asked_to_end(ask: Callable[[int], object]) -> Iterator[None]:
 def leave_to_leader() -> None:
     """In a process that another one ends when it is time: Ctrl-C, SIGTERM and SIGHUP, which a
     terminal, a service manager or Slurm sends to all, are not heard. What it starts hears SIGTERM
-    and SIGHUP, as ever."""
+    and SIGHUP, as ever.
+    """
     own = os.getpid()
 
     def pass_over(number: int, frame: FrameType | None) -> None:

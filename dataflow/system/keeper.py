@@ -8,7 +8,8 @@ unblocked by: the kernel's signals; at the latest it looks once in LOOK_S
 
 Started by path, as `keeper.py PARENT COMMAND...`, with nothing but Python's library. A program that
 hangs, in a GPU's kernel or with signals ignored, cannot look after itself; what it has started
-becomes this process's child when it dies."""
+becomes this process's child when it dies.
+"""
 
 import ctypes
 import os

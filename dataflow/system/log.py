@@ -13,7 +13,8 @@ from dataflow.system.optional_files import warn
 
 def node_log(node: str) -> Any:
     """A node's log: where `log_to`, or the user, has said; else, as in a notebook, what is wrong
-    goes to standard error, and nothing else is said."""
+    goes to standard error, and nothing else is said.
+    """
     if structlog.is_configured():
         return structlog.get_logger(node=node)
     told = structlog.wrap_logger(
@@ -25,7 +26,8 @@ def node_log(node: str) -> Any:
 
 def log_to(path: Path) -> None:
     """Send this process's logs, standard output and standard error to a file, for good; to nowhere,
-    which is told before, where the disk refuses it."""
+    which is told before, where the disk refuses it.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

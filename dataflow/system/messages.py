@@ -1,5 +1,6 @@
 """Messages between the processes of a run: their codec, and numbers that bring them over a network
-that is cut."""
+that is cut.
+"""
 
 from transport.codec import MESSAGE_BYTES, Codec, MessageError, Natural, Plain
 from transport.numbered import Frames, Numbered, first_session

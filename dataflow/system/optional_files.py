@@ -78,7 +78,8 @@ def read_map(
     path: Path, kinds: Mapping[str, Kind] | None = None, tell: Tell = warn
 ) -> dict[str, Any]:
     """The JSON map in a file; an empty one where it is missing or is none. kinds: of values; others
-    are left out."""
+    are left out.
+    """
     text = read_text(path, tell)
     try:
         found = json.loads(text) if text else {}
@@ -102,7 +103,8 @@ def read_map(
 
 def read_lines(path: Path, tell: Tell = warn) -> tuple[list[dict[str, Any]], int]:
     """The JSON maps in a file of one a line, and how many lines are torn or none; none where it is
-    missing."""
+    missing.
+    """
     lines: list[dict[str, Any]] = []
     torn = 0
     for text in read_text(path, tell).split("\n"):
@@ -121,7 +123,8 @@ def stream_lines(path: Path, start: int, tell: Tell = warn) -> Iterator[tuple[in
     """The JSON maps in a file of one a line, from a byte on: each with the byte where the next
     begins; no torn one.
 
-    It ends before a line that is longer than any that a run writes."""
+    It ends before a line that is longer than any that a run writes.
+    """
     try:
         with path.open("rb") as stream:
             stream.seek(start)

@@ -11,7 +11,8 @@ LOWEST = 19
 
 def step_back(pid: int = 0) -> None:
     """Let a process of this user, and the threads and processes that it starts from now on, go
-    last; 0: this one, whose Arrow computes on one thread then."""
+    last; 0: this one, whose Arrow computes on one thread then.
+    """
     os.setpriority(os.PRIO_PROCESS, pid, LOWEST)
     with contextlib.suppress(OSError):
         os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))

@@ -45,7 +45,8 @@ class Process:
 
 def machine() -> str:
     """Where numbers of processes mean the same: the system that was booted, and the namespace of
-    processes in it."""
+    processes in it.
+    """
     with contextlib.suppress(OSError):
         return f"{_BOOT.read_text().strip()} {_NUMBERS.readlink()}"
     return ""
@@ -53,7 +54,8 @@ def machine() -> str:
 
 def user_here() -> str:
     """This process's user, as user@host; the user's number where it has no name, as in many
-    containers."""
+    containers.
+    """
     try:
         user = getpass.getuser()
     except (KeyError, OSError):

@@ -1,5 +1,6 @@
 """Where the ranks of a trainer are that is spread over several hosts, and what those behind rank 0
-are started with."""
+are started with.
+"""
 
 import socket
 from collections.abc import Callable, Mapping
@@ -19,7 +20,8 @@ class StartsFar(Protocol):
 
     def start(self, end: socket.socket, rank: int) -> "Child":
         """Start a rank on its host, which talks over this end of a socket pair as one that was
-        forked here would."""
+        forked here would.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,4 +54,5 @@ class Spreads(Protocol):
     def follower(self, context: Any, told: Mapping[str, Any]) -> Callable[[int, int], int]:
         """On a host behind rank 0's: what a fork runs that is a rank, given the number of its end
         of a socket pair and its rank, as forks of rank 0 do; its exit status. told: by rank 0, as
-        `StartsFar.prepare` was."""
+        `StartsFar.prepare` was.
+        """

@@ -1,5 +1,6 @@
 """Where every thread of this process is, as plain values; for a thread that answers while the
-others are stuck."""
+others are stuck.
+"""
 
 import sys
 import sysconfig
@@ -36,7 +37,8 @@ class Thread:
 
 def take() -> list[dict[str, Any]]:
     """[{"name", "frames": [[file, line, function], ...]}]; the innermost frame last, the calling
-    thread left out."""
+    thread left out.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
     for ident, frame in sys._current_frames().items():

@@ -1,5 +1,6 @@
 """Text and JSON that come from outside a run: what UTF-8 and JSON hold, as all files and messages
-here do."""
+here do.
+"""
 
 from __future__ import annotations
 

@@ -1,2 +1,3 @@
 """What is known of a rollout's tokens, in arrays: from the engine, over wire and disk, to the
-trainer."""
+trainer.
+"""

@@ -1,5 +1,6 @@
 """How old rollouts are in the step that trains them: versions made while they were generated, or
-while they waited."""
+while they waited.
+"""
 
 import pyarrow as pa
 

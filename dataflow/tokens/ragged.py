@@ -1,5 +1,6 @@
 """Columns with a list for each row as flat arrays, and the groups of a batch: where each of them
-begins and ends."""
+begins and ends.
+"""
 
 import itertools
 
@@ -29,7 +30,8 @@ def flat(column: pa.ListArray) -> AnyArray:
 
 def per_token(rows: pa.Table, name: str, offsets: AnyArray) -> AnyArray:
     """A column of numbers per token, flat. RecordError unless its lists are as long as the rows'
-    tokens."""
+    tokens.
+    """
     column = one_chunk(rows, name)
     check_lengths(list_lengths(column), name, rows, offsets)
     return flat(column)
@@ -50,7 +52,8 @@ def check_lengths(lengths: AnyArray, name: str, rows: pa.Table, offsets: AnyArra
 
 def gather(offsets: AnyArray, rows: AnyArray) -> tuple[AnyArray, AnyArray]:
     """The flat positions of some rows, and their offsets: x[positions] are those rows end to
-    end."""
+    end.
+    """
     lengths = np.diff(offsets)[rows]
     ends = np.r_[0, np.cumsum(lengths)]
     return np.arange(ends[-1]) + np.repeat(offsets[:-1][rows] - ends[:-1], lengths), ends
@@ -58,7 +61,8 @@ def gather(offsets: AnyArray, rows: AnyArray) -> tuple[AnyArray, AnyArray]:
 
 def group_slices(records: pa.RecordBatch) -> list[tuple[int, int, int]]:
     """(group_id, first row, rows) of the groups of a batch, in order; the rows of a group lie side
-    by side."""
+    by side.
+    """
     ids = records.column(GROUP_ID).to_numpy()
     bounds = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]
     return [
@@ -70,7 +74,8 @@ def group_slices(records: pa.RecordBatch) -> list[tuple[int, int, int]]:
 
 def whole_groups(records: pa.RecordBatch, most_rows: int, most_bytes: int) -> list[pa.RecordBatch]:
     """Slices of at most so many rows and bytes, cut between groups; a group that is larger by
-    itself stays whole."""
+    itself stays whole.
+    """
     if records.num_rows <= most_rows and records.nbytes <= most_bytes:
         return [records]
     parts, start, last = [], 0, 0

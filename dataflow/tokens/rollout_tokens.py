@@ -1,5 +1,6 @@
 """What is known of a rollout's tokens, one array per column: from the engine, over wire and disk,
-to the trainer."""
+to the trainer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ NO_VERSION = -1
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutTokens:
     """Neighbouring tokens of a rollout, or those of several rollouts end to end; all arrays
-    [tokens]."""
+    [tokens].
+    """
 
     ids: AnyArray
     """int32."""
@@ -36,7 +38,8 @@ class RolloutTokens:
     @staticmethod
     def given(ids: AnyArray, *, mask: bool = False) -> RolloutTokens:
         """Tokens that no policy drew: a prompt's, what the world said. mask: to be trained all the
-        same."""
+        same.
+        """
         count = len(ids)
         return RolloutTokens(
             np.asarray(ids, np.int32),
@@ -64,7 +67,8 @@ class RolloutTokens:
     @staticmethod
     def joined(parts: Sequence[RolloutTokens]) -> RolloutTokens:
         """Several, end to end. Where one of them has a sampling mask, nothing was left out from the
-        others."""
+        others.
+        """
         if len(parts) == 1:
             return parts[0]
         ids, mask, logprobs, versions = (
@@ -124,7 +128,8 @@ class RolloutTokens:
         """The tokens of all rows end to end, and where each row begins, int64 [rows + 1].
 
         Raises RecordError for lists of unequal length, and for a sampling mask that leaves out the
-        token drawn."""
+        token drawn.
+        """
         lists = one_chunk(rows, TOKENS)
         offsets = np.r_[0, np.cumsum(list_lengths(lists))]
         ids = flat(lists).astype(np.int32, copy=False)

@@ -1,5 +1,6 @@
 """What truncation left where tokens were drawn: a rollout's sampling mask, which few runs
-record."""
+record.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class SamplingMask:
 
     It belongs to a token of a rollout, not to a text: equal texts may differ in it, because they
     were drawn from other versions of the weights or with other knobs. A token without ids was drawn
-    from the whole vocabulary, or not drawn."""
+    from the whole vocabulary, or not drawn.
+    """
 
     ids: AnyArray
     """int32 [K], those of one token after the other."""
@@ -57,7 +59,8 @@ class SamplingMask:
         than the vocabulary.
 
         ids, offsets: as in `RolloutTokens.of_rows`. Raises RecordError where it leaves out the
-        token drawn."""
+        token drawn.
+        """
         column, wanted = one_chunk(rows, SAMPLING_MASK), np.diff(offsets)
         has = column.is_valid().to_numpy(zero_copy_only=False)
         lengths = np.where(has, pc.list_value_length(column).fill_null(0), wanted)

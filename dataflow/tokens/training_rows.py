@@ -1,5 +1,6 @@
 """The training rows of one rollout: sequences that the policy has seen as they stand, and what it
-said in them."""
+said in them.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def cuts(rows_S: AnyArray, offsets: AnyArray) -> AnyArray:
     """Where a training row begins that is not the rollout's first; bool [tokens].
 
     rows_S: the column `training_row` of some rollouts, end to end. offsets: [rollouts + 1], where
-    each begins."""
+    each begins.
+    """
     found = np.zeros(len(rows_S), bool)
     found[1:] = rows_S[1:] != rows_S[:-1]
     found[offsets[:-1][np.diff(offsets) > 0]] = False

@@ -1,5 +1,6 @@
 """Figures elsewhere: a run's metrics, rollouts and graph, told by processes that only read its
-folder."""
+folder.
+"""
 
 from dataflow.trackers.libraries.mlflow import MlflowTracker
 from dataflow.trackers.libraries.opentelemetry import OpenTelemetryTracker

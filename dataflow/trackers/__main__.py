@@ -1,5 +1,6 @@
 """The keeper of a run's trackers as a process: python -m dataflow.trackers FD, started by
-`following`."""
+`following`.
+"""
 
 import contextlib
 import os

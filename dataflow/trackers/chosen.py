@@ -1,5 +1,6 @@
 """Which trackers a run has: by name, by reference, or as they are; checked before the run begins,
-and sent as JSON."""
+and sent as JSON.
+"""
 
 import dataclasses
 import importlib
@@ -50,7 +51,8 @@ class ChosenTracker:
     @classmethod
     def of(cls, wished: Wished) -> "ChosenTracker":
         """What a user named. Errors: GraphError where there is no such tracker, or it cannot be
-        used here."""
+        used here.
+        """
         found = _named(wished) if isinstance(wished, str) else _object(wished)
         tracker = wished if isinstance(wished, Tracker) else found.make()
         if (why := tracker.missing()) is not None:
@@ -86,7 +88,8 @@ class ChosenTracker:
 
 def choose(wished: Iterable[Wished]) -> tuple[ChosenTracker, ...]:
     """All that a user named, for a run or for `dataflow track`. Errors: GraphError, also where two
-    are the same."""
+    are the same.
+    """
     _refuse_import()
     found: dict[str, ChosenTracker] = {}
     for each in wished:
@@ -174,7 +177,8 @@ def _fields(tracker: Tracker) -> dict[str, Any]:
 
 def _place(kind: type) -> str:
     """Where its process finds it: the module's name, or of a program that was started as a file
-    that file."""
+    that file.
+    """
     if kind.__module__ != "__main__":
         return kind.__module__
     main = sys.modules["__main__"]
@@ -229,5 +233,6 @@ def _file_name(name: str) -> str:
 
 def recorded_names(chosen: Sequence[ChosenTracker]) -> list[str] | None:
     """For config.json: the libraries among them, which a run that is resumed by a script has
-    again."""
+    again.
+    """
     return [each.name for each in chosen if each.name in LIBRARIES] or None

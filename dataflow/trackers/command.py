@@ -1,5 +1,6 @@
 """`dataflow track RUN --to wandb`: tells trackers of a run that is over, or of one under way until
-it is."""
+it is.
+"""
 
 import contextlib
 import sys

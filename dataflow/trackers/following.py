@@ -1,5 +1,6 @@
 """A run's side of its trackers: starts their keeper, passes on what it says, and tells it that the
-run is over."""
+run is over.
+"""
 
 import contextlib
 import math
@@ -57,7 +58,8 @@ class TrackersOfRun:
 
     def end(self, outcome: str, say: Callable[[str], object], within_s: float = math.inf) -> None:
         """The run is over, and trackers take in what is left: wait for that, up to `Limits.track_s`
-        or `within_s`, or Ctrl-C."""
+        or `within_s`, or Ctrl-C.
+        """
         if self._keeper is None or self._channel is None:
             return
         with contextlib.suppress(OSError):

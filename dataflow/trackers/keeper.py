@@ -2,7 +2,8 @@
 again.
 
 None of them is a process of the run, and none has a file of it open for writing but in the run
-folder."""
+folder.
+"""
 
 import contextlib
 import os
@@ -89,7 +90,8 @@ class TrackerKeeper:
         again_s: float = AGAIN_S,
     ) -> None:
         """say: to people. path: where modules are found. clock: None: one that stands still while
-        this process has no core, as trackers have none then."""
+        this process has no core, as trackers have none then.
+        """
         self._folder, self._say, self._limits, self._path = (
             folder,
             say,

@@ -61,7 +61,8 @@ class RunIsOver:
 @dataclass(frozen=True)
 class LeaveRun:
     """End, so that another goes on from there later: the run's disk is full, or nobody waits any
-    more."""
+    more.
+    """
 
 
 # From the run to the keeper

@@ -1,32 +1,226 @@
 """One tracker's process: reads the run folder, tells the tracker, keeps how far it has come, and
-ends with the run."""
+ends with the run.
+"""
 
 import contextlib
 import copy
 import fcntl
+import math
 import os
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dataflow.folder.ledger import LedgerError
+from dataflow.errors import where
+from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
-from dataflow.runs.which import trainers_of
+from dataflow.records import COMPLETION, ERROR, FINISH_REASON, PROMPT
+from dataflow.runs.examples import examples_of, scores_of
+from dataflow.runs.texts import visible
+from dataflow.runs.which import TRAINED, Part, trainers_of
 from dataflow.system.channel import Channel
+from dataflow.system.files import RunFolderError
 from dataflow.trackers import messages
 from dataflow.trackers.chosen import ChosenTracker
-from dataflow.trackers.failure import in_one_line
-from dataflow.trackers.group_watch import GroupWatch
-from dataflow.trackers.samples import table_of
-from dataflow.trackers.settling import Settling
 from dataflow.trackers.tail import FOLDER, RunTail, TrackerPlace
-from dataflow.trackers.tracker import StepFigures, TrackedRun, Tracker
+from dataflow.trackers.tracker import (
+    TEXT,
+    RolloutTable,
+    StepFigures,
+    StepGroups,
+    TrackedRun,
+    Tracker,
+)
 from dataflow.worker.kept_counts import known_edges
+
+# When the groups of a run came how far, as somebody sees who looks at the ledger now and then.
+
+MOST_GROUPS = 50_000
+"""That are remembered of one source; of more in flight the oldest are known by their step alone."""
+_STEPS = 50
+"""Of one look."""
+
+
+class GroupWatch:
+    """The groups of all trainers of one run; the ledger has no time but that of each step.
+
+    consumes: states of groups in flight, steps of the surviving line
+    produces: the groups of each step that is committed
+    waits for: the ledger, as a reader
+    unblocked by: -
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        trainers: list[str],
+        last: Mapping[str, int],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """last: by trainer the step that was told last."""
+        self._folder, self._clock = folder, clock
+        self.last = {node: last.get(node, 0) for node in trainers}
+        self._seen: dict[str, dict[int, dict[str, float]]] = {}
+        self._from: dict[str, int] = {}
+        """By source, the first group that may still be in flight."""
+
+    def __iter__(self) -> Iterator[StepGroups]:
+        """The steps that are new. Errors: LedgerError."""
+        with Ledger.open(self._folder.ledger, readonly=True) as ledger:
+            for source in {source for node in self.last for source in ledger.sources(node)}:
+                self._look(ledger, source)
+            made = [step for node in self.last for step in self._steps(ledger, node)]
+        yield from made
+
+    def _look(self, ledger: Ledger, source: str) -> None:
+        seen, now = self._seen.setdefault(source, {}), self._clock()
+        end = ledger.next_group_id(source)
+        first = max(self._from.get(source, 0), end - MOST_GROUPS)
+        waiting = ledger.in_flight(source, among=range(first, end))
+        for group in waiting:
+            seen.setdefault(group.group_id, {}).setdefault(group.state, now)
+        self._from[source] = min((group.group_id for group in waiting), default=end)
+
+    def _steps(self, ledger: Ledger, node: str) -> Iterator[StepGroups]:
+        # less: it went back to a checkpoint
+        known = self.last[node] = min(self.last[node], ledger.last_step(node))
+        times = dict(ledger.step_times(node, max(0, known - 1)))
+        for step in ledger.steps(node, known, known + _STEPS):
+            seen = self._seen.get(step.source, {})
+            groups = {group: seen.pop(group, {}) for group in (*step.trained, *step.dropped)}
+            self.last[node] = step.step
+            yield StepGroups(
+                node=node,
+                step=step.step,
+                source=step.source,
+                began=times.get(step.step - 1),
+                at=times.get(step.step, self._clock()),
+                seen=groups,
+                dropped=step.dropped,
+                metrics=step.metrics,
+            )
+
+
+# A table of some rollouts of one step: the best, the worst, some by chance, some with an error.
+
+EACH = 3
+_FRONT, _BACK = ("step", "why"), (FINISH_REASON, ERROR, PROMPT, COMPLETION)
+
+
+def table_of(folder: RunFolder, node: str, step: int) -> RolloutTable | None:
+    """Of what a step trained; None where its rollouts are not in this folder, or not any more."""
+    trainers = trainers_of(folder.read_json("graph.json"), folder.read_json("config.json"))
+    path = folder.rollouts_of(node if len(trainers) > 1 else None).step_file(step)
+    if not path.is_file():
+        return None
+    try:
+        found = examples_of(
+            [Part(path=path, outcome=TRAINED, node=node, source=None, step=step)], each=EACH
+        )
+    except (RunFolderError, FileNotFoundError):
+        return None
+    kinds = {
+        "best": found.best,
+        "worst": found.worst,
+        "by chance": found.random,
+        "with an error": found.failed,
+    }
+    rows = [(why, row) for why, chosen in kinds.items() for row in chosen]
+    scores = list(dict.fromkeys(name for _, row in rows for name in scores_of(row)))
+    return RolloutTable(
+        node=node,
+        step=step,
+        columns=[*_FRONT, *scores, *_BACK],
+        rows=[[step, why, *(_cell(row, name) for name in (*scores, *_BACK))] for why, row in rows],
+    )
+
+
+def _cell(row: Mapping[str, Any], name: str) -> Any:
+    value = row.get(name)
+    return visible(value, TEXT) if isinstance(value, str) else value
+
+
+# How far a tracker has come for certain, where its library writes later than it takes.
+
+
+class Settling:
+    """Places in the order in which they were reached; one is certain once `settles_s` have gone by
+    since.
+
+    >>> now = 0.0
+    >>> settling = Settling(2.0, lambda: now)
+    >>> settling.reached(TrackerPlace(read=10))
+    >>> settling.certain() is None
+    True
+    >>> now = 2.0
+    >>> settling.certain().read
+    10
+    """
+
+    def __init__(self, settles_s: float, clock: Callable[[], float]) -> None:
+        """clock: seconds."""
+        self._settles_s, self._clock = settles_s, clock
+        self._waiting: deque[tuple[float, TrackerPlace]] = deque()
+
+    def reached(self, place: TrackerPlace) -> None:
+        """All up to it was taken in."""
+        if self._settles_s == math.inf:
+            return
+        steps = None if place.steps is None else dict(place.steps)
+        self._waiting.append(
+            (self._clock(), replace(place, kept=copy.deepcopy(place.kept), steps=steps))
+        )
+
+    def certain(self) -> TrackerPlace | None:
+        """The last place that has become so since this was asked before; None: there is none."""
+        found = None
+        while self._waiting and self._clock() - self._waiting[0][0] >= self._settles_s:
+            found = self._waiting.popleft()[1]
+        return found
+
+
+# What a library raised, in one line for people.
+
+_SAID = 200
+"""Characters of one error's own words: a database adds its statement, and all values of it."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """What it says and where, and what it came from where it does not say so itself.
+
+    >>> in_one_line(OSError(28, "No space left"))
+    'OSError: [Errno 28] No space left (at unknown line)'
+    """
+    said, root = _words(error), _root(error)
+    cause = "" if root is error or " ".join(str(root).split()) in said else f", from {_words(root)}"
+    return f"{said}{cause} (at {where(error)})"
+
+
+def _words(error: BaseException) -> str:
+    """Its name and words, all in one line."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return words if len(words) <= _SAID else f"{words[:_SAID]} .."
+
+
+def _root(error: BaseException) -> BaseException:
+    """What was raised first of all that led to it."""
+    seen = [error]
+    while (before := _before(seen[-1])) is not None and before not in seen:
+        seen.append(before)
+    return seen[-1]
+
+
+def _before(error: BaseException) -> BaseException | None:
+    """What it was raised from, or while it was handled."""
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
 
 POLL_S = 0.5
 """Between two looks into the run folder."""
@@ -165,7 +359,8 @@ class TrackerProcess:
 
     def _close(self, tracker: Tracker) -> None:
         """Before an end in the midst of the run: what was taken in, and can be brought out, is not
-        told again."""
+        told again.
+        """
         call = self._call
         with contextlib.suppress(Exception):
             self._at("flush")

@@ -18,7 +18,8 @@ class RunProcess:
     @property
     def is_there(self) -> bool:
         """Whether it lives, and none has taken its place: a standby does that too where it is only
-        stopped, and has the same trackers kept by another process, which waits for these to end."""
+        stopped, and has the same trackers kept by another process, which waits for these to end.
+        """
         if self._parent() != self._pid:
             return False
         leads = self._folder.read_json(CONTROL, {"pid": int}).get("pid")

@@ -1,5 +1,6 @@
 """What a run folder says that a tracker was not told yet: read as it comes, from where the tracker
-had come to."""
+had come to.
+"""
 
 import contextlib
 import json
@@ -54,7 +55,8 @@ class TrackerPlace:
 
     def write_to(self, folder: RunFolder, name: str) -> None:
         """Keep it. A disk that refuses that is told once; then a later tracker tells some lines
-        again."""
+        again.
+        """
         with contextlib.suppress(OSError):
             (folder.path / FOLDER).mkdir(exist_ok=True)
         folder.write_json(f"{FOLDER}/{name}.json", asdict(self))

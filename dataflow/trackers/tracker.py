@@ -1,5 +1,6 @@
 """What a tracker is: takes in a run's figures, rollouts and graph, as its folder has them, and
-tells them elsewhere."""
+tells them elsewhere.
+"""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -179,14 +180,16 @@ class Tracker:
 
     def crossed(self, edges: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
         """Take in what has crossed each data edge since the run began, after `activity`: batches,
-        rows and bytes as `sent`, `received` and `acknowledged`."""
+        rows and bytes as `sent`, `received` and `acknowledged`.
+        """
 
     def flush(self) -> None:
         """Bring out what was taken in; called when there is nothing more for now."""
 
     def close(self) -> None:
         """The process ends before the run does, and another goes on later: bring out what is held
-        back, for certain."""
+        back, for certain.
+        """
 
     def finish(self, outcome: str) -> None:
         """The run is over: finished | stopped | failed | died."""

@@ -1,5 +1,6 @@
 """A graph with the knobs that were changed while its run went on, and what each of its nodes has to
-know of them."""
+know of them.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,8 @@ def changed(graph: Graph, changes: Iterable[KnobChange]) -> Graph:
 
 def roomiest(graph: Graph, changes: Iterable[KnobChange]) -> Graph:
     """The graph with the largest bound on staleness that each reader has had: edges hold all that
-    was let start."""
+    was let start.
+    """
     wishes: dict[str, int] = {}
     for feedback in graph.feedbacks:
         name = feedback.reader.name
@@ -33,7 +35,8 @@ def roomiest(graph: Graph, changes: Iterable[KnobChange]) -> Graph:
 
 def counts_itself(change: KnobChange) -> bool:
     """Whether a trainer says from which of its steps on it holds: of its own knobs, and of the
-    bound that it sweeps by."""
+    bound that it sweeps by.
+    """
     return change.trainer == change.node or change.knob == MAX_STALENESS
 
 
@@ -65,7 +68,8 @@ class ChangedGraph:
         """What holds at a node. now: what `now` gave.
 
         A trainer gets its declaration as it was: of each change the ledger says from which step on
-        it counts."""
+        it counts.
+        """
         trains = self.declared.operators[node].trains
         graph = self.declared if trains else now
         bounds = {

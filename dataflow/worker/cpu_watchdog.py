@@ -20,7 +20,8 @@ more."""
 
 def processor_time() -> float:
     """Seconds that the main thread has computed, and all processes that this one has started; where
-    the system does not tell of a thread (macOS), the time of day: nobody looks idle there."""
+    the system does not tell of a thread (macOS), the time of day: nobody looks idle there.
+    """
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic()
     thread = threading.main_thread().ident
@@ -46,7 +47,8 @@ class CpuWatchdog:
 
     def look(self, slice_s: float, now: float) -> float:
         """Seconds without work, up to `now`, of the slice that has lasted `slice_s`; 0.0 while it
-        is short."""
+        is short.
+        """
         if slice_s < LOOK_S:
             self._since = None
             return 0.0

@@ -34,7 +34,8 @@ class FanOut:
 
     def settle(self, timeout_s: float) -> bool:
         """The tensors are about to change: wait until no end reads them. False where an end has
-        given transfers up, as the time was up; they may change all the same."""
+        given transfers up, as the time was up; they may change all the same.
+        """
         settled = [end.settle(timeout_s) for end in self._ends]
         return all(settled)
 

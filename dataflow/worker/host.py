@@ -1,5 +1,6 @@
 """Builds the operators of one process and wires them: shared by a worker and by the inline
-runner."""
+runner.
+"""
 
 import collections
 import contextlib
@@ -149,7 +150,8 @@ class NodeLoops:
     ) -> None:
         """writer_of(trainer, refresh) and reader_of(trainer, reader) open the weight plane's ends
         for given tensors. places: of the ranks, where these are spread. clock: of the operators,
-        which stands still while the process is stopped."""
+        which stands still while the process is stopped.
+        """
         self.plan, self.settings = plan, settings
         self.nodes = [name for name in graph.operators if name in set(nodes)]
         self.folder = RunFolder.open(settings.folder) if settings.folder else None
@@ -240,7 +242,8 @@ class NodeLoops:
 
     def record_swaps(self) -> None:
         """Put down which operators took the place of others here, before any of them does
-        anything."""
+        anything.
+        """
         if self.ledger is not None and any(
             isinstance(self.graph.operators[node], Scorer) for node in self.nodes
         ):
@@ -248,7 +251,8 @@ class NodeLoops:
 
     def record_changes(self) -> None:
         """Put down from which step on changed knobs count here, before anything is done with
-        them."""
+        them.
+        """
         fresh = [
             dataclasses.replace(each, step=each.asked + 1)
             for each in self._changed.in_place
@@ -258,7 +262,8 @@ class NodeLoops:
 
     def change(self, changes: Sequence[KnobChange]) -> bool:
         """Knobs were changed: let each node go by them from its next boundary on. False: all are
-        known."""
+        known.
+        """
         if max((each.number for each in changes), default=0) <= self._changed.last:
             return False
         known = {each.number: each for each in self._changed.changes}
@@ -366,7 +371,8 @@ class NodeLoops:
         self, name: str, sources: Iterable[str]
     ) -> Callable[[str, list[int]], Collection[int]] | None:
         """For a node that was started again: what comes to it once more may have been trained
-        meanwhile."""
+        meanwhile.
+        """
         if (
             self.ledger is None
             or not self.settings.attempt
@@ -424,7 +430,8 @@ class NodeLoops:
 
 def open_ledger(folder: RunFolder, settings: Settings) -> BaseLedger:
     """The ledger of a run: its file, or the service that has it open. Errors: LedgerError;
-    Replaced, where this worker was started again meanwhile; DeadlineError."""
+    Replaced, where this worker was started again meanwhile; DeadlineError.
+    """
     if not settings.ledger:
         return Ledger.open(folder.ledger)
     return LedgerClient(
@@ -450,7 +457,8 @@ def _seek_ledger(sockets: str) -> str:
 def in_flight(ledger: BaseLedger, source: str, folder: RunFolder) -> list[int]:
     """The groups of a source that some sink waits for. In a folder that is this host's own nobody
     else has forgotten what weights drew that a trainer has gone back behind: that is done here,
-    before it is looked for."""
+    before it is looked for.
+    """
     if folder.placing.disk != HOME and (least := ledger.do(LeastReturn())) is not None:
         take_out_abandoned(folder.path / "finished", source, least)
     return [group.group_id for group in ledger.in_flight(source)]
@@ -460,7 +468,8 @@ def settled_since(
     ledger: BaseLedger, sources: Iterable[str]
 ) -> Callable[[str, list[int]], list[int]]:
     """Which of some groups of a source have an outcome with every sink; of those alone that were
-    issued before now."""
+    issued before now.
+    """
     issued = {source: ledger.next_group_id(source) for source in sources}
 
     def settled(source: str, groups: list[int]) -> list[int]:

@@ -38,17 +38,20 @@ the edges: JSON."""
 
 def path_of(sockets: str, worker: str, replica: int) -> Path | None:
     """Where a worker counts. sockets: the folder of its host's sockets; empty: there is none, and
-    no file."""
+    no file.
+    """
     return Path(sockets) / f"{_FILES}.{worker}.{replica}" if sockets else None
 
 
 class KeptCounts:
     """The counts of one worker's edges. Whoever is started again in its place on the same host goes
-    on from there: also what was counted between the last heartbeat and the end is in."""
+    on from there: also what was counted between the last heartbeat and the end is in.
+    """
 
     def __init__(self, path: Path | None, edges: Sequence[str]) -> None:
         """path: of the file; None: the counts end with this process. edges: that begin or end
-        here."""
+        here.
+        """
         told, nbytes = json.dumps(list(edges)).encode(), len(edges) * len(ENDS) * COUNTS_BYTES
         head = _HEAD.pack(secrets.token_bytes(16), nbytes)
         memory = memoryview(bytearray(head + bytes(nbytes) + told))
@@ -66,7 +69,8 @@ class KeptCounts:
 
 class KeptFiles:
     """The files of all workers that have counted in some folders, open: they are read when the
-    workers have ended, and the folders may be gone."""
+    workers have ended, and the folders may be gone.
+    """
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._files = contextlib.ExitStack()
@@ -132,7 +136,8 @@ def _is_counted(value: Any) -> bool:
 
 def _laid_out(memory: memoryview, edges: Sequence[str]) -> tuple[str, dict[str, EndCounts]]:
     """The name and the counts of a file, in its memory. Raises ValueError where these edges are not
-    its own."""
+    its own.
+    """
     name, nbytes = _HEAD.unpack_from(memory)
     if _HEAD.size + nbytes > len(memory):
         raise ValueError(f"{len(memory)} bytes do not hold {nbytes} bytes of counts")

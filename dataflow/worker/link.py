@@ -1,5 +1,6 @@
 """A worker's line to the scheduler: a thread that sends heartbeats, passes messages on, and misses
-the scheduler."""
+the scheduler.
+"""
 
 import collections
 import contextlib
@@ -38,7 +39,8 @@ class SchedulerLink:
     produces: heartbeats, and what the worker sends; the stacks of all threads, also while the
     others are stuck waits for: the scheduler; after `patience_s` without a message, `orphaned` is
     called, and `found` with the next unblocked by: its answers to the heartbeats; those of another
-    one, which `seek` finds"""
+    one, which `seek` finds
+    """
 
     def __init__(
         self,
@@ -56,7 +58,8 @@ class SchedulerLink:
     ) -> None:
         """address: the scheduler's; name, attempt: this worker's; orphaned, found: called in the
         thread, once each time; keys: the run's; clock: of this process, which stands still while it
-        is stopped; seek: where the scheduler is now, empty where nobody knows."""
+        is stopped; seek: where the scheduler is now, empty where nobody knows.
+        """
         self._clock = clock or AwakeClock()
         self._keys = keys
         self._own, self._zmq = context is None, context or zmq.Context()
@@ -73,7 +76,8 @@ class SchedulerLink:
 
     def start(self, heartbeat: Callable[[], Heartbeat] | None = None) -> None:
         """Begin, if it has not; `heartbeat` is called in the thread and must only read; None: it
-        tells of nothing."""
+        tells of nothing.
+        """
         self._heartbeat = heartbeat or self._heartbeat
         if self._thread.ident is None:
             self._thread.start()

@@ -1,5 +1,6 @@
 """The messages between the scheduler and its workers, a class each, and the one place that encodes
-and checks them."""
+and checks them.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -82,7 +83,8 @@ class Confirmed:
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
     """What one node says of itself, and how it spent its time. Errors: ValueError for a status
-    nobody could count with."""
+    nobody could count with.
+    """
 
     status: Mapping[str, bool | int | float | str]
     seconds: Mapping[str, float]
@@ -237,7 +239,8 @@ class Expect:
 @dataclass(frozen=True, kw_only=True)
 class SenderEnded:
     """By edge that ends there, a replica of its sender that has told the end, be it the attempt
-    before."""
+    before.
+    """
 
     senders: Mapping[str, int]
 
@@ -252,7 +255,8 @@ class AddReceivers:
 @dataclass(frozen=True, kw_only=True)
 class RetireReceivers:
     """By edge that begins there, which receiver gets no more; to be confirmed once it has
-    acknowledged all."""
+    acknowledged all.
+    """
 
     receivers: Mapping[str, str]
     ticket: int

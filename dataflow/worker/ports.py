@@ -1,5 +1,6 @@
 """The transports of one process: data edges over ZeroMQ or within it, and the ends of the weight
-planes."""
+planes.
+"""
 
 import contextlib
 import functools
@@ -85,7 +86,8 @@ class Ports:
 
     def open_inlets(self, host: NodeLoops) -> dict[str, str]:
         """Bind the edges that end here; addresses of those that come from other processes, by
-        edge."""
+        edge.
+        """
         addresses = {}
         if self._settings.sockets:
             keep_freed_memory()
@@ -174,7 +176,8 @@ class Ports:
         ever before.
 
         A scheduler that has taken over may have told of the new place alone, as of one that joins:
-        then the old place is forgotten, and what it has not acknowledged goes to the others."""
+        then the old place is forgotten, and what it has not acknowledged goes to the others.
+        """
         for edge, address in receivers.items():
             outlet = self._senders[edge]
             for known in set(before[edge]) & set(outlet.receivers):
@@ -190,7 +193,8 @@ class Ports:
 
     def over(self, senders: Mapping[str, int]) -> None:
         """By edge that ends here, a replica whose stream the attempt before this one had to its
-        end."""
+        end.
+        """
         for edge in self._edges:
             if edge.name in senders:
                 self._receivers[edge.name].over(f"{edge.producer}-{senders[edge.name]}")
@@ -218,12 +222,14 @@ class Ports:
     @property
     def drained(self) -> bool:
         """Whether all that was sent is acknowledged and, once finished, every receiver knows the
-        end."""
+        end.
+        """
         return all(outlet.drained for outlet in self.outlets.values())
 
     def writer_of(self, trainer: str, refresh: Refresh | None = None) -> OpensWriter:
         """Opens the trainer's end of one of its weight planes; of several ranks, that of the
-        first."""
+        first.
+        """
         ranks = self._plan.placements[trainer].ranks
         places = self._lines.sites_of(trainer, refresh)
         if ranks > 1:
@@ -340,7 +346,8 @@ class Ports:
 
     def _capacity(self, edge: Edge) -> int:
         """Of a receiver, which its senders share: so that each of many replicas may send all that
-        is in flight."""
+        is in flight.
+        """
         if edge.plane == "turns":
             return edge.capacity_rows * self._plan.placements[edge.producer].replicas
         producer = self._graph.operators[edge.producer]
@@ -349,7 +356,8 @@ class Ports:
 
     def _listening(self, edge: Edge, receiving: Callable[..., Receiver]) -> Receiver:
         """Where the edge ends: there again after a restart, if possible. Short, for the path of an
-        ipc socket may have 107 bytes."""
+        ipc socket may have 107 bytes.
+        """
         if self._settings.listen:
             before = self._settings.at.get(edge.name, "")
             return again_at(

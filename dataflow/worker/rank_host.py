@@ -2,7 +2,8 @@
 passes on what they say.
 
 The life of a rank belongs to its worker: this process ends when the connection to rank 0 does, and
-its forks with it."""
+its forks with it.
+"""
 
 import contextlib
 import faulthandler
@@ -67,7 +68,8 @@ def main(graph: Graph, plan: Plan, settings: Settings) -> int:
 
 def places_of(settings: Settings, **given: Any) -> RankPlaces | None:
     """Where the ranks of this process's worker are; None: all are where the first one is, as
-    ever."""
+    ever.
+    """
     if not settings.rank_hosts:
         return None
     return RankPlaces(

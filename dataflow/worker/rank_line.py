@@ -14,7 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -24,8 +25,62 @@ from dataflow.system.child import Child
 from dataflow.system.messages import MessageError
 from dataflow.system.security import Guard, RunKeys, endpoint
 from dataflow.worker import rank_messages as messages
+from dataflow.worker.rank_messages import Delete, Get, Set, StoredValues
 from dataflow.worker.rank_pipe import RankPipe
-from dataflow.worker.rank_values import RankValues
+
+# What ranks put where they meet, and ask for: values by key, and who waits for which; without
+# sockets.
+
+
+@dataclass
+class RankValues:
+    """Of one worker's ranks; each message gives who is to be told what.
+
+    >>> values = RankValues()
+    >>> values.take("a", Get(1, ["x"], waits=True))
+    []
+    >>> values.take("b", Set(1, "x", b"5"))
+    [('b', StoredValues(ticket=1, values={})), ('a', StoredValues(ticket=1, values={'x': b'5'}))]
+    >>> values.take("b", Set(2, "x", b"", adds=2))
+    [('b', StoredValues(ticket=2, values={'x': b'7'}))]
+    """
+
+    _values: dict[str, bytes] = field(default_factory=dict)
+    _waiting: list[tuple[Hashable, Get]] = field(default_factory=list)
+
+    def take(
+        self, who: Hashable, message: Set | Get | Delete
+    ) -> list[tuple[Hashable, StoredValues]]:
+        """A rank puts, asks for or deletes values."""
+        match message:
+            case Set(adds=None):
+                self._values[message.key] = message.value
+                return [(who, StoredValues(message.ticket, {})), *self._served()]
+            case Set():
+                total = int(self._values.get(message.key, b"0")) + (message.adds or 0)
+                self._values[message.key] = found = str(total).encode()
+                return [(who, StoredValues(message.ticket, {message.key: found})), *self._served()]
+            case Delete():
+                gone = self._values.pop(message.key, None)
+                return [
+                    (who, StoredValues(message.ticket, {} if gone is None else {message.key: gone}))
+                ]
+            case Get():
+                self._waiting.append((who, message))
+                return self._served()
+
+    def _served(self) -> list[tuple[Hashable, StoredValues]]:
+        """Those who need not wait any more."""
+        found: list[tuple[Hashable, StoredValues]] = []
+        waiting, self._waiting = self._waiting, []
+        for who, asked in waiting:
+            known = {key: self._values[key] for key in asked.keys if key in self._values}
+            if asked.waits and len(known) < len(set(asked.keys)):
+                self._waiting.append((who, asked))
+            else:
+                found.append((who, StoredValues(asked.ticket, known)))
+        return found
+
 
 _ALIVE_S = 0.2
 """Between two looks whether the other hosts are connected."""
@@ -56,7 +111,8 @@ class FarRank:
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds; None: what has
-        been killed is taken to have ended after some, whether its host can say so or not."""
+        been killed is taken to have ended after some, whether its host can say so or not.
+        """
         if not self._over.wait(_KILLED_S if timeout is None else timeout):
             if timeout is not None:
                 raise subprocess.TimeoutExpired(f"rank {self.rank}", timeout)
@@ -87,7 +143,8 @@ class RankLine:
 
     def __init__(self, host: str, keys: RunKeys, hosts: Sequence[str], attempt: int = 0) -> None:
         """Listen at this host's address. hosts: of each rank. attempt: of the worker; ranks of
-        another one are not let in. RunError where it cannot."""
+        another one are not let in. RunError where it cannot.
+        """
         self._attempt = attempt
         self._hosts = tuple(hosts)
         self._guard = Guard(keys.receivers)

@@ -1,5 +1,6 @@
 """What rank 0 of a trainer and the hosts of its other ranks say to each other, and what ranks put
-where they meet."""
+where they meet.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

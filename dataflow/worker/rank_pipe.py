@@ -1,5 +1,6 @@
 """This process's end of a socket pair whose other end a rank here, or rank 0, has: bytes for it,
-bytes from it."""
+bytes from it.
+"""
 
 import contextlib
 import socket

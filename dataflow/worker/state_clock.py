@@ -1,5 +1,6 @@
 """What a node's time goes into: a clock that is always in one of four states, and counts each of
-them for itself."""
+them for itself.
+"""
 
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -17,7 +18,8 @@ it lasts."""
 
 class _Mark(NamedTuple):
     """How things stood at the last transition; replaced as a whole, so that another thread may read
-    it at any time."""
+    it at any time.
+    """
 
     since: float
     state: State
@@ -58,7 +60,8 @@ class StateClock:
     def end(self, now: float, state: State, *, is_work: bool, beside: float = 0.0) -> None:
         """A turn ends. is_work: it did something; else it was part of the state before it. state:
         that until the next turn. beside: the share of the operator's processes that are at work
-        until then; they are busy, not the rest."""
+        until then; they are busy, not the rest.
+        """
         mark = self._mark
         if (
             not is_work

@@ -2,7 +2,8 @@
 graph, and ends.
 
 Nothing of the run has changed by then: neither a module that does not end, nor one that ends its
-process, does harm."""
+process, does harm.
+"""
 
 import signal
 from dataclasses import replace
@@ -50,7 +51,8 @@ def main(graph: Graph, plan: Plan, settings: Settings, link: SchedulerLink) -> i
 
 def tried(graph: Graph, plan: Plan, wanted: Swap) -> Swap:
     """What is to be swapped in, with its text and knobs; it was built once. Errors: GraphError
-    where it cannot be."""
+    where it cannot be.
+    """
     found = find(wanted)
     operator = fit(graph, found, load(found)).operators[found.node]
     facts: dict[str, Any] = context_facts(graph, plan, found.node)

@@ -100,7 +100,8 @@ def _with_text(swap: Swap, file: str) -> Swap:
 
 def load(swap: Swap) -> Any:
     """What a reference names in its module's text. Errors: GraphError where that fails, or names
-    nothing."""
+    nothing.
+    """
     module, attribute = _place(swap)
     named = Path(module).name
     if _is_file(module):
@@ -130,7 +131,8 @@ def fit(graph: Graph, swap: Swap, operator: Any) -> Graph:
     """The graph with one scorer or filter replaced, where the rest of a live run can stay as it is.
     Errors: GraphError.
 
-    The new one is renamed to the node; its knobs are those that it has itself."""
+    The new one is renamed to the node; its knobs are those that it has itself.
+    """
     old = graph.operators[swap.node]
     if not isinstance(operator, Scorer):
         hint = "decorate it with @scorer or @keep" if callable(operator) else "name one"
@@ -157,7 +159,8 @@ def fit(graph: Graph, swap: Swap, operator: Any) -> Graph:
 
 def knobs_of(operator: Operator) -> dict[str, Any]:
     """Its knobs that may change, as a run keeps them; without those of a kind that JSON has no
-    values of."""
+    values of.
+    """
     found = {}
     for knob, each in operator.settable().items():
         with contextlib.suppress(ValueError):

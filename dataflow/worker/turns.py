@@ -4,7 +4,8 @@ devices' memory.
 The turn stands in locks that the kernel keeps, on a file of the run: no message can be lost, a
 worker that dies lets go of it once its memory is gone, and one that is stopped keeps it, as it
 keeps its memory. All ranks of a worker have the lock of their turn open, so that it goes with the
-last of them."""
+last of them.
+"""
 
 import contextlib
 import time
@@ -54,7 +55,8 @@ class Turns:
     @property
     def files(self) -> tuple[int, ...]:
         """For each process to inherit that has memory in its turn: that is over when they have
-        ended, or by `turn`."""
+        ended, or by `turn`.
+        """
         return (self._turn.fileno(),)
 
     @property
@@ -69,7 +71,8 @@ class Turns:
 
     def turn(self, runtime: Sleeper, *, held_up: bool = False) -> bool:
         """Take the turn or give it up, as is due; whether it did. held_up: it cannot go on,
-        whatever work it has."""
+        whatever work it has.
+        """
         wants = runtime.wants_devices() and not held_up
         match decide(awake=self.awake, wants=wants, wanted=self._wanted()):
             case "give":
@@ -87,7 +90,8 @@ class Turns:
         self, wait_s: float, clock: Callable[[], float] = time.monotonic
     ) -> Iterator[None]:
         """Hold the turn while the runtime is made. DeadlineError where another node has it for so
-        long."""
+        long.
+        """
         deadline = clock() + wait_s
         while not self._take():
             if clock() > deadline:
@@ -122,7 +126,8 @@ class Turns:
 
     def _take(self) -> bool:
         """Under a lock that one process at a time holds: look that nobody else is awake, and be
-        it."""
+        it.
+        """
         if not self.waiting:
             self._wait(True)
         if not self._locks.take(self._entry, alone=True):

@@ -3,7 +3,8 @@ rank.
 
 Within a host ends meet in its private folder, between hosts at a tcp address with the keys of the
 run. There a trainer listens whether it has readers on other hosts or not: who is started again may
-come to be on one."""
+come to be on one.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class _Followed:
 
 class WeightLines:
     """Knows the addresses, and listens at those between hosts from the first on; `ports` opens the
-    ends."""
+    ends.
+    """
 
     def __init__(self, graph: Graph, plan: Plan, nodes: Iterable[str], settings: Settings) -> None:
         self._graph, self._plan, self._nodes, self._settings = graph, plan, list(nodes), settings
@@ -60,7 +62,8 @@ class WeightLines:
     def read_from(self, lines: Mapping[str, WeightLine]) -> None:
         """Where weight lines are that its operators read, from now on.
 
-        Errors: RunError where what they are read by does not lead there."""
+        Errors: RunError where what they are read by does not lead there.
+        """
         self._read |= lines
         for file, read in self._followed.items():
             if read.name not in lines:
@@ -75,13 +78,15 @@ class WeightLines:
 
     def sites_of(self, trainer: str, refresh: Refresh | None) -> list[dict[str, Any]]:
         """Where a trainer of this process offers its weights, in plain values: a site for each
-        executor."""
+        executor.
+        """
         line = self.own[line_of(self._graph, trainer, refresh)]
         return [self._site(trainer, executor, address) for executor, address in line.at.items()]
 
     def site_of(self, trainer: str, reader: str) -> dict[str, Any]:
         """Where the replica of a reader in this process finds a trainer's weights, in plain
-        values."""
+        values.
+        """
         name = line_of(self._graph, trainer, refresh_of(self._graph, reader))
         who = f"{reader}-{self._settings.replica}"
         if not self._has_hosts:
@@ -157,7 +162,8 @@ class WeightLines:
     def _mirrored(self, site: dict[str, Any], own: str, order: int, line: str) -> dict[str, Any]:
         """Of a reader with neighbours, one of which takes versions from that site for all of them.
 
-        own: tells it from them, in few letters, for the path of a socket is short."""
+        own: tells it from them, in few letters, for the path of a socket is short.
+        """
         return {
             "protocol": SEGMENTS,
             "executor": "shared_memory",

@@ -1,5 +1,6 @@
 """Opens the ends of the weight planes: of any rank, at a site that the ports of its worker name in
-plain values."""
+plain values.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,8 @@ to all of them."""
 
 def listen(address: str, keys: Mapping[str, bytes], attempt: int) -> "CoordinatorSocket":
     """Where a trainer is heard by readers on other hosts, who have the keys of the run. attempt:
-    the scheduler's, at this worker. Errors: TransportError."""
+    the scheduler's, at this worker. Errors: TransportError.
+    """
     from transport.weights.sharded.control import CoordinatorSocket
 
     return CoordinatorSocket(address, RunKeys.from_plain(keys), attempt)
@@ -48,7 +50,8 @@ def open_beside(
     """The end of another rank of a reader, on `device`, where `OpensWeights.site` says.
 
     slices: of each rank, as for `OpensWeights`. attempt: the scheduler's, at the worker of the
-    first rank."""
+    first rank.
+    """
     if site["protocol"] == ROUNDS:
         return shards_reader(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
     from transport.weights.rank_reader import RankReader
@@ -104,7 +107,8 @@ def mirrored_reader(
     """The end of a reader's first rank where one of its host's takes versions for all
     (`dataflow/planning/mirrors`).
 
-    encoding: what travels in place of the tensors."""
+    encoding: what travels in place of the tensors.
+    """
     from transport.weights.mirror.reader import MirroredReader, MirrorPlace, travelling
     from transport.weights.mirror.receiver import MirrorReceiver
 
@@ -150,7 +154,8 @@ def shards_writer(
     """The end of one rank of a trainer: it sends the shard that it has by `layout`, over a slow
     link what changed, from copies of the tensors or, where they are sent without one, from these.
 
-    listeners: by address, of rank 0; one that is taken is taken out."""
+    listeners: by address, of rank 0; one that is taken is taken out.
+    """
     from transport.weights import ShardedWriter
     from transport.weights.deltas.ends import DeltaWriter
 
@@ -189,7 +194,8 @@ def offer_beside(
     """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
 
     tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them.
-    largest: as for `OpensWriter`. attempt: the scheduler's, at the worker of the first rank."""
+    largest: as for `OpensWriter`. attempt: the scheduler's, at the worker of the first rank.
+    """
     from transport.weights.encoding import Encoding
     from transport.weights.layout.from_torch import layout_of
     from transport.weights.shard_encoder import ShardEncoder
@@ -223,7 +229,8 @@ def _local(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def abort_gloo(group: Any, rank: int, size: int) -> None:
     """End all that is under way in a process group of gloo's, here and at the other ranks, from any
-    thread."""
+    thread.
+    """
     from transport.weights.sharded.process_group import abort_gloo
 
     abort_gloo(group, rank, size)
@@ -231,7 +238,8 @@ def abort_gloo(group: Any, rank: int, size: int) -> None:
 
 def interface_of(host: str) -> str:
     """The network interface of this host that has an address; the loopback's for an empty one.
-    Errors: WeightError."""
+    Errors: WeightError.
+    """
     from transport.weights.executors.interface import interface_of
 
     return interface_of(host)
@@ -239,7 +247,8 @@ def interface_of(host: str) -> str:
 
 class ShardsOut(FanOut):
     """One rank's end: what it holds of each DTensor that it is given goes out encoded, over each of
-    its sites."""
+    its sites.
+    """
 
     def __init__(self, ends: Sequence[Any], encoder: "ShardEncoder") -> None:
         super().__init__(ends)
@@ -292,7 +301,8 @@ def _deadlines(limits: Limits) -> "Deadlines":
 
 def segments_at(place: Mapping[str, Any], device: str) -> Any:
     """Where a trainer of one rank and the readers of its machine meet, of which `device` is
-    one's."""
+    one's.
+    """
     if place["executor"] == "cuda_ipc":
         from transport.weights.executors.cuda_ipc import CudaIpc
 
@@ -309,7 +319,8 @@ def adoption(device: str) -> Literal["view", "copy"]:
 
 def preload() -> None:
     """Import what writers and readers of weights need, in the process that workers are forked
-    from."""
+    from.
+    """
     import transport.weights.deltas.ends
     import transport.weights.encoding
     import transport.weights.executors.interface

@@ -1,5 +1,6 @@
 """One worker process: hosts the operators that the plan puts together, and turns their loops until
-told to stop."""
+told to stop.
+"""
 
 import contextlib
 import dataclasses
@@ -309,7 +310,8 @@ class Worker:
 
         Where there is no trainer, the forkserver says when all others have ended, and any message
         that all goes on. A trainer that has begun to end is started again by whoever is the
-        scheduler then."""
+        scheduler then.
+        """
         operators = self._host.graph.operators
         trainers = [self._host.runtimes[node] for node in self._nodes if operators[node].trains]
         if self._ends_at is None:
@@ -400,7 +402,8 @@ def preload(graph: Graph) -> None:
 
 def environment(threads: int) -> dict[str, str]:
     """Environment for workers that share cores: thread pools of a fixed size that do not spin while
-    they wait."""
+    they wait.
+    """
     return {
         # the other check would spoil CUDA for what is forked afterwards
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",

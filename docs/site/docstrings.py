@@ -1,5 +1,6 @@
 """Docstrings as the site's pages show them: examples as code, knobs with their defaults; for
-griffe."""
+griffe.
+"""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +26,8 @@ class Docstrings(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         """Show defaults of knobs, and which may change in a live run, once `dataclasses` has made
-        the signatures."""
+        the signatures.
+        """
         for owner in _classes(pkg):
             for attr in owner.attributes.values():
                 at = _arguments(attr.value, "settable").get("at")
@@ -56,7 +58,8 @@ def _default(value: Any) -> Any:
 
 def _arguments(value: Any, function: str) -> dict[str, Any]:
     """Of a call of that function, by name; empty for what is none. A class may have a method of its
-    name, too."""
+    name, too.
+    """
     if (
         not isinstance(value, griffe.ExprCall)
         or value.canonical_path.rpartition(".")[2] != function
@@ -71,6 +74,7 @@ def _arguments(value: Any, function: str) -> dict[str, Any]:
 
 def as_page(text: str) -> str:
     """A docstring with its examples as fenced code, and without the line that says where its knobs
-    stand."""
+    stand.
+    """
     text = KNOBS.sub("\n\n", text)
     return EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", text)

@@ -1,5 +1,6 @@
 """The pages that `make docs` reads: those of the tree, and one for each public module, made from
-its docstrings."""
+its docstrings.
+"""
 
 import dataclasses
 import importlib
@@ -78,7 +79,8 @@ def _page(module: str) -> Iterator[str]:
 
 def _place(module: str, name: str, found: Any) -> str:
     """Where it is found: of a function with the name of its module (`dataflow.run`) where it is
-    defined."""
+    defined.
+    """
     is_module = (ROOT / module.replace(".", "/") / f"{name}.py").exists()
     return f"{found.__module__}.{name}" if is_module else f"{module}.{name}"
 
@@ -100,7 +102,8 @@ def _members(found: type) -> list[str]:
 
 def main() -> None:
     """Lay pages and pictures out, each where it lies in the tree, with the reference beside
-    them."""
+    them.
+    """
     shutil.rmtree(OUT, ignore_errors=True)
     texts = {str(path.relative_to(ROOT)): path.read_bytes() for path in sources()}
     texts |= {place: text.encode() for place, text in api_pages().items()}

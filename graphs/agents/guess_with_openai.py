@@ -1,5 +1,6 @@
 """Plays a game with a model behind OpenAI's API: find a number by guesses that are answered by
-higher or lower."""
+higher or lower.
+"""
 
 import json
 import sys

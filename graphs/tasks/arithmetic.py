@@ -15,7 +15,8 @@ _TOKEN = re.compile(rf"\$?{_DIGITS}%?|[-+*/()]", re.ASCII)
 
 def number(text: str) -> Fraction | None:
     """The exact value of a number standing alone, or None: `0.20`, `.2`, `-5`, `$1,000`, `50%` (a
-    half)."""
+    half).
+    """
     found = _NUMBER.fullmatch(text.strip()) if len(text) <= LONGEST_TEXT else None
     if found is None:
         return None
@@ -26,7 +27,8 @@ def number(text: str) -> Fraction | None:
 
 def value(text: str) -> Fraction | None:
     """The exact value of an expression of numbers, `+ - * /` and parentheses, or None where it has
-    none."""
+    none.
+    """
     squeezed = re.sub(r"\s+", "", text)
     tokens = _TOKEN.findall(squeezed)
     if len(squeezed) > LONGEST_TEXT or "".join(tokens) != squeezed:
@@ -59,7 +61,8 @@ def _product(tokens: list[str]) -> Fraction:
 
 def _factor(tokens: list[str]) -> Fraction:
     """One signed number or parenthesis; `tokens` hold the rest of the expression, the next one
-    last."""
+    last.
+    """
     if not tokens:
         raise SyntaxError("an expression ended too early")
     token = tokens.pop()

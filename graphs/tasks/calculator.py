@@ -1,5 +1,6 @@
 """The calculator task: the steps inside GSM8K's answers, `<<48/2=24>>` as prompt `48/2=` and answer
-`24`."""
+`24`.
+"""
 
 from __future__ import annotations
 
@@ -84,20 +85,23 @@ def unseen(
     rows: Iterable[dict[str, str]], training: Iterable[dict[str, str]]
 ) -> list[dict[str, str]]:
     """Those rows whose prompt does not occur among the training rows (a third of GSM8K's test
-    steps)."""
+    steps).
+    """
     known = {row["prompt"] for row in training}
     return [row for row in rows if row["prompt"] not in known]
 
 
 def reward(completion: str, answer: str) -> float:
     """1 if the completion is the answer's number, however it is written, and nothing else, else
-    0."""
+    0.
+    """
     return float(same_number(completion, answer))
 
 
 def source(path: str, name: str, *, held_out: bool = False) -> Prompts:
     """The steps of a GSM8K file or data set as prompts, or made-up ones; one rollout of each
-    held-out one."""
+    held-out one.
+    """
     size, seed = (1, None) if held_out else (None, 0)
     rows: Any = steps if path else None
     made_up = expressions.rows(2_000 if held_out else 24_000, seed=1, held_out=held_out)
@@ -115,7 +119,8 @@ def warm(
     policy: str | Path, prompts: str, *, steps: int = 180, layers: int = 4, width: int = 128
 ) -> Path:
     """The folder of a policy that was trained on so many batches of the steps in `prompts`, or
-    made-up ones."""
+    made-up ones.
+    """
     examples = read(prompts) if Path(prompts).is_file() else expressions.rows(24_000, seed=0)
     return warm_start(
         policy,

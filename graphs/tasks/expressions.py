@@ -145,7 +145,8 @@ def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str,
     seed.
 
     A form is drawn first, then its numbers until the answer is not negative and has at most two
-    decimals."""
+    decimals.
+    """
     draw = random.Random(f"calculator-{seed}-{held_out}")
     forms, weights = list(FORMS), list(FORMS.values())
     for form in draw.choices(forms, weights, k=count):
@@ -167,7 +168,8 @@ def decimal(exact: Fraction | None) -> str | None:
 
 def _fill(form: str, draw: random.Random) -> str:
     """Write a number for every n of a form, shaped by the operator before it, else by the one after
-    it."""
+    it.
+    """
     text = ""
     for place, mark in enumerate(form):
         if mark != "n":

@@ -1,5 +1,6 @@
 """The guessing game: a number below 16, as one digit, in four turns, answered by `+` (it is
-higher), `-` or `=`."""
+higher), `-` or `=`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def rows(
     count: int, *, seed: int, held_out: bool = False, numbers: int = len(DIGITS)
 ) -> Iterator[dict[str, str | int]]:
     """Yield `count` games {"prompt", "secret"}. The prompt is a tag of three letters that says
-    nothing of the secret, which is below `numbers`; no held-out tag is ever trained on."""
+    nothing of the secret, which is below `numbers`; no held-out tag is ever trained on.
+    """
     draw = random.Random(f"guess-{seed}-{held_out}")
     made = 0
     while made < count:
@@ -60,7 +62,8 @@ def lay_out_chats(folder: Path) -> None:
 
 def judge(said: str, secret: int) -> str:
     """What the world says to a guess: `=`, `+` where the secret is higher, `-` where it is lower;
-    `?` to no number."""
+    `?` to no number.
+    """
     number = DIGITS.find(said) if len(said) == 1 else -1
     return "?" if number < 0 else "=" if number == secret else "+" if secret > number else "-"
 
@@ -69,7 +72,8 @@ def examples(
     count: int, *, seed: int, care: float = 0.7, numbers: int = len(DIGITS), turns: int = TURNS
 ) -> Iterator[tuple[str, str]]:
     """Yield turns of games by a careless player, for a warm start: the conversation so far, and the
-    next guess. Only a share `care` of the guesses is surely one that what was heard leaves open."""
+    next guess. Only a share `care` of the guesses is surely one that what was heard leaves open.
+    """
     draw = random.Random(f"guess-examples-{seed}")
     made = 0
     while True:

@@ -8,5 +8,6 @@ SHARE = 8
 
 def is_held_out(key: str) -> bool:
     """Whether what has this key, a prompt or an answer, belongs to evaluation; it is never trained
-    on."""
+    on.
+    """
     return zlib.crc32(key.encode()) % SHARE == 0

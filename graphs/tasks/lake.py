@@ -40,7 +40,8 @@ def heard(text: str, *, blank: bool = False) -> str:
     """What the game says, in four letters: what lies around the player; nothing where it shows no
     player any more.
 
-    blank: nothing of it."""
+    blank: nothing of it.
+    """
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")][
         -SIZE:
     ]
@@ -77,7 +78,8 @@ def board_of(draw: random.Random) -> Board:
 
 def walk(draw: random.Random, care: float) -> Iterator[tuple[str, str]]:
     """What lies around a walker, and where they go: with care forward, else back, where there is
-    ice; or anywhere."""
+    ice; or anywhere.
+    """
     board, at = board_of(draw), (0, 0)
     for _ in range(TURNS):
         seen = around(board, at)
@@ -95,7 +97,8 @@ def walk(draw: random.Random, care: float) -> Iterator[tuple[str, str]]:
 
 def examples(count: int, *, seed: int, care: float = 0.5) -> Iterator[tuple[str, str]]:
     """Yield moves of careless walkers, for a warm start: the conversation so far, and the next
-    move. Of one in four nothing is heard that lies around it."""
+    move. Of one in four nothing is heard that lies around it.
+    """
     draw = random.Random(f"lake-examples-{seed}")
     made = 0
     while True:

@@ -1,5 +1,6 @@
 """The flags of trainers and generators that every graph over text files has: knobs of the
-operators, by their names."""
+operators, by their names.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -81,7 +82,8 @@ class GenerationFlags:
 @dataclass(frozen=True, kw_only=True)
 class AdapterFlags:
     """Low-rank adapters that are trained in place of the policy's weights, as `dataflow.LoRA` has
-    them."""
+    them.
+    """
 
     heading: ClassVar[str] = "LoRA: adapters in place of all weights"
 

@@ -1,5 +1,6 @@
 """Products of numbers of three digits, which a small policy cannot work out, and a tool that can:
-`[mul(123,456)]`."""
+`[mul(123,456)]`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ MAX_TOKENS = 16
 
 def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, str]]:
     """Yield `count` products {"prompt": "123*456=", "answer": "56088"}. No held-out prompt is ever
-    trained on."""
+    trained on.
+    """
     draw = random.Random(f"products-{seed}-{held_out}")
     made = 0
     while made < count:
@@ -57,7 +59,8 @@ def reward(said: str, answer: str) -> float:
 def examples(count: int, *, seed: int, care: float = 0.6) -> Iterator[tuple[str, str]]:
     """Yield turns of a careless player, for a warm start: the conversation so far, and what it says
     next. A share `care` of calls and answers is right; the others have a wrong digit, a broken
-    form, or are no call at all."""
+    form, or are no call at all.
+    """
     draw = random.Random(f"products-examples-{seed}")
     made = 0
     while True:

@@ -1,5 +1,6 @@
 """Questions about arithmetic in plain English, for models that have a chat template: `What is 37 +
-14?` to `51`."""
+14?` to `51`.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def rows(task: str, count: int, *, seed: int, held_out: bool = False) -> Iterato
 
 def prompts(task: str, *, gsm8k: str = GSM8K, held_out: bool = False, **knobs: Any) -> Prompts:
     """The questions of a task as chat prompts with their answers; those of "gsm8k" from a data
-    set's id or folder."""
+    set's id or folder.
+    """
     if task == "gsm8k":
         split = "test" if held_out else "train"
         return Prompts(

@@ -1,5 +1,6 @@
 """The flags that every graph over text files has: which policy, which prompts, which reward, how
-large a step."""
+large a step.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ class TrainedText(RowFlags, TrainingFlags, GenerationFlags, AdapterFlags):
 
     def trainer(self, model: Model | None = None, **knobs: Any) -> Trainer:
         """What trains the policy, or another model. knobs: of `Trainer`; they go before those of
-        the task."""
+        the task.
+        """
         usual = {"prompts_per_step": self.prompts_per_step, "lr": self.lr, **self.training}
         return Trainer(model or self.model, **{**usual, **knobs})
 
@@ -108,7 +110,8 @@ class TrainedText(RowFlags, TrainingFlags, GenerationFlags, AdapterFlags):
 
     def _source(self, source: str, **knobs: Any) -> Source:
         """Prompts with the reference answer as column `answer`, and under the name that the file
-        has for it."""
+        has for it.
+        """
         if self.form:
             refuse_idle(
                 self,
@@ -152,11 +155,13 @@ class TextTask(TrainedText):
 
     def trainer(self, model: Model | None = None, **knobs: Any) -> Trainer:
         """What trains the policy, or another model, at the temperature that rollouts are sampled
-        at."""
+        at.
+        """
         return super().trainer(model, **{"temperature": self.temperature, **knobs})
 
     def logprobs(self, model: Model | None = None, **knobs: Any) -> Logprobs:
         """What reads rollouts with a model that stays as it is: the policy at the start, or
-        another."""
+        another.
+        """
         usual = {"micro_batch_tokens": self.micro_batch_tokens, "temperature": self.temperature}
         return Logprobs((model or self.model).frozen(), **{**usual, **knobs})

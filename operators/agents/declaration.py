@@ -1,5 +1,6 @@
 """`agent("python my_agent.py")`: a program that knows nothing of this project as an operator that
-makes rollouts."""
+makes rollouts.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Endpoint:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AgentProgram(AgentKnobs):
     """A program as an operator: applied to a generator, or its endpoint, and a stream of prompts it
-    makes rollouts."""
+    makes rollouts.
+    """
 
     def __call__(self, generator: Any, stream: Any) -> Stream[Rollout]:  # type: ignore[override]
         """Apply it to a generator, or an `Endpoint`, and a stream of prompts."""
@@ -67,7 +69,8 @@ class AgentProgram(AgentKnobs):
 
     def build(self, context: Context) -> Runtime:
         """Load the tokenizer, open the endpoint, start the process that starts programs. Raises
-        ModelError when there is no tokenizer."""
+        ModelError when there is no tokenizer.
+        """
         from operators.agents.runtime import AgentsRuntime
 
         return AgentsRuntime(self, context)

@@ -1,5 +1,6 @@
 """The worker's end of the process that starts programs: orders out, ends in; that process is
-replaced when it dies."""
+replaced when it dies.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ class HostLine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start it. python: its interpreter. modules: imported there, for programs that are forks
-        of it. folder: from which, too. start_s: for that."""
+        of it. folder: from which, too. start_s: for that.
+        """
         self._command = [python, *([] if modules else ["-I"]), str(HOST), folder, *modules]
         self._start_s, self._clock = start_s, clock
         self._marker = secrets.token_hex(16)
@@ -95,7 +97,8 @@ class HostLine:
         `restart` it.
 
         Raises Unusable where a module cannot be imported, DeadlineError where that takes too
-        long."""
+        long.
+        """
         let_go_on(self._process)
         self._flush()
         is_over = False
@@ -121,7 +124,8 @@ class HostLine:
 
     def restart(self) -> None:
         """Another process in place of one that is gone, when nothing is left that it had
-        started."""
+        started.
+        """
         self._end(0.0)
         self._begin()
 

@@ -92,13 +92,15 @@ class AgentKnobs(EpisodeKnobs):
     @property
     def python(self) -> str:
         """The interpreter of the process that starts programs: the program's own, where it shares
-        imports."""
+        imports.
+        """
         return self._argv()[0] if self.imports else sys.executable
 
     @property
     def script_folder(self) -> str:
         """Where modules of its own are, which it may share as any: the folder of its script; empty
-        without imports."""
+        without imports.
+        """
         argv = self._argv()
         if not self.imports or len(argv) < 2 or "{" in argv[1]:
             return ""

@@ -8,7 +8,8 @@ number}, and hears {"ended": number, "status": n, "last": last line of its outpu
 of what it said on stderr, "is_too_much": whether it said more than it may}. MODULE: imported here,
 from FOLDER too where that is not empty; Python programs are forks of this process then, which have
 them. Before anything starts the owner hears {"importing": MODULE} of each, and {"ready": true}; or
-{"failed": MODULE, "error": why}, and this process ends. When the owner ends, so does all."""
+{"failed": MODULE, "error": why}, and this process ends. When the owner ends, so does all.
+"""
 
 from __future__ import annotations
 
@@ -225,7 +226,8 @@ class ProgramHost:
 
     def _reap(self) -> None:
         """Whatever has ended; of programs the owner hears when nothing is left that they had
-        started."""
+        started.
+        """
         leaders = {program.pid: program for program in self._running.values()}
         while True:
             try:
@@ -250,7 +252,8 @@ class ProgramHost:
 
     def _end_strays(self) -> None:
         """Kill processes that programs left behind: those adopted here that belong to no program
-        that runs."""
+        that runs.
+        """
         sessions = {program.pid for program in self._running.values()}
         markers = [program.marker for program in self._running.values()]
         for _ in range(64):

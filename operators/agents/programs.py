@@ -1,5 +1,6 @@
 """Programs as the worlds of episodes: each is started for a rollout, calls the endpoint for turns,
-and ends."""
+and ends.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ class ProgramSession:
     def conversation_of(self, prompt: AnyArray, recorded: Mapping[int, AnyArray]) -> int:
         """That which a prompt goes on, the one with most of it said; else a new one.
 
-        recorded: what conversations of an earlier life began with."""
+        recorded: what conversations of an earlier life began with.
+        """
         fitting = [
             (len(known), number)
             for number, known in self.known.items()
@@ -119,7 +121,8 @@ class ProgramSession:
 
     def rewards(self, conversation: int = 0) -> list[list[float]]:
         """Of its turns, by conversation: none is worth more than another, until a scorer says
-        so."""
+        so.
+        """
         most = max([conversation, *self.turns])
         return [[0.0] * self.turns.get(number, 0) for number in range(most + 1)]
 
@@ -145,7 +148,8 @@ class Programs:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the process that starts programs. root: of the endpoint. forget: let go of a
-        session. decode: tokens as text. start_s: for that process to be ready."""
+        session. decode: tokens as text. start_s: for that process to be ready.
+        """
         self.restarts = 0
         self._agent, self._turns, self._root, self._forget = agent, turns, root, forget
         self._decode, self._clock = decode, clock

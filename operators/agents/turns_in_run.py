@@ -1,5 +1,6 @@
 """What a service in a run draws with: its works go to the run's generator as turns of the rollouts
-of its sessions."""
+of its sessions.
+"""
 
 from __future__ import annotations
 

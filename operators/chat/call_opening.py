@@ -1,5 +1,6 @@
 """What a turn begins with that has to call a tool: the template's own text, up to what the policy
-may choose."""
+may choose.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ class ChatFormat(ChatTemplate):
 
     def __init__(self, tokenizer: Any, **options: Any) -> None:
         """Take a tokenizer with a chat template, and the template's own options
-        (`enable_thinking=False`)."""
+        (`enable_thinking=False`).
+        """
         super().__init__(tokenizer, **options)
         self.opening = self._opening()
         self.closing = self._closing()
@@ -59,7 +60,8 @@ class ChatFormat(ChatTemplate):
 
         Each piece but the first begins with `closing`. The turns' own texts make no difference to
         them. Empty where the template leaves a turn out, or ends it otherwise: there is no way to
-        go on from such a past but to begin anew."""
+        go on from such a past but to begin anew.
+        """
         marks = _marks(json.dumps([*messages, *tools], ensure_ascii=False, default=str))
         marked, used = [], []
         for message in messages:
@@ -79,7 +81,8 @@ class ChatFormat(ChatTemplate):
 
     def encode(self, text: str, *, behind_end: bool = False) -> list[int]:
         """Tokens of a text alone, no special tokens added. behind_end: as it is encoded behind the
-        end of a turn."""
+        end of a turn.
+        """
         if not text:
             return []
         if behind_end and self.end is not None:
@@ -99,7 +102,8 @@ class ChatFormat(ChatTemplate):
 
     def spoken(self, ids: Sequence[int]) -> str:
         """Text of a turn without the token that ends it; other special tokens stand in it, as calls
-        begin with some."""
+        begin with some.
+        """
         return self.decode(ids[:-1] if ids and ids[-1] in self.ends else ids)
 
     def _ids(self, text: str) -> list[int]:

@@ -40,16 +40,19 @@ _BEFORE = "\n"
 
 class ChatError(GraphError):
     """A chat template, or messages given to it, that no conversation of token ids can be made
-    with."""
+    with.
+    """
 
 
 class ChatTemplate:
     """What a tokenizer's chat template makes of messages; raises ChatError for a tokenizer that has
-    none."""
+    none.
+    """
 
     def __init__(self, tokenizer: Any, **options: Any) -> None:
         """Take a tokenizer with a chat template, and the template's own options
-        (`enable_thinking=False`)."""
+        (`enable_thinking=False`).
+        """
         self.tokenizer, self.options = tokenizer, options
         self.name = str(getattr(tokenizer, "name_or_path", "") or "this tokenizer")
         if not getattr(tokenizer, "chat_template", None):
@@ -77,7 +80,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, opens: bool = True
     ) -> str:
         """The messages as the template lays them out. opens: up to where the assistant begins.
-        Raises ChatError."""
+        Raises ChatError.
+        """
         laid_out = self.as_template_takes(messages)
         try:
             return str(
@@ -98,7 +102,8 @@ class ChatTemplate:
 
     def begun(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[str, str]:
         """The messages up to what the assistant has begun to say, and that: the text of a last
-        message of its own, else nothing. Raises ChatError."""
+        message of its own, else nothing. Raises ChatError.
+        """
         self.check_tools(tools)
         content = beginning_of(messages)
         if content is None:
@@ -116,7 +121,8 @@ class ChatTemplate:
     def headed(self, opened: str, content: str) -> str:
         """What stands before a turn that begins with this, from a text that opens a turn: a tag for
         thinking that the template opens is left to the turn, and is not there where the turn begins
-        with something else."""
+        with something else.
+        """
         opening, head = self._heads
         if not content or not opened.endswith(opening):
             return opened
@@ -135,7 +141,8 @@ class ChatTemplate:
         """Messages as this template wants them: arguments of calls as an object or its JSON, no
         content as an empty one, a developer's messages as the system's; of several of the system's
         those at the beginning as one, and later ones as a user's, where the template would refuse
-        them or leave them out."""
+        them or leave them out.
+        """
         made = [self._taken(message) for message in messages]
         places = [at for at, message in enumerate(made) if message.get("role") == "system"]
         if not places or places == [0]:
@@ -156,7 +163,8 @@ class ChatTemplate:
 
     def calling(self, name: str, arguments: Mapping[str, Any], number: str = PROBE_CALL_ID) -> str:
         """What the template lays out of a turn that calls a tool, from where the turn begins on,
-        and behind it. Raises ChatError."""
+        and behind it. Raises ChatError.
+        """
         call = {
             "id": number,
             "type": "function",
@@ -201,7 +209,8 @@ class ChatTemplate:
     @functools.cached_property
     def _knows_developers(self) -> bool:
         """Whether it speaks of a developer, and lays out such a message behind one of the
-        system's."""
+        system's.
+        """
         messages = [_system(_SYSTEMS[0]), {"role": "developer", "content": _SYSTEMS[1]}]
         return "developer" in str(self.tokenizer.chat_template) and self._shows(messages, [USER])
 
@@ -266,7 +275,8 @@ class ChatTemplate:
 
 def beginning_of(messages: Sequence[Message]) -> str | None:
     """What the assistant has begun to say, where the last message is its own; None where it is not.
-    Raises ChatError where that calls tools."""
+    Raises ChatError where that calls tools.
+    """
     if not messages or messages[-1].get("role") != "assistant":
         return None
     if messages[-1].get("tool_calls"):
@@ -280,7 +290,8 @@ def beginning_of(messages: Sequence[Message]) -> str | None:
 
 def text_of(content: Any) -> Any:
     """Content as templates of texts take it: nothing as an empty text, parts as theirs one behind
-    the other. Raises ChatError for parts that are no text."""
+    the other. Raises ChatError for parts that are no text.
+    """
     if not isinstance(content, list | tuple):
         return "" if content is None else content
     for part in content:
@@ -296,7 +307,8 @@ def text_of(content: Any) -> Any:
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
     """Ids by text of the tokens that a decoded text leaves out: those that the tokenizer names, and
-    those added as special ones."""
+    those added as special ones.
+    """
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
     added = (
         (str(token), number)
@@ -309,7 +321,8 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 def mixed_stop(text: str, special: Mapping[str, int]) -> str | None:
     """Why nothing can end at a text, in three parts: a special token is only a part of it, and none
     stands in the text that stops are looked for in; None where all is well. special: as
-    `special_tokens` has them."""
+    `special_tokens` has them.
+    """
     inside = (
         None if text in special else next((name for name in special if name and name in text), None)
     )
@@ -321,7 +334,8 @@ def mixed_stop(text: str, special: Mapping[str, int]) -> str | None:
 
 def text_ids(tokenizer: Any, texts: Sequence[str], *, begins: bool = False) -> list[list[int]]:
     """Tokens of texts, without what the tokenizer would put behind them. begins: with what it puts
-    in front of a text, unless that begins so already, as one that a template has laid out does."""
+    in front of a text, unless that begins so already, as one that a template has laid out does.
+    """
     if not texts:
         return []
     front = _front(tokenizer) if begins else []
@@ -331,7 +345,8 @@ def text_ids(tokenizer: Any, texts: Sequence[str], *, begins: bool = False) -> l
 
 def ids_behind(tokenizer: Any, text: str) -> list[int]:
     """Tokens of a text that stands behind another: without the blank that some tokenizers put in
-    front of a text."""
+    front of a text.
+    """
     ids, before, both = (
         text_ids(tokenizer, [text, _BEFORE, _BEFORE + text]) if text else ([], [], [])
     )

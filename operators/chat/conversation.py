@@ -1,10 +1,12 @@
 """A conversation as the token ids that the policy sees: its own as they were sampled, the world's
-put behind them."""
+put behind them.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -14,8 +16,43 @@ from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.training_rows import NO_TURN, TrainingRow
 from operators.chat.chat_format import ChatError, ChatFormat, Message
 from operators.chat.chat_template import beginning_of, ids_behind
-from operators.chat.stitching import Said, stitched
 from operators.chat.tool_calls import CallFormat, ReadTurn, format_of
+
+# Ids of a text that holds earlier turns: theirs as they were sampled, the rest encoded.
+
+
+@dataclass(frozen=True)
+class Said:
+    """A turn of the policy's."""
+
+    message: Message
+    ids: tuple[int, ...]
+    text: str
+    """Of the ids, special tokens too."""
+    tail: str
+    """What of it ended the turn: an end token, a stop string, or nothing."""
+
+
+def stitched(form: ChatFormat, text: str, said: Sequence[Said]) -> list[int]:
+    """Ids that spell the text; turns that stand in it, in their order, keep theirs."""
+    ids: list[int] = []
+    at = 0
+    for turn in said:
+        laid_out, ended = turn.text, turn.tail != "" and form.closing.startswith(turn.tail)
+        if _ends(form, turn.ids):
+            laid_out, ended = turn.text.removesuffix(turn.tail) + form.ending, True
+        begin = text.find(laid_out if ended else laid_out + form.closing, at)
+        if begin < 0 or not turn.text:
+            continue
+        ids += form.encode(text[at:begin], behind_end=_ends(form, ids))
+        ids += turn.ids
+        at = begin + len(laid_out)
+    return ids + form.encode(text[at:], behind_end=_ends(form, ids))
+
+
+def _ends(form: ChatFormat, ids: Sequence[int]) -> bool:
+    return bool(ids) and ids[-1] == form.end
+
 
 Past: TypeAlias = Literal["sampled", "rendered", "refused"]
 """What becomes of turns that the template writes otherwise once they are past (without their
@@ -133,7 +170,8 @@ class Conversation:
 
     def prompt(self) -> AnyArray:
         """Ids of all that the policy sees before its next turn, int32 [tokens]. Raises
-        ChatError."""
+        ChatError.
+        """
         if self._unanswered is None:
             if not self.messages:
                 raise ChatError(
@@ -205,7 +243,8 @@ class Conversation:
 
     def fork(self) -> Conversation:
         """The same conversation, to go on from here another way; what was said so far is trained in
-        this one alone."""
+        this one alone.
+        """
         self._take_back()
         other = copy.copy(self)
         other.messages, other._said, other._pieces = (
@@ -220,7 +259,8 @@ class Conversation:
 
     def _take_beginning(self) -> None:
         """A last message of the assistant's that the policy has not said is what its next turn
-        begins with."""
+        begins with.
+        """
         self.begins = ""
         if self._continues and all(said.message != self.messages[-1] for said in self._said):
             content = beginning_of(self.messages)
@@ -257,7 +297,8 @@ class Conversation:
 
     def _behind(self, piece: str) -> str:
         """What is still to come behind the last turn: `piece` without what the policy itself wrote
-        of it."""
+        of it.
+        """
         said = self._said[-1] if self._said else None
         if said is not None and said.ids[-1:] == (self.form.end,):
             return piece.removeprefix(self.form.ending)
@@ -284,7 +325,8 @@ class Conversation:
 
     def _closed(self, known: Sequence[str], pieces: Sequence[str]) -> list[str]:
         """Pieces without what opens the next turn, which may be another one when that turn is
-        past."""
+        past.
+        """
         return [*known, *(piece.removesuffix(self.form.opening) for piece in pieces[len(known) :])]
 
     def _put(self, tokens: RolloutTokens, turn: int) -> None:

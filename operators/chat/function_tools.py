@@ -1,5 +1,6 @@
 """Python functions as tools: their definitions from type hints and docstring, calls checked before
-they are made."""
+they are made.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def definitions_of(functions: Sequence[Callable[..., Any]]) -> list[Message]:
 
 def arguments_of(call: Message, tools: Sequence[Message]) -> dict[str, Any]:
     """The arguments of a call by name. ValueError, to be told to the model, where no such call can
-    be made."""
+    be made.
+    """
     function = call["function"]
     known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     if function["name"] not in known:

@@ -2,7 +2,8 @@
 starts anything.
 
 Reading a tokenizer imports torch, which whoever starts a run does without: a process of its own
-does it."""
+does it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ TRIAL_S = 50.0
 
 def delimiter_fault(model: Model) -> str | None:
     """Why no conversation of token ids can be made with the template of a model, in three parts;
-    None where one can be, or where that cannot be told from this machine's files."""
+    None where one can be, or where that cannot be told from this machine's files.
+    """
     if folder_here(model.source) is None:
         return None
     if (fault := template_fault(model)) is not None:

@@ -1,5 +1,6 @@
 """Calls of tools as plain text: for policies whose chat template has no place for them, or that
-have none."""
+have none.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class TextCalls:
 
     def format(self) -> CallFormat:
         """How such calls are read. Arguments without a name get that of the parameter at their
-        place."""
+        place.
+        """
         return CallFormat("text", (self.begin,), between(self.begin, self.end, _python))
 
     def laid_out(self, content: str) -> str:

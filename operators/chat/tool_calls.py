@@ -1,5 +1,6 @@
 """Reads calls of tools in what a policy wrote, in the model's own format; what is broken is no call
-but text."""
+but text.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ class CallFormat:
 
     def certain(self, text: str) -> int:
         """How many characters at the beginning of a growing text are certainly no part of a
-        call."""
+        call.
+        """
         if self.is_whole:
             start = text.lstrip()
             return (
@@ -105,7 +107,8 @@ class CallFormat:
 
 def format_of(form: ChatFormat) -> CallFormat | None:
     """The format in which this template writes calls, seen by letting it write one; None: none of
-    FORMATS."""
+    FORMATS.
+    """
     text = form.calls or ""
     if "<function=xqf3>" in text:
         return FORMATS["xml"]
@@ -123,7 +126,8 @@ _DECODER = json.JSONDecoder()
 
 def _value(text: str, at: int = 0) -> tuple[Any, int]:
     """The JSON value that stands at a place, and where it ends. Raises BrokenCall, as for NaN and
-    half of a character, which no answer can hold."""
+    half of a character, which no answer can hold.
+    """
     at += len(text[at:]) - len(text[at:].lstrip())
     try:
         value, end = _DECODER.raw_decode(text, at)
@@ -151,7 +155,8 @@ def _function(
 
 def _object(arguments: Any) -> str:
     """JSON of the arguments of a call. Raises BrokenCall where they are no object, nor the JSON of
-    one."""
+    one.
+    """
     if isinstance(arguments, str):
         arguments, _ = _value(arguments)
     if not isinstance(arguments, dict):
@@ -165,7 +170,8 @@ def between(
     begin: str, end: str, read: Callable[[str, Mapping[str, Any]], tuple[str, str, str | None]]
 ) -> Callable[[str, Mapping[str, Any]], Iterator[WrittenCall | BrokenCall]]:
     """Calls that each stand between two marks; the last one's end may be missing where it is
-    whole."""
+    whole.
+    """
 
     def written(text: str, parameters: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall]:
         at = text.find(begin)
@@ -195,7 +201,8 @@ def _hermes(inside: str, _: Mapping[str, Any]) -> tuple[str, str, str | None]:
 
 def _xml(inside: str, parameters: Mapping[str, Any]) -> tuple[str, str, str | None]:
     """<function=NAME> <parameter=KEY> value ... ; values are text, or JSON where the tool says
-    another type."""
+    another type.
+    """
     found = re.fullmatch(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", inside, re.DOTALL)
     if found is None:
         raise BrokenCall(f"a call has no <function=NAME>; found {inside[:80]!r}; write one")

@@ -1,5 +1,6 @@
 """Credit: how much better each rollout, or each of its tokens, did than was to be expected, as
-scorers."""
+scorers.
+"""
 
 from operators.credit.conversations import conversation_advantage
 from operators.credit.groups import advantage, leave_one_out, normalized_advantage

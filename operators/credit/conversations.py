@@ -1,5 +1,6 @@
 """Credit of each conversation of an episode: how much better it did than those that it is to be
-compared with."""
+compared with.
+"""
 
 import numpy as np
 

@@ -1,5 +1,6 @@
 """Credit of each token: rewards at tokens, and how much better than expected it went on from each
-of them."""
+of them.
+"""
 
 import numpy as np
 

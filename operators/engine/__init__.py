@@ -1,2 +1,3 @@
 """The generation engine: slots in a KV-cache, attention over them, sampling, stops, admission,
-runtime."""
+runtime.
+"""

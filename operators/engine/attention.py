@@ -4,7 +4,8 @@ prefixes.
 The model is called on one flattened sequence of N tokens: first the newest token of each active
 row, then the tokens of new prefixes, one after the other without padding. Axes: n active rows, P
 pages, W pages of a row, I new prefixes, Q new tokens of one, L positions, H query heads, K
-key/value heads, D width of a head."""
+key/value heads, D width of a head.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +42,15 @@ class Kernel(Protocol):
         softcap: float | None,
     ) -> torch.Tensor:
         """Write key and value [K, n, D] into the pages and attend with query [H, n, D]: [n, H,
-        D]."""
+        D].
+        """
 
 
 @dataclass(eq=False)
 class NewTokens:
     """The tokens of I new prefixes: where they stand in the sequence, and where their keys and
-    values go."""
+    values go.
+    """
 
     padded: torch.Tensor
     """Index of each prefix's tokens among the new ones, [I, Q], clamped at its end."""
@@ -68,7 +71,8 @@ class NewTokens:
 @dataclass(eq=False)
 class AttentionLayout:
     """What one forward pass holds, for attention to know; goes through the model as
-    `slot_layout`."""
+    `slot_layout`.
+    """
 
     cache: KVCache
     positions: torch.Tensor
@@ -165,7 +169,8 @@ def decode(
     softcap: float | None,
 ) -> torch.Tensor:
     """One new token per active row by torch's operators: query [H, n, D], key and value [K, n, D]
-    to [n, H, D]."""
+    to [n, H, D].
+    """
     n, kv_heads = query.shape[1], key.shape[0]
     table = layout.table[:, : -(-layout.longest // PAGE)].long()
     page = table.gather(1, (layout.positions // PAGE)[:, None])[:, 0]
@@ -227,7 +232,8 @@ def _causal(
     softcap: float | None,
 ) -> torch.Tensor:
     """Attention inside each new prompt, [I, H, Q, D]; what lies behind a prompt's end is not
-    used."""
+    used.
+    """
     length = q.shape[2]
     if softcap is None and (window is None or window >= length):
         return F.scaled_dot_product_attention(
@@ -249,7 +255,8 @@ def _masked(
     softcap: float | None,
 ) -> torch.Tensor:
     """Attention under a mask of what each query sees, with scores that may be capped: [I, H, Q,
-    D]."""
+    D].
+    """
     if softcap is None:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(

@@ -1,31 +1,248 @@
 """Builds this project's own engine: model, tokenizer, stops, and the self-test that they fit
-together."""
+together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
+from dataflow.records import AnyArray
 from dataflow.runtime import Context
 from dataflow.weight_ends import WeightsIn
+from operators.engine import attention
+from operators.engine.attention import AttentionLayout, Kernel
+from operators.engine.cuda import available
 from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
 from operators.engine.interface import DecodingEngine
 from operators.engine.knobs import GeneratorKnobs
-from operators.engine.precision import Sliced, cast, quantise
+from operators.engine.kv_cache import KVCache
+from operators.engine.native import attention as native
+from operators.engine.native.fused import FusedStep, supports
+from operators.engine.pages import Prefix, pages_for
+from operators.engine.precision import Sliced, cast, quantise, unrounded
 from operators.engine.precision.intake import Intake
+from operators.engine.prefill import lay_out
 from operators.engine.sampling_params import Sampling
-from operators.engine.self_test import adapt
 from operators.engine.stop_strings import StopStrings, stops_of
-from operators.models.borders import longest
+from operators.models.borders import late_borders, longest, moved_borders, settle_rope
+from operators.models.errors import ModelError
 from operators.models.loading import load_merged, load_tokenizer
 from operators.models.merged_adapters import Merged
 
 if TYPE_CHECKING:
     from operators.ranks.exchange import Exchange
+
+
+# Proves, once, that a model decodes from pages as it does by itself: a few tokens both ways.
+
+TOKENS, DECODED = 35, 5
+"""Of the whole, and of those after the prompt: it fills one page and begins another, and they begin
+a third."""
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Largest difference between logits, relative to the largest logit."""
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What was found out about a model."""
+
+    kernel: Kernel | None
+    """What attends for its decoded rows; None: torch's operators."""
+    fused: FusedStep | None
+    """What computes the whole model; None: its own forward pass."""
+    token_bytes: int
+    """Bytes of keys and values that one position takes in all layers."""
+
+
+@torch.inference_mode()
+def adapt(model: torch.nn.Module, name: str, context_tokens: int | None = None) -> SelfTest:
+    """Switch `model` to attention over pages and prove it on a short sequence, before trained
+    weights reach it.
+
+    Where something begins at a later position of `context_tokens` (None: at any), it is proved once
+    more with that position moved into the sequence. Pages and kernels are proved, not the rounding
+    of inputs that layers may do: it is left out meanwhile.
+
+    Raises:
+        ModelError: it does not use transformers' attention interface, keeps state beside keys and
+            values, gives other logits from pages, or `settle_rope` refuses it.
+    """
+    settle_rope(model, name, None)
+    with unrounded(model):
+        return _adapt(model, name, late_borders(model, context_tokens))
+
+
+def _adapt(model: torch.nn.Module, name: str, late: Mapping[str, float]) -> SelfTest:
+    attention.register()
+    device = next(model.parameters()).device
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    length = min(TOKENS, int(getattr(config, "max_position_embeddings", None) or TOKENS))
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, int(config.vocab_size), length)).to(
+        device
+    )
+    allowed = TOLERANCE.get(next(model.parameters()).dtype, 1e-3)
+
+    def with_borders(logits: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        """With borders where they are and, where there are late ones, with those moved."""
+        made = [logits()]
+        if late:
+            with moved_borders(model, late):
+                made.append(logits())
+        return made
+
+    expected = with_borders(
+        lambda: model(input_ids=ids[None], use_cache=False).logits[0, 1:].float()
+    )
+    model.set_attn_implementation(attention.NAME)  # type: ignore[operator]
+    sizes: list[int] = []
+    try:
+        found = with_borders(lambda: _from_pages(model, ids, None, sizes))
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"model '{name}' cannot generate from slots: {type(error).__name__}: {error}; "
+            "use a decoder of transformers whose layers attend through its attention interface"
+        ) from error
+    worst = _differences(found, expected)
+    if not worst[0] <= allowed and torch.isfinite(expected[0]).all():
+        raise ModelError(
+            f"model '{name}' cannot generate from slots: its logits differ by {worst[0]:.2g}"
+            f" (relative) from its own forward pass, more than {allowed}; use a decoder whose only"
+            " state is keys and values"
+        )
+    if not worst[-1] <= allowed and torch.isfinite(expected[-1]).all():
+        begins = ", ".join(f"{border} {value}" for border, value in late.items())
+        raise ModelError(
+            f"model '{name}' cannot generate from slots where {begins} begins: its logits differ"
+            f" there by {worst[-1]:.2g} (relative) from its own forward pass, more than {allowed};"
+            f" give context_tokens below {min(late.values())}, or use a decoder whose attention is"
+            " causal, full or with a sliding window"
+        )
+    kernel = native_kernel(model)
+    if kernel is not None:
+        try:
+            found = with_borders(lambda: _from_pages(model, ids, kernel, sizes))
+            kernel = (
+                kernel if all(each <= allowed for each in _differences(found, expected)) else None
+            )
+        except ModelError:
+            kernel = None
+    fused = None
+    if kernel is not None and supports(model):
+        fused = FusedStep(model)
+        found = with_borders(functools.partial(_from_fused, fused, ids))
+        fused.read_windows()
+        last = [logits[-len(found[0]) :] for logits in expected]
+        fused = fused if all(each <= allowed for each in _differences(found, last)) else None
+    return SelfTest(kernel, fused, sizes[0])
+
+
+def _from_fused(fused: FusedStep, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the prompt's last token and of those after it, by the fused step."""
+    fused.read_windows()
+    first = max(1, len(ids) - DECODED)
+    cache, table = KVCache(pages_for(len(ids))), list(range(pages_for(len(ids))))
+    prompt = Prefix(tokens=ids[:first].numpy(), cached=0, tables=[table])
+    pages, none = torch.tensor([table], dtype=torch.int32), ids[:0]
+    logits = [fused(none, none, cache, AttentionLayout(cache, none, 0, pages[:0]), [prompt])]
+    for place in range(first, len(ids)):
+        here = torch.tensor([place])
+        logits.append(
+            fused(
+                ids[place : place + 1],
+                here,
+                cache,
+                AttentionLayout(cache, here, place + 1, pages),
+                [],
+            )
+        )
+    return torch.cat(logits)
+
+
+def native_kernel(model: torch.nn.Module) -> Kernel | None:
+    """What could attend for this model's decoded rows on its device, beside torch's operators."""
+    on_gpu = available.attention_kernel(model)
+    if on_gpu is not None:
+        return on_gpu
+    compiled = native.kernel() if native.serves(model) else None
+    return None if compiled is None else functools.partial(native.decode_attention, compiled)
+
+
+def _differences(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[float]:
+    """Largest difference of each, relative to the largest that was expected."""
+    return [
+        float((logits.float() - own).abs().max() / own.abs().max().clamp(min=1e-6))
+        for logits, own in zip(found, expected, strict=True)
+    ]
+
+
+def _from_pages(
+    model: torch.nn.Module, ids: torch.Tensor, kernel: Kernel | None, sizes: list[int]
+) -> torch.Tensor:
+    """Logits [tokens - 1, V] of the sequence from its second token on, its beginning in one pass
+    and the rest from pages; to `sizes`, the bytes of a position.
+    """
+    pages = list(range(pages_for(len(ids))))
+    cache = KVCache(len(pages))
+
+    def put(values: AnyArray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(ids.device)
+
+    table = put(np.array([pages], np.int32))
+    prompt = ids[: max(1, len(ids) - DECODED)]
+    fresh = lay_out([Prefix(tokens=prompt.cpu().numpy(), cached=0, tables=[pages])], put)
+    passes = [
+        (
+            prompt,
+            fresh.positions,
+            AttentionLayout(cache, prompt[:0], 0, table[:0], new=fresh.layout),
+        )
+    ]
+    ends = put(np.array([0, 1], np.int32)), put(np.zeros(1, np.int32))
+    for place in range(len(prompt), len(ids)):
+        here = put(np.array([place]))
+        passes.append(
+            (
+                ids[place : place + 1],
+                here,
+                AttentionLayout(cache, here, place + 1, table, *ends, kernel=kernel),
+            )
+        )
+    first = torch.arange(1, len(prompt), device=ids.device)
+    asked: list[torch.Tensor | int] = [first, *[0] * (len(passes) - 1)]
+    logits = [
+        model(
+            input_ids=tokens[None],
+            position_ids=at[None],
+            use_cache=False,
+            logits_to_keep=kept,
+            slot_layout=layout,
+        ).logits[0]
+        for kept, (tokens, at, layout) in zip(asked, passes, strict=True)
+    ]
+    if len(logits[0]) != len(first):
+        raise ModelError(
+            f"{type(model).__name__} cannot generate from slots: it gave {len(logits[0])} rows of"
+            f" logits where {len(first)} were asked for (logits_to_keep); use a decoder that gives"
+            " those"
+        )
+    if not cache.layers:
+        raise ModelError(
+            f"{type(model).__name__} cannot generate from slots: none of its layers called the"
+            " attention interface of transformers; use a decoder that does"
+        )
+    sizes.append(cache.token_bytes)
+    return torch.cat(logits)
+
 
 CONTEXT_TOKENS = 4096
 """Of a model that does not say how many it takes."""

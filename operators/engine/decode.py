@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
-from operators.engine.alternatives import Alternatives
 from operators.engine.attention import AttentionLayout, Kernel
 from operators.engine.cuda.available import drawing
 from operators.engine.cuda.graphs import GraphedDecode
@@ -27,9 +26,74 @@ from operators.engine.parking import Parked, to_park
 from operators.engine.prefill import Fused, NewRow, lay_out
 from operators.engine.results import EndedRollout, PromptStart, Row, begun
 from operators.engine.rows import Rows, put
+from operators.engine.sampler import likeliest
 from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.models.heap import trim_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dataflow.records import AnyArray
+    from operators.engine.sampling_params import RowSampling, Sampling
+
+
+# The likeliest tokens beside each that is drawn, for rollouts that ask for them.
+
+Likeliest: TypeAlias = "list[tuple[int, float]]"
+"""Ids and log-probabilities under the distribution that was drawn from, the likeliest first; none
+of probability 0."""
+
+
+class Alternatives:
+    """By ticket, what might have been drawn at each token of its completion."""
+
+    def __init__(self) -> None:
+        """Begin with none asked for."""
+        self._asked: dict[int, int] = {}
+        self._found: dict[int, list[Likeliest]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any rollout asks."""
+        return bool(self._asked)
+
+    def ask(self, tickets: Sequence[int], count: int) -> None:
+        """Note so many at each token of these rollouts from now on."""
+        for ticket in tickets if count else ():
+            self._asked[ticket], self._found[ticket] = count, []
+
+    def of(self, ticket: int) -> list[Likeliest]:
+        """What was noted so far; maybe one more than the rollout has tokens."""
+        return self._found.get(ticket, [])
+
+    def take(self, ticket: int) -> list[Likeliest]:
+        """The same, and the rollout asks no more."""
+        self._asked.pop(ticket, None)
+        return self._found.pop(ticket, [])
+
+    def note(
+        self,
+        tickets: AnyArray,
+        logits: Tensor,
+        sampling: Sampling | RowSampling,
+        seen: Tensor | None,
+    ) -> None:
+        """The newest draw of rows [n] with these tickets, from logits [n, V]."""
+        at = np.flatnonzero(np.isin(tickets, list(self._asked))) if self._asked else ()
+        if not len(at):
+            return
+        most = max(self._asked[ticket] for ticket in tickets[at].tolist())
+        ids, logprobs = (
+            found.cpu().numpy()[at] for found in likeliest(logits, sampling, most, seen=seen)
+        )
+        for ticket, tokens, values in zip(
+            tickets[at].tolist(), ids.tolist(), logprobs.tolist(), strict=True
+        ):
+            pairs = zip(tokens, values, strict=True)
+            self._found[ticket].append(
+                [pair for pair in pairs if pair[1] > -np.inf][: self._asked[ticket]]
+            )
+
 
 PREFILL_TOKENS = 4096
 """Most tokens whose keys and values are computed anew in one step (one prefix may have more)."""
@@ -40,7 +104,8 @@ MOST_STOPS = 64
 
 class Engine:
     """Rows in a paged KV-cache, decoded together; it knows tokens, not prompts' columns, groups or
-    sources."""
+    sources.
+    """
 
     def __init__(
         self,
@@ -142,7 +207,8 @@ class Engine:
     @property
     def free(self) -> int:
         """Rollouts that may start now, as far as slots go; none while earlier ones wait for
-        pages."""
+        pages.
+        """
         return 0 if self.parked else self.slots - self.rows.n
 
     @property
@@ -152,7 +218,8 @@ class Engine:
 
     def fitting(self, tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
         """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the
-        pages they take."""
+        pages they take.
+        """
         return fitting(tokens, wanted, pages, idle=idle)
 
     @torch.inference_mode()
@@ -210,7 +277,8 @@ class Engine:
 
     def _ended(self) -> list[EndedRollout]:
         """Rows found to have ended: `lag` steps ago, now for their length, or before, when it had
-        to be known."""
+        to be known.
+        """
         found, self._early = self._early, []
         late = self._rows_of(self._late.due())
         found += self._take(late, self._late.lag) if len(late) else []
@@ -251,7 +319,8 @@ class Engine:
         self, since: Callable[[int], int], least: int
     ) -> list[tuple[int, PartialRollout]]:
         """By ticket, what live rollouts have drawn beyond their first `since(ticket)` tokens, if
-        `least` or more."""
+        `least` or more.
+        """
         return self.parked.new_tokens(since, least) + self.rows.new_tokens(
             self._late.lag, since, least
         )
@@ -273,7 +342,8 @@ class Engine:
 
     def park_all(self) -> None:
         """Take all rows out of their pages; they go on with the next step, with keys and values
-        computed anew."""
+        computed anew.
+        """
         self._settle()
         self._park(np.arange(self.rows.n))
 
@@ -285,7 +355,8 @@ class Engine:
 
     def _grow(self) -> None:
         """A page for every row that has filled its last one; the youngest rows are parked where
-        pages run out."""
+        pages run out.
+        """
         while True:
             rows = self.rows
             needy = np.nonzero((rows.lengths - 1) // PAGE >= rows.held)[0]
@@ -316,7 +387,8 @@ class Engine:
 
     def _begin(self, start: PromptStart, new: list[Prefix], rows: list[Row]) -> None:
         """A prompt's rollouts join the step; those that have drawn before join the next, as parked
-        ones do."""
+        ones do.
+        """
         self._watch(start.stop)
         self.alternatives.ask(start.tickets, start.alternatives)
         every = begun(start, self._born, self.sampling, self._stop, masks=self._record_mask)
@@ -330,7 +402,8 @@ class Engine:
 
     def _prefix(self, tokens: AnyArray, rows: int) -> Prefix:
         """Pages for the rows that begin with these tokens: known ones, shared new ones, each row's
-        own."""
+        own.
+        """
         known = self.pages.find(tokens)
         whole = len(tokens) // PAGE
         self.pages.share(known)
@@ -388,7 +461,8 @@ class Engine:
 
     def _modular(self, new: Sequence[Prefix]) -> torch.Tensor:
         """Logits of every active row and of every new prefix, [n + I, V], by the model's own
-        forward pass."""
+        forward pass.
+        """
         rows, n = self.rows, self.rows.n
         fresh = lay_out(new, self._put) if new else None
         layout = self._layout(fresh)

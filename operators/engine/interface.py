@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 class DecodingEngine(Protocol):
     """Rows that are decoded together; one thread calls these methods. `decode.Engine` says more of
-    each."""
+    each.
+    """
 
     context_tokens: int
     """Most tokens of a row."""
@@ -51,7 +52,8 @@ class DecodingEngine(Protocol):
 
     def fitting(self, tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
         """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the
-        pages they take."""
+        pages they take.
+        """
 
     def step(self, starts: Sequence[PromptStart] = ()) -> list[EndedRollout]:
         """One token for every row; the rows that ended."""
@@ -66,7 +68,8 @@ class DecodingEngine(Protocol):
         self, since: Callable[[int], int], least: int
     ) -> list[tuple[int, PartialRollout]]:
         """By ticket, what live rollouts have drawn lately, for `PromptStart.partial` of an engine
-        after this one."""
+        after this one.
+        """
 
     def adopted(self, version: int) -> None:
         """New weights of this version are in `tensors`."""

@@ -1,5 +1,6 @@
 """A generator's knobs, and what can be wrong with them: what its engine and its runtime read of
-it."""
+it.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +158,8 @@ class GeneratorKnobs(Generate):
 
     def quantized_tensors(self) -> frozenset[str]:
         """The weights of the linear layers. Raises ModelError when the model's config cannot be
-        read."""
+        read.
+        """
         from operators.engine.precision.quantized_names import quantized_names
 
         return quantized_names(self.model)
@@ -168,7 +170,8 @@ class GeneratorKnobs(Generate):
 
     def provides(self, columns: Columns) -> Columns:
         """The prompt's columns, the rollout's, its temperature and, where asked for, the raw text
-        and the mask."""
+        and the mask.
+        """
         is_asked = {RAW_COMPLETION: self.raw_completion, SAMPLING_MASK: self.records_mask}
         optional = {name: kind for name, kind in SAMPLED_COLUMNS.items() if is_asked[name]}
         return {**super().provides(columns), TEMPERATURE: pa.float64(), **optional}

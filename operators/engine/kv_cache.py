@@ -21,11 +21,13 @@ CPU_SHARE, GPU_SHARE = 0.5, 0.85
 
 class KVCache:
     """Pages of keys and values for every layer; a layer's tensors are made when it is first
-    written."""
+    written.
+    """
 
     def __init__(self, pages: int) -> None:
         """Make room for `pages` pages, and one more that nobody reads, for rows that only fill up a
-        batch."""
+        batch.
+        """
         self.pages = pages
         self.scratch = pages
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -52,7 +54,8 @@ class KVCache:
 
     def clear(self, pages: torch.Tensor) -> None:
         """Zero some pages: a masked position weighs nothing only as long as it holds a finite
-        number."""
+        number.
+        """
         for keys, values in self._layers.values():
             keys[pages] = 0
             values[pages] = 0
@@ -65,13 +68,15 @@ class KVCache:
         to_places: torch.Tensor,
     ) -> None:
         """Copy keys and values of single positions, given as pages and places in them, int64 [m]
-        each."""
+        each.
+        """
         for side in itertools.chain(*self._layers.values()):
             side[to_pages, :, to_places] = side[from_pages, :, from_places]
 
     def drop(self) -> None:
         """Give the memory back; nobody may read what was in it. It is taken again when it is
-        written."""
+        written.
+        """
         self._layers.clear()
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
@@ -110,7 +115,8 @@ def default_budget(device: torch.device, weights: int) -> int:
     """Bytes the cache may take when nobody says: a share of what is free on the device now.
 
     weights: bytes of the model, of which a second version arrives on a GPU beside the one that is
-    computed with."""
+    computed with.
+    """
     if device.type == "cuda":
         return int(GPU_SHARE * max(0, torch.cuda.mem_get_info(device)[0] - weights))
     return int(CPU_SHARE * psutil.virtual_memory().available)
@@ -118,7 +124,8 @@ def default_budget(device: torch.device, weights: int) -> int:
 
 def huge_pages(nbytes: int) -> torch.Tensor:
     """Zeros uint8 [nbytes] on huge pages where the system gives them; memory is taken when first
-    written."""
+    written.
+    """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

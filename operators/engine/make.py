@@ -1,5 +1,6 @@
 """Chooses the engine that a generator declares: this project's own, on one rank or several, or
-vLLM's."""
+vLLM's.
+"""
 
 from __future__ import annotations
 

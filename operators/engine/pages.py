@@ -4,7 +4,8 @@ tensors.
 A page holds PAGE neighbouring positions of one sequence, in every layer. Full pages of a prompt are
 shared by all rows that begin with it; they are never written again. A prefix is found by the hash
 of its tokens, and all prefixes are forgotten when the weights change, since keys and values belong
-to the weights that made them."""
+to the weights that made them.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def fitting(tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, i
     they take.
 
     Each takes a page to write into; the first takes the prompt's full pages too. An idle engine
-    fits one always."""
+    fits one always.
+    """
     whole = tokens // PAGE
     count = max(int(idle), min(wanted, pages - whole))
     return (count, whole + count) if count > 0 else (0, 0)
@@ -70,7 +72,8 @@ def fitting(tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, i
 
 class Pages:
     """Free pages, how many rows hold each of the others, and which prefixes are still to be found
-    in them."""
+    in them.
+    """
 
     def __init__(self, count: int) -> None:
         """Begin with `count` free pages, handed out from page 0 on."""
@@ -87,7 +90,8 @@ class Pages:
     @property
     def available(self) -> int:
         """Pages that could be taken now: free ones, and those kept only because they might be found
-        again."""
+        again.
+        """
         return len(self._free) + len(self._idle)
 
     def holders(self, page: int) -> int:
@@ -96,7 +100,8 @@ class Pages:
 
     def take(self, count: int) -> list[int]:
         """Pages for one row; the prefixes that were idle longest make room. Raises MemoryError when
-        short."""
+        short.
+        """
         if count > self.available:
             raise MemoryError(
                 f"{count} pages of the KV-cache are needed, {self.available} are available"
@@ -120,7 +125,8 @@ class Pages:
 
     def release(self, pages: Sequence[int]) -> None:
         """One row less holds each of these pages; the last to leave frees it, or leaves it to be
-        found."""
+        found.
+        """
         for page in reversed(pages):
             self._holders[page] -= 1
             if self._holders[page]:
@@ -132,7 +138,8 @@ class Pages:
 
     def find(self, tokens: AnyArray) -> list[int]:
         """Pages that hold the longest known prefix of these tokens, int64 [n], but at most n - 1 of
-        them."""
+        them.
+        """
         found: list[int] = []
         if self._by_key:
             for key in _keys(tokens[: len(tokens) - 1]):
@@ -145,7 +152,8 @@ class Pages:
     def near(self, tokens: AnyArray, known: int) -> tuple[int, int]:
         """The page held by some row that begins most like these tokens do behind their first
         `known` pages, and how many tokens are alike, at most all but the last; (-1, 0) without
-        any."""
+        any.
+        """
         keys = _keys(tokens[: known * PAGE])
         behind = self._behind.get(keys[-1] if keys else b"", {})
         wanted = tokens[known * PAGE : len(tokens) - 1][:PAGE]

@@ -1,5 +1,6 @@
 """Rows that go on later: those that gave their pages up to others, and those that an earlier
-process began."""
+process began.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from operators.models.errors import ModelError
 
 class Parked:
     """Rows outside the batch, the oldest first; each goes on with a prefix that is computed
-    anew."""
+    anew.
+    """
 
     def __init__(self) -> None:
         self._rows: list[Row] = []
@@ -71,7 +73,8 @@ class Parked:
 
 def to_park(rows: Rows, pages: Pages, wanted: int) -> AnyArray:
     """Rows to be parked so that so many pages come free, int [k]. Raises ModelError where one row
-    alone holds all."""
+    alone holds all.
+    """
     owned = [sum(pages.holders(page) == 1 for page in held) for held in rows.pages]
     chosen = youngest(rows.age[: rows.n].tolist(), owned, wanted)
     if not chosen:

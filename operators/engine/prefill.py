@@ -1,5 +1,6 @@
 """The new tokens of a step, laid out: prefixes that start or go on, each for one row or for the
-siblings of a group."""
+siblings of a group.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class NewRow:
 
 class Fused(Protocol):
     """A native implementation of the whole model: from tokens to logits, filling the cache on its
-    way."""
+    way.
+    """
 
     def refresh(self) -> None:
         """Take over the weights that the model has now."""

@@ -13,17 +13,20 @@ MOST_STOPS = 64
 
 class StopCache:
     """Makes what a request stops by; requests with the same strings share it, since the engine
-    keeps each it met."""
+    keeps each it met.
+    """
 
     def __init__(self, tokenizer: Any, ends: frozenset[int]) -> None:
         """ends: tokens that end every rollout anyway. The tokenizer is used on the engine's
-        thread."""
+        thread.
+        """
         self._tokenizer, self._ends = tokenizer, ends
         self.made = functools.lru_cache(MOST_STOPS)(self._make)
 
     def __call__(self, stop: tuple[str, ...], ids: tuple[int, ...] = ()) -> StopStrings | None:
         """What ends a rollout at any of these strings or ids; None where end tokens do already.
-        Raises ModelError as `apart`."""
+        Raises ModelError as `apart`.
+        """
         return self.made(stop, ids)
 
     def _make(self, stop: tuple[str, ...], ids: tuple[int, ...]) -> StopStrings | None:

@@ -1,5 +1,6 @@
 """What goes into the engine and what comes out: prompts that start, rows that ended, rows that wait
-to go on."""
+to go on.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class PromptStart:
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One rollout outside the batch, with all that is needed to go on with it: parked, or looked
-    at."""
+    at.
+    """
 
     ticket: int
     age: int

@@ -3,7 +3,8 @@ slot.
 
 Columns stand in row order (0 .. n-1), which is kept when rows leave, so that the rows of a group
 stay neighbours. Tables stand by slot, and a row keeps its slot. Axes: S slots, n live rows, T
-positions, W pages of a row."""
+positions, W pages of a row.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Rows:
         self, slots: int, context_tokens: int, device: torch.device, *, fixed: bool = False
     ) -> None:
         """No rows yet; tables grow up to `context_tokens` positions, or have that size from the
-        start if `fixed`."""
+        start if `fixed`.
+        """
         self.n = 0
         self.slots = slots
         self.device = device
@@ -139,7 +141,8 @@ class Rows:
 
     def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Where runs of rows with common full pages begin, and the end, int32 [r + 1]; how many
-        pages, int32 [r]."""
+        pages, int32 [r].
+        """
         if self._runs is None:
             self._runs = self.runs_of(np.arange(self.n))
         return self._runs
@@ -159,7 +162,8 @@ class Rows:
     def distinct(self) -> tuple[AnyArray, AnyArray] | None:
         """The first row of each kind that is `alike`, int64 [d], ascending, and the place in it of
         every live row's kind, int64 [n]; None where nearly all rows differ, so that bookkeeping
-        would cost more than it saves."""
+        would cost more than it saves.
+        """
         kinds, first, kind = np.unique(self.alike[: self.n], return_index=True, return_inverse=True)
         if len(kinds) > MOST_DISTINCT * self.n:
             return None
@@ -184,7 +188,8 @@ class Rows:
         self, rows: Sequence[Row], pages: Sequence[list[int]], alike: AnyArray | None = None
     ) -> None:
         """Put rows at the end of the batch: their tokens so far, their pages; alike, int64 [rows]:
-        those with equal numbers have the same tokens, keys and values; None: no two have."""
+        those with equal numbers have the same tokens, keys and values; None: no two have.
+        """
         first, count = self.n, len(rows)
         lengths = np.array([len(row.tokens) for row in rows])
         self._widen(int(lengths.max()) + 1)
@@ -237,7 +242,8 @@ class Rows:
         self, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of the first `count` rows: newest tokens, positions, page table [count, W], seeds, tokens
-        drawn."""
+        drawn.
+        """
         first = self._columns[:, :count]
         length = first[_LENGTH]
         return (
@@ -268,7 +274,8 @@ class Rows:
 
     def drew(self, tokens: torch.Tensor, logprobs: torch.Tensor, version: int) -> None:
         """Every live row is one token longer: tokens int64 [n], their log-probabilities [n], drawn
-        from `version`."""
+        from `version`.
+        """
         self._widen(self.longest + 1)
         live = self._columns[:, : self.n]
         at = live[_SLOT] * self._tokens_wide + live[_LENGTH]
@@ -296,7 +303,8 @@ class Rows:
 
     def drawn(self, rows: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
         """Tokens, log-probabilities and versions of these rows, [k, longest of them], from the
-        device."""
+        device.
+        """
         longest = int(self.lengths[rows].max(initial=0))
         at = self._put(self._host[_SLOT, rows])
         return tuple(
@@ -308,7 +316,8 @@ class Rows:
         self, rows: AnyArray, first: AnyArray, end: AnyArray
     ) -> tuple[AnyArray, AnyArray, AnyArray]:
         """What `drawn` gives, from `first` [k] to before `end` [k] of these rows only, one after
-        the other, flat."""
+        the other, flat.
+        """
         counts = end - first
         places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)
         at = self._put(np.repeat(self._host[_SLOT, rows], counts) * self._tokens_wide + places)
@@ -343,7 +352,8 @@ class Rows:
         """Copies of all tokens of these rows but the last `cut` of each.
 
         drawn: what `drawn` gives of them, or of others; places: then where these stand in it, int
-        [k]."""
+        [k].
+        """
         places = np.arange(len(rows)) if places is None else places
         found = []
         for row, place, length in zip(
@@ -362,7 +372,8 @@ class Rows:
         stop string have not.
 
         ends: tokens that end a row, bool [V]. behind: tokens that these rows have drawn since,
-        which are cut off."""
+        which are cut off.
+        """
         lengths, starts = self.lengths[at] - behind, self.starts[at].copy()
         tickets = self.ticket[at]
         drawn = self.drawn(at)
@@ -399,7 +410,8 @@ class Rows:
         `least` or more.
 
         behind: newest tokens of each row in the batch that may come after its end, and are left
-        out."""
+        out.
+        """
         counts = self.lengths - self.starts - behind
         at = np.nonzero(counts >= least)[0]
         known = np.array([since(ticket) for ticket in self.ticket[at].tolist()], np.int64)
@@ -422,7 +434,8 @@ class Rows:
 
     def remove(self, rows: AnyArray) -> list[list[int]]:
         """Take rows out of the batch; the others close up in their order. Returns the pages they
-        held."""
+        held.
+        """
         stays = np.ones(self.n, bool)
         stays[rows] = False
         keep, left = np.nonzero(stays)[0], int(stays.sum())

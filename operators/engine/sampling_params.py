@@ -102,7 +102,8 @@ class RowSampling:
 
     def select(self, rows: Tensor) -> RowSampling:
         """These rows, int64 or bool index, in this order; a knob that none of them uses may still
-        be a column."""
+        be a column.
+        """
         columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         columns |= {
             name: column[rows] for name, column in columns.items() if isinstance(column, Tensor)

@@ -13,7 +13,8 @@ def put_aside(engine: Engine) -> list[torch.Tensor]:
     do.
 
     Returns the model's tensors, which nobody reads until `Engine.adopted`; no step may be made
-    before it."""
+    before it.
+    """
     engine.park_all()
     engine.pages.forget()
     if engine.graphed is not None:

@@ -1,5 +1,6 @@
 """What a completion ends by: special tokens by their ids, and texts, in whose last characters a
-token may be."""
+token may be.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ TAIL_TOKENS = 8
 
 class StopStrings:
     """Finds stop strings that may span tokens, and tokens that end a rollout without a part in its
-    text; it decodes only rows whose last token could end one."""
+    text; it decodes only rows whose last token could end one.
+    """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str | int]) -> None:
         """Take what to stop at: ids, and strings of at least one character, each a special token's
-        text or without any in it (ModelError)."""
+        text or without any in it (ModelError).
+        """
         self._tokenizer = tokenizer
         self.strings = tuple(stop)
         """As they were given."""
@@ -35,7 +38,8 @@ class StopStrings:
 
     def may_stop(self, vocabulary: int) -> torch.Tensor:
         """Tokens that are to stop at, or whose text has the last character of a string that is,
-        bool [vocabulary]."""
+        bool [vocabulary].
+        """
         if self._mask is None or len(self._mask) != vocabulary:
             self._mask = self._may_stop(vocabulary)
         return self._mask
@@ -53,7 +57,8 @@ class StopStrings:
 
     def find(self, tokens: AnyArray) -> str | None:
         """The text before the first stop in a completion's tokens [any]; None where there is
-        none."""
+        none.
+        """
         if len(tokens) and int(tokens[-1]) in self._tokens:
             return self._decode([tokens[:-1].tolist()])[0]
         if not self._texts:
@@ -136,7 +141,8 @@ def stops_of(
 ) -> tuple[frozenset[int], tuple[str, ...]]:
     """Tokens, and strings, at which a completion ends: those asked for, the model's own, and what
     ends a turn in the tokenizer's chat template. chat: where that is no token, its text. Raises
-    ModelError as `split`."""
+    ModelError as `split`.
+    """
     ids, strings = split(tokenizer, stop, vocabulary)
     ends = {*ids, *end_tokens(model, tokenizer)}
     try:

@@ -1,5 +1,6 @@
 """Environments of Gymnasium: actions are read from what the policy says, as the action space has
-them."""
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _NUMBER = re.compile(r"-?\d+")
 def make(name: str, *, actions: Sequence[str] = (), **options: Any) -> GymnasiumSession:
     """`gymnasium.make(name, **options)`.
 
-    actions: words for the actions of a discrete space, in its order; none: its numbers."""
+    actions: words for the actions of a discrete space, in its order; none: its numbers.
+    """
     import gymnasium
 
     return GymnasiumSession(gymnasium.make(name, **options), tuple(actions))
@@ -53,7 +55,8 @@ class GymnasiumSession:
 
     def read(self, said: str) -> Any:
         """The last word of `actions`, or the last number, in a turn; the last list of numbers for a
-        space of arrays."""
+        space of arrays.
+        """
         from gymnasium import spaces
 
         space = self._env.action_space

@@ -57,7 +57,8 @@ class NemoGymSession:
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Seen:
         """As `Session.reset`; the task is a row of NeMo-Gym's, which says what it needs of seeds
-        itself."""
+        itself.
+        """
         import httpx
 
         await self._leave()
@@ -182,7 +183,8 @@ class NemoGymSession:
 
     def _has(self, name: str) -> bool:
         """Whether a name is that of a tool, of the row's where it names some, and no other route of
-        the server."""
+        the server.
+        """
         tools = self._row["responses_create_params"].get("tools") or []
         known = {each.get("name") or (each.get("function") or {}).get("name") for each in tools}
         return name not in _ROUTES and (

@@ -59,7 +59,8 @@ async def connect(url: str, *, field: str | None = None, **options: Any) -> Open
 
 def fault(url: str, *, field: str | None = None, **options: Any) -> str | None:
     """Why what the policy says could be no action; None where it could, or where the server does
-    not answer now."""
+    not answer now.
+    """
     if field is not None:
         return None
     try:
@@ -100,7 +101,8 @@ class OpenEnvSession:
 
     def read(self, said: str) -> Any:
         """An action that the policy wrote as JSON, or what it said as the one text of the
-        action."""
+        action.
+        """
         with contextlib.suppress(ValueError, RecursionError):
             action = json.loads(said)
             strict_json(action)
@@ -116,7 +118,8 @@ class OpenEnvSession:
 
     async def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """One request and its answer. Raises NoRoom, InvalidAction, or WorldFailed, as the server
-        says."""
+        says.
+        """
         from websockets.exceptions import ConnectionClosed
 
         # what the server said before it closed is there to be read
@@ -173,7 +176,8 @@ def _schema(root: str) -> Any:
 
 def _text_field(root: str) -> str | None:
     """The one text that an action must have, as /schema says; None where it says otherwise, or
-    nothing."""
+    nothing.
+    """
     try:
         action = _schema(root)
         kinds = action["properties"]

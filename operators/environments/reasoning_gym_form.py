@@ -17,14 +17,16 @@ def make(name: str, *, attempts: int = 1, seed: int = 0, **options: Any) -> Reas
     its item.
 
     attempts: answers that the policy has; after one that is not wholly right it hears what it was
-    worth."""
+    worth.
+    """
     return ReasoningGymSession(_items(name, seed, json.dumps(options, sort_keys=True)), attempts)
 
 
 @functools.lru_cache(maxsize=8)
 def _items(name: str, seed: int, options: str) -> Any:
     """A data set, whose items are made when they are asked for: one for all sessions of a
-    process."""
+    process.
+    """
     import reasoning_gym
 
     return reasoning_gym.create_dataset(

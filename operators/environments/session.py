@@ -1,5 +1,6 @@
 """What an episode asks of an environment, whoever wrote it: sessions that are reset, stepped and
-closed."""
+closed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Seen:
 
 class InvalidAction(ValueError):
     """What the policy said is no action of this environment; the message says why, and the policy
-    may hear it."""
+    may hear it.
+    """
 
 
 class Session(Protocol):
@@ -46,7 +48,8 @@ class Session(Protocol):
 
     def read(self, said: str) -> Any:
         """The action that a turn of the policy's stands for. Raises InvalidAction where it is
-        none."""
+        none.
+        """
 
     async def step(self, action: Any) -> Seen:
         """Act. Raises InvalidAction where the environment itself calls it none."""

@@ -13,7 +13,8 @@ from operators.environments.session import Seen
 
 def make(name: str, *, env_config: Any = None, **options: Any) -> SkyRLGymSession:
     """Environments of this id; each reset makes one of the row, as `extras`, and of
-    `env_config`."""
+    `env_config`.
+    """
     import skyrl_gym
 
     def made(extras: Mapping[str, Any]) -> Any:
@@ -24,7 +25,8 @@ def make(name: str, *, env_config: Any = None, **options: Any) -> SkyRLGymSessio
 
 class SkyRLGymSession:
     """One environment at a time, in a thread of its own: many of these wait for searches and
-    programs."""
+    programs.
+    """
 
     def __init__(self, made: Callable[[Mapping[str, Any]], Any]) -> None:
         self._made = made

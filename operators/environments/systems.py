@@ -1,5 +1,6 @@
 """The systems whose environments are known: the module that speaks to each, the package it needs,
-what its rows are."""
+what its rows are.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ SYSTEMS: dict[str, System] = {
 
 def split(name: str) -> tuple[System, str]:
     """The system that a name begins with, and what it calls the environment. GraphError for
-    another."""
+    another.
+    """
     system, colon, rest = name.partition(":")
     if system not in SYSTEMS or not colon or not rest:
         raise GraphError(
@@ -91,7 +93,8 @@ def split(name: str) -> tuple[System, str]:
 
 def missing(name: str) -> str | None:
     """What is wrong where the package of an environment's system is not installed; None where it
-    is."""
+    is.
+    """
     system, _ = split(name)
     if importlib.util.find_spec(system.package) is not None:
         return None
@@ -149,7 +152,8 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
 
 def look_of(name: str) -> Callable[..., str | None] | None:
     """What says, of the name and the options, why no text could be an action of an environment;
-    None where its system cannot tell."""
+    None where its system cannot tell.
+    """
     found: Callable[..., str | None] | None = getattr(_module(split(name)[0]), "fault", None)
     return found
 

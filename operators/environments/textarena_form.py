@@ -65,7 +65,8 @@ class TextArenaSession:
 
     def _seen(self, done: bool) -> Seen:
         """What the policy sees when it is its turn again, or at the end, with what the game was
-        worth to it."""
+        worth to it.
+        """
         player, found = self._env.get_observation()
         while not done and player != self._seat:
             assert self._opponent is not None, "there are others"
@@ -81,7 +82,8 @@ class TextArenaSession:
 
     def _text(self, found: Any) -> str:
         """Messages as a text, without what the player said itself; others with their names in
-        front."""
+        front.
+        """
         if isinstance(found, str):
             return found
         heard = [
@@ -97,7 +99,8 @@ class TextArenaSession:
     def _own_numbers(self) -> Iterator[None]:
         """The games of a process draw from one generator, Python's own: each begins where it
         stopped, not where another did, so that a game with a seed is the same game however many are
-        played beside it."""
+        played beside it.
+        """
         outside = random.getstate()
         random.setstate(self._random)
         try:
@@ -109,7 +112,8 @@ class TextArenaSession:
 
 def _new_only(env: Any) -> Any:
     """The same game without the wrapper whose observations are the whole conversation, which a chat
-    has already."""
+    has already.
+    """
     import textarena
     from textarena.wrappers import LLMObservationWrapper
 

@@ -1,5 +1,6 @@
 """TRL's `environment_factory` as an episode: a class whose public methods are the policy's tools,
-unchanged."""
+unchanged.
+"""
 
 from __future__ import annotations
 

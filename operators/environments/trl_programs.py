@@ -1,5 +1,6 @@
 """TRL's `rollout_func`, and environments that the data chooses among, as programs that call the
-endpoint of a run."""
+endpoint of a run.
+"""
 
 from __future__ import annotations
 

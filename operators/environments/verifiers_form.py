@@ -1,5 +1,6 @@
 """Tasksets of verifiers (0.4 and later) as episodes: each rollout is played in an interpreter that
-has the package."""
+has the package.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class VerifiersTaskset(AgentProgram):
         """Its first tasks as prompts, listed by the other interpreter; `knobs` are those of
         `Prompts`.
 
-        Raises GraphError where it cannot list them."""
+        Raises GraphError where it cannot list them.
+        """
         command = [shlex.split(self.command)[0], str(PROGRAM), self.what, "--tasks", str(most)]
         try:
             done = subprocess.run(

@@ -1,2 +1,3 @@
 """Episodes: functions in processes of their own, whose turns come from a generator and become
-rollouts."""
+rollouts.
+"""

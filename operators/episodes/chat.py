@@ -1,5 +1,6 @@
 """What an episode's function speaks with, in the process where it runs: the policy's turns, and the
-world's."""
+world's.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +14,40 @@ from typing import Any, Protocol
 from dataflow.errors import OperatorError
 from dataflow.scoring.calls import Ask
 from dataflow.system.text import sound, strict_json
+from operators.chat.tool_calls import ReadTurn
 from operators.episodes.conversations import FIRST, ConversationOrigin
 from operators.episodes.heard import Heard, text_of
-from operators.episodes.reply import Reply
 from operators.tools.rollout_tools import RolloutTools
+
+# What the policy said in a turn: its text, and the calls of tools that stand in it.
+
+
+class Reply(str):
+    """The text of a turn, without its end token; with the calls that were read in it.
+
+    >>> from operators.chat.text_calls import TextCalls
+    >>> text = "so <call>add(a=2, b=3)</call>"
+    >>> reply = Reply(text, TextCalls().format().read(text))
+    >>> reply == text, reply.content, reply.tool_calls[0]["function"]["name"]
+    (True, 'so', 'add')
+    """
+
+    tool_calls: tuple[dict[str, Any], ...]
+    """As OpenAI has them: {"id", "type", "function": {"name", "arguments"}}."""
+    broken: tuple[str, ...]
+    """Why what looks like a call is none."""
+    content: str
+    """What is no call."""
+
+    def __new__(cls, text: str, read: ReadTurn | None = None) -> Reply:
+        """read: the turn as a message; None: where there are no tools."""
+        reply = super().__new__(cls, text)
+        message = {} if read is None else read.message
+        reply.tool_calls = tuple(message.get("tool_calls") or ())
+        reply.broken = () if read is None else read.broken
+        reply.content = str(message.get("content", text))
+        return reply
+
 
 MOST_TOKENS = (1 << 31) - 1
 """Of a turn, as columns hold them."""
@@ -29,7 +60,8 @@ HEARD_CHARACTERS = 1 << 20
 class EpisodeOver(Exception):
     """The policy has no turn left: its turns or its tokens are used up, or the context is full.
 
-    A function that does not catch it ends with it, and the rollout's finish reason is "length"."""
+    A function that does not catch it ends with it, and the rollout's finish reason is "length".
+    """
 
 
 class Chat(Protocol):
@@ -44,56 +76,68 @@ class Chat(Protocol):
         trained. Where the episode has tools, `tool_calls` of it are the calls that stand in it.
 
         max_tokens: most tokens of this turn; None: as many as the generator allows. Raises
-        EpisodeOver when the policy has none left."""
+        EpisodeOver when the policy has none left.
+        """
 
     def hear(self, text: str) -> None:
         """The world's turn: it stands in the context of what the policy says next, and is not
-        trained. Bytes of it that could not be decoded are heard as U+FFFD."""
+        trained. Bytes of it that could not be decoded are heard as U+FFFD.
+        """
 
     async def call(self, reply: Reply) -> list[str]:
         """Make the calls of a turn, one after the other, and let the policy hear what they came to;
         that is returned.
 
         What a tool raises is told to the policy, and so is why a call was none. Raises WorldFailed
-        where a tool has died: the rollout is an error then, whatever becomes of the function."""
+        where a tool has died: the rollout is an error then, whatever becomes of the function.
+        """
 
     async def use_tools(self) -> Reply:
         """Turns and calls, until the policy says something in which no call stands; that is
-        returned. Raises EpisodeOver where it has no turn left before."""
+        returned. Raises EpisodeOver where it has no turn left before.
+        """
 
     async def session(self, toolset: Any) -> Any:
         """The session of this rollout with one of the episode's toolsets: of a Sandbox, to put
-        files into it."""
+        files into it.
+        """
 
     def reward(self, value: float) -> None:
         """What the policy's last turn was worth: `turn_reward` at its last token. Several add
-        up."""
+        up.
+        """
 
     def invalid(self, why: str) -> None:
         """The policy's last turn was none that the world could read: where that becomes most of
-        them, the run says so."""
+        them, the run says so.
+        """
 
     def cut_off(self) -> None:
         """The world ends before its time: the finish reason is "length", as where the policy's
-        turns are used up."""
+        turns are used up.
+        """
 
     def keep_last(self, turns: int) -> None:
         """Leave out what was said before the policy's last turns, so many of them, but for what the
-        conversation began with. What was heard before the first that is kept goes with the rest."""
+        conversation began with. What was heard before the first that is kept goes with the rest.
+        """
 
     def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> Chat:
         """A conversation of the same policy's in another role, which begins with this text, or with
         these messages. It has its own rewards and training rows, and the episode's budgets are for
-        all together."""
+        all together.
+        """
 
     def branch(self, tries: int) -> list[Chat]:
         """So many conversations that each go on from here; this one may go on, too. What was said
-        so far is trained in this one."""
+        so far is trained in this one.
+        """
 
     def rewrite(self, history: str | Iterable[Mapping[str, Any]]) -> None:
         """Another conversation than what was said and heard stands before the policy's next turn: a
         text, which in a chat is a message of the user's, or messages, those of the assistant's too.
-        What was said is trained as it was."""
+        What was said is trained as it was.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +227,8 @@ def told(text: str | None) -> bytes:
 
 def rewriting(kind: str, value: Any) -> str:
     """How a past was rewritten, as text: `keep` the last turns, another `text`, or other
-    `messages`. Raises ValueError or TypeError for what is no JSON."""
+    `messages`. Raises ValueError or TypeError for what is no JSON.
+    """
     return strict_json(sound({kind: value}))
 
 

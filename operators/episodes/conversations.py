@@ -1,5 +1,6 @@
 """All conversations of one rollout: the first, those of agents in other roles, branches; one budget
-for all. Pure."""
+for all. Pure.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ class RolloutConversations:
         temperature: float | None = None,
     ) -> RecordedTurn | None:
         """What the policy said in the turn that was asked for in a conversation, as it is to be
-        written down; see `Dialogue.answer`."""
+        written down; see `Dialogue.answer`.
+        """
         talk, origin = self.talks[conversation], None
         turn = talk.answer(tokens, text, finish_reason, temperature)
         if turn is None:
@@ -138,7 +140,8 @@ class RolloutConversations:
 
     def recall(self, kept: Iterable[RecordedTurn]) -> None:
         """Begin with what an earlier process wrote down, in its order; a later one may have drawn a
-        turn anew."""
+        turn anew.
+        """
         for each in kept:
             if each.origin is not None:
                 *origin, seen = json.loads(each.origin)
@@ -159,7 +162,8 @@ class RolloutConversations:
 
     def columns(self) -> tuple[RolloutTokens, Mapping[str, Any]]:
         """Its tokens, conversation after conversation, and the columns of
-        `records.EPISODE_COLUMNS`; of one in which the policy said nothing, the prompt."""
+        `records.EPISODE_COLUMNS`; of one in which the policy said nothing, the prompt.
+        """
         rows: list[TrainingRow] = []
         owners: list[int] = []
         given: list[float] = []
@@ -192,7 +196,8 @@ class RolloutConversations:
 
     def text(self, last: Sequence[Sequence[Heard]] = ()) -> str:
         """What was said and heard after the prompt; of several conversations one after the other,
-        each below its role or its number. last: heard after the last turn, by conversation."""
+        each below its role or its number. last: heard after the last turn, by conversation.
+        """
         texts = {
             number: self.talks[number].text(last[number] if number < len(last) else ())
             for number in sorted(self.talks)

@@ -1,5 +1,6 @@
 """`@episode`: turns a function that converses with the policy into an operator that makes rollouts
-of prompts."""
+of prompts.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ from operators.episodes.knobs import FunctionKnobs
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Episode(FunctionKnobs):
     """A function as an operator: applied to a generator and a stream of prompts it makes rollouts,
-    turn by turn."""
+    turn by turn.
+    """
 
     def __call__(self, *args: Any, **knobs: Any) -> Any:
         """Apply it to a generator and a stream, with knobs by keyword; or call the plain function
-        with a chat."""
+        with a chat.
+        """
         if not any(isinstance(each, Stream | Operator) for each in args):
             return self.function(*args, **{**self.given, **knobs})
         if len(args) != 2 or not isinstance(args[0], Generate) or not isinstance(args[1], Stream):
@@ -46,7 +49,8 @@ class Episode(FunctionKnobs):
 
     def configured(self, **knobs: Any) -> Episode:
         """The same episode with other knobs of its function; GraphError for one that the function
-        does not have."""
+        does not have.
+        """
         for knob in knobs:
             if knob not in self.signature.defaults:
                 known = list(self.signature.defaults)
@@ -68,7 +72,8 @@ class Episode(FunctionKnobs):
 
     def build(self, context: Context) -> Runtime:
         """Load the tokenizer and start the processes. Raises ModelError when there is no
-        tokenizer."""
+        tokenizer.
+        """
         from operators.episodes.runtime import EpisodesRuntime
         from operators.episodes.worlds import worlds_of
 

@@ -4,7 +4,8 @@ sockets.
 The function runs elsewhere, and may run again: after its process ended, or in a run that goes on.
 What it was told is told to it again, as long as the world says what it said before; from the first
 difference on the policy's turns are drawn anew, and what was drawn behind it is no part of the
-rollout."""
+rollout.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ class Dialogue:
         self, number: int, heard: Sequence[Heard], most: int | None, rewritten: str | None = None
     ) -> TurnRequest | str | None:
         """The function asks for its turn `number`: what is to be drawn, what was said there before,
-        or None where the policy has no turn left."""
+        or None where the policy has no turn left.
+        """
         if number < len(self.turns) and self.turns[number].follows(heard, most, rewritten):
             return self.turns[number].text
         self.waiting = None
@@ -149,7 +151,8 @@ class Dialogue:
     ) -> SaidTurn | None:
         """What the policy said in the turn that was asked for, in place of whatever was said there
         before; None where it had no room in the context. The function may have begun anew
-        meanwhile."""
+        meanwhile.
+        """
         asked, self.waiting = self.waiting, None
         assert asked is not None, "it was asked for"
         if not len(tokens):
@@ -176,12 +179,14 @@ class Dialogue:
 
     def end(self, turns: int) -> None:
         """The function has returned, having had so many turns: what an earlier run of it had behind
-        these is no part of the rollout."""
+        these is no part of the rollout.
+        """
         del self.turns[self.inherited + turns :]
 
     def rows(self, first: int = 0) -> list[TrainingRow]:
         """Its training rows in which the policy said something, its own turns numbered from
-        `first`. What the world said after the last turn is not among them."""
+        `first`. What the world said after the last turn is not among them.
+        """
         found: list[list[tuple[RolloutTokens, int]]] = [
             [(RolloutTokens.given(self.prompt), NO_TURN)]
         ]
@@ -199,7 +204,8 @@ class Dialogue:
 
     def text(self, last: Sequence[Heard] = ()) -> str:
         """What was said and heard in its own turns, in their order. last: heard after the last
-        turn."""
+        turn.
+        """
         return "".join([*(text_of(turn.heard) + turn.text for turn in self.own), text_of(last)])
 
 
@@ -215,7 +221,8 @@ def row_ids(prompt: AnyArray, turns: Sequence[SaidTurn]) -> AnyArray:
 
 def turn_rewards(turns_S: AnyArray, rewards: Sequence[float]) -> AnyArray:
     """By token, what a turn was given, at its last token. float32; 0 elsewhere. turns_S: the turn
-    of each token."""
+    of each token.
+    """
     found = np.zeros(len(turns_S), np.float32)
     for number, reward in enumerate(rewards):
         at = np.flatnonzero(turns_S == number)

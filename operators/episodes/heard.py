@@ -1,5 +1,6 @@
 """What the world says between two turns of the policy: texts, and what tools answered as
-messages."""
+messages.
+"""
 
 from __future__ import annotations
 

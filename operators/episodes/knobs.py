@@ -25,7 +25,8 @@ from operators.tools.toolbox import GRACE_S, Toolbox, tool_faults
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EpisodeKnobs(Generate):
     """What every episode declares, whether a function converses or a program; its runtime reads it,
-    too."""
+    too.
+    """
 
     generator: Generate | None = None
     """Who draws the policy's turns; None before it is applied."""
@@ -118,7 +119,8 @@ class EpisodeKnobs(Generate):
 
     def provides(self, columns: Columns) -> Columns:
         """The prompt's columns, the rollout's, those of its turns, and what the function
-        returns."""
+        returns.
+        """
         sampled = {} if self.generator is None else self.generator.provides({})
         optional = {name: kind for name, kind in SAMPLED_COLUMNS.items() if name in sampled}
         found = {**super().provides(columns), TEMPERATURE: pa.float64(), **optional}
@@ -162,17 +164,20 @@ class EpisodeKnobs(Generate):
     @property
     def can_look(self) -> bool:
         """Whether something can be known of its world before anybody plays: then `look` is called
-        in its process."""
+        in its process.
+        """
         return False
 
     async def look(self) -> str | None:
         """What is wrong with its world, so that no episode can be; None where nothing is known to
-        be."""
+        be.
+        """
         return None
 
     def toolbox(self, form: ChatFormat | None) -> Toolbox | None:
         """Its tools, made ready in the worker; None where it has none. Raises GraphError;
-        WorldFailed."""
+        WorldFailed.
+        """
         return None
 
     def whole(self) -> Mapping[str, Any]:
@@ -225,7 +230,8 @@ class FunctionKnobs(EpisodeKnobs):
 
     def missing(self) -> str | None:
         """A chat template between whose delimiters the world can speak, where its generator lays
-        out chats."""
+        out chats.
+        """
         model = None if self.generator is None or not self.traits.chat else self.generator.uses
         return super().missing() or (None if model is None else delimiter_fault(model))
 
@@ -253,7 +259,8 @@ class FunctionKnobs(EpisodeKnobs):
 
     def knobs(self) -> dict[str, Any]:
         """The function's knobs set at the application, and its own that differ from their
-        defaults."""
+        defaults.
+        """
         own = {k: v for k, v in super().knobs().items() if k not in ("function", "generator")}
         if self.tools:
             own["tools"] = [getattr(tool, "__name__", repr(tool)) for tool in self.tools]
@@ -261,7 +268,8 @@ class FunctionKnobs(EpisodeKnobs):
 
     def toolbox(self, form: ChatFormat | None) -> Toolbox | None:
         """Its tools, made ready in the worker; None where it has none. Raises GraphError;
-        WorldFailed."""
+        WorldFailed.
+        """
         if not self.tools:
             return None
         return Toolbox(

@@ -3,7 +3,8 @@ turn twice.
 
 Rows are appended before an episode hears them, and let go of when its group has an outcome: files
 <node>/<replica>-<attempt>-<number>.<source>.turns (dataflow.folder.finished) beside the finished
-groups."""
+groups.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class TurnFiles(GroupFiles):
 
     def find(self, group: int, mark: int) -> Mapping[int, list[RecordedTurn]]:
         """By position, the turns that earlier processes kept of a group's rollouts, in the order in
-        which they did."""
+        which they did.
+        """
         found: dict[int, list[RecordedTurn]] = {}
         for rows in self._earlier(group):
             for kept in _kept(rows):

@@ -1,5 +1,6 @@
 """The episodes of a graph at work: prompts in, functions in their processes, turns from the
-generator, groups out."""
+generator, groups out.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ UNBOUNDED = 1 << 30
 @dataclass
 class Majority:
     """Counts what can go wrong with many of something, and says it once, where it did with most of
-    the latest."""
+    the latest.
+    """
 
     of: int
     """So many are looked at together."""
@@ -131,7 +133,8 @@ class EpisodesRuntime(Runtime):
         self, episode: EpisodeKnobs, context: Context, worlds: Callable[[Toolbox | None], Worlds]
     ) -> None:
         """Load the tokenizer of the generator's model. worlds: makes what runs those that converse,
-        given tools."""
+        given tools.
+        """
         self._episode, self._context, self._name = episode, context, context.node
         assert episode.generator is not None and episode.generator.uses is not None, (
             "the graph was checked"
@@ -214,7 +217,8 @@ class EpisodesRuntime(Runtime):
 
     def work(self) -> list[Batch] | None:
         """Begin what may begin, hear the functions, and pass on what they ask and what is
-        complete."""
+        complete.
+        """
         moved = self._begin() | self._tell()
         for answer in self._worlds.poll():
             if answer.job == self._look:
@@ -239,7 +243,8 @@ class EpisodesRuntime(Runtime):
 
     def beside(self) -> float:
         """The share of the functions that may run at once which do, and do not wait for the
-        policy."""
+        policy.
+        """
         return (
             (self._worlds.open_calls - len(self._asked)) / self._at_once
             if self._episode.works_beside
@@ -255,7 +260,8 @@ class EpisodesRuntime(Runtime):
         """Episodes that are live, those of them that wait for the policy, and those that have not
         begun; turns heard, turns that were told again; failures by cause, and functions that were
         tried again after one; how often a process was replaced; seconds of the functions, all
-        together; what is wrong with most of them."""
+        together; what is wrong with most of them.
+        """
         notice = " ".join(filter(None, (self._invalid.notice, self._valueless.notice)))
         return {
             "active": len(self._live),
@@ -321,7 +327,8 @@ class EpisodesRuntime(Runtime):
         self, each: LiveEpisode, asked: Asked, turn: tuple[int, int], text: str | None
     ) -> None:
         """Answer a question. turn: the conversation, and the turn in it. text: None: the policy has
-        none left."""
+        none left.
+        """
         self._worlds.tell(asked, told(text))
 
     def _mark(self, group: PromptGroup) -> int:
@@ -356,7 +363,8 @@ class EpisodesRuntime(Runtime):
 
     def _ask(self, asked: Asked) -> None:
         """A function asks for a turn: what was said there is told again, what was not is asked for,
-        once."""
+        once.
+        """
         each = self._live[asked.job]
         self._worked(each)
         question = self._question(each, asked)
@@ -390,7 +398,8 @@ class EpisodesRuntime(Runtime):
 
     def _hear(self, answers: pa.RecordBatch) -> None:
         """What the generator has drawn; nobody waits for what was asked for by an episode that has
-        ended."""
+        ended.
+        """
         said = drawn_tokens(answers)
         columns = [
             answers.column(name).to_pylist()
@@ -441,7 +450,8 @@ class EpisodesRuntime(Runtime):
 
     def _seen(self, answer: Answer) -> None:
         """The world was looked at. Raises Unusable where no episode can be; what failed in looking
-        says nothing."""
+        says nothing.
+        """
         self._look, fault = None, "" if answer.failures else answer.body.decode()
         if fault:
             raise Unusable(f"'{self._name}': {fault}")

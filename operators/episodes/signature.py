@@ -1,5 +1,6 @@
 """Reads an episode's function: which parameters are columns, which are knobs, and what its return
-value becomes."""
+value becomes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """`tool_use`: the episode in which the policy calls tools until it has an answer; nobody writes a
-loop."""
+loop.
+"""
 
 from __future__ import annotations
 

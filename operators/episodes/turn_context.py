@@ -1,5 +1,6 @@
 """What the policy sees before a turn as tokens: its own as they were sampled, the world's as plain
-text, or with a chat template's delimiters around it."""
+text, or with a chat template's delimiters around it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class TurnContext(Protocol):
         """Tokens of all that the policy sees before its next turn, int32. Raises ChatError where
         there are none.
 
-        heard: behind the last turn. rewritten: how the past was, before that."""
+        heard: behind the last turn. rewritten: how the past was, before that.
+        """
 
 
 class PlainContext:
@@ -100,7 +102,8 @@ class ConversationStarts:
 
     def __call__(self, history: str | None) -> tuple[AnyArray, Context]:
         """Tokens that a conversation begins with, and what lays it out; history: as
-        `ConversationOrigin` has it. Raises ChatError."""
+        `ConversationOrigin` has it. Raises ChatError.
+        """
         how = {} if history is None else json.loads(history)
         if self.form is None or not len(self.prompt):
             return self.plain.encode(how["text"]) if how else self.prompt, self.plain.context
@@ -114,7 +117,8 @@ class ConversationStarts:
 
 class ChatContext:
     """What was heard as a message of the user's, laid out by a chat template behind what was
-    sampled."""
+    sampled.
+    """
 
     def __init__(
         self,
@@ -125,7 +129,8 @@ class ChatContext:
         tools: Sequence[Message] = (),
     ) -> None:
         """messages: that the conversation begins with. past: what becomes of turns that the
-        template writes otherwise later. tools: their definitions."""
+        template writes otherwise later. tools: their definitions.
+        """
         self._form, self._messages, self._past, self._tools = form, messages, past, tools
         self._talk = Conversation(form, messages, past=past, tools=tools)
         self._begin = len(self._talk.messages)
@@ -150,7 +155,8 @@ class ChatContext:
 
     def _go_to(self, turns: Sequence[SaidTurn]) -> None:
         """Let the conversation be that with these turns: that of the last time where it goes on
-        from there."""
+        from there.
+        """
         had = len(self._had)
         more = turns[had:]
         is_known = had <= len(turns) and all(

@@ -1,5 +1,6 @@
 """Runs the functions of episodes: in a pool of processes that can be killed, or in this process,
-step by step."""
+step by step.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Worlds(Protocol):
 
     def waits(self) -> Sequence[Any]:
         """A descriptor that is readable when `poll` has something to do, where it waits for
-        anybody."""
+        anybody.
+        """
 
     def submit(self, calls: int, encode: Encode) -> int:
         """Take a job; its number."""
@@ -54,7 +56,8 @@ class Worlds(Protocol):
 
 class InWorkerWorlds:
     """Makes the calls in this process, in an event loop that `poll` moves on by a step, with a
-    limit of time that holds for functions that await something."""
+    limit of time that holds for functions that await something.
+    """
 
     restarts = 0
 
@@ -202,7 +205,8 @@ async def _look(episode: FunctionKnobs, index: int, ask: Ask) -> bytes:
 
 def _prepare(episode: FunctionKnobs, box: Toolbox | None, payload: bytes) -> Call:
     """The function that runs an episode of this row; where there is none, the one that looks at the
-    world."""
+    world.
+    """
     if not payload:
         return partial(_look, episode)
     row = pa.ipc.open_stream(pa.py_buffer(payload)).read_next_batch()

@@ -1,5 +1,6 @@
 """Knobs of what reads rollouts with a model and does not train it, and what can be wrong with them;
-no torch."""
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class ForwardKnobs(Transform):
     null there.
 
     A group waits until weights of the version that it needs have come
-    (`operators.forward_pass.due`)."""
+    (`operators.forward_pass.build`).
+    """
 
     model: Model
     """What reads the rollouts. Frozen; or fed by its trainer: g.feedback(trainer.weights, this,
@@ -69,7 +71,8 @@ class ForwardKnobs(Transform):
 
     def provides(self, columns: Columns) -> Columns:
         """Its input's columns, `error` where failures are recorded, its own, and the version of the
-        weights that made it."""
+        weights that made it.
+        """
         return {
             **columns,
             ERROR: pa.string(),

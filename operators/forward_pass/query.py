@@ -16,7 +16,8 @@ from operators.training.learner.learner import Forward
 @dataclass(frozen=True, kw_only=True)
 class ModelQuery:
     """Sequences and where a number is wanted; axis suffixes as in
-    `operators.training.learner.packing`, R sequences."""
+    `operators.training.learner.packing`, R sequences.
+    """
 
     tokens_S: AnyArray
     read_S: AnyArray
@@ -49,11 +50,13 @@ class Reading(Protocol):
 
     def ask(self, rows: pa.RecordBatch) -> ModelQuery:
         """What to compute for rows that have not failed. Raises OperatorError when the model cannot
-        read them."""
+        read them.
+        """
 
     def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
         """The answers, one for each row that was asked about; numbers_S: float32, 0 where none was
-        wanted."""
+        wanted.
+        """
 
 
 def lists(numbers_S: AnyArray, offsets: AnyArray) -> pa.ListArray:

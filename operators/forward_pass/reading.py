@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
 
+from dataflow.errors import OperatorError
 from dataflow.model import Model
+from dataflow.records import COMPLETION, GROUP_ID, LOGPROBS, MASK, PROMPT, TOKENS, TURN, AnyArray
+from dataflow.tokens.ragged import list_lengths
+from dataflow.tokens.training_rows import unfolded
+from operators.chat.chat_template import ChatTemplate, beginning_of
 from operators.forward_pass.knobs import ForwardKnobs, LogprobsKnobs, RewardKnobs
-from operators.forward_pass.own_text import OwnText
-from operators.forward_pass.own_tokens import OwnTokens
-from operators.forward_pass.query import Reading
+from operators.forward_pass.query import ModelQuery, Reading, lists
 from operators.models.borders import longest
 from operators.models.errors import ModelError
 from operators.models.loading import load_tokenizer
@@ -19,13 +28,391 @@ from operators.training.cpu.products import multiplies_bfloat16
 from operators.training.learner.critic import Critic
 from operators.training.learner.learner import Forward
 from operators.training.learner.policy import Policy
+from operators.training.learner.rows import StepRows, step_rows
+
+# Asks a model about the rollouts' own tokens: log-probabilities and values.
+
+
+class OwnTokens:
+    """Reads a number for every token that the policy chose, but a first one: what a trainer would
+    compute.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        node: str,
+        model: str,
+        tokenizer: Any | None,
+        context_tokens: int | None,
+    ) -> None:
+        """node, model: their names, for errors. tokenizer: the model's, to see whether it is the
+        policy's too; None where it has none. context_tokens: most that the model takes.
+        """
+        self.forward = forward
+        self._node, self._model, self._tokenizer = node, model, tokenizer
+        self._most = context_tokens
+        embedding = forward.module.get_input_embeddings()
+        self._vocabulary = int(getattr(embedding, "num_embeddings", len(embedding.weight)))
+
+    def ask(self, rows: pa.RecordBatch) -> ModelQuery:
+        """Those rows that are short enough. Raises OperatorError when the tokens are not this
+        model's.
+        """
+        found = step_rows([rows], (LOGPROBS,))
+        lengths = found.longest_R
+        fits = np.ones(len(lengths), bool) if self._most is None else lengths <= self._most
+        strange = {row: text for row, text in enumerate(self._unknown(found)) if text is not None}
+        fits[list(strange)] = False
+        if not fits.all():
+            found = step_rows([rows.filter(pa.array(fits))], (LOGPROBS,))
+        begins, rollouts = unfolded(found.offsets, found.cuts_S)
+        self._check(rows)
+        return ModelQuery(
+            tokens_S=found.tokens.ids,
+            read_S=found.chosen_S,
+            offsets=begins,
+            groups_R=found.groups_R[rollouts],
+            row_R=np.flatnonzero(fits)[rollouts],
+            left_S=found.tokens.sampling_mask,
+            failures={
+                row: (
+                    f"the rollout has {lengths[row]} tokens, but '{self._model}' takes"
+                    f" {self._most}; lower max_tokens"
+                )
+                for row in np.flatnonzero(~fits).tolist()
+            }
+            | strange,
+        )
+
+    def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
+        """A number per token, 0 where the policy chose none."""
+        return lists(numbers_S, np.r_[asked.offsets[:-1][asked.firsts], asked.offsets[-1]])
+
+    def _unknown(self, rows: StepRows) -> Iterator[str | None]:
+        """Of each rollout what is wrong with its tokens, and with those that truncation left."""
+        left = rows.tokens.sampling_mask
+        for first, last in pairwise(rows.offsets.tolist()):
+            ids = rows.tokens.ids[first:last]
+            largest = int(
+                (ids if left is None else np.r_[ids, left[first:last].ids]).max(initial=0)
+            )
+            if largest < self._vocabulary:
+                yield None
+            else:
+                yield (
+                    f"the rollout has token {largest}, but '{self._model}' knows"
+                    f" {self._vocabulary}; give a model with the policy's tokenizer"
+                )
+
+    def _check(self, rows: pa.RecordBatch) -> None:
+        if self._tokenizer is not None and (told := disagreement(self._tokenizer, rows)):
+            raise OperatorError(
+                f"'{self._node}' reads the policy's tokens with '{self._model}', whose tokenizer is"
+                f" another: {told}; give a model with the policy's tokenizer"
+            )
+        if any(rows.column(COMPLETION).to_pylist()):
+            self._tokenizer = None
+
+
+def disagreement(tokenizer: Any, rows: pa.RecordBatch) -> str | None:
+    """How a tokenizer reads the chosen tokens, where in no row it reads what the policy wrote. In
+    an episode that is what it said first: what the world said stands in the text, too.
+    """
+    told = None
+    in_turns = TURN in rows.schema.names
+    for tokens, mask, completion in zip(
+        *(rows.column(n).to_pylist() for n in (TOKENS, MASK, COMPLETION)), strict=True
+    ):
+        chosen = np.flatnonzero(mask)
+        if completion and len(chosen):
+            first = (
+                chosen[: 1 + np.flatnonzero(np.diff(chosen, append=-1) != 1)[0]]
+                if in_turns
+                else chosen
+            )
+            read = tokenizer.decode(np.asarray(tokens)[first].tolist(), skip_special_tokens=True)
+            begin = _bare(read)[: max(1, len(_bare(read)) // 2)]
+            if _bare(completion) in _bare(read) or (
+                in_turns and begin and begin in _bare(completion)
+            ):
+                return None
+            told = f"the policy wrote {completion[:40]!r}, which it reads as {read[:40]!r}"
+    return told
+
+
+def _bare(text: str) -> str:
+    """Without white space, which tokenizers tidy in their own ways, and without cut-off letters."""
+    return "".join(text.split()).strip("\N{REPLACEMENT CHARACTER}")
+
+
+# Texts as a judge reads them: prompt and completion laid out, cut into steps, found again in
+# tokens.
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A text and where the completion stands in it."""
+
+    text: str
+    begin: int
+    """Its first character."""
+
+
+def lay_out(
+    template: ChatTemplate | None, prompt: str | None, completion: str | None, *, suffix: str
+) -> Laid:
+    """Prompt, completion and suffix; by a chat template, if any.
+
+    Then the prompt is a list of {"role", "content"} as JSON, or the user's words. Raises ValueError
+    when there is no text, and when the template does not keep the completion as it is.
+    """
+    if prompt is None or completion is None:
+        raise ValueError(
+            f"the {'prompt' if prompt is None else 'completion'} is null; give every row a text"
+        )
+    if template is None:
+        return Laid(prompt + completion + suffix, len(prompt))
+    messages = _messages(prompt)
+    begun = beginning_of(messages)
+    said = messages if begun is None else messages[:-1]
+    turn = {"role": "assistant", "content": (begun or "") + completion}
+    text = template.render([*said, turn], opens=False)
+    begin = text.rfind(completion)
+    if begin < 0:
+        raise ValueError(
+            f"the judge's chat template changes the completion {completion[:40]!r}, found"
+            f" {text[-80:]!r}; use chat=False"
+        )
+    return Laid(text + suffix, begin)
+
+
+def step_ends(completion: str, cut: str) -> list[int]:
+    """The end of each step, in characters: behind each `cut`, and at the end; a step without a word
+    is none.
+    """
+    ends: list[int] = []
+    begin = 0
+    while begin < len(completion):
+        at = completion.find(cut, begin)
+        end = len(completion) if at < 0 else at + len(cut)
+        if completion[begin:end].replace(cut, "").strip():
+            ends.append(end)
+        begin = end
+    return ends
+
+
+def tokens_at(token_ends: AnyArray, characters: AnyArray) -> AnyArray:
+    """For each number of characters the first token with which so many are there. token_ends:
+    [tokens], characters up to each token's end; 0 for tokens that stand for no text.
+    """
+    return np.searchsorted(np.maximum.accumulate(token_ends), characters)
+
+
+def read_ends(tokenizer: Any, tokens: list[int], characters: list[int]) -> list[int]:
+    """For each number of characters, ascending, the first of the tokens with which so many are
+    there.
+
+    Raises ValueError when all of them together are fewer.
+    """
+    found: list[int] = []
+    low = 0
+    for wanted in characters:
+        high = len(tokens)
+        if len(tokenizer.decode(tokens, skip_special_tokens=True)) < wanted:
+            raise ValueError(
+                "the tokens hold less text than the completion; give policy=Model(...), whose"
+                " tokens they are"
+            )
+        while low < high:
+            middle = (low + high) // 2
+            if len(tokenizer.decode(tokens[: middle + 1], skip_special_tokens=True)) < wanted:
+                low = middle + 1
+            else:
+                high = middle
+        found.append(low)
+    return found
+
+
+def _messages(prompt: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(prompt)
+    except json.JSONDecodeError:
+        found = None
+    return found if isinstance(found, list) else [{"role": "user", "content": prompt}]
+
+
+# Asks a judge about rollouts as texts: laid out and tokenized its own way, a number per text or
+# per step.
+
+
+class OwnText:
+    """Reads a number at the end of each text, or of each of its steps."""
+
+    def __init__(
+        self,
+        declaration: RewardKnobs,
+        forward: Forward,
+        *,
+        node: str,
+        tokenizer: Any,
+        policy_tokenizer: Any,
+        context_tokens: int | None,
+    ) -> None:
+        """tokenizer: the judge's. policy_tokenizer: of the one that made the tokens.
+        context_tokens: most that the judge takes. Raises OperatorError when steps are wanted and
+        the tokenizer does not say where tokens stand.
+        """
+        self.forward = forward
+        self._declaration, self._node, self._tokenizer = declaration, node, tokenizer
+        self._template = ChatTemplate(tokenizer) if declaration.chat else None
+        self._policy_tokenizer, self._most = policy_tokenizer, context_tokens
+        self._is_checked = declaration.per != "step"
+        embedding = forward.module.get_input_embeddings()
+        self._vocabulary = int(getattr(embedding, "num_embeddings", len(embedding.weight)))
+        if declaration.per == "step" and not tokenizer.is_fast:
+            raise OperatorError(
+                f"'{node}' judges steps, but the tokenizer of '{declaration.model.name}'"
+                f" ({type(tokenizer).__name__}) does not say where in the text its tokens stand;"
+                " give a judge with a fast tokenizer (tokenizer.json), or per='rollout'"
+            )
+
+    def ask(self, rows: pa.RecordBatch) -> ModelQuery:
+        """The texts that can be laid out and are short enough. Raises OperatorError when the tokens
+        are another's.
+        """
+        self._check(rows)
+        failures: dict[int, str] = {}
+        texts: dict[int, Laid] = {}
+        columns = (rows.column(name).to_pylist() for name in (PROMPT, COMPLETION))
+        for row, (prompt, completion) in enumerate(zip(*columns, strict=True)):
+            try:
+                texts[row] = lay_out(
+                    self._template, prompt, completion, suffix=self._declaration.suffix
+                )
+            except Exception as error:  # a template may raise what it likes
+                failures[row] = str(error)
+        sequences: dict[int, _Sequence] = {}
+        for row, (tokens, token_ends) in self._encoded(texts).items():
+            try:
+                sequences[row] = self._sequence(rows, row, texts[row], tokens, token_ends)
+            except ValueError as error:
+                failures[row] = str(error)
+        return _asked(rows, sequences, failures)
+
+    def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
+        """Float64 [R], or lists over the rollout's tokens with each step's number at its last
+        token.
+        """
+        if self._declaration.per == "rollout":
+            return pa.array(numbers_S[asked.offsets[1:] - 1].astype(np.float64))
+        offsets = np.r_[0, np.cumsum(list_lengths(rows.column(TOKENS))[asked.row_R])]
+        placed = np.zeros(int(offsets[-1]), np.float32)
+        for sequence, places in enumerate(asked.places_R):
+            mine = slice(asked.offsets[sequence], asked.offsets[sequence + 1])
+            np.add.at(placed, offsets[sequence] + places, numbers_S[mine][asked.read_S[mine]])
+        return lists(placed, offsets)
+
+    def _encoded(self, texts: dict[int, Laid]) -> dict[int, tuple[AnyArray, AnyArray]]:
+        """By row its tokens and, where steps are wanted, the end of each in the text."""
+        if not texts:
+            return {}
+        steps = self._declaration.per == "step"
+        made = self._tokenizer(
+            [laid.text for laid in texts.values()],
+            add_special_tokens=not self._declaration.chat,
+            return_offsets_mapping=steps,
+        )
+        ends = made["offset_mapping"] if steps else [()] * len(texts)
+        return {
+            row: (np.array(tokens, np.int64), np.array([end for _, end in spans], np.int64))
+            for row, tokens, spans in zip(texts, made["input_ids"], ends, strict=True)
+        }
+
+    def _sequence(
+        self, rows: pa.RecordBatch, row: int, laid: Laid, tokens: AnyArray, token_ends: AnyArray
+    ) -> _Sequence:
+        """Where numbers are read, and whose they are. Raises ValueError."""
+        if not len(tokens):
+            raise ValueError(
+                "the text is empty; give a judge that begins texts with a token, or drop empty"
+                " rollouts"
+            )
+        if self._most is not None and len(tokens) > self._most:
+            raise ValueError(
+                f"the text has {len(tokens)} tokens, but '{self._declaration.model.name}' takes"
+                f" {self._most}; lower max_tokens"
+            )
+        if int(tokens.max()) >= self._vocabulary:
+            raise ValueError(
+                f"the text has token {tokens.max()}, but '{self._declaration.model.name}' knows"
+                f" {self._vocabulary}; give a judge whose tokenizer is its own"
+            )
+        none = np.zeros(0, np.int64)
+        if self._declaration.per == "rollout":
+            return _Sequence(tokens, np.array([len(tokens) - 1]), none)
+        ends = step_ends(rows.column(COMPLETION)[row].as_py(), self._declaration.cut)
+        chosen = np.flatnonzero(rows.column(MASK)[row].as_py())
+        if not ends or not len(chosen):
+            return _Sequence(tokens, none, none)
+        ids = np.asarray(rows.column(TOKENS)[row].as_py())[chosen].tolist()
+        places = chosen[[*read_ends(self._policy_tokenizer, ids, ends)[:-1], len(chosen) - 1]]
+        read = np.minimum(tokens_at(token_ends, laid.begin + np.array(ends)), len(tokens) - 1)
+        alone = np.r_[read[1:] != read[:-1], True]  # of steps that end within one token the last
+        return _Sequence(tokens, read[alone], places[alone])
+
+    def _check(self, rows: pa.RecordBatch) -> None:
+        """Once, on the first rows with a text."""
+        if self._is_checked:
+            return
+        if told := disagreement(self._policy_tokenizer, rows):
+            raise OperatorError(
+                f"'{self._node}' looks for the last token of each step, but the tokens are not"
+                f" those of its tokenizer: {told}; give policy=Model(...), whose tokens they are"
+            )
+        self._is_checked = any(rows.column(COMPLETION).to_pylist())
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """A text as the judge reads it."""
+
+    tokens: AnyArray
+    read: AnyArray
+    """Tokens at which a number is read."""
+    places: AnyArray
+    """Tokens of the rollout that they belong to."""
+
+
+def _asked(
+    rows: pa.RecordBatch, sequences: dict[int, _Sequence], failures: dict[int, str]
+) -> ModelQuery:
+    """A token more at the end of each, which is not computed: a number is read at the one before
+    that asked for.
+    """
+    row_R = np.array(list(sequences), np.int64)
+    tokens, read = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
+    for sequence in sequences.values():
+        tokens.append(np.r_[sequence.tokens, 0])
+        read.append(np.isin(np.arange(len(sequence.tokens) + 1), sequence.read + 1))
+    return ModelQuery(
+        tokens_S=np.concatenate(tokens),
+        read_S=np.concatenate(read),
+        offsets=np.r_[0, np.cumsum([len(each) for each in tokens[1:]])].astype(np.int64),
+        groups_R=rows.column(GROUP_ID).to_numpy()[row_R],
+        row_R=row_R,
+        places_R=tuple(sequence.places for sequence in sequences.values()),
+        failures=failures,
+    )
 
 
 def reading_of(
     declaration: ForwardKnobs, node: str, module: Any, *, is_alone: bool = False
 ) -> Reading:
     """How a declared operator asks a module that is loaded already; is_alone: and is not shared
-    out."""
+    out.
+    """
     config = module.config.get_text_config()
     most = longest(declaration.model, config)
     if isinstance(declaration, RewardKnobs):

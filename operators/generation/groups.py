@@ -46,7 +46,8 @@ NOT_FINITE = (
 @dataclass(slots=True)
 class PromptGroup:
     """A prompt and its rollouts; or the conversation of an episode so far, and the policy's
-    turn."""
+    turn.
+    """
 
     source: str
     group_id: int
@@ -116,14 +117,16 @@ class PromptGroup:
 
     def mark_of(self, seed: int) -> int:
         """A checksum of what its rollouts depend on beside weights: the run's seed, how tokens are
-        drawn, the prompt's tokens. int64."""
+        drawn, the prompt's tokens. int64.
+        """
         prompt = np.ascontiguousarray(self.prompt, np.int64).tobytes()
         head = f"{seed}/{self.source}/{self.group_id}/{self.sampled}/"
         return xxhash.xxh3_64_intdigest(head.encode() + prompt) - (1 << 63)
 
     def go_on(self, found: Mapping[int, PartialRollout]) -> None:
         """Take over rollouts that an earlier process began, by position: ended ones have ended, the
-        others go on from there, and before those that begin."""
+        others go on from there, and before those that begin.
+        """
         for position, rollout in found.items():
             if rollout.finish_reason is None:
                 self.partial[position] = rollout
@@ -142,7 +145,8 @@ class PromptGroup:
 
     def unwritten_ends(self, least: int) -> list[tuple[int, PartialRollout]]:
         """By position, the rest of rollouts that ended; nothing as long as none of the group's has
-        `least` tokens."""
+        `least` tokens.
+        """
         ended = [row for row in self.rows if row is not None]
         if not any(self.written) and all(len(row.tokens) - row.start < least for row in ended):
             return []
@@ -177,7 +181,8 @@ def of_prompts(
     """A group for each prompt of a batch; one that could not be encoded has failed already.
 
     encoded: tokens of each, or what is wrong with it. group_size: rollouts of a prompt that does
-    not say."""
+    not say.
+    """
     numbers = (
         batch.records.column(name).to_pylist() for name in (GROUP_ID, GROUP_SIZE, MIN_VERSION)
     )
@@ -273,7 +278,8 @@ def error_of(row: EndedRollout) -> str | None:
 
 def _prompt_rows(groups: Sequence[PromptGroup], sizes: AnyArray) -> pa.RecordBatch:
     """The rows that the groups came from, each as often as it has rollouts, with the size that they
-    got."""
+    got.
+    """
     slices = [group.batch.records.slice(group.row, 1) for group in groups]
     table = pa.Table.from_batches(slices).combine_chunks()
     batch = table.to_batches()[0].take(pa.array(np.repeat(np.arange(len(groups)), sizes)))

@@ -1,5 +1,6 @@
 """When a generator writes down what unfinished rollouts have drawn, and with which of it a later
-process goes on."""
+process goes on.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class PartialRollouts:
 
     Once in `every` decode steps it writes the rollouts that have grown by `every` tokens since they
     were last written, and the ends of those whose siblings go on. A group whose rollouts all are
-    shorter costs nothing."""
+    shorter costs nothing.
+    """
 
     def __init__(
         self, files: Mapping[str, PartialRolloutFiles], *, seed: int, every: int, masks: bool
@@ -55,7 +57,8 @@ class PartialRollouts:
 
         sampled: what groups of the run were sampled with, newest last; it goes on with what it had.
         may_go_on: whether a rollout that has drawn this much, or ended with it, may still be
-        trained."""
+        trained.
+        """
         files = self._files.get(group.source)
         if files is None or group.batch.records.column(ROUND_SIZE)[group.row].as_py():
             return
@@ -125,7 +128,8 @@ class PartialRollouts:
 
 def partial_rollouts_of(declaration: GeneratorKnobs, context: Context) -> PartialRollouts | None:
     """Those of a generator that has a run folder, those of earlier processes looked through; None
-    for vLLM, which cannot go on with any."""
+    for vLLM, which cannot go on with any.
+    """
     folder, ledger = context.folder, context.ledger
     if folder is None or ledger is None or declaration.engine == "vllm":
         return None

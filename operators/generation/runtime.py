@@ -1,5 +1,6 @@
 """The generator at work: prompts in, segments of decode steps, whole groups out, weights taken in
-between."""
+between.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +8,164 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import xxhash
 
 from dataflow.folder.partial_rollouts import PartialRollout
-from dataflow.records import PROMPT, SAMPLED_COLUMNS
+from dataflow.records import (
+    COMPLETION,
+    ERROR,
+    FINISH_REASON,
+    GROUP_ID,
+    MIN_VERSION,
+    MOST_TOKENS,
+    OF_GROUP,
+    OF_SOURCE,
+    PROMPT,
+    SAMPLED_COLUMNS,
+    SAMPLING_MASK,
+    SAMPLING_MASK_TYPE,
+    SEED,
+    STOP,
+    TEMPERATURE,
+    TOKENS,
+    TURN_ANSWER,
+    schema,
+)
 from dataflow.rules.admission import Admission
 from dataflow.rules.leave import enough, leaves
 from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
+from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.weight_ends import WeightsIn
 from operators.chat.chat_template import ChatTemplate
 from operators.engine.decode import PREFILL_TOKENS
+from operators.engine.finish_reasons import TOO_LONG
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.make import make_engine
 from operators.engine.request_stops import StopCache
 from operators.engine.results import EndedRollout, PromptStart
 from operators.engine.sleep import put_aside
 from operators.generation import groups
-from operators.generation.decode_times import DecodeTimes
-from operators.generation.groups import PromptGroup
+from operators.generation.groups import REASONS, PromptGroup, error_of, temperature_of, texts_of
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.sampled_with import SampledWith
-from operators.generation.tokenize import RowLayout, encode
-from operators.generation.turn_groups import answers, turns_of
-from operators.generation.turns import no_turns, with_turns
+from operators.generation.tokenize import RowLayout, encode, unknown_token
+from operators.generation.turns import Turn, no_turns, queue_of, with_turns
 from operators.models.read_weights import ReadWeights
+
+# Turns that episodes ask a generator for, as groups of one: admitted as the group of their
+# rollout, and answered.
+
+
+def turns_of(
+    batch: Batch, context_tokens: int, vocabulary: int, node: str
+) -> Iterator[PromptGroup]:
+    """The turns of a batch of requests; one whose conversation fills the context has ended, with
+    nothing said, and one with a token beyond the `vocabulary` has failed.
+    """
+    records = batch.records
+    names = (GROUP_ID, OF_SOURCE, OF_GROUP, MIN_VERSION, SEED, MOST_TOKENS, TEMPERATURE, STOP)
+    columns = [records.column(name).to_pylist() for name in names]
+    lists = records.column(TOKENS)
+    for row, values in enumerate(zip(*columns, strict=True)):
+        number, source, group_id, min_version, seed, most, temperature, stop = values
+        tokens = np.asarray(lists[row].values.to_numpy(), np.int64)
+        turn = Turn(
+            number=number,
+            queue=queue_of(batch.source, source),
+            seed=seed,
+            limit=len(tokens) + most,
+            temperature=temperature,
+            stop=tuple(stop or ()),
+        )
+        group = PromptGroup(
+            source=batch.source,
+            group_id=group_id,
+            size=1,
+            min_version=min_version,
+            batch=batch,
+            row=row,
+            prompt=tokens,
+            unstarted=1,
+            left=1,
+            rows=[None],
+            turn=turn,
+        )
+        if (fault := unknown_token(tokens, vocabulary, node)) is not None:
+            group.fail(fault)
+        elif len(tokens) >= context_tokens:
+            said = EndedRollout(
+                tokens=RolloutTokens.given(tokens), start=len(tokens), reason=TOO_LONG, text=""
+            )
+            group.rows, group.unstarted, group.left = [said], 0, 0
+        yield group
+
+
+def answers(turns: Sequence[PromptGroup], tokenizer: Any, ends: frozenset[int]) -> pa.RecordBatch:
+    """What was drawn of some turns, in the columns of `TURN_ANSWER`."""
+    rows = [row for group in turns for row in group.rows if row is not None]
+    said = [row.tokens[row.start :] for row in rows]
+    offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in said])])
+    tokens = RolloutTokens.joined(said)
+    made = tokens.columns(offsets, sampling_mask=True) | {
+        GROUP_ID: pa.array([group.number for group in turns], pa.int64()),
+        COMPLETION: pa.array(texts_of(rows, tokenizer, ends), pa.string()),
+        TEMPERATURE: pa.array(
+            [temperature_of(group) for group in turns], pa.float64(), from_pandas=True
+        ),
+        FINISH_REASON: pa.array([REASONS[row.reason] for row in rows], pa.string()),
+        ERROR: pa.array([error_of(row) for row in rows], pa.string()),
+    }
+    if tokens.sampling_mask is None:
+        made[SAMPLING_MASK] = pa.nulls(len(rows), SAMPLING_MASK_TYPE)
+    return pa.RecordBatch.from_arrays(
+        [made[name] for name in TURN_ANSWER], schema=schema(TURN_ANSWER)
+    )
+
+
+# What decode steps take, by how many rollouts they carry on: it tells seconds of a step from
+# those of a rollout.
+
+
+class DecodeTimes:
+    """Steps, rollouts, tokens that these looked back at, and seconds, each summed over steps of
+    about as many rollouts.
+
+    >>> times = DecodeTimes()
+    >>> for rollouts in (3, 4):
+    ...     times.add(rollouts, 100, 0.25)
+    >>> times.status()
+    {'decode_4_steps': 2, 'decode_4_rollouts': 7, 'decode_4_looked': 200, 'decode_4_s': 0.5}
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[int, int, int, float]] = {}
+        """By the most rollouts of their steps, a power of two."""
+
+    def add(self, rollouts: int, looked: int, seconds: float) -> None:
+        """A step has drawn a token for each of so many rollouts, which together had `looked` before
+        it.
+        """
+        if rollouts < 1:
+            return
+        most = 1 << (rollouts - 1).bit_length()
+        steps, known, back, spent = self._sums.get(most, (0, 0, 0, 0.0))
+        self._sums[most] = (steps + 1, known + rollouts, back + looked, spent + seconds)
+
+    def status(self) -> dict[str, float | int]:
+        """Small numbers for the heartbeat, which are added up over replicas."""
+        return {
+            f"decode_{most}_{name}": value
+            for most, (steps, rollouts, looked, seconds) in sorted(self._sums.items())
+            for name, value in (
+                ("steps", steps),
+                ("rollouts", rollouts),
+                ("looked", looked),
+                ("s", round(seconds, 6)),
+            )
+        }
 
 
 class GeneratorRuntime(Runtime):
@@ -45,7 +179,8 @@ class GeneratorRuntime(Runtime):
 
     def __init__(self, declaration: GeneratorKnobs, context: Context) -> None:
         """Load model and tokenizer onto the device of `context`, and attach the weights to its
-        plane."""
+        plane.
+        """
         self._declaration, self._context = declaration, context
         self._sampled = SampledWith.over(declaration, context.changes)
         built = make_engine(declaration, context)
@@ -82,14 +217,16 @@ class GeneratorRuntime(Runtime):
 
     def room(self) -> int:
         """Prompts it would take now; above 0 while any source that may arrive has no prompt
-        waiting, turns aside."""
+        waiting, turns aside.
+        """
         sources = {*self._context.columns, *no_turns([*self._admission.sources])}
         waiting = (len(self._admission.sources.get(source, ())) for source in sources)
         return prompt_room(self._declaration.slots, waiting)
 
     def push(self, batch: Batch) -> None:
         """Tokenize the prompts into their source's queue; what cannot be served is complete at
-        once."""
+        once.
+        """
         for group in self._arriving(batch):
             self._owed += group.size
             if group.left:
@@ -114,7 +251,8 @@ class GeneratorRuntime(Runtime):
 
     def work(self) -> list[Batch] | None:
         """Decode up to `segment_tokens` steps; the groups completed, or None when nothing can be
-        done."""
+        done.
+        """
         if not self._awake:
             self._weights.hear()
             return self._out() if self._complete else None
@@ -152,7 +290,8 @@ class GeneratorRuntime(Runtime):
 
     def starved(self) -> bool:
         """While prompts wait, no rollout is under way, and none may start under the weights at
-        hand."""
+        hand.
+        """
         if not self._owed or self._complete:
             return False
         if not self._weights.can_be_had:
@@ -171,14 +310,16 @@ class GeneratorRuntime(Runtime):
 
     def sleep(self) -> None:
         """Give weights and cache back; rollouts under way go on later. Notes and offers are still
-        heard."""
+        heard.
+        """
         assert self._native is not None, "what takes turns runs this project's own engine"
         self._weights.sleep(put_aside(self._native))
         self._awake = False
 
     def wake(self) -> None:
         """Have memory for the weights again; they are adopted, as they were or newer, before the
-        next step."""
+        next step.
+        """
         self._weights.wake()
         self._awake = True
 
@@ -201,7 +342,8 @@ class GeneratorRuntime(Runtime):
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Hears {"dropped": groups that the trainer gave up} and {"drain": whether those it takes
-        turns with end}."""
+        turns with end}.
+        """
         self._drains = bool(message.get("drain", self._drains))
         self._told_dropped = max(self._told_dropped, int(message.get("dropped", 0)))
 
@@ -209,7 +351,8 @@ class GeneratorRuntime(Runtime):
         """Version, active rollouts, waiting prompts; tokens/s and share of slots used since the
         last call; `begun`: rollouts that have not left, and would be drawn again; `recalled`:
         tokens that an earlier process had drawn; `looked`: tokens looked back at; `decode_64_s` and
-        the like: of steps with 33 to 64 rollouts that began none."""
+        the like: of steps with 33 to 64 rollouts that began none.
+        """
         now, drawn, steps = self._context.clock(), self.engine.drawn, self.engine.steps
         then, drawn_then, steps_then = self._seen
         self._seen = (now, drawn, steps)
@@ -231,7 +374,8 @@ class GeneratorRuntime(Runtime):
 
     def under_way(self) -> dict[str, int]:
         """Tokens drawn and rollouts that are being drawn: a slice of a large model takes
-        minutes."""
+        minutes.
+        """
         return {"tokens": self.engine.drawn, "active": self.engine.live}
 
     def close(self) -> None:
@@ -243,7 +387,8 @@ class GeneratorRuntime(Runtime):
 
     def _listen(self) -> None:
         """A safe point: take the newest weights that are offered; a restarted trainer's may have
-        the same number."""
+        the same number.
+        """
         taken = self._weights.take()
         if taken is not None:
             self.engine.adopted(taken)
@@ -345,7 +490,8 @@ class GeneratorRuntime(Runtime):
 
     def _out(self) -> list[Batch]:
         """One batch for each source that has complete groups; acknowledges arrivals that are done
-        with."""
+        with.
+        """
         if self._context.ledger is not None:
             for source, ids in self._started.items():
                 self._context.ledger.advance(source, ids, "generating")

@@ -26,7 +26,8 @@ class SampledWith:
     @classmethod
     def over(cls, declaration: GeneratorKnobs, changes: Iterable[KnobChange]) -> list[SampledWith]:
         """Those that the run has had, newest last. declaration: with the values in force; changes:
-        that led there."""
+        that led there.
+        """
         found = [cls.of(declaration)]
         for each in reversed(list(changes)):
             if each.knob in declaration.settable():

@@ -1,5 +1,6 @@
 """Turns prompts (text, or chat messages as JSON) into token ids, or into what is wrong with
-them."""
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ T = TypeVar("T", bound=ChatTemplate)
 @dataclass(frozen=True)
 class RowLayout:
     """What a row itself says of how its chat is laid out, as JSON; null where it says nothing.
-    Reading it raises ValueError."""
+    Reading it raises ValueError.
+    """
 
     tools: str | None = None
     """Definitions of tools."""
@@ -43,7 +45,8 @@ class RowLayout:
     @classmethod
     def of_rows(cls, records: pa.RecordBatch | pa.Table) -> list[RowLayout]:
         """Of each row, in its columns `tools` and `chat_template_kwargs`, where it has them as
-        text."""
+        text.
+        """
         columns = [
             (
                 records.column(name).to_pylist()
@@ -57,7 +60,8 @@ class RowLayout:
 
     def of(self, template: T, tools: Sequence[Message]) -> tuple[T, Sequence[Message]]:
         """The template with the row's own options, and the tools that it is to tell of. tools:
-        those of its episode, of which a row may have some as its own."""
+        those of its episode, of which a row may have some as its own.
+        """
         own: list[Message] = _read(TOOLS, self.tools, list) or []
         unknown = [
             name for name in map(_name_of, own) if tools and name not in set(map(_name_of, tools))
@@ -110,7 +114,8 @@ def too_long(taker: Generate, table: pa.Table) -> str:
     all have some.
 
     Only prompts of as many bytes are made tokens of, and of very many some. Raises RecordError
-    where none has room."""
+    where none has room.
+    """
     from operators.models.borders import longest
     from operators.models.loading import load_configs, load_tokenizer
 

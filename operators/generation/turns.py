@@ -11,7 +11,8 @@ from dataflow.staleness import Bound
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One turn of a rollout that an episode makes: a group of one, admitted as the group of the
-    rollout."""
+    rollout.
+    """
 
     number: int
     """By which the batch that it came with knows it."""
@@ -28,7 +29,8 @@ class Turn:
 
 def with_turns(bounds: Mapping[str, Bound], episodes: Iterable[str]) -> dict[str, Bound]:
     """Bounds by source and, for each queue of turns, that of the source whose rollouts they belong
-    to."""
+    to.
+    """
     turns = {
         queue_of(episode, source): bound for episode in episodes for source, bound in bounds.items()
     }

@@ -11,7 +11,8 @@ given.
 
 A loss of whole rollouts puts a rollout's number at each of its tokens, so that
 Trainer(normalize="rollout_means") makes the mean over rollouts of it. `plus`, `with_kl`,
-`with_entropy` and `one_update` make losses of losses."""
+`with_entropy` and `one_update` make losses of losses.
+"""
 
 from operators.losses.clipped import dapo, dr_grpo, grpo, ppo, reinforce_plus_plus
 from operators.losses.combined import (

@@ -1,5 +1,6 @@
 """PPO's clipped objective and the algorithms that differ in its bounds, in credit and in what the
-sum is divided by."""
+sum is divided by.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def ppo(
     Assumes `logprobs` of the policy before the update, an advantage per token from `credit.gae`
     over a critic's values (trained with `value_loss`), whitened over the step
     (Trainer(whiten=True)), and normalize="tokens". A KL penalty is in the reward:
-    `credit.token_rewards` and `credit.token_gae`."""
+    `credit.token_rewards` and `credit.token_gae`.
+    """
     return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)
 
 
@@ -51,7 +53,8 @@ def grpo(
 
     Assumes `logprobs` of the policy before the update, `normalized_advantage`, and
     normalize="rollout_means": the mean over rollouts of each rollout's mean. The paper's KL term is
-    `with_kl(grpo, beta=0.04)`."""
+    `with_kl(grpo, beta=0.04)`.
+    """
     return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)
 
 
@@ -104,5 +107,6 @@ def reinforce_plus_plus(
     Assumes `logprobs` of the policy before the update, the advantage of `credit.reward_to_go` over
     `credit.token_rewards` (KL in the reward), normalised over the whole step by
     Trainer(whiten=True), and normalize="tokens". Its variant with a baseline takes
-    `credit.advantage` instead, whitened the same."""
+    `credit.advantage` instead, whitened the same.
+    """
     return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)

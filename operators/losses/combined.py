@@ -3,7 +3,8 @@ own proximal policy.
 
 What comes back is a loss like any other: it reads the columns of its parts, has the knobs of all of
 them, takes more of them through functools.partial, and can be combined again. It is called by
-parameter names."""
+parameter names.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def with_kl(loss: Loss, beta: float = 0.04, *, corrected: bool = False) -> Loss:
 @checked
 def with_entropy(loss: Loss, weight: float = 0.001) -> Loss:
     """The loss minus weight times the entropy: `plus(loss, entropy_bonus)`; knob
-    `entropy_weight`."""
+    `entropy_weight`.
+    """
     return plus(loss, functools.partial(entropy_bonus, entropy_weight=weight))
 
 
@@ -68,7 +70,8 @@ def one_update(loss: Loss) -> Loss:
 
     For a trainer that makes one update per rollout, these are those of the policy before the
     update: no operator has to compute them, the ratio new / proximal is 1, and clipping never acts.
-    GraphError for a loss that reads none."""
+    GraphError for a loss that reads none.
+    """
     parameters = dict(inspect.signature(loss).parameters)
     if parameters.pop(PROXIMAL, None) is None:
         raise GraphError(
@@ -103,14 +106,16 @@ def corrected_kl(
     2512.02556).
 
     Unbiased in value and in gradient, the reverse KL's, whatever policy mu drew the tokens. The
-    ratio is not bounded."""
+    ratio is not bounded.
+    """
     return ratio_of(new_logprobs - logprobs) * kl_to_reference(new_logprobs, ref_logprobs, kl_beta)
 
 
 @loss
 def entropy_bonus(entropy: Tensor, entropy_weight: float = 0.001) -> Tensor:
     """Minus entropy_weight times the entropy of the policy at each token, in nats (arXiv
-    1602.01783)."""
+    1602.01783).
+    """
     return -entropy_weight * entropy
 
 

@@ -21,7 +21,8 @@ def value_loss(
     1506.02438). For a Trainer on a Model with head="value", with the policy's unwhitened advantages
     and normalize="tokens". values: of the critic that the advantages were made with. clip: the
     worse of the errors with and without the change of a value bounded to this much, so that a value
-    which has gone so far has no gradient; None: no bound."""
+    which has gone so far has no gradient; None: no bound.
+    """
     target = values + advantage
     error = (new_values - target).square()
     if clip is not None:

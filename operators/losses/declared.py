@@ -1,5 +1,6 @@
 """A loss's declaration: a call that gives knobs and no tensors is refused, with the way to set
-them."""
+them.
+"""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar

@@ -1,5 +1,6 @@
 """Ratios, and sums and means over each rollout's tokens, laid out per token again; without waiting
-for the device."""
+for the device.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ token's gradient would cost the whole step."""
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
     """exp, held at e^20, where it has no gradient: two policies that are further apart agree in
-    nothing."""
+    nothing.
+    """
     return log_ratio.clamp(max=MOST_LOG_RATIO).exp()
 
 
 def total(values: Tensor, index: Tensor) -> Tensor:
     """Sums by index, [T]: entry i is that of index i. There are no more rollouts or groups than
-    tokens."""
+    tokens.
+    """
     return values.new_zeros(len(values)).index_add(0, index, values)
 
 

@@ -29,7 +29,8 @@ def dpo(
     best and worst are by `reward` (the earlier one of equals). Needs no credit rule. Assumes one
     reward per rollout, `ref_logprobs` of the policy at the start, and normalize="rollout_means":
     both rollouts of a pair carry its loss, times half the group's rollouts, so that the step's loss
-    is the mean over groups. A group of equal rewards counts as 0."""
+    is the mean over groups. A group of equal rewards counts as 0.
+    """
     from torch.nn.functional import logsigmoid
 
     best_T = _is_chosen(reward, rollout_index, group_index)
@@ -45,7 +46,8 @@ def dpo(
 
 def _is_chosen(score: Tensor, rollout_index: Tensor, group_index: Tensor) -> Tensor:
     """Whether each token [T] belongs to its group's first rollout of the highest score, up to
-    rounding."""
+    rounding.
+    """
     from torch import finfo
 
     most_T = score.new_full(score.shape, -math.inf).scatter_reduce(0, group_index, score, "amax")[

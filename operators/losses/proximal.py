@@ -4,7 +4,8 @@ Three policies: the one that is trained (`new_logprobs`), the proximal one that 
 near (`proximal_logprobs`, a column: Logprobs over weights that are newer than the generator's, or
 the same in the trainer's precision), and the one that drew the tokens (`logprobs`). The objective's
 ratio is new / proximal; the weight proximal / generator is a constant. `one_update(loss)` takes the
-trainer's own weights as the proximal ones."""
+trainer's own weights as the proximal ones.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def truncated_is(
     Truncated importance sampling (Ionides 2008) as Yao et al. 2025, "Your efficient RL framework
     secretly brings you off-policy RL training", put it before the clipped objective. Assumes
     proximal log-probabilities of the generator's weights in the trainer's precision, and the credit
-    and normalize of the clipped loss that it stands for."""
+    and normalize of the clipped loss that it stands for.
+    """
     weight = ratio_of(proximal_logprobs - logprobs).clamp(max=cap)
     return -weight * clipped(
         ratio_of(new_logprobs - proximal_logprobs), advantage, clip_low, clip_high
@@ -79,7 +81,8 @@ def sequence_truncated_is(
 
     Unbiased up to the cap, where the weight per token leaves out how likely the prefix was; its
     variance grows with length. Otherwise as `truncated_is` (Yao et al. 2025), and with the same
-    assumptions."""
+    assumptions.
+    """
     weight = ratio_of(sum_per_rollout(proximal_logprobs - logprobs, rollout_index)).clamp(max=cap)
     return -weight * clipped(
         ratio_of(new_logprobs - proximal_logprobs), advantage, clip_low, clip_high
@@ -103,7 +106,8 @@ def icepop(
     Within the interval a token is weighted by proximal / generator; outside, the two disagree too
     much for it to be of use, and it has neither value nor gradient (it still counts in what the sum
     is divided by). The paper names the bounds alpha and beta. Assumes what `truncated_is` assumes;
-    the paper's credit is `normalized_advantage`."""
+    the paper's credit is `normalized_advantage`.
+    """
     ratio = ratio_of(proximal_logprobs - logprobs)
     weight = ratio.where((ratio >= least) & (ratio <= most), 0.0)
     return -weight * clipped(

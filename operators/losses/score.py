@@ -16,7 +16,8 @@ def rloo(new_logprobs: Tensor, advantage: Tensor) -> Tensor:
 
     Assumes `credit.leave_one_out`, normalize="rollouts", and rollouts of the very policy that is
     trained (max_staleness=0): it corrects for nothing. With older rollouts take `aipo` with the
-    same credit."""
+    same credit.
+    """
     return -advantage * new_logprobs
 
 

@@ -23,6 +23,7 @@ def distill(
     teacher finds the token. It looks at each token by itself, not at what comes of it. Tokens of an
     older policy are weighted as in `aipo`, up to `rho`. Assumes `teacher_logprobs` from Logprobs on
     the teacher, at the temperature of sampling and over the whole vocabulary, and no reward. Any
-    normalize; "tokens" makes it the KL per token."""
+    normalize; "tokens" makes it the KL per token.
+    """
     weight = ratio_of(new_logprobs.detach() - logprobs).clamp(max=rho)
     return -weight * (teacher_logprobs - new_logprobs.detach()) * new_logprobs

@@ -1,5 +1,6 @@
 """Policy gradients under a truncated importance weight: every token keeps its gradient, some with a
-smaller weight."""
+smaller weight.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +55,7 @@ def cispo(
     The gradient is  clip(r, 1 - clip_low, 1 + clip_high) * A * grad log pi : no token loses its
     gradient. The paper bounds the weight from above alone, as clip_low=1 does. Assumes
     `normalized_advantage`; the paper divides by the tokens of a group's rollouts
-    (normalize="tokens", over the whole step)."""
+    (normalize="tokens", over the whole step).
+    """
     ratio = ratio_of(new_logprobs.detach() - logprobs)
     return -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage * new_logprobs

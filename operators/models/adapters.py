@@ -1,5 +1,6 @@
 """Low-rank adapters on the trainer's side: added to a loaded model, saved and read in peft's
-format; imports torch."""
+format; imports torch.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def add(
 
     base: what the module was loaded from; `save` writes it down. folder: whose adapters these are
     to go on from, as its config has them. Raises ModelError where peft is not there, and as
-    `adapted_layers`."""
+    `adapted_layers`.
+    """
     try:
         import peft
     except ImportError as error:
@@ -85,14 +87,16 @@ def add(
 
 def outlined(found: Outline, lora: LoRA, base: Model, folder: Path | None = None) -> Outline:
     """The outline of a model with adapters, whose values are those that `add` gives. Raises as
-    it."""
+    it.
+    """
     module = found.module
     names = {id(weight): name for name, weight in module.named_parameters()}
     of_meta: dict[int, tuple[str, torch.nn.Parameter]] = {}
 
     def beside(weight: Tensor) -> Tensor:
         """peft puts adapters on the device of a weight, which must be one: this takes no memory
-        there."""
+        there.
+        """
         if not weight.is_meta:
             return weight
         stand_in = torch.nn.Parameter(
@@ -230,7 +234,8 @@ def is_adapted(module: Any) -> bool:
 
 def save(folder: Path, module: Any) -> None:
     """Write the adapters alone, in peft's format: `PeftModel.from_pretrained(base, folder)` loads
-    them."""
+    them.
+    """
     trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     files = {in_file(name): weight.detach().cpu().contiguous() for name, weight in trained.items()}
     save_file(files, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -246,7 +251,8 @@ def save_config(folder: Path, module: Any) -> None:
 
 def load(folder: Path, module: torch.nn.Module) -> None:
     """Put the adapters that `save` wrote into a module that has such. ModelError when they do not
-    fit."""
+    fit.
+    """
     own = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     read(folder, own)
 
@@ -254,7 +260,8 @@ def load(folder: Path, module: torch.nn.Module) -> None:
 @torch.no_grad()
 def read(folder: Path, into: Mapping[str, Tensor]) -> None:
     """Copy a folder's adapters into tensors under the trainer's names. ModelError when they do not
-    fit."""
+    fit.
+    """
     try:
         found = load_file(folder / WEIGHTS_FILE)
     except Exception as error:  # whatever safetensors raises means the same

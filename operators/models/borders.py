@@ -1,5 +1,6 @@
 """What of a model begins at some position: rope factors, settled for a run; windows and scales,
-moved into a proof."""
+moved into a proof.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def longest(model: Model, config: Any, declared: int | None = None) -> int | Non
     where none does.
 
     Raises ModelError for a length beyond the positions that the model has, or that its rope was
-    settled for."""
+    settled for.
+    """
     text = config.get_text_config()
     own = getattr(text, "max_position_embeddings", None)
     most = model.context_tokens or own
@@ -52,7 +54,8 @@ def longest(model: Model, config: Any, declared: int | None = None) -> int | Non
 
 def changing_rope(config: Any) -> set[str]:
     """Kinds of rope, of all layers of a text config, whose factors depend on the longest
-    position."""
+    position.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = {
         each.get("rope_type", "")
@@ -118,7 +121,8 @@ def late_borders(module: Any, most: int | None = None) -> dict[str, float]:
 @contextlib.contextmanager
 def moved_borders(module: Any, names: Collection[str]) -> Iterator[None]:
     """The same module with these borders at MOVED, so that a short sequence lies on both sides of
-    each."""
+    each.
+    """
     before = [border for border in _borders(module) if border[1] in names]
     try:
         for holder, name, _ in before:

@@ -5,6 +5,7 @@ from dataflow.errors import RunError
 
 class ModelError(RunError):
     """A model or tokenizer that could not be loaded: folder, shard, weights, or code that may not
-    run."""
+    run.
+    """
 
     is_lasting = True

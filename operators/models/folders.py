@@ -1,5 +1,6 @@
 """What a folder of adapters alone says of itself: the model that they belong to, and their shape;
-imports no torch."""
+imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def base_of(model: Model) -> tuple[Model, Path | None]:
 def saved_layers(folder: Path) -> dict[str, LayerAdapter]:
     """The adapters in a folder by the path of their layer, as peft reads them: from the shapes of
     their tensors, and what the config says of their scale. ModelError where they are more than
-    plain ones."""
+    plain ones.
+    """
     config = _config(folder)
     odd = [
         name
@@ -127,7 +129,8 @@ def _layer(path: str, rank: int, config: Mapping[str, Any]) -> LayerAdapter:
 
 def _of_layer(path: str, pattern: Mapping[str, float] | None, usual: float) -> float:
     """A pattern's value for a layer, by peft's rule: the first key that the end of its path
-    matches."""
+    matches.
+    """
     return next(
         (value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", path)),
         usual,

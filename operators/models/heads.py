@@ -2,7 +2,8 @@
 
 Ranks in order take queries in order, and with them the keys and values that these attend to: a rank
 has whole heads of both, or, where there are more ranks than key/value heads, neighbouring ranks
-have the same one."""
+have the same one.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Heads:
 
     def rows(self, rows: int, rank: int) -> tuple[int, int]:
         """Which of the rows [0, rows) of a projection to keys or values a rank holds: [first,
-        last)."""
+        last).
+        """
         each = rows * self.copies // self.ranks
         first = rank // self.copies * each
         return first, first + each
@@ -108,7 +110,8 @@ def place_of(name: str) -> str:
 
 def settle_groups(model: Any, heads: Heads) -> None:
     """Tell the attention of each layer of a rank's slice how many of its queries attend to each
-    key/value head."""
+    key/value head.
+    """
     for module in model.modules():
         if hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = heads.groups

@@ -1,5 +1,6 @@
 """Which part of a tensor a rank holds: asked of DTensor, so that there is no second set of
-rules."""
+rules.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from operators.models.slices import Runs, whole
 
 def held(tensor: Any) -> Runs:
     """Of a tensor, all; of a DTensor, what this rank holds: of each dimension, ranges [first, last)
-    of indices."""
+    of indices.
+    """
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape)
     return [_along(tensor, dim) for dim in range(tensor.ndim)]

@@ -72,7 +72,8 @@ def outlined(
 ) -> Outline | None:
     """The module of `model` on the meta device, in eval mode, and where its weights lie, for ranks
     that read what they hold; None where it has to be loaded at once, which the log says why.
-    Arguments and errors as `load_model`; a source that holds adapters alone has none."""
+    Arguments and errors as `load_model`; a source that holds adapters alone has none.
+    """
     from operators.models.borders import settle_rope
     from operators.models.slices import NoOutline, files_of, outline
 
@@ -101,7 +102,8 @@ def outlined(
 
 def fill(model: Model, found: Outline, tensors: Mapping[str, tuple[torch.Tensor, Runs]]) -> None:
     """`Outline.fill`, and then memory that reading took is given back. ModelError where a file
-    cannot be read."""
+    cannot be read.
+    """
     with _attributed(model, "weights"):
         found.fill(tensors)
     trim_memory()
@@ -125,7 +127,8 @@ def _on_meta(
     model: Model, dtype: str | torch.dtype | None, attention: str | None
 ) -> torch.nn.Module:
     """A model of transformers without its weights, whose buffers are computed. NoOutline for
-    another."""
+    another.
+    """
     import torch
     import transformers
 
@@ -163,7 +166,8 @@ def _loaded_at_once(
 ) -> torch.nn.Module:
     """As transformers loads it, in memory of its own: what it gives are parts of mapped files,
     anywhere in them, and on CPUs the last bit of a matrix product depends on where its factors
-    begin."""
+    begin.
+    """
     import torch
 
     from operators.models.borders import settle_rope
@@ -261,7 +265,8 @@ def load_adapted(model: Model, *, device: str | torch.device = "cpu") -> torch.n
 
 def outlined_to_train(model: Model) -> Outline | None:
     """As `outlined`, of what a trainer trains: float32 weights, or those of `load_adapted`. Errors
-    as its."""
+    as its.
+    """
     from operators.models import adapters
 
     if model.lora is None:
@@ -281,7 +286,8 @@ def preload(model: Model) -> None:
     one.
 
     No weight is read and no device is touched; nothing is fetched, and no code of the model's own
-    is run."""
+    is run.
+    """
     import torch
     import transformers
 
@@ -359,7 +365,8 @@ def _check_folder(model: Model) -> None:
 
 def _located(model: Model) -> str:
     """The folder or id that transformers is given: of a GGUF file the folder that it is converted
-    into, now if need be."""
+    into, now if need be.
+    """
     if not is_gguf(model.source):
         return model.source
     try:
@@ -385,7 +392,8 @@ def _check_weights(model: Model, found: dict[str, Any]) -> None:
 
 def _settle_head(model: Model, module: Any, found: dict[str, Any]) -> None:
     """A critic without a head begins at 0, the same for every seed; a judge without one would give
-    random numbers."""
+    random numbers.
+    """
     fresh = sorted(key for key in found.get("missing_keys", ()) if _is_of_head(key))
     if model.head == "value" and fresh:
         parameters = dict(module.named_parameters())

@@ -1,5 +1,6 @@
 """Low-rank adapters on a reader's side: the model's own layers hold W + scale * B @ A, anew for
-each version."""
+each version.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +32,13 @@ class Merged:
     Every version is computed from the weights as they were loaded, so that nothing drifts. That
     costs the adapted layers' weights a second time, in their dtype and on their device, and while
     `adopted` runs one layer in float32 twice. Sums are float32 and rounded once, to the weights'
-    dtype."""
+    dtype.
+    """
 
     def __init__(self, module: torch.nn.Module, layers: Mapping[str, LayerAdapter]) -> None:
         """`module`: loaded, plain, without gradients; its `layers`, by path, are written to in
-        place."""
+        place.
+        """
         self.tensors: dict[str, Tensor] = {}
         """A and B of each layer, float32, under the trainer's names; 0 at first."""
         self._layers: list[_Layer] = []

@@ -1,5 +1,6 @@
 """The weights that an operator computes with, trained elsewhere or frozen: adopted, put aside,
-taken back."""
+taken back.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class ModelMemory:
 
         What lies in main memory that a version arrives in by itself, as over a network, stays
         there. What they had before the first version may be in use, as by a reference, and is put
-        aside."""
+        aside.
+        """
         again = isinstance(end, LetsGo) and end.let_go()
         arrives = not again and getattr(end, "version", -1) >= 0
         stays = {id(each) for each in self._attached if each.is_cpu} if arrives else set()
@@ -64,13 +66,15 @@ class RankMemory(ModelMemory):
         tensors: Callable[[], Iterable[Tensor]],
     ) -> None:
         """end: this rank's, of the weight plane. tensors: those of its model, once nothing else of
-        it is there."""
+        it is there.
+        """
         super().__init__(attached, aside)
         self._end, self._tensors = end, tensors
 
     def followed(self, message: object, channel: Channel[Any], watch: ExchangeWatch) -> bool:
         """Sleep or wake where rank 0 says so; False where it says something else. watch: of the
-        exchanges."""
+        exchanges.
+        """
         if not isinstance(message, Sleep | Wake):
             return False
         with watch.lifted():
@@ -100,7 +104,8 @@ class ReadWeights:
         span: Span = untold,
     ) -> None:
         """reader: the end that `attached` tensors are attached to; None: the weights are frozen.
-        aside, span: as of `Context`. ranks: the others, which sleep and wake when this one does."""
+        aside, span: as of `Context`. ranks: the others, which sleep and wake when this one does.
+        """
         self._reader, self._memory, self._ranks = (
             reader,
             ModelMemory(attached.values(), aside),
@@ -119,7 +124,8 @@ class ReadWeights:
     @property
     def version(self) -> int:
         """The version in use, or that which would be used next by one that is put aside; -1: none
-        was there yet."""
+        was there yet.
+        """
         if self._reader is None:
             return 0
         return self._reader.version if self._awake or self._offer is None else self._offer.version
@@ -142,7 +148,8 @@ class ReadWeights:
     def take(self) -> int | None:
         """A safe point: adopt the newest version that is offered, or have again what was put aside;
         a restarted trainer's may have the same number. The version, where the tensors have other
-        values or another memory now."""
+        values or another memory now.
+        """
         version = self._adopted(self._reader) if self._reader is not None else None
         if version is not None:
             self.ready, self._moved = True, False
@@ -175,7 +182,8 @@ class ReadWeights:
 
     def sleep(self, tensors: Iterable[Tensor]) -> None:
         """Put them aside, as `ModelMemory.sleep`, on all ranks; until `take` nobody may read
-        them."""
+        them.
+        """
         with self._together(Sleep()):
             again = self._memory.sleep(self._reader, tensors)
         self._may_return = again and (self.ready or self._may_return)

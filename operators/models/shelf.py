@@ -1,5 +1,6 @@
 """Where tensors go that nobody reads for a while: a GPU's to pinned main memory, main memory's to a
-file."""
+file.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ class Shelf:
 def return_freed_memory() -> None:
     """Have what was freed at other processes' disposal: allocators keep it for themselves
     otherwise, and cuBLAS 32 MiB for each stream that has multiplied on an H100; no captured graph
-    may be left that multiplies there."""
+    may be left that multiplies there.
+    """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear_workspaces is not None:
@@ -155,7 +157,8 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 def _view(storage: torch.UntypedStorage) -> memoryview:
     """Its bytes, for reading and writing; a storage that numpy has seen could not be given back any
-    more."""
+    more.
+    """
     return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast(
         "B"
     )

@@ -4,7 +4,8 @@ holds, and no more.
 The module is built on the meta device, as transformers itself builds one, with its buffers
 computed; it may be cut up as it is, and then be given memory and filled. What a file's names stand
 for, transformers' own rules say; where they ask for more than putting tensors beside each other,
-there is no outline, and the whole model has to be loaded."""
+there is no outline, and the whole model has to be loaded.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class Outline:
         """Read what a rank holds: by name, its part of a tensor, and which that is. `missing` ones
         become 0.
 
-        Raises OSError, and EOFError where a file is shorter than it was."""
+        Raises OSError, and EOFError where a file is shorter than it was.
+        """
         with _files() as opened, torch.no_grad():
             for name, (into, runs) in tensors.items():
                 if name in self.missing:
@@ -90,7 +92,8 @@ def whole(shape: Sequence[int]) -> Runs:
 
 def boxes(runs: Runs) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
     """The boxes that runs make: where each begins in the tensor, where in the part, and its
-    size."""
+    size.
+    """
     placed = []
     for ranges in runs:
         starts = itertools.accumulate((last - first for first, last in ranges), initial=0)
@@ -151,7 +154,8 @@ def outline(module: Any, files: Iterable[Path]) -> Outline:
 
 def saved_as(module: Any) -> Mapping[str, Sequence[FileTensor]] | None:
     """What of a module's tensors stands under other names in a folder that transformers loads;
-    None: nobody knows."""
+    None: nobody knows.
+    """
     if hasattr(module, _SAVED_AS):
         found: Mapping[str, Sequence[FileTensor]] = getattr(module, _SAVED_AS)
         return found
@@ -166,7 +170,8 @@ _SAVED_AS = "_dataflow_saved_as"
 
 def _tensors(module: Any) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Every name of a tensor of the module, with the first of those that share it; and the tensors
-    by that: parameters, and buffers that are saved."""
+    by that: parameters, and buffers that are saved.
+    """
     names: dict[str, str] = {}
     wanted: dict[str, Tensor] = {}
     first: dict[int, str] = {}
@@ -219,7 +224,8 @@ class _Rules:
 
     def target(self, name: str) -> tuple[str, str | None]:
         """The module's name for a file's, and the pattern of the conversion that it has a part in,
-        if any."""
+        if any.
+        """
         found: tuple[str, str | None] = self._rename(
             name, self._renamings, self._converters, self._prefix, self._wanted
         )
@@ -285,7 +291,8 @@ def _joined(
 def _putting_together(name: str, conversion: Any) -> tuple[bool, int, list[str]]:
     """Whether a conversion stacks the tensors of each pattern, the dimension along which it puts
     those of one pattern after those of another, and the patterns in that order. NoOutline where it
-    does anything else."""
+    does anything else.
+    """
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     kinds = [type(each) for each in conversion.operations]
@@ -338,7 +345,8 @@ def _files() -> Iterator[Callable[[Path], int]]:
 
 def with_buffers(module: Any) -> Any:
     """A model of transformers on the meta device, with its buffers computed on the CPU, as when it
-    is loaded."""
+    is loaded.
+    """
     for each in module.modules():
         if any(buffer.is_meta for buffer in each._buffers.values() if buffer is not None):
             for name, buffer in each._buffers.items():
@@ -353,7 +361,8 @@ def with_buffers(module: Any) -> Any:
 
 def given_memory(module: Any, device: str | torch.device) -> Any:
     """The module with memory for each of its tensors that has none, not set to anything, and the
-    others on `device`."""
+    others on `device`.
+    """
 
     def moved(tensor: Tensor) -> Tensor:
         there = (
@@ -385,7 +394,8 @@ def exchanged(module: Any, other: Callable[[Any], Any]) -> Any:
 
 def files_of(source: str, revision: str | None) -> list[Path]:
     """The safetensors files of a folder, or of a model on the hub. NoOutline where it has none, or
-    of another name."""
+    of another name.
+    """
     from transformers.utils.hub import cached_file
 
     def found(name: str) -> Path | None:

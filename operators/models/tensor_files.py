@@ -72,7 +72,8 @@ class FileContent:
 
 def content_of(path: Path) -> FileContent:
     """The header of a file. ValueError where it is none, or says more than the file holds;
-    OSError."""
+    OSError.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(_LENGTH.size)
@@ -107,7 +108,8 @@ def laid_out(
     metadata: Mapping[str, str],
 ) -> tuple[bytes, int, dict[str, StoredTensor]]:
     """The header of a file for tensors of these shapes, its size in bytes, and where each tensor
-    goes."""
+    goes.
+    """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     places, at = {}, 0
     for name, (shape, dtype) in sorted(
@@ -136,7 +138,8 @@ def read_part(file: int, stored: StoredTensor, offsets: Sequence[int], into: Ten
     `offsets`.
 
     file: a descriptor of `stored.path`. Raises OSError, and EOFError where the file ends before the
-    part."""
+    part.
+    """
     if not into.numel():
         return
     place = _Place.of(stored, offsets, into.shape)
@@ -161,7 +164,8 @@ def write_part(file: int, stored: StoredTensor, offsets: Sequence[int], part: Te
     """Write a part of a tensor, in any device's memory, to where it begins; others may write other
     parts meanwhile.
 
-    file: a descriptor of `stored.path`. Raises OSError."""
+    file: a descriptor of `stored.path`. Raises OSError.
+    """
     if not part.numel():
         return
     place = _Place.of(stored, offsets, part.shape)
@@ -187,7 +191,8 @@ def write_part(file: int, stored: StoredTensor, offsets: Sequence[int], part: Te
 @dataclass(frozen=True)
 class _Place:
     """Where a part of a tensor lies in its file: runs of neighbouring numbers, one for each index
-    but the last."""
+    but the last.
+    """
 
     begin: int
     """Byte of its first number."""
@@ -241,7 +246,8 @@ class _Place:
         """Some runs of `part` after the other, [runs, run] as views, and the byte where each such
         block begins.
 
-        with_gaps: what lies between the runs of a block goes through the buffer too."""
+        with_gaps: what lies between the runs of a block goes through the buffer too.
+        """
         gap = self.stride - self.run
         most = BUFFER_BYTES // (self.itemsize * (self.stride if with_gaps else self.run))
         if with_gaps and gap and self.run * self.itemsize >= LONG_RUN_BYTES:
@@ -258,7 +264,8 @@ class _Place:
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, which has to outlive this. Not by numpy: a
     tensor that has been an array once can never be parked, as its memory then may not be
-    resized."""
+    resized.
+    """
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

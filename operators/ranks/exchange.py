@@ -1,5 +1,6 @@
 """What ranks do together: rank 0 says what comes, all take part, and an exchange that breaks names
-who broke it."""
+who broke it.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Exchange:
     @contextlib.contextmanager
     def beside(self, message: Sleep | Wake) -> Iterator[None]:
         """Have the others put memory aside, or take it again, while rank 0 does so within; over
-        when all have."""
+        when all have.
+        """
         with self.together(f"a {type(message).__name__.lower()}"):
             self.tell(message)
             with self._watch.lifted():
@@ -65,7 +67,8 @@ class Exchange:
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
         """An error that another rank may have caused, as one that names it; the ranks end with
-        it."""
+        it.
+        """
         try:
             with self._watch.within():
                 yield
@@ -97,7 +100,8 @@ def next_message(
     """What rank 0 says next; `wait_s` bounds a message that has begun; `meanwhile` is called every
     `look_s` seconds.
 
-    Raises WorkerDied when rank 0 has ended."""
+    Raises WorkerDied when rank 0 has ended.
+    """
     while not channel.readable(look_s):
         meanwhile()
         if os.getppid() != parent:
@@ -116,7 +120,8 @@ def next_message(
 
 def expected(kind: type[T], channel: Channel[Any], rank: int, parent: int, wait_s: float) -> T:
     """The next message of rank 0, which is of this kind. Raises RunError for another, and as
-    `next_message`."""
+    `next_message`.
+    """
     message = next_message(channel, rank, parent, wait_s)
     if not isinstance(message, kind):
         raise RunError(

@@ -2,7 +2,8 @@
 
 Within a host they meet in a private file, and gloo listens on loopback; on several hosts they meet
 at rank 0's line, where only holders of the run's keys are heard, and gloo listens at the address by
-which the others find each host."""
+which the others find each host.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def _meeting(places: RankPlaces, timeout_s: float) -> Any:
 
 def watched(limit_s: float) -> ExchangeWatch:
     """Bound the waits of all process groups that there are, in the place of their own time-outs,
-    which run on while the run is stopped."""
+    which run on while the run is stopped.
+    """
     for found in _groups():
         dist.distributed_c10d._set_pg_timeout(NEVER, found)
     return ExchangeWatch(
@@ -108,7 +110,8 @@ def leave() -> None:
 
     With it goes what DTensor has cached of its meshes: a later mesh of the same shape, here or in a
     fork, would be given this rank's place and this group. No fork could clear that, as it has none
-    of the group's threads."""
+    of the group's threads.
+    """
     with contextlib.suppress(RuntimeError, ValueError, AssertionError):
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -120,7 +123,8 @@ def leave() -> None:
 
 def _forget_meshes() -> None:
     """As torch.distributed.tensor.debug does, whose import takes half a second; private: torch may
-    rename it."""
+    rename it.
+    """
     from torch.distributed.tensor import DTensor, _redistribute
 
     propagator = DTensor._op_dispatcher.sharding_propagator

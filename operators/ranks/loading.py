@@ -1,5 +1,6 @@
 """Reading a model on all ranks of a worker: all at once where each reads its own slices, else one
-after the other."""
+after the other.
+"""
 
 from __future__ import annotations
 

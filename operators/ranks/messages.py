@@ -1,5 +1,6 @@
 """What the ranks of every operator say to each other; each operator's protocol adds messages of its
-own."""
+own.
+"""
 
 from __future__ import annotations
 

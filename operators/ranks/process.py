@@ -1,5 +1,6 @@
 """A rank behind rank 0, as a process: its end of the channel, its last words where it fails, its
-leave of the group."""
+leave of the group.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def run_rank(
 
     wait_s: how long the other end may take to read. work: follows rank 0 to the end. What it raises
     is printed and told to rank 0, and the group is not left: the others may be gone, or wait in an
-    exchange."""
+    exchange.
+    """
     leave_to_leader()
     channel = Channel(socket.socket(fileno=end), codec, wait_s)
     try:

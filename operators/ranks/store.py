@@ -1,7 +1,8 @@
 """Where the ranks of a worker meet that are on several hosts: values at rank 0's line; imports
 torch.
 
-torch's own TCPStore listens to whoever connects; here only holders of the run's keys are heard."""
+torch's own TCPStore listens to whoever connects; here only holders of the run's keys are heard.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class RankZeroStore(dist.Store):  # type: ignore[name-defined, misc]
 
     def __init__(self, address: str, keys: RunKeys, patience_s: float) -> None:
         """address: where rank 0 listens. patience_s: of every wait, after which it raises
-        RuntimeError."""
+        RuntimeError.
+        """
         super().__init__()
         self._patience_s, self._address = patience_s, address
         self._tickets = itertools.count(1)

@@ -44,7 +44,8 @@ END_S = 5.0
 
 def program(module: str, keep: Sequence[int] = ()) -> Start:
     """python -m MODULE FD: a fresh process, which may use CUDA whatever this one has done; it
-    imports for seconds. keep: open files for it."""
+    imports for seconds. keep: open files for it.
+    """
     return lambda end, rank: child.program(module, end=end, keep=keep, stdin=subprocess.DEVNULL)
 
 
@@ -98,7 +99,8 @@ class Team:
         self, node: str, size: int, start: Start, limits: Limits, codec: Codec[Any]
     ) -> None:
         """Start ranks 1 to size - 1 of `node`, which speak `codec`; they wait for their first
-        message."""
+        message.
+        """
         self.node, self.size, self.limits = node, size, limits
         self.folder = Path(tempfile.mkdtemp(prefix="dataflow-ranks-"))
         self._channels: dict[int, Channel[Any]] = {}
@@ -112,7 +114,8 @@ class Team:
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         """What fails within ends all ranks and leaves their process group; raised is what the
-        failed rank says."""
+        failed rank says.
+        """
         try:
             yield
         except BaseException as error:
@@ -132,7 +135,8 @@ class Team:
         """What a rank answers, a message of this kind, within `wait_s` seconds; None: as long as a
         start may take.
 
-        Raises WorkerDied when it fails instead, DeadlineError when it is late."""
+        Raises WorkerDied when it fails instead, DeadlineError when it is late.
+        """
         wait_s, name = self.limits.start_s if wait_s is None else wait_s, kind.__name__.lower()
         try:
             message = self._channels[rank].receive(wait_s)
@@ -155,7 +159,8 @@ class Team:
 
     def blame(self, error: Exception, doing: str) -> Exception:
         """The cause of an error in an exchange: a rank that failed or ended, else one that was
-        silent, or the error."""
+        silent, or the error.
+        """
         if not isinstance(error, RuntimeError | OSError) or isinstance(error, RunError):
             return error
         late = timed_out(error)
@@ -202,7 +207,8 @@ class Team:
 
     def _failure(self, rank: int) -> tuple[str, str]:
         """What a rank that has ended, or is about to, said of it: the error's type and text; empty
-        where nothing."""
+        where nothing.
+        """
         try:
             said = self._channels[rank].receive(BLAME_S)
         except (EOFError, TimeoutError, OSError):

@@ -1,5 +1,6 @@
 """Ends a collective in which a rank has waited for too long, by a clock that stands still while the
-run is stopped."""
+run is stopped.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class ExchangeWatch:
     ) -> None:
         """limit_s: of waiting without a break. end: breaks off what is waited for; called in
         another thread. computes: whether processor time of the thread says that it does not wait;
-        False where a GPU does the work."""
+        False where a GPU does the work.
+        """
         self._limit_s, self._end, self._computes, self._clock = (
             limit_s,
             end,
@@ -47,7 +49,8 @@ class ExchangeWatch:
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
         """Raises TimeoutError where the calling thread has waited for too long. Not for two threads
-        at once."""
+        at once.
+        """
         self._enter()
         try:
             yield
@@ -87,7 +90,8 @@ class ExchangeWatch:
 
 def _used_by(thread: int) -> Callable[[], float]:
     """Processor time of a thread; where the system does not tell (macOS), none: all time in an
-    exchange counts."""
+    exchange counts.
+    """
     if not hasattr(time, "pthread_getcpuclockid"):
         return float
     clock = time.pthread_getcpuclockid(thread)

@@ -1,5 +1,6 @@
 """Versions of the weights on all ranks of a reader: rank 0 leads, and what one of them cannot hold,
-none takes."""
+none takes.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def opens_for_ranks(reader: object) -> OpensWeights | None:
 
 def met(team: Team, own: Slices) -> tuple[Slices, ...]:
     """Rank 0: which parts each rank holds, rank by rank; all others open their ends of the weight
-    plane (`beside`)."""
+    plane (`beside`).
+    """
     slices = (own, *(team.answer(rank, Holds).slices for rank in range(1, team.size)))
     team.tell(Meet(slices))
     return slices
@@ -110,7 +112,8 @@ def beside(
     """Another rank's end of the weight plane at this `site`, opened when rank 0 has met all; None
     without one.
 
-    tensors: its own slices of full ones. attempt: the scheduler's, at rank 0."""
+    tensors: its own slices of full ones. attempt: the scheduler's, at rank 0.
+    """
     if site is None:
         yield None
         return
@@ -163,7 +166,8 @@ class Leader:
         tensors: Mapping[str, Any],
     ) -> None:
         """Attach rank 0's tensors; the other ranks attach theirs. clock: the worker's. slices: of
-        each rank, as `met` gives them."""
+        each rank, as `met` gives them.
+        """
         self._exchange, self._clock = exchange, clock
         self._end = cast(LeadingWeightsIn, opens(tensors, slices))
         self._refused_at: float | None = None
@@ -185,7 +189,8 @@ class Leader:
 
     def poll(self) -> Offered | None:
         """An offer that could be adopted now, or None; never waits. WorkerDied when a rank has
-        ended, without which none would come."""
+        ended, without which none would come.
+        """
         if self._exchange.team.fallen():
             with self._exchange.together("waiting for a version"):
                 raise RuntimeError("another rank has ended")
@@ -214,7 +219,8 @@ class Leader:
 
     def again(self) -> bool:
         """Have all ranks take the version in use once more, or none; False where one of them does
-        not find it."""
+        not find it.
+        """
         assert isinstance(self._end, LeadingAgain), "it has let go"
         held = self._end.enter_again()
         if held is None:
@@ -226,14 +232,16 @@ class Leader:
 
     def _take(self, version: int, own: Callable[[], T]) -> T:
         """Have all others take the version that they hold, while rank 0 does so by `own`; what that
-        returns."""
+        returns.
+        """
         with self._exchange.together(f"taking version {version}"):
             self._exchange.tell(Take())
             return own()
 
     def _enter(self, offer: VerifiedOffer) -> list[int]:
         """Have all others hold a version that rank 0 holds; the ranks that cannot: then none of
-        them does."""
+        them does.
+        """
         with self._exchange.together(f"entering version {offer.version}"):
             self._exchange.tell(Enter(offer.segment, offer.version, offer.layout))
             entries = enumerate(self._exchange.answers(Entry), start=1)
@@ -244,7 +252,8 @@ class Leader:
 
     def _bear(self, outside: list[int], version: int) -> None:
         """Put up with a refusal for a while: the trainer may have given the version up, or a rank
-        hear of it later."""
+        hear of it later.
+        """
         now, team = self._clock(), self._exchange.team
         limit = team.limits.exchange_s
         self._refused_at = now if self._refused_at is None else self._refused_at

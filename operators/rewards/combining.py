@@ -52,7 +52,8 @@ def combine(weights: Mapping[str, float], name: str = "reward") -> Scorer[..., f
 @functools.cache
 def _weighted_sum(columns: tuple[str, ...]) -> Callable[..., float | None]:
     """A function whose parameters are these columns and the knob `weights`; the same for the same
-    columns."""
+    columns.
+    """
 
     def weighted_sum(weights: Mapping[str, float], **values: float | None) -> float | None:
         """The sum of the columns that apply, each times its weight."""

@@ -111,7 +111,8 @@ class Judge:
     @cached_property
     def scorer(self) -> Scorer[..., Any]:
         """It as a scorer: what `dataflow swap` takes. GraphError for a question without a column,
-        or a broken URL."""
+        or a broken URL.
+        """
         try:
             names = [
                 name for _, name, _, _ in string.Formatter().parse(self.ask) if name is not None
@@ -171,7 +172,8 @@ async def _judged(judge: Judge, values: Mapping[str, Any]) -> float | None:
 
 async def _said(judge: Judge, body: Mapping[str, Any]) -> str:
     """What the model answers. Raises WorldFailed where it may answer later, ValueError where it
-    will not."""
+    will not.
+    """
     import httpx
 
     key = os.environ.get(judge.key_env, "") if judge.key_env else ""

@@ -1,5 +1,6 @@
 """`math_verify`: whether a completion's answer equals the reference mathematically, by the package
-of that name."""
+of that name.
+"""
 
 import logging
 

@@ -1,5 +1,6 @@
 """Scorers that need a package which is installed by an optional extra: refused where it is
-missing."""
+missing.
+"""
 
 import importlib.util
 from dataclasses import dataclass, field

@@ -1,5 +1,6 @@
 """Penalties to be added to a reward by `combine`: for length, and for distance from a reference
-policy."""
+policy.
+"""
 
 import numpy as np
 

@@ -26,7 +26,8 @@ def find() -> str | None:
 
 def missing() -> str | None:
     """Why bubblewrap cannot be called on this machine, in three parts; None where its program is
-    there."""
+    there.
+    """
     if not sys.platform.startswith("linux"):
         return (
             f"model-written code runs in a sandbox of Linux, but this is {sys.platform}; run it on"
@@ -52,7 +53,8 @@ def command(program: str, tmp_bytes: int) -> list[str]:
 
 def kept_command(program: str, tmp_bytes: int, folders: Sequence[str] = ()) -> list[str]:
     """The same for a sandbox that is kept, in which the system's programs can be started; folders:
-    more that can be read there, under their own names."""
+    more that can be read there, under their own names.
+    """
     more = [part for folder in folders for part in ("--ro-bind", folder, folder)]
     return _command(program, tmp_bytes, (*_programs(), *_files()), _START.format("session"), more)
 

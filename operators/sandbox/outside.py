@@ -1,5 +1,6 @@
 """What both kinds of sandboxes need outside: how one is started, what it says last, and what its
-processes take."""
+processes take.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class SandboxError(RunError):
 
 def started(command: Callable[[str], list[str]], **files: Any) -> subprocess.Popen[bytes]:
     """A sandbox. command: from the path of bubblewrap's program. files: for Popen. Raises
-    SandboxError where there is none."""
+    SandboxError where there is none.
+    """
     program = find()
     if program is None:
         raise SandboxError(missing() or "bubblewrap was there a moment ago; try again")
@@ -66,14 +68,16 @@ def held_below(pid: int, held_by: Callable[[int], int]) -> int:
 
 def private_bytes(pid: int) -> int:
     """Of a process, without files that it has mapped; memory that forks have in common counts for
-    each."""
+    each.
+    """
     resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
     return (int(resident) - int(shared)) * _PAGE
 
 
 def shared_out_bytes(pid: int) -> int:
     """The same with what forks have in common shared out among them; slower, and hidden of
-    processes that hide."""
+    processes that hide.
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except PermissionError:
@@ -84,7 +88,8 @@ def shared_out_bytes(pid: int) -> int:
 
 def _family(pid: int) -> Iterator[tuple[int, int]]:
     """A process and all that descend from it, each with its threads. Parents come before their
-    children, and of one that ends meanwhile the rest is seen."""
+    children, and of one that ends meanwhile the rest is seen.
+    """
     todo = [pid]
     while todo:
         each, threads = todo.pop(), 0

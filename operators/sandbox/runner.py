@@ -49,7 +49,8 @@ class ScriptTest:
 @dataclass(frozen=True)
 class PythonTest:
     """A test in Python, whose names stand for what the program defines; it passes if it ends
-    without an exception."""
+    without an exception.
+    """
 
     source: str
 
@@ -57,7 +58,8 @@ class PythonTest:
 @dataclass(frozen=True)
 class CallTest:
     """A test that calls a function of the program, or a method of its class Solution; the rest of
-    it is plain data."""
+    it is plain data.
+    """
 
     name: str
     arguments: list[Any]

@@ -1,5 +1,6 @@
 """The self-test of the sandbox: whether this machine can make one, found out by running a program
-in it."""
+in it.
+"""
 
 import functools
 
@@ -10,7 +11,8 @@ from operators.sandbox.runner import SandboxLimits, ScriptTest, run
 
 def fault() -> str | None:
     """Why no sandbox can be made on this machine, in three parts; None where a program has run in
-    one."""
+    one.
+    """
     reason, program = missing(), find()
     return reason if program is None or reason is not None else _probed(program)
 

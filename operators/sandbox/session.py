@@ -1,5 +1,6 @@
 """A sandbox that is kept over several commands, seen from outside: started, asked, watched and
-ended."""
+ended.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ class KeptSandbox:
 
     async def read(self, path: str, *, most_bytes: int = 1 << 23) -> bytes:
         """The bytes of a file below /tmp. Raises SandboxError; CommandRefused where it is not
-        there, or longer."""
+        there, or longer.
+        """
         reply = await self._ask(["read", path, most_bytes], START_S)
         return bytes(reply[1])
 

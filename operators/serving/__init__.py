@@ -1,2 +1,3 @@
 """An endpoint before the engine that speaks OpenAI's and Anthropic's APIs and records every call
-(extra `serve`)."""
+(extra `serve`).
+"""

@@ -39,7 +39,8 @@ LAST_ANSWERS_S = 2
 @interrupted()
 def main(given: list[str] | None = None) -> int:
     """Serve until interrupted; what is wrong with the arguments is one line on stderr and exit
-    status 2."""
+    status 2.
+    """
     arguments = _parser().parse_args(given)
     try:
         check_installed()

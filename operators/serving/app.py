@@ -184,7 +184,8 @@ def _key_of(http: HttpRequest) -> str | None:
 
 def _session_of(http: HttpRequest, user: str | None, *, is_keyed: bool) -> str | None:
     """Header, user, or the key where the server asks for none: each rollout of an agent may have
-    one of its own."""
+    one of its own.
+    """
     key = None if is_keyed else _key_of(http)
     named = None if key is None or key.lower() in NO_KEY else key
     return http.headers.get("x-session-id") or user or named
@@ -295,7 +296,8 @@ async def _leave(http: HttpRequest) -> None:
 @contextlib.asynccontextmanager
 async def _body(http: HttpRequest, service: Service) -> AsyncIterator[Any]:
     """The JSON of a request, whose bytes count as being read meanwhile. Raises ApiError: 408, 413,
-    415, 429, 400."""
+    415, 429, 400.
+    """
     bounds, read = service.bounds, bytearray()
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

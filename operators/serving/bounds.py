@@ -1,5 +1,6 @@
 """How much of a stranger's call is taken in before anything is built of it, and how its JSON is
-read."""
+read.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from operators.serving.errors import ApiError
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """What one call may ask for; what it asks beyond is refused before it costs more than reading
-    it."""
+    it.
+    """
 
     body_bytes: int = 8 << 20
     """Of a body."""
@@ -46,7 +48,8 @@ def read_json(text: str, most_values: int) -> Any:
 
     Raises ValueError where it is none, has too many values or nests too deep, and for what no file
     and no answer can hold: a lone surrogate, which is half of a character, and numbers that are not
-    finite."""
+    finite.
+    """
     values = 1 + sum(map(text.count, "[{,"))
     if values > most_values:
         raise ValueError(
@@ -62,7 +65,8 @@ def read_json(text: str, most_values: int) -> Any:
 
 class Budget:
     """Bytes of bodies that are being read: whoever would take more than there are is told to come
-    again."""
+    again.
+    """
 
     def __init__(self, most: int) -> None:
         """Begin with none taken."""

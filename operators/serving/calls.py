@@ -1,5 +1,6 @@
 """One call on its way: what its choices have so far, for whoever answers, and its rows once all
-have ended."""
+have ended.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The thread that drives the engine: calls in, tokens and ended rollouts out, weights taken in
-between."""
+between.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ class EngineThread:
 
     def check_room(self, prompts: int = 1) -> None:
         """Refuse what `submit` would refuse, before anything is made of it. Raises Overloaded,
-        RunError."""
+        RunError.
+        """
         if self._closing:
             raise RunError(
                 "the engine takes no more calls; it is shutting down; call another server"
@@ -124,7 +126,8 @@ class EngineThread:
 
     def cancel(self, work: Work, why: str) -> None:
         """End a work's rollouts as they are, with `why` as their error; those that have ended stay
-        as they were."""
+        as they were.
+        """
         self._inbox.put((work, why))
 
     def update(
@@ -246,7 +249,8 @@ class EngineThread:
 
     def _starts(self) -> list[Any]:
         """Waiting prompts that start in the next step, in the order of their arrival, as far as
-        they fit."""
+        they fit.
+        """
         starts: list[Any] = []
         tokens, free, pages = 0, self.engine.free, self.engine.spare_pages
         while self._waiting and free > 0 and tokens < self._prefill_tokens:

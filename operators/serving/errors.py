@@ -1,5 +1,6 @@
 """What a caller is told when a call cannot be served: an HTTP status and an error in OpenAI's
-shape."""
+shape.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Recent exchanges by the text that they make, so that a conversation goes on with the tokens it
-was made of."""
+was made of.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Exchanges:
 
     def find(self, session: str | None, text: str) -> ServedExchange | None:
         """The longest exchange of the session that `text` goes on from; looks at those of the
-        session alone."""
+        session alone.
+        """
         known = max(filter(text.startswith, self._of.get(session, ())), key=len, default=None)
         if known is None:
             return None
@@ -91,7 +93,8 @@ def encode(
 
     They are used where the whole spells the same text as the tokenizer's own tokens do; else the
     text is tokenised. chat: the text comes from a chat template, which has put special tokens where
-    they belong."""
+    they belong.
+    """
     own = _ids(vocabulary.tokenizer, text, special=not chat)
     earlier = exchanges.find(session, text)
     if earlier is None:

@@ -184,7 +184,8 @@ def _logprobs(kind: str, choice: Choice, vocabulary: Vocabulary, since: int) -> 
 
 def _by_text(likeliest: Sequence[tuple[int, str, float]]) -> dict[str, float]:
     """By text; a token whose text is a part of a character, or that of a likelier one, by its
-    id."""
+    id.
+    """
     made: dict[str, float] = {}
     for token, text, value in likeliest:
         made[f"token_id:{token}" if text in made or "\ufffd" in text else text] = value

@@ -77,7 +77,8 @@ class Completion:
 
 class GroupIds:
     """Hands out group ids so that `group_id * size + position` names one rollout only, whatever the
-    sizes."""
+    sizes.
+    """
 
     def __init__(self, group: int = 0, rollout: int = 0) -> None:
         """Begin after what is taken: the lowest free group id and rollout id."""

@@ -1,5 +1,6 @@
 """Puts a server together: engine, thread, record, routes; and runs it on an address that it may be
-bound to."""
+bound to.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def bind(
     host: str, port: int, *, otherwise: str = "name another --port or --host"
 ) -> socket.socket:
     """A socket at this address, not listening yet. otherwise: what to do where the address cannot
-    be had, which raises GraphError."""
+    be had, which raises GraphError.
+    """
     if not 0 <= port < 1 << 16:
         raise GraphError(
             f"there is no such port; found {port}; give --port from 0 (any that is free) to 65535"
@@ -122,7 +124,8 @@ async def attend(
     server: uvicorn.Server, service: Service, listener: socket.socket, *, grace_s: float
 ) -> None:
     """Run a uvicorn server until it is told to exit; calls that are not over `grace_s` later are
-    ended and say so."""
+    ended and say so.
+    """
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.should_exit and not serving.done():
         await asyncio.wait({serving}, timeout=0.1)

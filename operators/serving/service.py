@@ -1,5 +1,6 @@
 """What stands behind the routes: prompts to tokens, calls to the engine's thread, ended calls to
-rows."""
+rows.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ class Service:
 
     def begin(self, request: Request, session: str | None) -> ServedCall:
         """Start a call. Raises ApiError where it cannot be: 400, 404 (model), 429 (overload), 503
-        (shutting down)."""
+        (shutting down).
+        """
         self.check_room(max(1, len(request.prompts)))
         if session is not None and len(session) > self.bounds.name_characters:
             raise bad(
@@ -196,7 +198,8 @@ class Service:
         self, tokenizer: Any, options: Mapping[str, Any], past: Past, most: int
     ) -> Sessions | None:
         """None where the chat template has no delimiters that could be told: its chats go on by
-        their text."""
+        their text.
+        """
         try:
             return Sessions(ChatFormat(tokenizer, **options), past=past, most=most)
         except ChatError as error:
@@ -245,7 +248,8 @@ class Service:
 
     def _begun(self, must_call: Sequence[str]) -> tuple[int, ...]:
         """Tokens that a turn is made to begin with in which one of these tools has to be called.
-        Raises ApiError where the chat template has none."""
+        Raises ApiError where the chat template has none.
+        """
         if not must_call:
             return ()
         try:
@@ -347,7 +351,8 @@ class Service:
 
     def _check_room(self, call: ServedCall) -> None:
         """Refuse a call that the context has no room for; it is recorded, as any rollout that came
-        to nothing."""
+        to nothing.
+        """
         room = self.thread.engine.context_tokens
         for part in call.parts:
             size, wanted = len(part.group.prompt_tokens), call.request.max_tokens or 1
@@ -388,7 +393,8 @@ class Service:
 
     def _over(self, part: CallPrompt) -> None:
         """All rollouts of a prompt have ended: record them, and remember what may be gone on
-        from."""
+        from.
+        """
         for exchange in part.exchanges(self.vocabulary, self._ends):
             self._exchanges.add(exchange)
         if self._sessions is not None:
@@ -417,7 +423,8 @@ def _refused() -> Iterator[None]:
 
 def _seed(asked: int | None, place: int, position: int) -> int:
     """A rollout's seed, int64: the same for the same call where one was asked for, else by
-    chance."""
+    chance.
+    """
     if asked is None:
         return secrets.randbits(63)
     return xxhash.xxh3_64_intdigest(f"{asked}/{place}/{position}".encode()) - (1 << 63)
@@ -425,6 +432,7 @@ def _seed(asked: int | None, place: int, position: int) -> int:
 
 def _first_call(prompt: Sequence[int], index: int) -> int:
     """Number of the first call of a tool in a choice: the same for the same prompt, another at each
-    turn of it."""
+    turn of it.
+    """
     ids = np.asarray(prompt, np.int64).tobytes()
     return int(xxhash.xxh3_64_intdigest(f"{index}/".encode() + ids) % 10**5)

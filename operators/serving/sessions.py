@@ -1,5 +1,6 @@
 """Conversations by the messages that callers know of them, so that a call goes on with the ids of
-those before it."""
+those before it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Where recorded rollouts go: an Arrow IPC stream that is appended to, and read up to its last
-whole batch."""
+whole batch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from operators.serving.rows import COLUMNS, GroupIds
 
 class RolloutLog:
     """An Arrow IPC stream of rows with COLUMNS, one batch for each prompt of a call; one process
-    writes it."""
+    writes it.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open `path` to append to; what a crash left of a torn batch is cut off.
@@ -46,7 +48,8 @@ class RolloutLog:
 
     def append(self, rows: pa.RecordBatch) -> None:
         """Write a batch, in one piece; it is the operating system's when this returns. Errors:
-        RunFolderError."""
+        RunFolderError.
+        """
         self._write(rows.serialize())
 
     def close(self) -> None:

@@ -49,7 +49,8 @@ class Vocabulary:
 
     def is_byte(self, token: int) -> bool:
         """Whether the token is a byte of a character that the vocabulary lacks; a run of them is
-        read as one."""
+        read as one.
+        """
         return self._kind(token)[1]
 
     def _kind(self, token: int) -> tuple[bool, bool]:
@@ -64,7 +65,8 @@ class Detokenizer:
     """Text of tokens that come one at a time; all pieces together are the text of all tokens.
 
     It decodes a window that begins a piece earlier, since many decoders treat the beginning of a
-    text otherwise."""
+    text otherwise.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Begin with no token."""
@@ -76,7 +78,8 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """What is certain of the text now and was not before; "" while a character is
-        incomplete."""
+        incomplete.
+        """
         if self._vocabulary.is_hidden(token):
             return ""
         self._window.append(token)
@@ -93,7 +96,8 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What remains when no token comes any more: an incomplete character is a replacement
-        character."""
+        character.
+        """
         return self._vocabulary.decode(self._window)[len(self._before) :]
 
 
@@ -117,7 +121,8 @@ class Transcript:
         ends: Sequence[str] = (),
     ) -> None:
         """The text ends before the first of `stops`, which the caller asked for, or of `ends`.
-        begun: tokens that it begins with, in which no stop is looked for."""
+        begun: tokens that it begins with, in which no stop is looked for.
+        """
         self._detokenizer, self._special = Detokenizer(vocabulary), vocabulary.special
         self._asked, self._stops = tuple(stops), (*stops, *ends)
         self._longest = max((len(stop) for stop in self._stops), default=0)

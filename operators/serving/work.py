@@ -1,5 +1,6 @@
 """What passes between a server and what draws for it: a thread around an engine, or the generator
-of a run."""
+of a run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from operators.serving.errors import ApiError
 @dataclass(frozen=True)
 class News:
     """A rollout as it is now, complete from its first token on; the last news of it has a
-    reason."""
+    reason.
+    """
 
     position: int
     tokens: RolloutTokens

@@ -1,5 +1,6 @@
 """The runtime of Demonstrations: tokenizes prompts and reference answers into rollouts; imports
-torch."""
+torch.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ class DemonstrationRuntime(Runtime):
 
     def _end_of_turn(self) -> list[int]:
         """Tokens that end a turn in the chat template, where prompts are chats and it can be
-        told."""
+        told.
+        """
         if self._template is None:
             return []
         try:

@@ -1,5 +1,6 @@
 """Data sets on the hub as sources of rows: what an id names, whether it can be had, and its
-rows."""
+rows.
+"""
 
 import importlib.util
 import re
@@ -49,7 +50,8 @@ class HubData:
     @property
     def fault(self) -> str | None:
         """Why a run cannot start with it, in three parts: the library that reads it is not here, or
-        it cannot be had."""
+        it cannot be had.
+        """
         if importlib.util.find_spec("datasets") is None:
             return _no_library(self.name)
         if (why := hub_refusal(self.name, (_CARD,), kind="dataset")) is None:
@@ -101,7 +103,8 @@ class HubData:
 
 def one_split(source: str, splits: Sequence[str], split: str | None) -> str:
     """The split that is meant. RecordError where there are several and none, or another, is
-    named."""
+    named.
+    """
     if split is None and len(splits) == 1:
         return splits[0]
     if split is None or split not in splits:

@@ -86,7 +86,8 @@ def sample_columns(
     found: Iterable[FoundRow], recipe: Recipe
 ) -> tuple[dict[str, pa.DataType], list[Fault]]:
     """Types of the user's columns in the first prompts; the faults of these rows if none gave a
-    prompt."""
+    prompt.
+    """
     rows: list[MadePrompt] = []
     faults: list[Fault] = []
     for each in itertools.islice(found, _SAMPLE_ROWS):

@@ -1,5 +1,6 @@
 """The runtime of Prompts: issues prompt groups in a seeded order that is a function of the group's
-number."""
+number.
+"""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,8 @@ def permutation(seed: int | None, epoch: int, rows: int) -> AnyArray:
     """Order of the rows in an epoch, int64 [rows]: the same for the same numbers, on every machine.
 
     The raw bits of PCG64 are sorted, because numpy promises those, but not its own shuffle, for
-    ever."""
+    ever.
+    """
     if seed is None:
         return np.arange(rows)
     bits = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
@@ -58,7 +60,8 @@ class PromptRuntime(Runtime):
         notice: str = "",
     ) -> None:
         """table: the prompts of an epoch. notice: for the user. The rest as `operators.Prompts` has
-        it."""
+        it.
+        """
         self._notice = notice
         self._source = name
         self._seed = None if shuffle_seed is None else shuffle_seed + context.seed
@@ -111,7 +114,8 @@ class PromptRuntime(Runtime):
     def tell(self, message: Mapping[str, Any]) -> None:
         """{"evaluate": step}: a round, once however often it is said, but with "again": all of the
         open one. In both cases unless it is recorded, which whoever says this has not heard;
-        {"dropped": n}: n groups more are needed; {"drain": True}: no more."""
+        {"dropped": n}: n groups more are needed; {"drain": True}: no more.
+        """
         if "evaluate" in message and self._on_demand:
             step, again = int(message["evaluate"]), bool(message.get("again"))
             if again:
@@ -129,7 +133,8 @@ class PromptRuntime(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         """Groups issued, prompts of an epoch, rows left out because they are bad, and whether it is
-        done."""
+        done.
+        """
         is_over = (
             self._last is not None
             and self._next >= self._last
@@ -166,7 +171,8 @@ class PromptRuntime(Runtime):
 
     def _round(self, waiting: deque[int]) -> list[Batch]:
         """The next groups of a round; one that was cut off begins anew, with the numbers that its
-        groups had."""
+        groups had.
+        """
         stop = min(self._at + ROWS_AT_ONCE, len(self._table))
         count = stop - self._at
         again = [waiting.popleft() for _ in range(min(len(waiting), count))]

@@ -1,5 +1,6 @@
 """Reads rows from JSONL, JSON, Parquet, Arrow, folders of them, data sets of the hub, or any
-iterable."""
+iterable.
+"""
 
 import contextlib
 import difflib
@@ -75,7 +76,8 @@ def names_file(row: Any) -> bool:
 
 def source_fault(source: Any) -> str | None:
     """What is wrong with an object as a source of rows, and what to give instead; None where it may
-    be one."""
+    be one.
+    """
     if isinstance(source, str | Path | pa.Table | pa.RecordBatch):
         return None
     if hasattr(source, "read"):
@@ -184,7 +186,8 @@ class Origin:
     @property
     def named(self) -> tuple[Path, ...] | None:
         """The files and folders that it names, be they there or not; None where it is an iterable
-        of rows."""
+        of rows.
+        """
         if isinstance(self.source, str | Path):
             return (Path(self.source).expanduser(),)
         # rows of others may cost a session each
@@ -242,14 +245,16 @@ class Origin:
     @property
     def missing(self) -> str | None:
         """What is wrong with a path that is not there and is no id on the hub either; None where
-        all is well."""
+        all is well.
+        """
         missing = next((path for path in self.named or () if not path.exists()), None)
         return None if missing is None or self.hub is not None else _missing(missing)
 
     def nested_types(self) -> dict[str, pa.DataType]:
         """Columns of structs and of lists of them, where the files themselves say what they hold;
         of files that differ the fields of all, which are null where a file has none. RecordError
-        where they contradict one another."""
+        where they contradict one another.
+        """
         schemas = [getattr(self.source, "schema", None)]
         if self.named is not None:
             columnar = (".parquet", ".arrow", ".feather")

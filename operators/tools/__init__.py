@@ -1,5 +1,6 @@
 """Tools that a policy calls in an episode: Python functions, a sandbox of its own, servers that
-speak MCP."""
+speak MCP.
+"""
 
 from operators.chat.text_calls import TextCalls
 from operators.tools.mcp_server import McpServer

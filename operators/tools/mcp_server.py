@@ -1,5 +1,6 @@
 """Servers that speak MCP as tools: programs of this machine over their streams, or others over HTTP
-(extra `mcp`)."""
+(extra `mcp`).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _INVALID = range(-32602, -32600)
 @dataclass(frozen=True, kw_only=True)
 class McpServer:
     """The tools of a server: `McpServer(command=("npx", "some-server"))`, or
-    `McpServer(url="https://.../mcp")`."""
+    `McpServer(url="https://.../mcp")`.
+    """
 
     command: tuple[str, ...] = ()
     """What starts it; it speaks over its streams, and ends with the episode's process."""
@@ -167,7 +169,8 @@ class McpSession:
         self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int
     ) -> str:
         """As `ToolSession.call`. A server that gives no answer in time has failed, and so has one
-        that is gone."""
+        that is gone.
+        """
         from mcp import MCPError
 
         try:
@@ -218,7 +221,8 @@ class McpSession:
 
     async def _awaited(self, asked: Any, timeout_s: float, what: str) -> Any:
         """What the server answers. Raises WorldFailed where the session ends meanwhile, or the time
-        does."""
+        does.
+        """
         assert self._task is not None
         answer = asyncio.ensure_future(asked)
         try:

@@ -1,5 +1,6 @@
 """What one rollout has of its episode's tools: calls are made here, with their limits, and sessions
-kept."""
+kept.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class RolloutTools:
 
     Sessions are taken when the first of them is needed, all of them, in the order in which the
     tools were given: who waits for one holds none that stands behind it, so that no two rollouts
-    wait for each other."""
+    wait for each other.
+    """
 
     def __init__(
         self,
@@ -43,7 +45,8 @@ class RolloutTools:
 
     def read(self, text: str, first: int = 0) -> ReadTurn:
         """A turn of the policy's, with the calls that stand in it, numbered from `first` in its
-        conversation."""
+        conversation.
+        """
         return self._box.calls.read(text, self._box.definitions, first=first)
 
     def answer(self, call: Message | None, result: str) -> str | Message:
@@ -54,7 +57,8 @@ class RolloutTools:
 
     async def results(self, calls: Sequence[Message]) -> list[str]:
         """What the calls of a turn came to, as the model hears it, one after the other as long as
-        there is time for one more. Raises WorldFailed where a tool has died."""
+        there is time for one more. Raises WorldFailed where a tool has died.
+        """
         box, results = self._box, list[str]()
         for call in calls:
             at = box.owners.get(call["function"]["name"])

@@ -1,5 +1,6 @@
 """A sandbox for each rollout as tools: Python and a shell whose files, variables and folder are
-kept over its turns."""
+kept over its turns.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ _LEAST_MB = 64
 @dataclass(frozen=True, kw_only=True)
 class Sandbox:
     """Tools `python` and `shell`, in a sandbox that each rollout has for itself: no network, no
-    files but its own."""
+    files but its own.
+    """
 
     tools: tuple[str, ...] = ("python", "shell")
     """Which of the two the policy has."""
@@ -107,7 +109,8 @@ class Sandbox:
 
 class SandboxSession:
     """The sandbox of one rollout; one that has used more than it may is followed by another, and
-    the model is told."""
+    the model is told.
+    """
 
     def __init__(self, made_by: Sandbox) -> None:
         self._made_by, self._one = made_by, asyncio.Lock()
@@ -165,7 +168,8 @@ class SandboxSession:
 
     async def read(self, path: str) -> bytes:
         """A file below /tmp, 8 MiB at most. Raises WorldFailed; CommandRefused where it is not
-        there, or longer."""
+        there, or longer.
+        """
         return await self._asked(lambda sandbox: sandbox.read(path))
 
     async def close(self) -> None:
@@ -174,7 +178,8 @@ class SandboxSession:
 
     async def _asked(self, ask: Callable[[KeptSandbox], Awaitable[T]]) -> T:
         """What the sandbox answers; one that is lost, or was left in the middle of a command, is
-        ended."""
+        ended.
+        """
         async with self._one:
             try:
                 return await ask(self._sandbox or await self.begin())

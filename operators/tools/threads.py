@@ -1,5 +1,6 @@
 """Calls of functions that block, each in a thread of its own, so that nobody waits for it but its
-episode."""
+episode.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ THREADS = 64
 
 async def within(awaited: Awaitable[T], timeout_s: float) -> T:
     """What it gives; TookTooLong where that takes more than so many seconds, which no error of its
-    own is."""
+    own is.
+    """
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -43,7 +45,8 @@ class ToolThreads:
         self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float
     ) -> Any:
         """What a function gives; a coroutine function is awaited where it is. Raises what it
-        raises, or TookTooLong."""
+        raises, or TookTooLong.
+        """
         if inspect.iscoroutinefunction(function):
             return await within(function(**arguments), timeout_s)
         async with self._room:

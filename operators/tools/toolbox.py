@@ -1,5 +1,6 @@
 """The tools of an episode: what the policy is told of them, and whose call is whose; made once, in
-the worker."""
+the worker.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ until then."""
 
 class Toolbox:
     """Definitions, the format of calls, and by name who makes a call; in each process its threads
-    and sessions."""
+    and sessions.
+    """
 
     def __init__(
         self,
@@ -101,7 +103,8 @@ class Toolbox:
 
     async def shared(self, at: int) -> ToolSession:
         """The session that all rollouts of this process have. Raises WorldFailed where none can be
-        had; the next who asks tries again."""
+        had; the next who asks tries again.
+        """
         self._keep()
         task = self._shared.get(at)
         if task is None:

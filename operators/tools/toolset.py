@@ -1,5 +1,6 @@
 """What tools with a state are to an episode: declared once, opened for each rollout, closed behind
-it."""
+it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Toolset(Protocol):
     @property
     def is_shared(self) -> bool:
         """Whether one session serves all rollouts of a process at once; the other numbers count for
-        nothing then."""
+        nothing then.
+        """
 
     @property
     def at_once(self) -> int:

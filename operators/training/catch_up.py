@@ -1,5 +1,6 @@
 """Makes steps again that the ledger knows and the weights do not have: how a trainer comes back
-after a crash."""
+after a crash.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class CatchUp:
     Nothing is written to the ledger and nothing published. Where a file is missing or damaged, the
     ledger is taken back to the step before it: what was trained from there on is in flight again.
     Only at the start of a run, before sources look what is: in one that goes on meanwhile it is an
-    error."""
+    error.
+    """
 
     def __init__(
         self, context: Context, making: StepMaker, saver: CheckpointSaver, steps: Sequence[MadeStep]
@@ -54,7 +56,8 @@ class CatchUp:
 
     def check(self) -> None:
         """Look at all the files; at the start of a run, forget what weights drew that come after
-        the last step."""
+        the last step.
+        """
         while self._unread:
             self._read(self._unread.popleft())
         context = self._context
@@ -134,7 +137,8 @@ class CatchUp:
 
     def _take_back(self, to: int, why: str) -> None:
         """Let the ledger forget the steps after `to`. Raises OperatorError where the run has gone
-        on meanwhile."""
+        on meanwhile.
+        """
         context = self._context
         if context.attempt:
             raise OperatorError(
@@ -159,7 +163,8 @@ class CatchUp:
 
 def check_groups(step: MadeStep, table: pa.Table) -> None:
     """RunFolderError unless a rollouts file holds the groups that the ledger says were trained, in
-    their order."""
+    their order.
+    """
     ids = table.column(GROUP_ID).to_pylist() if GROUP_ID in table.column_names else []
     found = [group for at, group in enumerate(ids) if not at or group != ids[at - 1]]
     if found != list(step.trained):

@@ -1,5 +1,6 @@
 """Groups that the trainer gives up: why, which of them the ledger knows, and when they are too
-many."""
+many.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Drops:
 
     They are recorded with the step, in its transaction; but of many, as soon as they are as many
     groups as a step has: an edge holds no more than two steps' groups that were not acknowledged,
-    and a filter may want to drop more."""
+    and a filter may want to drop more.
+    """
 
     def __init__(
         self,
@@ -84,7 +86,8 @@ class Drops:
 
     def reason(self, records: pa.RecordBatch, step: int) -> str | None:
         """Why a group is not to be trained on weights that `step` steps are behind; None where it
-        is."""
+        is.
+        """
         if (marked := drop_reason(records)) is not None:
             return marked
         good = usable(records, self._columns)
@@ -122,7 +125,8 @@ class Drops:
 
     def record(self, step: int | None) -> None:
         """Tell the ledger of those that it does not know, and let go of them. step: under way;
-        None: outside any."""
+        None: outside any.
+        """
         self._journal.drop(self.reasons, step)
         self.recorded.update(self.reasons.values())
         self._release()
@@ -135,7 +139,8 @@ class Drops:
 
     def check(self) -> None:
         """Raise when nothing could be trained for long, or all that came failed alike: Unusable, or
-        OperatorError where rows came too late."""
+        OperatorError where rows came too late.
+        """
         is_long = self._in_a_row.total() > MOST_DROPPED_STEPS * max(8, self._step_prompts)
         fails_alike = (
             len(self._failures) == 1
@@ -170,7 +175,8 @@ class Drops:
 
     def _attributed(self, error: str) -> str:
         """A row's error with where the scorer that it names is defined, if it does not say so
-        itself."""
+        itself.
+        """
         where = self._scores.get(error.partition(":")[0], "")
         return error if where in error else f"{error} ({where})"
 

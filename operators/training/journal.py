@@ -79,7 +79,8 @@ class Journal:
 
     def drop(self, reasons: Mapping[int, str], step: int | None) -> None:
         """Record groups given up for the step under way, before it is committed; None: outside any
-        step."""
+        step.
+        """
         if reasons and self.context.ledger is not None:
             self.context.ledger.drop(self.context.node, self.source, reasons, step=step)
 

@@ -1,5 +1,6 @@
 """A trainer's knobs, and what can be wrong with them: what its runtime reads of it; imports no
-torch."""
+torch.
+"""
 
 import functools
 import math

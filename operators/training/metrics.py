@@ -21,7 +21,8 @@ from operators.training.signal import no_signal
 @dataclass
 class Outcomes:
     """What became of rollouts beside those that have their scores, counted: which failed, by cause,
-    and to which a scorer does not apply."""
+    and to which a scorer does not apply.
+    """
 
     failed: Counter[str] = field(default_factory=Counter)
     """By node and cause, as `judge: hung`."""
@@ -30,7 +31,8 @@ class Outcomes:
 
     def add(self, groups: Iterable[pa.RecordBatch], scores: Iterable[str]) -> None:
         """Count the rows of some groups. scores: the columns of scorers; what a filter dropped was
-        not scored."""
+        not scored.
+        """
         for rows in groups:
             names = rows.schema.names
             good = np.ones(rows.num_rows, bool)
@@ -139,7 +141,8 @@ def staleness_figures(version: int, rows: StepRows) -> dict[str, float | int]:
     """Mean and maximum of the versions that rollouts are behind `version`, the one that is trained,
     and of both parts of it: versions that were made while a rollout was generated (from its oldest
     token to its newest), and while it waited (from there to the step). Of each rollout the parts
-    add up to the whole, so their means do, too."""
+    add up to the whole, so their means do, too.
+    """
     drawn = rows.oldest_R != NO_TOKEN
     oldest_R, newest_R = rows.oldest_R[drawn], rows.newest_R[drawn]
     ages = {
@@ -169,7 +172,8 @@ def by_staleness(version: int, rows: StepRows) -> dict[str, dict[str, float | in
     and mean size.
 
     version: of the weights that were trained. The advantage is left out where it is no number per
-    rollout."""
+    rollout.
+    """
     found: dict[str, dict[str, float | int]] = {}
     has_tokens = rows.oldest_R != NO_TOKEN
     ages_R = version - rows.oldest_R

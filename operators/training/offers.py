@@ -72,7 +72,8 @@ class Offers:
 
     def sent(self) -> dict[str, int]:
         """Bytes of weights sent over links since the last call, by all ranks and to all readers,
-        and what deltas saved; nothing where no link carries any."""
+        and what deltas saved; nothing where no link carries any.
+        """
         known = [
             traffic for end in self.ends if (traffic := getattr(end, "traffic", None)) is not None
         ]
@@ -89,7 +90,8 @@ class Offers:
         reader's ranks (s); how long all of it took as the trainer sees it, and from the version's
         arrival as the reader sees it (s); and the bytes from each rank of the trainer to each of
         the reader's, [from][to], up to `MOST_PAIRS`. Of one that hands versions on: to which
-        readers, the version that each of them has taken last, and both times of that."""
+        readers, the version that each of them has taken last, and both times of that.
+        """
         told: dict[str, dict[str, Any]] = {}
         known = (
             (getattr(end, "full_share", 1.0), *each)
@@ -123,7 +125,8 @@ class Offers:
     def exchanged(self) -> dict[str, Any]:
         """`by_reader`, and of its figures those of the reader that had most, be it handed on to
         that: seconds as the trainer and as the reader sees them, bytes, and what these would have
-        been without deltas and quantization; 0 before the first."""
+        been without deltas and quantization; 0 before the first.
+        """
         told = self.by_reader()
         if not self.ends:
             return {"weights_sent": told}

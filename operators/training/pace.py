@@ -21,7 +21,8 @@ class StepPace:
 
     def by_state(self, spent: Mapping[str, float], following: "StepPace") -> dict[str, float]:
         """Seconds of the step by state of the node: seconds_busy, seconds_waiting and so on. spent:
-        until now, where the step that follows begins."""
+        until now, where the step that follows begins.
+        """
         following.spent = spent
         return {
             f"seconds_{name}": value - self.spent.get(name, 0.0) for name, value in spent.items()

@@ -1,5 +1,6 @@
 """Trains recorded steps again, from Arrow files, with the loss that they had or another one;
-imports torch."""
+imports torch.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def retrained(trainer: TrainerKnobs, script: ReplayScript) -> Iterator[Mapping[s
 
     A step with a number that is not finite leaves the weights alone, as it would in a run.
     Errors: GraphError for a loss that cannot be used; RunError for a column that it reads and the
-    run did not keep."""
+    run did not keep.
+    """
     torch.set_num_threads(script.threads)
     changed: dict[str, Any] = {"offload": False, "tensor_parallel": 1, "dp_replicate": 1}
     if script.loss:
@@ -124,7 +126,8 @@ def _module(place: str) -> Any:
 
 def other_logprobs(computed: NewLogprobs | None, records: Iterable[pa.RecordBatch]) -> int | None:
     """How many tokens of rows have another log-probability than their column `new_logprobs` says;
-    None where there is no such column, or nothing was computed."""
+    None where there is no such column, or nothing was computed.
+    """
     found: int | None = None
     for rows in records:
         if computed is None or NEW_LOGPROBS not in rows.schema.names:

@@ -1,5 +1,6 @@
 """The trainer at work: groups in order of issue in, steps one by one, new weights out; imports
-torch."""
+torch.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from dataflow.errors import Unusable
 from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import MadeStep
+from dataflow.model import Model
 from dataflow.records import GROUP_ID, MASK
 from dataflow.rules.reorder_buffer import QueuedGroup, ReorderBuffer
 from dataflow.rules.room import queue_prompts, row_room
@@ -24,13 +26,37 @@ from operators.training.drops import Drops
 from operators.training.journal import TOO_FEW, Journal, only_source
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner import refreshed
-from operators.training.learner.build import check_gradients
+from operators.training.learner.build import check_gradients, make_learner
 from operators.training.learner.learner import Learner
 from operators.training.metrics import step_metrics
 from operators.training.offers import Offers
 from operators.training.pace import StepPace
-from operators.training.rank_learner import learner_on_ranks
 from operators.training.steps import StepMaker
+
+# The learner of a trainer on one rank or on several; imports torch.
+
+
+def learner_on_ranks(
+    trainer: TrainerKnobs, model: Model, context: Context
+) -> tuple[Learner, Context]:
+    """The learner of one rank, or of several; and the context, whose weight plane then takes what
+    each rank has.
+    """
+    if context.ranks == 1:
+        learner = make_learner(
+            trainer,
+            model,
+            node=context.node,
+            device=context.device,
+            seed=context.seed,
+            aside=context.aside,
+        )
+        learner.settle_s = context.limits.settle_s
+        return learner, context
+    from operators.training.parallel.launch import led
+
+    return led(trainer, model, context)
+
 
 MOST_BAD_STEPS = 5
 """Steps in a row that may be skipped because a number was not finite; the last of them ends the
@@ -46,7 +72,8 @@ class TrainerRuntime(Runtime):
     unblocked by: its arrival; a call of `work` does one micro-batch
 
     One that starts behind the ledger first catches up (`catch_up`), and neither publishes nor takes
-    groups before."""
+    groups before.
+    """
 
     def __init__(
         self,
@@ -59,7 +86,8 @@ class TrainerRuntime(Runtime):
         told: Mapping[str, Any] | None = None,
     ) -> None:
         """start: steps behind the weights that `learner` has. missing: committed ones after it, to
-        be made again. told: the metrics of the last committed step."""
+        be made again. told: the metrics of the last committed step.
+        """
         self._trainer, self._context, self._learner = trainer, context, learner
         self._source = only_source(context)
         self._knobs = KnobsByStep(trainer, context.changes, context.ledger)
@@ -112,7 +140,8 @@ class TrainerRuntime(Runtime):
     @classmethod
     def build(cls, trainer: TrainerKnobs, context: Context) -> TrainerRuntime:
         """Load model and tokenizer: those of the newest good checkpoint where the ledger knows
-        steps."""
+        steps.
+        """
         from operators.models.loading import load_tokenizer
 
         check_gradients(context.node)
@@ -129,7 +158,8 @@ class TrainerRuntime(Runtime):
 
     def room(self) -> int:
         """Rows up to the queue's bound; never 0 while the next group in order is missing, or once
-        it is done."""
+        it is done.
+        """
         if self._done:
             return 1
         if self._behind is not None:
@@ -140,7 +170,8 @@ class TrainerRuntime(Runtime):
 
     def push(self, batch: Batch) -> None:
         """Take groups in, in any order; once it is done it passes them, as other trainers may still
-        need theirs."""
+        need theirs.
+        """
         rows = batch.records
         if self._behind is not None:
             self._early.append(batch)
@@ -200,7 +231,8 @@ class TrainerRuntime(Runtime):
 
     def wants_devices(self) -> bool:
         """While it has a step to make, to publish or to keep: nothing of it may be put away
-        meanwhile."""
+        meanwhile.
+        """
         return (
             (not self._done and self._has_work) or self._saver.is_writing or self._offers.is_pending
         )
@@ -218,7 +250,8 @@ class TrainerRuntime(Runtime):
     def tell(self, message: Mapping[str, Any]) -> None:
         """{"drain": True}: end the step under way, keep a checkpoint, end. {"end": True}: no group
         comes. {"checkpoint": n}: keep one after the step under way, the n-th that somebody has
-        asked for."""
+        asked for.
+        """
         self._saver.asked = max(self._saver.asked, int(message.get("checkpoint", 0)))
         if message.get("drain"):
             self._ending = "drain"
@@ -264,14 +297,16 @@ class TrainerRuntime(Runtime):
 
     def close(self) -> None:
         """Let the weight plane go, and the other ranks, once a checkpoint that is being written had
-        time to be done."""
+        time to be done.
+        """
         self._saver.close()
         self._offers.close()
         self._learner.close()
 
     def _catch_up(self, behind: CatchUp) -> None:
         """A slice of the way to the last committed step; at its end, or when it is to end, what
-        comes after it."""
+        comes after it.
+        """
         if self._ending == "drain" and self._making.rows is None:
             self._finish()
             return
@@ -330,7 +365,8 @@ class TrainerRuntime(Runtime):
 
     def _between_steps(self) -> None:
         """What was asked for since the last step began: other knobs for the next, a checkpoint of
-        the last."""
+        the last.
+        """
         step, knobs = self._making.step, self._knobs
         if knobs.is_behind:
             taken = knobs.take(step + 1, self._declared)
@@ -348,7 +384,8 @@ class TrainerRuntime(Runtime):
 
     def _drop(self, groups: Sequence[QueuedGroup], reason: str) -> None:
         """Give groups up; the generators learn it at once, because they wait for others in their
-        place."""
+        place.
+        """
         self._drops.add(groups, reason, self._making.step + 1)
         self._note()
 
@@ -359,7 +396,8 @@ class TrainerRuntime(Runtime):
 
     def _end_step(self) -> None:
         """Update the weights, record what the step consumed, and then offer them; the order is the
-        journal's."""
+        journal's.
+        """
         context, clock, making, journal = (
             self._context,
             self._context.clock,
@@ -450,6 +488,7 @@ class TrainerRuntime(Runtime):
 
     def _rest(self) -> None:
         """Give the devices' memory back: that of the weights too, where no step could begin and
-        none of them waits to be published. One that takes turns does so at their end."""
+        none of them waits to be published. One that takes turns does so at their end.
+        """
         if self._context.aside is None:
             self._making.rest(weights=not self._offers.is_pending and not self._buffer.is_ready)

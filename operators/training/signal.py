@@ -1,5 +1,6 @@
 """Which scorers told no rollout of a group from its siblings, so that nothing could be learned from
-them."""
+them.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,8 @@ _SHOWN = 60
 
 def silent_scores(groups: Sequence[pa.RecordBatch], scores: Mapping[str, str]) -> dict[str, str]:
     """Of these columns those that have values, and in each group of rows the same for all; none
-    without groups."""
+    without groups.
+    """
     return {
         name: where
         for name, where in scores.items()
@@ -26,7 +28,8 @@ def silent_scores(groups: Sequence[pa.RecordBatch], scores: Mapping[str, str]) -
 
 def no_signal(groups: Sequence[pa.RecordBatch], scores: Mapping[str, str]) -> dict[str, Any] | None:
     """The silent scorers of a step, as "'reward' (file:line)", and a row with what they gave; None
-    where there are none."""
+    where there are none.
+    """
     silent = silent_scores(groups, scores)
     if not silent:
         return None

@@ -1,10 +1,13 @@
 """One optimiser step at a time, a slice of it per call: steps that are new, and steps that are made
-again."""
+again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -14,19 +17,52 @@ from dataflow.runtime import Context
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner import memory, refreshed
 from operators.training.learner.learner import Learner, StepOutcome
-from operators.training.learner.live_knobs import take_knobs, told
+from operators.training.learner.loss_function import read_loss
 from operators.training.learner.new_logprobs import NewLogprobs
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows, step_rows
 from operators.training.learner.schedule import learning_rate
 from operators.training.pace import StepPace
 
+# Knobs of a learner that change between two steps, on each of its ranks; imports torch.
+
+
+def told(trainer: TrainerKnobs) -> dict[str, Any]:
+    """What each rank's learner has to know of a trainer's knobs that may change; plain values."""
+    return {
+        "max_grad_norm": trainer.max_grad_norm,
+        "weight_decay": trainer.weight_decay,
+        "loss_knobs": {
+            name: trainer.loss_function.knobs[name] for name in trainer.settable_of_loss()
+        },
+    }
+
+
+def take_knobs(
+    learner: Learner,
+    rank: int,
+    ranks: int,
+    max_grad_norm: float,
+    weight_decay: float,
+    loss_knobs: dict[str, Any],
+) -> None:
+    """Go by these from the next step on."""
+    learner.max_grad_norm = max_grad_norm
+    for group in learner.optimizer.param_groups:
+        # as `adamw` has it: vectors are not decayed
+        if any(weight.ndim >= 2 for weight in group["params"]):
+            group["weight_decay"] = weight_decay
+    own = {name: value for name, value in loss_knobs.items() if name in learner.loss.knobs}
+    if any(learner.loss.knobs[name] != value for name, value in own.items()):
+        learner.take_loss(read_loss(functools.partial(learner.loss.call, **own), learner.node))
+
 
 class StepMaker:
     """What is left of the step under way, and how many are behind the weights.
 
     The same rows on the same weights give the same weights, bit for bit on a CPU: nothing else is
-    read."""
+    read.
+    """
 
     def __init__(
         self,
@@ -39,7 +75,8 @@ class StepMaker:
     ) -> None:
         """step: steps behind the weights that `learner` has. knobs: of each step, where they were
         changed; None: they are the trainer's. decay_steps: of the schedule that steps were made by.
-        GraphError where the schedule has no end, or the run goes on after it."""
+        GraphError where the schedule has no end, or the run goes on after it.
+        """
         self.learner, self.step = learner, step
         self.knobs = knobs or KnobsByStep(trainer, ())
         self.rows: StepRows | None = None
@@ -75,7 +112,8 @@ class StepMaker:
     @property
     def decay_steps(self) -> int | None:
         """Steps until the learning rate is at its end, as the next update sees it; None: it is
-        constant."""
+        constant.
+        """
         return self._decay_steps and (self.knobs.at(self.step + 1).decay_steps or self._decay_steps)
 
     def begin(self, groups: Sequence[pa.RecordBatch]) -> None:
@@ -98,7 +136,8 @@ class StepMaker:
 
     def end(self, rate: float) -> StepOutcome:
         """The update, with this learning rate; the weights and `step` stay where anything was not
-        finite."""
+        finite.
+        """
         began = self._clock()
         with self._span("optimizer"):
             self.bring(moments=True)
@@ -124,7 +163,8 @@ class StepMaker:
 
     def rest(self, *, weights: bool) -> None:
         """Give the devices' memory back after an update; `weights`: theirs too, as nobody reads
-        them now."""
+        them now.
+        """
         if self.learner.parked is not None:
             self.learner.unread()
             self.learner.everywhere(memory.rest, weights=weights)
@@ -143,7 +183,8 @@ class StepMaker:
 
 def _decay_steps(trainer: TrainerKnobs, context: Context, begun: int | None) -> int | None:
     """The trainer's, or the schedule's that was `begun`, or the run's. GraphError when there should
-    be one and none is known, or when steps of the run would be left without a rate."""
+    be one and none is known, or when steps of the run would be left without a rate.
+    """
     steps = context.steps or context.prompt_steps
     found = trainer.decay_steps or begun or steps
     if trainer.schedule == "constant":

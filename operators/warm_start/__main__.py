@@ -1,5 +1,6 @@
 """The child process of a warm start: trains the policy that a work folder asks for and saves it
-there."""
+there.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ SEND_S = 30.0
 
 def die_with_parent(channel: Channel[Progress]) -> None:
     """End this process as soon as the parent's end of the channel is closed, which its death does
-    too."""
+    too.
+    """
 
     def watch() -> None:
         channel.readable(None)
@@ -37,7 +39,8 @@ def die_with_parent(channel: Channel[Progress]) -> None:
 
 def make_policy(work: Path, channel: Channel[Progress] | None) -> None:
     """Train the policy of `work`/spec.json on `work`/examples.jsonl and save it as
-    `work`/policy."""
+    `work`/policy.
+    """
     import torch
 
     from operators.warm_start.policy import character_tokenizer, small_llama

@@ -11,7 +11,8 @@ from operators.warm_start.spec import EOS, PAD, UNKNOWN, WarmStartSpec
 
 def character_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokenizerFast:
     """A fast tokenizer with one token per character of `alphabet`; it adds no token of its own to a
-    text."""
+    text.
+    """
     tokens = [PAD, EOS, UNKNOWN, *alphabet]
     core = Tokenizer(
         models.BPE({token: i for i, token in enumerate(tokens)}, merges=[], unk_token=UNKNOWN)
@@ -30,7 +31,8 @@ def character_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokenize
 
 def small_llama(spec: WarmStartSpec, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A Llama of the spec's size in float32 with tied embeddings, its weights drawn from the spec's
-    seed."""
+    seed.
+    """
     torch.manual_seed(spec.seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

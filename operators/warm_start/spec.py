@@ -40,7 +40,8 @@ _COUNTS = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmStartSpec:
     """Everything that decides the weights: the same spec gives the same policy on the same
-    machine."""
+    machine.
+    """
 
     alphabet: str
     """The characters that are tokens, each once, in the order of their ids."""
@@ -138,7 +139,8 @@ class WarmStartSpec:
 
 def recorded_fingerprint(folder: Path) -> str | None:
     """The fingerprint that a finished policy folder records, or None where there is none to
-    read."""
+    read.
+    """
     try:
         record = json.loads((folder / RECORD_FILE).read_text("utf-8"))
     except (OSError, ValueError):  # absent, unreadable or cut short: not a finished folder

@@ -1,5 +1,6 @@
 """The supervised loop of a warm start: cross-entropy on the answers, for a number of steps; imports
-torch."""
+torch.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def encode(
 
 def batches(count: int, batch_size: int, seed: int) -> Iterator[torch.Tensor]:
     """Endless batches of example numbers [B], each example once per epoch, in an order of the
-    seed's."""
+    seed's.
+    """
     order = torch.Generator().manual_seed(seed)
     while True:
         numbers_N = torch.randperm(count, generator=order)

@@ -1,5 +1,6 @@
 """Laws of the chaos bench: faults are explained by blows, what comes again is counted, losses are
-compared by bits."""
+compared by bits.
+"""
 
 import json
 import os
@@ -31,7 +32,7 @@ from bench.chaos.kills import summed
 from bench.chaos.nemesis import Blow, Nemesis, targets, workers
 from bench.chaos.run import CRASH_STATUS, reward
 from bench.chaos.scheduler import paces_around
-from dataflow.folder.rollout_files import write_arrow
+from dataflow.folder.run_folder import write_arrow
 
 
 def fault(worker: str, at: float, recovered_s: float | None = 1.0) -> dict[str, object]:
@@ -179,7 +180,8 @@ def test_the_scorer_ends_its_process_for_the_share_that_is_to_crash() -> None:
 
 def test_targets_are_workers_by_their_logs_and_the_processes_below_them(tmp_path: Path) -> None:
     """This process plays the scheduler: a forkserver below it, a worker below that, and a process
-    of a pool."""
+    of a pool.
+    """
     (tmp_path / "logs").mkdir()
     inner = (
         "import subprocess, sys; subprocess.Popen(['sleep', '60']); print('up', flush=True);"

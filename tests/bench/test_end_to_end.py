@@ -1,5 +1,6 @@
 """Laws of the end-to-end bench: what counts as time, and that every system is measured the same
-way."""
+way.
+"""
 
 import argparse
 import json

@@ -1,5 +1,6 @@
 """What `bench.episodes` says of a system that ran some of the episodes: what all of them would have
-taken."""
+taken.
+"""
 
 import random
 from argparse import Namespace

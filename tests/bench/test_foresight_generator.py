@@ -1,5 +1,6 @@
 """Constants of a server's step: found again, fitted without one device, held against measured rows
-where these are."""
+where these are.
+"""
 
 import statistics
 from dataclasses import replace
@@ -22,7 +23,7 @@ from bench.foresight.generator import (
 from bench.foresight.measured import Served, holding, read_served
 from dataflow.errors import GraphError
 from dataflow.foresight.kernel_tables import folder
-from dataflow.foresight.serving import ServerConstants
+from dataflow.foresight.steps import ServerConstants
 
 CONFIG = {
     "model_type": "qwen3_moe",

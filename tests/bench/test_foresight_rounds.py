@@ -1,5 +1,6 @@
 """Runs of the bench are made once, disturbed ones again; noise is that of the same run made
-twice."""
+twice.
+"""
 
 from pathlib import Path
 

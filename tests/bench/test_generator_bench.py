@@ -1,5 +1,6 @@
 """Laws of the generator bench: every system makes exactly what was asked, and a row says what was
-measured."""
+measured.
+"""
 
 import argparse
 import json

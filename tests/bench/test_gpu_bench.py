@@ -1,5 +1,6 @@
 """Laws of the GPU bench: every part runs on a processor too, bytes are counted right, time that is
-over is over."""
+over is over.
+"""
 
 import json
 

@@ -1,5 +1,6 @@
 """Laws of the trainer's parts of the GPU bench: they run on a processor too, and flops and steps
-are counted right."""
+are counted right.
+"""
 
 import json
 

@@ -1,5 +1,6 @@
 """Laws of the weights part of the GPU bench: it runs on a processor too, and counts bytes and time
-right."""
+right.
+"""
 
 import json
 

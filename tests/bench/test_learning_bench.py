@@ -1,5 +1,6 @@
 """Laws of the learning bench: budgets are equal, runs are made once, differences are between runs
-of the same seed."""
+of the same seed.
+"""
 
 import itertools
 import json

@@ -1,5 +1,6 @@
 """The benches of the live page: an interval over windows, pages without a browser, and a large
-run's answers."""
+run's answers.
+"""
 
 import json
 import math

@@ -1,5 +1,6 @@
 """Laws of runs that have a process each: figures or the reason, and nothing is left when the bench
-is ended."""
+is ended.
+"""
 
 import os
 import signal

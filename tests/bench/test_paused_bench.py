@@ -1,5 +1,6 @@
 """Laws of the paused bench: memory at two moments, queues against their bounds, the pace against
-the one before."""
+the one before.
+"""
 
 import json
 from pathlib import Path

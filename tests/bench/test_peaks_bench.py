@@ -1,5 +1,6 @@
 """The peaks: every format has one, from the processor's own instructions where it has them, else
-from torch."""
+from torch.
+"""
 
 import pytest
 

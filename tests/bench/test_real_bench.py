@@ -1,5 +1,6 @@
 """Laws of the bench of the real model: errors are those of the mean, runs are made once, settings
-do not mix."""
+do not mix.
+"""
 
 import itertools
 import json

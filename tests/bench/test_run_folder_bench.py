@@ -1,5 +1,6 @@
 """The bench of run folders makes one that its own subject judges, and reads back what it
-encodes."""
+encodes.
+"""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
 """The bench of what it takes to know what nodes are at: a switch around their loops, what windows
-and clocks say."""
+and clocks say.
+"""
 
 import json
 import math

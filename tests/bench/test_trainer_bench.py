@@ -1,5 +1,6 @@
 """Laws of the trainer bench: every system makes the same step of the same batch, and ratios are
-taken turn by turn."""
+taken turn by turn.
+"""
 
 import json
 import statistics

@@ -1,5 +1,6 @@
 """Laws of the weight-plane bench: same bytes for all, checked after every update; one failure is
-one row."""
+one row.
+"""
 
 import json
 import threading

@@ -1,5 +1,6 @@
 """A file system that fails when it is told to, for copies of checkpoints; the rest of it is a
-folder."""
+folder.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

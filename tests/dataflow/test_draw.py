@@ -1,5 +1,6 @@
 """Pictures: the layout's geometry, what each format shows, and that no name can break out of its
-place."""
+place.
+"""
 
 import itertools
 import json
@@ -23,9 +24,8 @@ from dataflow.draw import DeviceFrame, draw, mimebundle, render_svg, reward_curv
 from dataflow.draw.frames import pieces
 from dataflow.draw.geometry import BackEdge, DrawnLayout, ForwardEdge, Rect, Size
 from dataflow.draw.labels import sans_width
-from dataflow.draw.layout import arrange
+from dataflow.draw.layout import acyclic, arrange, crossings, layers_of, order
 from dataflow.draw.levels import spread
-from dataflow.draw.ordering import acyclic, crossings, layers_of, order
 from dataflow.draw.picture import KNOBS_SHOWN, column_lines, knob_text, read, shorten
 from dataflow.draw.timeline import timeline_svg
 from dataflow.errors import GraphError

@@ -1,5 +1,6 @@
 """`g.insert` and `g.remove`: another graph, checked anew, that runs; what no longer fits is
-named."""
+named.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Laws of @keep: what a function becomes, what is refused, and what becomes of the groups that it
-drops."""
+drops.
+"""
 
 import select
 import time

@@ -1,5 +1,6 @@
 """Knobs that nothing here has: each refusal names what was meant, by the names of other systems
-too."""
+too.
+"""
 
 from functools import partial
 from typing import Any

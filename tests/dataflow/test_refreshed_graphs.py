@@ -1,5 +1,6 @@
 """g.feedback(trainer.weights, reference, every=n): what is refused, drawn, planned and written
-down."""
+down.
+"""
 
 import re
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """Every graph that cannot work is refused before it runs, in three parts: what is wrong, what was
-found, what to do."""
+found, what to do.
+"""
 
 import re
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """A rollout's tokens keep all that is known of them through slices, joins, Arrow columns and plain
-bytes."""
+bytes.
+"""
 
 import numpy as np
 import pyarrow as pa

@@ -1,5 +1,6 @@
 """The law of staleness: in-order consumption and the admission rule bound the age, and never
-deadlock."""
+deadlock.
+"""
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,8 @@ from dataflow.tokens.ages import staleness_at, staleness_parts
 
 class Loop:
     """A generator and a trainer that take turns in any order; groups keep the version they started
-    under."""
+    under.
+    """
 
     def __init__(
         self, prompts_per_step: int, max_staleness: int, limit: int | None, drops: set[int]

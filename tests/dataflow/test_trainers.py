@@ -1,5 +1,6 @@
 """Which trainer bounds what in a graph of an actor and a critic, and what a run makes of two
-trainers."""
+trainers.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

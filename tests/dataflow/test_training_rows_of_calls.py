@@ -1,5 +1,6 @@
 """Calls of a policy as training rows: what was sampled is chosen once, behind what the policy
-saw."""
+saw.
+"""
 
 import random
 
@@ -23,7 +24,8 @@ def test_whatever_a_caller_does_to_its_conversation_each_sampled_token_is_chosen
     seed: int, count: int
 ) -> None:
     """It goes on, goes back and on another way, cuts the past, begins anew, or says the same
-    again."""
+    again.
+    """
     draw = random.Random(seed)
     histories: list[list[int]] = [[1]]
     calls = []

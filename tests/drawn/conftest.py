@@ -10,7 +10,8 @@ from .outcome import DrawnRuns
 @pytest.fixture(scope="session")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a policy of two layers with 4 heads, 2 of them for keys and values, and an
-    output layer."""
+    output layer.
+    """
     import torch
     from rigs.policy import ALPHABET, CONTEXT_TOKENS
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -71,7 +71,8 @@ class DrawnRuns:
 
     def refusal(self, drawn: Drawn) -> str:
         """Why a graph is refused by its knobs, its check or its plan; empty where it is
-        accepted."""
+        accepted.
+        """
         try:
             make_plan(drawn.graph(self.policy), devices=Devices(cpus=1), steps=STEPS, **drawn.how())
         except GraphError as error:

@@ -1,5 +1,6 @@
 """Whatever is accepted runs, and learns what one rank learns: graphs are drawn, make two steps, and
-are compared."""
+are compared.
+"""
 
 from random import Random
 
@@ -19,7 +20,8 @@ every way."""
 
 def accepted(outcomes: DrawnRuns, number: int) -> Drawn:
     """The first graph of a seed that is not refused; what is refused on the way stands in the
-    page."""
+    page.
+    """
     draw = Random(number)
     while why := outcomes.refusal(drawn := Drawn.of(draw)):
         assert listed(why), f"docs/refused.md does not say it: {why}"
@@ -29,7 +31,8 @@ def accepted(outcomes: DrawnRuns, number: int) -> Drawn:
 def alike(found: RunFigures, one: RunFigures, tolerance: float = 1e-5) -> None:
     """Two runs drew the same tokens of the same versions, and learned the same from them.
 
-    Sums of ranks differ in their last bits, and eps of Adam is so large that this stays so."""
+    Sums of ranks differ in their last bits, and eps of Adam is so large that this stays so.
+    """
     assert not found.verdict
     assert [row[:3] + row[4:] for row in found.rollouts] == [
         row[:3] + row[4:] for row in one.rollouts
@@ -44,7 +47,8 @@ def alike(found: RunFigures, one: RunFigures, tolerance: float = 1e-5) -> None:
 
 def as_good(found: RunFigures, one: RunFigures) -> None:
     """Two runs drew the same prompts from the same versions, and what was said of the tokens is as
-    near the truth."""
+    near the truth.
+    """
     assert not found.verdict
     versions = [
         [(group, position, {*of} - {-1}) for group, position, _, _, of in each.rollouts]
@@ -60,7 +64,8 @@ def as_good(found: RunFigures, one: RunFigures) -> None:
 def test_a_drawn_graph_learns_what_one_rank_learns(outcomes: DrawnRuns, number: int) -> None:
     """Where a weight lies between two steps of int8, the last bits of ranks decide, which moves
     logits by about 1e-4. Ranks that share out a row of inputs round their own parts of it
-    (int8_dynamic), and sample from another model."""
+    (int8_dynamic), and sample from another model.
+    """
     drawn = accepted(outcomes, number)
     found, one = outcomes.drawn(drawn), outcomes.on_one_rank(drawn.computes)
     if drawn.computes.weights == "int8_dynamic" and drawn.parallel > 1:
@@ -138,7 +143,8 @@ def test_a_refusal_that_the_page_does_not_have_is_seen(outcomes: DrawnRuns) -> N
 
 def test_weights_that_do_not_arrive_are_seen(outcomes: DrawnRuns) -> None:
     """What the comparison is worth: a trainer that learns nothing draws other rollouts, or learns
-    otherwise."""
+    otherwise.
+    """
     learned, stale = outcomes.on_one_rank(Computes()), outcomes.on_one_rank(Computes(lr=0.0))
     assert learned.losses[0] == stale.losses[0]
     with pytest.raises(AssertionError):

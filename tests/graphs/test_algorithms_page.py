@@ -1,5 +1,6 @@
 """docs/algorithms.md and docs/gallery.md say what is there: their programs run, their tables are
-complete."""
+complete.
+"""
 
 import re
 from pathlib import Path

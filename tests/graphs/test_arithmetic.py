@@ -1,5 +1,6 @@
 """`graphs.arithmetic`: its questions, and a short run of it on a small policy that has a chat
-template."""
+template.
+"""
 
 import re
 import shutil

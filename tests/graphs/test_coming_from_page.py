@@ -1,5 +1,6 @@
 """The page for those who come from other systems: each experiment on it runs, on rows and rewards
-of that system."""
+of that system.
+"""
 
 import ast
 import importlib.util
@@ -172,7 +173,7 @@ def test_the_names_of_trl_on_the_page_are_those_of_its_configs() -> None:
 def test_every_form_of_the_page_is_there() -> None:
     import operators.rewards  # noqa: F401
     from dataflow.scoring.forms import FORMS
-    from operators.sources.forms import DATA_FORMS
+    from operators.prompts import DATA_FORMS
 
     assert set(FORMS) == set(re.findall(r"^\| `(\w+):` \|", PAGE, re.MULTILINE))
     assert all(f"`{form}`" in PAGE for form in DATA_FORMS)

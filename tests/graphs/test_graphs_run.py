@@ -1,5 +1,6 @@
 """Every graph as its command makes it: it is checked, explained, and runs; wrong flags are refused
-in words."""
+in words.
+"""
 
 import importlib
 import json
@@ -48,7 +49,8 @@ Flags = Callable[..., list[str]]
 @pytest.fixture
 def flags(policy: Path, tmp_path: Path) -> Flags:
     """The command line of a text graph on the tiny policy, as a function of its name and more
-    flags."""
+    flags.
+    """
     torch.set_num_threads(1)
     (tmp_path / "rewards.py").write_text(REWARD)
     for name, count in (("train", 24), ("test", 4)):

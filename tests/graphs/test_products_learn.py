@@ -1,5 +1,6 @@
 """The experiment with a calculator: what the policy learns, and that it learns it from what the
-calculator says."""
+calculator says.
+"""
 
 from pathlib import Path
 

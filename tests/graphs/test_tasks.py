@@ -1,5 +1,6 @@
 """Laws of the tasks: prompts repeat, held-out prompts are apart, numbers are compared as
-numbers."""
+numbers.
+"""
 
 import json
 import subprocess

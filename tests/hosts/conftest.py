@@ -44,7 +44,8 @@ def make_cluster(
     tmp_path: Path,
 ) -> Iterator[Callable[..., Cluster]]:
     """A run over hosts with these names, which the next test of the file finds as they were left;
-    its processes end."""
+    its processes end.
+    """
     with contextlib.ExitStack() as stack:
 
         def make(*names: str, **how: Any) -> Cluster:

@@ -26,7 +26,8 @@ def build(
     *, size: int = 64, seconds: float = 0.0, generator_s: float = 0.0, trainer_s: float = 0.0
 ) -> Graph:
     """Fakes. size: prompts; 0: without end. seconds: between two prompts. generator_s, trainer_s:
-    of sleep, for each group that one makes, and for each step of the other."""
+    of sleep, for each group that one makes, and for each step of the other.
+    """
     source = FakePrompts(size=size or None)
     return fake_graph(
         source=slow(source, seconds=seconds) if seconds else source,

@@ -1,5 +1,6 @@
 """Commands to a run that another host leads: they ask its scheduler, or look at its folder and say
-what they miss."""
+what they miss.
+"""
 
 import subprocess
 import sys

@@ -1,5 +1,6 @@
 """Hosts that die, and links that are cut: what falls is noticed, started elsewhere, and nothing is
-trained twice."""
+trained twice.
+"""
 
 import contextlib
 import re
@@ -78,7 +79,8 @@ def test_cuts_shorter_than_the_limit_change_nothing(
     cluster: Cluster, policy: Path, cuts_s: tuple[float, ...], hang_s: float
 ) -> None:
     """Though each of them is longer than TCP's own tries, which it makes at twice the distance each
-    time."""
+    time.
+    """
     b = cluster.hosts[1]
     start(cluster, policy, steps=400, hang_s=hang_s)
     for cut_s in cuts_s:

@@ -1,5 +1,6 @@
 """The demo, started as a user starts it, on three hosts that have a bridge and a folder in
-common."""
+common.
+"""
 
 import secrets
 import sys

@@ -1,5 +1,6 @@
 """Links that come back at any moment of a restart, and processes that are killed meanwhile: the run
-goes on, and does nothing twice."""
+goes on, and does nothing twice.
+"""
 
 import contextlib
 import os
@@ -26,7 +27,8 @@ WITHIN_S = 3.0
 
 def strike(cluster: Cluster, chance: Random) -> str:
     """Cut a host off, and mend it at some moment after it was given up; perhaps kill a worker of
-    another one."""
+    another one.
+    """
     victim, other = chance.sample(cluster.hosts[1:], 2)
     mends_s, kills_s = (chance.random() * WITHIN_S for _ in range(2))
     lost, back = f"host '{victim.name}' was not heard", f"host '{victim.name}' is back"

@@ -1,5 +1,6 @@
 """Runs over agents on this machine: they end as on one host, and so they do when a host or the
-scheduler dies."""
+scheduler dies.
+"""
 
 import contextlib
 import json
@@ -192,7 +193,8 @@ def test_doctor_and_page_name_the_node_that_bounds_a_run_over_hosts(
 @pytest.fixture
 def talks(start: Start, policy: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Under]:
     """Starts a run whose episodes are on a host of their own, h1, with others for generator and
-    trainer."""
+    trainer.
+    """
     monkeypatch.setenv("POLICY", str(policy))
     place = ("--place", "talk=h1,generator=h2,trainer=h3", "--quiet")
     return lambda *flags: start(

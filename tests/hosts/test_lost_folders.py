@@ -1,5 +1,6 @@
 """Hosts that die with the run folder: a run goes on from the address to which its checkpoints were
-copied."""
+copied.
+"""
 
 import shutil
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """Runs whose generators are beside each other, apart from the trainer: one takes each version in
-for all of them."""
+for all of them.
+"""
 
 import re
 from collections.abc import Callable
@@ -30,7 +31,8 @@ def lines(cluster: Cluster) -> list[dict[str, Any]]:
 
 def mirrors(line: dict[str, Any]) -> dict[str, dict[str, int]]:
     """By reader to which the trainer sends, those that it hands versions on to, with the version
-    that each has."""
+    that each has.
+    """
     return {
         reader: {name: taken["version"] for name, taken in sent.get("handed_on", {}).items()}
         for reader, sent in line["weights_sent"].items()
@@ -39,7 +41,8 @@ def mirrors(line: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 def serves_all(cluster: Cluster, but: str = "") -> str:
     """The reader that takes versions for all three, each of which has one of the last, once there
-    is one but `but`, some steps from now."""
+    is one but `but`, some steps from now.
+    """
     began, found = lines(cluster)[-1]["step"], list[str]()
 
     def is_one() -> bool:

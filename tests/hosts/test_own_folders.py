@@ -1,5 +1,6 @@
 """Runs over hosts that see no folder in common: each keeps what it makes, and others get what they
-need."""
+need.
+"""
 
 import json
 import re
@@ -281,7 +282,8 @@ def test_with_an_address_the_run_goes_on_without_the_trainers_host(
     cluster: Cluster, policy: Path, copies: Path
 ) -> None:
     """The address is a folder that all hosts see, as they would see an object store; the run folder
-    is not in it."""
+    is not in it.
+    """
     start(cluster, policy, steps=400, checkpoint_to=str(copies))
     wait_until(
         lambda: len(list(copies.glob("*/part-*/checkpoints/step-*/commit.json"))) > 1,

@@ -14,7 +14,8 @@ def test_weights_reach_a_reader_beside_the_trainer_by_memory_and_one_apart_over_
     make_cluster: Callable[..., Cluster], policy: Path, shared: Path
 ) -> None:
     """At staleness 0 no group of the second step is generated before its replica has the first
-    step's weights."""
+    step's weights.
+    """
     cluster = make_cluster("a", "b")
     place = {"generator": ("a", "b"), "trainer": "b"}
     seen = shared / "policy"

@@ -1,5 +1,6 @@
 """A host that does not fit: one clear sentence says why, and nobody waits for what will not
-come."""
+come.
+"""
 
 import subprocess
 import sys

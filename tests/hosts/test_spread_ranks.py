@@ -1,5 +1,6 @@
 """A trainer whose ranks are on several hosts: it makes the steps that it makes on one, and outlives
-one of them."""
+one of them.
+"""
 
 import os
 import signal
@@ -57,7 +58,8 @@ def test_ranks_on_two_hosts_make_the_steps_that_they_make_on_one(
     cluster: Cluster, policy: Path
 ) -> None:
     """At staleness 0 every rollout is drawn from the weights of the step before: what differs once
-    differs for good."""
+    differs for good.
+    """
     start(cluster, policy, {"trainer": ("a", "b"), "generator": "c"}, 2, 4, max_staleness=0)
     clean(cluster)
     spread = losses(cluster.run_folder)

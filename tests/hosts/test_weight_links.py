@@ -1,5 +1,6 @@
 """Weights between two hosts whose link is cut for a while: what a reader has is whole, and the
-newest comes after."""
+newest comes after.
+"""
 
 import json
 import sys
@@ -35,7 +36,8 @@ def test_a_link_that_is_cut_for_a_while_leaves_a_reader_whole_and_brings_it_the_
     give_hosts: Callable[..., list[Host]], tmp_path: Path
 ) -> None:
     """For less than the ends wait for each other, and for longer than ZeroMQ waits; their clocks
-    are days apart."""
+    are days apart.
+    """
     one, other = give_hosts("a", "b", shared=[tmp_path])
     keys = {name: key.decode() for name, key in RunKeys.make().to_plain().items()}
     (tmp_path / "keys").write_text(json.dumps(keys))

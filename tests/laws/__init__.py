@@ -2,4 +2,5 @@
 be tried without.
 
 `python -m tests.laws` breaks one law after the other in a copy of the tree and says whether its
-test noticed."""
+test noticed.
+"""

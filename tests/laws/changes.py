@@ -4,7 +4,8 @@ and the names in it.
 A part of a definition is found by the names, attributes, keywords, strings and comparisons that it
 mentions, so that it may move and be written in another way; ValueError where none, or more than
 one, mentions them all. In what takes a part's place, `_` stands for the part. A word after a `!` is
-not to be mentioned."""
+not to be mentioned.
+"""
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,8 @@ Block = list[ast.stmt]
 
 def condition(becomes: str, *words: str) -> Change:
     """The condition (of an if, while, case, comprehension) that mentions the words becomes another
-    one."""
+    one.
+    """
 
     def change(at: Place) -> None:
         found = [
@@ -121,7 +123,8 @@ def returned(value: str, *words: str) -> Change:
 
 def assigned(name: str, value: str, *words: str) -> Change:
     """The assignment to a variable or an attribute of this name, which mentions the words, gives it
-    another value."""
+    another value.
+    """
 
     def change(at: Place) -> None:
         found = [
@@ -137,7 +140,8 @@ def assigned(name: str, value: str, *words: str) -> Change:
 
 def argument(call: str, which: int | str, value: str) -> Change:
     """The call of a function or a method of this name gets another argument, by its position or its
-    keyword."""
+    keyword.
+    """
 
     def change(at: Place) -> None:
         found = [
@@ -181,7 +185,8 @@ def expression(becomes: str, *words: str, kind: type[ast.expr] = ast.expr) -> Ch
 
 def lacking(*words: str) -> Change:
     """The member of a list, tuple, dict, call, `and` or `or` that mentions the words is left
-    out."""
+    out.
+    """
 
     def change(at: Place) -> None:
         found = [
@@ -350,7 +355,8 @@ def _conditions(
     node: ast.AST,
 ) -> Iterator[tuple[list[ast.expr | ast.pattern], Callable[[ast.expr], None]]]:
     """Of every condition: what it consists of, itself last, and how to put another one in its
-    place."""
+    place.
+    """
     for each in ast.walk(node):
         match each:
             case ast.If() | ast.While() | ast.IfExp():
@@ -364,7 +370,8 @@ def _conditions(
 
 def _members(holder: ast.AST) -> Iterator[tuple[list[ast.AST], Callable[[], Any]]]:
     """Of everything that a list, tuple, dict, call, `and` or `or` holds: its nodes, and how to
-    leave it out."""
+    leave it out.
+    """
 
     def remove(values: list[Any], value: Any) -> Callable[[], Any]:
         return lambda: values.remove(value)

@@ -35,7 +35,8 @@ class Law:
     @property
     def test_id(self) -> str:
         """The test with its file, as pytest names it; LookupError where no file, or more than one,
-        has it."""
+        has it.
+        """
         found = _files().get(self.test.split("[")[0], [])
         if len(found) != 1:
             raise LookupError(f"'{self.test}' stands in {found}; one file of tests has to have it")
@@ -43,7 +44,8 @@ class Law:
 
     def broken(self, root: Path = ROOT) -> tuple[Path, str]:
         """The module that keeps the law in a tree, its text without that; ValueError where the
-        change does not fit."""
+        change does not fit.
+        """
         try:
             at = place(self.symbol, root)
             whole = ast.unparse(at.module)

@@ -1,5 +1,6 @@
 """Where the code stands that a symbol names: in a module, or in the only module of a package that
-has it."""
+has it.
+"""
 
 import ast
 import functools
@@ -22,7 +23,8 @@ class Place:
 
 def place(symbol: str, root: Path) -> Place:
     """Find `package.or.module:Name.method` in a tree; LookupError where nothing, or more than one,
-    has that name."""
+    has that name.
+    """
     package, _, names = symbol.partition(":")
     found = []
     for path in _modules(root, package, set(names.split("."))):
@@ -42,7 +44,8 @@ def place(symbol: str, root: Path) -> Place:
 
 def _modules(root: Path, package: str, names: set[str]) -> list[Path]:
     """The module of that name alone, where it is one; otherwise those of the package and below it
-    that define names."""
+    that define names.
+    """
     folder = root.joinpath(*package.split("."))
     module = folder.with_suffix(".py")
     return (

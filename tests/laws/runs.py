@@ -251,7 +251,7 @@ SCHEDULER = (
     Law(
         "groups of two sources are verified apart, though they have the same numbers",
         "test_groups_of_two_sources_with_the_same_numbers_are_each_whole",
-        "dataflow.history.verify.digest:_sources",
+        "dataflow.history.verify.rollouts:_sources",
         always("OF_SOURCE"),
         "the look at the rows' sources",
     ),
@@ -714,7 +714,7 @@ LEDGER = (
     Law(
         "an export is there whole or not at all",
         "test_a_full_disk_is_one_sentence_and_leaves_nothing",
-        "dataflow.runs.shards:new_folder",
+        "dataflow.runs.commands:new_folder",
         without("rmtree"),
         "the removal of what was written",
     ),

@@ -1,5 +1,6 @@
 """A change finds its code wherever that stands and however it is written, and refuses what it does
-not fit."""
+not fit.
+"""
 
 import ast
 from pathlib import Path

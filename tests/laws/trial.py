@@ -1,5 +1,6 @@
 """Trials: a copy of the tree, one law broken in it, and the word of the test that states the
-law."""
+law.
+"""
 
 import os
 import re
@@ -38,7 +39,8 @@ class Word:
 
 def copied(folder: Path) -> Path:
     """A copy of the packages and their tests in an empty folder; the working tree is never written
-    to."""
+    to.
+    """
     for name in FOLDERS:
         shutil.copytree(
             ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")

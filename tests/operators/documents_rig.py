@@ -1,5 +1,6 @@
 """Python in the documentation of other projects, read where a checkout of it lies; nothing of it is
-kept here."""
+kept here.
+"""
 
 from __future__ import annotations
 

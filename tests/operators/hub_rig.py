@@ -1,5 +1,6 @@
 """A small hub on loopback: what `datasets` asks Hugging Face's API of one data set in two
-configurations."""
+configurations.
+"""
 
 import contextlib
 import hashlib

@@ -1,5 +1,6 @@
 """Lives of one trainer: real model folder, run folder and ledger, and groups from a list; what it
-has when it ends."""
+has when it ends.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

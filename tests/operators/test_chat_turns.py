@@ -1,5 +1,6 @@
 """Where a turn ends and what stands in front of one: a base model whose chat template ends turns by
-its own token."""
+its own token.
+"""
 
 import json
 from pathlib import Path
@@ -33,7 +34,8 @@ SPECIAL = ("<bos>", "<|im_start|>", "<|im_end|>", "<|eot|>")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose tokenizer names one end token, and has others that are special by
-    `added_tokens_decoder` alone."""
+    `added_tokens_decoder` alone.
+    """
     folder = tiny_policy(tmp_path_factory.mktemp("base"))
     return retold(folder, folder, CHATML)
 
@@ -42,7 +44,8 @@ def retold(
     folder: Path, other: Path, template: str, *, begins: bool = False, ends: bool = False
 ) -> Path:
     """The folder with the special tokens and a template. begins, ends: the tokenizer adds a token
-    there by itself."""
+    there by itself.
+    """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens([AddedToken(name, special=True) for name in SPECIAL])
     tokenizer.chat_template = template
@@ -152,7 +155,8 @@ def shown(
     **knobs: Any,
 ) -> Any:
     """By prompt what the policy saw before its first token, or why it failed; of a generator and of
-    demonstrations."""
+    demonstrations.
+    """
     rows = [{"answer": "ok", **row} for row in rows]
     model, said = Model(str(folder)), []
     for maker in (

@@ -124,7 +124,8 @@ def test_leave_one_out_compares_each_rollout_with_the_others_alone(rewards):
 @st.composite
 def judged(draw):
     """Rewards, values and mask of a rollout whose environment speaks in between; arbitrary where it
-    is not chosen."""
+    is not chosen.
+    """
     mask = draw(st.lists(st.booleans(), min_size=1, max_size=12))
     numbers = st.lists(st.floats(-3, 3), min_size=len(mask), max_size=len(mask))
     return draw(numbers), draw(numbers), mask
@@ -132,7 +133,8 @@ def judged(draw):
 
 def _backwards(rewards, values, mask, gamma, lam):
     """GAE from its definition: a discounted sum of temporal differences, with nothing shared
-    between tokens."""
+    between tokens.
+    """
     chosen = [at for at, marked in enumerate(mask) if marked]
     found = [0.0] * len(mask)
     for first, at in enumerate(chosen):
@@ -283,7 +285,8 @@ def test_rewards_of_turns_stand_at_their_last_tokens_and_the_reward_at_the_last_
 def _conversations(tree):
     """One rollout whose conversations say one turn each, of one token behind one that is given.
 
-    tree: by conversation its role, the turn behind which it branched off, and its reward."""
+    tree: by conversation its role, the turn behind which it branched off, and its reward.
+    """
     numbers = {owner: at for at, owner in enumerate(tree)}
     return {
         "turn": np.array([each for at in numbers.values() for each in (-1, at)]),
@@ -298,7 +301,8 @@ def _conversations(tree):
 
 def test_branches_are_compared_with_those_that_began_where_they_did_and_others_within_their_role():
     """Trunk 0 with branches 1 and 2 behind its turn 0, of which 2 has two more; and an agent beside
-    it."""
+    it.
+    """
     rollouts = [
         _conversations(
             {

@@ -1,5 +1,6 @@
 """Laws of the evaluation's sink: a round is written once, when it is whole; failures are not
-averaged in."""
+averaged in.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,7 @@ from trainer_rig import COLUMNS, FakeFolder, FakeLedger, group
 
 from dataflow.errors import OperatorError
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.rollout_files import RolloutFiles
-from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_folder import RolloutFiles, RunFolder
 from dataflow.runtime import Batch, Context
 from operators.evaluate import Evaluate, EvaluateRuntime, round_metrics
 

@@ -1,5 +1,6 @@
 """A forward operator as several ranks: the numbers of one rank, whatever the head, and a broken
-rank is named."""
+rank is named.
+"""
 
 import contextlib
 import os
@@ -82,7 +83,8 @@ def fed(
     declaration: ForwardOperator, folder: Path, executor: str, device: str = "cpu"
 ) -> Iterator[Any]:
     """The runtime of a declaration that reads trained weights, and what has it take a version of
-    them."""
+    them.
+    """
     trainer: list[Any] = []
     opens, ends = Opens(f"ipc://{folder}/w", str(folder), executor, device), contextlib.ExitStack()
     bound = Bound(max_staleness=0, prompts_per_step=2)
@@ -176,7 +178,8 @@ def test_ranks_that_took_a_version_give_the_numbers_of_one(
     kind: str, ranks: int, executor: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """Every rank its own part, of what two ranks of a trainer send (gloo) or one offers; twice, for
-    the second comes into another buffer."""
+    the second comes into another buffer.
+    """
     declaration = declared(kind, folders, tensor_parallel=ranks)
     with fed(declaration, tmp_path, executor) as (runtime, take):
         for version in (1, 2):

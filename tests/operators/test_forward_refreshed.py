@@ -1,5 +1,6 @@
 """A forward operator that is refreshed with every n-th version: which one a group waits for, and
-what its rows say."""
+what its rows say.
+"""
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from rigs.forwards import (
 from dataflow import Model
 from dataflow.staleness import Bound
 from operators import Logprobs
-from operators.forward_pass.due import Known, is_due, is_first, needed
+from operators.forward_pass.build import Known, is_due, is_first, needed
 
 LANE = Bound(max_staleness=0, prompts_per_step=4)
 
@@ -45,7 +46,8 @@ def test_the_version_needed_is_the_last_one_that_is_sent() -> None:
 
 def test_a_trainer_that_skipped_steps_holds_nobody_up_between_two_versions() -> None:
     """It has made 4, so 3 is the newest that is sent: a group that version 6 belongs to is computed
-    under it."""
+    under it.
+    """
     own = Bound(max_staleness=0, prompts_per_step=4, every=3)
     assert is_due(25, 6, Known(version=3, told=4, dropped=8), LANE, own)
     assert not is_due(25, 6, Known(version=0, told=4, dropped=8), LANE, own)

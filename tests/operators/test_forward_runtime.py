@@ -1,5 +1,6 @@
 """A forward operator's runtime: whole groups in their order, one micro-batch a slice, weights
-between two rounds."""
+between two rounds.
+"""
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +24,7 @@ from dataflow.limits import Limits
 from dataflow.records import version_column
 from dataflow.staleness import Bound
 from operators import Logprobs, Values
-from operators.forward_pass.due import Known, is_due, needed
+from operators.forward_pass.build import Known, is_due, needed
 
 
 @pytest.fixture(autouse=True)
@@ -296,7 +297,8 @@ def test_two_trainers_that_drop_different_groups_never_deadlock(
     policy_step: int, own_step: int, staleness: int, ahead: int, seed: int
 ) -> None:
     """Groups are made under the policy's version, wait here, then go to both trainers, which may
-    skip whole steps."""
+    skip whole steps.
+    """
     draw = np.random.default_rng(seed)
     source = Bound(max_staleness=ahead, prompts_per_step=policy_step)
     own = Bound(max_staleness=staleness, prompts_per_step=own_step)
@@ -347,6 +349,7 @@ def test_without_drops_the_way_out_of_a_deadlock_allows_nothing_more() -> None:
 
 def test_weights_that_are_on_their_way_are_waited_for() -> None:
     """The trainer has spoken of version 1, so the group that only version 0 cannot do without is
-    not the next."""
+    not the next.
+    """
     assert not is_due(5, 1, Known(version=0, told=1, dropped=4), EQUAL, EQUAL)
     assert is_due(5, 1, Known(version=0, told=0, dropped=4), EQUAL, EQUAL)

@@ -1,5 +1,6 @@
 """Log-probabilities and values of rollouts: those of transformers' own forward, and of a trainer
-with these weights."""
+with these weights.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from dataflow.model import LoRA
 from dataflow.runtime import Context
 from dataflow.staleness import Bound
 from operators import Logprobs, Trainer, Values
-from operators.forward_pass.own_tokens import disagreement
+from operators.forward_pass.reading import disagreement
 from operators.models.loading import load_model
 from operators.training.learner import policy as policy_module
 from operators.training.learner.build import make_learner
@@ -135,7 +136,8 @@ def test_in_an_episode_the_tokenizer_is_told_by_what_the_policy_said_first() -> 
 
 def test_a_rollout_of_several_training_rows_has_the_logprobs_of_each(reference: Model) -> None:
     """The second row has another beginning; where no row is longer than the model takes, their sum
-    may be."""
+    may be.
+    """
     (row,) = rollouts(0, ("b2=c",)).to_pylist()
     other = [row["tokens"][2], *row["tokens"]]
     mask = [False, *row["mask"]]
@@ -170,7 +172,8 @@ def test_with_equal_weights_they_are_the_trainers_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The trainer keeps float32 weights and computes in the model's type; the operator has the
-    weights in that type."""
+    weights in that type.
+    """
     monkeypatch.setattr(policy_module, "MOST_LOGITS", most_logits)
     module = language_model("Llama").to(getattr(torch, dtype))
     model = Model(str(saved(module, tmp_path)), dtype=dtype)

@@ -1,5 +1,6 @@
 """What a worker needs is imported before it is forked, so that one that is started again is at work
-at once."""
+at once.
+"""
 
 import subprocess
 import sys

@@ -138,7 +138,8 @@ def write_folder(path: Path) -> Path:
 
 class Frame:
     """As data frames of every library are: Arrow on demand, and iterated over by the names of its
-    columns."""
+    columns.
+    """
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
@@ -702,7 +703,8 @@ def test_an_open_round_is_issued_once_more_on_demand() -> None:
 @pytest.mark.parametrize("again", [{}, {"again": True}])
 def test_a_round_that_is_recorded_is_not_issued_whoever_asks(again: dict[str, bool]) -> None:
     """A scheduler that has just taken over may not have heard of it, and a source that restarted of
-    nothing."""
+    nothing.
+    """
     ledger = Ledger()
     ledger.judged = 50
     runtime = build(Prompts(ROWS, name="held_out"), on_demand=True, ledger=ledger)
@@ -784,7 +786,8 @@ def test_what_got_an_outcome_while_the_other_nodes_were_built_is_not_issued_agai
     on_demand: bool,
 ) -> None:
     """Issued again without end, it would never be acknowledged: whoever ended it waits for it no
-    more."""
+    more.
+    """
     ledger = Ledger(40)
     ledger.waiting = waiting(range(40))
     runtime = build(

@@ -1,5 +1,6 @@
 """A real language model, where it is installed: engine and trainer against transformers, on real
-text."""
+text.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def drawn(
 
 def distances(built: BuiltEngine) -> np.ndarray[Any, Any]:
     """How far the log-probabilities that the engine drew by lie from those of transformers in
-    float32."""
+    float32.
+    """
     prompts = [built.tokenizer(text)["input_ids"][:32] for text in TEXTS]
     found = [
         np.abs(row.tokens.logprobs[row.start :] - logprobs_of(row.tokens.ids.tolist(), row.start))
@@ -115,7 +117,8 @@ def test_what_fewer_bits_change_is_bounded(
 ) -> None:
     """Nats between the log-probabilities of drawn tokens and those of float32, measured on an AMD
     EPYC with one thread: int8 0.052 in the mean and 0.31 at most of 270 tokens, int8_dynamic 0.19
-    and 1.4 of 246, bfloat16 0.013 and 0.09 of 270."""
+    and 1.4 of 246, bfloat16 0.013 and 0.09 of 270.
+    """
     dtype = {"dtype": knobs.pop("dtype")} if "dtype" in knobs else {}
     found = distances(engine_of(Model(MODEL.source, **dtype), **knobs))
     with capsys.disabled():

@@ -1,5 +1,6 @@
 """Laws of the column sampling_mask: the trainer's distribution is the truncated one that a token
-was drawn from."""
+was drawn from.
+"""
 
 import numpy as np
 import pyarrow as pa

@@ -1,5 +1,6 @@
 """Tensors that are put aside have their values again, and their memory is at others' disposal
-meanwhile."""
+meanwhile.
+"""
 
 import os
 from pathlib import Path

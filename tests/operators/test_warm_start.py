@@ -1,5 +1,6 @@
 """Laws of the warm start: a real Hugging Face folder, the same for the same spec, never
-half-made."""
+half-made.
+"""
 
 import contextlib
 import json
@@ -41,7 +42,8 @@ def made(forked, tmp_path_factory):
 @pytest.fixture
 def fake_training(monkeypatch):
     """Stands in for the process: notes each spec and saves a policy folder that is nothing but its
-    record."""
+    record.
+    """
     specs = []
 
     def train(work, spec, report, timeout_s):

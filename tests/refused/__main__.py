@@ -1,5 +1,6 @@
 """Writes docs/refused.md from the code; what it lacks afterwards is said: python -m
-tests.refused."""
+tests.refused.
+"""
 
 import sys
 

@@ -11,7 +11,7 @@ PARTS = {
     "Devices, hosts, ranks and replicas": (
         "dataflow/planning/*.py",
         "dataflow/launchers/hosted_run.py",
-        "dataflow/launchers/own_folders.py",
+        "dataflow/launchers/hosted_run.py",
         "dataflow/agent/digest.py",
     ),
     "Models": (
@@ -24,7 +24,7 @@ PARTS = {
         "operators/engine/knobs.py",
         "operators/engine/build.py",
         "operators/engine/kv_cache.py",
-        "operators/engine/self_test.py",
+        "operators/engine/build.py",
         "operators/engine/parallel/*.py",
         "operators/engine/precision/*.py",
         "operators/engine/vllm/*.py",
@@ -43,7 +43,7 @@ PARTS = {
     ),
     "Environments": (
         "operators/environments/declaration.py",
-        "operators/environments/addresses.py",
+        "operators/environments/declaration.py",
         "operators/environments/systems.py",
     ),
     "References, judges and values": (
@@ -76,7 +76,8 @@ def messages(tree: ast.AST) -> Iterator[str]:
     """What a program's GraphErrors, GGUFErrors and ModelErrors say, and all else in three parts: in
     these faults are told.
 
-    What an `explain` tells, docstrings, constants and other errors are none."""
+    What an `explain` tells, docstrings, constants and other errors are none.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "explain":
             continue
@@ -101,7 +102,8 @@ def messages(tree: ast.AST) -> Iterator[str]:
 
 def template(node: ast.AST) -> str:
     """The text of a string expression, with a blank for what is filled in; empty where it is
-    none."""
+    none.
+    """
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

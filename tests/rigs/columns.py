@@ -16,7 +16,8 @@ def check_columns(batch: pa.RecordBatch, columns: Columns) -> None:
 
 def whole(records: pa.RecordBatch, ack: Callable[[], object]) -> Callable[[int], None]:
     """What a `Batch` calls with each group; ack: called with the last of them. A group twice is an
-    error."""
+    error.
+    """
     left = {group for group, _, _ in group_slices(records)}
 
     def release(group: int) -> None:

@@ -1,5 +1,6 @@
 """SQLite connections that nobody closes are told of on every Python, with their file; 3.13 does it
-by itself."""
+by itself.
+"""
 
 import sqlite3
 import warnings

@@ -1,5 +1,6 @@
 """How often a law is tried: in full where the slow tests run too, for a quarter of it in the quick
-ones."""
+ones.
+"""
 
 from hypothesis import HealthCheck, settings
 

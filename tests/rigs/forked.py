@@ -4,7 +4,8 @@ import, a fork none.
 A process of its own, forked when all tests are collected and before the first runs, has what they
 import and has computed nothing. From it a program is forked, which gets what `subprocess.Popen`
 gives it (arguments, environment, folder, files, group) and becomes a child of the test's process,
-as any other."""
+as any other.
+"""
 
 import _posixsubprocess
 import atexit
@@ -52,7 +53,8 @@ _source: socket.socket | None = None
 @pytest.fixture(scope="module")
 def forked() -> Iterator[None]:
     """Python programs that this module's tests start are forked, those of `subprocess` and of
-    `multiprocessing`."""
+    `multiprocessing`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         _start_by(patch, _fork_exec)
         yield
@@ -71,7 +73,8 @@ def _start_by(patch: pytest.MonkeyPatch, function: Callable[..., int]) -> None:
 
 def prepare() -> None:
     """Fork what programs are forked from; nothing where a child cannot be handed to another
-    process."""
+    process.
+    """
     global _source
     if sys.platform != "linux" or has_used_cuda():
         return
@@ -117,7 +120,8 @@ def _fork_exec(
     *others: object,
 ) -> int:
     """As `_posixsubprocess.fork_exec`: a failure to start is told through `failure`, which is
-    closed in the program."""
+    closed in the program.
+    """
     command = [os.fsdecode(word) for word in arguments]
     if _source is None or not _is_program(command):
         return int(
@@ -163,7 +167,8 @@ def _fork_exec(
 
 def _serve(asked: socket.socket) -> NoReturn:
     """Fork a program for each request, by way of a process that ends at once: then it is a child of
-    the tests'."""
+    the tests'.
+    """
     status = 1
     try:
         die_with_parent()
@@ -210,7 +215,8 @@ def _hand_over(
 
 def _set_up(request: Mapping[str, Any], files: Sequence[int], tests: int) -> None:
     """The environment, folder, files and group of the program, once it is a child of the tests'
-    process."""
+    process.
+    """
     deadline = time.monotonic() + _ADOPTED_S
     while os.getppid() != tests:
         assert time.monotonic() < deadline, f"process {tests} did not become the parent"
@@ -239,7 +245,8 @@ def _set_up(request: Mapping[str, Any], files: Sequence[int], tests: int) -> Non
 
 def _forget_the_parent() -> None:
     """Signals, hooks, warnings and what is to happen at the end are those of an interpreter that
-    starts."""
+    starts.
+    """
     faulthandler.disable()
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():

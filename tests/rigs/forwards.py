@@ -1,5 +1,6 @@
 """What tests of forward operators share: folders of tiny models, rollouts with a text, a runtime
-among fakes."""
+among fakes.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from dataflow.records import (
 from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from operators.forward import ForwardOperator
+from operators.forward_pass.build import ForwardRuntime
 from operators.forward_pass.reading import reading_of
-from operators.forward_pass.runtime import ForwardRuntime
 from operators.models.loading import load_model
 from operators.warm_start.policy import character_tokenizer
 from rigs.columns import whole
@@ -67,7 +68,8 @@ def rollouts(
     """A group: the prompt's tokens, the completion's, and the end token.
 
     errors: by row. drop: the reason of the group. masks: by token of the completion the ids that
-    truncation left."""
+    truncation left.
+    """
     tokenizer = tokenizer or tokenizer_of()
     rows = []
     for position, text in enumerate(texts):
@@ -202,7 +204,8 @@ def forwarding(
     module: Any | None = None,
 ) -> Forwarding:
     """source_prompts: groups per step of the policy's trainer; prompts_per_step: of the operator's
-    own."""
+    own.
+    """
     clock = Clock()
     facts: dict[str, Any] = {}
     if plane is not None:

@@ -1,5 +1,6 @@
 """Graphs to run: of fakes, which are over in milliseconds, and of the real operators around a tiny
-policy; and the losses that runs leave."""
+policy; and the losses that runs leave.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +22,8 @@ Scorer = Callable[..., Any]
 @scorer(isolate=False)
 def reward(completion: str) -> float:
     """The share of letters that stand early in the alphabet: varied for a random policy, and easy
-    to raise."""
+    to raise.
+    """
     return sum(letter in "abcdefgh" for letter in completion) / max(1, len(completion))
 
 

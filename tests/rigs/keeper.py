@@ -1,5 +1,6 @@
 """The keeper of a run's trackers with the priority of others: where a machine has much else to do,
-its own gives it nothing, and a test that waits for a tracker would wait for that."""
+its own gives it nothing, and a test that waits for a tracker would wait for that.
+"""
 
 import os
 import subprocess

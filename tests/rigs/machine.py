@@ -41,7 +41,8 @@ def descendants(pid: int | None = None) -> set[int]:
 
 def folders_made(record: Callable[[Path], object]) -> Callable[..., str]:
     """A stand-in for tempfile.mkdtemp that tells of every folder of a run, for sockets and shared
-    memory."""
+    memory.
+    """
     make = tempfile.mkdtemp
 
     def mkdtemp(*args: Any, **kwargs: Any) -> str:
@@ -58,7 +59,8 @@ def nothing_left_behind(folders: Iterable[Path]) -> Iterator[None]:
     """At its end no process has outlived the runs within, and none of their folders stands.
 
     Orphans come to this process, as it makes itself their reaper: so they are found wherever they
-    were started."""
+    were started.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     before = descendants()

@@ -147,7 +147,8 @@ class _Paced(Around):
 
 def paced(operator: O, seconds: float, *, spins: bool = False) -> O:
     """The same operator, which takes so much longer for each group, or for a slice that gives none:
-    of sleep, or of a processor."""
+    of sleep, or of a processor.
+    """
     return wrapped(operator, lambda inner: _Paced(inner, seconds, spins))
 
 
@@ -169,7 +170,8 @@ class _Withheld(Around):
 
 def withheld(operator: O, seconds: float) -> O:
     """The same operator, which begins nothing until so long after the last, as one whose weights
-    come that seldom."""
+    come that seldom.
+    """
     return wrapped(operator, lambda inner: _Withheld(inner, seconds))
 
 

@@ -1,5 +1,6 @@
 """What a program may have done before it runs a graph, and what hangs in a fork that inherits
-threads from it."""
+threads from it.
+"""
 
 from datetime import timedelta
 
@@ -18,6 +19,7 @@ def compute() -> None:
 
 def drop_a_group() -> None:
     """A process group of torch that only the collector finds; hangs whoever collects it without its
-    threads."""
+    threads.
+    """
     made = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))]
     made.append(made)

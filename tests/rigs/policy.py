@@ -1,5 +1,6 @@
 """A Llama of one layer with random weights and a character tokenizer, as a Hugging Face folder;
-imports torch."""
+imports torch.
+"""
 
 from pathlib import Path
 

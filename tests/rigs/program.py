@@ -86,7 +86,8 @@ def learning(folder: Path) -> Graph:
 def ranks(folder: Path) -> Graph:
     """The real operators on two ranks each, which wait for each other for most of the time: in
     collectives, since the second rank of the trainer is slow, and in exchanges of weights, since
-    both send late."""
+    both send late.
+    """
     preload = worker.preload
 
     def dawdle(graph: object) -> None:

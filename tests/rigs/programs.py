@@ -76,7 +76,8 @@ class Program:
 @pytest.fixture
 def program(machine: None, tmp_path: Path, policy: Path) -> Iterator[Callable[..., Program]]:
     """Starts one of the kinds; output: in the place of a file; knobs: as in HOW of
-    program.py."""
+    program.py.
+    """
     started: list[Program] = []
 
     def start(kind: str, *, output: int | None = None, **how: Any) -> Program:

@@ -7,7 +7,8 @@ import psutil
 
 def ranks_of(worker: str = "trainer") -> list[int]:
     """Process ids of the other ranks of a worker of this process's run, in their order: those that
-    have its log as their output, and whose parent has it too."""
+    have its log as their output, and whose parent has it too.
+    """
     return processes_of(worker)[1:]
 
 

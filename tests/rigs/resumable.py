@@ -1,5 +1,6 @@
 """A program as a user writes one, around a tiny policy: python resumable.py --policy FOLDER --steps
-6 ..."""
+6 ...
+"""
 
 import os
 import sys

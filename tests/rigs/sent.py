@@ -130,7 +130,8 @@ class Sent:
 
     def transfers(self, to: str) -> dict[tuple[int, int], int]:
         """How many versions each pair brought to their end: the sums of its bytes are what it sends
-        last."""
+        last.
+        """
         found: dict[tuple[int, int], int] = defaultdict(int)
         for line in self._lines(to):
             found[line.get("sender"), line.get("receiver")] += line.get("tag") == SUMS_TAG
@@ -138,7 +139,8 @@ class Sent:
 
     def kernel(self, to: str) -> dict[int, int]:
         """By trainer's rank, bytes that the kernel has sent over the sockets of its process
-        groups."""
+        groups.
+        """
         groups: dict[tuple[int, str], int] = {}
         for line in self._lines(to):
             for number, nbytes in line.get("kernel", {}).items():

@@ -1,5 +1,6 @@
 """Somebody without the keys of a run, who tries every port that its processes listen at; says what
-he got to."""
+he got to.
+"""
 
 import json
 import socket
@@ -29,7 +30,8 @@ def ports_of(pid: int) -> set[int]:
 
 def knock(context: "zmq.Context[zmq.Socket[bytes]]", port: int, keyed: bool) -> list[str]:
     """Connect, with keys of my own or with none, and say something; what became of the
-    connection."""
+    connection.
+    """
     dealer = context.socket(zmq.DEALER)
     dealer.set(zmq.LINGER, 0)
     dealer.set(zmq.IDENTITY, b"trainer-0")
@@ -52,7 +54,8 @@ def knock(context: "zmq.Context[zmq.Socket[bytes]]", port: int, keyed: bool) -> 
 
 def main(pid: int, awaited: int, ready: str, report: str) -> None:
     """Once the file `ready` is there, try the ports of a process, of which `awaited` must come;
-    write a report."""
+    write a report.
+    """
     deadline = time.monotonic() + DEADLINE_S
     while not Path(ready).exists() or len(ports_of(pid)) < awaited:
         if time.monotonic() > deadline:

@@ -18,13 +18,15 @@ WAIT_S = 120.0
 
 class Striking(threading.Thread):
     """Strikes one rank after the other, each when the run has made a step since the last one was
-    made up for."""
+    made up for.
+    """
 
     def __init__(
         self, runs: Path, sizes: Mapping[str, int], victims: list[tuple[str, int]]
     ) -> None:
         """runs: folder of the run. sizes: of workers that have to be complete before one is struck,
-        in ranks."""
+        in ranks.
+        """
         super().__init__(daemon=True)
         self._runs, self._sizes, self._victims = runs, sizes, victims
         self.struck: list[tuple[str, int]] = []

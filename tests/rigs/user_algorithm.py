@@ -1,5 +1,6 @@
 """Tapered off-policy REINFORCE (arXiv 2503.14286) against the baseline of least variance (arXiv
-2505.23585)."""
+2505.23585).
+"""
 
 import numpy as np
 import torch

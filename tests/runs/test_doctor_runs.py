@@ -1,5 +1,6 @@
 """The doctor at runs of fakes in processes: one that is well, one with a stopped worker, one that
-never moves."""
+never moves.
+"""
 
 import contextlib
 import ctypes

@@ -1,5 +1,6 @@
 """Whole runs whose edges are counted at both ends: the counts agree, and stand where people
-look."""
+look.
+"""
 
 import os
 import signal

@@ -1,5 +1,6 @@
 """Evaluations of a run: several that are due at one step, and one that has the rows of several
-sources."""
+sources.
+"""
 
 import collections
 from functools import partial

@@ -1,5 +1,6 @@
 """Real runs beside their simulation: one rule for both, and what a run's folder tells of its
-seconds."""
+seconds.
+"""
 
 import asyncio
 from pathlib import Path

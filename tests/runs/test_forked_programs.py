@@ -36,7 +36,8 @@ def started(request: pytest.FixtureRequest) -> str:
 
 def ignored() -> list[int]:
     """What an interpreter ignores, and what its parent does: a shell ignores more for a command in
-    the background."""
+    the background.
+    """
     by_python = {signal.SIGPIPE, signal.SIGXFSZ}
     return sorted(by_python | {n for n in range(1, 32) if signal.getsignal(n) == signal.SIG_IGN})
 

@@ -14,7 +14,8 @@ from dataflow import run, scorer
 
 def collect_and_compute() -> float:
     """What any worker does now and then; hangs in one that inherited threads which it does not
-    have."""
+    have.
+    """
     gc.collect()
     past.compute()
     return 1.0
@@ -35,7 +36,8 @@ def in_the_pool(answer: str) -> float:
 @pytest.fixture
 def eventful_past() -> Iterator[None]:
     """This process has computed on two threads, and leaves a process group of torch for the
-    collector."""
+    collector.
+    """
     before = torch.get_num_threads()
     past.compute()
     gc.disable()

@@ -1,5 +1,6 @@
 """Inline runs of the real operators: bit for bit the same for a seed, versions right, staleness
-within its bound."""
+within its bound.
+"""
 
 import os
 import signal
@@ -181,7 +182,8 @@ def test_every_token_has_the_log_probability_of_the_version_it_names(
     asynchronous: Result, policy: Path
 ) -> None:
     """Each step's checkpoint is loaded anew, and asked for the tokens of the rollouts that name its
-    version."""
+    version.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,5 +1,6 @@
 """Whole runs with a filter: what it drops is counted under its name, and others are made in its
-place."""
+place.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

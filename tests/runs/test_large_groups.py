@@ -1,5 +1,6 @@
 """Runs whose groups are larger than a message: whoever dies, every group is trained once and
-whole."""
+whole.
+"""
 
 import os
 import signal
@@ -36,7 +37,8 @@ QUICK = Limits(stop_s=2.0, patience=Patience(first_s=0.05, of_one=2))
 @dataclass(frozen=True, eq=False)
 class Wide(FakeGenerator):
     """Its rollouts record a very wide sampling mask: as many ids as said, counted up from the
-    group's number."""
+    group's number.
+    """
 
     name: str = field(default="generator", kw_only=True)
     ids: int = IDS

@@ -1,5 +1,6 @@
 """Runs that listen at an address: with keys of their own, closed to everybody else, and nobody
-notices who tries."""
+notices who tries.
+"""
 
 import json
 import os
@@ -48,7 +49,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[RunKeys]:
 @pytest.fixture
 def attack(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """Somebody tries every port of this process and its children as soon as the run is under
-    way."""
+    way.
+    """
     command = [sys.executable, stranger.__file__, str(os.getpid()), str(ENDS), "ready", "report"]
     child = subprocess.Popen(command, cwd=tmp_path)
     yield child

@@ -1,5 +1,6 @@
 """Whole runs, in processes and inline: they end by themselves, and their folder bears out what they
-say."""
+say.
+"""
 
 import contextlib
 import sqlite3
@@ -138,7 +139,8 @@ def test_every_worker_has_a_log(light: None, tmp_path: Path) -> None:
 
 def test_what_a_worker_logs_stands_in_its_log(light: None, tmp_path: Path) -> None:
     """Also where the caller has put something of its own in the place of sys.stderr, as a notebook
-    does."""
+    does.
+    """
     result = run(fake_graph(count=16), runs=tmp_path, quiet=True)
     assert "event='started'" in (RunFolder.open(result.folder).log("generator")).read_text()
 

@@ -1,5 +1,6 @@
 """Generators join and leave while a run goes on: no group is lost, none is trained twice, the
-ledger bears it out."""
+ledger bears it out.
+"""
 
 import json
 import os
@@ -49,7 +50,8 @@ Holds = Mapping[int, Callable[[], object]]
 @dataclass
 class Runs:
     """Runs graphs into a folder, and tells from the logs there who has started and who has
-    stopped."""
+    stopped.
+    """
 
     path: Path
 
@@ -89,7 +91,8 @@ class Heard:
 
     def credit(self, edge: str, links: int) -> Callable[[], bool]:
         """Over so many links credit has come: their receivers may get rows, however many others
-        have."""
+        have.
+        """
         return lambda: len(set(self._lines("credit", edge))) >= links
 
     def retired(self, edge: str, links: int) -> Callable[[], bool]:
@@ -173,7 +176,8 @@ def each_once(count: int) -> list[int]:
 
 def nothing_lost(result: Result) -> bool:
     """The fakes' versions are all 0: a bound of staleness, which keeps a source from giving all to
-    the first replica, is all that may be broken."""
+    the first replica, is all that may be broken.
+    """
     return all("versions old" in fault for fault in result.verdict.faults)
 
 
@@ -335,7 +339,8 @@ class _Noting(Around):
 
 class _Bounded(_Noting):
     """Lets no group start that runs more than `ahead` steps ahead of the trainer, as the real
-    generator does."""
+    generator does.
+    """
 
     def __init__(
         self, inner: Runtime, context: Context, step: Path, noted: Noted, ahead: int, per_step: int

@@ -1,5 +1,6 @@
 """Several trainers in one run, as an actor and a critic: each with its own steps, rollouts,
-checkpoints, outcomes."""
+checkpoints, outcomes.
+"""
 
 import dataclasses
 import json
@@ -35,7 +36,8 @@ STEPS = 4
 @dataclass(frozen=True, eq=False)
 class Judge(Transform):
     """Reads a second model, as a critic's forward operator does: adds the version it has, once the
-    bound lets it."""
+    bound lets it.
+    """
 
     model: Model
     name: str = field(default="judge", kw_only=True)

@@ -1,5 +1,6 @@
 """Supervised fine-tuning as a graph without feedback: demonstrations are what they should be, and
-are learned."""
+are learned.
+"""
 
 import shutil
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """How nodes of real runs spend their time: each state for itself, all of it together, and which
-node bounds the run."""
+node bounds the run.
+"""
 
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +34,8 @@ def gone(where: RunFolder, patience_s: float) -> Mapping[str, Any]:
 
 def spent(result: Result) -> tuple[dict[str, dict[str, float]], float]:
     """By node its seconds between two lines of activity.jsonl, and how many seconds passed
-    meanwhile, by the run's own clock: the first lies behind the start, the last before the end."""
+    meanwhile, by the run's own clock: the first lies behind the start, the last before the end.
+    """
     lines = RunFolder.open(result.folder).read_activity()
     last = lines[-1]
     first = next(
@@ -83,7 +85,8 @@ async def talk(chat: Any, answer: str) -> float:
 
 def actor_and_critic(policy: Path) -> Graph:
     """Each trained on the rows of one generator, which a reference and the critic look at side by
-    side."""
+    side.
+    """
     g, model, expected = (
         Graph("two"),
         Model(str(policy)),
@@ -170,7 +173,8 @@ def test_operators_of_known_spin_and_sleep_are_busy_and_one_that_finds_no_room_b
     light: None, tmp_path: Path
 ) -> None:
     """A step takes 80 ms of a processor, the groups for it 24 ms of sleep, and 32 groups may be
-    under way."""
+    under way.
+    """
     generator = paced(FakeGenerator(model=MODEL), 0.003)
     trainer = paced(FakeTrainer(model=MODEL), 0.08, spins=True)
     graph = fake_graph(
@@ -187,7 +191,8 @@ def test_one_whose_weights_are_withheld_is_starved_and_who_waits_for_it_waits(
     light: None, tmp_path: Path
 ) -> None:
     """It has rows, and may not begin any before 400 ms; then it sleeps 10 ms for each group that it
-    takes."""
+    takes.
+    """
     generator = withheld(paced(FakeGenerator(model=MODEL), 0.01), 0.4)
     graph = fake_graph(generator=generator, scorers=(quick,), count=None, max_staleness=3)
     found = shares(run(graph, steps=4, runs=tmp_path, quiet=True))
@@ -272,7 +277,8 @@ def test_in_a_synchronous_run_too_it_is_the_node_that_is_named_that_gains_most(
     policy: Path, tmp_path: Path
 ) -> None:
     """There no two of them work at a time, and what any of them saves is saved: most where most is
-    spent."""
+    spent.
+    """
 
     def made(generator: float, trainer: float, runs: Path) -> Result:
         graph = tiny_graph(policy, max_staleness=0)

@@ -1,5 +1,6 @@
 """Another reward in a run of fakes, which go on: asked for while it runs, and found again by who
-goes on with it."""
+goes on with it.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from dataflow.folder.faults import FILE
 from dataflow.folder.knob_changes import read_changes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import read_swaps
-from dataflow.live.knobs import settable_now
+from dataflow.live.command import settable_now
 from dataflow.scheduler.requests import ask_to_set, ask_to_swap
 from dataflow.testing import FakeTrainer
 

@@ -1,5 +1,6 @@
 """A new algorithm as a user would write it: one short file outside the packages that runs, and
-learns."""
+learns.
+"""
 
 import itertools
 import json

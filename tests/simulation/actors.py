@@ -140,7 +140,8 @@ class _Drawing(Runtime):
 
     def room(self) -> int:
         """Room while any source that may arrive has none waiting, as in the product: no source
-        keeps another out."""
+        keeps another out.
+        """
         sources = self._admission.sources
         return max(0, 16 - min(len(sources.get(source, ())) for source in self._context.columns))
 
@@ -244,7 +245,8 @@ def lengths_of(group: int, size: int, most: int) -> list[int]:
 
 def fails(group: int, filters: bool) -> bool:
     """Whether a group is dropped, as if all of its rollouts had failed: one in 7, or all but one in
-    7."""
+    7.
+    """
     return (digest(group, 7) % 7 == 0) != filters
 
 

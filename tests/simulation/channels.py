@@ -1,5 +1,6 @@
 """Senders and receivers of `transport.data` alone, in processes that crash over a network that
-breaks."""
+breaks.
+"""
 
 from collections import deque
 from random import Random
@@ -24,7 +25,8 @@ class ChannelWorld:
     """Some senders with items of their own, some receivers, and what has been done for good.
 
     A sender that restarts sends again whatever is not done; a receiver does an item for good before
-    it acknowledges."""
+    it acknowledges.
+    """
 
     def __init__(self, seed: int, *, keep_log: bool = False) -> None:
         random = Random(seed)

@@ -1,5 +1,6 @@
 """The scheduler's control server in a simulated world, where there are no sockets and no
-forkserver."""
+forkserver.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,14 +58,16 @@ class Room:
 
     def is_fenced(self, process: Process) -> bool:
         """Whether the scheduler has started another attempt of its worker, so that it can commit
-        nothing."""
+        nothing.
+        """
         return isinstance(self.forks, Hosts) and process.attempt < self.forks.attempts.get(
             process.name, 0
         )
 
     def waits(self, process: Process) -> bool:
         """Whether a process stands still until the ledger's service can be reached, as some do;
-        without a scheduler, with which the service ends, all do."""
+        without a scheduler, with which the service ends, all do.
+        """
         if isinstance(self.forks, Hosts) and not self.forks.is_led:
             process.stopped_until = self.clock.now + _LOOK_S
         apart_s = self.machines.apart(process.host, SCHEDULER)
@@ -74,7 +77,8 @@ class Room:
 
     def may_write(self, process: Process) -> None:
         """The ledger's service takes words of the newest attempts alone. Raises Crash where it is
-        out of reach for too long."""
+        out of reach for too long.
+        """
         if self.machines.apart(process.host, SCHEDULER):
             process.die()
             raise Crash(process.name)
@@ -93,7 +97,8 @@ class SimulatedControlServer:
         self, room: Room, handed: Sequence[Event] = (), alone_s: float = 0.0, *, keeps: bool = False
     ) -> None:
         """handed, alone_s: of workers that are taken over. keeps: whether decisions are written
-        down first."""
+        down first.
+        """
         self.folder = self.left = room.folder
         self.handed, self.alone_s = handed, alone_s
         self.ahead: Callable[[], None] = lambda: None

@@ -47,7 +47,8 @@ class Line:
 
     def say(self, item: Any) -> None:
         """The scheduler says something; nobody hears it where the worker has not found this
-        scheduler."""
+        scheduler.
+        """
         if self._down is not None:
             self._down.send(item)
 
@@ -73,7 +74,8 @@ class Line:
 
     def cut(self) -> None:
         """The worker is dead: of what it said the first words may still arrive, and none reaches
-        it."""
+        it.
+        """
         self.cut_off = True
         self._kept.clear()
         for pipe in (self._up, self._down):
@@ -172,7 +174,8 @@ class Forks:
 
     def hand_over(self) -> list[Event]:
         """Every worker, as it is, for a scheduler that takes them over; what was asked for before
-        is done first."""
+        is done first.
+        """
         for request in list(self._waiting):
             self._start(request)
         handed = []

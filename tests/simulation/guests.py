@@ -1,5 +1,6 @@
 """Wishes while a run goes on, from the seed: for more or fewer replicas, and when all of them are
-fulfilled; for other scorers, and which somebody was told to have got."""
+fulfilled; for other scorers, and which somebody was told to have got.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Guests:
         over_s: float,
     ) -> None:
         """nodes: replicas that each begins with. ask: takes a request to the scheduler. over_s:
-        wishes come in time."""
+        wishes come in time.
+        """
         self._random, self._nodes, self._ask = random, nodes, ask
         self.wished: dict[str, int] = {}
         """By node, since the run was last taken up."""
@@ -71,7 +73,8 @@ class Guests:
 
 class Swappers:
     """Ask for other scorers, as somebody does with `dataflow swap`; play the processes that try
-    them."""
+    them.
+    """
 
     def __init__(self, world: World, *, over_s: float) -> None:
         """over_s: they come in time."""

@@ -298,7 +298,8 @@ class Hosts:
         step: Callable[[], None],
     ) -> None:
         """fork: a process begins. end: one ends, by name and host. step: lets the next event
-        happen."""
+        happen.
+        """
         self.clock, self.random, self.network, self.fork, self.end, self._step = (
             clock,
             random,
@@ -352,7 +353,8 @@ class Hosts:
 
     def die(self, host: str, back_s: float, *, is_told: bool) -> None:
         """A host dies with all that it has; another agent is there so much later. is_told: the
-        scheduler's end sees that the connection is closed."""
+        scheduler's end sees that the connection is closed.
+        """
         agent = self._agents[host]
         if not agent.alive:
             return

@@ -1,5 +1,6 @@
 """What goes wrong, and when: crashes at any point, processes that hang, connections that break, and
-the end of them all at once; all from the seed."""
+the end of them all at once; all from the seed.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ class Nemesis:
 
     def strike_soon(self, within_s: float, favourites: Callable[[], Sequence[Process]]) -> None:
         """One fault more, as something has begun that it may come in the midst of; most often to
-        one of those."""
+        one of those.
+        """
         of = self._victims if self._random.random() < 0.3 else favourites
         self._clock.after(
             self._random.random() * within_s, lambda: self._strike(of() if self._victims() else ())
@@ -86,7 +88,8 @@ class Nemesis:
 
 class Blackouts:
     """Plans the moments at which the scheduler and all workers die at once: between two turns, or
-    at a touch of one."""
+    at a touch of one.
+    """
 
     def __init__(
         self,
@@ -171,7 +174,8 @@ class SchedulerDeaths:
 
 class HostTrouble:
     """Plans what becomes of hosts: they die, and come back; links are cut, for less or more than
-    the limits, in one direction or both; some are slow."""
+    the limits, in one direction or both; some are slow.
+    """
 
     def __init__(
         self,
@@ -196,7 +200,8 @@ class HostTrouble:
 
     def cut_off(self, process: Process) -> None:
         """The host of a process is cut off for longer than the limits, now; the process goes on
-        afterwards."""
+        afterwards.
+        """
         agents, for_s = self._agents(), 4.0 + 4.0 * self._random.random()
         if agents is not None and self._left:
             self._left -= 1

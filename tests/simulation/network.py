@@ -3,7 +3,8 @@ way.
 
 Within one connection nothing is reordered, as with TCP and ipc. Like a ZeroMQ socket, an end keeps
 what it is given while there is no connection, and what was read from a connection before it broke
-may be heard after that news."""
+may be heard after that news.
+"""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -86,7 +87,8 @@ class Machines:
 
 class Pipe:
     """One direction of one connection: messages arrive in order, each after a delay, until it
-    breaks."""
+    breaks.
+    """
 
     def __init__(
         self,

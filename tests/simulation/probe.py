@@ -34,7 +34,8 @@ class Probe:
     @property
     def _is_nobodys(self) -> bool:
         """Whether another attempt has taken its place: what it does then counts nowhere, and it
-        cannot commit."""
+        cannot commit.
+        """
         return self._world.room.is_fenced(self._process)
 
     def point(self) -> None:
@@ -54,7 +55,8 @@ class Probe:
 
     def starts(self, source: str, group: int, least: int, version: int) -> None:
         """A group starts to be generated: not again where it is kept, and not too far ahead of the
-        trainer."""
+        trainer.
+        """
         world, shape = self._world, self._world.shape
         if self._is_nobodys:
             return
@@ -127,7 +129,8 @@ class Probe:
 
     def commits(self, step: int, content: int, rows: pa.Table, groups: Sequence[int]) -> None:
         """A step is about to be recorded: whole groups, none of them for the second time, none too
-        old."""
+        old.
+        """
         world, size = self._world, self._world.shape.group_size
         world.say(self._process.name, f"commits step {step} of groups {groups}")
         self._about_to_train = list(groups)

@@ -1,5 +1,6 @@
 """A simulated process: takes turns, sleeps until something arrives, and may die at every touch of
-the outside."""
+the outside.
+"""
 
 from collections.abc import Callable
 from random import Random
@@ -9,7 +10,8 @@ from .clock import Clock
 
 class Crash(BaseException):
     """SIGKILL at this point; a BaseException, so that no handler of the product takes it for an
-    error."""
+    error.
+    """
 
 
 class Process:

@@ -1,5 +1,6 @@
 """The places of the product that a simulated world takes: its sockets, its control server, what
-leaves a process."""
+leaves a process.
+"""
 
 from __future__ import annotations
 

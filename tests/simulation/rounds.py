@@ -49,7 +49,8 @@ class Rounds:
 
     def judge(self, step: int, rows: pa.Table) -> None:
         """A round is about to be recorded: all of its prompts, each once and whole, under weights
-        of its step."""
+        of its step.
+        """
         shape = self.shape
         check(
             step in self.asked, f"a round of step {step} is judged, but {self.asked} were asked for"
@@ -74,7 +75,8 @@ class Rounds:
         self, attempt: tuple[int, int], step: int, groups: Mapping[str, Iterable[int]]
     ) -> None:
         """A round is in the ledger; once more only if the sink died before it could say so.
-        attempt: of the sink."""
+        attempt: of the sink.
+        """
         check(
             list(groups) == [SOURCE] and list(groups[SOURCE]) == sorted(set(self._judged)),
             f"{groups} were judged",

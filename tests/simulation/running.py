@@ -20,7 +20,8 @@ def having(*features: str) -> Kind:
 
 def hold(kind: Kind, seeds: Iterable[int]) -> None:
     """All laws hold for these seeds. AssertionError: which does not, and the command that repeats
-    it."""
+    it.
+    """
     law, seed = first_broken(kind, seeds)
     assert law is None, (
         f"{law}\nrepeat it with: python -m tests.simulation --seed {seed}{_options(kind)}"

@@ -1,5 +1,6 @@
 """What kind of run a seed gets: its graph, its plan, and the empty run folder that it begins
-with."""
+with.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ class Shape:
     @property
     def slots(self) -> int:
         """Rollouts that a generator draws at once: many groups travel together where most are
-        dropped."""
+        dropped.
+        """
         return 48 if self.filters else 4
 
     @classmethod
@@ -97,7 +99,8 @@ class Shape:
 
     def over_hosts(self, random: Random) -> Shape:
         """The same over several hosts; where the scheduler dies, another one is started on one of
-        them."""
+        them.
+        """
         return replace(self, hosts=random.choice((2, 2, 3)))
 
 

@@ -1,5 +1,6 @@
 """Senders and receivers among crashes and broken connections: every batch in order, none lost, none
-twice."""
+twice.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace

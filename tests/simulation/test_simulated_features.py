@@ -1,5 +1,6 @@
 """Evaluation, replicas that come and go, runs that are taken up again, schedulers that are
-replaced: simulated, with all laws."""
+replaced: simulated, with all laws.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,12 +13,10 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.snapshot import SnapshotFile
 from dataflow.rules.admission import Admission
 from dataflow.scheduler import addresses, failover, host_policy, recovery, scaling
-from dataflow.scheduler.agents import Agents
+from dataflow.scheduler.agents import Agents, HostMessages
 from dataflow.scheduler.events import HostJoined, KeptProcess, Send
-from dataflow.scheduler.host_messages import HostMessages
 from dataflow.scheduler.state_machine import RunStateMachine
-from dataflow.scheduler.swaps.state import Swaps
-from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
+from dataflow.scheduler.table import Life, Membership, Swaps, Table, WorkerRecord
 from dataflow.worker import ports
 from dataflow.worker.host import NodeLoops
 from dataflow.worker.messages import SenderEnded

@@ -1,5 +1,6 @@
 """Whole runs under a virtual clock and a seeded network, with crashes at every touch of the
-outside: all laws hold."""
+outside: all laws hold.
+"""
 
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from dataflow.rules.admission import Admission
 from dataflow.rules.reorder_buffer import ReorderBuffer
 from dataflow.runtime import Batch
 from dataflow.scheduler import recovery, state_machine
-from dataflow.worker.acknowledgements import Acknowledgements
+from dataflow.worker.loop import Acknowledgements
 from operators.sources.prompt_runtime import PromptRuntime
 
 from . import trainer, weights

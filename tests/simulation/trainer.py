@@ -1,5 +1,6 @@
 """A light trainer: a version is a function of all that was trained, and its steps are recorded as
-in the product."""
+in the product.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from .laws import check
 @dataclass(frozen=True, eq=False)
 class SimulatedTrainer(Learn):
     """Makes of every `prompts_per_step` groups a version that is a function of all that was trained
-    so far."""
+    so far.
+    """
 
     name: str = field(default="trainer", kw_only=True)
     model: Model | None = None
@@ -57,7 +59,8 @@ class SimulatedTrainer(Learn):
 
 class _Training(Runtime):
     """Order of a step as in operators/training: rollouts, ledger, publish, checkpoint,
-    acknowledgements."""
+    acknowledgements.
+    """
 
     def __init__(self, operator: SimulatedTrainer, context: Context) -> None:
         self._operator, self._context, self._probe = operator, context, context.log
@@ -202,7 +205,8 @@ def catch_up(
     content: int, step: int, made: int, recorded: Callable[[int], pa.Table | None]
 ) -> tuple[int, int]:
     """From a checkpoint to the last step of the ledger, as far as the rows of each step are
-    there."""
+    there.
+    """
     while step < made and (rows := recorded(step + 1)) is not None:
         content, step = trained(content, rows), step + 1
     return content, step

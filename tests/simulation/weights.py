@@ -2,7 +2,8 @@
 be lost.
 
 `WeightWriter` and `WeightReader` run on it as they do on shared memory; a dead process holds no
-gate shut."""
+gate shut.
+"""
 
 from __future__ import annotations
 

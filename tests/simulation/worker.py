@@ -1,5 +1,6 @@
 """One simulated worker: what `dataflow.worker.worker.Worker` does with its host, ports and loops,
-without a process."""
+without a process.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Touching:
         pass_: Callable[[Process], None] = lambda process: None,
     ) -> None:
         """done: by name, told of calls that have had their effect. pass_: whether the process may
-        call; raises."""
+        call; raises.
+        """
         self._inner, self._process, self._done, self._pass = inner, process, done or {}, pass_
 
     def __getattr__(self, name: str) -> Any:
@@ -90,7 +92,8 @@ class TouchingFolder(Touching):
 
 class Hearing(Worker):
     """The product's worker as far as it hears messages and answers them; when it takes turns is the
-    world's to say."""
+    world's to say.
+    """
 
     def __init__(self, host: NodeLoops, ports: Ports, link: Any, attempt: int) -> None:
         self._host, self._ports, self._link, self._attempt = host, ports, link, attempt
@@ -114,7 +117,8 @@ class Hearing(Worker):
 
 class SimulatedHost(NodeLoops):
     """The host, with a virtual clock, a probe in place of the log, and crashes around ledger and
-    folder."""
+    folder.
+    """
 
     def __init__(self, *values: Any, process: Process, probe: Probe, **named: Any) -> None:
         super().__init__(*values, **named)

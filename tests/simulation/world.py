@@ -1,5 +1,6 @@
 """A whole run in one process: the real scheduler, hosts, loops and transports among simulated
-workers."""
+workers.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +145,8 @@ class World:
 
     def may_end(self) -> bool:
         """Whether nothing is left to see when the trainer is done: joins and leaves that are under
-        way."""
+        way.
+        """
         assert self.scheduler is not None
         return (
             not self._waits_for_guests
@@ -238,7 +240,8 @@ class World:
 
     def _part(self) -> bool:
         """The run from its start, or from where it is taken up, to its end; False: all of it died
-        before that."""
+        before that.
+        """
         self._clear()
         self.part += 1
         try:
@@ -283,7 +286,8 @@ class World:
 
     def _serves(self, scheduler: Scheduler, left: Mapping[str, Any]) -> bool:
         """What a scheduler does, to the end of the run; False: it died before that. left: by the
-        one before it."""
+        one before it.
+        """
         if not left and self.random.random() < 0.5:
             self.nemesis.strike_soon(0.2, self._victims)
         try:
@@ -319,7 +323,8 @@ class World:
 
     def _wait_for_another(self) -> Mapping[str, Any]:
         """Time passes without a scheduler; then another one takes the workers over. What the last
-        one left."""
+        one left.
+        """
         since, alone_s = self.clock.now, self.random.choice((0.05, 0.5, 5.0)) * self.random.random()
         self.say("scheduler", f"is dead; the next one comes in {alone_s:.3f} s")
         self.clock.after(alone_s, lambda: None)
@@ -332,7 +337,8 @@ class World:
 
     def _served(self, alone_s: float | None = None) -> SimulatedControlServer:
         """The control server of a scheduler. alone_s: how long there was none, before one that
-        takes the workers over; None: it is the first."""
+        takes the workers over; None: it is the first.
+        """
         room, keeps = self.room, self.shape.succeeds
         if isinstance(room.forks, Forks):
             handed = [] if alone_s is None else room.forks.hand_over()

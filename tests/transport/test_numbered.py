@@ -1,5 +1,6 @@
 """Messages between a scheduler and an agent: each arrives once and in order, whatever a connection
-loses."""
+loses.
+"""
 
 import random
 

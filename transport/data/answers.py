@@ -1,5 +1,6 @@
 """The sending end of an edge of answers whose receivers are several replicas: each gets what it has
-asked for."""
+asked for.
+"""
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -29,7 +30,8 @@ class AnswerSender:
         askers: Callable[[pa.RecordBatch], Sequence[Collection[int]]],
     ) -> None:
         """senders: to one replica each, in their order. askers: of a batch, by row the numbers of
-        the replicas that asked for it."""
+        the replicas that asked for it.
+        """
         self._senders, self._askers = list(senders), askers
         self._waiting: list[deque[tuple[pa.RecordBatch, Acked]]] = [deque() for _ in senders]
         self._is_ending = False
@@ -54,7 +56,8 @@ class AnswerSender:
 
     def send(self, batch: pa.RecordBatch, acked: Acked) -> bool:
         """Take answers; always True. acked: as of `Sender.send`; with a row that several asked for,
-        once all have it. One of which nobody knows who asked goes to all."""
+        once all have it. One of which nobody knows who asked goes to all.
+        """
         rows_of: dict[int, list[int]] = {}
         for row, asked in enumerate(self._askers(batch)):
             for replica in asked or range(len(self._senders)):
@@ -73,7 +76,8 @@ class AnswerSender:
 
     def poll(self) -> None:
         """Take in grants and acknowledgements, and send what has credit now. Raises as
-        `Sender.poll`."""
+        `Sender.poll`.
+        """
         for sender in self._senders:
             sender.poll()
         self._flush()
@@ -85,7 +89,8 @@ class AnswerSender:
 
     def add_receiver(self, address: str) -> None:
         """Nothing: all that there are were known from the start, and one that moved is told of as
-        such."""
+        such.
+        """
 
     def move_receiver(self, before: str, now: str) -> None:
         """As `Sender.move_receiver`."""

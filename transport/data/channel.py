@@ -73,11 +73,13 @@ class Connection(Protocol):
 
     def pack(self, batch: pa.RecordBatch, encoder: BatchEncoder, size_bytes: int) -> Packed:
         """What travels for a batch; the same may go over several connections, and more than
-        once."""
+        once.
+        """
 
     def put(self, message: Message, payload: Any = None) -> bool:
         """Send, of the payload the part that a Data message names; False when the connection takes
-        nothing now."""
+        nothing now.
+        """
 
     def get(self) -> Message | ConnectionEvent | Junk | None:
         """The next thing that happened; None when nothing did. Never blocks."""
@@ -105,14 +107,16 @@ class Listener(Protocol):
 
     def put(self, connection: Hashable, message: Message) -> None:
         """Answer; a connection that is gone is ignored, for its sender says Hello when it is
-        back."""
+        back.
+        """
 
     def assemble(self, begun: Any, payload: Any, message: Data) -> Any:
         """What has come of a batch: `begun`, which is None at its first part, and the part in this
         payload.
 
         Raises FrameError for a part of another length, or of a batch that does not fit into
-        memory."""
+        memory.
+        """
 
     def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
         """The batch that `assemble` has whole, checked; raises FrameError."""

@@ -1,5 +1,6 @@
 """What has crossed an edge, as one of its ends counts it: batches, rows and bytes of their
-bodies."""
+bodies.
+"""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

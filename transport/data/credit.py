@@ -3,7 +3,8 @@ can hold.
 
 Pure: values in, values out, no clock. A receiver gives each sender a *window*, the most it may have
 unacknowledged. A window is a statement, not a token, so a lost or repeated message cannot make it
-drift."""
+drift.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ def may_send(batch: Credit, used: Credit, window: Credit) -> bool:
 
     A batch larger than the window travels alone: it waits until nothing else is in flight. So a
     window that shrank, because more senders joined, delays a large batch and never blocks it for
-    ever."""
+    ever.
+    """
     return ONE.within(window) and (used == NONE or (used + batch).within(window))
 
 

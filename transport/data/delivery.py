@@ -32,14 +32,16 @@ class Delivery:
 
     def ack(self) -> None:
         """The consumer is done with all rows: credit returns, the sender forgets the batch. Twice
-        does no harm."""
+        does no harm.
+        """
         self.left = 0
         self.acknowledge(self.sender, self.epoch, self.sequence)
 
     def ack_rows(self, first: int, count: int) -> None:
         """The consumer is done with some rows, each of which it names once. With the last of them
         all is as after `ack`; before that the sender hears of them with the next `flush`, and the
-        batch keeps its credit."""
+        batch keeps its credit.
+        """
         self.left -= count
         if self.left > 0:
             self.acknowledge_rows(self.sender, self.epoch, self.sequence, first, count)

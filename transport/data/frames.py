@@ -6,14 +6,51 @@ spares dictionary columns a protocol of their own.)
 """
 
 import struct
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import xxhash
 
-from transport.data.compression import is_compressed
 from transport.data.messages import Data
 from transport.errors import FrameError, SchemaMismatch
+
+# Whether the columns of an Arrow message are compressed, from its flatbuffer: pyarrow tells only
+# by decompressing.
+
+_HEADER_KIND, _HEADER, _DICTIONARY_BATCH, _RECORD_BATCH, _DATA, _COMPRESSION = 1, 2, 2, 3, 1, 3
+"""Of Arrow's Message.fbs: fields of Message, its kinds of header, and fields of DictionaryBatch and
+RecordBatch."""
+
+
+def is_compressed(metadata: Any) -> bool:
+    """Whether the columns of a message are; `metadata` is its flatbuffer, which Arrow has
+    verified.
+    """
+    data = memoryview(metadata)
+    message = _follow(data, 0)
+    kind = _field(data, message, _HEADER_KIND)
+    table = _follow(data, _field(data, message, _HEADER))
+    if data[kind] == _DICTIONARY_BATCH:
+        table = _follow(data, _field(data, table, _DATA))
+    elif data[kind] != _RECORD_BATCH:
+        return False
+    return _field(data, table, _COMPRESSION) > 0
+
+
+def _follow(data: memoryview, at: int) -> int:
+    """Where the offset that stands at a place leads."""
+    return at + cast(int, struct.unpack_from("<I", data, at)[0])
+
+
+def _field(data: memoryview, table: int, number: int) -> int:
+    """Where a field of a flatbuffer's table stands; 0 where it is left out."""
+    layout = table - cast(int, struct.unpack_from("<i", data, table)[0])
+    slot = 4 + 2 * number
+    if slot >= struct.unpack_from("<H", data, layout)[0]:
+        return 0
+    offset = cast(int, struct.unpack_from("<H", data, layout + slot)[0])
+    return table + offset if offset else 0
+
 
 _ALIGNMENT_BYTES = 8
 _UNREADABLE = (
@@ -61,7 +98,8 @@ class BatchEncoder:
 
     def encode(self, batch: pa.RecordBatch, size_bytes: int) -> pa.Buffer:
         """The body frame of a batch: one copy of its columns, into a buffer of exactly
-        `size_bytes`."""
+        `size_bytes`.
+        """
         body = pa.allocate_buffer(size_bytes)
         _write(pa.FixedSizeBufferWriter(body), batch)
         return body
@@ -87,7 +125,8 @@ def put_together(begun: pa.Buffer | None, part: Any, header: Data) -> pa.Buffer:
     """The body frame of a batch that comes in parts, with one more of them; `begun` is None at the
     first.
 
-    It takes the memory of what has come: pages that no part has reached yet are the system's."""
+    It takes the memory of what has come: pages that no part has reached yet are the system's.
+    """
     try:
         body = pa.allocate_buffer(header.bytes) if begun is None else begun
     except MemoryError as error:
@@ -144,7 +183,8 @@ def decode_batch(body: Any, header: Data, schema: pa.Schema) -> pa.RecordBatch:
 
 def check_schema(found: pa.Schema, wanted: pa.Schema, *, edge: str) -> None:
     """Raise SchemaMismatch unless both have the same fields in the same order; metadata does not
-    count."""
+    count.
+    """
     if found.equals(wanted):
         return
     ours = {field.name: field for field in wanted}

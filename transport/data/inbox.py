@@ -2,7 +2,8 @@
 missing.
 
 Pure: messages in, replies out; no socket, no clock. A `ConnectionId` is whatever names a
-connection."""
+connection.
+"""
 
 import dataclasses
 from collections import deque
@@ -71,7 +72,8 @@ class _Peer:
 
     def goes_on(self, message: Data) -> bool:
         """Whether it is the next part of the batch that has begun, or the first of one where none
-        has."""
+        has.
+        """
         begun = self.begun
         if begun is None:
             return message.offset == 0
@@ -143,12 +145,14 @@ class Inbox:
 
     def awaited(self, senders: int) -> int:
         """How many may still send when so many are expected: not come yet, or come and not
-        ended."""
+        ended.
+        """
         return max(senders, len(self._peers)) - sum(peer.ended for peer in self._peers.values())
 
     def over(self, sender: str) -> None:
         """A sender that ended its stream towards an earlier incarnation of this receiver need not
-        come."""
+        come.
+        """
         self._over.add(sender)
 
     def expect(self, senders: int) -> Replies:
@@ -224,7 +228,8 @@ class Inbox:
 
     def fault(self, message: Data, reason: str) -> Replies:
         """A new batch was not sound: ask for it again, and give up on its sender when that does not
-        help."""
+        help.
+        """
         peer = self._peers[message.sender]
         peer.faults, peer.begun = peer.faults + 1, None
         if peer.faults < MAX_FAULTS:
@@ -257,7 +262,8 @@ class Inbox:
         self, sender: str, epoch: int, sequence: int, first: int, count: int
     ) -> None:
         """The consumer is done with rows of a batch that it holds: its sender hears of it with the
-        next `flush`."""
+        next `flush`.
+        """
         peer = self._peers.get(sender)
         if peer is not None and peer.epoch == epoch and sequence in peer.held:
             peer.early.setdefault(sequence, []).append((first, count))
@@ -273,7 +279,8 @@ class Inbox:
 
     def forget(self, sender: str) -> Replies:
         """A sender that will not come back: it counts as ended, and its share goes to the
-        others."""
+        others.
+        """
         peer = self._peers.get(sender)
         if peer is None:
             return []
@@ -302,7 +309,8 @@ class Inbox:
 
         What it says will not come, although it lies here, it took back: nobody waits for its
         acknowledgement, and until the consumer is done with it, it takes room like a batch of an
-        earlier incarnation."""
+        earlier incarnation.
+        """
         known = self._epoch < message.window_number <= self._said
         unheard = [one for one in peer.windows[:-1] if not known or one[0] > message.window_number]
         if connection != peer.connection or (peer.end is not None and not message.ended):

@@ -1,5 +1,6 @@
 """An edge within one process: batches are handed on as they are, by the rules of credit and
-acknowledgement that hold between processes. Drive both ends from one thread."""
+acknowledgement that hold between processes. Drive both ends from one thread.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -29,7 +30,8 @@ class LocalInlet:
         counts: EndCounts | None = None,
     ) -> None:
         """Of what is unacknowledged it holds so many rows and bytes at most. counts: of both
-        ends."""
+        ends.
+        """
         self.counts = counts or EndCounts()
         """What has crossed the edge, by the bytes that it would have on a wire, which credit
         counts, too."""
@@ -54,7 +56,8 @@ class LocalInlet:
     @property
     def depth(self) -> tuple[int, int]:
         """Rows that are not acknowledged, delivered or not; and bytes of the batches that have
-        any."""
+        any.
+        """
         return self.rows, self.used.bytes
 
     @property
@@ -143,7 +146,8 @@ class LocalOutlet:
         """As `Sender.send`: False when there is no credit, and then nothing was taken.
 
         Raises SchemaMismatch, FrameError for a batch that is not valid, BatchTooLarge (it would
-        never fit)."""
+        never fit).
+        """
         inlet = self._inlet
         if inlet.ended:
             raise TransportError(

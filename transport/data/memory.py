@@ -1,5 +1,6 @@
 """Keeps freed memory in the process, so that a stream of large messages does not fault its pages in
-again and again."""
+again and again.
+"""
 
 import ctypes
 import sys
@@ -12,7 +13,8 @@ def keep_freed_memory() -> bool:
     """Tell glibc's malloc to keep up to 256 MiB of freed memory; whether it could be told.
 
     By default every block above 128 KiB is mapped afresh, and the kernel zeroes its pages at each
-    use."""
+    use.
+    """
     if sys.platform != "linux":
         return False
     try:

@@ -60,7 +60,8 @@ class Hello:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
     """The header of one record batch, or of a part of it: its parts follow each other, and nothing
-    comes between."""
+    comes between.
+    """
 
     edge: str
     """Name of the edge."""

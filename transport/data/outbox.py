@@ -52,7 +52,8 @@ class Outbox:
         self, *, edge: str, sender: str, epoch: int, schema: bytes, first: int = 0
     ) -> None:
         """`first` is the number of the first batch: for a receiver that left and comes back, where
-        it left."""
+        it left.
+        """
         self._edge, self._sender, self._epoch, self._schema = edge, sender, epoch, schema
         self._outgoing: dict[int, OutgoingBatch] = {}
         self._unsent: deque[int] = deque()
@@ -111,7 +112,8 @@ class Outbox:
 
     def add(self, outgoing: OutgoingBatch) -> None:
         """Take a batch that `room(cost)` allowed, be it that of another receiver; it leaves with
-        the next `due`."""
+        the next `due`.
+        """
         outgoing = dataclasses.replace(outgoing, sequence=self._next)
         self._outgoing[outgoing.sequence] = outgoing
         self._unsent.append(outgoing.sequence)
@@ -136,7 +138,8 @@ class Outbox:
     def take_back(self, *, sent: bool) -> list[OutgoingBatch]:
         """Batches that shall not go to this receiver after all, in order: those that never left for
         its present incarnation, or with `sent` all that it did not acknowledge. The next Hello says
-        so."""
+        so.
+        """
         numbers = {number: None for number in self._outgoing if sent or number >= self._reached}
         self._unsent = deque(number for number in self._unsent if number not in numbers)
         return [self._outgoing.pop(number) for number in numbers]
@@ -200,7 +203,8 @@ class Outbox:
         True when the window shrank, and a Hello has to confirm it. One that knows an end where
         there is none any more was said before the stream began again: it counts for nothing. Nor
         does one that was read late, from a connection that broke: the last Hello promised what the
-        receiver would miss then."""
+        receiver would miss then.
+        """
         if message.answers < self._lost_at or (message.ended and not self._ended):
             return False
         if message.epoch != self._receiver_epoch:
@@ -219,7 +223,8 @@ class Outbox:
 
     def ack(self, message: Ack) -> bool:
         """Forget what is acknowledged; True when the window shrank, and a Hello has to confirm
-        it."""
+        it.
+        """
         if message.epoch != self._receiver_epoch or not self._live:
             return False
         for number in message.sequences:

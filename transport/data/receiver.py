@@ -47,7 +47,8 @@ class Receiver:
     holds for those too. One that is larger than max_message_bytes comes in parts, under the credit
     of the whole, and is put together here. Redelivery: a batch is delivered once by one receiver.
     When a receiver restarts, what was unacknowledged comes again, so a consumer that acted on a
-    batch and died before `ack` sees it twice."""
+    batch and died before `ack` sees it twice.
+    """
 
     def __init__(
         self,
@@ -120,13 +121,15 @@ class Receiver:
     @property
     def sockets(self) -> "list[zmq.Socket[bytes]]":
         """All that a poller should watch for reading: `receive` or `poll` when any of them is
-        ready."""
+        ready.
+        """
         return list(self._listener.sockets)
 
     @property
     def depth(self) -> tuple[int, int]:
         """Rows that arrived and are not acknowledged, delivered or not; and bytes of the batches
-        that have any."""
+        that have any.
+        """
         depth = self._inbox.depth
         return depth.rows - self._inbox.early_rows, depth.bytes
 
@@ -137,7 +140,8 @@ class Receiver:
 
     def receive(self, timeout_s: float = 0.0) -> Delivery | None:
         """The next batch; None when none came within the timeout, or at once when the stream has
-        ended."""
+        ended.
+        """
         deadline = time.monotonic() + timeout_s
         for _ in range(_STEPS_PER_CALL):
             if self._ready:
@@ -152,7 +156,8 @@ class Receiver:
 
     def poll(self) -> None:
         """Take in what arrived, without delivering it, and send what is due: call it when not
-        receiving."""
+        receiving.
+        """
         for _ in range(_STEPS_PER_CALL):
             if not self._step(0.0):
                 break
@@ -171,7 +176,8 @@ class Receiver:
         later is served too, and makes `finished` false again. A sender counts once by its name,
         whatever its epoch: a joiner needs a name that nobody had. Lower the number for one that
         will never come; after one that ended, it need not change. Raises ValueError when the
-        capacity holds no row or byte for each that may still send."""
+        capacity holds no row or byte for each that may still send.
+        """
         awaited = self._inbox.awaited(senders)
         if senders < 0 or min(self._inbox.capacity.rows, self._inbox.capacity.bytes) < awaited:
             raise ValueError(
@@ -262,7 +268,8 @@ class Receiver:
 
     def _open(self, payload: Any, data: Data) -> pa.RecordBatch | None:
         """The batch, or None until its last part is here. Raises FrameError; then nothing is left
-        of it."""
+        of it.
+        """
         begun = self._begun.pop(data.sender, None)
         if not data.offset:
             begun = None  # of a batch that is sent again from its first part on

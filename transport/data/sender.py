@@ -8,19 +8,370 @@ Unblocked by: `Delivery.ack` at the receiver.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pyarrow as pa
 import zmq
 
 from transport.data import frames
-from transport.data.channel import Network
-from transport.data.counts import EndCounts
-from transport.data.credit import cost
-from transport.data.outbox import OutgoingBatch
-from transport.data.receiver_peer import ReceiverPeer
-from transport.data.receivers import ReceiverSet
-from transport.errors import TransportError, WaitTimeout
+from transport.data.channel import Connection, ConnectionEvent, Network
+from transport.data.counts import EdgeCounts, EndCounts
+from transport.data.credit import Credit, check_fits, cost, next_receiver
+from transport.data.messages import Ack, Data, Refusal, Welcome
+from transport.data.outbox import Outbox, OutgoingBatch
+from transport.data.sockets import SocketNetwork
+from transport.errors import PeerGone, SenderRefused, TransportError, WaitTimeout
+
+# One receiver as a sender sees it: the connection, what is owed over it, and since when the
+# receiver is away.
+
+
+class ReceiverPeer:
+    """One receiver, as one sender sees it; never blocks."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        outbox: Outbox,
+        *,
+        edge: str,
+        sender: str,
+        now: float,
+        sent: EdgeCounts,
+    ) -> None:
+        """sent: counts what goes out."""
+        self.connection = connection
+        self._sent = sent
+        self.outbox = outbox
+        self._edge, self._sender = edge, sender
+        self.away_since: float | None = now
+        """Since when the receiver cannot be spoken to; None while it can."""
+        self.failures = 0
+        """Handshakes that failed since the last Welcome."""
+        self.retiring = False
+        """Whether nothing new goes over it."""
+        self._greet = False
+
+    @property
+    def address(self) -> str:
+        """Where the receiver is."""
+        return self.connection.address
+
+    def move(self, connection: Connection, now: float) -> None:
+        """The receiver was started again, and is at the other end of this connection: it is owed
+        what it was.
+        """
+        self.connection.close()
+        self.connection, self.failures, self._greet = connection, 0, False
+        self.outbox.lost()
+        self.away_since = now if self.away_since is None else self.away_since
+
+    def poll(self, now: float) -> int:
+        """Handle what came back, and send what is due; how many messages were none. Raises
+        SenderRefused.
+        """
+        strange = 0
+        while (event := self.connection.get()) is not None:
+            strange += not self._handle(event, now)
+        if self._greet:
+            self.greet()
+        self.transmit()
+        return strange
+
+    def greet(self) -> None:
+        """Say where this sender stands, now or as soon as the receiver can be spoken to."""
+        self._greet = self.away_since is not None or not self.connection.put(self.outbox.hello())
+
+    def transmit(self) -> None:
+        """Send what may leave."""
+        for outgoing in self.outbox.due():
+            if not all(
+                self._put(header, outgoing.payload.content)
+                for header in self.outbox.headers(outgoing)
+            ):
+                self.outbox.lost()
+                self._greet = True
+                return
+
+    def _put(self, header: Data, content: Any) -> bool:
+        """Send a part, counted before it leaves: so no end has more of it than this one has
+        sent.
+        """
+        self._sent.add(not header.left, 0 if header.left else header.rows, header.part_bytes)
+        return self.connection.put(header, content)
+
+    def end(self) -> None:
+        """Say that no batch will follow."""
+        self.outbox.end()
+        self.greet()
+
+    def reopen(self) -> None:
+        """Say that batches will follow after all, once the receiver confirmed that it knew of the
+        end.
+        """
+        if self.outbox.reopen():
+            self.greet()
+
+    def check_fits(self, need: Credit) -> None:
+        """Raises BatchTooLarge for what the receiver will never take."""
+        limits = self.outbox.limits
+        if limits is not None:
+            capacity = Credit(rows=limits.capacity_rows, bytes=limits.capacity_bytes)
+            check_fits(need, capacity, edge=self._edge)
+
+    def _handle(self, event: object, now: float) -> bool:
+        match event:
+            case ConnectionEvent.UP:
+                self.outbox.lost()
+                self.away_since, self._greet = None, True
+            case ConnectionEvent.LOST:
+                self.outbox.lost()
+                self.away_since = now if self.away_since is None else self.away_since
+            case ConnectionEvent.FAILED:
+                self.failures += 1
+            case ConnectionEvent.REJECTED:
+                raise SenderRefused(
+                    f"'{self._sender}' may not send on edge '{self._edge}'; {self.address} does not"
+                    " accept its key; give both sides the keys of this run"
+                )
+            case Welcome() if event.edge == self._edge:
+                self._greet = self.outbox.welcome(event) or self._greet
+                self.failures = 0
+            case Ack() if event.edge == self._edge:
+                self._greet = self.outbox.ack(event) or self._greet
+            case Refusal() if event.edge == self._edge:
+                raise SenderRefused(event.reason)
+            case _:
+                return False
+        return True
+
+
+# The receivers of one edge as their sender has them: they come and go, and what one leaves behind
+# goes to others.
+
+
+class ReceiverSet:
+    """Who takes the batches of one sender: joined, retired, forgotten and moved by its owner, or
+    given up as away for too long.
+    """
+
+    def __init__(
+        self,
+        *,
+        edge: str,
+        sender_id: str,
+        epoch: int,
+        schema: pa.Schema,
+        receivers: Sequence[str],
+        network: Network | None,
+        peer_timeout_s: float,
+        clock: Callable[[], float],
+        most_rows: int | None,
+        slack_rows: int,
+        counts: EndCounts | None,
+    ) -> None:
+        """As `Sender`."""
+        if not receivers:
+            raise ValueError(
+                f"edge '{edge}' has no receiver; got an empty list; give at least one address"
+            )
+        self.edge, self.sender_id, self.epoch, self.schema = edge, sender_id, epoch, schema
+        self._peer_timeout_s, self._clock, self._most_rows = peer_timeout_s, clock, most_rows
+        self._slack_rows, self._last = slack_rows, -1
+        self._network = network or SocketNetwork()
+        self.counts = counts or EndCounts()
+        """What has crossed the edge, and was let go."""
+        self._encoded = frames.encode_schema(schema)
+        self._peers: list[ReceiverPeer] = []
+        self._stopped_at: dict[str, int] = {}
+        """By address, the number of the next batch for a receiver that left."""
+        self._returned: deque[OutgoingBatch] = deque()
+        """Batches of receivers that left, which wait for credit of another."""
+        for address in receivers:
+            self._connect(address)
+
+    @property
+    def sockets(self) -> "list[zmq.Socket[bytes]]":
+        """All that a poller should watch for reading: `poll` when any of them is ready."""
+        return [socket for peer in self._peers for socket in peer.connection.sockets]
+
+    @property
+    def receivers(self) -> list[str]:
+        """Addresses of the receivers, those that retire and are not through included."""
+        return [peer.address for peer in self._peers]
+
+    def add_receiver(self, address: str) -> None:
+        """From now on batches go to `address` too, as soon as it appears and gives credit; read
+        `sockets` again.
+
+        After `finish` it is told the end with the next `poll`, so that `forget_receiver` before
+        that can still give it the batches of another. A receiver that left may come back, restarted
+        or not. Raises ValueError for an address that it has; AddressError.
+        """
+        known = next((peer for peer in self._peers if peer.address == address), None)
+        if known is not None:
+            there = "one that retires and is not through; wait until it is gone from `receivers`"
+            raise ValueError(
+                f"edge '{self.edge}' has the receiver {address} already; got it again; it is "
+                f"{there if known.retiring else 'in use: add each once'}"
+            )
+        self._connect(address)
+
+    def retire_receiver(self, address: str) -> None:
+        """Nothing new goes to `address`; it is told the end of this stream, and leaves when it owes
+        nothing.
+
+        What it was sent is still its own, comes again if it restarts, and is acknowledged as usual.
+        What never left goes to the others. Once all is acknowledged and it knows the end, `poll`
+        closes the peer; read `sockets` again. If it stays away for `peer_timeout_s` before that, it
+        is forgotten like one that `forget_receiver` names. Raises ValueError for an unknown
+        address, one that retires already, and the last receiver.
+        """
+        peer = self._find(address)
+        if peer.retiring:
+            raise ValueError(
+                f"edge '{self.edge}' lets the receiver {address} go already; got it again; wait, or"
+                " forget_receiver"
+            )
+        self._check_not_last(peer)
+        peer.retiring = True
+        self._returned.extend(peer.outbox.take_back(sent=False))
+        peer.end()
+
+    def forget_receiver(self, address: str) -> None:
+        """`address` is known to be dead: everything that it did not acknowledge goes to the others,
+        oldest first.
+
+        That waits for their credit, and goes before new batches: until it is placed, `room` is 0
+        and `send` False. After `finish` the streams of the others begin again for it: a receiver
+        that was `finished` is not any more. To replace a receiver, add the new one first. One that
+        comes back at the same address is welcome (`add_receiver`), even if it was not dead; then it
+        may deliver what others deliver too. Raises ValueError for an unknown address, and the last
+        receiver.
+        """
+        peer = self._find(address)
+        self._check_not_last(peer)
+        self._forget(peer)
+        self._place_returned()
+
+    def move_receiver(self, before: str, now: str) -> None:
+        """The receiver at `before` was started again and listens at `now`: what it has not
+        acknowledged goes there.
+
+        Read `sockets` again. Raises ValueError for an unknown address, and for one that another
+        receiver has.
+        """
+        peer = self._find(before)
+        if now in self.receivers:
+            raise ValueError(
+                f"edge '{self.edge}' has a receiver at {now}; got it for the one at {before}, too;"
+                " each has its own"
+            )
+        peer.move(self._network.connect(now), self._clock())
+
+    def _connect(self, address: str) -> None:
+        outbox = Outbox(
+            edge=self.edge,
+            sender=self.sender_id,
+            epoch=self.epoch,
+            schema=self._encoded,
+            first=self._stopped_at.get(address, 0),
+        )
+        connection = self._network.connect(address)
+        self._peers.append(
+            ReceiverPeer(
+                connection,
+                outbox,
+                edge=self.edge,
+                sender=self.sender_id,
+                now=self._clock(),
+                sent=self.counts.sent,
+            )
+        )
+
+    def _staying(self) -> list[ReceiverPeer]:
+        return [peer for peer in self._peers if not peer.retiring]
+
+    def _choose(self, need: Credit) -> ReceiverPeer | None:
+        """Whom a batch goes to now, by credit and in turn; None while there is none. Raises
+        BatchTooLarge.
+        """
+        peers = self._staying()
+        if (
+            self._most_rows is not None
+            and (under_way := self._rows())
+            and under_way + need.rows > self._most_rows
+        ):
+            return None
+        found = next_receiver(
+            [peer.outbox.room(need) for peer in peers], last=self._last, slack=self._slack_rows
+        )
+        if found is None:
+            for peer in peers:
+                peer.check_fits(need)
+            return None
+        peers[found].check_fits(need)
+        self._last = found
+        return peers[found]
+
+    def _rows(self) -> int:
+        """Rows that receivers have and did not acknowledge, alone or with their batch."""
+        return sum(peer.outbox.rows for peer in self._peers)
+
+    def _place_returned(self) -> None:
+        while self._returned and (peer := self._choose(self._returned[0].cost)):
+            peer.outbox.add(self._returned.popleft())
+            peer.transmit()
+
+    def _let_retired_go(self, now: float) -> None:
+        """Those who retire and owe nothing, or stay away."""
+        for peer in [peer for peer in self._peers if peer.retiring]:
+            if peer.outbox.finished:
+                self._part(peer)
+            elif self._away_s(peer, now) > self._peer_timeout_s:
+                self._forget(peer)
+
+    def _forget(self, peer: ReceiverPeer) -> None:
+        self._returned.extend(peer.outbox.take_back(sent=True))
+        self._part(peer)
+
+    def _part(self, peer: ReceiverPeer) -> None:
+        self._stopped_at[peer.address] = peer.outbox.next
+        self._peers.remove(peer)
+        peer.connection.close()
+
+    def _find(self, address: str) -> ReceiverPeer:
+        for peer in self._peers:
+            if peer.address == address:
+                return peer
+        raise ValueError(
+            f"edge '{self.edge}' has no receiver {address}; it has {', '.join(self.receivers)};"
+            " name one of those"
+        )
+
+    def _check_not_last(self, peer: ReceiverPeer) -> None:
+        if self._staying() == [peer]:
+            raise ValueError(
+                f"nobody would take the batches of edge '{self.edge}'; {peer.address} is its last"
+                " receiver; add_receiver another one first, or finish"
+            )
+
+    def _away_s(self, peer: ReceiverPeer, now: float) -> float:
+        return 0.0 if peer.away_since is None else now - peer.away_since
+
+    def _check_presence(self, peer: ReceiverPeer, now: float) -> None:
+        away_s = self._away_s(peer, now)
+        if away_s > self._peer_timeout_s and not peer.outbox.finished:
+            failed = (
+                f" after {peer.failures} failed handshakes (wrong keys?)" if peer.failures else ""
+            )
+            raise PeerGone(
+                f"'{self.sender_id}' waited for the receiver of edge '{self.edge}'; {peer.address}"
+                f" was away for {away_s:.1f} s{failed}, {peer.outbox.unacknowledged} batches are"
+                " unacknowledged; look into the log of its worker, or raise peer_timeout_s"
+            )
 
 
 class Sender(ReceiverSet):
@@ -32,7 +383,8 @@ class Sender(ReceiverSet):
     or waits here for credit of another; it is let go only when it was acknowledged. So none is ever
     lost. It is acknowledged once, but for two cases, in which consumers may see it twice and tell
     by what is in it: its receiver restarted, or was forgotten, after delivering it and before the
-    acknowledgement came."""
+    acknowledgement came.
+    """
 
     def __init__(
         self,

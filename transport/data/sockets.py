@@ -3,7 +3,8 @@ receiver.
 
 Credit bounds what is in flight, so senders have no high-water mark that could drop anything.
 Liveness comes from ZeroMQ's own heartbeats, which its I/O thread answers while a worker computes
-for minutes."""
+for minutes.
+"""
 
 import contextlib
 import time
@@ -210,7 +211,8 @@ class SocketListener:
         """Answer; a connection that is gone is ignored.
 
         More answers than a sender with all its credit can have open only wait for one that asks and
-        never reads."""
+        never reads.
+        """
         assert isinstance(connection, bytes)
         try:
             self._socket.send_multipart([connection, encode_message(message)], zmq.NOBLOCK)
@@ -257,7 +259,8 @@ class SocketListener:
 
 def _part(content: zmq.Frame, message: Message) -> zmq.Frame:
     """What of an encoded batch travels with a message: a part is lent from it or copied, as a whole
-    one is."""
+    one is.
+    """
     if not isinstance(message, Data) or message.part_bytes == message.bytes:
         return content
     part = content.buffer[message.offset : message.offset + message.part_bytes]

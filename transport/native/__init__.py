@@ -1,5 +1,6 @@
 """Moving and checking bytes in C: one pass that copies, casts and sums; the same numbers without a
-compiler."""
+compiler.
+"""
 
 from transport.native.copier import Copier
 from transport.native.follower import Follower

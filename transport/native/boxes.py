@@ -1,5 +1,6 @@
 """Which copies the C kernel can do: rows of bytes at even distances, as they are or cast from
-float32."""
+float32.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ SHORTEST_ROW = 64
 
 class Box(NamedTuple):
     """One copy as the kernel takes it: `rows` rows of `row` bytes at the destination, distances in
-    bytes."""
+    bytes.
+    """
 
     to: int
     source: int
@@ -28,7 +30,8 @@ class Box(NamedTuple):
 
 def box(destination: torch.Tensor, source: torch.Tensor) -> Box | None:
     """The copy of source into destination, of one shape, both on the CPU; None where torch has to
-    do it."""
+    do it.
+    """
     cast = 0 if destination.dtype == source.dtype else CASTS.get(destination.dtype)
     if (
         cast is None
@@ -69,7 +72,8 @@ def merged(
     shape: tuple[int, ...], to_strides: tuple[int, ...], from_strides: tuple[int, ...]
 ) -> list[tuple[int, int, int]]:
     """(length, stride there, stride here) of the fewest axes that mean the same, outermost
-    first."""
+    first.
+    """
     axes: list[tuple[int, int, int]] = []
     for length, to_stride, from_stride in zip(shape, to_strides, from_strides, strict=True):
         if length == 1:

@@ -15,7 +15,8 @@ _LONG, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 def built(source: str) -> ctypes.CDLL | None:
     """The library of a C file of this folder; None where there is no C compiler or it cannot build
-    it."""
+    it.
+    """
     return compiled((Path(__file__).parent / source,), (FLAGS,))
 
 

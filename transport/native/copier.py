@@ -1,5 +1,6 @@
 """Copies many tensors into others in one call, and sums what it writes: no Python per tensor once
-it is compiled."""
+it is compiled.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Copier:
 
     Dense runs of bytes, and casts from float32 to bfloat16 or float16 (to nearest, ties to even),
     are done by the C kernel without the GIL, past the caches where there is much to copy; dense
-    words of one dtype within a GPU by one launch that sums them too; everything else by torch."""
+    words of one dtype within a GPU by one launch that sums them too; everything else by torch.
+    """
 
     def __init__(
         self,
@@ -39,7 +41,8 @@ class Copier:
 
         `progress`: its second element (int64[2]) tells, while they are written, how many bytes from
         the start of `base` are whole; the destinations lie dense in `base` then, in ascending
-        order, none overlapping."""
+        order, none overlapping.
+        """
         self._destinations = [tensor.detach() for tensor in destinations]
         self._threads, self._base, self._progress = threads, base, progress
         self._sources = None if sources is None else [tensor.detach() for tensor in sources]
@@ -55,7 +58,8 @@ class Copier:
         order.
 
         `sources` that lie elsewhere than those of the last run are compiled first; they are not
-        held."""
+        held.
+        """
         if sources is None:
             sources = self._sources
         else:

@@ -40,7 +40,8 @@ def differences(old: torch.Tensor, new: torch.Tensor, most_words: int) -> Differ
     """Where two dense buffers, uint8[n] that begin at multiples of 8 bytes, differ; a last odd byte
     is not looked at.
 
-    Of no more words than `most_words` are places and values taken down."""
+    Of no more words than `most_words` are places and values taken down.
+    """
     kernels = built("delta.c") if old.device.type == new.device.type == "cpu" else None
     return (
         _by_torch(old, new, most_words)

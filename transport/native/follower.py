@@ -1,5 +1,6 @@
 """Sums a buffer on a thread of its own, behind whoever writes it: the reader's proof costs its loop
-nothing."""
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Follower:
     """One pass over ranges of a buffer while they are written.
 
     Consumes: bytes below the writer's watermark. Produces: their sums. Waits for: the watermark.
-    Unblocked by: the writer; another version in its place; `close`."""
+    Unblocked by: the writer; another version in its place; `close`.
+    """
 
     def __init__(
         self,
@@ -47,7 +49,8 @@ class Follower:
         """`progress` (int64[2]): the version that is being written, and how many bytes of it are
         whole; None: all.
 
-        RuntimeError where there is no thread to be had."""
+        RuntimeError where there is no thread to be had.
+        """
         kernels = library()
         assert kernels is not None, "whoever follows has asked for the library"
         self._kernels, self._held = kernels, (buffer, progress)
@@ -78,12 +81,14 @@ class Follower:
     @property
     def pairs(self) -> Pairs | None:
         """s1 and s2 of each range, uint64[ranges, 2], once all are summed; None before, or for
-        good."""
+        good.
+        """
         return self._sums if self._job is not None and self._job.state == SUMMED else None
 
     def close(self) -> None:
         """Stop; returns when the thread is gone, within the time of one chunk. A forked process has
-        none."""
+        none.
+        """
         if self._job is not None and self._process == os.getpid():
             self._kernels.dataflow_forget(ctypes.byref(self._job))
         self._job = None

@@ -1,5 +1,6 @@
 """Sums many tensors where they lie, whatever their strides: no Python per tensor once it is
-compiled."""
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from transport.native.sums import dense_bytes, folded, pairs
 class Summer:
     """The checksum (`wordsum`) of each tensor's bytes, as if they were laid out densely.
 
-    Rows of bytes are read by the C kernel without the GIL; everything else is laid out by torch."""
+    Rows of bytes are read by the C kernel without the GIL; everything else is laid out by torch.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """They are held; `run` sums what they hold then."""

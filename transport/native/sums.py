@@ -3,7 +3,8 @@ torch on GPUs.
 
 With w_0, w_1, .. as the 64-bit little-endian words of the bytes (the last one filled up with
 zeros), s1 = sum w_i and s2 = sum (i + 1) w_i, it is s1 + rotl(s2, 32), all modulo 2^64. A changed
-bit changes it, and so do misplaced words."""
+bit changes it, and so do misplaced words.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def wordsum(buffer: torch.Tensor) -> int:
 
 def wordsums(buffer: torch.Tensor, offsets: Ints, sizes: Ints) -> list[int]:
     """The checksums of the ranges [offset, offset + size) of a dense buffer, uint8[n], on any
-    device."""
+    device.
+    """
     found: list[int] = folded(pairs(buffer, offsets, sizes)).tolist()
     return found
 

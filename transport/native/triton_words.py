@@ -2,7 +2,8 @@
 byte read once.
 
 The checksum is that of `transport.native.sums`. Triton is imported here, and this only where there
-is a GPU."""
+is a GPU.
+"""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 # mypy: disable-error-code="import-not-found, unused-ignore"
@@ -26,7 +27,8 @@ BLOCK_WORDS = 2048
 
 class WordPlan:
     """Ranges of memory on one GPU, cut into chunks. Made once for a layout; the ranges may lie
-    elsewhere each time."""
+    elsewhere each time.
+    """
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         """`sizes`: bytes of each range."""
@@ -48,14 +50,16 @@ class WordPlan:
         """s1 and s2 of the ranges at these addresses (multiples of 8, readable up to the next one):
         uint64[ranges, 2].
 
-        Waits for the device."""
+        Waits for the device.
+        """
         return self._run(addresses, addresses, copies=False)
 
     def copy(self, destinations: Sequence[int], sources: Sequence[int]) -> NDArray[np.uint64]:
         """Copy each range, of whole words, from one address to another; its s1 and s2:
         uint64[ranges, 2].
 
-        Waits for the device."""
+        Waits for the device.
+        """
         return self._run(destinations, sources, copies=True)
 
     def _run(
@@ -94,7 +98,8 @@ def _move(
     block: tl.constexpr,
 ):
     """One chunk: its words, and their sums, for which of the last word some bits count; a copy is
-    of whole words."""
+    of whole words.
+    """
     program = tl.program_id(0)
     owner, first = tl.load(owners + program), tl.load(firsts + program)
     count, keep = tl.load(counts + program).to(tl.int32), tl.load(keeps + program)

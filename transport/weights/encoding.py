@@ -18,7 +18,8 @@ SCALE = ":scale"
 @dataclass(frozen=True)
 class QuantizedFormat:
     """Values of one byte: number = value * scale, and the largest number of a row is the largest
-    value."""
+    value.
+    """
 
     dtype: str
     """Of the values."""
@@ -79,7 +80,8 @@ class Encoding:
         `NAME:scale`.
 
         Tied tensors travel once. LayoutMismatch where `names` has one that is not there, or cannot
-        be quantized."""
+        be quantized.
+        """
         whole = FlatLayout.of(tensors)
         chosen = self._chosen((spec.name, spec.shape, spec.dtype) for spec in whole.tensors)
         entries: list[tuple[str, tuple[int, ...], str]] = []
@@ -96,7 +98,8 @@ class Encoding:
         its scale.
 
         LayoutMismatch as `flat_layout`, and where a tensor to be quantized lies in one of another
-        name."""
+        name.
+        """
         chosen = self._chosen((held.name, held.shape, held.dtype) for held in full.tensors.values())
         tensors: dict[str, TensorLayout] = {}
         for name, held in full.tensors.items():

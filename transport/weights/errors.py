@@ -43,7 +43,8 @@ def waited(
     who: str, version: int, timeout_s: float, held: int, heard: bool
 ) -> WaitTimeout | PeerGone:
     """What a reader raises that waited in vain: PeerGone when the writer was not `heard` in all
-    that time."""
+    that time.
+    """
     found = f"version {held}" if heard else "no word from the writer"
     return (WaitTimeout if heard else PeerGone)(
         f"{who} waited {timeout_s:g} s for weights of version {version}; found {found}; "

@@ -1,5 +1,6 @@
 """Another rank of a reader: it takes its slices of the versions that the reader has verified, from
-the same memory."""
+the same memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class RankReader:
     different versions. For a single-threaded loop.
 
     Consumes: segments that the reader names. Produces: new values in the attached tensors.
-    Waits for: nothing. Unblocked by: -"""
+    Waits for: nothing. Unblocked by: -
+    """
 
     def __init__(
         self,
@@ -56,7 +58,8 @@ class RankReader:
         now.
 
         `layout`: the reader's, by `to_plain`, where it is another than before. LayoutMismatch when
-        the attached tensors are not of it; WeightError before there is one."""
+        the attached tensors are not of it; WeightError before there is one.
+        """
         self.decline()
         if layout is not None:
             self._layout = FlatLayout.from_plain(layout)
@@ -81,7 +84,8 @@ class RankReader:
 
     def adopt(self) -> int:
         """Make the version that was entered the attached tensors' value; its number. WeightError
-        outside of one."""
+        outside of one.
+        """
         if self._entered is None:
             raise WeightError(
                 f"rank '{self.name}' cannot take a version; found none entered; enter what the"
@@ -96,7 +100,8 @@ class RankReader:
         """Leave the segment in use: the attached tensors have no value until `adopt`, which fills
         all. False before the first version, as of `WeightReader`.
 
-        The version may be entered again (`WeightReader.enter_again`), as any other."""
+        The version may be entered again (`WeightReader.enter_again`), as any other.
+        """
         self.decline()
         self._attached.let_go()
         return self.version >= 0

@@ -1,5 +1,6 @@
 """The generator's end of the weight plane: hear of versions, adopt the newest between two decode
-steps."""
+steps.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class WeightReader:
         it is written (shared memory, with a C compiler at hand) its sums are checked on a thread
         beside this loop, and it is offered when they are. Elsewhere, and for xxh3,
         `verify_bytes_per_poll` checks about that much at each poll; None checks it all in
-        `adopt`."""
+        `adopt`.
+        """
         self.name = name
         self._port = (SharedMemory(address) if isinstance(address, str) else address).reader()
         self._membership = SegmentReader(name, pace, incarnation=attempt)
@@ -141,7 +143,8 @@ class WeightReader:
         `slices` tells which part of a full tensor one holds, where it is not all of it: one rank's
         slices. Parameters that hold a single range of rows become views of it; other slices are
         copied. LayoutMismatch, here or at the poll that brings the writer's layout, when names or
-        full shapes differ."""
+        full shapes differ.
+        """
         self._require_open()
         if self._membership.version >= 0:
             raise WeightError(
@@ -155,7 +158,8 @@ class WeightReader:
         """Hear the writer; the newest version that may be adopted, if there is one. Never waits.
 
         AddressTaken when another reader has taken this one's name; LayoutMismatch when the writer
-        has denied it."""
+        has denied it.
+        """
         self._require_open()
         now = self._clock()
         for message in self._port.receive():
@@ -196,14 +200,16 @@ class WeightReader:
 
         It stays entered until `adopt` or `decline`, with no poll in between: whoever enters its
         segment meanwhile, the other ranks of this reader (`RankReader`), finds the bytes that were
-        verified."""
+        verified.
+        """
         self._return()
         offer = self._verify()
         return None if offer is None else self._shown(offer)
 
     def decline(self) -> None:
         """Step out of a verified version; it is offered again, or a newer one is. Or of what
-        `enter_again` entered."""
+        `enter_again` entered.
+        """
         if self._returning is not None:
             self._returning.segment.leave()
             self._returning = None
@@ -218,7 +224,8 @@ class WeightReader:
 
         It is verified by checksum first; of a damaged one `on_damage` tells, and the old one stays.
         When there is no offer, or the writer has just withdrawn it for a newer one, nothing
-        changes."""
+        changes.
+        """
         self._return()
         offer, transfer = self._verify(), self._transfer
         if offer is None or transfer is None:
@@ -240,7 +247,8 @@ class WeightReader:
 
         Until then no segment is looked into: an offered version is verified when it is adopted.
         False before the first version: then the tensors have their own values, which nobody will
-        fill in again."""
+        fill in again.
+        """
         self._require_open()
         self._give_up()
         self._attached.let_go()
@@ -250,7 +258,8 @@ class WeightReader:
     def again(self) -> bool:
         """After `let_go`, have the version in use in the attached tensors again; False when its
         segment holds another by now, or is gone: then a newer version, or another writer's, is to
-        be adopted."""
+        be adopted.
+        """
         if self._returning is None and self.enter_again() is None:
             return False
         mapped, self._returning = self._returning, None
@@ -260,7 +269,8 @@ class WeightReader:
 
     def enter_again(self) -> VerifiedOffer | None:
         """The first half of `again`: step into the segment of the version in use, which stays
-        entered until `again` or `decline`, with no poll in between; None as there."""
+        entered until `again` or `decline`, with no poll in between; None as there.
+        """
         self._require_open()
         self._return()
         mapped = self._attached.open(self._held.segment) if self._held is not None else None
@@ -273,7 +283,8 @@ class WeightReader:
         """Poll and adopt until this version, or a newer one, is held; the version held.
 
         PeerGone when the writer was not heard in all that time, WaitTimeout when it was but had
-        none."""
+        none.
+        """
         self._require_open()
         begun = self._clock()
         deadline = begun + timeout_s
@@ -354,7 +365,8 @@ class WeightReader:
         """The transfer of the newest offer, entered, or else of what is coming; the one before is
         given up.
 
-        Without `eager` only where that takes none of this loop's time."""
+        Without `eager` only where that takes none of this loop's time.
+        """
         offer, layout = self._membership.offer, self._layout
         goal = offer or self._membership.upcoming
         if self._transfer is not None and (

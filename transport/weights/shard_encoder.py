@@ -1,5 +1,6 @@
 """Encodes one rank's shards of a model as one rank would encode the whole of it: scales are of
-whole rows."""
+whole rows.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class ShardEncoder(BaseEncoder):
     What travels is bit for bit what `Encoder` makes of whole tensors. Where rows (the last
     dimension) are cut, the ranks agree on the largest magnitude of each, by one exchange per
     version of 4 bytes a row; all ranks encode the same versions in the same order. Where no row is
-    cut there is no exchange."""
+    cut there is no exchange.
+    """
 
     def __init__(
         self,
@@ -61,7 +63,8 @@ class ShardEncoder(BaseEncoder):
         """`full`: of all ranks, before it is encoded. `local`: this rank's local tensors, on one
         device.
 
-        Takes the memory of its quantized tensors. LayoutMismatch as `Encoding.layout`."""
+        Takes the memory of its quantized tensors. LayoutMismatch as `Encoding.layout`.
+        """
         self.layout = encoding.layout(full)
         """What travels."""
         if encoding.quantized is not None:
@@ -84,7 +87,8 @@ class ShardEncoder(BaseEncoder):
         """Each tensor by its job, with scales that are agreed on where rows are cut.
 
         As int32 the bits of magnitudes are ordered as these are, and what is no number is above all
-        that are."""
+        that are.
+        """
         agreed = torch.zeros(self._rows, dtype=torch.int32, device=self._device)
         for job, numbers in zip(self._jobs, full, strict=True):
             if job.names[0] in self._cut:
@@ -108,7 +112,8 @@ def _nbytes(layout: Layout) -> int:
 def _boxes(scale: TensorLayout, rank: int) -> tuple[tuple[Box, Box], ...]:
     """A rank's rows, in the full tensor and in its own.
 
-    LayoutMismatch where a row of its own is none of the full one's, or made of parts of several."""
+    LayoutMismatch where a row of its own is none of the full one's, or made of parts of several.
+    """
     shards = scale.shards
     own = shards.ranks == rank
     start, size, at = shards.start[own], (shards.stop - shards.start)[own], shards.local_start[own]

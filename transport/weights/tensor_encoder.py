@@ -1,5 +1,6 @@
 """Makes what travels out of a trainer's tensors, into memory that is taken once, and turns it
-back."""
+back.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class BaseEncoder:
         next version, and the others as they are; they are cast when they are copied into a buffer
         of `layout`.
 
-        LayoutMismatch when a tensor that is to be quantized is missing, or has another shape."""
+        LayoutMismatch when a tensor that is to be quantized is missing, or has another shape.
+        """
         travelling = dict(tensors)
         self._quantize([_taken(job, travelling) for job in self._jobs])
         for job in self._jobs:
@@ -83,7 +85,8 @@ class Encoder(BaseEncoder):
         """`tensors`: the model's, of whose shapes, dtypes and devices every version is.
 
         Takes the memory of the quantized tensors, on the devices of the full ones. Raises as
-        `flat_layout`."""
+        `flat_layout`.
+        """
         self.layout = encoding.flat_layout(tensors)
         """What travels."""
         if encoding.quantized is not None:
@@ -122,7 +125,8 @@ def _taken(job: QuantizeJob, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 
 class EncodedWriter:
     """A writer that is given tensors as they are and publishes them encoded; in all else it is that
-    writer."""
+    writer.
+    """
 
     def __init__(self, writer: Any, encoder: BaseEncoder) -> None:
         """`writer`: a WeightWriter or ShardedWriter, made with the layout of `encoder`."""
@@ -135,7 +139,8 @@ class EncodedWriter:
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
         """As the writer's; quantized tensors are read now, even where the version goes out
-        later."""
+        later.
+        """
         sent: bool = self._writer.publish(version, self._encoder.encode(tensors))
         return sent
 
@@ -159,7 +164,8 @@ def quantize(
     They are cast to `through` first; where that is bfloat16, scales are numbers of bfloat16 too, so
     that a product may take them in that dtype. At most a slice is held in float32. A row that is
     not finite gets such a scale. `largest`: as `magnitudes`, shaped as `scale` (or `scale` itself),
-    of rows of which these are parts."""
+    of rows of which these are parts.
+    """
     into, scales = values.view(-1, values.shape[-1]), scale.view(-1, 1)
     found = None if largest is None else largest.view(-1, 1)
     for low, block in _slices(numbers, values, through):
@@ -178,7 +184,8 @@ def quantize(
 @torch.no_grad()
 def magnitudes(numbers: torch.Tensor, largest: torch.Tensor, *, through: torch.dtype) -> None:
     """The largest magnitude of each row of `numbers` [..., rows, columns], cast to `through`, into
-    `largest` float32 [..., rows, 1]."""
+    `largest` float32 [..., rows, 1].
+    """
     into = largest.view(-1, 1)
     for low, block in _slices(numbers, largest, through):
         into[low : low + len(block)] = block.abs().amax(-1, keepdim=True)
@@ -188,7 +195,8 @@ def _slices(
     numbers: torch.Tensor, beside: torch.Tensor, through: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(first row, rows in float32 on the device of `beside`), slice by slice; callers may not write
-    into them."""
+    into them.
+    """
     columns = numbers.shape[-1]
     rows = numbers.reshape(-1, columns)
     step = max(1, SLICE.get(beside.device.type, 1 << 26) // max(1, columns))
@@ -201,7 +209,8 @@ def decode(travelled: Mapping[str, torch.Tensor], destinations: Mapping[str, tor
     """Fill `destinations` with the numbers, rounded to their dtypes, that tensors under the same
     names stand for.
 
-    KeyError where one of them has not travelled."""
+    KeyError where one of them has not travelled.
+    """
     for name, into in destinations.items():
         found, scale = travelled[name], travelled.get(name + SCALE)
         into.copy_(found if scale is None else found.float().mul_(scale))

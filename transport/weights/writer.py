@@ -1,5 +1,6 @@
 """The trainer's end of the weight plane: write each version once, offer it, never wait for a slow
-reader."""
+reader.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class WeightWriter:
     Consumes: tensors from the trainer; messages of the readers. Produces: offers.
     Waits for: a segment that every reader has left, at most `wait_s` per publish.
     Unblocked by: readers that adopt, leave or die; `pace.release_s` for those that do none of
-    these."""
+    these.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,8 @@ class WeightWriter:
         `wait_s`: how long one publish may wait for a free segment. `checksum`: "buffer" has every
         version verified by the cheap sum per tensor alone, which is made while copying; "tensors"
         by xxh3 per tensor as well, another pass on either side. `threads`: for the copy into the
-        segment. AddressTaken when another live writer has the address."""
+        segment. AddressTaken when another live writer has the address.
+        """
         self.layout = layout
         self._port = (SharedMemory(address) if isinstance(address, str) else address).writer(
             self.poll
@@ -94,7 +97,8 @@ class WeightWriter:
     @property
     def sent(self) -> Mapping[str, Sent]:
         """What the newest version that each reader has taken has cost: readers on this machine
-        share a segment, which is written once."""
+        share a segment, which is written once.
+        """
         return self._offers.sent
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -104,7 +108,8 @@ class WeightWriter:
         The tensors are read at that later time, so they must keep their values until then, or until
         the next publish, which replaces them: change them in place and publish them with no poll in
         between. Versions must rise; any may be left out. Names and shapes must be the layout's
-        (LayoutMismatch)."""
+        (LayoutMismatch).
+        """
         self._require_open()
         if version <= self._newest:
             raise WeightError(
@@ -121,7 +126,8 @@ class WeightWriter:
 
     def settle(self, timeout_s: float) -> bool:
         """The tensors are about to change: forget a version that is not written yet. Never waits;
-        True."""
+        True.
+        """
         self._pending = None
         return True
 
@@ -157,7 +163,8 @@ class WeightWriter:
 
     def _arranged(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The layout's tensors, in its order; names are looked up when they are others than at the
-        last publish."""
+        last publish.
+        """
         if list(tensors) == self._named and all(
             tensors[name].shape == shape for name, shape in self._chosen
         ):

@@ -1,5 +1,6 @@
 """Does one thing at an address: python -m dataflow.folder.copies JSON FD, started by
-`taking.ask`."""
+`taking.ask`.
+"""
 
 import json
 import os

@@ -1,5 +1,6 @@
 """A place for files that any `pyarrow.fs.FileSystem` knows, a folder or an object store; refusals
-in one sentence."""
+in one sentence.
+"""
 
 import contextlib
 import io
@@ -41,7 +42,8 @@ class Address:
     @classmethod
     def of(cls, text: str) -> "Address":
         """What `pyarrow.fs.FileSystem.from_uri` takes, or a path. Errors: GraphError for what it
-        does not know."""
+        does not know.
+        """
         text = checked(text)
         try:
             system, path = fs.FileSystem.from_uri(text)
@@ -111,7 +113,8 @@ class Address:
 
     def put_json(self, name: str, value: Any) -> None:
         """Write a small file, in the place of one that is there; in a folder of this machine all of
-        it or nothing."""
+        it or nothing.
+        """
         content = to_json(value, indent=1).encode()
         if self.local is None:
             self.put(name, io.BytesIO(content))
@@ -162,7 +165,8 @@ class Address:
 
 def checked(text: str) -> str:
     """An address as it is written down, the same however it is given: a path is made whole, a slash
-    at its end goes. Errors: GraphError for one that holds a password."""
+    at its end goes. Errors: GraphError for one that holds a password.
+    """
     if is_folder(text):
         return str(Path(urlsplit(text).path if "://" in text else text).absolute())
     if (given := urlsplit(text)).password is not None:
@@ -187,7 +191,8 @@ def is_own(text: str) -> bool:
 
 def joined(text: str, name: str) -> str:
     """An address below another one; what follows a question mark is for the file system, and stays
-    at the end."""
+    at the end.
+    """
     place, mark, how = text.partition("?")
     return f"{place.rstrip('/')}/{name}".rstrip("/") + mark + how
 

@@ -1,5 +1,6 @@
 """A run folder out of the copies at an address: checkpoints, the ledger that goes with them, in a
-part of its own."""
+part of its own.
+"""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,8 @@ def bring_back(
     text: of the run, or of a place with one run. runs: where the folder goes; it has the name that
     it had. Nobody else writes at the address for this run from then on. A crash on the way leaves
     no run folder. Errors: GraphError; RunError where there is no whole copy, or the folder is there
-    already."""
+    already.
+    """
     found = FoundCopy(**ask("find", checked(text), 3 * ANSWER_S, text=checked(text)))
     place, run = Address.of(found.place), found.run
     path = Path(runs).absolute() / run
@@ -74,7 +76,8 @@ def bring_checkpoint(
 ) -> int | None:
     """Put the newest undamaged copy of a trainer's checkpoint into the folder of its run, which has
     the ledger; its step. None where none of a step above `above`, and not above `upto`, is there.
-    Errors: GraphError; RunError."""
+    Errors: GraphError; RunError.
+    """
     found = FoundCopy(**ask("find", copies.place, 3 * ANSWER_S, text=copies.place))
     steps = [step for step in found.steps.get(trainer, ()) if above < step <= upto]
     if not steps:
@@ -114,7 +117,8 @@ def _bring_newest(
 
 def _put_ledger(making: Path, steps: Mapping[str, int]) -> None:
     """Of the ledgers that came with the checkpoints the latest, which knows the steps of all of
-    them."""
+    them.
+    """
     made: dict[str, int] = {}
     for trainer in steps:
         made[trainer] = unpack(making / _packed(trainer), making / f"{_packed(trainer)}.db")

@@ -5,7 +5,8 @@ Its thread reads the files of a committed checkpoint from the disk, and waits fo
 step is held up by nothing but the processor's time of reading and summing, and a checkpoint is good
 in the run folder long before: the address may be slow, or away for hours. What is copied stays in
 the folder until it is, though a newer one is there; of temporary ones that wait meanwhile only the
-newest is copied."""
+newest is copied.
+"""
 
 import threading
 import time
@@ -90,7 +91,8 @@ class CheckpointCopier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """folder: of the checkpoint of a step. pack: as `BaseLedger.pack`. told_s: between two
-        warnings."""
+        warnings.
+        """
         self.place = copies.place
         """For people."""
         self._copies, self._trainer, self._folder, self._pack = copies, trainer, folder, pack
@@ -115,7 +117,8 @@ class CheckpointCopier:
 
     def start(self, last: int) -> None:
         """Begin. last: step of the trainer that is committed; copies of later ones go, as those
-        were taken back."""
+        were taken back.
+        """
         self._last = last
         self._thread = threading.Thread(target=self._run, name="copies of checkpoints", daemon=True)
         self._thread.start()
@@ -196,7 +199,8 @@ class CheckpointCopier:
 
     def _clear_older_parts(self, address: Address) -> None:
         """Once a run could go on from this part alone, temporary copies of those before it are
-        needed no more."""
+        needed no more.
+        """
         place = self._copies.at(address)
         if self._copies.part > 1 and all(
             Store(place, each).whole() for each in self._copies.trainers

@@ -43,7 +43,8 @@ def choose(whole: Mapping[int, Mapping[str, Sequence[int]]]) -> int:
 
 def find(text: str) -> FoundCopy:
     """text: address of a run, or of a place with one run. Errors: GraphError; RunError where there
-    is no whole copy, or several runs are; CopyError."""
+    is no whole copy, or several runs are; CopyError.
+    """
     place, name = _run_at(Address.of(text))
     run = place.below(name)
     whole: dict[int, dict[str, list[int]]] = {}

@@ -2,7 +2,8 @@
 with a number.
 
 Two that cannot see each other cannot spoil each other's copies so, and who finds a part above its
-own was replaced."""
+own was replaced.
+"""
 
 import contextlib
 import os

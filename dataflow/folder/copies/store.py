@@ -1,5 +1,6 @@
 """Copies of one trainer's checkpoints in a part: whole from the moment on at which their marker is
-there."""
+there.
+"""
 
 import contextlib
 import json
@@ -41,7 +42,8 @@ class Store:
 
     def marker(self, step: int) -> dict[str, Any]:
         """What its marker says; empty where there is none, or a torn one: no copy. Errors:
-        CopyError."""
+        CopyError.
+        """
         found = self.place.get_json(f"{name_of(step)}/{MARKER}")
         return found if found.get("step") == step and LEDGER in found.get("files", {}) else {}
 
@@ -62,7 +64,8 @@ class Store:
         snapshot: writes the ledger. check: raises where nothing may be written any more; asked
         before the marker. Where all that is there but the marker, which says otherwise, that alone
         is written. Errors: CopyError; RunFolderError where the folder is not what its marker says:
-        then nothing is whole that was not before."""
+        then nothing is whole that was not before.
+        """
         marker = local_marker(folder)
         if not (known := self.marker(step)) or _but_ledger(known) != dict(marker["files"]):
             if known:
@@ -98,7 +101,8 @@ class Store:
 
     def get(self, step: int, into: Path, moved: Moved) -> None:
         """Bring a whole checkpoint here, into an empty folder; the ledger lies beside its files.
-        Errors: CopyError, also where a file is not as the marker says."""
+        Errors: CopyError, also where a file is not as the marker says.
+        """
         marker = self.marker(step)
         for name, wanted in marker["files"].items():
             if (found := self.place.get(f"{name_of(step)}/{name}", into / name, moved)) != wanted:
@@ -109,7 +113,8 @@ class Store:
 
     def clear(self, before: int, but: int | None = None) -> None:
         """Remove copies of steps below `before` that are temporary, or were never whole; the marker
-        first. but: a step that stays. Errors: CopyError."""
+        first. but: a step that stays. Errors: CopyError.
+        """
         for step in self.steps():
             if step < before and step != but:
                 marker = self.marker(step)
@@ -118,7 +123,8 @@ class Store:
 
     def take_back(self, last: int) -> None:
         """Remove what is of later steps than `last`: those were taken back, and others will have
-        their numbers. Errors: CopyError."""
+        their numbers. Errors: CopyError.
+        """
         for step in self.steps():
             if step > last:
                 self._remove(step)

@@ -1,5 +1,6 @@
 """What a process of its own does at an address, as a file system may hang: who asks for it gives it
-up then."""
+up then.
+"""
 
 import json
 import os
@@ -33,7 +34,8 @@ TASKS: Mapping[str, Callable[..., Any]] = {
 
 def answer(do: str, given: Mapping[str, Any], pipe: int) -> int:
     """Do one of the tasks; say that it has begun, and then what came of it, a line each. 0: the
-    exit status."""
+    exit status.
+    """
     os.write(pipe, b"begun\n")
     try:
         said = {"value": TASKS[do](**given)}

@@ -2,7 +2,8 @@
 be given up.
 
 A file system may hang; and a client of an object store has threads, which nobody may have who forks
-a run's workers."""
+a run's workers.
+"""
 
 import json
 import os
@@ -40,7 +41,8 @@ def copies_of(
     trainers: folders of those that keep checkpoints. config: what a run said of itself that goes
     on; None: it is new. checkpoint_to: as the user gives it now; None: as it was; empty: nowhere
     from now on. Errors: GraphError for an address that takes nothing in time; TakenUp where the run
-    was taken up from it."""
+    was taken up from it.
+    """
     if checkpoint_to == NOWHERE:
         return None
     before = Copies.from_plain((config or {}).get(CONFIG))
@@ -62,7 +64,8 @@ def ask(do: str, address: str, answer_s: float = ANSWER_S, **given: Any) -> Any:
     has such a client cannot use it.
 
     Errors: what it raises, as GraphError, TakenUp or RunError; GraphError where the address hangs
-    or takes nothing."""
+    or takes nothing.
+    """
     reads, writes = os.pipe()
     try:
         child: Child
@@ -101,7 +104,8 @@ def ask(do: str, address: str, answer_s: float = ANSWER_S, **given: Any) -> Any:
 
 def _line(pipe: int, within_s: float) -> bytes:
     """A line of a pipe, and nothing after it; empty where none came, or the other end was
-    closed."""
+    closed.
+    """
     deadline, found = time.monotonic() + within_s, b""
     while not found.endswith(b"\n"):
         left = deadline - time.monotonic()

@@ -1,5 +1,6 @@
 """At the end of a run, what its hosts have made comes into the scheduler's folder, as far as that
-is cheap."""
+is cheap.
+"""
 
 import contextlib
 import time
@@ -40,7 +41,8 @@ class Bringing:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """folder: the scheduler's. ledger: one whose `placing` brings what it sees. addresses: of
-        the hosts' files."""
+        the hosts' files.
+        """
         self._folder, self._ledger, self._addresses, self._keys = folder, ledger, addresses, keys
         self._clock, self._until, self._bytes = clock, clock() + BRING_S, BRING_BYTES
         self._sizes: dict[str, int] = {}
@@ -48,7 +50,8 @@ class Bringing:
 
     def bring(self, trainers: Mapping[str | None, int]) -> str:
         """Bring what there is. trainers: by their own folder, the last step. What stays on its
-        host, and why, for the user; empty: nothing of it."""
+        host, and why, for the user; empty: nothing of it.
+        """
         for host, address in self._addresses.items():
             with contextlib.closing(HostPeer(host, address, self._keys)) as peer:
                 try:

@@ -1,5 +1,6 @@
 """What a worker of a run over hosts sees of files that others have made: those of its own disk, the
-rest by need."""
+rest by need.
+"""
 
 import contextlib
 import shutil
@@ -41,14 +42,16 @@ class Disks:
     ) -> None:
         """ledger: of the run; its folder is that of this host. disk: `HOME`, or the name of this
         host, whose folder no other sees. at_home: asks for files of the scheduler's folder.
-        addresses: by host with a folder of its own that is there, of its files."""
+        addresses: by host with a folder of its own that is there, of its files.
+        """
         self._ledger, self._disk, self._root = ledger, disk, ledger.path.parent
         self._at_home, self._addresses, self._keys = at_home, addresses, keys
         self._log = structlog.get_logger(disk=disk)
 
     def see(self, path: Path) -> None:
         """Have what counts as this file here, where anybody gives it. Errors: RunFolderError where
-        those who have it do not; a file that nobody ever had is none."""
+        those who have it do not; a file that nobody ever had is none.
+        """
         name = self._name(path)
         if name == METRICS:
             if self._disk != HOME and listed(_AtHome(self._at_home), METRICS):
@@ -61,7 +64,8 @@ class Disks:
 
     def see_newest(self, path: Path, at_most: int | None) -> None:
         """Have the newest checkpoint here that anybody gives, and let none count that stands here
-        and is another's. path: of the folder with checkpoints."""
+        and is another's. path: of the folder with checkpoints.
+        """
         here, name = Checkpoints(path), self._name(path)
         rows = self._ledger.do(ListPlaces(f"{name}/"))
         if not rows and self._disk == HOME:

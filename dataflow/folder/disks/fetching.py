@@ -1,5 +1,6 @@
 """Files of a run from whoever has them: the agent of a host, or the ledger's service on the
-scheduler's."""
+scheduler's.
+"""
 
 import itertools
 import time

@@ -28,7 +28,8 @@ class FileServer:
 
     def __init__(self, folder: Path, address: str, keys: RunKeys) -> None:
         """folder: of the run, on this host. address: of this host. Errors: RunError where it cannot
-        listen there."""
+        listen there.
+        """
         self._folder, self._guard = folder, Guard(keys.receivers)
         self._socket: zmq.Socket[Any] = self._guard.context.socket(zmq.ROUTER)
         for option, value in (

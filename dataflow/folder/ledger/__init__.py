@@ -1,5 +1,6 @@
 """The ledger: what became of every prompt group, in SQLite, consistent at any moment and after any
-crash."""
+crash.
+"""
 
 from dataflow.folder.ledger.base import BaseLedger
 from dataflow.folder.ledger.ledger import Ledger

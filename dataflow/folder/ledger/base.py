@@ -1,20 +1,133 @@
 """The calls of a ledger, whoever answers them: the process itself, or the one that has the file
-open for all."""
+open for all.
+"""
 
 import os
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dataflow.folder.ledger import questions, upkeep
-from dataflow.folder.ledger.group_ledger import GroupLedger, numbers_of
+from dataflow.folder.ledger import calls, questions, upkeep
 from dataflow.folder.ledger.reads import Fate, InFlight, MadeStep, OutcomeCounts, PlannedStep
 from dataflow.folder.ledger.schema import LedgerError
 from dataflow.folder.placing import Placing
 from dataflow.system.files import to_json
 
+# The calls of a ledger by which a group goes from its issue to its outcome, whoever answers them.
+
 T = TypeVar("T")
+
+
+class GroupLedger(ABC):
+    """What becomes of prompt groups.
+
+    A group is (source, group_id). It goes issued -> generating -> generated -> scored, and then has
+    one outcome for each sink that consumes its source: trained at a step, evaluated at a step, or
+    dropped for a reason. For each sink, at any moment:
+
+        issued = trained + evaluated + dropped (by reason) + in flight     no group has two outcomes for one sink
+
+    Each call is one transaction. Errors of all: LedgerError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        """Where the file is."""
+        self._owner = os.getpid()
+
+    @abstractmethod
+    def do(self, call: calls.LedgerCall[T]) -> T:
+        """Have it done, all or nothing."""
+
+    def _post(self, call: calls.Write) -> None:
+        """Have it done in its turn, before whatever is asked next; its error may come with that."""
+        self.do(call)
+
+    def issue(self, source: str, prompts: Iterable[tuple[int, str]]) -> None:
+        """Record new groups as (group_id, prompt_id), numbered on from the last; known ones stay as
+        they are.
+
+        Errors: LedgerError when a number is skipped, or was issued for another prompt.
+        """
+        self.do(calls.Issue(source, [(int(group), str(prompt)) for group, prompt in prompts]))
+
+    def advance(self, source: str, group_ids: Iterable[int], state: str) -> None:
+        """Move groups forward to `state`; those that are there or further stay: a redelivery
+        changes nothing.
+
+        Errors: LedgerError for groups that were never issued; where a service has the ledger, with
+        a later call.
+        """
+        self._post(calls.Advance(source, numbers_of(group_ids), state))
+
+    def commit_step(
+        self,
+        node: str,
+        step: int,
+        *,
+        version: int,
+        source: str,
+        trained: Iterable[int],
+        dropped: Mapping[int, str] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        checkpoint: str | None = None,
+    ) -> None:
+        """Record an optimiser step and the outcome of every group it consumed or gave up: all or
+        nothing.
+
+        version: of the weights after the step. Errors: LedgerError when the step is not the next
+        one of `node`, or a group has an outcome for `node` already or was never issued; then
+        nothing is recorded.
+        """
+        self.do(
+            calls.CommitStep(
+                node,
+                int(step),
+                int(version),
+                source,
+                numbers_of(trained),
+                _reasons(dropped or {}),
+                to_json(metrics or {}),
+                checkpoint,
+            )
+        )
+
+    def drop(
+        self, node: str, source: str, reasons: Mapping[int, str], *, step: int | None = None
+    ) -> None:
+        """Give groups up, each for a reason; with `step` None they stay dropped through any roll
+        back.
+
+        step: that they would have been trained at; it may be the next one, which is not committed
+        yet. Errors: LedgerError when a group has an outcome for `node` already or was never issued.
+        """
+        self.do(calls.Drop(node, source, _reasons(reasons), step))
+
+    def evaluated(self, node: str, source: str, group_ids: Iterable[int], step: int) -> None:
+        """Record that an evaluation read these groups under the weights of `step`. Errors: as
+        drop().
+        """
+        self.commit_round(node, step, {source: group_ids})
+
+    def commit_round(self, node: str, step: int, groups: Mapping[str, Iterable[int]]) -> None:
+        """Record a round: the groups that it read of each source, under the weights of `step`.
+        Errors: as drop().
+        """
+        self.do(
+            calls.CommitRound(
+                node, int(step), {source: numbers_of(ids) for source, ids in groups.items()}
+            )
+        )
+
+
+def numbers_of(groups: Iterable[int]) -> list[int]:
+    """As plain numbers, which travel."""
+    return [int(group) for group in groups]
+
+
+def _reasons(reasons: Mapping[int, str]) -> dict[int, str]:
+    return {int(group): str(reason) for group, reason in reasons.items()}
 
 
 class BaseLedger(GroupLedger):
@@ -29,7 +142,8 @@ class BaseLedger(GroupLedger):
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
         """Put down what the run says of itself, by name, in place of what it said before under
-        these names."""
+        these names.
+        """
         self.do(upkeep.SetFacts({name: to_json(value) for name, value in facts.items()}))
 
     def facts(self) -> dict[str, Any]:
@@ -38,12 +152,14 @@ class BaseLedger(GroupLedger):
 
     def reissue(self, source: str, group_ids: Iterable[int]) -> None:
         """Set groups back to issued: the work on them was lost. Errors: LedgerError for unknown
-        ones."""
+        ones.
+        """
         self.do(upkeep.Reissue(source, numbers_of(group_ids)))
 
     def record_checkpoint(self, node: str, step: int, checkpoint: str | None) -> None:
         """Note where the checkpoint of a committed step stands; None: nowhere any more. Errors:
-        LedgerError without such a step."""
+        LedgerError without such a step.
+        """
         self.do(upkeep.RecordCheckpoint(node, int(step), checkpoint))
 
     def roll_back_to(self, step: int, node: str) -> list[PlannedStep]:
@@ -58,7 +174,8 @@ class BaseLedger(GroupLedger):
 
     def replay_plan(self, node: str) -> list[PlannedStep]:
         """What abandoned lines made after the last step of `node`: groups and drops per step, to
-        repeat."""
+        repeat.
+        """
         return self.do(questions.ReplayPlan(node))
 
     def next_group_id(self, source: str) -> int:
@@ -75,17 +192,20 @@ class BaseLedger(GroupLedger):
 
     def steps(self, node: str, after: int = 0, upto: int | None = None) -> list[MadeStep]:
         """The committed steps of `node` above `after` and not above `upto`, with what each
-        consumed, ascending."""
+        consumed, ascending.
+        """
         return self.do(questions.ListSteps(node, after, upto))
 
     def step_times(self, node: str, after: int = 0) -> list[tuple[int, float]]:
         """The committed steps of `node` above `after`, and when each was, in seconds since 1970;
-        ascending."""
+        ascending.
+        """
         return [(int(step), float(at)) for step, at in self.do(questions.StepTimes(node, after))]
 
     def drops_at(self, node: str, step: int) -> dict[int, str]:
         """Groups that `node` gave up for a step, and why; drops of the next one may be known before
-        it is made."""
+        it is made.
+        """
         return self.do(questions.DropsAt(node, step))
 
     def last_round(self, node: str) -> int | None:
@@ -110,7 +230,8 @@ class BaseLedger(GroupLedger):
         """Groups of `source` that some sink still waits for, or that `node` does, in issue order.
 
         among: look at these alone, which takes no longer in a long run; None: at all that were ever
-        issued."""
+        issued.
+        """
         return self.do(
             questions.ListInFlight(source, node, None if among is None else numbers_of(among))
         )
@@ -136,13 +257,15 @@ class BaseLedger(GroupLedger):
     @abstractmethod
     def pack(self, into: Path) -> None:
         """Write all that was committed, of one moment, into a file (`copying`); from any thread,
-        and whoever writes meanwhile. Errors: LedgerError; RunFolderError; DeadlineError."""
+        and whoever writes meanwhile. Errors: LedgerError; RunFolderError; DeadlineError.
+        """
 
     @property
     @abstractmethod
     def wal_bytes(self) -> int:
         """Size of the database's log: bounded, unless somebody reads in a transaction that does not
-        end."""
+        end.
+        """
 
     @abstractmethod
     def close(self) -> None:

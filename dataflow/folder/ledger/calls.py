@@ -59,7 +59,8 @@ class LedgerCall(ABC, Generic[T]):
     @abstractmethod
     def run(self, db: sqlite3.Connection, now: float) -> T:
         """Do it, in a transaction that the caller has begun. now: seconds since 1970. Errors:
-        LedgerError."""
+        LedgerError.
+        """
 
 
 class Write(LedgerCall[None]):
@@ -214,7 +215,8 @@ def _dropped(node: str, source: str, reasons: Mapping[int, str], step: int | Non
 
 def _end(db: sqlite3.Connection, node: str, source: str, outcomes: list[Outcome]) -> None:
     """Insert outcomes; a group that has one has been scored, whatever message about it is still
-    under way."""
+    under way.
+    """
     register(db, node, source)
     try:
         db.executemany(_OUTCOME, outcomes)
@@ -230,7 +232,8 @@ def update_groups(
     db: sqlite3.Connection, statement: str, source: str, group_ids: Iterable[int]
 ) -> None:
     """Change groups by a statement, which names source and group. LedgerError where one was never
-    issued."""
+    issued.
+    """
     ids = [int(group) for group in group_ids]
     if db.executemany(statement, [(source, group) for group in ids]).rowcount == len(ids):
         return

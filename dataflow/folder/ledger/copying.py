@@ -1,5 +1,6 @@
 """A copy of a ledger that others go on writing to: of one moment, packed; and a ledger out of such
-a copy."""
+a copy.
+"""
 
 import contextlib
 import secrets
@@ -30,7 +31,8 @@ class _Kept:
 def pack(path: Path, into: IO[bytes]) -> None:
     """Write what was committed to the ledger at `path`, compressed; nobody is held up. From any
     thread of any process of its host, beside its own connections. Errors: LedgerError;
-    RunFolderError."""
+    RunFolderError.
+    """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.copy")
     try:
         with (

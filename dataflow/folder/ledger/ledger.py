@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 class Ledger(BaseLedger):
     """One connection to the ledger of a run; several processes of one machine may have the same one
-    open."""
+    open.
+    """
 
     def __init__(self, db: sqlite3.Connection, path: Path, clock: Callable[[], float]) -> None:
         super().__init__(path)
@@ -64,7 +65,8 @@ class Ledger(BaseLedger):
         cls, path: str | Path, *, readonly: bool = False, clock: Callable[[], float] = time.time
     ) -> "Ledger":
         """The ledger that stands at `path`. Errors: LedgerError when there is none, or of another
-        release."""
+        release.
+        """
         path = Path(path)
         db = connect(path, mode="ro" if readonly else "rw")
         with closed_on_error(db):
@@ -82,7 +84,8 @@ class Ledger(BaseLedger):
         """Read the whole database. Errors: LedgerError when it is not as it was written.
 
         Before anybody opens it to write: what its log cannot give back is gone then, and nothing
-        tells of it."""
+        tells of it.
+        """
         with cls.open(path, readonly=True) as ledger, snapshot(ledger._db, path, "be read"):
             prove(path, ledger._db)
 
@@ -97,7 +100,8 @@ class Ledger(BaseLedger):
 
     def flush_log(self) -> None:
         """The same for one who has flushed since the ledger was opened: the log is where it was.
-        Errors: as flush()."""
+        Errors: as flush().
+        """
         self._check_owner()
         with disk("flushing", self._wal), contextlib.suppress(FileNotFoundError):
             flush_to_disk(self._wal)

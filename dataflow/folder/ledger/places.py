@@ -30,7 +30,8 @@ def prepare(db: sqlite3.Connection) -> None:
 
 def set_place(db: sqlite3.Connection, path: str, host: str) -> None:
     """What stands at a path was made on this host: nobody else has it any more. For `HOME`, as if
-    nothing was known."""
+    nothing was known.
+    """
     prepare(db)
     db.execute("DELETE FROM places WHERE path = ?", (path,))
     if host != HOME:
@@ -49,7 +50,8 @@ def add_place(db: sqlite3.Connection, path: str, host: str) -> None:
 
 def places(db: sqlite3.Connection, prefix: str = "") -> dict[str, list[str]]:
     """By path that begins so, who has it; those that the scheduler's folder alone has are not among
-    them."""
+    them.
+    """
     found: dict[str, list[str]] = {}
     if db.execute(_IS_THERE).fetchone():
         for path, host in db.execute(
@@ -70,7 +72,8 @@ def forget_after(db: sqlite3.Connection, node: str, step: int) -> None:
 
 def least_return(db: sqlite3.Connection) -> int | None:
     """The earliest step that a trainer ever went back to, giving up steps that it had made; None:
-    none ever did."""
+    none ever did.
+    """
     found = db.execute("SELECT min(to_step) FROM lines WHERE from_step > to_step").fetchone()
     return None if found[0] is None else int(found[0])
 

@@ -1,5 +1,6 @@
 """Whether a ledger is as it was written: its pages, what its rows say, and the log of what was
-committed last."""
+committed last.
+"""
 
 import contextlib
 import functools
@@ -29,7 +30,8 @@ Words: TypeAlias = npt.NDArray[np.uint32]
 
 def prove(path: Path, db: sqlite3.Connection) -> None:
     """Errors: LedgerError where a ledger, of which `db` is a connection, is not as it was
-    written."""
+    written.
+    """
     if found := damages(path, db):
         raise LedgerError(
             f"ledger '{path}' is damaged: {'; '.join(found[:_MOST])}; take it from a backup, go on"
@@ -40,7 +42,8 @@ def prove(path: Path, db: sqlite3.Connection) -> None:
 
 def damages(path: Path, db: sqlite3.Connection) -> list[str]:
     """What is wrong with a ledger; within a transaction that reads. What the log lost can be told
-    only as long as nobody has written: SQLite then begins behind what it could read."""
+    only as long as nobody has written: SQLite then begins behind what it could read.
+    """
     found = _log_damage(path.with_name(f"{path.name}-wal"))
     if db.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
         found.append("its first page says that it has no log")
@@ -65,7 +68,8 @@ def damages(path: Path, db: sqlite3.Connection) -> list[str]:
 
 def _log_damage(log: Path) -> list[str]:
     """What cannot be read of a log that was committed; none where a crash cut it off, which commits
-    nothing."""
+    nothing.
+    """
     while True:
         content = b""
         with contextlib.suppress(FileNotFoundError):
@@ -85,7 +89,8 @@ def _head(log: Path) -> bytes:
 def _lost_in(content: bytes) -> list[str]:
     """SQLite reads a log up to the first page whose sum is not right. A page behind that follows on
     from the one before it, and ends a transaction, was committed; so was a last one that ends a
-    transaction, and the file."""
+    transaction, and the file.
+    """
     if len(content) < _HEADER_BYTES:
         return []
     head = np.frombuffer(content, ">u4", 8)
@@ -122,7 +127,8 @@ def _lost_in(content: bytes) -> list[str]:
 
 def _sums(words: Words, before: Words) -> Words:
     """The sums of rows of words, each going on from its two sums before; uint32 [rows, 2], modulo
-    2**32."""
+    2**32.
+    """
     weights, start = _weights(words.shape[1] // 2)
     found: Words = words @ weights + before @ start
     return found
@@ -131,7 +137,8 @@ def _sums(words: Words, before: Words) -> Words:
 @functools.cache
 def _weights(pairs: int) -> tuple[Words, Words]:
     """What each word, and each of the two sums before, adds to the two sums: of a pair, s0 += first
-    + s1, and then s1 += second + s0."""
+    + s1, and then s1 += second + s0.
+    """
     step, own = np.array([[1, 1], [1, 2]], np.uint32), np.array([[1, 0], [1, 1]], np.uint32)
     of_pair, power = [], np.eye(2, dtype=np.uint32)
     for _ in range(pairs):

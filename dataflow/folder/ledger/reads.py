@@ -140,7 +140,8 @@ def in_flight(
     """Groups of `source` that some sink, or `node`, still waits for, in issue order; all while no
     sink is known.
 
-    among: look at these alone, which costs what they cost; None: at all that were ever issued."""
+    among: look at these alone, which costs what they cost; None: at all that were ever issued.
+    """
     chosen = "" if among is None else "group_id IN (SELECT value FROM json_each(:among)) AND"
     rows = db.execute(
         f"SELECT group_id, prompt_id, state FROM groups g WHERE source = :source AND {chosen} ("
@@ -200,7 +201,8 @@ def furthest_return(db: sqlite3.Connection, node: str) -> int:
 
 def step_times(db: sqlite3.Connection, node: str, after: int) -> list[tuple[int, float]]:
     """The steps of `node` above `after`, and when each was committed, in seconds since 1970;
-    ascending."""
+    ascending.
+    """
     query = "SELECT step, at FROM steps WHERE node = ? AND step > ? ORDER BY step"
     return [(int(step), float(at)) for step, at in db.execute(query, (node, after))]
 
@@ -257,7 +259,8 @@ def fates(db: sqlite3.Connection, source: str, group_id: int) -> list[Fate]:
 
 def replay_plan(db: sqlite3.Connection, node: str) -> list[PlannedStep]:
     """The steps that abandoned lines of `node` made after its last committed one, while they
-    fit."""
+    fit.
+    """
     step = db.execute(
         "SELECT coalesce(max(step), 0) FROM steps WHERE node = ?", (node,)
     ).fetchone()[0]

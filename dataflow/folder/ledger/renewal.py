@@ -1,5 +1,6 @@
 """A ledger is put in a new file under its name: who has the old one open, and is not to write,
-writes for nobody."""
+writes for nobody.
+"""
 
 import contextlib
 import secrets

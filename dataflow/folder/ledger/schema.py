@@ -166,7 +166,8 @@ def _row_sum(*values: object) -> int:
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection, path: Path, doing: str) -> Iterator[None]:
     """All or nothing: what the block writes is committed when it ends well, undone when it
-    raises."""
+    raises.
+    """
     with _bracket(db, path, doing, "BEGIN IMMEDIATE"):
         yield
 

@@ -1,5 +1,6 @@
 """What else can be done to a ledger: what the run says of itself, groups issued again, checkpoints,
-steps taken back, where files lie."""
+steps taken back, where files lie.
+"""
 
 import sqlite3
 from collections.abc import Mapping, Sequence

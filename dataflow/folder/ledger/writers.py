@@ -1,5 +1,6 @@
 """Who may write where one process has the ledger open for all: the newest attempt of each worker,
-each write once."""
+each write once.
+"""
 
 import sqlite3
 from dataclasses import dataclass
@@ -119,7 +120,8 @@ class NumberedWrite(Write):
 @dataclass(frozen=True)
 class NotMade(Write):
     """That a write was refused: one who did not hear of it is told so again, whatever has happened
-    since."""
+    since.
+    """
 
     worker: str
     number: int

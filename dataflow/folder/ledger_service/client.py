@@ -1,5 +1,6 @@
 """A ledger that another process has open: the same calls, sent to its service, each made once."""
 
+import contextlib
 import itertools
 import secrets
 import threading
@@ -8,6 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
+
+import zmq
 
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.disks.disks import Disks
@@ -19,6 +22,9 @@ from dataflow.folder.ledger.questions import AnyRead
 from dataflow.folder.ledger.upkeep import AnyWrite
 from dataflow.folder.ledger.writers import Token
 from dataflow.folder.ledger_service.messages import (
+    FROM_LEDGER,
+    TO_LEDGER,
+    Answer,
     AppendLine,
     AskWalBytes,
     Behind,
@@ -32,12 +38,66 @@ from dataflow.folder.ledger_service.messages import (
     Record,
     Recorded,
     Refused,
+    ToLedger,
 )
-from dataflow.folder.ledger_service.service_socket import ServiceSocket
 from dataflow.folder.placing import Placing, put
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.files import RunFolderError, disk
-from dataflow.system.security import RunKeys
+from dataflow.system.messages import MessageError
+from dataflow.system.security import RunKeys, give_up_soon, present
+
+# One socket from a client to the ledger's service: finds it again where another one has taken its
+# place.
+
+
+class ServiceSocket:
+    """Sends, and receives what comes; neither ever waits but `heard`, for as long as it is told."""
+
+    def __init__(self, address: str, keys: RunKeys | None, seek: Callable[[], str]) -> None:
+        """seek: where the service is now; empty where nobody knows."""
+        self._zmq: zmq.Context[Any] = zmq.Context()
+        self._keys, self._seek = keys, seek
+        self.address = address
+        self._dealer = self._connected()
+
+    def say(self, message: ToLedger) -> None:
+        """Send; lost where nobody takes it."""
+        with contextlib.suppress(zmq.Again):  # it is said again
+            self._dealer.send(TO_LEDGER.encode(message), zmq.NOBLOCK)
+
+    def heard(self, wait_s: float) -> list[Answer]:
+        """What has come, within so many seconds."""
+        found: list[Answer] = []
+        if not self._dealer.poll(int(wait_s * 1000)):
+            return found
+        while self._dealer.poll(0):
+            try:
+                found.append(FROM_LEDGER.decode(b"".join(self._dealer.recv_multipart())))
+            except MessageError:  # of whoever listens there now
+                continue
+        return found
+
+    def look(self) -> None:
+        """Connect anew, to another service where there is one: what was on its way is forgotten."""
+        self.address = self._seek() or self.address
+        self._dealer.close()
+        self._dealer = self._connected()
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Let go of it."""
+        self._dealer.close(linger_ms)
+        self._zmq.term()
+
+    def _connected(self) -> "zmq.Socket[bytes]":
+        dealer: zmq.Socket[bytes] = self._zmq.socket(zmq.DEALER)
+        dealer.set(zmq.LINGER, 0)
+        dealer.set(zmq.MAXMSGSIZE, FROM_LEDGER.max_bytes)
+        if self._keys is not None:
+            present(dealer, self._keys.senders)
+        give_up_soon(dealer, self.address)
+        dealer.connect(self.address)
+        return dealer
+
 
 T = TypeVar("T")
 
@@ -74,7 +134,8 @@ class LedgerClient(BaseLedger):
 
     A write has a number, and is sent again until it is known to be made; so is a question.
     `Replaced` is raised by every call once another process writes for this worker: this one is to
-    end."""
+    end.
+    """
 
     def __init__(
         self,
@@ -94,7 +155,8 @@ class LedgerClient(BaseLedger):
         """Join the service at `address`. path: where the ledger's file is, as this host has it.
         worker, holder, attempt: who writes, as `Token` has it. seek: as `ServiceSocket` has it.
         clock: of this process, which stands still while it is stopped. disk, disks: as `Disks` has
-        them. Errors: Replaced; DeadlineError when nobody answers."""
+        them. Errors: Replaced; DeadlineError when nobody answers.
+        """
         super().__init__(path)
         self._disk = disk
         self._disks = Disks(self, disk, self._ask_from_any_thread, disks or {}, keys)
@@ -127,7 +189,8 @@ class LedgerClient(BaseLedger):
     @property
     def placing(self) -> Placing:
         """How what this process wrote in the run folder gets its name: the service gives it, in its
-        turn."""
+        turn.
+        """
         token = self._token
         return Placing(
             f"{token.holder}-{token.attempt}-{token.session:x}",
@@ -173,7 +236,8 @@ class LedgerClient(BaseLedger):
 
     def close(self) -> None:
         """Have what was posted made, and let go of the service; it is no error when that does not
-        come about."""
+        come about.
+        """
         try:
             if self._broken is None and self._unheard:
                 self._patience_s = min(self._patience_s, CLOSE_S)
@@ -273,7 +337,8 @@ class LedgerClient(BaseLedger):
 
     def _ask_from_any_thread(self, what: AnyAside) -> Any:
         """What changes no row of the ledger: on a line of its own where the thread is not the
-        owner's, so that nobody waits for the disk who need not."""
+        owner's, so that nobody waits for the disk who need not.
+        """
         if threading.get_ident() == self._thread:
             return self._ask(what)
         self._check_owner()

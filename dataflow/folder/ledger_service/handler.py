@@ -1,5 +1,6 @@
 """What the ledger's service answers, whoever brings it what clients say: the newest attempt writes,
-each write once."""
+each write once.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -68,14 +69,16 @@ class RequestHandler:
     Of each worker the newest process that has joined may write, and no other one from then on: its
     number is the scheduler's, so the service need not be told of attempts, and who replaces a
     scheduler neither. A process joins before it reads anything: what the one before it wrote, it
-    finds; nothing of that one comes later."""
+    finds; nothing of that one comes later.
+    """
 
     def __init__(
         self, ledger: Ledger, *, floor: int | None = None, holds: Callable[[], None] = lambda: None
     ) -> None:
         """floor: processes that an earlier scheduler than that of this number has started write no
         more; None: as it was, for workers that were taken over. holds: raises Replaced once
-        somebody else holds the run. Errors: LedgerError."""
+        somebody else holds the run. Errors: LedgerError.
+        """
         self._ledger, self._folder, self._holds = ledger, ledger.path.parent, holds
         ledger.do(PrepareWriters(floor))
         ledger.flush()
@@ -86,7 +89,8 @@ class RequestHandler:
 
     def hear(self, message: ToLedger) -> Answer | Deferred:
         """Do what is said, or say why not. Errors: Replaced, once somebody else holds the run:
-        nothing was done."""
+        nothing was done.
+        """
         ticket, number = (0, message.number) if isinstance(message, Record) else (message.ticket, 0)
         try:
             self._holds()
@@ -106,7 +110,8 @@ class RequestHandler:
 
     def flush(self) -> None:
         """Bring all that was made to the disk itself. Errors: RunFolderError when the disk
-        refuses."""
+        refuses.
+        """
         self._ledger.flush_log()
 
     def _recorded(self, message: Record) -> Answer:
@@ -125,7 +130,8 @@ class RequestHandler:
 
     def _made(self, message: Record) -> Writer:
         """Make a write, or note why it is not made. Errors: LedgerError when the disk takes
-        neither."""
+        neither.
+        """
         worker, refusal = message.token.worker, None
         try:
             self._ledger.do(NumberedWrite(worker, message.number, message.call))
@@ -171,7 +177,8 @@ class RequestHandler:
 
     def _put_in_place(self, what: PutInPlace) -> None:
         """In this folder; or note that the worker's host does so in its own, and has what counts
-        from now on."""
+        from now on.
+        """
         path, at = self._inside(what.path), self._inside(what.at)
         aside = None if what.aside is None else self._inside(what.aside)
         if not what.disk:

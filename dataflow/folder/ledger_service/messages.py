@@ -42,7 +42,8 @@ class PutInPlace:
 @dataclass(frozen=True)
 class AppendLine:
     """Append a line to a file that several hosts have something to say in; twice is as good as
-    once."""
+    once.
+    """
 
     path: str
     line: str
@@ -51,7 +52,8 @@ class AppendLine:
 @dataclass(frozen=True)
 class Pack:
     """Keep a copy of the ledger as it is now, packed, in the place of the last one for this worker;
-    its size."""
+    its size.
+    """
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class Behind:
 @dataclass(frozen=True)
 class Refused:
     """It was not done. Of a question by its ticket, of a write by its number; the other one is
-    0."""
+    0.
+    """
 
     ticket: Natural
     number: Natural

@@ -1,5 +1,6 @@
 """The ledger's service as a child of the scheduler: forked before there are threads, started again
-when it falls."""
+when it falls.
+"""
 
 import contextlib
 import os
@@ -77,7 +78,8 @@ class LedgerProcess:
 
     def __init__(self, holds: Holds = lambda: None, log: Path | None = None) -> None:
         """Fork it; call this before the process has threads. log: where it writes what it would
-        print."""
+        print.
+        """
         self._channel, theirs = Channel.pair(_CODEC, START_S)
         self._process = fork(
             partial(_Supervisor(holds, log).run, theirs),
@@ -92,7 +94,8 @@ class LedgerProcess:
         self, ledger: Path, address: str, keys: RunKeys | None = None, floor: int | None = None
     ) -> str:
         """Serve a ledger, which need not be there before the first client asks; where, once it
-        does. Errors: RunError when it does not listen in time; Replaced."""
+        does. Errors: RunError when it does not listen in time; Replaced.
+        """
         plain = {} if keys is None else keys.to_plain()
         try:
             self._channel.send(Serve(ledger=str(ledger), address=address, keys=plain, floor=floor))
@@ -110,7 +113,8 @@ class LedgerProcess:
 
     def check(self) -> None:
         """Errors: Replaced once it has found that somebody else holds the run; RunError when it has
-        ended."""
+        ended.
+        """
         status = self._process.poll()
         if status == _REPLACED:
             raise Replaced(
@@ -146,7 +150,8 @@ class _Supervisor:
     process
 
     Signals to all processes of a job, a terminal or a run are for the scheduler, which still needs
-    the ledger then."""
+    the ledger then.
+    """
 
     def __init__(self, holds: Holds, log: Path | None) -> None:
         self._holds, self._log = holds, log

@@ -49,7 +49,8 @@ class LedgerService:
         self, handler: Callable[[], RequestHandler], address: str, keys: RunKeys | None
     ) -> None:
         """handler: opened when somebody asks for the first time. address: tcp://HOST:PORT, with the
-        run's keys, or ipc://PATH. Errors: RunError when it cannot be had."""
+        run's keys, or ipc://PATH. Errors: RunError when it cannot be had.
+        """
         self._open = handler
         self._opened: RequestHandler | None = None
         self._aside = ThreadPoolExecutor(1, "flush")
@@ -90,7 +91,8 @@ class LedgerService:
     def turn(self, ready: "dict[Any, int]") -> None:
         """Take in what has come. What is waited for is on the disk itself before it is answered:
         this host may end, and with it what the disk has not, while those go on who were told that
-        it is done."""
+        it is done.
+        """
         if self._woken.fileno() in ready:
             self._woken.recv(_WAKES)
             while self._done:
@@ -147,7 +149,8 @@ class LedgerService:
 
 def _must_last(message: ToLedger) -> bool:
     """Whether who hears the answer relies on what was done: on all but marks of groups under
-    way."""
+    way.
+    """
     if isinstance(message, Record):
         return not isinstance(message.call, Advance)
     return isinstance(message.what, Join)

@@ -46,7 +46,8 @@ def gains(graph: Graph, candidate: Candidate, devices: Devices, **how: Any) -> S
     `check` or `plan` refuses is no change.
 
     how: as `foresee` has it; of each change a stretch of some steps is simulated, with the same
-    lengths."""
+    lengths.
+    """
     how["steps"] = min(how.get("steps") or STEPS, STEPS)
     before = _step_s(
         Change(text="", graph=candidate.placed(graph), candidate=candidate, devices=devices), how

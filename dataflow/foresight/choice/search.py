@@ -1,5 +1,6 @@
 """Which way of placing a graph takes the shortest step, or the least cost: many by closed forms,
-the best of them by simulation."""
+the best of them by simulation.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ class SearchResult:
 
 def cost_of(found: Foreseen, prices: Mapping[str, float] | None = None) -> float:
     """Of a step: seconds of all devices that it has, or money, where prices of an hour are given by
-    kind."""
+    kind.
+    """
     if prices is None:
         return found.step_s * sum(found.taken.values())
     return found.step_s / 3600 * sum(count * prices[kind] for kind, count in found.taken.items())
@@ -116,7 +118,8 @@ def best_ways(
     """The best ten ways to deal all devices out as the graph declares, the one with the shortest
     step first.
 
-    GraphError as `choose`."""
+    GraphError as `choose`.
+    """
     return choose(
         graph, devices, workload=workload, steps=steps, constants=constants, knobs=False
     ).ways
@@ -139,7 +142,8 @@ def choose(
     kinds, the best by closed forms unless it is far off, the best ten of all, and some more of the
     setting that leads; briefly, and whatever then leads at length, until that stays the best. On
     cores, of which closed forms know little, all are, where they are few. GraphError where no way
-    fits: why the last with the declared knobs did not."""
+    fits: why the last with the declared knobs did not.
+    """
     objective = objective or Objective()
     how = {"workload": workload, "steps": steps, "constants": constants}
 
@@ -204,7 +208,8 @@ def choose(
 
 def _blame(graph: Graph, tried: Sequence[Candidate], devices: Devices, **how: Any) -> None:
     """Raise why no way is accepted: that of the declared ways which lacks least memory, else that
-    of the last one."""
+    of the last one.
+    """
     errors: list[GraphError] = []
     for candidate in [each for each in tried if not each.knobs] or tried:
         try:
@@ -218,7 +223,8 @@ def _blame(graph: Graph, tried: Sequence[Candidate], devices: Devices, **how: An
 
 def ranked(ways: Sequence[Way], objective: Objective, alike: float) -> list[Way]:
     """The best first; of those that are as good as the best, the one with the fewest processes, of
-    these the best."""
+    these the best.
+    """
     found = sorted(ways, key=lambda way: objective.of(way.foreseen))
     least = objective.of(found[0].foreseen)[0]
     many = sum(objective.of(way.foreseen)[0] <= (1 + alike) * least for way in found)
@@ -240,7 +246,8 @@ def _ground(graph: Graph, candidate: Candidate, devices: Devices, **how: Any) ->
 
 class LacksMemory:
     """Tells ways of which no device could hold a rank: most ways of a large model are such, and to
-    plan each of them to be refused takes a while."""
+    plan each of them to be refused takes a while.
+    """
 
     def __init__(self) -> None:
         self._needs: dict[tuple[str, str, int, bool], int] = {}
@@ -324,7 +331,8 @@ def _placed(graph: Graph, candidate: Candidate, known: dict[str, Graph | GraphEr
 
 def _promising(found: Sequence[Candidate], *, all_of: bool) -> list[int]:
     """Which are simulated, of those in the order of closed forms: the best ten, and the best of
-    each setting."""
+    each setting.
+    """
     if all_of and len(found) <= _SIMULATED_ON_CORES:
         return [*range(len(found))]
     firsts: dict[str, int] = {}
@@ -335,7 +343,8 @@ def _promising(found: Sequence[Candidate], *, all_of: bool) -> list[int]:
 
 def _others(found: Sequence[Candidate], leads: Candidate, taken: Sequence[int]) -> list[int]:
     """A few more of the setting that leads, far apart: closed forms know no tails, and may have
-    looked aside."""
+    looked aside.
+    """
     rest = [
         at for at, each in enumerate(found) if each.setting == leads.setting and at not in taken
     ]

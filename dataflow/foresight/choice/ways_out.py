@@ -1,5 +1,6 @@
 """What would make a plan fit that does not: knobs are tried, and named by their flags where the
-program has them."""
+program has them.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +48,8 @@ class Remedy:
 def plan_or_advise(graph: Graph, devices: Devices, **how: Any) -> Plan:
     """As `plan`; its refusal of what does not fit says which knobs would make it fit.
 
-    how: as `plan` has it. GraphError as `plan`."""
+    how: as `plan` has it. GraphError as `plan`.
+    """
     try:
         return plan(graph, devices, **how)
     except DoesNotFit as error:
@@ -58,7 +60,8 @@ def plan_or_advise(graph: Graph, devices: Devices, **how: Any) -> Plan:
 
 def advised(error: DoesNotFit, graph: Graph, fits: Callable[[Graph], bool]) -> GraphError:
     """The same refusal, with what would mend it: the first change with which the graph fits, or the
-    fewest together."""
+    fewest together.
+    """
     found = ways_out(graph, fits)
     do = (
         f"{' and '.join(map(str, found))} would make it fit"
@@ -70,7 +73,8 @@ def advised(error: DoesNotFit, graph: Graph, fits: Callable[[Graph], bool]) -> G
 
 def ways_out(graph: Graph, fits: Callable[[Graph], bool]) -> Sequence[Remedy] | None:
     """The first change with which it fits; else the changes, the first ones, that do so together
-    and are all needed; None: none do."""
+    and are all needed; None: none do.
+    """
     tried = list(changes(graph))
     for change in tried:
         if _fits([change], graph, fits):
@@ -98,7 +102,8 @@ def roomy(devices: Devices) -> Devices:
 
 def changes(graph: Graph) -> Iterator[Remedy]:
     """What is tried, that first which costs least: what is learned stays the same but with
-    adapters."""
+    adapters.
+    """
     trainers = [each for each in graph.operators.values() if each.trains and each.uses is not None]
     generators = [
         each

@@ -1,2 +1,3 @@
 """A run of a graph by a clock in place of processes, under the engine's own rules
-(dataflow/rules)."""
+(dataflow/rules).
+"""

@@ -11,7 +11,8 @@ from itertools import count
 @dataclass(frozen=True, kw_only=True)
 class Processors:
     """What the processes of a host share: each of them keeps one core at work, as long as there are
-    enough."""
+    enough.
+    """
 
     cores: float = float("inf")
     alone: float = 1.0
@@ -37,7 +38,8 @@ class Event:
 
 class Clock:
     """Time, and a queue of events: by seconds, and by seconds of work where processors are shared
-    out evenly."""
+    out evenly.
+    """
 
     def __init__(self, processors: Processors | None = None) -> None:
         self.now = 0.0
@@ -53,7 +55,8 @@ class Clock:
 
     def after(self, seconds: float, act: Callable[[], None], *, shared: int = 0) -> Event:
         """Act after so many seconds; shared: after so many of work, for which so many processors
-        are taken from now on, one for each of the processes that work together."""
+        are taken from now on, one for each of the processes that work together.
+        """
         return self.at(self.reading(shared) + seconds, act, shared=shared)
 
     def at(self, reading: float, act: Callable[[], None], *, shared: int = 0) -> Event:

@@ -1,12 +1,13 @@
 """Runs a scenario: issues prompts, carries groups from operator to operator, and says what came of
-it."""
+it.
+"""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,19 +16,223 @@ from numpy.typing import NDArray
 
 from dataflow.errors import GraphError
 from dataflow.foresight.lengths import Lengths
-from dataflow.foresight.simulation.clock import Clock
+from dataflow.foresight.simulation.clock import Clock, Event
 from dataflow.foresight.simulation.generator import NODE as GENERATOR
 from dataflow.foresight.simulation.generator import SimulatedReplica
 from dataflow.foresight.simulation.groups import SimulatedGroup
-from dataflow.foresight.simulation.scenario import Scenario
-from dataflow.foresight.simulation.scoring import SimulatedScorer
-from dataflow.foresight.simulation.trainer import NODE as TRAINER
-from dataflow.foresight.simulation.trainer import SimulatedTrainer
+from dataflow.foresight.simulation.scenario import Scenario, ScorerCosts
 from dataflow.foresight.simulation.turns import SimulatedTurns
 from dataflow.foresight.simulation.usage import Usage
+from dataflow.foresight.training import LAST
 from dataflow.rules.issue import issue_until
-from dataflow.staleness import Bound, capacity
+from dataflow.rules.reorder_buffer import InOrder
+from dataflow.rules.room import queue_prompts, row_room
+from dataflow.staleness import Bound, capacity, sweep
 from transport.data.credit import next_receiver
+
+# A trainer by the clock: groups in order of issue, step by step.
+
+NODE = "trainer"
+
+
+class SimulatedTrainer:
+    """All its ranks, which work together."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        clock: Clock,
+        usage: Usage,
+        published: Callable[[int], None],
+        ended: Callable[[list[SimulatedGroup]], None],
+        shared: SimulatedTurns,
+        *,
+        first: int = 0,
+    ) -> None:
+        """shared: turns on its devices. first: steps after which staleness is counted. published:
+        told of a version that is there now; ended: of groups that have an outcome.
+        """
+        self._scenario, self._clock, self._usage, self._shared = scenario, clock, usage, shared
+        self._published, self._ended, self._first = published, ended, first
+        self._queue: InOrder[tuple[SimulatedGroup, bool]] = InOrder()
+        self._arrivals: deque[tuple[SimulatedGroup, bool]] = deque()
+        """Wait for room in the queue."""
+        self._most = queue_prompts(
+            scenario.queue_prompts, scenario.prompts_per_step, scenario.max_staleness
+        )
+        self._groups: list[SimulatedGroup] = []
+        """Of the step that is to come, or under way."""
+        self._event: Event | None = None
+        self._alive = True
+        self.steps = 0
+        self.step_ends: list[float] = []
+        """Seconds."""
+        self.staleness: Counter[int] = Counter()
+        """Trained rollouts by the versions that their oldest token is behind."""
+        self.dropped: Counter[str] = Counter()
+        """Groups by reason."""
+
+    def push(self, arrivals: Iterable[tuple[SimulatedGroup, bool]]) -> None:
+        """Groups came, and whether an operator on their way has given them up."""
+        self._arrivals.extend(arrivals)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Take in what there is room for, and begin a step if its groups are there."""
+        self._let_in()
+        if self._event is not None or not self._alive:
+            return
+        scenario = self._scenario
+        while len(self._groups) < scenario.prompts_per_step:
+            found = self._queue.take()
+            if found is None:
+                self._shared.look()
+                return
+            self._let_in()
+            group, drop = found
+            oldest = np.asarray(group.from_versions[0][0])  # it began before the others
+            reason = "filtered" if drop else ""
+            if not reason and sweep(oldest, self.steps, scenario.max_staleness):
+                reason = "stale"
+            if reason:
+                self.dropped[reason] += 1
+                self._ended([group])
+            else:
+                self._groups.append(group)
+        if not self._shared.has(NODE):
+            return
+        costs, size = scenario.trainer, scenario.group_size
+        rollouts = size * len(self._groups)
+        tokens = (
+            sum(group.tokens + scenario.prompt_tokens for group in self._groups) - LAST * rollouts
+        )
+        seconds = costs.step_s + costs.rollout_s * rollouts + costs.token_s * tokens
+        self._usage.begins()
+        self._event = self._clock.after(seconds, self._made, shared=costs.shared)
+
+    def wants(self) -> bool:
+        """Whether it makes a step, or has all groups of one."""
+        return self._event is not None or len(self._groups) == self._scenario.prompts_per_step
+
+    def fail(self) -> None:
+        """Lose the step under way; its groups are trained again."""
+        if self._event is not None:
+            self._clock.cancel(self._event)
+            self._event = None
+            self._usage.ends()
+        self._alive = False
+
+    def restart(self) -> None:
+        """Be there again, where it was."""
+        self._alive = True
+        self.go_on()
+
+    def _let_in(self) -> None:
+        size = self._scenario.group_size
+        while (
+            self._arrivals
+            and row_room(self._most, size, len(self._queue) * size, is_ready=self._queue.is_ready)
+            > 0
+        ):
+            group, drop = self._arrivals.popleft()
+            self._queue.put(group.group_id, (group, drop))
+
+    def _made(self) -> None:
+        self._event = None
+        self._usage.ends()
+        groups, self._groups = self._groups, []
+        if self.steps >= self._first:
+            for group in groups:
+                for version, count in group.from_versions:
+                    self.staleness[self.steps - version] += count
+        self.steps += 1
+        self.step_ends.append(self._clock.now)
+        step = self.steps
+        self._clock.after(self._scenario.trainer.weights_s, lambda: self._published(step))
+        self._ended(groups)
+        self.go_on()
+
+
+# Operators between generator and trainer by the clock: groups one after the other, each through
+# all of them.
+
+
+class SimulatedScorer:
+    """One that computes does a group at a time; one that waits has `at_once` calls open."""
+
+    def __init__(
+        self,
+        costs: ScorerCosts,
+        rows: int,
+        clock: Clock,
+        usage: Usage,
+        out: Callable[[Sequence[SimulatedGroup]], None],
+        turns: SimulatedTurns,
+        node: str,
+        *,
+        shared: bool,
+    ) -> None:
+        """rows: of a group. turns: on devices that `node` shares. shared: whether it computes on
+        the processors that others share.
+        """
+        self._turns, self._node = turns, node
+        turns.join(node, lambda: bool(self._queue), self._begin)
+        self._costs, self._rows, self._clock, self._usage, self._out = (
+            costs,
+            rows,
+            clock,
+            usage,
+            out,
+        )
+        self._shared = shared
+        self._queue: deque[SimulatedGroup] = deque()
+        self._is_busy = False
+        self._free_at = 0.0
+        """When the calls that are open leave room for another group."""
+        self._open = 0
+
+    def push(self, groups: Sequence[SimulatedGroup]) -> None:
+        """Take groups in."""
+        if not self._costs.waits:
+            self._queue.extend(groups)
+            if not self._is_busy:
+                self._begin()
+            return
+        for group in groups:
+            self._ask(group)
+
+    def _ask(self, group: SimulatedGroup) -> None:
+        costs, now = self._costs, self._clock.now
+        self._free_at = max(self._free_at, now) + self._rows * costs.row_s / costs.at_once
+        if not self._open:
+            self._usage.begins()
+        self._open += 1
+        self._clock.at(max(self._free_at, now + costs.row_s), lambda: self._answered(group))
+
+    def _answered(self, group: SimulatedGroup) -> None:
+        self._open -= 1
+        if not self._open:
+            self._usage.ends()
+        self._out([group])
+
+    def _begin(self) -> None:
+        if not self._turns.has(self._node):
+            return
+        self._is_busy = True
+        self._usage.begins()
+        seconds = self._rows * self._costs.row_s / self._costs.at_once
+        self._clock.after(seconds, self._end, shared=self._shared)
+
+    def _end(self) -> None:
+        self._is_busy = False
+        self._usage.ends()
+        group = self._queue.popleft()
+        if self._queue:
+            self._begin()
+        self._out([group])
+        if not self._queue:
+            self._turns.look()
+
 
 _DRAWN = 1 << 16
 _EVENTS = 50_000_000
@@ -76,7 +281,8 @@ def simulate(scenario: Scenario) -> Simulated:
     million events.
 
     Python looks for no rings of objects meanwhile: there are none among the many that come and
-    go."""
+    go.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -124,7 +330,7 @@ class _World:
         self._turns.join(
             GENERATOR, lambda: any(each.wants() for each in self._replicas), self._generate
         )
-        self._turns.join(TRAINER, self._trainer.wants, self._trainer.go_on)
+        self._turns.join(NODE, self._trainer.wants, self._trainer.go_on)
         self._hops: list[int] = []
         """Before each of these scorers, and before the trainer: those that take no time are hops
         alone."""
@@ -212,7 +418,8 @@ class _World:
 
     def _hop(self, act: Callable[[], None], hops: int = 1) -> None:
         """Act when that is there, and never at once: whoever sends may be in the middle of
-        something."""
+        something.
+        """
         self._clock.after(hops * self._scenario.hop_s, act)
 
     def _issue(self) -> None:

@@ -1,5 +1,6 @@
 """Turns on shared devices by the clock: one node has them, and memory moves before another one
-begins."""
+begins.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class SimulatedTurns:
 
     def __init__(self, clock: Clock, moves_s: Mapping[str, float]) -> None:
         """moves_s: by node, seconds in which its memory comes and goes, once for each of its
-        turns."""
+        turns.
+        """
         self._clock, self._moves_s = clock, moves_s
         self._members: dict[str, _Member] = {}
         self._asking: dict[str, None] = {}
@@ -31,13 +33,15 @@ class SimulatedTurns:
 
     def join(self, node: str, wants: Callable[[], bool], go_on: Callable[[], None]) -> None:
         """Tell who a node is: whether it has work, and how it goes on once the devices are its
-        own."""
+        own.
+        """
         if node in self._moves_s:
             self._members[node] = _Member(wants, go_on)
 
     def has(self, node: str) -> bool:
         """Whether a node may compute now; where not, it asks for its turn, and goes on when that
-        comes."""
+        comes.
+        """
         if node not in self._members or (self._awake == node and not self._moving):
             return True
         self._asking[node] = None

@@ -28,7 +28,8 @@ NO_STEP = -1
 
 class Findings:
     """Facts that break a law, and notes on what a crash may leave behind; each in the order
-    found."""
+    found.
+    """
 
     def __init__(self) -> None:
         self.faults: list[str] = []
@@ -169,7 +170,8 @@ def note_who_leads(folder: RunFolder, findings: Findings) -> None:
 
 def read_facts(folder: RunFolder, findings: Findings) -> VerifyFacts:
     """Read ledger, metrics and config of a run. Errors: LedgerError when the ledger cannot be
-    read."""
+    read.
+    """
     groups, sinks, said, lie = _read_ledger(folder.ledger, findings)
     metrics, torn = read_lines(folder.metrics, findings.note)
     if torn:

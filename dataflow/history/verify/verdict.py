@@ -230,7 +230,8 @@ def _identity(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings)
 
 def _metrics_agree(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> None:
     """Each step's line tells what the ledger does, and its drops are those of the ledger; the last
-    line of a step counts."""
+    line of a step counts.
+    """
     alone = len(list(facts.trainers())) == 1
     told: dict[int, dict[str, Any]] = {}
     for line in facts.metrics:

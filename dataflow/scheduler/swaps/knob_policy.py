@@ -3,7 +3,8 @@ over the table.
 
 All workers hear of all changes, and each acts on those that concern it; what was sent to one that
 is just starting is said again when it is ready, and a change that is known is known. A scorer's
-worker starts again, as for a swap."""
+worker starts again, as for a swap.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,8 @@ from dataflow.worker.messages import ChangeKnobs
 def planned(table: Table, wishes: Mapping[str, Any], by: str, at: float) -> tuple[KnobChange, ...]:
     """The changes that somebody wishes for, by NODE.KNOB, checked against the graph as it is now.
 
-    Errors: GraphError, RunError."""
+    Errors: GraphError, RunError.
+    """
     if table.is_ending or not table.begun:
         raise RunError(
             f"the run is {'ending' if table.is_ending else 'starting'}; set knobs while it is at"
@@ -104,7 +106,8 @@ def _swap_of(table: Table, node: str) -> Swap | None:
 
 def _knobs_of(table: Table, graph: Structure, node: str) -> Mapping[str, Settable]:
     """Knobs of a node that may change, with the values in force. What was swapped in this process
-    does not import: it goes by what the trial found."""
+    does not import: it goes by what the trial found.
+    """
     if (swap := _swap_of(table, node)) is None:
         return settable_of(graph, node)
     values = {

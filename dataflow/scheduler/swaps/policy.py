@@ -3,7 +3,8 @@
 The node's worker is ended, and started again with the new operator as if it had died: its senders
 send again what it did not acknowledge, receivers know what comes twice by its group. It is no
 fault: nothing is counted, and there is no pause. A worker that cannot be built with the new
-operator is started with the one before."""
+operator is started with the one before.
+"""
 
 import signal
 
@@ -21,7 +22,8 @@ _CAUSE = f"{ENDED} start with another operator"
 
 def check(table: Table, node: str) -> None:
     """Refuse a swap that cannot be, as far as the graph and the workers tell. Errors: GraphError,
-    RunError."""
+    RunError.
+    """
     operators = table.graph.operators
     if node not in operators:
         raise GraphError(

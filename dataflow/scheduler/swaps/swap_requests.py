@@ -1,5 +1,6 @@
 """Whoever asks for a swap: the operator is tried in a process of its own while the run goes on,
-then swapped in."""
+then swapped in.
+"""
 
 import dataclasses
 import time
@@ -67,7 +68,8 @@ class SwapRequests:
         clock: Callable[[], float],
     ) -> None:
         """settings_of: what a worker that starts now would be told. swap_in: takes an operator in
-        that fits."""
+        that fits.
+        """
         self._table, self._server, self._settings_of = table, server, settings_of
         self._swap_in, self._reply, self._clock = swap_in, reply, clock
         self._pending: _PendingSwap | None = None

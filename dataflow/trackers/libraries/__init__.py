@@ -1,2 +1,3 @@
 """Trackers of well-known libraries, a file each; a library is imported in its tracker's process
-alone."""
+alone.
+"""

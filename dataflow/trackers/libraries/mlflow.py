@@ -22,7 +22,8 @@ _MARK = "dataflow.run"
 class MlflowTracker(Tracker):
     """Metrics by step, knobs as params, the graph and rollouts as artifacts. A step that came out
     otherwise is logged once more at its number, with a later time: MLflow keeps both, and shows the
-    later one."""
+    later one.
+    """
 
     uri: str = ""
     """Empty: MLFLOW_TRACKING_URI, or a database beside the run folder, mlflow.db."""

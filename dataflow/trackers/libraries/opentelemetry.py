@@ -1,5 +1,6 @@
 """OpenTelemetry: a trace for each step with spans of its groups, exported as the standard variables
-say."""
+say.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,8 @@ LOOP, SAMPLE, REWARD, TRAIN, SYNC = "rl.loop", "rl.sample", "rl.reward", "rl.tra
 class OpenTelemetryTracker(Tracker):
     """Below `rl.loop`, a step, `rl.sample` and `rl.reward` for each of its groups, `rl.train` and
     `rl.sync`. Times of groups are seen by looking at the ledger twice a second, and are no finer; a
-    run that is over has those of steps."""
+    run that is over has those of steps.
+    """
 
     packages: ClassVar[Sequence[str]] = (
         "opentelemetry.sdk",

@@ -23,7 +23,8 @@ ASK_S = 5.0
 class PrometheusTracker(Tracker):
     """Gauges of each node's newest line, and counters of what each node has done. On loopback
     alone: what is to be seen elsewhere, a Prometheus, an agent of it or a proxy on this machine
-    collects here."""
+    collects here.
+    """
 
     port: int = PORT
     """Where it is served, at /metrics, while the run goes on."""
@@ -169,7 +170,8 @@ class _Quiet(WSGIRequestHandler):
 
 def _guarded(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
     """Answers that go to callers by this machine's name alone: no page elsewhere reads them through
-    a browser."""
+    a browser.
+    """
 
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         host = str(environ.get("HTTP_HOST", ""))

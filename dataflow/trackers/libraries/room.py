@@ -1,5 +1,6 @@
 """Room for libraries that write later than they take: what a disk refuses them they lose, and do
-not say so."""
+not say so.
+"""
 
 import errno
 import os
@@ -12,7 +13,8 @@ SPARE_BYTES = 64 << 20
 
 def check_room(place: Path) -> None:
     """Raise OSError where the disk of a folder, which need not be there yet, has less room than
-    that."""
+    that.
+    """
     while not place.exists() and place != place.parent:
         place = place.parent
     free = shutil.disk_usage(place).free

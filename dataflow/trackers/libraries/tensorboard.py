@@ -13,7 +13,8 @@ from dataflow.trackers.tracker import RolloutTable, StepFigures, TrackedRun, Tra
 @dataclass(kw_only=True, eq=False)
 class TensorboardTracker(Tracker):
     """Scalars by step; rollouts, knobs and edges as texts. A step that came out otherwise takes the
-    place of the old one and all after it: TensorBoard purges them."""
+    place of the old one and all after it: TensorBoard purges them.
+    """
 
     folder: str = ""
     """Where event files go; empty: `tensorboard` in the run folder."""
@@ -23,7 +24,8 @@ class TensorboardTracker(Tracker):
 
     def start(self, run: TrackedRun) -> str:
         """A new file; after what the tracker was told for certain, so that what it tells twice
-        counts once."""
+        counts once.
+        """
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

@@ -13,7 +13,8 @@ from dataflow.trackers.tracker import RolloutTable, StepFigures, TrackedRun, Tra
 @dataclass(kw_only=True, eq=False)
 class TrackioTracker(Tracker):
     """Figures by step, rollouts as tables, knobs and edges as config. A step that came out
-    otherwise is logged once more under its number; Trackio keeps both rows."""
+    otherwise is logged once more under its number; Trackio keeps both rows.
+    """
 
     project: str = ""
     """Empty: TRACKIO_PROJECT, or the graph's name."""

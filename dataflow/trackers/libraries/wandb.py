@@ -21,7 +21,8 @@ _FLUSH = "x_transaction_log_flush_interval"
 @dataclass(kw_only=True, eq=False)
 class WandbTracker(Tracker):
     """Figures over `step`, rollouts as tables, knobs as config, the graph as a picture. A step that
-    came out otherwise is logged once more: W&B only appends, and shows the later value."""
+    came out otherwise is logged once more: W&B only appends, and shows the later value.
+    """
 
     project: str = ""
     """Empty: WANDB_PROJECT, or the graph's name."""

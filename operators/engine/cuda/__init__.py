@@ -1,2 +1,3 @@
 """The generator on a GPU: attention over pages and drawing in Triton, fused layers, decode steps as
-CUDA graphs."""
+CUDA graphs.
+"""

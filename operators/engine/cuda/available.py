@@ -22,7 +22,8 @@ def has_triton(device: torch.device) -> bool:
 
 def attention_kernel(model: torch.nn.Module) -> Kernel | None:
     """The kernel of decode attention for a model on a GPU; None elsewhere, and for other types of
-    numbers."""
+    numbers.
+    """
     first = next(model.parameters())
     if not has_triton(first.device) or first.dtype not in DTYPES:
         return None

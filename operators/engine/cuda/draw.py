@@ -36,7 +36,8 @@ def draw(
     keep: bool = False,
 ) -> Draw:
     """`sampler.draw`, by the kernels below where one temperature is all that the sampling asks
-    for."""
+    for.
+    """
     if (
         isinstance(sampling, Sampling)
         and not sampling.truncates

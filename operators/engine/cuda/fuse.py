@@ -1,5 +1,6 @@
 """Fuses what stands between the matrix products of a model's layers, by torch.compile, layer by
-layer."""
+layer.
+"""
 
 from __future__ import annotations
 

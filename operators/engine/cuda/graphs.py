@@ -3,7 +3,8 @@ second time.
 
 A graph holds addresses. What it reads (weights, pages, the rows' columns and page tables) must stay
 where it is; call `forget` when something has moved. Whatever is no function of fixed tensors must
-be part of the key."""
+be part of the key.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ FINE = 64
 
 def buckets(slots: int) -> tuple[int, ...]:
     """How many rows a graph is captured for: 1, 2, 4, then multiples of 8, coarser above FINE,
-    `slots` last."""
+    `slots` last.
+    """
     sizes = [1, 2, 4, *range(8, FINE + 1, 8)]
     step = FINE // 4
     while sizes[-1] < slots:
@@ -115,7 +117,8 @@ class FixedRows(Protocol):
         self, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of the first `count` rows: newest tokens, positions, page table [count, W], seeds, tokens
-        drawn."""
+        drawn.
+        """
 
     def fill(self, count: int, page: int) -> None:
         """Let the rows behind the live ones, up to `count`, stand at position 0 of `page`."""
@@ -130,7 +133,8 @@ Drawing = Callable[[torch.Tensor, Sampling, torch.Tensor, torch.Tensor], Draw]
 
 class GraphedDecode:
     """The decode step of rows that are all under way: forward pass and draw, padded to a bucket,
-    replayed."""
+    replayed.
+    """
 
     def __init__(
         self,
@@ -144,7 +148,8 @@ class GraphedDecode:
         device: torch.device,
     ) -> None:
         """The arguments are what the engine's own step uses; `rows` and `cache` keep their tensors'
-        places."""
+        places.
+        """
         self._forward, self._drawing, self._rows, self._cache, self._kernel = (
             forward,
             drawing,
@@ -159,7 +164,8 @@ class GraphedDecode:
 
     def __call__(self, live: int, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int64 [live] and log-probabilities [live] of the first `live` rows, good until the
-        next call."""
+        next call.
+        """
         size = bucket_of(live, self._sizes)
         self._rows.fill(size, self._cache.scratch)
         self.replays(size, sampling)

@@ -3,7 +3,8 @@ the newest step.
 
 While the device does step t, the host reads the flags of step t - 1. A row that ended there has
 drawn a token too many by then, which is cut off. With no lag, flags are read at once and nothing is
-cut."""
+cut.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class LateFlags:
 
     def due(self) -> AnyArray:
         """Tickets flagged `lag` steps ago, int64; a ticket that has left meanwhile may be among
-        them."""
+        them.
+        """
         return self._flagged(self.lag)
 
     def rest(self) -> AnyArray:
@@ -62,7 +64,8 @@ class LateFlags:
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
         """What is read inside waits for the step whose flags were read last, and not for the
-        newest."""
+        newest.
+        """
         if self._side is None or self._read is None:
             yield
             return

@@ -5,7 +5,8 @@ Flash-decoding (Dao et al. 2023): each split attends to its part of a row's posi
 partial softmax; a second kernel merges the parts. All query heads of one key/value head go through
 one matrix product. The grid depends on shapes alone, so that a step can be captured as a CUDA
 graph. Axes: n rows, H query heads, K key/value heads, D width of a head, E width of a value, P
-pages, W pages of a row, S splits."""
+pages, W pages of a row, S splits.
+"""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 # mypy: disable-error-code="import-not-found, unused-ignore"
@@ -42,7 +43,8 @@ LEAST_DOT = 16
 
 def splits(rows: int, kv_heads: int, tokens: int, multiprocessors: int, block: int = 64) -> int:
     """Into how many parts each row is split, when rows may have up to `tokens` positions; at least
-    1."""
+    1.
+    """
     for_width = -(-multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // max(1, rows * kv_heads))
     for_length = -(-tokens // SPLIT_TOKENS)
     return max(1, min(-(-tokens // block), MOST_SPLITS, max(for_width, for_length)))
@@ -64,7 +66,8 @@ def fitted(tiles: Tiles, position_bytes: int, shared_bytes: int) -> Tiles:
     device need it.
 
     position_bytes: of a key and a value. shared_bytes: of a multiprocessor's memory for one
-    program."""
+    program.
+    """
     block, room = tiles.block, shared_bytes - SPARE_BYTES
     while block > LEAST_DOT and block * position_bytes * tiles.stages > room:
         block //= 2
@@ -233,7 +236,8 @@ def _attend(
     whole: tl.constexpr,
 ):
     """One row, one key/value head, one part of the positions before the newest; the first part adds
-    the newest."""
+    the newest.
+    """
     row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
     begin = position * 0

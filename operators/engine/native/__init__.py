@@ -1,2 +1,3 @@
 """The generator's kernels for CPUs in C, compiled on the machine that runs them: paged attention, a
-decoder step."""
+decoder step.
+"""

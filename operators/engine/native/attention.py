@@ -2,7 +2,8 @@
 once.
 
 Axes: n rows, H query heads, K key/value heads, D width of a head, P pages of PAGE tokens, W pages
-of a row, r runs."""
+of a row, r runs.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def kernel() -> Compiled | None:
 
 def serves(model: torch.nn.Module) -> bool:
     """Whether the kernel can take what the model computes: all float32 or all bfloat16, on the
-    CPU."""
+    CPU.
+    """
     kinds = {(weight.dtype, weight.device.type) for weight in model.parameters()}
     return len(kinds) == 1 and kinds <= {(dtype, "cpu") for dtype in DTYPES}
 

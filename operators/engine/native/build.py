@@ -20,5 +20,6 @@ FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", f"-DPAGE=
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The kernels; None where they cannot be built. A compiler without OpenMP builds kernels of one
-    thread."""
+    thread.
+    """
     return compiled(tuple(FOLDER / name for name in SOURCES), ((*FLAGS, "-fopenmp"), FLAGS))

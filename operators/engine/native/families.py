@@ -1,5 +1,6 @@
 """Which models the fused step can compute: decoders of the Llama shape, told by their classes and
-settings."""
+settings.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ way.
 
 It computes decoded rows, then the tokens of new prefixes as rows. Axes: n decoded rows, I new
 prefixes, N rows in all, V vocabulary, P pages of PAGE tokens, W pages of a row, K key/value heads,
-D width of a head."""
+D width of a head.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ class NativeRows:
         new: Sequence[Prefix],
     ) -> NativeRows:
         """The rows of `layout`, whose newest tokens are `tokens` at `positions` [n], and those of
-        the prefixes."""
+        the prefixes.
+        """
         n = len(tokens)
         if not new:
             return NativeRows(
@@ -245,7 +247,8 @@ class FusedStep:
 
     def let_go(self) -> None:
         """Give back what it has packed, until `refresh`; the model's weights may go as well
-        meanwhile."""
+        meanwhile.
+        """
         self._weights.let_go()
         self._scratch = torch.empty(0)
 

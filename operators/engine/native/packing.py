@@ -2,7 +2,8 @@
 C structures.
 
 Axes: H hidden, K key/value heads, R query heads for each, D width of a head, I inner width, V
-vocabulary."""
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -87,11 +88,13 @@ class DecoderStruct(ctypes.Structure):
 
 class PackedWeights:
     """Packs a model's weights, again whenever they changed, into memory that stays where it is
-    until it is let go."""
+    until it is let go.
+    """
 
     def __init__(self, library: Any, model: Any, precision: torch.dtype) -> None:
         """Make room for the weights of `model` (see `families.reason_against`) in that precision
-        and pack them."""
+        and pack them.
+        """
         self._library = library
         self._panel = 2 * library.dataflow_lanes()
         self._model = model
@@ -186,7 +189,8 @@ class PackedWeights:
 
     def _matrix(self, linears: list[torch.nn.Linear], parts: int) -> Matrix:
         """Linears of equal input, one after the other in panels of their own, or `parts` of them in
-        each panel."""
+        each panel.
+        """
         inputs = linears[0].in_features
         words = (inputs + 1) // 2 if self._halves else inputs
         outputs = [

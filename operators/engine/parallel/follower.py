@@ -1,5 +1,6 @@
 """A rank behind rank 0: a fork that `launch` makes, or python -m operators.engine.parallel.follower
-FD."""
+FD.
+"""
 
 from __future__ import annotations
 

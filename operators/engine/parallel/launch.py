@@ -73,7 +73,8 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
 
 def start_of(device: torch.device, keep: Sequence[int] = ()) -> Start:
     """A fork, which has imported all that this process has; a fresh interpreter where it is to use
-    a GPU, or this process has used one. keep: open files for it."""
+    a GPU, or this process has used one. keep: open files for it.
+    """
     if device.type == "cuda" or has_used_cuda():
         return program(follower.__name__, keep)
     return forked(lambda end, _rank: follower.main(end), keep)

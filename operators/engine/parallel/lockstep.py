@@ -4,7 +4,8 @@ same.
 An engine's state is a function of what it was told and of the tokens that were drawn, and the
 gathered logits are the same bytes on every rank, so all ranks draw the same tokens without sending
 them. Each message that begins a step carries a checksum of rank 0's rows, so a rank that drew
-otherwise ends with an error before it can answer wrongly."""
+otherwise ends with an error before it can answer wrongly.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Lockstep:
     produces: messages to the other ranks; what rank 0's engine returns
     waits for: the other ranks, in each exchange, up to the group's time-out
     unblocked by: their part of the exchange, their end, or the time-out; after an error every call
-    raises"""
+    raises
+    """
 
     def __init__(self, member: RankEngine, exchange: Exchange) -> None:
         """member: rank 0's."""
@@ -66,7 +68,8 @@ class Lockstep:
 
     def step(self, starts: Sequence[PromptStart] = ()) -> list[EndedRollout]:
         """As `Engine.step`, on all ranks. Raises WorkerDied or DeadlineError when a rank does not
-        take part."""
+        take part.
+        """
         with self._together(f"step {self._engine.steps + 1}"):
             self._tell(Step(state_of(self._engine), tuple(map(StartMessage.of, starts))))
             return self._engine.step(starts)

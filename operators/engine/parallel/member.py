@@ -74,7 +74,8 @@ def make_member(
 
 def state_of(engine: Engine) -> int:
     """A checksum of the weights' version and of the live rows: whose they are, how long, and their
-    newest tokens; equal on all ranks."""
+    newest tokens; equal on all ranks.
+    """
     rows = engine.rows
     state = [
         np.array([engine.version]),

@@ -6,7 +6,8 @@ give. Which part of a full tensor a rank holds is asked of DTensor, so there is 
 rules; but for keys and values of fewer heads than ranks, which `models.heads` deals out. Logits are
 gathered, not added: every rank receives the same bytes, and draws the same tokens from them. A
 model is cut on the meta device and then reads its slices, or after it was read, where it has to be
-loaded at once."""
+loaded at once.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def distribute(model: Any, mesh: DeviceMesh, device: torch.device, name: str) ->
     parameters by name.
 
     mesh: as `group.join` makes it. Names and full shapes are those that the model had. Raises
-    ModelError as `heads_of`."""
+    ModelError as `heads_of`.
+    """
     from transformers import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 
@@ -118,7 +120,8 @@ def localized(model: nn.Module, device: torch.device) -> dict[str, Shard]:
     """Turn all parameters of a model that is cut into plain local tensors, as `localize`; its
     parameters by name.
 
-    What several layers share they still share: it arrives once, and all of them compute with it."""
+    What several layers share they still share: it arrives once, and all of them compute with it.
+    """
     shards: dict[str, Shard] = {}
     first: dict[int, str] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -141,7 +144,8 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def read_slices(model: Model, found: Outline, shards: Mapping[str, Shard]) -> None:
     """Read what was cut on the meta device, these shards, from the model's files. ModelError where
-    one cannot be read."""
+    one cannot be read.
+    """
     fill(
         model,
         found,
@@ -208,7 +212,8 @@ def localize(
 
 def connect(model: Any, mesh: DeviceMesh, paths: Collection[str]) -> None:
     """Give layers that were put in the place of others at these paths the hooks that `distribute`
-    gave those."""
+    gave those.
+    """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     plan, *_ = model._resolve_parallel_plans(model.config.distributed_config)
@@ -224,7 +229,8 @@ def cut_rows(shards: Mapping[str, Shard]) -> frozenset[str]:
 
 def taken(shards: Mapping[str, Shard], tensors: Mapping[str, torch.Tensor]) -> dict[str, Shard]:
     """What a rank takes of each version, where it goes into these tensors: those of its parameters
-    that are quantised are others than before, and may have scales, which are of whole rows."""
+    that are quantised are others than before, and may have scales, which are of whole rows.
+    """
     found: dict[str, Shard] = {}
     for name, shard in shards.items():
         into, scale = tensors[name], tensors.get(name + SCALE)

@@ -1,5 +1,6 @@
 """Narrow weights: the a generator's in bfloat16, or its linear layers in int8 or fp8, filled from
-every version."""
+every version.
+"""
 
 from operators.engine.precision.formats import FORMATS, Weights
 from operators.engine.precision.intake import Intake, Sliced, cast, fault, linear_weights, quantise

@@ -62,7 +62,8 @@ def pack(
     Scales are numbers of the dtype of `numbers` where that has float32's range, so that a product
     may take them in that dtype. At most a slice is held in float32. A group with a number that is
     not finite gets such a scale. largest: where the rows are cut, and these are parts of them; the
-    scales are those of whole rows."""
+    scales are those of whole rows.
+    """
     columns, groups = values.shape[-1], scale.shape[-1]
     into, scales = values.view(-1, columns), scale.view(-1, groups)
     coarse = numbers.dtype is torch.bfloat16
@@ -85,7 +86,8 @@ def _slices(
     numbers: torch.Tensor, beside: torch.Tensor, groups: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(first row, rows [n, groups, columns / groups] in float32 on the device of `beside`), slice
-    by slice."""
+    by slice.
+    """
     columns = numbers.shape[-1]
     rows = numbers.reshape(-1, columns)
     step = max(1, SLICE.get(beside.device.type, 1 << 26) // columns)
@@ -100,14 +102,16 @@ def _slices(
 
 def unpack(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The numbers [..., rows, columns] that `values` and `scale` [..., rows, groups] stand for,
-    rounded to `dtype`."""
+    rounded to `dtype`.
+    """
     grouped = values.float().view(*scale.shape, values.shape[-1] // scale.shape[-1])
     return grouped.mul_(scale[..., None]).view(values.shape).to(dtype)
 
 
 def per_token(inputs: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs [n, columns] as values of the format [n, columns] and a float32 scale for each token
-    [n, 1]."""
+    [n, 1].
+    """
     exact = inputs.float()
     scale = (exact.abs().amax(-1, keepdim=True) / form.top).clamp_(min=TINY)
     return _rounded(exact / scale, form), scale

@@ -1,5 +1,6 @@
 """Casts or quantises a loaded decoder's weights, and takes each new version of the full ones into
-them."""
+them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class _Staged:
 
 class Intake:
     """Where new weights come in: full tensors by the trainer's names, which `adopted` takes over,
-    or quantised ones."""
+    or quantised ones.
+    """
 
     def __init__(self, tensors: dict[str, torch.Tensor], staged: list[_Staged]) -> None:
         self.tensors = tensors
@@ -60,7 +62,8 @@ class Intake:
 @dataclass(frozen=True)
 class Sliced:
     """What `quantise` has to know of a model that ranks share out, of which this one holds
-    slices."""
+    slices.
+    """
 
     cut_rows: Collection[str]
     """The parameters of whose rows (the last dimension) this rank holds parts."""
@@ -105,7 +108,8 @@ def cast(
     model: torch.nn.Module, dtype: torch.dtype, *, adopt: Literal["view", "copy"] = "view"
 ) -> Intake:
     """Let `model` compute in `dtype`, and take versions in the dtype that it had. adopt: as for
-    `quantise`."""
+    `quantise`.
+    """
     tensors: dict[str, torch.Tensor] = {}
     staged = []
     for name, parameter in model.named_parameters():
@@ -210,14 +214,16 @@ def quantise(
 
 def linear_weights(model: torch.nn.Module) -> frozenset[str]:
     """Names of the parameters that `quantise` replaces: of a loaded decoder, or of one on the meta
-    device."""
+    device.
+    """
     layers, experts = _chosen(model, head=False)
     return frozenset(layers) | experts
 
 
 def _chosen(model: torch.nn.Module, head: bool) -> tuple[dict[str, list[str]], set[str]]:
     """By parameter's name: the linear layers that hold that weight; and the names of experts'
-    weights."""
+    weights.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     kept = None if head else model.get_output_embeddings()  # type: ignore[operator]
     layers: dict[str, list[str]] = {}
@@ -247,7 +253,8 @@ def _linear(
     model: torch.nn.Module, paths: list[str], form: Format, groups: int, largest: Largest | None
 ) -> QuantisedLinear:
     """Put one quantised weight in place of the linear layers at `paths`, which share their
-    weight."""
+    weight.
+    """
     made: list[QuantisedLinear] = []
     for path in paths:
         linear = model.get_submodule(path)
@@ -264,7 +271,8 @@ def _experts(
     model: torch.nn.Module, name: str, form: Format, groups: int, largest: Largest | None
 ) -> QuantisedExperts:
     """Put quantised experts in place of the parameter of that name, and have them computed one at a
-    time."""
+    time.
+    """
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     layer = QuantisedExperts(getattr(module, key), form, groups, largest)

@@ -32,7 +32,8 @@ class QuantisedLinear(torch.nn.Linear):
 
     Its bias stays the parameter that it was. There is no parameter of a quantised dtype. Where
     ranks share out the layer, buffers, inputs and outputs are this rank's, and `in_features` and
-    `out_features` those of all together."""
+    `out_features` those of all together.
+    """
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -84,7 +85,8 @@ class QuantisedExperts(torch.nn.Module):
         self, experts: torch.Tensor, form: Format, groups: int = 1, largest: Largest | None = None
     ) -> None:
         """Quantise `experts`, with a scale per row and group of their last axis. largest: as for
-        `pack`."""
+        `pack`.
+        """
         super().__init__()
         self.form, self.dtype, self._largest = form, experts.dtype, largest
         self.register_buffer("weight", _place(experts.shape, form.dtype, experts.device))
@@ -107,7 +109,8 @@ def unrounded(model: torch.nn.Module) -> Iterator[None]:
     """Let the layers of `model` multiply inputs as they are, whatever their format.
 
     Rounding turns differences in the last bit into whole steps, as large as what a wrong cache
-    might do: what judges anything but the rounding itself leaves it out."""
+    might do: what judges anything but the rounding itself leaves it out.
+    """
     layers = [
         layer for layer in model.modules() if isinstance(layer, QuantisedLinear) and layer.rounds
     ]
@@ -122,7 +125,8 @@ def unrounded(model: torch.nn.Module) -> Iterator[None]:
 
 def _place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
     """Memory of a buffer. It is a Parameter, though not one of the module's: a weight reader makes
-    those views."""
+    those views.
+    """
     return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
@@ -143,7 +147,8 @@ def _quantised_product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
     """x [n, in], quantised for each token, times the weights as they are stored, plus bias.
 
     Where ranks share out the inputs each has a scale for its part of a token, no coarser than the
-    whole token's."""
+    whole token's.
+    """
     values, tokens = per_token(x, layer.form)
     if layer.form.dtype is torch.int8:
         out = _integers(values, layer.weight).mul_(tokens).mul_(layer.scale[:, 0])
@@ -173,7 +178,8 @@ def _integers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _multiplies_integers() -> bool:
     """Whether this processor multiplies int8 fast, and the library exactly: limited to AVX2
     (`ONEDNN_MAX_CPU_ISA`) on a processor with VNNI, oneDNN adds pairs of products in 16 bits, which
-    saturate."""
+    saturate.
+    """
     if not torch.cpu._is_vnni_supported():
         return False
     x, weight = (torch.full((17, 64), 127, dtype=torch.int8) for _ in range(2))

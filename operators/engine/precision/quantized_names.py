@@ -1,5 +1,6 @@
 """Which of a model's tensors a quantised generator takes quantised, told without its weights: where
-the trainer is."""
+the trainer is.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from operators.models.loading import load_configs
 
 def quantized_names(model: Model) -> frozenset[str]:
     """The names that `linear_weights` gives for `model`, from its config alone. ModelError as
-    `load_configs`."""
+    `load_configs`.
+    """
     from transformers import AutoModelForCausalLM
 
     config, _ = load_configs(model)

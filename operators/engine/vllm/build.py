@@ -1,5 +1,6 @@
 """Makes the engine of a generator that decodes with vLLM, in a process and an environment of its
-own."""
+own.
+"""
 
 from __future__ import annotations
 

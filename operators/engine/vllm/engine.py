@@ -6,7 +6,8 @@ penalty, temperature, min_p, top_k and top_p, in that order, renormalised, float
 model's type. Largest difference from transformers' forward pass, measured over 640 tokens: in
 float32 7e-7 for weights of standard deviation 0.02 and 2e-5 for 0.2; in bfloat16, where vLLM's
 kernels round elsewhere, 5e-3 and 0.3. At temperature 0 they are 0. Equal seeds draw equal tokens
-unless a batch of another composition rounds a logit across a mark."""
+unless a batch of another composition rounds a logit across a mark.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class VllmEngine:
     """Drives one vLLM process; the methods are those of `decode.Engine`, and one thread calls them.
 
     It keeps nothing of unfinished rollouts (`new_tokens`): a process that comes after it generates
-    them anew."""
+    them anew.
+    """
 
     def __init__(
         self,
@@ -185,7 +187,8 @@ class VllmEngine:
     @property
     def spare_pages(self) -> int:
         """Pages that starting rollouts may take, as far as we know: vLLM keeps that account
-        itself."""
+        itself.
+        """
         return 0
 
     def fitting(self, tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
@@ -214,7 +217,8 @@ class VllmEngine:
 
     def abort(self, tickets: Collection[int]) -> list[EndedRollout]:
         """Take rollouts out with what they have drawn; tickets that are not live are passed
-        over."""
+        over.
+        """
         rows = [self._rows.pop(ticket).row() for ticket in tickets if ticket in self._rows]
         self._gone += [row.ticket for row in rows]
         return [row.ended(ABORTED) for row in rows]
@@ -227,7 +231,8 @@ class VllmEngine:
         self, since: Callable[[int], int], least: int
     ) -> list[tuple[int, PartialRollout]]:
         """Nothing: rollouts begin anew after a crash, as vLLM starts requests from a prompt
-        alone."""
+        alone.
+        """
         return []
 
     def adopted(self, version: int) -> None:
@@ -304,7 +309,8 @@ class VllmEngine:
 
     def _stopped_text(self, live: Live) -> str | None:
         """The completion before a stop string that its newest token ended; None where there is
-        none."""
+        none.
+        """
         token = live.tokens[-1]
         if live.stop is None or token in self._ends or not self._may_stop[live.stop][token]:
             return None

@@ -1,5 +1,6 @@
 """vLLM's process as its parent sees it: which interpreter, how it starts, what it says last, how it
-ends."""
+ends.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def environment_of(
     python: str, threads: int, device: str, base: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment that vLLM's process starts with: one process, `threads` threads, one device,
-    no reports."""
+    no reports.
+    """
     kept = {name: value for name, value in base.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     asked = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -98,7 +100,8 @@ class ServerProcess:
         self, command: Sequence[str], environment: Mapping[str, str], files: Sequence[int] = ()
     ) -> None:
         """Start `command` with the number of its end of the stream as last argument; it inherits
-        `files`."""
+        `files`.
+        """
         ours, theirs = socket.socketpair()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
@@ -128,7 +131,8 @@ class ServerProcess:
 
     def receive(self, doing: str, timeout_s: float) -> dict[str, Any]:
         """The next answer. Raises WorkerDied when the process has ended, failed or is silent for
-        `timeout_s`."""
+        `timeout_s`.
+        """
         try:
             message = self._connection.receive(timeout_s)
         except (OSError, TimeoutError) as error:

@@ -9,7 +9,8 @@ Started by path with the interpreter of vLLM's environment, so it imports its ne
 nothing else of this project. vLLM's engine runs in this process (no second one behind it): between
 two steps nothing is under way, so weights change there, unfinished rollouts go on, and every
 token's version is the one its step ran with. That is what `pause_generation(mode="keep")` reaches
-for an engine that steps by itself."""
+for an engine that steps by itself.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ class Server:
 
     def step(self, starts: list[dict[str, Any]], aborts: list[int]) -> dict[str, Any]:
         """Take rollouts out, start others and make one step; its new tokens, and the rollouts that
-        ended."""
+        ended.
+        """
         for ticket in aborts:
             self._unprefilled.pop(ticket, None)
         self._engine.abort_request([str(ticket) for ticket in aborts])
@@ -136,7 +138,8 @@ class Server:
 
         Prefixes computed before are not shared with rollouts that start later: their salt differs.
         Rollouts whose prompt is still to be computed get the new salt. `recompute` has vLLM compute
-        all prefixes again."""
+        all prefixes again.
+        """
         information = {key: value for key, value in weights.items() if key != "handles"}
         if "handles" in weights:
             information["ipc_handles"] = [
@@ -188,7 +191,8 @@ class Server:
 
 def _room(config: Any, slots: int, context: int) -> int:
     """Bytes of keys and values of `slots` full rows, each in whole pages, and vLLM's own empty
-    page."""
+    page.
+    """
     model, parallel = config.model_config, config.parallel_config
     heads, layers = model.get_num_kv_heads(parallel), model.get_num_layers(parallel)
     page = config.cache_config.block_size

@@ -57,7 +57,8 @@ def attach(file: int, layout: Layout) -> dict[str, torch.Tensor]:
 
 def pack_handle(handle: tuple[Any, ...]) -> list[Any]:
     """What `torch.multiprocessing.reductions.reduce_tensor` says of a CUDA tensor, as plain
-    values."""
+    values.
+    """
     _, size, stride, offset, _, dtype, *rest = handle
     return [list(size), list(stride), offset, str(dtype).removeprefix("torch."), *rest]
 

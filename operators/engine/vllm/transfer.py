@@ -2,7 +2,8 @@
 
 vLLM comes with engines for NCCL and CUDA IPC; this one is for processors. It reads the tensors that
 the parent writes into, under the trainer's names, and has vLLM load them as it loads a checkpoint:
-packed and fused as its layers need."""
+packed and fused as its layers need.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class SharedMemoryTransfer(WeightTransferEngine):  # type: ignore[misc,unused-ig
 
     def receive_weights(self, update_info: Any) -> None:
         """Load every tensor; vLLM copies, so that the parent may write the next version
-        afterwards."""
+        afterwards.
+        """
         self.model.load_weights(iter(self._tensors.items()))
 
     def finish_weight_update(self) -> None:

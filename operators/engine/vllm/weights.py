@@ -1,5 +1,6 @@
 """The weights of a vLLM engine on the parent's side: tensors to write into, and how its process
-finds them."""
+finds them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from operators.models.errors import ModelError
 
 class VllmWeights:
     """Full tensors under the trainer's names: in memory that both processes map, or on a GPU that
-    both see."""
+    both see.
+    """
 
     def __init__(self, module: torch.nn.Module, dtype: str, device: str) -> None:
         """Hold a copy of the module's parameters."""
@@ -57,7 +59,8 @@ class VllmWeights:
 
     def offer(self) -> dict[str, Any]:
         """What vLLM's process is told at an update: nothing where it maps the memory, else
-        handles."""
+        handles.
+        """
         if self._file is not None:
             return {}
         torch.cuda.synchronize()
@@ -89,7 +92,8 @@ def check_names(model: Model, names: Collection[str], folder: Path) -> None:
     names.
 
     Raises ModelError, for example for a mixture of experts whose experts the trainer holds in one
-    tensor."""
+    tensor.
+    """
     stored = _stored(folder)
     other = sorted(set(names) - stored)
     if other:

@@ -18,7 +18,8 @@ vLLM's environment reads it too.
 
 Requests are answered in their order, and a step is made only when it is asked for. Arrays travel as
 their bytes: tickets int64, tokens and prompts int32, logprobs float32, little-endian. A `stepped`
-has one entry per new token."""
+has one entry per new token.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class ServerStream:
 
     def send(self, message: dict[str, Any], timeout_s: float) -> None:
         """Send one message. Raises TimeoutError, or ConnectionError where the other side is
-        gone."""
+        gone.
+        """
         body = packb(message)
         if len(body) > MOST_BYTES:
             raise ValueError(
@@ -60,7 +62,8 @@ class ServerStream:
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
         """The next message. Raises TimeoutError (what has come so far is kept), ConnectionError at
-        the end."""
+        the end.
+        """
         deadline = time.monotonic() + timeout_s
         self._fill(LENGTH.size, deadline)
         (length,) = LENGTH.unpack_from(self._read)

@@ -1,2 +1,3 @@
 """Programs that another interpreter runs: each imports the package of its system and nothing of
-this project."""
+this project.
+"""

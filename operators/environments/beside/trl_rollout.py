@@ -6,7 +6,8 @@
 NAME is a `rollout_func`, a class for `environment_factory`, or a dictionary of those, of which the
 row's `environment` names one. SETTINGS is JSON: `kind` ("rollout_func" or "environment"),
 `tokenizer`, `max_tokens`, `rounds` of calls of tools, and `gives`, the extra field of a
-`rollout_func` that is the reward."""
+`rollout_func` that is the reward.
+"""
 
 import asyncio
 import functools
@@ -66,7 +67,8 @@ def loaded(place: str) -> Any:
 
 class PolicyGeneration:
     """`trainer.vllm_generation`: ids in, ids and log-probabilities out, which are turns of the
-    policy."""
+    policy.
+    """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -77,7 +79,8 @@ class PolicyGeneration:
         self, prompts: list[Any], images: Any = None, num_generations: int = 1, **_: Any
     ) -> tuple[Any, ...]:
         """As TRL's: prompts, completions, log-probabilities and their ids, a list of one for each
-        token."""
+        token.
+        """
         if images is not None and any(images):
             raise ValueError(
                 "images cannot be given here: the generator of a run takes text alone; leave"
@@ -105,7 +108,8 @@ class PolicyGeneration:
 
 class RunTrainer:
     """What a `rollout_func` is given for its trainer: a tokenizer, settings, and what generates. It
-    has no model."""
+    has no model.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._tokenizer = settings["tokenizer"]
@@ -135,7 +139,8 @@ class RunTrainer:
 
 def rolled_out(function: Any, row: dict[str, Any], settings: dict[str, Any]) -> Any:
     """Call a `rollout_func` with one prompt; its reward, after a look at whether it returns what
-    was sampled."""
+    was sampled.
+    """
     trainer = RunTrainer(settings)
     output = function([row["prompt"]], trainer)
     missing = {"prompt_ids", "completion_ids", "logprobs"} - set(output)

@@ -7,7 +7,8 @@
 WHAT is JSON: `id` of the taskset, `config` of its environment, `path` of folders with its module,
 `client` ("eval": calls OpenAI's API; "train": renders prompts itself, and calls the token route),
 `tokenizer` for the latter, `sampling`. Ends with status 75 where what failed is no fault of the
-policy's."""
+policy's.
+"""
 
 import asyncio
 import contextlib
@@ -40,7 +41,8 @@ def environment_of(what: dict[str, Any]) -> Any:
 
 def tasks_of(what: dict[str, Any], most: int) -> Any:
     """Tasks as rows: the conversation that begins, and all that the server needs to make the task
-    again."""
+    again.
+    """
     import verifiers.v1 as vf
 
     for task in itertools.islice(iter(vf.load_taskset(environment_of(what).taskset)), most):

@@ -2,7 +2,8 @@
 gathers the others while the layer computes; imports torch.
 
 So a rank holds its share of the model and one layer more, and computes what one rank computes, bit
-for bit."""
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def cut_ends(module: Any, ranks: DeviceMesh) -> list[tuple[nn.Module, int]]:
     these layers, and how many rows each has on all ranks.
 
     One that has fewer rows than every rank needs for one stays whole. Weights that both share they
-    still share."""
+    still share.
+    """
     cut: dict[int, nn.Parameter] = {}
     found: list[tuple[nn.Module, int]] = []
     for layer in (module.get_input_embeddings(), module.get_output_embeddings()):
@@ -41,7 +43,8 @@ def cut_ends(module: Any, ranks: DeviceMesh) -> list[tuple[nn.Module, int]]:
 
 def gather_ends(layers: Sequence[tuple[nn.Module, int]], ranks: DeviceMesh) -> None:
     """Have what `cut_ends` found, whose weights are plain local tensors by now, compute with the
-    rows of all ranks, which call each layer together."""
+    rows of all ranks, which call each layer together.
+    """
     group, buffer = ranks.get_group(), LayerBuffer()
     for layer, rows in layers:
         gathering = _Gathering(rows, group, buffer)

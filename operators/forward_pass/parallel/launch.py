@@ -1,42 +1,203 @@
 """Makes a forward operator that runs on several ranks, from the side of rank 0, which starts the
-others."""
+others.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from dataflow.errors import RunError
 from dataflow.runtime import Context
 from dataflow.system.channel import Channel
+from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel.shards import Shard, localized, plain_pieces
 from operators.engine.parallel.sliced_model import SlicedModel, sliced
 from operators.forward_pass.knobs import ForwardKnobs
 from operators.forward_pass.parallel.ends import cut_ends, gather_ends
-from operators.forward_pass.parallel.follow import follow
-from operators.forward_pass.parallel.lead import LedForward
-from operators.forward_pass.parallel.messages import CODEC, Join
 from operators.forward_pass.query import Reading
 from operators.forward_pass.reading import reading_of
 from operators.models.heads import key_value_heads
 from operators.models.loading import load_configs
+from operators.models.read_weights import RankMemory
 from operators.ranks import group
-from operators.ranks.exchange import Exchange
-from operators.ranks.loading import Loading, leading
+from operators.ranks.exchange import Exchange, expected, named, next_message
+from operators.ranks.loading import Loading, following, leading
+from operators.ranks.messages import Close, Numbers, codec_of
 from operators.ranks.process import run_rank
 from operators.ranks.team import Team, forked
-from operators.ranks.weights import Leader, beside, met, opens_for_ranks
+from operators.ranks.weights import KINDS, Leader, Take, beside, followed, met, opens_for_ranks
+from operators.training.learner.learner import Forward
+from operators.training.learner.packing import TokenTree
 from operators.training.parallel.launch import device_of
 from operators.training.parallel.mesh import TrainerMesh, make_mesh
 from operators.training.parallel.shard import cut
 
 if TYPE_CHECKING:
     from operators.models.merged_adapters import Merged
+
+
+# What the ranks of a forward operator say to each other.
+
+# From rank 0
+
+
+@dataclass(frozen=True)
+class Join:
+    """Meet the other ranks in this folder."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Pass a micro-batch through the model."""
+
+    arrays: Mapping[str, Numbers]
+    """Those of a `TokenTree`."""
+    buckets: tuple[Numbers, ...]
+    lengths: tuple[int, ...]
+    """Positions of a row in each bucket."""
+    left: tuple[Numbers, Numbers] | None
+    """Ids and offsets of a `SamplingMask`."""
+    wanted: tuple[str, ...]
+    temperature: float
+    """As `Forward.at` takes it."""
+
+    @classmethod
+    def of(
+        cls,
+        packed: TokenTree,
+        left_T: SamplingMask | None,
+        wanted: Collection[str],
+        temperature: float,
+    ) -> Compute:
+        """The message of a call of `Forward.computed`."""
+        names = [field.name for field in fields(TokenTree) if field.name != "buckets"]
+        return cls(
+            {name: Numbers.of(getattr(packed, name)) for name in names},
+            tuple(Numbers.of(bucket) for bucket in packed.buckets),
+            tuple(bucket.shape[1] for bucket in packed.buckets),
+            None if left_T is None else (Numbers.of(left_T.ids), Numbers.of(left_T.offsets)),
+            tuple(wanted),
+            temperature,
+        )
+
+    @property
+    def given(self) -> tuple[TokenTree, SamplingMask | None, tuple[str, ...]]:
+        """The arguments again."""
+        buckets = zip(self.buckets, self.lengths, strict=True)
+        packed = TokenTree(
+            **{name: values.array for name, values in self.arrays.items()},
+            buckets=tuple(bucket.array.reshape(-1, length) for bucket, length in buckets),
+        )
+        left_T = None if self.left is None else SamplingMask(*(each.array for each in self.left))
+        return packed, left_T, self.wanted
+
+
+CODEC = codec_of("forward-ranks", *KINDS, Join, Compute)
+
+
+# A forward operator's rank behind rank 0, in a process that rank 0 forked: it computes what it is
+# told, in step.
+
+
+def follow(
+    channel: Channel[Any],
+    rank: int,
+    wait_s: float,
+    join: Callable[[Path], Any],
+    load: Callable[[Any, Loading], tuple[SlicedModel, Reading]],
+    opens: Callable[[SlicedModel], AbstractContextManager[WeightsBeside | None]],
+    aside: Path | None,
+) -> None:
+    """Join, load, and follow rank 0 to the end.
+
+    wait_s: for an exchange. join: meets the other ranks in a folder; their mesh. load: reads this
+    rank's slices, given the mesh, and makes what computes with them, in step with the other ranks.
+    opens: its end of the weight plane, where versions of the weights come. aside: as of `Context`.
+
+    consumes: messages of rank 0; its own part of each version
+    produces: this rank's part of each exchange
+    waits for: the next message, as long as rank 0 lives; in an exchange, the group's time-out
+    unblocked by: a message; the end of rank 0, which closes the channel
+    """
+    parent = os.getppid()
+    mesh = join(Path(expected(Join, channel, rank, parent, wait_s).folder))
+    watch = group.watched(wait_s)
+    with named(channel, rank, parent, "loading", watch):
+        own, reading = load(mesh, following(channel, rank, wait_s, watch))
+    attached = (shard.local for shard in own.shards.values())
+    with opens(own) as end:
+        memory = RankMemory(
+            attached, aside, end, lambda: [*own.module.parameters(), *own.module.buffers()]
+        )
+        while not isinstance(message := next_message(channel, rank, parent, wait_s), Close):
+            with (
+                named(channel, rank, parent, type(message).__name__.lower(), watch),
+                torch.no_grad(),
+            ):
+                if isinstance(message, Compute):
+                    reading.forward.at(message.temperature)
+                    reading.forward.computed(*message.given)
+                elif not (
+                    followed(message, channel, end) or memory.followed(message, channel, watch)
+                ):
+                    raise RunError(f"rank {rank} was told {message!r:.200}, which it does not know")
+                elif isinstance(message, Take) and own.merged is not None:
+                    own.merged.adopted()
+
+
+# Rank 0's forward pass: whatever it computes, the other ranks compute with it.
+
+
+class LedForward:
+    """A `Forward` of several ranks, for the runtime on rank 0.
+
+    consumes: the calls of the runtime
+    produces: messages to the other ranks; what rank 0 computes, which is what all of them do
+    waits for: the other ranks, in each exchange, up to the group's time-out
+    unblocked by: their part of the exchange, their end, or the time-out; after an error every call
+    raises
+    """
+
+    def __init__(self, own: Forward, exchange: Exchange) -> None:
+        """own: rank 0's, of a model that is cut."""
+        self.module: Any = own.module
+        self._own, self.ranks = own, exchange
+        self._passes = 0
+        self._temperature = 0.0
+
+    def at(self, temperature: float) -> None:
+        """As the forward's, on all ranks."""
+        self._temperature = temperature
+        self._own.at(temperature)
+
+    def computed(
+        self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]
+    ) -> dict[str, Tensor]:
+        """As the forward's, on all ranks. Raises WorkerDied or DeadlineError when a rank does not
+        take part.
+        """
+        self._passes += 1
+        with self.ranks.together(f"pass {self._passes}"):
+            self.ranks.tell(Compute.of(packed, left_T, wanted, self._temperature))
+            return self._own.computed(packed, left_T, wanted)
+
+    def close(self) -> None:
+        """End the other ranks; may be called again."""
+        self.ranks.close()
+        group.leave()
 
 
 def led(declaration: ForwardKnobs, context: Context) -> tuple[Reading, Merged | None, Context]:

@@ -1,5 +1,6 @@
 """Reward functions written for other systems as scorers, unchanged: an adapter for each form of
-call."""
+call.
+"""
 
 from operators.rewards.foreign.areal_form import from_areal
 from operators.rewards.foreign.openrlhf_form import from_openrlhf

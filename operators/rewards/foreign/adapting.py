@@ -1,5 +1,6 @@
 """What the adapters share: what a foreign function takes, a scorer around it, prompts and
-completions as messages."""
+completions as messages.
+"""
 
 import ast
 import inspect
@@ -65,7 +66,8 @@ class Keywords:
 
 def taken_by(function: Callable[..., Any], system: str) -> Keywords:
     """What a function takes; GraphError for what is no function, or takes something by position
-    alone."""
+    alone.
+    """
     if not callable(function):
         raise GraphError(
             f"a reward function of {system} is called, but {function!r:.60} is a"
@@ -217,7 +219,8 @@ def nested(row: Mapping[str, Any], path: str) -> Any:
 
 def _named_in(function: Any, rest: str) -> list[str]:
     """What a function takes out of its `**rest` by `rest["name"]`, as its source says; nothing
-    where there is none."""
+    where there is none.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):

@@ -56,7 +56,8 @@ class RubricPart:
     @property
     def is_of_group(self) -> bool:
         """Whether it judges all rollouts of a prompt at once: it takes them by their plurals, or
-        returns a list."""
+        returns a list.
+        """
         try:
             returned = typing.get_type_hints(self.function).get("return")
         except Exception:

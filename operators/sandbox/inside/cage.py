@@ -109,7 +109,8 @@ def go_dark() -> None:
 
 def limit(*, cpu_s: int, memory_bytes: int, file_bytes: int, threads: int) -> None:
     """Bound what this process may use, for good: seconds of CPU, its address space, a file's
-    size."""
+    size.
+    """
     for what, most in (
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_bytes),
@@ -128,7 +129,8 @@ def limit(*, cpu_s: int, memory_bytes: int, file_bytes: int, threads: int) -> No
 def refuse_calls(*, programs: bool = False) -> None:
     """Have the kernel refuse system calls of this process, for good; OSError where it cannot.
 
-    programs: it may start programs, and signal them."""
+    programs: it may start programs, and signal them.
+    """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(
@@ -146,7 +148,8 @@ def rules(machine: str, pid: int, *, programs: bool = False) -> bytes:
     it may signal.
 
     programs: it may start programs, none of them in namespaces of its own, and signal all that it
-    sees."""
+    sees.
+    """
     column, architecture = _ARCHITECTURES[machine]
     steps = [(_LOAD, 0, 0, _ARCHITECTURE_AT), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)]
     steps += [(_LOAD, 0, 0, _NUMBER_AT), (_ABOVE, 0, 1, _LAST), (_RETURN, 0, 0, _UNKNOWN)]

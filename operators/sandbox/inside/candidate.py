@@ -1,5 +1,6 @@
 """The process that runs a model's program: as a script with its input, or as functions that a test
-calls from afar."""
+calls from afar.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ says how they went.
 
 It is process 1 of its namespace, which no process there can signal, stop or look into. It never
 reads a test: the process that runs the test does, so that the candidate, which is forked from here,
-has nothing of it in its memory."""
+has nothing of it in its memory.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class SandboxRun:
 
     def script(self, source: str, size: int) -> tuple[bool, str, bytes]:
         """Run the program on the next bytes as its input: whether it ended well, why not, what it
-        printed."""
+        printed.
+        """
         feed = os.memfd_create("input")
         with os.fdopen(os.dup(feed), "wb") as file:
             file.write(read_exactly(0, size))
@@ -96,7 +98,8 @@ class SandboxRun:
 
     def test(self, source: str, size: int, judge: Judge) -> tuple[bool, str, bytes]:
         """Judge by the next bytes, a test of what the program defines: whether it passed, why not,
-        what was printed."""
+        what was printed.
+        """
         ask, reply = os.pipe(), os.pipe()
         note, out, err = self._pipe(), self._pipe(), self._pipe()
         null, unread = os.open(os.devnull, os.O_RDWR), os.dup(0)
@@ -161,7 +164,8 @@ class SandboxRun:
 
     def _wait(self, main: int) -> tuple[str, int]:
         """Read what the processes write until the main one ends: the limit that was passed, and its
-        wait status."""
+        wait status.
+        """
         poll = select.poll()
         ends = [os.pidfd_open(pid) for pid in self._pids]
         for fd in (*self._streams, ends[0]):
@@ -249,7 +253,8 @@ def how_it_ended(status: int, errors: bytes) -> str:
 
 def _cpu_s(pid: int) -> float:
     """Seconds of CPU time that a process has taken, by its clock (clock_getcpuclockid(3)); 0 once
-    it is gone."""
+    it is gone.
+    """
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:

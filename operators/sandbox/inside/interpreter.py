@@ -1,5 +1,6 @@
 """The Python that a policy works with over several turns: what one piece of code defines, the next
-one finds."""
+one finds.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def serve(feed: int, sign: int) -> None:
 
 def run(source: str, names: dict[str, Any]) -> None:
     """Execute code; where its last statement is an expression, print its value unless it is
-    None."""
+    None.
+    """
     linecache.cache[NAME] = len(source), None, source.splitlines(keepends=True), NAME
     tree = ast.parse(source, NAME)
     last = tree.body[-1] if tree.body else None

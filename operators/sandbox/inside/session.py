@@ -3,7 +3,8 @@ they leave.
 
 It is process 1 of its namespace, which no process there can signal, stop or look into. Between two
 commands all others are stopped: a process that a command left behind takes no time until the next
-one comes."""
+one comes.
+"""
 
 from __future__ import annotations
 
@@ -174,7 +175,8 @@ class SandboxKeeper:
 
     def _told(self, code: bytes) -> bool:
         """Whether the interpreter takes code: what ran in it may have closed its end, or does not
-        read."""
+        read.
+        """
         assert self._python is not None
         _, feed, sign, _ = self._python
         try:
@@ -214,7 +216,8 @@ class SandboxKeeper:
 
     def _fork(self, work: Any, streams: tuple[int, int], kept: dict[int, int]) -> int:
         """A caged process in a session of its own that does this; `kept`: what it has open beside
-        its streams."""
+        its streams.
+        """
         null = os.open(os.devnull, os.O_RDWR)
         if (pid := os.fork()) == 0:
             try:
@@ -255,7 +258,8 @@ class SandboxKeeper:
         left: _Output | None = None,
     ) -> tuple[bool, str]:
         """Read until a process gives its sign, or ends where it has none: whether it did; the limit
-        that it passed."""
+        that it passed.
+        """
         poll, end = select.poll(), os.pidfd_open(pid)
         deadline = time.monotonic() + seconds
         fds = {output.fd: output, **({} if left is None else {left.fd: left})}

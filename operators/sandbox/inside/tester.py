@@ -4,7 +4,8 @@ back.
 The test and the answers it expects are in this process alone. What comes back from the candidate is
 plain data (an object that calls itself equal to everything arrives as one that is equal to nothing
 but itself), and nothing that it is compared with comes from the candidate: a name gives a test
-something to call, and never a value."""
+something to call, and never a value.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +54,16 @@ _SHOWN = 80
 
 class Remote:
     """What a call of the candidate returned that is no plain value: calls, attributes and items are
-    asked for there."""
+    asked for there.
+    """
 
     def __init__(self, link: CandidateClient, number: int) -> None:
         self._link, self._number = link, number
 
     def __call__(self, *arguments: Any, **names: Any) -> Any:
         """What the candidate returned; lists, dicts and sets among the arguments are as it left
-        them."""
+        them.
+        """
         result, after = self._link.ask("call", self, list(arguments), names)
         for ours, theirs in zip(arguments, after, strict=True):
             _follow(ours, theirs)
@@ -112,7 +115,8 @@ class CandidateClient:
 
     def ask(self, what: str, target: Remote, *rest: Any) -> Any:
         """The candidate's answer; raises what it raised where that is a common exception, else
-        RuntimeError."""
+        RuntimeError.
+        """
         write_frame(self._requests, encode([what, target, *rest], _number))
         state, *answer = decode(read_frame(self._replies), lambda number: Remote(self, number))
         if state == "ok":
@@ -136,7 +140,8 @@ def run_test(
     note: int,
 ) -> None:
     """Judge by a test and end this process with status 0 if it passed; why it did not is written to
-    `note`."""
+    `note`.
+    """
     sys.set_int_max_str_digits(0)
     try:
         judge(test, CandidateClient(requests, replies))
@@ -148,7 +153,8 @@ def run_test(
 
 def check(test: bytes, link: CandidateClient) -> None:
     """Run Python text, whose names are its own, the standard library's, or the candidate's; raises
-    where it fails."""
+    where it fails.
+    """
     text = test.decode()
     code = compile(text, "test.py", "exec", dont_inherit=True)
     names = names_in(code) - LITERALS.keys()
@@ -170,7 +176,8 @@ def call(test: bytes, link: CandidateClient) -> None:
 
 def names_in(code: CodeType) -> set[str]:
     """Every name that some code looks up, and that is no built-in of Python's: those mean what they
-    always mean."""
+    always mean.
+    """
     found = {name for name in code.co_names if not hasattr(builtins, name)}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

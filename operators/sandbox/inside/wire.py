@@ -1,5 +1,6 @@
 """Plain data as bytes, and frames of bytes through a descriptor: how processes of a sandbox speak
-to each other."""
+to each other.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _SERIES: dict[bytes, type] = {b"l": list, b"t": tuple, b"e": set, b"z": frozense
 
 def encode(value: Any, keep: Keep) -> bytes:
     """A value as bytes: numbers, text and containers by value, whatever else by the number that
-    `keep` gives it."""
+    `keep` gives it.
+    """
     out = bytearray()
     _write(value, out, keep)
     return bytes(out)

@@ -1,5 +1,6 @@
 """What an API is to the routes: a body read into a request, a call told as JSON, a stream told as
-events."""
+events.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def only_fields(body: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     that are not known.
 
     known: by field None for any value, the values that may stand there, or what says whether one
-    may."""
+    may.
+    """
     if not isinstance(body, dict):
         raise ApiError(
             400,
@@ -76,7 +78,8 @@ def only_fields(body: Any, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_search(tool: Any) -> bool:
     """Whether a tool is a search of the web that the API's own server would make: there is none
-    here, and the policy is not told of it."""
+    here, and the policy is not told of it.
+    """
     return isinstance(tool, dict) and str(tool.get("type")).startswith("web_search")
 
 

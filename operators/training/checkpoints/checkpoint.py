@@ -5,7 +5,8 @@ Every rank writes what it holds, in the background, straight from its memory: th
 that all ranks share, its optimiser's state into one of its own. Nobody gathers a tensor or keeps a
 copy; so the next update waits until all is read (`Learner.unread`). What lies on a GPU is copied to
 main memory first, and no update waits for the disk. Rank 0 adds the config, and is done when the
-shards of all ranks stand beside it. No pickle anywhere."""
+shards of all ranks stand beside it. No pickle anywhere.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class StagedState:
 
     def write(self, folder: Path, tokenizer: Any, facts: Mapping[str, int | float | str]) -> None:
         """Write the rest, and wait for all ranks' parts. RunFolderError names the file that cannot
-        be written."""
+        be written.
+        """
         self._write_config(folder)
         if tokenizer is not None:
             with shards.explained(folder / "tokenizer.json"):
@@ -143,7 +145,8 @@ def _text(dtype: torch.dtype) -> str:
 def rounded_to(learner: Learner, dtype: str | None) -> torch.dtype | None:
     """What the weights in a checkpoint's files are rounded to: the type that is asked for, or the
     one they came in, of 16 bits; None where these are the trainer's own, as adapters and models
-    that keep some layers exact are."""
+    that keep some layers exact are.
+    """
     module = learner.forward.module
     found = getattr(module, "came_as", None) if dtype is None else getattr(torch, dtype)
     if (
@@ -157,7 +160,8 @@ def rounded_to(learner: Learner, dtype: str | None) -> torch.dtype | None:
 
 def nbytes(learner: Learner, dtype: str | None = None) -> int:
     """About how many bytes a checkpoint takes: what is trained, AdamW's two moments of it, what is
-    kept beside. dtype: as `rounded_to` has it."""
+    kept beside. dtype: as `rounded_to` has it.
+    """
     kept = sum(int(tensor.nbytes) for tensor in tensors_of(learner.refreshed).values())
     copies = 3 if rounded_to(learner, dtype) is None else 3.5
     return round(sum(copies * int(weight.nbytes) for weight in learner.parameters.values())) + kept
@@ -215,7 +219,8 @@ def stage(
 
 def written(learner: Learner, rank: int, ranks: int, deadline_s: float) -> None:
     """Wait until this rank's part is written: for `Learner.everywhere`. DeadlineError after so many
-    seconds."""
+    seconds.
+    """
     _WRITERS[learner.optimizer].background.wait(deadline_s)
 
 
@@ -272,7 +277,8 @@ def restore(learner: Learner, rank: int, ranks: int, folder: Path) -> None:
 
     Whatever number of ranks wrote them. The weights are loaded with the model, from the same
     folder, and put back here where its files have them rounded. Raises RunError when the state does
-    not fit."""
+    not fit.
+    """
     state = fresh_state(learner.optimizer, learner.parameters) | tensors_of(learner.refreshed)
     if ROUNDED in read_state(folder):
         state |= {f"{name}{_OWN}": weight.detach() for name, weight in learner.parameters.items()}

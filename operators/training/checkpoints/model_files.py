@@ -2,7 +2,8 @@
 where they belong.
 
 All ranks lay the files out alike, from names and shapes alone; nobody gathers a tensor, and nobody
-waits for another."""
+waits for another.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class ModelFiles:
     ) -> ModelFiles:
         """tensors: by name, of which only (full) shapes and dtypes are read. cut: as
         `slices.saved_as`. called_by: the name in the file of what is not cut. dtype: that
-        parameters are rounded to; None: they are not."""
+        parameters are rounded to; None: they are not.
+        """
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         places: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {}
         for each, tensor in tensors.items():
@@ -95,7 +97,8 @@ class ModelFiles:
         """Write what one rank holds, by name; the `first` one writes what stands before and beside
         the tensors too.
 
-        RunFolderError names the file that cannot be written."""
+        RunFolderError names the file that cannot be written.
+        """
         opened: dict[Path, int] = {}
         with contextlib.ExitStack() as ends:
             for path, (header, size) in self.headers.items():

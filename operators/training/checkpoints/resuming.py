@@ -1,5 +1,6 @@
 """Where a trainer goes on from: its newest good checkpoint, the steps after it, and what a crash
-left half done."""
+left half done.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def missing_lines(
     made: Iterable[MadeStep], lines: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """What the ledger knows of steps whose lines of metrics are not there; a line of a step that
-    was taken back, and made otherwise, is not that of the step."""
+    was taken back, and made otherwise, is not that of the step.
+    """
     there: dict[Any, list[Mapping[str, Any]]] = {}
     for line in lines:
         there.setdefault(line.get("step"), []).append(line)
@@ -106,7 +108,8 @@ def missing_lines(
 
 def set_aside(checkpoints: Checkpoints, steps: Iterable[int], why: str) -> None:
     """Rename the checkpoints of these steps, <why>-1-step-000100: no later start may take them for
-    those that steps of their numbers will have. RunFolderError when the disk refuses."""
+    those that steps of their numbers will have. RunFolderError when the disk refuses.
+    """
     for folder in map(checkpoints.folder, steps):
         places = (folder.with_name(f"{why}-{at}-{folder.name}") for at in range(1, 1_000_000))
         with disk("renaming", folder):
@@ -132,7 +135,8 @@ def _step_of(folder: Path | None) -> int:
 
 def expected(context: Context, source: str) -> tuple[int, list[int], int]:
     """The first group still to consume, the later ones that will not come, and how many have an
-    outcome."""
+    outcome.
+    """
     if context.ledger is None:
         return 0, [], 0
     following = context.ledger.next_group_id(source)

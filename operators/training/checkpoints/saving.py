@@ -1,5 +1,6 @@
 """When a trainer leaves a checkpoint, and how: begun between two steps, written beside them, told
-to the ledger."""
+to the ledger.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ class CheckpointSaver:
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint of this step is wanted: one that stays, or a temporary one that
-        nothing waits for."""
+        nothing waits for.
+        """
         return self._stays(step) or (self._writing is None and self.debt.is_due)
 
     def keep(self, step: int) -> None:
@@ -119,7 +121,8 @@ class CheckpointSaver:
 
         Here its tensors are copied; they are written in the background. Where the disk refuses, or
         has too little room for a temporary one, a warning says so, the one before stays the newest,
-        and the next is tried when it is due."""
+        and the next is tried when it is due.
+        """
         try:
             self._begin(step, is_temporary=not self._stays(step))
         except (RunFolderError, LedgerError) as error:
@@ -127,7 +130,8 @@ class CheckpointSaver:
 
     def keep_asked(self, step: int) -> None:
         """Between two steps: begin the checkpoint of the last one, where somebody has asked for
-        one; it stays."""
+        one; it stays.
+        """
         if self._taken == self.asked or not step:
             return
         self._taken, self.asked_step = self.asked, step
@@ -165,7 +169,8 @@ class CheckpointSaver:
 
     def note(self) -> None:
         """Tell the ledger of a checkpoint that is written by now, or warn of one that could not be.
-        Errors: Unusable once another process has taken the run up from its address."""
+        Errors: Unusable once another process has taken the run up from its address.
+        """
         if self._background.is_idle:
             self._settle(0.0)
         if self.copier is not None and self.copier.ended is not None:
@@ -175,7 +180,8 @@ class CheckpointSaver:
 
     def begin_copies(self, last: int) -> None:
         """Have copies made from now on, first of the newest checkpoint. last: the trainer's last
-        committed step."""
+        committed step.
+        """
         context = self.context
         if context.copies is None or context.folder is None or context.ledger is None:
             return
@@ -195,7 +201,8 @@ class CheckpointSaver:
 
     def wait_for_copies(self) -> bool:
         """At the end, wait a moment for copies under way; False: nothing is waited for any more.
-        Where the address takes nothing for `Limits.copy_s`, a warning says what is not there."""
+        Where the address takes nothing for `Limits.copy_s`, a warning says what is not there.
+        """
         if self.copier is None or self._finished_at is None or self.copier.is_idle:
             return False
         since = max(self._finished_at, self.copier.moved_at)
@@ -225,7 +232,8 @@ class CheckpointSaver:
 
     def close(self) -> None:
         """Leave a checkpoint that is being written a moment to be done; the run is over already, or
-        has failed."""
+        has failed.
+        """
         try:
             self._written(CLOSE_S)
         except Exception as error:  # the run has an error of its own, or was told this one before
@@ -266,7 +274,8 @@ class CheckpointSaver:
 
         def write() -> None:
             """The rollouts are on the disk before the ledger is, both before the checkpoint is
-            marked."""
+            marked.
+            """
             assert context.folder is not None
             try:
                 with committed:
@@ -295,7 +304,8 @@ class CheckpointSaver:
 
     def _written(self, deadline_s: float) -> None:
         """Wait for the checkpoint being written, and tell the ledger of it. Raises what went wrong
-        with it."""
+        with it.
+        """
         if self._writing is None:
             return
         written, self._writing = self._writing, None
@@ -392,7 +402,8 @@ class CheckpointSaver:
 
 def _check_room(place: Path, needed: int) -> None:
     """RunFolderError where a temporary checkpoint would leave too little room for rollouts and
-    ledger."""
+    ledger.
+    """
     with disk("looking at", place):
         free = shutil.disk_usage(place).free
     if free < needed + SPARE_BYTES:

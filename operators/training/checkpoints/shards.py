@@ -4,7 +4,8 @@ them; imports torch.
 The files are those of torch.distributed.checkpoint's Hugging Face storage, whose reader reads them:
 a header says where each part begins in its tensor. Its writer is not used, because with it the
 ranks exchange their plans as pickles, in collectives that training would have to wait for; this one
-asks nobody, and holds no copy."""
+asks nobody, and holds no copy.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def parts_of(
 
 def write(path: Path, pieces: Mapping[str, Sequence[TensorPart]]) -> None:
     """Write a rank's parts, by the names of their tensors; the file appears whole. RunFolderError
-    names it."""
+    names it.
+    """
     named = {
         f"{name}{_AGAIN}{number}" if number else name: part
         for name, parts in pieces.items()
@@ -113,7 +115,8 @@ def wait_for(folder: Path, ranks: int, deadline_s: float) -> None:
     """Wait until the files of all ranks are there.
 
     Raises RunFolderError where a rank left word of why it has none (see `give_up`), DeadlineError
-    after so long."""
+    after so long.
+    """
     wait = Countdown(deadline_s)
     while missing := [
         rank for rank in range(ranks) if not (folder / file_name(rank, ranks)).exists()
@@ -131,7 +134,8 @@ def wait_for(folder: Path, ranks: int, deadline_s: float) -> None:
 
 def give_up(folder: Path, rank: int, error: BaseException) -> None:
     """Leave word for rank 0 that this rank's file will not come; without a reason on a disk that
-    takes none."""
+    takes none.
+    """
     temporary = folder / f".failed-{rank}.tmp"
     with contextlib.suppress(OSError):
         temporary.touch()
@@ -189,7 +193,8 @@ def _stored(folder: Path) -> dict[str, list[tuple[StoredTensor, Sequence[int]]]]
 
 def _read(place: StoredTensor, offsets: Sequence[int], first: Sequence[int], into: Tensor) -> int:
     """Read what a stored part has of the box that begins at `first` of the whole tensor; how many
-    numbers that is."""
+    numbers that is.
+    """
     common = overlap(first, into.shape, offsets, place.shape)
     if common is None:
         return 0
@@ -210,7 +215,8 @@ def _read(place: StoredTensor, offsets: Sequence[int], first: Sequence[int], int
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
     """`files.disk` for what safetensors writes too, which tells of the disk's errors in words.
-    RunFolderError."""
+    RunFolderError.
+    """
     with disk("writing", path):
         try:
             yield

@@ -1,5 +1,6 @@
 """A checkpoint beside the training: copies of what is on a GPU, and one thread that writes; imports
-torch."""
+torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from dataflow.system.clocks import Countdown
 @dataclass
 class StagingBuffers:
     """Copies of tensors in main memory, in buffers that stay: fresh memory takes several times as
-    long to fill."""
+    long to fill.
+    """
 
     _buffers: dict[str, Tensor] = field(default_factory=dict)
     _devices: set[torch.device] = field(default_factory=set)
@@ -29,7 +31,8 @@ class StagingBuffers:
     @torch.no_grad()
     def copy(self, name: str, tensor: Tensor) -> Tensor:
         """A copy of the tensor, once `settle` was called; it stands until the next copy under that
-        name."""
+        name.
+        """
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -74,7 +77,8 @@ class Background:
 
     def wait(self, deadline_s: float) -> None:
         """Until nothing is under way. Raises what the work raised; DeadlineError after so many
-        seconds."""
+        seconds.
+        """
         wait = Countdown(deadline_s)
         while self._thread is not None and not self.is_idle and not wait.is_over:
             self._thread.join(wait.slice_s)

@@ -1,2 +1,3 @@
 """What makes a step fast on a CPU: attention in blocks, gradients in place, products of bfloat16;
-no learner."""
+no learner.
+"""

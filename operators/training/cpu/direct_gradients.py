@@ -3,7 +3,8 @@ first; imports torch.
 
 For weights in main memory of a learner alone with them. A step there writes and reads all of a
 model's gradients as often as its memory is slow: once here, where autograd makes a tensor of each
-gradient and adds it to one of zeros."""
+gradient and adds it to one of zeros.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +21,15 @@ from operators.training.cpu.products import rounded_product
 
 class DirectGradients:
     """The weights of a module's plain linear layers and embeddings, and what of their gradients is
-    there already."""
+    there already.
+    """
 
     def __init__(self, module: Any, *, is_rounded: bool) -> None:
         """Switch the layers; whatever else makes a gradient of their weights goes on doing so.
 
         module: on a CPU, loaded and proved. is_rounded: products of linear layers but the last are
-        `rounded_product`, also of weights that need no gradient."""
+        `rounded_product`, also of weights that need no gradient.
+        """
         self.is_rounded = is_rounded
         self._empty: set[Tensor] = set()
         output = (
@@ -59,7 +62,8 @@ class DirectGradients:
 
     def place(self, weight: Tensor) -> tuple[Tensor, bool]:
         """Where the gradient is kept, and whether something is there to add to. The caller writes
-        all of it."""
+        all of it.
+        """
         if weight.grad is None:
             weight.grad = torch.empty_like(weight)
             self._empty.add(weight)

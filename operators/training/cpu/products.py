@@ -1,5 +1,6 @@
 """Matrix products of float32 tensors on a CPU that multiplies bfloat16: factors rounded to it, sums
-in float32."""
+in float32.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _LONG, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 class _OfThread(threading.local):
     """Kept: taken anew for each product it would be the top of the heap, which the C library gives
-    back each time."""
+    back each time.
+    """
 
     _words = torch.empty(0, dtype=torch.int32)
 
@@ -67,7 +69,8 @@ def _library() -> ctypes.CDLL | None:
 
 def multiplies_bfloat16() -> bool:
     """Whether this processor has instructions for it (AVX-512 BF16), and a compiler made the
-    kernels."""
+    kernels.
+    """
     return _library() is not None
 
 
@@ -75,7 +78,8 @@ def rounded_product(
     left_M_K: Tensor, right_K_N: Tensor, *, out: Tensor, added: bool = False
 ) -> None:
     """out [M, N] = left @ right, or `added` to it: float32 on the CPU, of which one axis each is
-    dense, out's last."""
+    dense, out's last.
+    """
     library, threads = _library(), torch.get_num_threads()
     assert library is not None, "this processor multiplies bfloat16"
     (rows, depth), columns = left_M_K.shape, right_K_N.shape[1]

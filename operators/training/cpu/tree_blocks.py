@@ -56,7 +56,8 @@ def subtree_ends(positions_N: Array) -> Array:
 
 def attention_blocks(positions_N: Array) -> tuple[tuple[AttentionBlocks, ...], Array]:
     """Blocks in which each node asks once, and where each node's answer stands in them, laid end to
-    end."""
+    end.
+    """
     blocks = list(_merged(positions_N))
     found: list[AttentionBlocks] = []
     back_N = np.zeros(len(positions_N), np.int64)
@@ -95,7 +96,8 @@ def visible(queries_B_Q: Array, keys_B_K: Array, ends_N: Array) -> Array:
 @dataclass
 class _Block:
     """Nodes [first, last), and the path that leads to the first of them; of a causal row all of its
-    nodes."""
+    nodes.
+    """
 
     first: int
     last: int

@@ -22,7 +22,8 @@ from operators.training.learner.policy import Policy
 
 def check_gradients(node: str) -> None:
     """Raise Unusable where this process cannot compute gradients: a fork has lost the threads that
-    compute them."""
+    compute them.
+    """
     try:
         torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -47,7 +48,8 @@ def make_learner(
     alone are float32.
 
     model: the trainer's own, or that of a checkpoint. seed: the run's. aside: as of `learner_of`.
-    is_alone: the model is not going to be shared out."""
+    is_alone: the model is not going to be shared out.
+    """
     if model.lora is not None:
         module = load_adapted(model, device=device)
     else:
@@ -67,7 +69,8 @@ def learner_of(
     """A learner around a model that is loaded already.
 
     aside: where it may put away what is in main memory, of one that takes turns on its devices;
-    None: it does not."""
+    None: it does not.
+    """
     prepare(
         forward.module,
         gradient_checkpointing=trainer.gradient_checkpointing,

@@ -1,5 +1,6 @@
 """A causal model with a number per token, as the trainer sees it: values of prefixes of packed
-nodes; imports torch."""
+nodes; imports torch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Critic:
 
     The module is transformers' classifier of tokens or of sequences, called as a whole; its last
     layer is watched, and computed once more in float32, because a value in bfloat16 is known to one
-    part in 256 only."""
+    part in 256 only.
+    """
 
     def __init__(
         self, module: Any, *, compute: torch.dtype | None = None, packed: bool | None = None
@@ -40,7 +42,8 @@ class Critic:
         the same numbers.
 
         Raises ModelError when it has no last layer with one number, or its numbers depend on what
-        comes later."""
+        comes later.
+        """
         settle_rope(module, type(module).__name__, None)
         self.module = module
         self._device = next(module.parameters()).device
@@ -112,7 +115,8 @@ class Critic:
 
     def _check_causal(self) -> None:
         """Packing shares prefixes: right only where a number depends on nothing that comes after
-        it."""
+        it.
+        """
         tokens = torch.arange(1, 9, device=self._device)[None] % int(
             self.module.config.get_text_config().vocab_size
         )

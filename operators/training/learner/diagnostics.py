@@ -1,5 +1,6 @@
 """What a step measures of its tokens while it computes them: sums and maxima on the device, figures
-at the end."""
+at the end.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def ratio_bounds(
     """The interval of the ratio that a loss leaves alone, from its knobs: rho, or clip_low and
     clip_high.
 
-    None where they bound another ratio: that of whole rollouts, or that to a proximal policy."""
+    None where they bound another ratio: that of whole rollouts, or that to a proximal policy.
+    """
     if {"rollout_index", "proximal_logprobs"} & set(reads):
         return None
     if "rho" in knobs:
@@ -42,7 +44,8 @@ def ratio_bounds(
 
 def sums_of(computed: Collection[str], columns: Collection[str]) -> tuple[str, ...]:
     """What is summed for a loss that reads these: of a critic's tokens where it reads values, else
-    of a policy's."""
+    of a policy's.
+    """
     if "new_values" in computed:
         return VALUE_SUMS
     return (
@@ -55,7 +58,8 @@ def sums_of(computed: Collection[str], columns: Collection[str]) -> tuple[str, .
 @dataclass
 class Diagnostics:
     """Sums over the micro-batches of one step; `total` of several ranks' is that of their sums and
-    maxima."""
+    maxima.
+    """
 
     bounds: tuple[float, float] | None
     """See `ratio_bounds`."""
@@ -102,7 +106,8 @@ class Diagnostics:
 
     def critic(self, new_T: Tensor, target_T: Tensor) -> None:
         """Add a micro-batch of a critic: its values and what they should have been, without
-        gradient."""
+        gradient.
+        """
         gap = target_T - new_T
         found = [
             torch.full_like(gap[:1], len(gap)).sum(),
@@ -130,7 +135,8 @@ class Diagnostics:
         nats per token (k3). mismatch: mean |log pi - log mu| of rollouts drawn whole from the
         weights that are trained, which should be rounding alone: a token drawn from them after
         others of older weights has seen a KV-cache that the older ones left. explained_variance: 1
-        - Var(target - value) / Var(target)."""
+        - Var(target - value) / Var(target).
+        """
         found = dict(zip(self.names, sums, strict=True))
         tokens = found.get("tokens", 0.0)
         if not tokens:

@@ -70,7 +70,8 @@ def logprobs_of_hidden(
 
     Products are computed in autocast's type where it is on, else in the weight's, and summed up in
     float32 (float64 for float64), which is the result's type too. shape: its scale holds the
-    temperature."""
+    temperature.
+    """
     rows_P, ids_P = wanted.pairs()
     device = hidden_U_D.device.type
     compute = weight_V_D.dtype
@@ -93,7 +94,8 @@ def logprobs_of_hidden(
 
 class _Slices(torch.autograd.Function):
     """Normaliser [U], logits of the pairs [P], and entropy [U] or None; walks over slices of the
-    vocabulary."""
+    vocabulary.
+    """
 
     @staticmethod
     def forward(
@@ -110,7 +112,8 @@ class _Slices(torch.autograd.Function):
         direct: DirectGradients | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One pass: a running maximum, and of exponentials below it their sum, and their sum times
-        their exponents."""
+        their exponents.
+        """
         walk = _Walk(hidden_U_D, weight_V_D, bias_V, rows_P, ids_P, shape, compute)
         rows = len(hidden_U_D)
         most_U = walk.hidden_U_D.new_full((rows, 1), torch.finfo(walk.wide).min, dtype=walk.wide)
@@ -153,7 +156,8 @@ class _Slices(torch.autograd.Function):
         by_entropy_U: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """The same pass again, for softmax p of logits z with entropy H: p * (by_normalizer -
-        by_entropy * (log p + H)) is the gradient of z, and that of the pairs besides."""
+        by_entropy * (log p + H)) is the gradient of z, and that of the pairs besides.
+        """
         hidden_U_D, weight_V_D, bias_V, rows_P, ids_P, normalizer_U, entropy_U = ctx.saved_tensors
         walk = _Walk(hidden_U_D, weight_V_D, bias_V, rows_P, ids_P, ctx.shape, ctx.compute)
         by_hidden, by_weight, by_bias = ctx.needs_input_grad[:3]
@@ -267,7 +271,8 @@ class _Walk:
 
     def kept_rooms(self) -> list[Tensor]:
         """Rooms for the logits of the first slices, which are kept; blocks of them are freed
-        together."""
+        together.
+        """
         rows, width = self.hidden_U_D.shape
         size = rows * self._width
         count = int(min(MOST_KEPT, KEPT_OF_WEIGHT * width / max(1, rows)) * (len(self._edges) - 1))
@@ -285,7 +290,8 @@ class _Walk:
 
     def logits(self, start: int, end: int, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits [U, C], in a room that the next call overwrites unless one is given, and their
-        `weight`."""
+        `weight`.
+        """
         weight_C_D = self.weight(start, end)
         logits_U_C = self.view(self._logits if room is None else room, start, end)
         self.product(self.hidden_U_D, weight_C_D.t(), out=logits_U_C)

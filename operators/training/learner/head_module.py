@@ -4,7 +4,8 @@ forward pass.
 The layer is called by the model as ever, so whatever hangs on the call (the hooks that gather a
 sharded weight, or take its gradient away) finds what it expects; only what the layer computes is
 another function of the same hidden states and the same weight. What the model does to logits
-afterwards is found out when it is loaded, and undone."""
+afterwards is found out when it is loaded, and undone.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class HeadModule:
         adapter on it), or where the model does more to its logits than cap and scale them.
 
         run: calls the model on a few tokens; what comes out of known numbers in the layer's place
-        is looked at."""
+        is looked at.
+        """
         layer = module.get_output_embeddings()
         if (
             not isinstance(layer, torch.nn.Linear)
@@ -73,7 +75,8 @@ class HeadModule:
         model's forward.
 
         compute: gets the hidden states of all positions that the layer is asked for. run: calls the
-        model."""
+        model.
+        """
         small = 1.0 if self.after.cap is None else SMALL
 
         def forward(hidden: Tensor) -> Tensor:

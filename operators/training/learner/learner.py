@@ -1,5 +1,6 @@
 """The optimiser step over packed micro-batches: forward, loss, backward, clip, update; imports
-torch."""
+torch.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,61 @@ from operators.training.learner.packing import Array, TokenTree, pack, split
 from operators.training.learner.refreshed import Refreshed, settle
 from operators.training.learner.rows import StepRows, by_temperature, whitened
 from operators.training.learner.together import Alone, Together
-from operators.training.learner.zero_advantage import vanishes_without_advantage
+
+# Whether a loss lets rollouts of advantage 0 be left out; imports torch.
+
+
+def vanishes_without_advantage(loss: LossFunction) -> bool:
+    """Whether rollouts of advantage 0 can be left out: they add exactly nothing to the loss and its
+    gradient, and the other rollouts' part does not depend on them. Found by trying.
+
+    False for losses with an entropy bonus, a KL term or a whitened advantage, for those that do not
+    read the advantage, and for those that cannot be called on random numbers.
+    """
+    known = {"new_logprobs", "mask", "rollout_index"}
+    if (
+        "advantage" not in loss.columns
+        or "new_logprobs" not in loss.computed
+        or not known.issuperset(loss.computed)
+    ):
+        return False
+    draw = torch.Generator().manual_seed(0)
+    given = {
+        name: -3.0 * torch.rand(256, generator=draw) for name in (*loss.columns, "new_logprobs")
+    }
+    given["advantage"] = torch.randn(256, generator=draw)
+    given["rollout_index"] = torch.arange(256) // 8
+    silent_T = given["rollout_index"] % 2 == 0
+    given["advantage"][silent_T] = 0.0
+    try:
+        total, grad = _tried(loss, given)
+        some_total, some_grad = _tried(
+            loss, {name: values[~silent_T] for name, values in given.items()}
+        )
+        none_total, none_grad = _tried(
+            loss, {name: values[silent_T] for name, values in given.items()}
+        )
+    except Exception:  # a loss that needs real rows is simply computed on all of them
+        return False
+    if none_total.count_nonzero() or none_grad.count_nonzero() or grad[silent_T].count_nonzero():
+        return False
+    return torch.allclose(total, some_total, rtol=1e-4) and torch.allclose(
+        grad[~silent_T], some_grad, rtol=1e-4
+    )
+
+
+def _tried(loss: LossFunction, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Summed loss and its gradient with respect to the log-probabilities."""
+    new_T = given["new_logprobs"].clone().requires_grad_()
+    arguments = {name: values for name, values in given.items() if name in loss.columns}
+    if "mask" in loss.computed:
+        arguments["mask"] = torch.ones(len(new_T), dtype=torch.bool)
+    if "rollout_index" in loss.computed:
+        arguments["rollout_index"] = torch.unique(given["rollout_index"], return_inverse=True)[1]
+    total = loss.call(new_logprobs=new_T, **arguments).expand(new_T.shape).sum()
+    (grad,) = torch.autograd.grad(total, new_T)
+    return total.detach(), grad
+
 
 NEARLY = 0.999
 """Of the largest norm of a gradient: below, none is scaled down, whatever its norm was rounded
@@ -79,7 +134,8 @@ class Forward(Protocol):
         self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]
     ) -> dict[str, Tensor]:
         """What the loss wants of `loss_function.WITH_GRADIENT`, each [T], and `new_logprobs` or
-        `new_values` always."""
+        `new_values` always.
+        """
 
 
 @dataclass
@@ -148,7 +204,8 @@ class Learner:
     def begin(self, rows: StepRows, version: int) -> list[Array]:
         """Start a step; the micro-batches to hand to `micro`, as indices of rollouts.
 
-        version: steps behind the weights."""
+        version: steps behind the weights.
+        """
         step = self.prepare(rows)
         self.open(step.rows, step.scale_R, version)
         if not len(step.computed):
@@ -173,7 +230,8 @@ class Learner:
 
     def offered(self, line: int) -> dict[str, Tensor]:
         """What goes out on one of its weight planes: 0, the weights; from 1 on, what `refreshed`
-        keeps."""
+        keeps.
+        """
         return self.refreshed[line - 1].offered if line else self.parameters
 
     @property
@@ -213,7 +271,8 @@ class Learner:
         """Forward and backward of one micro-batch; gradients add up.
 
         An empty one has a forward and backward too, of a loss that is zero: for ranks whose
-        exchanges need it."""
+        exchanges need it.
+        """
         assert self._rows is not None
         rows = self._rows
         if not len(part):
@@ -259,7 +318,8 @@ class Learner:
 
     def end(self, learning_rate: float) -> StepOutcome:
         """Clip, update the weights and report; the weights stay as they were when anything was not
-        finite."""
+        finite.
+        """
         assert self._diagnostics is not None
         self._gather_new()
         if self.direct is not None:
@@ -311,13 +371,15 @@ class Learner:
 
     def new_logprobs(self) -> tuple[StepRows, Array]:
         """The rows of the step that was computed last, of this rank, and the log-probabilities of
-        their tokens before the update, float32 [S]; NaN where a token was not trained."""
+        their tokens before the update, float32 [S]; NaN where a token was not trained.
+        """
         assert self._rows is not None
         return self._rows, self._new_S
 
     def _gather_new(self) -> None:
         """Bring the log-probabilities of the step into main memory, and let go of the tensors:
-        until the next step the device may be another's."""
+        until the next step the device may be another's.
+        """
         if self._new:
             positions = np.concatenate([flat_T for flat_T, _ in self._new])
             self._new_S[positions] = (
@@ -328,7 +390,8 @@ class Learner:
     def _no_gradients(self) -> None:
         """In main memory they have their places before anything else of a step, and keep them:
         given back and taken anew they would leave holes in the heap that activations break up, and
-        come to lie beside them, until the process holds nearly one model more."""
+        come to lie beside them, until the process holds nearly one model more.
+        """
         for weight in self.parameters.values():
             if weight.device.type != "cpu":
                 weight.grad = None
@@ -393,12 +456,14 @@ class Learner:
         """Call a module's function(learner=, rank=, ranks=, **arguments) on each rank, all of which
         do so together; what they return. Arguments and results are plain values, and paths.
         is_brief: it takes no longer than an exchange of a step; else it may take as long as a
-        checkpoint."""
+        checkpoint.
+        """
         return [function(learner=self, rank=0, ranks=1, **arguments)]
 
     def unread(self) -> None:
         """Wait until nobody reads the weights and the optimiser's state any more: before they
-        change or move."""
+        change or move.
+        """
         waiting, self.before_change = self.before_change, None
         if waiting is not None:
             waiting()

@@ -29,7 +29,8 @@ class Wanted:
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Row and id of every logit that is wanted by itself: those of the T, then those of the
-        K."""
+        K.
+        """
         if self.tokens_M is None or self.segment_K is None or self.ids_K is None:
             return self.head_T, self.targets_T
         rows_K = self.head_T[self.tokens_M][self.segment_K]
@@ -40,7 +41,8 @@ def logprobs_of_logits(
     logits_U_V: Tensor, wanted: Wanted, temperature: float, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities [T] and, where asked for, entropies [T] in nats, differentiable in the
-    logits."""
+    logits.
+    """
     if logits_U_V.dtype in (torch.bfloat16, torch.float16):
         logits_U_V = logits_U_V.float()
     if temperature != 1.0:

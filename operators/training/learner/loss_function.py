@@ -1,5 +1,6 @@
 """What a loss function asks for: parameters without defaults are columns, those with defaults are
-knobs."""
+knobs.
+"""
 
 import functools
 import inspect

@@ -1,5 +1,6 @@
 """What a trainer does to need less of its device: activations computed again, layers compiled,
-tensors parked."""
+tensors parked.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def recompute_activations(module: Any) -> None:
 
 def compile_layers(module: Any) -> None:
     """Run each layer through torch.compile, lengths left open. Attention of our own stays as it is
-    between the parts: its rows come in any number. ModelError where nothing compiles."""
+    between the parts: its rows come in any number. ModelError where nothing compiles.
+    """
     from transformers import AttentionInterface
 
     layers = decoder_layers(module)
@@ -115,14 +117,16 @@ class OffloadedLearner:
 
     def bring(self, *, moments: bool) -> None:
         """Have the weights on the device, before anybody reads them; `moments`: the optimiser's
-        state too."""
+        state too.
+        """
         self._weights.back()
         if moments:
             self._moments.back()
 
     def rest(self, *, weights: bool) -> None:
         """After an update: drop the gradients, and give the memory of the optimiser's state back;
-        `weights`: theirs too, which nobody may read until `bring`."""
+        `weights`: theirs too, which nobody may read until `bring`.
+        """
         for weight in self._learner.parameters.values():
             weight.grad = None
         state = self._learner.optimizer.state.values()
@@ -149,7 +153,8 @@ def rest(*, learner: Parking, rank: int, ranks: int, weights: bool) -> None:
 
 def unpublished(*, learner: Parking, rank: int, ranks: int) -> int | None:
     """The version that this rank has yet to copy out of its weights, for `Learner.everywhere`;
-    None: there is none."""
+    None: there is none.
+    """
     waiting = (getattr(end, "pending", None) for end in learner.writers.values())
     return max((version for version in waiting if version is not None), default=None)
 

@@ -29,7 +29,8 @@ class NewLogprobs:
     @classmethod
     def of(cls, learner: Learner) -> NewLogprobs | None:
         """Those of the step that was computed last, of all ranks; None where the learner keeps
-        none."""
+        none.
+        """
         if not learner.keep_new_logprobs:
             return None
         found: dict[int, Array] = {}
@@ -46,7 +47,8 @@ class NewLogprobs:
     def beside(self, groups: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
         """Rows with the column `new_logprobs`, where they have none: by token of the rollout, 0
         where the mask is false and null where the token was not trained; null for a rollout that
-        did not go through the model."""
+        did not go through the model.
+        """
         if not groups or NEW_LOGPROBS in groups[0].schema.names:
             return list(groups)
         known = [

@@ -32,7 +32,8 @@ class NotFinite:
 
     def __str__(self) -> str:
         """Where the numbers stopped being finite: rollouts if the loss was not, else the first
-        parameter."""
+        parameter.
+        """
         if self.weights:
             return f"the weights of '{self.weights[0]}' ({len(self.weights)} tensors)"
         if self.rollouts:

@@ -48,7 +48,8 @@ def fresh_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Give the optimiser a state to fill, as after a step, in place of what it has; that state as
-    `state_tensors`."""
+    `state_tensors`.
+    """
     for weight in parameters.values():
         if weight.requires_grad:
             step = torch.zeros((), dtype=torch.float32, device=weight.device)

@@ -32,7 +32,8 @@ def packed_attention(
     query, key, value: [1, heads, N, D]. Returns [1, N, heads, D]. Rows that ask themselves are
     padded at the right, where no token before it sees it, so a full-attention layer needs no mask
     of them. Raises ValueError for variants that it does not compute (masks of the model's own, soft
-    caps, sinks, biases)."""
+    caps, sinks, biases).
+    """
     if attention_mask is not None:
         raise ValueError("packed attention does not compute a mask of the model's own")
     for unknown in ("softcap", "s_aux", "position_bias"):

@@ -1,5 +1,6 @@
 """The self-test that packed attention changes no number of a model, whose own attention it then
-replaces."""
+replaces.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def switch_to_packed(
 
 def probed_in(module: Any, compute: torch.dtype | None) -> torch.dtype | None:
     """Type of the matrix products in which the self-test tells most: on a CPU that of float32
-    weights, where these are not gathered in another one."""
+    weights, where these are not gathered in another one.
+    """
     weights = list(module.parameters())
     is_plain = all(each.device.type == "cpu" and each.dtype == torch.float32 for each in weights)
     return None if is_plain and not any(hasattr(each, "to_local") for each in weights) else compute

@@ -116,7 +116,8 @@ def split(
     Groups stay whole, so that their common prompt is computed once, unless one alone is over the
     limit. groups_R: [R], equal within a group, rows of a group side by side. limit: tokens, each
     group's common prefix counted once; a single rollout longer than that is a micro-batch of its
-    own. whole: groups are never cut."""
+    own. whole: groups are never cut.
+    """
     lengths_R = np.diff(offsets)
     rollouts = len(lengths_R)
     starts = (
@@ -150,7 +151,8 @@ def split(
 
 def _sorted(table_R_L: Array) -> Array:
     """An order in which equal prefixes are neighbours, and a row stands before those it is a prefix
-    of."""
+    of.
+    """
     if table_R_L.size == 0:
         return np.arange(len(table_R_L))
     keys = np.ascontiguousarray(table_R_L + 1)
@@ -190,7 +192,8 @@ def _buckets(node_B_L: Array, lengths_B: Array, nodes: int) -> tuple[tuple[Array
 
 def cost(tokens_S: Array, offsets: Array, first: int, last: int) -> int:
     """Tokens of the rollouts [first, last), the prefix that all of them have in common counted
-    once."""
+    once.
+    """
     lengths = np.diff(offsets[first : last + 1])
     shortest = int(lengths.min())
     rows = tokens_S[offsets[first:last, None] + np.arange(shortest)]

@@ -1,5 +1,6 @@
 """The model as the trainer sees it: log-probabilities of a packed micro-batch's tokens; imports
-torch."""
+torch.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class Policy:
         distribution over these ids alone, so that with the generator's weights they are the
         generator's, whatever top-k, top-p or min-p it used. A repetition penalty changes the logits
         themselves and is not undone: with one, the log-probabilities of trainer and generator
-        differ, and the loss's importance ratio has to make up for it."""
+        differ, and the loss's importance ratio has to make up for it.
+        """
         is_rounded = self.direct is not None and self.direct.is_rounded  # but the last layer is not
         if self._head is not None and (
             is_rounded or len(packed.heads_U) * self._vocabulary > MOST_LOGITS
@@ -128,7 +130,8 @@ class Policy:
 
     def run_padded(self, packed: TokenTree, bucket: Array) -> Any:
         """The model on right-padded rows, where its attention cannot be replaced; its last layer
-        sees them all."""
+        sees them all.
+        """
         return self.module(input_ids=self.to(packed.tokens_N)[self.to(bucket)], use_cache=False)
 
     def to(self, array: Array) -> Tensor:

@@ -35,7 +35,8 @@ class Refreshed:
         """weights: those of `step`, which are changed in place. dtype: in which they are read.
 
         Where steps are behind them, average and version are still to be filled, through
-        `tensors`."""
+        `tensors`.
+        """
         self.refresh = refresh
         self._weights = dict(weights)
         self._dtype = dtype
@@ -47,7 +48,8 @@ class Refreshed:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The average and the version, as <parameter>/<which>.<refresh>: what a checkpoint has to
-        hold."""
+        hold.
+        """
         kept = {"average": self._average or {}, "sent": self._sent or {}}
         at = f"{self.refresh.every}-{self.refresh.decay!r}"
         return {
@@ -59,7 +61,8 @@ class Refreshed:
     @property
     def offered(self) -> dict[str, Tensor]:
         """The version that readers are to have, by the weights' names; before the first, the
-        weights."""
+        weights.
+        """
         return self._sent or self._source
 
     @property
@@ -95,14 +98,16 @@ def add(
     *, learner: Following, rank: int, ranks: int, every: int, decay: float, step: int, dtype: str
 ) -> None:
     """Have a learner, whose weights are of `step`, keep what one `Refresh` needs: for
-    `Learner.everywhere`."""
+    `Learner.everywhere`.
+    """
     refresh = Refresh(every=every, decay=decay)
     learner.refreshed.append(Refreshed(refresh, learner.parameters, step, getattr(torch, dtype)))
 
 
 def follow(*, learner: Following, rank: int, ranks: int, step: int) -> bool:
     """`Refreshed.follow`, for `Learner.everywhere`, of what is settled before it changes: see
-    `settle`."""
+    `settle`.
+    """
     changing = [
         line for line, each in enumerate(learner.refreshed, 1) if each.refresh.newest(step) == step
     ]
@@ -116,7 +121,8 @@ def follow(*, learner: Following, rank: int, ranks: int, step: int) -> bool:
 
 def settle(writers: Iterable[WeightsOut], wait_s: float) -> bool:
     """Before what these offer changes: nobody reads it any more. False where some reader was given
-    up, after waiting for so long."""
+    up, after waiting for so long.
+    """
     settled = [writer.settle(wait_s) for writer in writers]
     return all(settled)
 

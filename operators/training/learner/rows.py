@@ -20,7 +20,8 @@ from operators.credit.groups import ROUNDING, are_equal
 @dataclass(frozen=True, kw_only=True)
 class StepRows:
     """The rollouts that one step trains; axis suffixes as in
-    `operators.training.learner.packing`."""
+    `operators.training.learner.packing`.
+    """
 
     tokens: RolloutTokens
     """Of all rollouts, end to end: [S]."""
@@ -63,14 +64,16 @@ class StepRows:
     @cached_property
     def newest_R(self) -> AnyArray:
         """Version behind the newest token of each, with which it was finished; -1 where the policy
-        chose none."""
+        chose none.
+        """
         offsets = pa.array(self.offsets, pa.int32())
         return newest_versions(pa.ListArray.from_arrays(offsets, pa.array(self.tokens.versions)))
 
     @cached_property
     def after_update_S(self) -> AnyArray:
         """Whether a token was drawn by newer weights than the first token of its turn, a stretch of
-        tokens that the policy chose; bool."""
+        tokens that the policy chose; bool.
+        """
         mask, versions = self.tokens.mask, self.tokens.versions
         begins_S = mask & np.diff(mask, prepend=False)
         begins_S |= mask & np.isin(np.arange(len(mask)), self.offsets)
@@ -87,7 +90,8 @@ class StepRows:
 
     def sequences(self, rollouts: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
         """Of some of them: where their tokens are in S, where each training row begins among these,
-        [rows + 1], and which of the chosen rollouts it is of, [rows]."""
+        [rows + 1], and which of the chosen rollouts it is of, [rows].
+        """
         positions, offsets = gather(self.offsets, rollouts)
         return positions, *unfolded(offsets, self.cuts_S[positions])
 
@@ -112,7 +116,8 @@ class StepRows:
 
 def usable(batch: pa.RecordBatch, columns: Iterable[str]) -> AnyArray:
     """Which rows can be trained: no error, and a value in every column that the loss reads; bool
-    [rows]."""
+    [rows].
+    """
     good = np.ones(batch.num_rows, bool)
     if batch.schema.get_field_index(records.ERROR) >= 0:
         errors = batch.column(records.ERROR)
@@ -137,7 +142,8 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
     """Flatten the usable rows of some groups, in their order.
 
     Raises RecordError for lists of unequal length, and for a sampling mask that leaves out the
-    token drawn."""
+    token drawn.
+    """
     columns = tuple(columns)
     table = pa.Table.from_batches(batches).combine_chunks()
     whole = table.to_batches()[0] if table.num_rows else batches[0]
@@ -203,7 +209,8 @@ def _silence(
 
 def by_temperature(rows: StepRows, rollouts: AnyArray) -> list[AnyArray]:
     """Some of the rollouts, those that were sampled at the same temperature together: micro-batches
-    never mix them."""
+    never mix them.
+    """
     values = rows.columns_R.get(records.TEMPERATURE)
     if values is None or not len(rollouts):
         return [rollouts]
@@ -213,7 +220,8 @@ def by_temperature(rows: StepRows, rollouts: AnyArray) -> list[AnyArray]:
 
 def whitened(rows: StepRows) -> StepRows:
     """The same rows, their advantages shifted and scaled to mean 0 and deviation 1 over the trained
-    tokens."""
+    tokens.
+    """
     per_token = records.ADVANTAGE in rows.columns_S
     columns = rows.columns_S if per_token else rows.columns_R
     if records.ADVANTAGE not in columns:
@@ -234,7 +242,8 @@ def whitened(rows: StepRows) -> StepRows:
 
 def mean_of(batches: Sequence[pa.RecordBatch], name: str) -> float | None:
     """Mean of a column over the rows that have it; None where there is no such column, or no value
-    in it."""
+    in it.
+    """
     if not batches or batches[0].schema.get_field_index(name) < 0:
         return None
     return pc.mean(pa.Table.from_batches(batches).column(name)).as_py()  # type: ignore[no-any-return]

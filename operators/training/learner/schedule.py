@@ -17,7 +17,8 @@ def learning_rate(
     """The rate of step 1, 2, ...: it rises linearly over `warmup_steps`, then follows the schedule.
 
     decay_steps: steps, the warm-up included, until it is at `min_lr`, where it stays; without them
-    it is constant."""
+    it is constant.
+    """
     if step < warmup_steps:
         return lr * step / warmup_steps
     if schedule == "constant" or decay_steps is None:

@@ -1,5 +1,6 @@
 """Log-probabilities computed in a model's last layer, so that no large micro-batch ever holds all
-logits."""
+logits.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class PackedModel(Protocol):
 
 def proved_head(model: PackedModel) -> HeadModule | None:
     """The model's last layer, if on a probe it gives the log-probabilities that the model's logits
-    give."""
+    give.
+    """
     few = probe(model.module)
     run = (
         partial(model.run_packed, few)
@@ -84,7 +86,8 @@ def logprobs_of_head(
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`Policy.logprobs`, computed in the last layer, for all nodes or for one bucket of rows after
-    the other."""
+    the other.
+    """
     shape = Shape(scale=head.after.scale / model.temperature, cap=head.after.cap)
 
     def found_by(rows_U: Tensor | None, wanted: Wanted, run: Callable[[], Any]) -> Tensor:
@@ -116,7 +119,8 @@ def logprobs_of_head(
 
 def _by_bucket(packed: TokenTree) -> Iterator[tuple[Array, Array, Array, Array]]:
     """Each bucket, with the places in it that trained tokens are predicted from, for each such
-    token an index into them, and which of the T it is."""
+    token an index into them, and which of the T it is.
+    """
     at_U = packed.back_N[packed.heads_U]
     begin = 0
     for bucket in packed.buckets:

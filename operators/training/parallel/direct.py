@@ -3,7 +3,8 @@ stay; imports torch.
 
 gloo's own collectives copy what they are given, as much again for every layer, and its
 reduce-scatter sends all ranks everything. Here each rank sends each other one its part, out of the
-tensor that FSDP2 has, and takes theirs in."""
+tensor that FSDP2 has, and takes theirs in.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ stopped."""
 
 class LayerBuffer:
     """Memory for what is exchanged of one layer. It stays: taken anew each time, it would leave
-    holes in the heap."""
+    holes in the heap.
+    """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -57,7 +59,8 @@ class DirectAllGather:
         async_op: bool = False,
     ) -> None:
         """input_tensor: [n], which may be this rank's place in output_tensor: [ranks * n], which is
-        then whole."""
+        then whole.
+        """
         parts, rank = output_tensor.view(group.size(), -1), group.rank()
         if parts[rank].data_ptr() != input_tensor.data_ptr():
             parts[rank].copy_(input_tensor)
@@ -66,7 +69,8 @@ class DirectAllGather:
 
 class DirectReduceScatter:
     """FSDP2's `ReduceScatter`, of sums: added up in one order of ranks, so that they are the same
-    each time."""
+    each time.
+    """
 
     def __init__(self, buffer: LayerBuffer) -> None:
         self._buffer = buffer
@@ -74,7 +78,8 @@ class DirectReduceScatter:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """For each call, first the gradients of a layer, then this rank's part of their sum, which
-        outlives it."""
+        outlives it.
+        """
         if self._has_input:
             return torch.empty(*size, dtype=dtype)
         self._has_input = True
@@ -89,7 +94,8 @@ class DirectReduceScatter:
         async_op: bool = False,
     ) -> None:
         """input_tensor: [ranks * n]. output_tensor: [n], then the sum of all ranks' parts for this
-        one."""
+        one.
+        """
         assert op == dist.ReduceOp.SUM, "gradients are added up"
         self._has_input = False
         ranks, rank = group.size(), group.rank()
@@ -106,7 +112,8 @@ class DirectReduceScatter:
 
 def exchange_directly(layer: Any, buffer: LayerBuffer) -> None:
     """Have a layer that FSDP2 shards over gloo exchange so. Nothing is gathered ahead: gloo's
-    exchanges block, so that it would take memory and save no time."""
+    exchanges block, so that it would take memory and save no time.
+    """
     layer.set_custom_all_gather(DirectAllGather(buffer))
     layer.set_custom_reduce_scatter(DirectReduceScatter(buffer))
     layer.set_modules_to_backward_prefetch([layer])
@@ -116,7 +123,8 @@ def swap(
     group: dist.ProcessGroup, give: Callable[[int], Tensor], take: Callable[[int], Tensor]
 ) -> None:
     """Send each other rank what is given for it, and fill what it sends, both contiguous; the next
-    rank first, so that not all send to the same one."""
+    rank first, so that not all send to the same one.
+    """
     others = [(group.rank() + step) % group.size() for step in range(1, group.size())]
     works: list[Any] = [dist.irecv(take(far), group=group, group_src=far) for far in others]
     works += [dist.isend(give(far), group=group, group_dst=far) for far in others]

@@ -1,5 +1,6 @@
 """Makes the learner of a trainer that runs on several ranks, from the side of rank 0, which starts
-the others."""
+the others.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dataflow.errors import RunError
 from dataflow.model import Model
 from dataflow.runtime import Context
 from dataflow.system.channel import Channel
@@ -20,26 +22,127 @@ from dataflow.worker.weight_ports import offer_beside
 from operators.models.heads import key_value_heads
 from operators.models.loading import load_configs, outlined_to_train
 from operators.ranks import group
-from operators.ranks.exchange import Exchange, expected, named
-from operators.ranks.messages import Build, Load, Loaded
+from operators.ranks.exchange import Exchange, expected, named, next_message
+from operators.ranks.messages import Build, Close, Load, Loaded
 from operators.ranks.process import run_rank
 from operators.ranks.team import Team, forked, on_their_hosts
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import make_learner
 from operators.training.learner.learner import Learner
-from operators.training.parallel.follow import RankFollower
-from operators.training.parallel.lead import LedLearner
+from operators.training.learner.packing import Array
+from operators.training.parallel.lead import LedLearner, in_order
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh, make_mesh, placed
-from operators.training.parallel.messages import CODEC, Join
+from operators.training.parallel.messages import (
+    CODEC,
+    BeginStep,
+    CallFunction,
+    CallResult,
+    EndStep,
+    Join,
+    Micro,
+    Open,
+    Publish,
+    function_of,
+)
 from operators.training.parallel.shard import learner_of_slices, read_slices, shard
 
 if TYPE_CHECKING:
     from operators.models.slices import Outline
 
 
+# A trainer's rank behind rank 0, in a process that rank 0 forked: it does what it is told, in
+# step with the others.
+
+POLL_S = 0.02
+"""How often a rank that waits for a message looks after its end of the weight plane."""
+
+
+class RankFollower:
+    """The loop of one rank.
+
+    consumes: messages of rank 0
+    produces: this rank's part of each exchange, and of each version on the weight plane
+    waits for: the next message, as long as rank 0 lives; in an exchange, the group's time-out
+    unblocked by: a message; the end of rank 0, which closes the channel
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        channel: Channel[Any],
+        rank: int,
+        ranks: int,
+        wait_s: float,
+        opens: Callable[[Sequence[Mapping[str, Any]], int, Learner], WeightsOut],
+    ) -> None:
+        """wait_s: for an exchange. opens: this rank's end of a weight plane at these sites, for
+        what is offered there on that line.
+        """
+        self._learner, self._channel, self._rank, self._ranks = learner, channel, rank, ranks
+        self._wait_s, self._opens = wait_s, opens
+        self._parts: list[Array] = []
+
+    def run(self) -> None:
+        """Do what rank 0 says until it says that all is over.
+
+        Raises:
+            WorkerDied: rank 0 ended without saying so.
+            DeadlineError: an exchange was not over in time.
+        """
+        parent, wait_s = os.getppid(), self._wait_s
+        watch = group.watched(wait_s)
+        while True:
+            message = next_message(
+                self._channel, self._rank, parent, wait_s, look_s=POLL_S, meanwhile=self._poll
+            )
+            if isinstance(message, Close):
+                self._close()
+                return
+            with named(self._channel, self._rank, parent, type(message).__name__.lower(), watch):
+                self._apply(message)
+            self._poll()
+
+    def _apply(self, message: Any) -> None:
+        learner = self._learner
+        match message:
+            case BeginStep():
+                learner.open(message.rows.rows(), message.scale.array, message.version)
+                self._parts = in_order(message.counts)
+            case Micro():
+                learner.micro(self._parts.pop(0))
+            case EndStep():
+                if learner.end(message.learning_rate).culprit is not None:
+                    self._channel.send(learner.findings())
+            case Open():
+                learner.writers[message.line] = self._opens(message.sites, message.line, learner)
+            case Publish():
+                learner.writers[message.line].publish(
+                    message.version, learner.offered(message.line)
+                )
+            case CallFunction():
+                call = function_of(message.function)
+                result = call(
+                    learner=learner, rank=self._rank, ranks=self._ranks, **message.arguments
+                )
+                self._channel.send(CallResult(result))
+            case other:
+                raise RunError(f"rank {self._rank} was told {other!r}, which it does not know")
+
+    def _poll(self) -> None:
+        for writer in self._learner.writers.values():
+            writer.poll()
+
+    def _close(self) -> None:
+        for writer in self._learner.writers.values():
+            close = getattr(writer, "close", None)
+            if close is not None:
+                close()
+
+
 def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearner, Context]:
     """The learner of several ranks that load `model`, and the context with a weight plane that all
-    of them feed."""
+    of them feed.
+    """
     if context.places is not None and context.places.starts is not None:
         context.places.starts.prepare({"source": model.source, "revision": model.revision})
     learner = lead(_making(trainer, model, context))
@@ -81,7 +184,8 @@ def _making(trainer: TrainerKnobs, model: Model, context: Context) -> Making:
 @dataclass(frozen=True, kw_only=True)
 class Making:
     """How each of `context.ranks` ranks makes its learner; on GPUs, rank r takes the r-th after
-    rank 0's, where the context does not say the place of each."""
+    rank 0's, where the context does not say the place of each.
+    """
 
     trainer: TrainerKnobs
     context: Context
@@ -133,7 +237,8 @@ class Making:
 
 def following(making: Making) -> Callable[[int, int], int]:
     """What a fork runs that is a rank behind rank 0, given the number of its socket and its rank;
-    its exit status."""
+    its exit status.
+    """
     context, limits, ranks = making.context, making.context.limits, making.context.ranks
 
     def follow(end: int, rank: int) -> int:

@@ -1,11 +1,15 @@
 """Rank 0's learner: it deals out each step, and the learners of the other ranks do with it what it
-does."""
+does.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +22,8 @@ from operators.ranks.messages import Numbers
 from operators.training.learner import memory
 from operators.training.learner.learner import Learner, Prepared, StepOutcome
 from operators.training.learner.nonfinite import NotFinite
-from operators.training.learner.packing import Array
+from operators.training.learner.packing import Array, cost
 from operators.training.learner.rows import StepRows, by_temperature
-from operators.training.parallel.dealing import deal
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh, data_rank, placed
 from operators.training.parallel.messages import (
     BeginStep,
@@ -34,6 +37,128 @@ from operators.training.parallel.messages import (
     chosen,
 )
 
+# Deals the rollouts of a step out to ranks, in as many micro-batches on each, of like size: pure
+# functions.
+
+FINENESS = (1, 2, 4)
+"""Into what part of an even share groups are cut: the coarsest of those that let a step be over
+soonest. A finer cut computes common prefixes more often."""
+
+
+@dataclass(frozen=True)
+class DealtRollouts:
+    """Rollouts that stay together."""
+
+    first: int
+    last: int
+    """Rollouts [first, last)."""
+    cost: int
+    """Tokens, a common prefix counted once."""
+
+
+def deal(
+    tokens_S: Array, offsets: Array, groups_R: Array, ranks: int, limit: int, *, whole: bool = False
+) -> list[list[Array]]:
+    """The micro-batches of each rank: index arrays into R, as many for every rank, some of them
+    empty.
+
+    tokens_S: [S]. offsets: [R + 1] into S. groups_R: [R], equal within a group, rows of a group
+    side by side. limit: tokens of a micro-batch; a unit above it is one of its own. whole: groups
+    are never cut; else those that are larger than an even share of the step are, or than a part of
+    it (`FINENESS`).
+    """
+    groups = units(tokens_S, offsets, groups_R)
+    total = sum(unit.cost for unit in groups)
+    count = -(-total // (limit * ranks))
+    while groups:
+        shares = [min(limit, max(1, total // (count * ranks * fine))) for fine in FINENESS]
+        cuts = (
+            [groups]
+            if whole
+            else [
+                [part for unit in groups for part in pieces(tokens_S, offsets, unit, share, limit)]
+                for share in shares
+            ]
+        )
+        dealt = [(cut, spread([unit.cost for unit in cut], ranks, count)) for cut in cuts]
+        cut, found = min(dealt, key=lambda each: waited([unit.cost for unit in each[0]], each[1]))
+        costs = [unit.cost for unit in cut]
+        if max(sum(costs[number] for number in each) for bins in found for each in bins) <= max(
+            limit, *costs
+        ):
+            return [
+                [_rollouts([cut[number] for number in each]) for each in bins] for bins in found
+            ]
+        count += 1
+    return [[] for _ in range(ranks)]
+
+
+def units(tokens_S: Array, offsets: Array, groups_R: Array) -> list[DealtRollouts]:
+    """The groups, and what each costs."""
+    rollouts = len(groups_R)
+    starts = np.flatnonzero(np.r_[True, groups_R[1:] != groups_R[:-1]]).tolist() if rollouts else []
+    return [
+        DealtRollouts(first, last, cost(tokens_S, offsets, first, last))
+        for first, last in itertools.pairwise([*starts, rollouts])
+    ]
+
+
+def pieces(
+    tokens_S: Array, offsets: Array, unit: DealtRollouts, share: int, limit: int
+) -> list[DealtRollouts]:
+    """A unit above `share` tokens in as many pieces of neighbouring rollouts, of like size; those
+    that are above `limit` in more, where they are not one rollout.
+    """
+    rollouts = unit.last - unit.first
+    count = min(rollouts, -(-unit.cost // share))
+    if count <= 1:
+        return [unit]
+    ends = offsets[unit.first : unit.last + 1] - offsets[unit.first]
+    marks = np.searchsorted(ends, np.arange(1, count) * ends[-1] / count).clip(1, rollouts - 1)
+    found = []
+    for first, last in itertools.pairwise(
+        np.unique([unit.first, *(unit.first + marks), unit.last]).tolist()
+    ):
+        part = DealtRollouts(first, last, cost(tokens_S, offsets, first, last))
+        found += [part] if part.cost <= limit else pieces(tokens_S, offsets, part, limit, limit)
+    return found
+
+
+def spread(costs: Sequence[int], ranks: int, count: int) -> list[list[list[int]]]:
+    """Numbers of the costs in each of `count` bins of each rank; bins of like load stand at the
+    same place.
+    """
+    bins = sorted(
+        fill(costs, ranks * count), key=lambda each: -sum(costs[number] for number in each)
+    )
+    return [bins[rank::ranks] for rank in range(ranks)]
+
+
+def waited(costs: Sequence[int], bins: Sequence[Sequence[Sequence[int]]]) -> int:
+    """Tokens that a rank waits for in a whole step: the most at each place, over the places."""
+    return sum(
+        max(sum(costs[number] for number in each) for each in at) for at in zip(*bins, strict=True)
+    )
+
+
+def fill(costs: Sequence[int], bins: int) -> list[list[int]]:
+    """Numbers of the costs in each bin: the largest first, each to the bin that holds least."""
+    found: list[list[int]] = [[] for _ in range(bins)]
+    held = [(0, number) for number in range(bins)]
+    for number in sorted(range(len(costs)), key=lambda at: (-costs[at], at)):
+        load, least = heapq.heappop(held)
+        found[least].append(number)
+        heapq.heappush(held, (load + costs[number], least))
+    return found
+
+
+def _rollouts(together: Sequence[DealtRollouts]) -> Array:
+    """Those of some units, in order."""
+    parts = [
+        np.arange(unit.first, unit.last) for unit in sorted(together, key=lambda unit: unit.first)
+    ]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
 
 class LedLearner(Learner):
     """A `Learner` of several ranks, for the trainer's runtime on rank 0.
@@ -42,11 +167,13 @@ class LedLearner(Learner):
     produces: messages to the other ranks; what rank 0's learner returns, of all ranks together
     waits for: the other ranks, in each exchange, up to the group's time-out
     unblocked by: their part of the exchange, their end, or the time-out; after an error every call
-    raises"""
+    raises
+    """
 
     def __init__(self, own: Learner, exchange: Exchange, mesh: TrainerMesh) -> None:
         """own: rank 0's, its model shared out over `mesh`; it is not used apart from this one any
-        more."""
+        more.
+        """
         vars(self).update(vars(own))
         self.ranks = mesh.size
         self._exchange, self._mesh = exchange, mesh
@@ -56,7 +183,8 @@ class LedLearner(Learner):
 
     def begin(self, rows: StepRows, version: int) -> list[Array]:
         """Deal the step out; rank 0's micro-batches, of which every rank has as many, some of them
-        empty."""
+        empty.
+        """
         self._steps += 1
         self._micros = 0
         data_ranks = self.ranks // self._tensor_parallel
@@ -78,7 +206,8 @@ class LedLearner(Learner):
 
     def end(self, learning_rate: float) -> StepOutcome:
         """Update the weights on all ranks, or on none; what was not finite is named wherever it was
-        found."""
+        found.
+        """
         self.unread()
         with self._exchange.together(f"the end of step {self._steps}"):
             self._exchange.tell(EndStep(learning_rate))
@@ -97,7 +226,8 @@ class LedLearner(Learner):
         runtime.
 
         line: which, by `offered`. Raises RunError where the plane takes whole tensors from one rank
-        alone."""
+        alone.
+        """
         if not isinstance(opens, OpensWriter) or not opens.sites:
             raise RunError(
                 f"the weights of '{self.node}' lie on {self.ranks} ranks, but its weight plane"

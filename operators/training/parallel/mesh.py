@@ -1,5 +1,6 @@
 """The ranks of a trainer as a mesh (replicas, data, tensor), and what they exchange over it;
-imports torch."""
+imports torch.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class TrainerMesh:
     @property
     def data(self) -> DeviceMesh:
         """What FSDP2 shards over: the ranks of a replica; with several of these, their gradients
-        are added up after."""
+        are added up after.
+        """
         return self["fsdp"] if self["dp_replicate"].size() == 1 else self["dp_replicate", "fsdp"]
 
     @property
@@ -66,7 +68,8 @@ def make_mesh(
     """Neighbouring ranks share out the matrices of a layer; the others shard the data, and within
     each of `dp_replicate` blocks of them all parameters, of which every block holds the whole.
 
-    key_value_heads: of the model; every rank calls at once, since process groups are made."""
+    key_value_heads: of the model; every rank calls at once, since process groups are made.
+    """
     shards = ranks // (dp_replicate * tensor_parallel)
     root = init_device_mesh(
         device.type, (1, dp_replicate, shards, tensor_parallel), mesh_dim_names=AXES
@@ -103,7 +106,8 @@ class MeshTogether:
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Of all ranks' gradients together, after those that several ranks hold alike were made
-        equal."""
+        equal.
+        """
         squares = []
         for gradient in gradients:
             own = local(gradient)
@@ -136,7 +140,8 @@ class MeshTogether:
 
     def _alike(self, gradient: Tensor) -> dist.ProcessGroup | None:
         """The ranks that have each computed this gradient from the same rollouts; None: no other
-        one has."""
+        one has.
+        """
         assert isinstance(gradient, DTensor), "FSDP2 shards every parameter"
         on, place = gradient.device_mesh, gradient.placements[-1]
         if on == self.mesh.data:
@@ -147,7 +152,8 @@ class MeshTogether:
 
     def _settle(self) -> None:
         """Wait for this rank's GPU, which waits for those of the others. RuntimeError when one of
-        them is gone."""
+        them is gone.
+        """
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         wait = Countdown(self.timeout_s)
         event.record()
@@ -168,7 +174,8 @@ def copies(tensor: Tensor, mesh: TrainerMesh) -> int:
 
 def placed(tensors: Mapping[str, Tensor], mesh: TrainerMesh) -> dict[str, Tensor]:
     """The same slices, each said to lie on the whole mesh, so that all ranks describe them
-    alike."""
+    alike.
+    """
     return {
         name: tensor
         if not isinstance(tensor, DTensor) or tensor.device_mesh != mesh.data

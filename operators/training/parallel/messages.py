@@ -1,5 +1,6 @@
 """What the ranks of a trainer say to each other: the rows of a step, parts of them, functions to
-call."""
+call.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class RowsMessage:
 @dataclass(frozen=True)
 class BeginStep:
     """Your share of a step; a micro-batch is as many of the rows as `counts` says, one after the
-    other."""
+    other.
+    """
 
     version: int
     rows: RowsMessage

@@ -1,5 +1,6 @@
 """Leaves each rank its slices of a learner's model: tensor parallelism by transformers' plan, then
-FSDP2."""
+FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from operators.models import adapters
 from operators.models.errors import ModelError
@@ -20,7 +23,6 @@ from operators.training.learner.build import forward_of, learner_of
 from operators.training.learner.together import local
 from operators.training.parallel.direct import LayerBuffer, exchange_directly
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh
-from operators.training.parallel.shared_heads import share
 
 if TYPE_CHECKING:
     from dataflow.model import Model
@@ -31,13 +33,55 @@ if TYPE_CHECKING:
     from operators.training.learner.packing import TokenTree
 
 
+# Projections to fewer key/value heads than ranks: neighbouring ranks hold the same rows and add
+# up their gradients.
+
+
+def share(layer: Any, ranks: DeviceMesh, by_heads: DeviceMesh) -> None:
+    """Leave a linear layer the rows of this rank's head; its inputs are the same on all ranks, as
+    their gradients are.
+
+    ranks: those that compute the layer together. by_heads: the same, as `TrainerMesh.by_heads`.
+    """
+    for name, weight in layer.named_parameters(recurse=False):
+        dealt = distribute_tensor(
+            weight.detach(), by_heads, [Shard(0), Replicate()], src_data_rank=None
+        )
+        layer._parameters[name] = nn.Parameter(dealt, requires_grad=weight.requires_grad)
+    whole = layer.forward
+
+    def forward(inputs: Tensor) -> Tensor:
+        shared = DTensor.from_local(inputs, ranks, [Replicate()], run_check=False)
+        parameters = dict(layer._parameters)
+        layer._parameters.update({name: _local(weight) for name, weight in parameters.items()})
+        try:
+            return whole(shared.to_local(grad_placements=[Partial()]))  # type: ignore[no-any-return]
+        finally:
+            layer._parameters.update(parameters)
+
+    layer.forward = forward
+
+
+def _local(weight: torch.Tensor | None) -> torch.Tensor | None:
+    """This rank's rows. Each rank's queries give a part of their gradient; FSDP2 adds the parts up
+    over the copies.
+    """
+    return (
+        weight.to_local(grad_placements=[Shard(0), Partial()])
+        if isinstance(weight, DTensor)
+        else weight
+    )
+
+
 class Sharded:
     """A `Forward` whose parameters are gathered layer by layer while it computes, and given back
-    after."""
+    after.
+    """
 
     def __init__(self, module: Any, mesh: TrainerMesh, compute: torch.dtype | None) -> None:
         """module: whole, or on the meta device. compute: type in which parameters are gathered;
-        None: their own. All ranks call `computed` as often."""
+        None: their own. All ranks call `computed` as often.
+        """
         self.module = module
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         whole = _Whole(module)
@@ -149,7 +193,8 @@ def read_slices(
     """One rank's part of a model, on `device`, read from the model's files: the whole is nowhere.
 
     How it computes is not said yet. Raises ModelError as `shard`, and where a file cannot be
-    read."""
+    read.
+    """
     sharded = _shared_out(found.module, mesh, compute, model.name)
     sharded.take_memory(device)
     with torch.no_grad():
@@ -172,7 +217,8 @@ def learner_of_slices(
     seed: int,
 ) -> Learner:
     """A learner of what `read_slices` has read; all ranks make theirs together. ModelError as
-    `shard`."""
+    `shard`.
+    """
     forward = sharded.made(lambda: forward_of(trainer, sharded.module))
     _check_packs(forward, trainer.model.name)
     sharded.computes_by(forward, device)
@@ -204,7 +250,8 @@ def layers_of(module: Any) -> list[nn.Module]:
 
 def ends_of(module: Any) -> tuple[nn.Module | None, nn.Module | None]:
     """The embedding and the layer that gives logits, where each has weights of its own to be
-    gathered."""
+    gathered.
+    """
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     theirs = {
         id(weight) for each in (embedding, head) if each is not None for weight in each.parameters()
@@ -219,7 +266,8 @@ def cut(module: Any, mesh: TrainerMesh, name: str) -> None:
 
     The losses read log-probabilities from the head's weight directly, so it is not cut; FSDP shards
     it all the same. Raises ModelError as `heads_of`, and where an adapted layer is cut in a way
-    that its adapters cannot be."""
+    that its adapters cannot be.
+    """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     ranks = mesh["tp"]
@@ -242,7 +290,8 @@ def _expanded(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     parameters too.
 
     Of an adapted layer it holds for the layer inside, and for that adapter that has the dimension
-    which is cut."""
+    which is cut.
+    """
     found: dict[str, str] = {}
     for name, each in module.named_modules():
         style = plan.get(place_of(name))

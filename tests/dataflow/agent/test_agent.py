@@ -16,14 +16,12 @@ from rigs.graphs import fake_graph
 from rigs.machine import wait_until
 
 from dataflow import scorer
-from dataflow.agent.agent import Agent
+from dataflow.agent.agent import UNBEGUN_S, Agent, SchedulerSocket, over
 from dataflow.agent.digest import built, other_program, program_files, versions
 from dataflow.agent.environment import AgentEnvironment
 from dataflow.agent.forkserver_messages import End, Stay
 from dataflow.agent.messages import Begin, Bye, Failed, Join, Leaves
 from dataflow.agent.rendezvous import Rendezvous
-from dataflow.agent.scheduler_socket import SchedulerSocket
-from dataflow.agent.silence import UNBEGUN_S, over
 from dataflow.errors import RunError
 from dataflow.history.launch import Launch
 from dataflow.planning.hosts import Devices, Host

@@ -151,7 +151,8 @@ def test_what_a_worker_started_is_killed_when_it_has_ended_and_before_that_is_to
 
 def test_no_worker_outlives_the_scheduler(tmp_path: Path) -> None:
     """A scheduler in a process of its own is killed; its forkserver and its worker end by
-    themselves."""
+    themselves.
+    """
     scheduler = os.fork()
     if scheduler == 0:
         client = ForkserverClient(lambda settings: time.sleep(60) or 0, {}, lambda: None)
@@ -207,7 +208,8 @@ def left_behind(
     **more: object,
 ) -> list[int]:
     """Numbers of a forkserver and two workers whose scheduler got a signal after it had let them
-    stay."""
+    stay.
+    """
     scheduler = os.fork()
     if scheduler == 0:
         os.setpgid(0, 0)

@@ -1,5 +1,6 @@
 """A connection of an agent to its scheduler that swallows what it is given, and is then replaced:
-nothing is lost."""
+nothing is lost.
+"""
 
 from collections.abc import Iterator
 
@@ -7,9 +8,9 @@ import pytest
 from rigs.cable import Cable
 from rigs.machine import wait_until
 
+from dataflow.agent.agent import SchedulerSocket
 from dataflow.agent.forkserver_messages import Alive, SendSignal
 from dataflow.agent.messages import Failed
-from dataflow.agent.scheduler_socket import SchedulerSocket
 from dataflow.scheduler.agents_socket import AgentsSocket
 from dataflow.system.security import RunKeys
 from transport import numbered

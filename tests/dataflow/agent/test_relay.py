@@ -1,5 +1,6 @@
 """What an agent passes on for the workers of its host: all messages in order, of heartbeats the
-last of each worker."""
+last of each worker.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import zmq
 
 from dataflow.agent.messages import FromWorkers
 from dataflow.agent.relay import Relay, address
-from dataflow.scheduler.host_messages import HostMessages
+from dataflow.scheduler.agents import HostMessages
 from dataflow.worker.messages import (
     TO_SCHEDULER,
     TO_WORKER,

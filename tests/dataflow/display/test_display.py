@@ -20,7 +20,6 @@ from dataflow.display import (
     Summary,
     make_view,
 )
-from dataflow.display.closing import plain_line, summary_lines
 from dataflow.display.formatting import (
     ASCII,
     UNICODE,
@@ -35,6 +34,7 @@ from dataflow.display.formatting import (
     split_bar,
 )
 from dataflow.display.screen import Screen, lines, text_of
+from dataflow.display.views import plain_line, summary_lines
 
 SNAPSHOT = Snapshot(
     graph="sorting",

@@ -1,12 +1,13 @@
 """A run that learns nothing says so: which scorer is silent, in how many groups, with an
-example."""
+example.
+"""
 
 import pytest
 
 from dataflow.display import Summary
-from dataflow.display.closing import summary_lines
 from dataflow.display.formatting import ASCII
 from dataflow.display.silence import TOLD_AT, Silence, silence
+from dataflow.display.views import summary_lines
 
 MUTE = {
     "groups": 4,

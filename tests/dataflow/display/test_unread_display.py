@@ -1,5 +1,6 @@
 """A terminal or a pipe that nobody reads: whoever shows something there goes on, and comes to an
-end."""
+end.
+"""
 
 import contextlib
 import os

@@ -1,5 +1,6 @@
 """The doctor's pieces: states from heartbeats, stacks, errors of a log, processes, and the report
-itself."""
+itself.
+"""
 
 import json
 import os
@@ -20,8 +21,7 @@ from rigs.machine import wait_until
 from dataflow.doctor.examine import examine
 from dataflow.doctor.gather import gather
 from dataflow.doctor.history import History, marks
-from dataflow.doctor.logs import last_error
-from dataflow.doctor.report import report
+from dataflow.doctor.report import last_error, report
 from dataflow.errors import DeadlineError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder

@@ -1,5 +1,6 @@
 """The doctor's walk: from plain facts to who waits for whom, and to one sentence that names the
-root first."""
+root first.
+"""
 
 import dataclasses
 from typing import Any
@@ -26,7 +27,8 @@ def worker(name: str, *nodes: str, proc: str = "S", **knobs: Any) -> WorkerFacts
 
 def run(*, edges: dict[tuple[str, str], tuple[int, int]] | None = None, **changes: Any) -> Facts:
     """A run of five operators and an evaluation, in which all wait and nothing has moved; `changes`
-    by node or fact."""
+    by node or fact.
+    """
     nodes = {}
     for name in ("prompts", "generator", "reward", "trainer", "held_out", "eval"):
         plain: dict[str, Any] = {

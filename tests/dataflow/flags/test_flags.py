@@ -1,5 +1,6 @@
 """Flags: those that a function's parameters declare, read from words and from files, told in
-groups."""
+groups.
+"""
 
 import importlib
 import math

@@ -1,5 +1,6 @@
 """Copies of checkpoints at an address: whole or not there, whatever fails meanwhile, and nobody's
-but their part's."""
+but their part's.
+"""
 
 import threading
 import time

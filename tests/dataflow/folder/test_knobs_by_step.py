@@ -1,5 +1,6 @@
 """Which knobs hold for which step: what the ledger says of a change, and what a change of the bound
-waits for."""
+waits for.
+"""
 
 from dataclasses import replace
 from pathlib import Path

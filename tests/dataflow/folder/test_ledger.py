@@ -389,7 +389,8 @@ def test_who_reads_holds_no_flush_up_and_what_was_flushed_is_all_that_was_commit
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the disk are the database as SQLite last flushed it, and the files that a flush was asked
-    for: as after a cut of the power."""
+    for: as after a cut of the power.
+    """
     issue(ledger, 8)
     ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     disk = tmp_path / "disk"

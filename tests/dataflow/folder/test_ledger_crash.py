@@ -1,5 +1,6 @@
 """The ledger under random histories, against a model; and under SIGKILL, against what was
-acknowledged."""
+acknowledged.
+"""
 
 import os
 import random
@@ -180,7 +181,8 @@ def train(path: Path, say: Say) -> None:
 
 class Child:
     """A fork of this process at work, which is spared the start of an interpreter, and what it
-    says."""
+    says.
+    """
 
     def __init__(self, work: Callable[[Say], None]) -> None:
         reading, writing = os.pipe()
@@ -266,7 +268,8 @@ def begun(path: Path) -> Ledger:
 
 def crash_at(statement: int, path: Path) -> tuple[bool, tuple[object, ...]]:
     """Whether a process that makes all calls was killed at this statement of SQL, and the state
-    that it left."""
+    that it left.
+    """
 
     def work(say: Say) -> None:
         left = iter(range(statement))

@@ -1,5 +1,6 @@
 """A ledger that one process has open for all: the newest attempt of a worker writes, each write is
-made once."""
+made once.
+"""
 
 import os
 import signal
@@ -147,7 +148,8 @@ def test_what_is_written_while_the_service_falls_is_made_once(
     path: Path, service: LedgerProcess
 ) -> None:
     """Killed about when a commit comes, sooner or later each time; who is between it and the
-    scheduler starts it."""
+    scheduler starts it.
+    """
     trainer = client(path, service)
     trainer.issue("prompts", [(group, str(group)) for group in range(400)])
 

@@ -1,5 +1,6 @@
 """A ledger by way of its service under random histories, with messages that get lost, beside one
-that is a file."""
+that is a file.
+"""
 
 import shutil
 import tempfile
@@ -28,7 +29,8 @@ CHANCE = st.lists(st.integers(0, 4), max_size=3)
 
 class Wires:
     """What is between clients and the handler: loses, repeats and keeps back what it carries, as
-    `chance` has it."""
+    `chance` has it.
+    """
 
     def __init__(self, handler: Callable[[], RequestHandler]) -> None:
         self.handler, self.now = handler, 0.0
@@ -84,7 +86,8 @@ class FakeLine:
 
 class Histories(RuleBasedStateMachine):
     """Each call is made on the file beside it, too; what both say, and what stands in both, is the
-    same."""
+    same.
+    """
 
     def __init__(self) -> None:
         super().__init__()

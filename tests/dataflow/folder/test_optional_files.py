@@ -1,5 +1,6 @@
 """What a run can do without is written whole or told of once, and read as missing where it is
-broken."""
+broken.
+"""
 
 import json
 import subprocess

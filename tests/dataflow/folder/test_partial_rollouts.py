@@ -1,5 +1,6 @@
 """What unfinished rollouts have drawn outlives the process that drew it, and is never joined with
-what another drew."""
+what another drew.
+"""
 
 from pathlib import Path
 

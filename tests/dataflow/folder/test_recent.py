@@ -1,5 +1,6 @@
 """The last minute of each process: bounded on disk, there while the run goes on, and whole after a
-crash."""
+crash.
+"""
 
 import json
 from pathlib import Path

@@ -1,5 +1,6 @@
 """What weights drew that a run has gone back behind is found by nobody any more, and nothing else
-is lost."""
+is lost.
+"""
 
 from pathlib import Path
 

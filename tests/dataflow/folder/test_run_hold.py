@@ -1,5 +1,6 @@
 """Who holds a run that several hosts see: exactly one, and who was replaced finds out before it
-writes."""
+writes.
+"""
 
 import contextlib
 import os
@@ -165,7 +166,8 @@ def test_no_two_ever_hold_a_run_whoever_is_stopped_for_however_long(
     moves: list[tuple[int, float]],
 ) -> None:
     """Four processes, one of which moves at a time; those that do not are stopped. Who may write
-    has the highest number, and nobody else passes his check from then on."""
+    has the highest number, and nobody else passes his check from then on.
+    """
     folder, clock = Path(tempfile.mkdtemp()), Clock()
     taking: list[Taking | None] = [
         Taking(folder, clock=clock, holders_clock=clock, still_s=5.0) for _ in range(4)

@@ -127,7 +127,8 @@ def made_run(
     lengths: Lengths | None = None,
 ) -> SeenRun:
     """A run whose operators took exactly what these constants say. idle: share of the time in which
-    each had no other beside it; sizes: of batches in decode steps that began nothing."""
+    each had no other beside it; sizes: of batches in decode steps that began nothing.
+    """
     rollouts, stretches = GROUP * prompts, list[ActivitySpan]()
     faster = 1 + (true.alone - 1) * idle if ranks * threads == 1 else 1.0
     in_turn = threads > 1 or idle == 1
@@ -282,7 +283,8 @@ def test_where_all_of_a_batch_begin_at_once_those_that_are_left_say_how_far_they
     None
 ):
     """In turn with its trainer, a batch of 256 whose lengths are even up to 200 has two left after
-    198 tokens."""
+    198 tokens.
+    """
     model, true = sized(2, 64), replace(TRUTH, generator=replace(TRUE, look_s=1.5e-9))
     run = made_run(
         model,
@@ -304,7 +306,8 @@ def test_where_all_of_a_batch_begin_at_once_those_that_are_left_say_how_far_they
 
 def test_seconds_of_a_process_that_shared_its_core_are_those_that_it_computed_in() -> None:
     """A scorer that computes half of the time beside the other two leaves them 5/6 of two cores: so
-    much longer their seconds are, and no constant is another one."""
+    much longer their seconds are, and no constant is another one.
+    """
     run = made_run(sized(2, 128), mean=30.0, batch=50.0, name="a")
     slower = 6 / 5
     stretches = {
@@ -402,7 +405,8 @@ def test_two_runs_of_which_one_is_synchronous_tell_what_others_take_with_one_thr
     None
 ):
     """Their models are smaller and larger than the others; a process alone and two threads are as
-    is assumed, about."""
+    is assumed, about.
+    """
     true = replace(TRUTH, alone=1.2, parallel={"generator": 0.7, "learner": 0.6})
     tiny, large = (
         made_run(
@@ -472,7 +476,8 @@ def test_processes_of_a_scorer_take_as_long_for_a_row_as_a_call_does_and_bound_a
     None
 ):
     """32 calls of 50 ms at once are 640 rows in a second; rows that came, and wait, are not
-    counted."""
+    counted.
+    """
     run = made_run(sized(2, 128), mean=8.0, batch=50.0, name="a", idle=0.4)
     pooled = ActivitySpan(
         seconds=10.0, busy_s=9.8, beside_s=9.6, steps=0, tokens=0, rows_in=4000, rows_out=6144

@@ -11,9 +11,14 @@ import pytest
 from made_models import made_model, wired
 
 from dataflow import Devices, Graph, GraphError, Model, main
-from dataflow.foresight.choice.candidates import Candidate, candidates, generators, splits
+from dataflow.foresight.choice.candidates import (
+    Candidate,
+    candidates,
+    deals_out,
+    generators,
+    splits,
+)
 from dataflow.foresight.choice.gains import Gain, changes, gains, staler, told
-from dataflow.foresight.choice.learners import deals_out
 from dataflow.foresight.choice.search import (
     ALIKE,
     LacksMemory,
@@ -24,9 +29,9 @@ from dataflow.foresight.choice.search import (
     reason,
 )
 from dataflow.foresight.choice.told import ways
+from dataflow.foresight.command import read_devices, read_prices
 from dataflow.foresight.foresee import BRIEF_STEPS, SIMULATED_STEPS, foresee
 from dataflow.foresight.simulation.clock import Clock, Processors
-from dataflow.foresight.spec import read_devices, read_prices
 from dataflow.foresight.workload import Workload
 from operators import Generator, Trainer
 from operators.losses import aipo
@@ -408,7 +413,8 @@ def test_of_ways_on_cores_that_are_as_good_the_one_with_the_fewest_processes_lea
     model: Model,
 ) -> None:
     """With a scorer that is slower than all else, more processes gain nothing, and get in each
-    other's way."""
+    other's way.
+    """
     made = choose(graph(model), Devices(cpus=2), workload=SHORT, steps=6).ways
     many, few = max(made, key=lambda way: way.processes), min(made, key=lambda way: way.processes)
     assert many.processes > few.processes

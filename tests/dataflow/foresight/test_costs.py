@@ -13,12 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import CATALOGUE, device_kind
+from dataflow.foresight.command import read_devices
 from dataflow.foresight.counts import Counts, counts
 from dataflow.foresight.generation import GeneratorReplica, generate, stragglers, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED
-from dataflow.foresight.spec import read_devices
 from dataflow.foresight.training import BACKWARD, Learners
 from transport.weights import LayoutMismatch
 from transport.weights.costs.decoder import NAMED, Decoder

@@ -13,10 +13,10 @@ from dataflow.foresight.calibration import read_constants
 from dataflow.foresight.choice.candidates import candidates
 from dataflow.foresight.choice.search import best_ways, choose
 from dataflow.foresight.choice.told import ways
+from dataflow.foresight.command import read_devices
 from dataflow.foresight.foresee import Foreseen, foresee
 from dataflow.foresight.kernel_tables import _read
 from dataflow.foresight.report import lines
-from dataflow.foresight.spec import read_devices
 from dataflow.foresight.staleness import mean_staleness
 from dataflow.foresight.workload import Workload, read_workload
 from operators import Generator, Logprobs, Prompts, Trainer, episode
@@ -343,7 +343,8 @@ def test_forms_of_which_no_cost_is_known_are_refused_and_fp8_takes_half_the_memo
 
 def test_adapters_take_a_product_less_and_little_memory(model: Model) -> None:
     """Weights that are not trained have no gradient: two products in place of three, but for what
-    is computed again."""
+    is computed again.
+    """
     room, sizes = read_devices("16xH100"), []
     for lora in (None, LoRA(rank=8), LoRA(rank=256)):
         made = graph(replace(model, lora=lora))

@@ -1,5 +1,6 @@
 """What a run on this machine's accelerators will take, as it begins: their names are those of known
-kinds."""
+kinds.
+"""
 
 import json
 from pathlib import Path
@@ -9,9 +10,8 @@ import pytest
 
 from dataflow import Devices, Graph, GraphError, Model, plan
 from dataflow.foresight.catalogue import CATALOGUE, kind_named
-from dataflow.foresight.command import foreseen_of_run
+from dataflow.foresight.command import foreseen_of_run, read_devices
 from dataflow.foresight.foresee import foresee
-from dataflow.foresight.spec import read_devices
 from dataflow.foresight.workload import read_workload
 from operators import Generator, Prompts, Trainer
 from operators.credit import advantage

@@ -1,5 +1,6 @@
 """Generator and trainer that take turns on the same devices, foreseen; and what would make a plan
-fit."""
+fit.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -12,9 +13,8 @@ from made_models import made_model, wired
 from dataflow import Devices, Graph, GraphError, LoRA, Model, main
 from dataflow.foresight.choice.search import choose
 from dataflow.foresight.choice.ways_out import FLAGS, plan_or_advise, ways_out
-from dataflow.foresight.command import told
+from dataflow.foresight.command import read_devices, told
 from dataflow.foresight.foresee import foresee
-from dataflow.foresight.spec import read_devices
 from dataflow.foresight.workload import Workload
 from dataflow.planning.model_size import measure_models
 from operators import Generator, Logprobs, Trainer

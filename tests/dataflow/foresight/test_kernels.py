@@ -1,5 +1,6 @@
 """Measured kernels of an optional package: between the shapes, beyond them, and what a step is made
-of."""
+of.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from made_tables import (
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import device_kind
 from dataflow.foresight.kernel_tables import Tables, folder
-from dataflow.foresight.kernels import SMALL_KERNEL_S, SMALL_KERNELS, Kernels
+from dataflow.foresight.steps import SMALL_KERNEL_S, SMALL_KERNELS, Kernels
 from transport.weights.costs.decoder import Decoder, Experts, Latent
 
 H100 = device_kind("H100")
@@ -41,7 +42,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def products(package: Path, version: str = "0.24.0", times: float = 1.0) -> None:
     """That take as long as they compute: a power of each axis, but for one shape that nobody
-    measured."""
+    measured.
+    """
     shapes = [(n, k, m) for n in (64, 256, 1024) for k in (64, 1024) for m in (1, 16, 256)]
     rows = [
         product(n, k, m, times * 1e-9 * n * k * m)

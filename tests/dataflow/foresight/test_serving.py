@@ -8,7 +8,7 @@ import pytest
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import CATALOGUE, device_kind
 from dataflow.foresight.counts import counts
-from dataflow.foresight.serving import MEASURED, ServerConstants, Serving, WeightFormat, step
+from dataflow.foresight.steps import MEASURED, ServerConstants, Serving, WeightFormat, step
 from transport.weights.costs.decoder import NAMED, Decoder, Experts
 
 H100, B200 = device_kind("H100"), device_kind("B200")

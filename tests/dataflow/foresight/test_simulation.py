@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dataflow.errors import GraphError
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.simulation.clock import Clock, Processors
+from dataflow.foresight.simulation.generator import carried_on
 from dataflow.foresight.simulation.scenario import (
     Failures,
     GeneratorCosts,
@@ -20,7 +21,6 @@ from dataflow.foresight.simulation.scenario import (
     coarse,
 )
 from dataflow.foresight.simulation.simulate import Simulated, counted_from, simulate
-from dataflow.foresight.simulation.stretch import carried_on
 
 
 def scenario(slots: int = 64, **changes: Any) -> Scenario:
@@ -221,14 +221,16 @@ def test_one_event_for_all_that_end_until_somebody_notices_is_as_one_for_each(
 
 def test_what_a_decode_step_waits_for_is_not_lost_where_it_is_stopped() -> None:
     """Eight prompts of 10 ms before 100 steps of 1 ms: the trainer's version comes in the middle of
-    them."""
+    them.
+    """
     costs = GeneratorCosts(step_s=np.full(65, 1e-3), prompt_s=0.01)
     assert simulate(scenario(generator=costs)).step_s == pytest.approx(0.18, rel=0.01)
 
 
 def test_whoever_is_given_up_at_once_makes_no_replica_work_twice() -> None:
     """Without seconds on the way, a group that is dropped lets the next one in while the replica
-    hands groups out."""
+    hands groups out.
+    """
     drops = {
         "scorers": {"filter": ScorerCosts(row_s=0.0, drops=0.3)},
         "lengths": Lengths.drawn(60, 300),
@@ -292,7 +294,8 @@ def test_a_clock_gives_each_of_three_on_two_cores_two_thirds() -> None:
 
 def test_a_rollout_in_turns_waits_for_its_world_between_them_and_has_no_slot_meanwhile() -> None:
     """64 rollouts of 100 tokens: in five turns a step waits four times for the world; with half the
-    slots the others are decoded meanwhile, and a step is longer by one turn alone."""
+    slots the others are decoded meanwhile, and a step is longer by one turn alone.
+    """
     alone = simulate(scenario(max_staleness=0, turns=5, world_s=0.5))
     assert alone.step_s == pytest.approx(0.1 + 4 * 0.5 + 0.05, rel=1e-6)
     assert alone.busy["generator"] == pytest.approx(0.1 / alone.step_s, rel=0.01)

@@ -1,5 +1,6 @@
 """LlamaRL's theorem, on what the search finds: asynchronous is never slower, and faster where
-shared memory binds."""
+shared memory binds.
+"""
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,8 @@ NUMBER = st.floats(0.1, 10)
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     """Per sample, a part that each pays and one that a micro-batch shares; state is larger than
-    weights."""
+    weights.
+    """
     train, shared, make, read = (draw(NUMBER) for _ in range(4))
     weights = draw(st.floats(1, 200))
     return Problem(
@@ -54,7 +56,8 @@ def test_it_is_faster_wherever_the_bound_that_both_share_binds(problem: Problem)
 
 def test_with_whole_copies_it_need_not_hold() -> None:
     """Two devices, and a trainer that takes nearly all of the time: one device less costs more than
-    memory gives."""
+    memory gives.
+    """
     problem = Problem(
         devices=2,
         memory_bytes=80,

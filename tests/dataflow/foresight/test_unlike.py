@@ -1,5 +1,6 @@
 """Devices of two kinds: which operator has how many of each, and how a trainer's ranks share its
-model out."""
+model out.
+"""
 
 import json
 from dataclasses import replace
@@ -11,15 +12,21 @@ from made_models import LLAMA_8B, made_model, wired
 
 from dataflow import Graph, GraphError, Model, main, plan
 from dataflow.foresight.catalogue import device_kind
-from dataflow.foresight.choice.candidates import Candidate, candidates, seats
+from dataflow.foresight.choice.candidates import (
+    Candidate,
+    LearnerStep,
+    best_learner,
+    candidates,
+    learners,
+    seats,
+)
 from dataflow.foresight.choice.gains import changes
-from dataflow.foresight.choice.learners import LearnerStep, best_learner, learners
 from dataflow.foresight.choice.search import choose, foreseen_of
+from dataflow.foresight.command import read_devices
 from dataflow.foresight.counts import counts_of
 from dataflow.foresight.foresee import foresee
 from dataflow.foresight.rates import ASSUMED
 from dataflow.foresight.sharding import exchanged_s, waits_s
-from dataflow.foresight.spec import read_devices
 from dataflow.foresight.training import Learners
 from dataflow.foresight.workload import Workload
 from operators import Generator, Trainer

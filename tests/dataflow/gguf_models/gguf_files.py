@@ -1,5 +1,6 @@
 """Small models as GGUF files, written from modules of transformers as llama.cpp's converter writes
-them."""
+them.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -96,7 +97,8 @@ def tiny_gguf(
     tensors: Mapping[str, np.ndarray | None] | None = None,
 ) -> Path:
     """Write one. kind: of matrices' numbers. said: further metadata; None for a key leaves it out.
-    tensors: others, or None to leave one out."""
+    tensors: others, or None to leave one out.
+    """
     module = tiny_module(family) if module is None else module
     words = tokens() if words is None else words
     pre = ("smollm" if family == "llama" else "qwen2") if pre == "" else pre

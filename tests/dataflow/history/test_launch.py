@@ -1,5 +1,6 @@
 """A program that another user's run folder names runs with this user's rights only if he says
-so."""
+so.
+"""
 
 import os
 import sys

@@ -1,5 +1,6 @@
 """Taking up a run: what is refused, what differs, how it is started again, and that nobody else has
-a hand in it."""
+a hand in it.
+"""
 
 import json
 import os

@@ -3,9 +3,9 @@
 import shlex
 from pathlib import Path
 
-from dataflow.display.closing import summary_lines
 from dataflow.display.formatting import ASCII
 from dataflow.display.screen import text_of
+from dataflow.display.views import summary_lines
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.resume import go_on_with
 from dataflow.history.summary import summarize

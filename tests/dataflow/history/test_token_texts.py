@@ -1,5 +1,6 @@
 """Token ids have texts as soon as a tokenizer is at hand: of a checkpoint, or of the model that the
-run began with."""
+run began with.
+"""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
 """Each law of verify: a good folder is clean, and the same folder with one thing changed is
-BROKEN."""
+BROKEN.
+"""
 
 import contextlib
 import json
@@ -28,7 +29,8 @@ DROPPED = {5: "stale", 6: "stale", 12: "failed"}  # in steps 2, 2 and 3
 
 def rollouts(groups: Iterable[int], trainer_version: int) -> pa.Table:
     """Whole groups, each 0 to BOUND versions behind the trainer, the last rollout of each
-    failed."""
+    failed.
+    """
     ids = np.repeat(np.array(list(groups), np.int64), GROUP_SIZE)
     position = np.tile(np.arange(GROUP_SIZE, dtype=np.int32), len(ids) // GROUP_SIZE)
     oldest = np.maximum(trainer_version - ids % (BOUND + 1), 0)

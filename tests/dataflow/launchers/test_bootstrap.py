@@ -10,8 +10,14 @@ import pytest
 from rigs.launchers.joining import JOIN
 
 from dataflow.errors import DeadlineError, GraphError, RunError
-from dataflow.launchers.bootstrap import SECRET, SECRET_FILE, BootstrapServer, ask, secret_keys
-from dataflow.launchers.torchrun import LaunchRanks
+from dataflow.launchers.torchrun import (
+    SECRET,
+    SECRET_FILE,
+    BootstrapServer,
+    LaunchRanks,
+    ask,
+    secret_keys,
+)
 from dataflow.system.security import RunKeys
 
 ONE, OTHER = (secret_keys({SECRET: letter * 32}) for letter in "ab")

@@ -1,5 +1,6 @@
 """`dataflow launch`: scripts that begin a run and go on with it, and what is refused before
-anything is submitted."""
+anything is submitted.
+"""
 
 import subprocess
 import sys

@@ -1,5 +1,6 @@
 """What Kubernetes is given: objects that its published schemas take, and a restart that goes on
-with the run."""
+with the run.
+"""
 
 import subprocess
 from pathlib import Path
@@ -99,7 +100,8 @@ def test_a_pod_that_is_started_again_goes_on_with_the_run(
     tmp_path: Path, begun: bool, rank: str
 ) -> None:
     """The script is run with a python that says what it is asked; only the first pod has the
-    scheduler."""
+    scheduler.
+    """
     runs, python = tmp_path / "runs", tmp_path / "python"
     python.write_text('#!/bin/sh\nfor each; do echo "$each"; done\n')
     python.chmod(0o755)

@@ -12,9 +12,7 @@ from rigs.launchers.joining import JOIN
 from dataflow.errors import GraphError, RunError
 from dataflow.launchers.launcher import Launcher
 from dataflow.launchers.local import local
-from dataflow.launchers.named import LAUNCHERS, launcher_named
-from dataflow.launchers.ray_launcher import OnRay, ray
-from dataflow.launchers.slurm import Slurm
+from dataflow.launchers.named import LAUNCHERS, OnRay, Slurm, launcher_named, ray
 from dataflow.launchers.torchrun import Torchrun
 
 RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -120,7 +118,7 @@ def test_the_step_of_a_slurm_job_may_end_by_itself_before_it_is_ended(
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("dataflow.launchers.slurm._STOP_S", 5.0 if ends else 0.2)
+    monkeypatch.setattr("dataflow.launchers.named._STOP_S", 5.0 if ends else 0.2)
     found = Slurm()
     vars(found)["_names"] = ["n1"]
     found.start(JOIN)

@@ -1,5 +1,6 @@
 """Hosts that do not see the scheduler's folder: what is refused, what is told, what a resume
-needs."""
+needs.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,8 @@ from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.questions import ListPlaces
 from dataflow.folder.ledger.upkeep import SetPlace
 from dataflow.folder.run_folder import RunFolder
-from dataflow.launchers import own_folders
-from dataflow.launchers.own_folders import check_own_folders, have_checkpoints, told_of
+from dataflow.launchers import hosted_run
+from dataflow.launchers.hosted_run import check_own_folders, have_checkpoints, told_of
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.plan import Plan
 from dataflow.run import make_plan
@@ -137,7 +138,7 @@ def test_a_newer_copy_at_the_address_comes_home_and_counts(
             (place / "model").touch()
         return 8
 
-    monkeypatch.setattr(own_folders, bring_checkpoint.__name__, bring)
+    monkeypatch.setattr(hosted_run, bring_checkpoint.__name__, bring)
     told: list[str] = []
     have_checkpoints(fake_graph(), folder, ["b"], copies, told.append)
     assert told[-1].endswith("the run goes on from step 8")

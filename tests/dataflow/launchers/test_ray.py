@@ -1,5 +1,6 @@
 """A run on a real Ray cluster of three nodes on loopback; what it asks for, what it leaves, and
-what cannot be had."""
+what cannot be had.
+"""
 
 import json
 import os
@@ -18,7 +19,7 @@ from rigs.launchers.ray_cluster import ENVIRONMENT, RayCluster, ray_cluster
 
 from dataflow.errors import RunError
 from dataflow.history.verify import verify
-from dataflow.launchers.ray_launcher import OnRay, ray
+from dataflow.launchers.named import OnRay, ray
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
@@ -43,7 +44,8 @@ def environment(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> dict[st
 
 def ran(folder: Path, steps: int) -> None:
     """A run has come to its end, with an agent on each of three nodes; nobody has its keys any
-    more."""
+    more.
+    """
     latest = folder / "latest"
     assert json.loads((latest / "metrics.jsonl").read_text().splitlines()[-1])["step"] == steps
     assert verify(latest).clean
@@ -124,7 +126,8 @@ def test_an_agent_that_cannot_join_is_told_with_its_own_words(
     environment: dict[str, str], cluster: RayCluster, outside: bool
 ) -> None:
     """The run folder of JOIN can be nowhere; the driver is a part of the cluster, or a client of
-    it."""
+    it.
+    """
     launcher = ray(cluster.client if outside else "auto", hosts=1, wait_s=90.0)
     assert launcher.listen == "127.0.0.1"
     said = first_said(launcher)

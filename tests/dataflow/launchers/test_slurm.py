@@ -1,5 +1,6 @@
 """A run on a real Slurm cluster of three nodes on loopback: submitted, put back in its midst,
-resumed, and ended."""
+resumed, and ended.
+"""
 
 import json
 import os

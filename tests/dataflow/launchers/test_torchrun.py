@@ -1,5 +1,6 @@
 """One command, started once per host with RANK and WORLD_SIZE: one run, on two addresses of
-loopback."""
+loopback.
+"""
 
 import json
 import os
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.slow
 
 def test_each_rank_runs_the_same_command_and_all_are_one_run(tmp_path: Path) -> None:
     """Two on each of two hosts: of those that do not lead, one becomes the agent of its host, and
-    others end."""
+    others end.
+    """
     with socket.socket() as trial:
         trial.bind(("127.0.0.1", 0))
         port = trial.getsockname()[1] - 1

@@ -30,7 +30,8 @@ def test_the_wheel_holds_every_file_of_its_packages(built: Path) -> None:
 @pytest.mark.timeout(600)
 def test_the_demo_runs_from_the_wheel_alone(built: Path, tmp_path: Path) -> None:
     """With what the wheel declares and no more, from a folder that is no clone, and with its
-    kernels."""
+    kernels.
+    """
     python = wheel.environment(tmp_path / "environment", built)
     alone = {
         name: value

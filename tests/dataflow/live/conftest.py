@@ -18,7 +18,7 @@ from dataflow.errors import RunError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
-from dataflow.live.answers import PageAnswers
+from dataflow.live.command import PageAnswers
 from dataflow.live.server import ClientLimits, PageServer
 from dataflow.live.steering import Controls, Steering
 
@@ -107,7 +107,8 @@ class Served:
         self, request: Any, headers: Mapping[str, str] | None = None
     ) -> tuple[int, dict[str, Any]]:
         """Send a request as the page does; status and answer. request: JSON, or bytes as they
-        are."""
+        are.
+        """
         sent = {
             "Content-Type": "application/json",
             "Origin": f"http://127.0.0.1:{self.port}",

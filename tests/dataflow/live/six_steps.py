@@ -19,7 +19,8 @@ EVIL = (
 
 def rollouts(step: int, mask: Sequence[bool] = (False, True, True, True)) -> pa.Table:
     """Two groups of three; the texts of the last step mean harm. mask: of each rollout's four
-    tokens."""
+    tokens.
+    """
     ids = np.repeat(np.arange((step - 1) * GROUPS, step * GROUPS), SIZE)
     position = np.tile(np.arange(SIZE, dtype=np.int32), GROUPS)
     count = len(ids)

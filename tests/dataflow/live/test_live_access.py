@@ -1,5 +1,6 @@
 """The page for everybody: by keyboard alone, by name, with contrast, and at rest for whom that is
-better."""
+better.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

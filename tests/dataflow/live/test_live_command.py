@@ -10,7 +10,7 @@ import pytest
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.live import command
-from dataflow.live.answers import MOST_RUNS
+from dataflow.live.command import MOST_RUNS
 from dataflow.live.server import PageServer, Response
 from dataflow.system.files import RunFolderError
 

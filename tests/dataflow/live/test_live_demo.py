@@ -1,5 +1,6 @@
 """The demo with its page open in a browser: what goes on is seen, and the page changes it and stops
-it."""
+it.
+"""
 
 import json
 import os

@@ -1,5 +1,6 @@
 """A folder whose every text means harm, and a server that goes away: what a browser makes of
-both."""
+both.
+"""
 
 import json
 import shutil

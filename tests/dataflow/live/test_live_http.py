@@ -1,5 +1,6 @@
 """The page's server from outside: what it says, to whom, how long it waits, and that it leaves a
-run's folder alone."""
+run's folder alone.
+"""
 
 import asyncio
 import contextlib
@@ -196,7 +197,8 @@ def test_slow_and_stuck_clients_hold_up_nobody_and_are_let_go(
 @pytest.mark.parametrize("turns", range(6))
 def test_a_client_that_was_just_accepted_is_let_go_with_the_server(turns: int) -> None:
     """Its socket stayed open where it was cancelled before it was served, or the loop ended before
-    it was closed."""
+    it was closed.
+    """
     loop, server = asyncio.new_event_loop(), PageServer(lambda address: Response(body=b""), "token")
 
     async def visit() -> socket.socket:

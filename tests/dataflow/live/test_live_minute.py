@@ -12,7 +12,7 @@ from dataflow.folder.faults import FILE
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.recent import BESIDE_WORK, MINUTE, WORK, RecentSpans
 from dataflow.folder.run_folder import RunFolder
-from dataflow.live.last_minute import last_minute
+from dataflow.live.command import last_minute
 
 WALL = 1.7e9
 

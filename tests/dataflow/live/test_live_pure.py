@@ -4,10 +4,9 @@ import pytest
 
 from dataflow.doctor.facts import EdgeFacts
 from dataflow.live.edges import data_edges, exchanges
-from dataflow.live.guard import NotAdmitted, PageRequest, admit
 from dataflow.live.looks import shares, whole
 from dataflow.live.picture import name_edges, shapes
-from dataflow.live.server import parse
+from dataflow.live.server import NotAdmitted, PageRequest, admit, parse
 
 
 def asked(target: str = "/key/api/now?run=0", method: str = "GET", **headers: str) -> PageRequest:

@@ -1,5 +1,6 @@
 """What is read of a run folder for the page: series, marks, how the run stands; each within a
-bound."""
+bound.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,7 @@ from dataflow.errors import DeadlineError, RunError
 from dataflow.folder.faults import FILE
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
-from dataflow.live.answers import PageAnswers
+from dataflow.live.command import PageAnswers
 from dataflow.live.looks import Looks
 from dataflow.live.marks import Marks
 from dataflow.live.series import MOST_SERIES, Metrics
@@ -90,13 +91,13 @@ def test_a_table_of_rollouts_is_kept_for_fifty_times_what_it_took_and_for_ten_se
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, worked, took = [100.0], [0.0], [0.1]
-    monkeypatch.setattr("dataflow.live.answers.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dataflow.live.command.time.monotonic", lambda: now[0])
 
     def process_time() -> float:
         worked[0] += took[0]
         return worked[0]
 
-    monkeypatch.setattr("dataflow.live.answers.time.process_time", process_time)
+    monkeypatch.setattr("dataflow.live.command.time.process_time", process_time)
     answers = PageAnswers([folder], lambda where, patience_s: {})
 
     def is_kept(seconds: float, question: str = "rollouts") -> bool:

@@ -1,5 +1,6 @@
 """How weights travel is chosen from where two ranks sit, shown in the plan, and refused where it
-cannot be."""
+cannot be.
+"""
 
 import dataclasses
 import itertools

@@ -1,5 +1,6 @@
 """What operators that read trained weights are told of the graph around them, and what their edges
-hold."""
+hold.
+"""
 
 from dataflow import Devices, Graph, Model, join, plan
 from dataflow.planning.plan import bounds_of
@@ -13,7 +14,8 @@ POLICY, CRITIC = Model("policy"), Model("critic", head="value")
 
 def graph(prompts_per_step: int = 512) -> Graph:
     """Generation runs up to 3 versions ahead; values are of the newest critic, proximal
-    log-probabilities one older."""
+    log-probabilities one older.
+    """
     g = Graph("test")
     generator = FakeGenerator(model=POLICY, group_size=8)
     rollouts = generator(g.source(FakePrompts(size=None)))

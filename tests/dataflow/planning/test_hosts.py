@@ -1,5 +1,6 @@
 """Hosts as values: their checks, what they have together, and the inputs and the digest of a plan
-on every host."""
+on every host.
+"""
 
 import json
 import os

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dataflow.model import LoRA, Model
-from dataflow.planning.activations import Passes
+from dataflow.planning.memory_need import Passes
 from dataflow.planning.model_size import ModelSize, measured
 from operators.models import adapters
 from operators.training.learner import policy

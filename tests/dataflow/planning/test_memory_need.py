@@ -12,9 +12,8 @@ import pytest
 from dataflow import Graph, GraphError, Model
 from dataflow.model import LoRA
 from dataflow.model_files import start_fault
-from dataflow.planning.activations import Passes
 from dataflow.planning.hosts import Devices
-from dataflow.planning.memory_need import check_fit, need_of
+from dataflow.planning.memory_need import Passes, check_fit, need_of
 from dataflow.planning.model_size import ModelSize, measure_models, measured
 from dataflow.planning.placement import Need
 from dataflow.planning.plan import Plan, plan
@@ -110,7 +109,8 @@ def test_a_trainer_needs_what_it_took_on_an_h200(
     tmp_path: Path, knobs: dict[str, bool], gib: float
 ) -> None:
     """Peak memory in docs/figures.md: Qwen3-1.7B, four rollouts of 2,048 tokens in one
-    micro-batch."""
+    micro-batch.
+    """
     policy = tmp_path / "qwen3-1.7b"
     policy.mkdir()
     (policy / "config.json").write_text(

@@ -1,5 +1,6 @@
 """The plan says which readers of a host share one way of their weights over the network, and who
-takes them in."""
+takes them in.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -110,7 +111,8 @@ def test_ranks_of_one_reader_share_where_they_need_the_same_pieces(
     ranks: int, nbytes: int | None, pays: bool
 ) -> None:
     """Layers alone they share out, and each takes its own; embeddings and head each of them needs
-    whole."""
+    whole.
+    """
     one = path("reference", 0, "b", ranks=ranks, nbytes=nbytes)
     assert takers([one]) == {"reference-0": "reference-0" if pays else ""}
     if pays:
@@ -122,7 +124,8 @@ def test_ranks_of_one_reader_share_where_they_need_the_same_pieces(
 
 def test_what_differs_is_not_shared() -> None:
     """Another trainer, other versions, another host; a reader that a GPU's memory is reached by
-    nccl."""
+    nccl.
+    """
     assert set(takers([path("generator", 0, "b"), path("generator", 1, "c")]).values()) == {""}
     assert set(
         takers(

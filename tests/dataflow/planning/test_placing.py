@@ -1,5 +1,6 @@
 """Where replicas sit in a run over hosts: ranks together, no host overloaded, light workers beside
-their neighbours."""
+their neighbours.
+"""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,5 +1,6 @@
 """Where a worker goes whose host is lost: ranks together, no accelerator twice, the same for the
-same table."""
+same table.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -81,7 +82,8 @@ def seated(made: Plan) -> list[Sitting]:
 
 def moved(made: Plan, devices: Devices, alive: set[str], now: Sequence[Sitting]) -> list[Sitting]:
     """Everybody in a place on hosts that live, as far as there is room; the others stay where they
-    were."""
+    were.
+    """
     now = list(now)
     for at, each in enumerate(now):
         if each.host not in alive:

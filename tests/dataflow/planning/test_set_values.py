@@ -1,5 +1,6 @@
 """Other values for the knobs of a graph: which may change, of what kind, and what goes along with
-them."""
+them.
+"""
 
 from functools import partial
 from typing import Any

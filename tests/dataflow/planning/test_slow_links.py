@@ -1,5 +1,6 @@
 """The plan says where weights travel as deltas: over links that are known to be slow, and never
-within a machine."""
+within a machine.
+"""
 
 import dataclasses
 

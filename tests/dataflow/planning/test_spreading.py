@@ -1,5 +1,6 @@
 """Which hosts the ranks of a trainer are spread over, and where they go when one of them is lost:
-pure functions."""
+pure functions.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,8 @@ from rigs.spreading import POLICY, build
 from dataflow import Devices, GraphError, Plan, plan
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
+from dataflow.planning.placing import divisions
 from dataflow.planning.rehost import rehost, rehost_ranks
-from dataflow.planning.spreading import divisions
 from dataflow.testing import FakeTrainer
 
 

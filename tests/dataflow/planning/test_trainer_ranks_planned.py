@@ -1,5 +1,6 @@
 """How a trainer of several ranks is planned: its threads and memory, how its shards travel, and
-what is refused."""
+what is refused.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ CPUS, GPUS = Devices(cpus=8), Devices(cpus=8, gpus=8)
 @dataclass(frozen=True, eq=False)
 class Sharing(FakeTrainer):
     """A trainer whose layers may be shared out, and which may hold several replicas of its
-    model."""
+    model.
+    """
 
     tensor_parallel: int = 1
     dp_replicate: int = 1

@@ -64,7 +64,8 @@ def test_a_replica_gets_no_more_prompts_than_may_be_in_flight_and_eight_share_a_
 @pytest.mark.parametrize("step", [8, 600])
 def test_every_edge_holds_what_the_longest_step_needs_where_most_is_dropped(step: int) -> None:
     """A step's worth that waits to be trained, one that was dropped and is not recorded, and then
-    some."""
+    some.
+    """
     graph, model = Graph("test"), Model("policy")
     generator = FakeGenerator(model=model, group_size=8)
     rows = generator(graph.source(FakePrompts(size=None)))

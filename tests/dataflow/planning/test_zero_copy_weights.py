@@ -1,5 +1,6 @@
 """Which trainers send versions from their weights themselves, and which from copies: planned, told,
-refused."""
+refused.
+"""
 
 import dataclasses
 from dataclasses import dataclass

@@ -1,5 +1,6 @@
 """Groups start in order, within the staleness bound, when they fit; sources without a bound go
-first."""
+first.
+"""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,6 @@
 """`dataflow export`: all rows, or none; a folder that `datasets` reads; pairs of the best and the
-worst."""
+worst.
+"""
 
 import errno
 import os
@@ -18,9 +19,8 @@ from runs_made import GROUP, PROMPTS, STEPS
 from dataflow import Run, cli
 from dataflow.errors import RunError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.runs import shards
-from dataflow.runs.export import export
-from dataflow.runs.pairs import Pairing, chosen_and_rejected
+from dataflow.runs import commands
+from dataflow.runs.commands import Pairing, chosen_and_rejected, export
 from dataflow.system.files import RunFolderError
 
 
@@ -44,7 +44,7 @@ def test_every_row_comes_out_as_it_is(
 def test_large_runs_go_out_in_bounded_pieces(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "GROUP_BYTES", 2_000)
+    monkeypatch.setattr(commands, "GROUP_BYTES", 2_000)
     held: list[int] = []
     write = pq.ParquetWriter.write_table
     monkeypatch.setattr(
@@ -52,7 +52,7 @@ def test_large_runs_go_out_in_bounded_pieces(
         "write_table",
         lambda self, table: (held.append(table.nbytes), write(self, table))[1],
     )
-    shard = shards.ExportShards(
+    shard = commands.ExportShards(
         tmp_path / "small", "trained", Run(made).rollouts().schema, shard_bytes=20_000
     )
     shard.write(Run(made).rollout_batches())
@@ -197,9 +197,9 @@ def test_a_kill_leaves_no_half_written_dataset(made: Path, tmp_path: Path) -> No
     """Killed at moments all over the export; what is at its place is whole or not there."""
     out = tmp_path / "data"
     program = (
-        "import sys, time; from pathlib import Path; from dataflow.runs import shards, export;from"
-        " dataflow.folder.run_folder import RunFolder; shards.GROUP_BYTES = 1000;flush ="
-        " shards.ExportShards._flush;shards.ExportShards._flush = lambda self: (flush(self),"
+        "import sys, time; from pathlib import Path; from dataflow.runs import commands, export;from"
+        " dataflow.folder.run_folder import RunFolder; commands.GROUP_BYTES = 1000;flush ="
+        " commands.ExportShards._flush;commands.ExportShards._flush = lambda self: (flush(self),"
         " print(flush=True), time.sleep(0.02))[0];export.export(RunFolder.open(sys.argv[1]), 'hf',"
         " Path(sys.argv[2]))"
     )

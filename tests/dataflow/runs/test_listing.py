@@ -1,5 +1,6 @@
 """`dataflow list`: what it says of runs in any state, and of what is no run; it touches none of
-them."""
+them.
+"""
 
 import fcntl
 import json

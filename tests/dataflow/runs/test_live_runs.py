@@ -1,5 +1,6 @@
 """A run under way, in another process: looked at, exported and reported while it goes on, then
-killed."""
+killed.
+"""
 
 import subprocess
 import sys

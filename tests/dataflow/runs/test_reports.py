@@ -26,7 +26,8 @@ VOID = {"meta", "link", "img", "br", "hr", "input", "base"}
 
 class Page(HTMLParser):
     """What a browser would see: elements with their attributes, the text, and whether all that
-    opens is closed."""
+    opens is closed.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)

@@ -13,8 +13,7 @@ from dataflow import Run
 from dataflow.errors import RunError
 from dataflow.folder.finished import SealedWriter
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.rollout_files import write_arrow
-from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_folder import RunFolder, write_arrow
 from dataflow.runs.tables import rollout_batches, rollout_schema, series, table_of
 from dataflow.runs.which import Part, parts_of
 from dataflow.system.files import RunFolderError

@@ -1,5 +1,6 @@
 """Who hears that a worker listens elsewhere: those who send to it, and those who read the weights
-of its trainers."""
+of its trainers.
+"""
 
 import json
 

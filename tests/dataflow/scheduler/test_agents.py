@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dataflow.agent.agent import SchedulerSocket
 from dataflow.agent.digest import versions
 from dataflow.agent.forkserver_messages import Alive, End, Handed, Notice, SendSignal, Spawn, Stay
 from dataflow.agent.messages import (
@@ -28,7 +29,6 @@ from dataflow.agent.messages import (
     Refused,
 )
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
-from dataflow.agent.scheduler_socket import SchedulerSocket
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.host_agent import HostAgent, Questions
@@ -373,7 +373,8 @@ def test_an_answer_from_before_a_process_was_asked_for_says_nothing_and_another_
     agents: Agents,
 ) -> None:
     """Simulation, seed 14733: a host that was given up was taken for empty, and its workers started
-    beside themselves. And a process that was not lost was started twice."""
+    beside themselves. And a process that was not lost was started twice.
+    """
     with begun(agents, "h1") as (agent,):
         agent.say(agent.join)
         until(agents, lambda: agent.heard(HandOver))

@@ -1,5 +1,6 @@
 """What the scheduler does when workers die, hang or fail: a server plays the workers, the clock is
-moved by hand."""
+moved by hand.
+"""
 
 import json
 import signal

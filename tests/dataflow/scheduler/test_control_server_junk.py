@@ -1,5 +1,6 @@
 """Junk at the sockets of the control plane: dropped, told of once, and the next message is
-heard."""
+heard.
+"""
 
 import logging
 import tempfile
@@ -36,7 +37,8 @@ HELLO = Hello(attempt=0, pid=7, addresses={})
 
 def junk(seed: int, count: int) -> Iterator[list[bytes]]:
     """Messages that are none: noise, cut messages, messages that lack something, several frames,
-    none."""
+    none.
+    """
     rng = np.random.default_rng(seed)
     whole = [TO_SCHEDULER.encode(one) for one in (HEARTBEAT, HELLO)]
     (protocol, _, beat), (_, _, hello) = map(msgpack.unpackb, whole)
@@ -202,7 +204,8 @@ def test_no_identity_is_taken_for_another_or_ends_the_scheduler(
     server: ControlServer, dealer: Callable[..., "zmq.Socket[bytes]"]
 ) -> None:
     """Whoever is at the workers' socket is answered there, if at all, under the very name that he
-    has."""
+    has.
+    """
     rng = np.random.default_rng(4)
     names = IDENTITIES + [b"?" + rng.bytes(int(rng.integers(1, 40))) for _ in range(40)]
     client = dealer(server.requests, b"ab")

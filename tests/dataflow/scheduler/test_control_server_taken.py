@@ -1,5 +1,6 @@
 """What a scheduler says that has taken over reaches its workers, whenever they find it: real
-sockets, a played forkserver."""
+sockets, a played forkserver.
+"""
 
 import json
 import socket

@@ -1,5 +1,6 @@
 """A scheduler that takes another's place: whoever is at work stays, all others are started again or
-are done."""
+are done.
+"""
 
 import json
 import signal
@@ -40,7 +41,8 @@ def successor(
     change: Callable[[dict[str, dict[str, Any]]], None] = lambda handed: None,
 ) -> Scheduler:
     """Takes over from a run that is played; change: what has become of its workers meanwhile, by
-    name."""
+    name.
+    """
     server = PlayedServer()
     handed = {
         name: {

@@ -1,5 +1,6 @@
 """Hosts that are lost, come back and join, told as plain values: who falls, where it starts again,
-what counts."""
+what counts.
+"""
 
 import dataclasses
 import json
@@ -284,7 +285,8 @@ def test_the_next_scheduler_meets_the_workers_of_a_host_when_its_agent_joins_and
 
 def test_a_wish_that_came_before_any_host_was_met_is_fulfilled_when_they_are() -> None:
     """Simulation, seed 19622: nobody fell, so that nobody became ready again, and the wish waited
-    for ever."""
+    for ever.
+    """
     left = json.loads(to_json(Run((A, B, C)).table.to_plain()))
     run = Run((A, B, C))
     run.table.take_up(left)

@@ -1,5 +1,6 @@
 """Workers that are killed before all were ready once, at every moment: the run begins as it would
-have, wired to those that are there."""
+have, wired to those that are there.
+"""
 
 from random import Random
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dataflow import Graph, Model
-from dataflow.display.closing import plain_line
+from dataflow.display.views import plain_line
 from dataflow.folder.run_folder import RunFolder
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
@@ -180,7 +180,8 @@ def test_a_node_is_busy_as_its_replicas_are_on_the_mean_however_many_there_were(
     scene: Scene,
 ) -> None:
     """Three at work all the time for two seconds, then one for another two: busy for four seconds,
-    not for eight."""
+    not for eight.
+    """
     everyone = {f"generator_{number}": beat("live", 0, 0.0) for number in range(3)}
     scene.note(0.0, **everyone)
     scene.note(2.0, **{name: beat("live", 0, 2.0) for name in everyone})

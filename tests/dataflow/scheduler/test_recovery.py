@@ -1,5 +1,6 @@
 """When a worker is started again and when the run gives up, told as plain values under a clock
-moved by hand."""
+moved by hand.
+"""
 
 from typing import Any
 

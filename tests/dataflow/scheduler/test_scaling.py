@@ -1,5 +1,6 @@
 """Who joins and leaves, told as plain values: by hand, and in a small world where everything comes
-in any order."""
+in any order.
+"""
 
 import dataclasses
 import json
@@ -514,7 +515,8 @@ class World:
 
     def crash(self, process: Process) -> None:
         """It dies, and that is noticed; what it was sent and has not passed on is sent to it
-        again."""
+        again.
+        """
         if self.played.leaves(process.name):
             process.gone = True
             self.execute(self.played.exited(process.name))
@@ -628,7 +630,8 @@ class World:
 
     def succeed(self) -> None:
         """The scheduler dies, some of what was on its way is lost; another takes over, and ends who
-        was not ready."""
+        was not ready.
+        """
         left = json.loads(to_json(self.played.table.to_plain()))
         self.played = Played(*planned())
         self.played.table.take_up(left)

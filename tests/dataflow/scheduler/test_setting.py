@@ -1,5 +1,6 @@
 """Knobs of a live run that are set, and checkpoints that are asked for: a server plays workers, the
-clock is moved."""
+clock is moved.
+"""
 
 import json
 import re
@@ -16,6 +17,7 @@ from dataflow.folder.knob_changes import KnobChange
 from dataflow.folder.swaps import Swap
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
+from dataflow.scheduler.control import BOUNDARY_S, WRITTEN_S
 from dataflow.scheduler.requests import (
     CheckpointKept,
     KeepCheckpoint,
@@ -25,8 +27,6 @@ from dataflow.scheduler.requests import (
     SetKnobs,
     Swapped,
 )
-from dataflow.scheduler.swaps.checkpoint_requests import WRITTEN_S
-from dataflow.scheduler.swaps.knob_requests import BOUNDARY_S
 from dataflow.worker.changed_knobs import ChangedGraph
 from dataflow.worker.messages import ChangeKnobs, Heartbeat, NodeCommand, NodeReport
 

@@ -1,5 +1,6 @@
 """A worker whose ranks are on several hosts, told as plain values: its life and theirs, and a host
-that is lost."""
+that is lost.
+"""
 
 import json
 import signal
@@ -30,7 +31,8 @@ LIMITS = Limits(hang_s=10.0, host_s=60.0, patience=Patience(first_s=0.0, of_one=
 
 class Run:
     """Three hosts of two accelerators; the trainer has those of `a` and `b`, and there is a spare
-    host."""
+    host.
+    """
 
     def __init__(self, hosts: str = "abcd") -> None:
         graph, self.now = build(), 100.0

@@ -1,5 +1,6 @@
 """Workers that a signal has stopped are let go on after a while, and the book of faults tells of
-it."""
+it.
+"""
 
 import signal
 from pathlib import Path

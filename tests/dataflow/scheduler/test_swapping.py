@@ -1,5 +1,6 @@
 """One scorer in the place of another in a live run: a server plays workers and trials, the clock is
-moved by hand."""
+moved by hand.
+"""
 
 import dataclasses
 import json

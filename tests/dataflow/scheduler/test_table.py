@@ -10,9 +10,8 @@ from small_table import small_table
 from dataflow.folder.faults import FILE, Faults, describe_faults, read_faults, restarts
 from dataflow.limits import Limits
 from dataflow.scheduler import lifecycle
-from dataflow.scheduler.heartbeats import together
 from dataflow.scheduler.recovery import overdue
-from dataflow.scheduler.table import Failure, Life, Membership, Table, WorkerRecord
+from dataflow.scheduler.table import Failure, Life, Membership, Table, WorkerRecord, together
 from dataflow.system.files import to_json
 from dataflow.worker.messages import Heartbeat, NodeReport, Start
 

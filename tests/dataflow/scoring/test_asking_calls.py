@@ -1,5 +1,6 @@
 """Laws of calls that ask: what they hear is an answer to their own question, and their owner's time
-is not theirs."""
+is not theirs.
+"""
 
 import asyncio
 import contextlib
@@ -81,7 +82,8 @@ def conversed(
     made: Pool, words: list[str], answer: Callable[[Asked], bytes | None]
 ) -> dict[str, bytes | str]:
     """By word, what its call gave, or why it failed. answer: what is said to a question; None:
-    nothing."""
+    nothing.
+    """
     jobs = {made.submit(1, lambda start, stop, word=word: word.encode()): word for word in words}
     got: dict[str, bytes | str] = {}
     deadline = time.monotonic() + 30
@@ -138,7 +140,8 @@ def test_a_call_that_fails_after_an_answer_fails_alone(word: str, failure: str) 
 
 def test_calls_of_a_process_that_died_ask_again_from_their_first_question() -> None:
     """The one to blame is found, and the others go on; none hears an answer to a question of its
-    earlier life."""
+    earlier life.
+    """
     asked: dict[int, list[int]] = {}
 
     def answer(question: Asked) -> bytes:
@@ -205,7 +208,8 @@ def test_calls_under_way_give_back_what_they_hold_when_their_pool_closes(tmp_pat
 
 def test_no_call_waits_in_a_process_behind_others_that_may_wait_for_it() -> None:
     """All that may be made at once have asked before any is answered, though one process was
-    quicker before."""
+    quicker before.
+    """
     with pool(timeout_s=60.0, processes=2, concurrency=2) as made:
         for _ in range(4):
             conversed(made, ["quick"], lambda asked: None)

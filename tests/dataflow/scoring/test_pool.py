@@ -269,7 +269,8 @@ def test_a_server_killed_from_outside_costs_no_call() -> None:
 
 def test_an_end_of_a_process_that_nobody_has_said_started_is_told_by_the_server() -> None:
     """A server that is killed closes the ends that it had not handed to a process, one after the
-    other."""
+    other.
+    """
     with pool("processes", timeout_s=20.0) as made:
         while len(made.pids) < 3:
             made.poll()

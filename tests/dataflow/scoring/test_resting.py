@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from dataflow.scoring.at_work import _Asking
 from dataflow.scoring.calls import CallAsks
+from dataflow.scoring.server import _Asking
 
 
 def test_a_task_that_outlives_its_call_leaves_the_next_one_alone() -> None:

@@ -1,5 +1,6 @@
 """Channels: messages arrive whole and in order, files with them, and the end of a peer is
-noticed."""
+noticed.
+"""
 
 import os
 import socket

@@ -1,5 +1,6 @@
 """What `import dataflow` finds: streams that are closed, and files of the user's that hide its
-packages."""
+packages.
+"""
 
 import importlib.util
 import json
@@ -83,7 +84,8 @@ def test_a_users_folder_that_hides_a_package_is_named_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where this project is installed in place, a folder without a module of its own comes first,
-    too."""
+    too.
+    """
     found = SimpleNamespace(origin=None, submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     assert stranger("operators") == tmp_path

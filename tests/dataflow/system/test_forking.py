@@ -1,5 +1,6 @@
 """A child finalises nothing that it inherits, and computes on several threads, whatever its parent
-has done."""
+has done.
+"""
 
 import gc
 import os

@@ -1,5 +1,6 @@
 """Ctrl-C, SIGTERM and SIGHUP: asked once, insisted upon, passed over; and what they mean before
-anybody has said."""
+anybody has said.
+"""
 
 import os
 import signal

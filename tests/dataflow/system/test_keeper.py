@@ -1,5 +1,6 @@
 """A keeper ends a program with all that it has started; SIGTERM asks for it in a session of its own
-alone."""
+alone.
+"""
 
 import os
 import signal

@@ -1,5 +1,6 @@
 """Trackers that do what trackers do: hang, raise, die, print without end, find no room; and one
-that takes lines."""
+that takes lines.
+"""
 
 import errno
 import os
@@ -214,7 +215,8 @@ class Held(Steps):
 @dataclass(kw_only=True)
 class Bulky(Tracker):
     """Writes 16 KiB for each line into a file of its own; what is in it beyond what was kept is cut
-    off."""
+    off.
+    """
 
     path: str = ""
     """Empty: what the environment says."""

@@ -1,5 +1,6 @@
 """A disk of its own for a process, which it may fill: a small file system in memory that no other
-process sees."""
+process sees.
+"""
 
 import ctypes
 import errno
@@ -19,7 +20,8 @@ class Disk:
 
     def __init__(self, path: Path, size: int) -> None:
         """Mount it there; ends the process with `REFUSED` where that is not allowed. size:
-        bytes."""
+        bytes.
+        """
         self.path, self._ballast = path, path / "ballast"
         path.mkdir(parents=True, exist_ok=True)
         libc = ctypes.CDLL(None, use_errno=True)

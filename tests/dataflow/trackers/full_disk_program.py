@@ -1,7 +1,8 @@
 """A run whose tracker's disk runs full: python full_disk_program.py KIND TRACKER FOLDER POLICY.
 
 KIND: `for_a_while`: there is room again in the midst of the run; `to_the_end`: only when that is
-over."""
+over.
+"""
 
 import os
 import sys

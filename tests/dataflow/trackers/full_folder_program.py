@@ -2,7 +2,8 @@
 
 KIND: `a_moment`: while it is kept how far a tracker has come; `until_it_is_killed`: the same, and
 then the tracker's process is killed; `all_of_it`: the whole folder, before the keeper of its
-trackers has said anything."""
+trackers has said anything.
+"""
 
 import os
 import shutil
@@ -54,7 +55,8 @@ def make(folder: RunFolder, step: int) -> None:
 
 def where_it_is_kept(root: Path, is_killed: bool) -> None:
     """Only the folder of trackers' places is full: the run's disk has room, as trackers have none
-    otherwise."""
+    otherwise.
+    """
     folder = made(root)
     disk = Disk(folder.path / FOLDER, 64 << 10)
     of_run, said = TrackersOfRun(folder, choose([Steps]), LIMITS), list[str]()

@@ -1,5 +1,6 @@
 """Trackers on disks that are really full: the run goes on, it is said once, and nothing is told
-twice or lost."""
+twice or lost.
+"""
 
 import importlib.util
 import os
@@ -32,7 +33,8 @@ def made_of(program: str, *arguments: str) -> None:
 
 def with_library(name: str, given: str = "") -> Any:
     """A parameter of a slow test, which is skipped where that is not installed. given: empty: the
-    library's name."""
+    library's name.
+    """
     lacks = importlib.util.find_spec(name) is None
     reason = f"{name} is not installed: pip install 'dataflow-rl[{name}]'"
     return pytest.param(
@@ -73,5 +75,6 @@ def test_a_library_that_writes_later_than_it_takes_has_a_full_disk_and_loses_not
 )
 def test_a_run_folder_that_is_full(kind: str, tmp_path: Path) -> None:
     """For a moment in which it is kept how far a tracker has come; and for all that a keeper has to
-    write."""
+    write.
+    """
     made_of("full_folder_program.py", kind, str(tmp_path))

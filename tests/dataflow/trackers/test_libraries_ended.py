@@ -1,5 +1,6 @@
 """Real libraries that write in threads of their own, whose process ends before the run does:
-nothing is lost."""
+nothing is lost.
+"""
 
 import os
 import signal
@@ -14,7 +15,7 @@ from wandb_files import history, needs_timed_writes, wandb_records
 
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.child import fork
-from dataflow.trackers.settling import Settling
+from dataflow.trackers.process import Settling
 from dataflow.trackers.tail import TrackerPlace
 from dataflow.trackers.tracker import TrackedRun
 

@@ -1,5 +1,6 @@
 """Each tracker against its real library, offline, read back with what the library itself reads
-with; skipped, with the reason, where the library is not installed."""
+with; skipped, with the reason, where the library is not installed.
+"""
 
 import errno
 import http.client
@@ -306,7 +307,8 @@ def test_a_port_that_somebody_has_is_refused_before_the_run() -> None:
 @pytest.fixture
 def otlp(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Any], list[int]]]:
     """A collector: what it was sent, and the statuses that it answers with, first to last; the last
-    one stays."""
+    one stays.
+    """
     import threading
     from http.server import BaseHTTPRequestHandler, HTTPServer
 

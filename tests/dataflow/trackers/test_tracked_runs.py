@@ -1,5 +1,6 @@
 """Runs with trackers: the same steps and losses whatever these do; a run that is resumed goes on
-there."""
+there.
+"""
 
 import importlib
 import os

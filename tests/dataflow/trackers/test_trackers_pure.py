@@ -1,5 +1,6 @@
 """What trackers are told: new lines, tables, groups; and which trackers are refused before a run
-begins."""
+begins.
+"""
 
 import errno
 import json
@@ -21,12 +22,10 @@ from dataflow.folder.socket_folder import CONTROL
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.trackers import PrometheusTracker, StepFigures, WandbTracker
 from dataflow.trackers.chosen import LIBRARIES, ChosenTracker, choose, recorded_names
-from dataflow.trackers.failure import in_one_line
-from dataflow.trackers.group_watch import GroupWatch
 from dataflow.trackers.libraries.markdown import table as markdown
 from dataflow.trackers.libraries.room import SPARE_BYTES, check_room
+from dataflow.trackers.process import GroupWatch, in_one_line, table_of
 from dataflow.trackers.run_process import RunProcess
-from dataflow.trackers.samples import table_of
 from dataflow.trackers.tail import RunTail, TrackerPlace
 from dataflow.trackers.tracker import TrackedRun
 

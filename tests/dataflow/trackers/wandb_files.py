@@ -18,7 +18,8 @@ def needs_timed_writes() -> None:
 
 def wandb_records(folder: Path) -> list[list[Any]]:
     """By part, in order: the records of .wandb files, in LevelDB's log format, 32 KiB blocks behind
-    a header."""
+    a header.
+    """
     from wandb.proto import wandb_internal_pb2
 
     parts = []

@@ -1,5 +1,6 @@
 """The groups that a node answers for: acknowledged when nobody needs them, done once whatever comes
-again."""
+again.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataflow.worker.acknowledgements import Acknowledgements
+from dataflow.worker.loop import Acknowledgements
 
 
 class Acks(list[str]):

@@ -1,5 +1,6 @@
 """A worker's line to the scheduler: it sends heartbeats, passes messages on, and notices that
-nobody is there."""
+nobody is there.
+"""
 
 import subprocess
 import sys

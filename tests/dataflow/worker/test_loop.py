@@ -1,5 +1,6 @@
 """The loop around a runtime: rows in by credit, rows out by credit, and acknowledgements only after
-both."""
+both.
+"""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -80,7 +81,8 @@ class FakeInlet:
 
 class FakeOutlet:
     """Takes as many batches as it has credit for; with `keeps`, acknowledges none before
-    `acknowledge`."""
+    `acknowledge`.
+    """
 
     def __init__(
         self, events: Events, credit: int = 1_000, name: str = "sent", keeps: bool = False
@@ -518,7 +520,8 @@ def test_after_the_end_what_a_restarted_node_sends_again_is_acknowledged_like_th
 
 def test_what_has_an_outcome_is_acknowledged_and_not_made_again(tmp_path: Path) -> None:
     """A generator that was started again: groups 0 and 1 were trained before their source heard of
-    it."""
+    it.
+    """
     with Ledger.create(tmp_path / "ledger.db", {"trainer": ["source"]}) as ledger:
         ledger.issue("source", [(group, f"prompt {group}") for group in range(3)])
         settled = settled_since(ledger, ["source"])

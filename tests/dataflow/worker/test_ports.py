@@ -1,5 +1,6 @@
 """The ports of one process open what the plan chose, and edges hold what may be in flight however
-many send."""
+many send.
+"""
 
 import tempfile
 from collections.abc import Iterator
@@ -72,7 +73,8 @@ def test_one_of_three_replicas_may_have_all_that_is_in_flight_on_its_way_to_the_
     folder: str,
 ) -> None:
     """The others have the group that the trainer waits for; shares of an edge must not keep it from
-    them."""
+    them.
+    """
     graph = build()
     made = plan(graph, Devices(cpus=2), replicas={"generator": 3})
     receiving, host = ports(graph, made, "trainer", folder)
@@ -104,7 +106,8 @@ def test_one_of_three_replicas_may_have_all_that_is_in_flight_on_its_way_to_the_
 
 def test_two_replicas_together_get_no_more_prompts_than_one_has_room_for(folder: str) -> None:
     """What one of them had that leaves or dies, and has to be trained first, then finds room with
-    the other."""
+    the other.
+    """
     graph = build()
     made = plan(graph, Devices(cpus=2), replicas={"generator": 2})
     receiving = [ports(graph, made, "generator", folder, replica=replica) for replica in range(2)]
@@ -159,7 +162,8 @@ def test_a_receiver_that_was_added_at_its_new_place_before_it_was_said_to_have_m
     folder: str,
 ) -> None:
     """Simulation, seed 15592: a scheduler that took over told of both, and the worker died of the
-    second."""
+    second.
+    """
     graph = build()
     made = plan(graph, Devices(cpus=2))
     opened, host = ports(graph, made, "prompts", folder)

@@ -1,5 +1,6 @@
 """What a node's time goes into, by a virtual clock: each state is what a loop saw, and all of them
-add up."""
+add up.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -110,7 +111,8 @@ class Issued(Worked):
 
 class Line:
     """Operators in a row in one worker, or each in its own: then they work beside each other, by
-    one clock each."""
+    one clock each.
+    """
 
     def __init__(self, clock: Clock, runtimes: Sequence[Runtime], credit: int = 2) -> None:
         edges = [Edge(credit) for _ in runtimes[1:]]

@@ -1,5 +1,6 @@
 """Operators that take the place of others: found by name, kept as text, refused where the graph
-cannot take them."""
+cannot take them.
+"""
 
 import dataclasses
 import os

@@ -1,5 +1,6 @@
 """Whose turn it is: never two nodes awake, no turn lost, whoever works, dies or is stopped, in any
-order."""
+order.
+"""
 
 import os
 import signal
@@ -87,7 +88,8 @@ class Process:
 
     def dies(self) -> "Orphan":
         """The kernel closes its files; another is started, which has its work to do again. Its
-        other rank lives on."""
+        other rank lives on.
+        """
         orphan = Orphan(self.node, tuple(map(os.dup, self.turns.files)), self.runtime.has_memory)
         self.turns.close()
         self.runtime.has_memory = self.stopped = False
@@ -110,7 +112,8 @@ class Orphan:
 
 class World(RuleBasedStateMachine):
     """Nodes that share devices, one of them as two replicas of two ranks each: work comes,
-    processes die and stop."""
+    processes die and stop.
+    """
 
     def __init__(self) -> None:
         super().__init__()

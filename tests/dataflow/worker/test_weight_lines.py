@@ -1,5 +1,6 @@
 """Where ends of a weight plane meet: in a host's private folder, or between hosts; and what becomes
-of who moves."""
+of who moves.
+"""
 
 import tempfile
 from collections.abc import Callable, Iterator

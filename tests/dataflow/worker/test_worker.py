@@ -1,5 +1,6 @@
 """A worker hears every message of the scheduler, also those that come while it waits for
-another."""
+another.
+"""
 
 import dataclasses
 import os

@@ -1,5 +1,6 @@
 """Byte-level BPE tokenizers that merge over line ends and over delimiters' borders, with chat
-templates for them."""
+templates for them.
+"""
 
 import contextlib
 import functools
@@ -100,7 +101,8 @@ def tokenizer_for(template, name="tiny", *, begins="<bos>", ends="<eos>", specia
 
 def trl_template(name):
     """A template of TRL's package, read where it is installed; the test is skipped where it is
-    not."""
+    not.
+    """
     found = importlib.util.find_spec("trl")
     if found is None or not found.submodule_search_locations:
         pytest.skip("the extra `bench` (trl) is not installed")
@@ -111,7 +113,8 @@ def trl_template(name):
 
 def mistral_template(version, *, spm=False):
     """A template of Mistral's, made by their package; the test is skipped where it is not
-    installed."""
+    installed.
+    """
     made = pytest.importorskip("mistral_common.integrations.chat_templates.chat_templates")
     base = pytest.importorskip("mistral_common.tokens.tokenizers.base")
     return made.generate_chat_template(
@@ -131,7 +134,8 @@ def mistral_template(version, *, spm=False):
 
 def sampled(form, text, rng, *, ends=True, version=0):
     """Tokens of a text as a policy might draw them: cut anywhere, so not as the tokenizer would cut
-    it."""
+    it.
+    """
     ids = []
     while text:
         size = rng.randint(1, 6)
@@ -188,7 +192,8 @@ def call(form, rng, content, place):
 @functools.cache
 def opening_of(form):
     """What a call of TOOL is made to begin with, where it has to be one; nothing where the template
-    has no such."""
+    has no such.
+    """
     with contextlib.suppress(ChatError):
         return call_opening(form, ["add"])
     return ""
@@ -196,7 +201,8 @@ def opening_of(form):
 
 def conversed(form, conversation, rng, *, turns, tools, cut=0.2):
     """Speak at random; what was sampled, turn by turn, and (prompt ids, messages) before each
-    turn."""
+    turn.
+    """
     said, prompts = [], []
     conversation.hear({"role": "user", "content": words(rng)})
     for turn in range(turns):

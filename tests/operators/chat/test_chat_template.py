@@ -1,5 +1,6 @@
 """What a chat template is given: messages as it takes them, turns that have begun, stops and
-beginnings of texts."""
+beginnings of texts.
+"""
 
 import json
 

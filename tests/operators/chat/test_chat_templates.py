@@ -1,5 +1,6 @@
 """Tokens once, with the chat templates of real models: trained as sampled, in the text that the
-template lays out."""
+template lays out.
+"""
 
 import json
 
@@ -44,7 +45,8 @@ def form_of(name):
 
 def as_past(name, text):
     """DeepSeek's template opens a turn with thinking and with the beginning of calls, and leaves
-    both out of the past: the thinking always, the beginning from the second turn with calls on."""
+    both out of the past: the thinking always, the beginning from the second turn with calls on.
+    """
     if name != "deepseekv3":
         return text
     call = "<｜tool▁call▁begin｜>"

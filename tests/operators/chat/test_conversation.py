@@ -1,5 +1,6 @@
 """A conversation's ids: those that were sampled as they were, those of the world put behind
-them."""
+them.
+"""
 
 import re
 
@@ -65,7 +66,7 @@ def test_log_probabilities_are_those_of_a_full_forward_pass():
     torch = pytest.importorskip("torch")
     from log_distribution import log_distribution
 
-    from operators.engine import self_test
+    from operators.engine import build
     from operators.engine.decode import Engine
     from operators.engine.results import PromptStart
     from operators.engine.sampling_params import Sampling
@@ -73,7 +74,7 @@ def test_log_probabilities_are_those_of_a_full_forward_pass():
     form = form_of()
     model = tiny_llama(len(form.tokenizer), context=1024)
     decoder = tiny_llama(len(form.tokenizer), context=1024).requires_grad_(False)
-    found = self_test.adapt(decoder, "tiny")
+    found = build.adapt(decoder, "tiny")
     sampling = Sampling(temperature=0.8)
     engine = Engine(
         decoder,

@@ -81,7 +81,8 @@ def make_model() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def shared_model(make_model: Callable[..., Any]) -> Callable[[str, str], Any]:
     """A model of a family that no test changes, one for each use: an engine attends otherwise than
-    its oracle."""
+    its oracle.
+    """
     return functools.cache(lambda family, use: make_model(family))
 
 
@@ -117,8 +118,9 @@ def folder(
 @pytest.fixture(params=["torch", "c", "fused"])
 def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """An Engine for a model: torch's operators, attention in C, or all of it in C where that is
-    possible."""
-    from operators.engine import self_test
+    possible.
+    """
+    from operators.engine import build
     from operators.engine.decode import Engine
     from operators.engine.native import attention as native
     from operators.engine.sampling_params import Sampling
@@ -128,7 +130,7 @@ def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
     def make(model: Any, **knobs: Any) -> Any:
         if "proof" not in vars(model):  # a model is proved once
-            model.proof = self_test.adapt(model, "tiny")
+            model.proof = build.adapt(model, "tiny")
         found = model.proof
         assert found.kernel is not None or native.kernel() is None
         knobs = {

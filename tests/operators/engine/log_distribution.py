@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from operators.engine.sampler import _columns, _only, _scaled
+from operators.engine.sampler import _columns, _only, _scaled, block_sums, left_out
 from operators.engine.sampling_params import RowSampling, Sampling
-from operators.engine.truncation import block_sums, left_out
 
 
 def log_distribution(
@@ -15,7 +14,8 @@ def log_distribution(
     out.
 
     seen: bool [n, V], tokens that stand in each row; needed for a repetition penalty (ValueError
-    without it)."""
+    without it).
+    """
     knobs = _columns(sampling, logits)
     scores = _scaled(logits, knobs, seen)
     shares = torch.softmax(scores, dim=-1)

@@ -1,5 +1,6 @@
 """The oracle: replays rows through transformers' own cache, each token under the weights it
-names."""
+names.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def replayed(
     sampling: Sampling | None = None,
 ) -> np.ndarray[Any, Any]:
     """Log-probabilities [tokens - start] of a completion, with keys and values kept from older
-    versions."""
+    versions.
+    """
     ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64))[None]
     found: list[float] = []
     cache, fed = None, 0
@@ -81,7 +83,8 @@ def recomputed(
     sampling: Sampling | None = None,
 ) -> np.ndarray[Any, Any]:
     """Log-probabilities [tokens - start] of a completion, each from a full pass under the weights
-    it names."""
+    it names.
+    """
     ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64))[None]
     found = np.zeros(ids.shape[1] - start)
     for version in {int(version) for version in versions[start:]}:

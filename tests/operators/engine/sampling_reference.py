@@ -1,5 +1,6 @@
 """The distribution of the next token in float64, one token after the other: slow, and plain to
-read."""
+read.
+"""
 
 import math
 

@@ -1,5 +1,6 @@
 """Recorded log-probabilities and versions are true per token, in any company and over weight
-updates."""
+updates.
+"""
 
 import functools
 

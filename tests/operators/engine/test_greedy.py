@@ -1,5 +1,6 @@
 """Greedy decoding from slots is what `model.generate` gives, for each family, whatever shares the
-slots."""
+slots.
+"""
 
 import functools
 

@@ -1,5 +1,6 @@
 """What memory does to rollouts: parked, resumed, aborted or recomputed, each token stays what it
-was."""
+was.
+"""
 
 import functools
 

@@ -1,5 +1,6 @@
 """A model that cannot be loaded says what is wrong, what was found and what to do, as a
-ModelError."""
+ModelError.
+"""
 
 import json
 import shutil
@@ -9,7 +10,7 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from dataflow.model import Model
-from operators.engine.self_test import adapt
+from operators.engine.build import adapt
 from operators.models.errors import ModelError
 from operators.models.loading import load_model, load_tokenizer
 

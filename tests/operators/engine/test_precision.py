@@ -1,5 +1,6 @@
 """Quantised weights: bounds of rounding, the model they stand for, and versions that arrive over
-the weight plane."""
+the weight plane.
+"""
 
 import copy
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from dataflow import Model
 from operators.engine import attention
+from operators.engine.build import adapt
 from operators.engine.decode import Engine
 from operators.engine.pages import PAGE
 from operators.engine.precision import (
@@ -27,7 +29,6 @@ from operators.engine.precision.linear import FEW_ROWS, QuantisedExperts, Quanti
 from operators.engine.precision.quantized_names import quantized_names
 from operators.engine.results import PromptStart
 from operators.engine.sampling_params import Sampling
-from operators.engine.self_test import adapt
 from operators.models.errors import ModelError
 from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
 from transport.weights.encoding import Encoding
@@ -79,7 +80,8 @@ class Rounding(torch.nn.Linear):
 def stands_for(model, narrow, *, rounds=True):
     """A copy of the full `model` that holds the numbers which the layers of `narrow` stand for.
 
-    rounds: it rounds inputs where they do."""
+    rounds: it rounds inputs where they do.
+    """
     oracle = copy.deepcopy(model)
     for path, layer in narrow_layers(narrow).items():
         numbers = unpack(layer.weight, layer.scale, torch.float32)
@@ -462,7 +464,8 @@ def test_greedy_decoding_with_quantised_weights_is_that_of_the_dequantised_ones(
 
 def decoded(model, *, steps=12, kernel=None, token_bytes=0):
     """What an engine draws for two prompts: (tokens, logprobs, start) of each rollout, by
-    ticket."""
+    ticket.
+    """
     engine = Engine(
         model,
         slots=6,
@@ -560,7 +563,7 @@ def test_a_wrong_kernel_is_left_out_whatever_the_layers_do_with_their_inputs(
         model = make_model()
         quantise(model, weights)
         monkeypatch.setattr(
-            "operators.engine.self_test.native_kernel", lambda model, found=kernel: found
+            "operators.engine.build.native_kernel", lambda model, found=kernel: found
         )
         assert adapt(model, "tiny").kernel is kept
 

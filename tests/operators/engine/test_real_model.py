@@ -1,5 +1,6 @@
 """The engine on a real model and real text, where the package that carries one is installed:
-SmolLM2-135M-Instruct."""
+SmolLM2-135M-Instruct.
+"""
 
 import copy
 import importlib.util
@@ -50,13 +51,15 @@ def text() -> torch.Tensor:
 
 def by_itself(model: Any, text: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of what follows each token, float32 [TOKENS, V], by the model's own forward
-    pass."""
+    pass.
+    """
     return torch.log_softmax(model(text[None]).logits[0].float(), -1)
 
 
 def by_the_engine(model: Any, text: torch.Tensor) -> torch.Tensor:
     """The same by the fused step: each beginning of the text is a prefix, behind the full pages of
-    those before."""
+    those before.
+    """
     none, shared = text[:0], list(range(pages_for(len(text))))
     tables = [
         [
@@ -82,7 +85,8 @@ def by_the_engine(model: Any, text: torch.Tensor) -> torch.Tensor:
 
 def moved(found: torch.Tensor, expected: torch.Tensor, text: torch.Tensor) -> tuple[float, float]:
     """Mean absolute difference of the text's own log-probabilities, and KL of `found` from
-    `expected`."""
+    `expected`.
+    """
     own = (found - expected)[:-1].gather(1, text[1:, None]).abs().mean()
     return float(own), float((expected.exp() * (expected - found)).sum(-1).mean())
 

@@ -1,5 +1,6 @@
 """The generator at work: whole groups out, bounds kept, weights taken between steps, bad prompts as
-rows."""
+rows.
+"""
 
 import json
 import shutil
@@ -23,7 +24,8 @@ COLUMNS = {**PROMPT_COLUMNS, "answer": pa.string()}
 
 class FakePlane:
     """Weights that are offered at chosen polls, and a note; as the real plane, it turns only
-    parameters into views."""
+    parameters into views.
+    """
 
     def __init__(self, versions, at_poll=None):
         self.versions, self.at_poll = versions, at_poll or {0: 0}
@@ -339,7 +341,8 @@ def test_the_same_seed_gives_the_same_rollouts_in_other_slots_and_another_does_n
 
 def test_lengths_that_are_sent_on_are_those_that_were_started(build):
     """Nothing is thrown away at the end of a segment, so long rollouts are not fewer than they
-    were."""
+    were.
+    """
     whole = build(slots=256, segment_tokens=100, max_tokens=60)
     cut = build(slots=8, segment_tokens=2, max_tokens=60)
     lengths = []

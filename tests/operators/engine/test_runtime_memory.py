@@ -1,5 +1,6 @@
 """The generator under little memory, with recomputing and with masks: the same rollouts, and
-nothing lost."""
+nothing lost.
+"""
 
 import numpy as np
 import pytest
@@ -60,7 +61,8 @@ def test_lengths_that_are_trained_are_those_that_were_started_whatever_the_updat
     policy, build, make_model
 ):
     """Weights that change every other step, and rollouts that are parked by them, favour no
-    length."""
+    length.
+    """
     models = {version: make_model() for version in range(40)}
     plane = FakePlane(models, at_poll={2 * version: version for version in range(40)})
     calm, busy = (

@@ -1,5 +1,6 @@
 """A generator that is killed in the middle of long rollouts: the next one goes on where it was,
-token for token."""
+token for token.
+"""
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +26,8 @@ TEXTS = letters(6, seed=3)
 
 class Site:
     """A run folder, and the processes of a generator that follow one another in it. None of them is
-    closed: that is how a kill leaves them."""
+    closed: that is how a kill leaves them.
+    """
 
     def __init__(self, policy, path, sources=("train",)):
         self.policy, self.folder = policy, RunFolder.create(path, "t")
@@ -362,11 +364,11 @@ def test_the_mask_is_kept_token_by_token(site):
 
 def test_flags_that_are_read_late_let_no_token_after_the_end_be_kept(make_model):
     """As on a GPU: a row in the batch may have drawn its end one step ago."""
-    from operators.engine import self_test
+    from operators.engine import build
     from operators.engine.decode import Engine
     from operators.engine.results import PromptStart
 
-    found = self_test.adapt(model := make_model(), "tiny")
+    found = build.adapt(model := make_model(), "tiny")
     engine = Engine(
         model,
         slots=16,

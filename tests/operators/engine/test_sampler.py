@@ -1,5 +1,6 @@
 """The distribution drawn from is that of the knobs, its log-probabilities are those recorded, in
-any company."""
+any company.
+"""
 
 import numpy as np
 import pytest

@@ -1,5 +1,6 @@
 """200,000 draws with each knob fit the distribution that a float64 reference computes, and would
-not fit another."""
+not fit another.
+"""
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ def _one_thread():
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
     """The p-value of counts where `expected` (float64, same sum) was expected; 0 for a draw of what
-    cannot be."""
+    cannot be.
+    """
     possible = expected > 0
     if bool(counts[~possible].any()):
         return 0.0

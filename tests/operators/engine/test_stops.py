@@ -1,5 +1,6 @@
 """Stop strings are found where they span tokens, and asking costs nothing for tokens that cannot
-end one."""
+end one.
+"""
 
 import copy
 from types import SimpleNamespace

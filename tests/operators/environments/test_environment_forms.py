@@ -1,5 +1,6 @@
 """The adapters of packages, against modules of the same shape; the packages are in
-test_real_environments."""
+test_real_environments.
+"""
 
 import asyncio
 import importlib.machinery
@@ -164,7 +165,8 @@ def test_gymnasium_is_looked_at_before_anybody_plays(gymnasium: list[Line]) -> N
 
 class Duel:
     """Two players say a number below the one drawn; draws one in each step, from Python's own
-    generator."""
+    generator.
+    """
 
     def __init__(self, **options: Any) -> None:
         self.state = SimpleNamespace(current_player_id=0)

@@ -1,5 +1,6 @@
 """Environments and rollout functions of TRL, tasksets of verifiers: what the adapters make of them,
-no processes."""
+no processes.
+"""
 
 import asyncio
 import json

@@ -1,5 +1,6 @@
 """An environment played as an episode: what the policy hears, what it is worth, and whose failure
-is whose."""
+is whose.
+"""
 
 import asyncio
 import dataclasses

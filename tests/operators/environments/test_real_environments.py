@@ -1,5 +1,6 @@
 """The packages themselves, each with a task of its own: a few steps by a tiny policy, whose ledger
-is clean."""
+is clean.
+"""
 
 import asyncio
 import contextlib
@@ -287,7 +288,8 @@ configuration."""
 @contextlib.contextmanager
 def nemo_gym_server(which: str) -> Iterator[str]:
     """By the interpreter that DATAFLOW_NEMO_GYM_PYTHON names, which has nemo_gym: it asks for
-    another than this one."""
+    another than this one.
+    """
     python = os.environ.get("DATAFLOW_NEMO_GYM_PYTHON")
     if not python:
         pytest.skip("DATAFLOW_NEMO_GYM_PYTHON names no interpreter that has nemo_gym")

@@ -1,5 +1,6 @@
 """OpenEnv and NeMo-Gym over their wires, against servers that speak as theirs do and count their
-sessions."""
+sessions.
+"""
 
 import asyncio
 import json
@@ -123,7 +124,8 @@ class TestOpenEnv:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As it would not with the library's own pings, which close who is silent for 20 s; for
-        less here."""
+        less here.
+        """
         from websockets.asyncio import client
 
         monkeypatch.setattr(
@@ -175,7 +177,8 @@ class TestOpenEnv:
         self,
     ) -> None:
         """What a pool holds idle ends with the first server; the next episode has a connection to
-        the second."""
+        the second.
+        """
 
         async def work() -> list[float]:
             with openenv() as first:

@@ -1,5 +1,6 @@
 """Addresses of environments' servers: what is none is refused, and nobody there when a run begins
-ends it, named."""
+ends it, named.
+"""
 
 import socket
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from dataflow.runtime import Context
 from operators import Generator, Trainer
 from operators.credit import advantage
 from operators.environments import environment
-from operators.environments.addresses import absence
+from operators.environments.declaration import absence
 from operators.losses import aipo
 
 pytest.importorskip("httpx", reason="httpx is not installed; pip install dataflow-rl[nemo-gym]")

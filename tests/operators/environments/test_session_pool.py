@@ -1,5 +1,6 @@
 """The pool of sessions: how many there are, who gets one, when another takes its place, and that
-all come back."""
+all come back.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -1,5 +1,6 @@
 """Laws of turns at the generator: admitted as their rollout's group, drawn by their own seed, told
-in ids."""
+in ids.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +27,8 @@ BOUND = Bound(max_staleness=0, prompts_per_step=2, steps=10)
 @pytest.fixture
 def generator(policy: Path) -> GeneratorRuntime:
     """Of which an episode asks turns for rollouts of `prompts`, which are trained, and of
-    `held_out`, which are not."""
+    `held_out`, which are not.
+    """
     declared = Generator(
         Model(str(policy)).frozen(), group_size=4, max_tokens=6, slots=8, segment_tokens=50
     )
@@ -79,7 +81,8 @@ def answered(runtime: GeneratorRuntime) -> dict[int, dict[str, Any]]:
 
 def test_a_turn_starts_when_the_group_of_its_rollout_may(generator: GeneratorRuntime) -> None:
     """Under version 0 with a bound of 0 the first step's two groups may, and turns of
-    evaluations."""
+    evaluations.
+    """
     released = asked(generator, [90, 91, 92], [0, 1, 2])
     asked(generator, [93], [2000], source="held_out")
     asked(generator, [94], [2001], source="held_out", least=1)

@@ -1,5 +1,6 @@
 """Laws of a conversation: what was sampled is kept as it is, what was said once is told again and
-not drawn twice."""
+not drawn twice.
+"""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,6 @@
 """Laws of rollouts of several conversations: one budget, each sampled token once, told again as
-they were."""
+they were.
+"""
 
 from collections.abc import Sequence
 from typing import Any

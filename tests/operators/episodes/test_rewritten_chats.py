@@ -1,5 +1,6 @@
 """Rewritten and branched chats with templates and tokenizers that merge: trained to the id, as they
-were seen."""
+were seen.
+"""
 
 import json
 import random

@@ -1,5 +1,6 @@
 """Laws of what the world says in a chat: the same tokens whether a conversation goes on or is made
-anew."""
+anew.
+"""
 
 import json
 from functools import cache

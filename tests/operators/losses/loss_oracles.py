@@ -1,5 +1,6 @@
 """The losses a second time: objectives as their papers write them, in plain loops over ragged
-rollouts, in float64."""
+rollouts, in float64.
+"""
 
 import math
 import random
@@ -26,7 +27,8 @@ WITH_GRADIENT = ("new_logprobs", "entropy", "new_values")
 @dataclass
 class Rollout:
     """One rollout: numbers per token, prompt and all; what stands at unmarked tokens must not
-    matter."""
+    matter.
+    """
 
     group: int
     mask: list[bool]
@@ -50,7 +52,8 @@ def draw(seed: int, *, per_token: bool = False) -> list[Rollout]:
     """Three groups of two to four rollouts; ratios near 1 and far from it, some rewards and
     advantages equal.
 
-    per_token: advantages differ within a rollout."""
+    per_token: advantages differ within a rollout.
+    """
     noise = random.Random(seed)
     whole = noise.randint
 
@@ -276,7 +279,8 @@ def distill_term(rho: float) -> Term:
 
 def dpo(rollouts: list[Rollout], beta: float) -> Tensor:
     """Sum over groups of n_g / R times the pair's loss: the mean over groups where all are of one
-    size."""
+    size.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for group in sorted({r.group for r in rollouts}):
         members = [r for r in rollouts if r.group == group]

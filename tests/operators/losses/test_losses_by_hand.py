@@ -1,5 +1,6 @@
 """Laws of all losses: value and gradient are those of their papers' objectives, written as loops in
-float64."""
+float64.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from operators import losses
+from operators.training.learner.learner import vanishes_without_advantage
 from operators.training.learner.loss_function import LossFunction, read_loss
-from operators.training.learner.zero_advantage import vanishes_without_advantage
 
 Oracle = Callable[[list[oracle.Rollout]], Tensor]
 

@@ -1,5 +1,6 @@
 """Laws of combined losses: they read what their parts read, keep their knobs, and are used like any
-other loss."""
+other loss.
+"""
 
 from functools import partial
 

@@ -1,5 +1,6 @@
 """Laws of losses inside a step: how it is cut into micro-batches changes neither loss nor
-gradient."""
+gradient.
+"""
 
 from functools import partial
 

@@ -1,5 +1,6 @@
 """Losses that TRL has too equal TRL's, value and gradient, on the same tensors; runs where trl is
-installed."""
+installed.
+"""
 
 from functools import partial
 from pathlib import Path

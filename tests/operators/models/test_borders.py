@@ -1,5 +1,6 @@
 """What begins at some position: engine, trainer and forward operators are right on both sides of
-it, or refuse it."""
+it, or refuse it.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,12 @@ import transformers
 from dataflow.errors import GraphError
 from dataflow.model import Model
 from dataflow.runtime import Context
-from operators.engine.build import context_tokens_of
+from operators.engine.build import adapt, context_tokens_of
 from operators.engine.decode import Engine
 from operators.engine.native import packing
 from operators.engine.native.build import library
 from operators.engine.results import PromptStart
 from operators.engine.sampling_params import Sampling
-from operators.engine.self_test import adapt
 from operators.engine.vllm.build import build_vllm
 from operators.generator import Generator
 from operators.models.borders import late_borders, moved_borders
@@ -112,7 +112,8 @@ def saved(folder: Path, kind: str, config: dict[str, Any]) -> Path:
 
 def plain(folder: Path, tokens: np.ndarray, most: int) -> torch.Tensor:
     """Log-probabilities of the tokens, by transformers alone, in a forward pass over `most`
-    positions."""
+    positions.
+    """
     module = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     padded = torch.from_numpy(np.r_[tokens, np.zeros(max(0, most - len(tokens)), np.int64)])
     with torch.no_grad():

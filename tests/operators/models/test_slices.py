@@ -1,5 +1,6 @@
 """A model that is read by slices is the one that transformers loads: every tensor bit for bit, and
-all that it says."""
+all that it says.
+"""
 
 import itertools
 import json

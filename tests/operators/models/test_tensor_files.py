@@ -1,5 +1,6 @@
 """Parts of tensors in safetensors files: what is read is what lies there, what is written others
-read."""
+read.
+"""
 
 import json
 import os

@@ -1,5 +1,6 @@
 """A trainer of several ranks without a run: a fork of the test's process is rank 0, and forks the
-others."""
+others.
+"""
 
 import contextlib
 import functools
@@ -46,7 +47,8 @@ CODEC = codec_of("test", Said)
 def in_a_fork(test: Callable[..., None]) -> Callable[..., None]:
     """A test whose process is a worker's: new, and in no process group before. torch keeps what it
     knows of meshes for as long as a process lives, so that a second one in it finds groups that are
-    gone."""
+    gone.
+    """
 
     def main(end: int, rank: int, body: Callable[[], None]) -> int:
         channel = Channel(socket.socket(fileno=end), CODEC, TEST_S)
@@ -83,7 +85,8 @@ def led(
     **facts: Any,
 ) -> Iterator[LedLearner]:
     """The learner of so many ranks; they end with the block. found: what they read slices of,
-    instead of `make`."""
+    instead of `make`.
+    """
     torch.set_num_threads(1)
     limits = Limits(start_s=90.0, exchange_s=timeout_s)
     context = Context(node="trainer", ranks=ranks, limits=limits, **facts)
@@ -122,7 +125,8 @@ def weights(learner: Learner) -> list[dict[str, torch.Tensor]]:
 def sent(learner: LedLearner, readers: int) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
     """The trained weights as so many ranks of a reader get them, each its rows, by the layout that
     the trainer's ranks agree on and the plan of copies from it; and the bytes that each rank of the
-    trainer has sent."""
+    trainer has sent.
+    """
     plain, held = zip(*learner.everywhere(_offered), strict=True)
     layout = Layout.from_plain(plain[0])
     assert all(each == plain[0] for each in plain), "every rank describes all of them alike"

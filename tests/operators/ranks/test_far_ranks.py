@@ -1,5 +1,6 @@
 """Ranks on another host: what is said to them, their ends, the ends of their hosts, and where they
-meet."""
+meet.
+"""
 
 import contextlib
 import gc
@@ -192,7 +193,8 @@ def test_ranks_meet_at_the_line_of_the_first(tmp_path: Path) -> None:
 
 def test_groups_that_are_made_later_meet_there_too(tmp_path: Path) -> None:
     """torch keeps no reference to a store that is written in Python: it has to live as long as the
-    process group."""
+    process group.
+    """
     line = RankLine("127.0.0.1", KEYS, HOSTS)
     places = RankPlaces(
         hosts=("a",), devices=("cpu",), address="127.0.0.1", meets_at=line.address, keys=KEYS

@@ -1,5 +1,6 @@
 """Ranks that are forked: what they inherit, what they do not, and that they end with their
-parent."""
+parent.
+"""
 
 import os
 import signal

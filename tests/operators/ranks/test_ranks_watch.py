@@ -1,5 +1,6 @@
 """A collective has a deadline of ours, which stands still while the ranks are stopped; gloo's own
-does not."""
+does not.
+"""
 
 import os
 import signal
@@ -86,7 +87,8 @@ CODEC = codec_of("test", Sum)
 
 def member(folder: Path, end: int, rank: int) -> int:
     """Ranks 1 and 2 of the team are 0 and 1 of the group; the second enters the collective when it
-    is told to."""
+    is told to.
+    """
     torch.set_num_threads(1)
     channel = Channel(socket.socket(fileno=end), CODEC, WAIT_S)
     group.join(folder, rank - 1, 2, torch.device("cpu"), LIMIT_S)

@@ -1,5 +1,6 @@
 """Laws of `code_reward`: what a program earns, what its row says, and that nothing runs without a
-sandbox."""
+sandbox.
+"""
 
 import json
 import re
@@ -17,8 +18,7 @@ from dataflow.records import ERROR
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.testing import FakeGenerator, FakePrompts
 from operators.rewards import code, code_reward, find
-from operators.rewards.code import judge
-from operators.rewards.code_tests import Case, is_same_output, program_in, read_cases
+from operators.rewards.code import Case, is_same_output, judge, program_in, read_cases
 from operators.sandbox import CallTest, PythonTest, SandboxError, SandboxLimits, ScriptTest, fault
 from operators.sandbox.bwrap import VARIABLE
 

@@ -36,7 +36,8 @@ ROW = {
 
 def scored(reward: Scorer[..., Any], *, chat: bool) -> list[dict[str, Any]]:
     """Two rollouts of a prompt each of two, through a graph; the fake generator says `group N,
-    sibling M`."""
+    sibling M`.
+    """
     rows = [{"prompt": CHAT if chat else text, **ROW} for text in ("one", "two")]
     rollouts = FakeGenerator(group_size=2)(
         Graph("g").source(Prompts(rows, columns=list(ROW), epochs=1, chat=chat))

@@ -1,5 +1,6 @@
 """A judge behind HTTP: answers, pauses, failures that are none of the policy's, a cache, and a key
-that is nowhere."""
+that is nowhere.
+"""
 
 import json
 import threading

@@ -1,5 +1,6 @@
 """A reward model's numbers: those of transformers' plain forward on each text, whatever tokenizer
-made the tokens."""
+made the tokens.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rigs.policy import ALPHABET
 from dataflow import Model
 from dataflow.errors import OperatorError
 from operators import RewardModel
-from operators.forward_pass.texts import lay_out, read_ends, step_ends, tokens_at
+from operators.forward_pass.reading import lay_out, read_ends, step_ends, tokens_at
 from operators.models.loading import load_model, load_tokenizer
 
 TEXTS = ("b2=c", "b2", "19 abc", "b2=c")
@@ -150,7 +151,8 @@ def test_a_process_reward_stands_at_the_last_token_of_each_step(tmp_path: Path) 
 
 def test_steps_are_found_in_tokens_of_another_tokenizer(tmp_path: Path) -> None:
     """The policy's tokenizer is told, and the judge's differs: the numbers stand where the policy's
-    tokens end."""
+    tokens end.
+    """
     reversed_ = tokenizer_of("".join(reversed(STEPPED)))
     policy = Model(str(saved(language_model(), tmp_path / "policy", reversed_)), name="policy")
     model = step_judge(tmp_path / "judge")

@@ -1,5 +1,6 @@
 """Rewards put together and shaped, against numbers worked out by hand; and a filter for groups
-without signal."""
+without signal.
+"""
 
 import math
 from typing import Any

@@ -1,5 +1,6 @@
 """Laws of the sandbox: hostile programs get nothing, leave nothing, and pass no test that they
-should not."""
+should not.
+"""
 
 import contextlib
 import os

@@ -1,5 +1,6 @@
 """Laws of a test's names: they give it something of the candidate's to call, and nothing to compare
-with."""
+with.
+"""
 
 import contextlib
 import os

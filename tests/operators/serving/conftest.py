@@ -1,5 +1,6 @@
 """Fixtures of the tests of the endpoint; they are left out where the extra `serve` (and httpx) is
-not installed."""
+not installed.
+"""
 
 import importlib.util
 

@@ -1,5 +1,6 @@
 """An engine that follows a script, a tokenizer that merges across turns, and a server on a real
-socket."""
+socket.
+"""
 
 import asyncio
 import contextlib
@@ -40,7 +41,8 @@ def byte_tokenizer(
     words=("hello", "hell", " world", "ab", "bc", "abc", "user", "assistant"), byte_fallback=False
 ):
     """Byte-level BPE with a few merges (or characters and <0xNN> tokens), and ChatML's special
-    tokens."""
+    tokens.
+    """
     special = ["<pad>", "<|im_start|>", "<|im_end|>"]
     if byte_fallback:
         letters = ["▁", *"abcdefgh"]
@@ -98,7 +100,8 @@ def tiny_llama(vocabulary, context=512, seed=0):
 
 class ScriptedEngine:
     """Writes `script(prompt, seed)` after each prompt, a token a step; a step takes a permit where
-    there are any."""
+    there are any.
+    """
 
     def __init__(self, script, *, slots=8, context_tokens=256, permits=None):
         self.script, self.slots, self.context_tokens, self.permits = (
@@ -190,7 +193,8 @@ class ScriptedEngine:
 
 def scripted(tokenizer, answer, **knobs):
     """An engine that answers every prompt with a text (or with `answer(prompt text)`) and the end
-    token."""
+    token.
+    """
 
     def script(prompt, seed):
         text = answer(tokenizer.decode(prompt)) if callable(answer) else answer

@@ -1,5 +1,6 @@
 """A call that has to call a tool: what is forced is context, the rest is sampled, and no call is
-text."""
+text.
+"""
 
 import json
 
@@ -77,7 +78,8 @@ def ids_of(tokenizer, text):
 
 def check_forced(row, tokenizer, opening, said):
     """The opening is the end of the context, to the id; what was sampled behind it, and no more, is
-    the policy's."""
+    the policy's.
+    """
     sampled = [*ids_of(tokenizer, said), END]
     given = len(row["tokens"]) - len(sampled)
     assert row["tokens"][given:] == sampled

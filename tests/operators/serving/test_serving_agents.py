@@ -1,5 +1,6 @@
 """What agents send, outside a run and in one: developers' messages, begun turns, options, stops and
-wishes."""
+wishes.
+"""
 
 import contextlib
 
@@ -10,7 +11,7 @@ from starlette.testclient import TestClient
 from tokenizers import AddedToken
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from operators.agents.run_service import RunService
+from operators.agents.runtime import RunService
 from operators.agents.turns_in_run import TurnsInRun
 from operators.engine.finish_reasons import STOPPED
 from operators.serving.app import make_app
@@ -194,7 +195,8 @@ def test_what_coding_agents_send_beside_is_taken_as_their_servers_take_it(rows):
 @pytest.mark.parametrize("begun", ["It is", "<think>\n"])
 def test_a_turn_that_the_caller_has_begun_is_gone_on_with(rows, begun):
     """As Anthropic's server does with a last message of the assistant's, and vLLM's where it is
-    asked to."""
+    asked to.
+    """
     beginning = [USER, {"role": "assistant", "content": begun}]
     with calling(TOOLED, rows) as post:
         said = post("/v1/messages", {**CHAT, "messages": beginning})
@@ -254,7 +256,8 @@ WISHED = {
 
 def test_how_a_turn_is_sampled_is_granted_or_refused_by_a_server_and_set_aside_by_a_run(rows):
     """One rule for all: what would change what is drawn is done, or refused by name; in a run the
-    run samples."""
+    run samples.
+    """
     refused = [
         {name: WISHED[name]} for name in ("frequency_penalty", "presence_penalty", "logit_bias")
     ]
@@ -326,7 +329,8 @@ def test_a_stop_that_is_a_special_token_is_its_id_wherever_the_tokenizer_names_i
 )
 def test_a_chat_ends_where_its_template_ends_a_turn(rows, ending, answer):
     """Of a template that the server was given too, whose end the engine does not know; a token, or
-    a text."""
+    a text.
+    """
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken("<|eot|>", special=True)])
     template = TEMPLATE.replace("<|im_end|>", ending)

@@ -1,5 +1,6 @@
 """Every API over one engine: tools are called, turns keep their ids, clients of OpenAI and
-Anthropic are served."""
+Anthropic are served.
+"""
 
 import json
 

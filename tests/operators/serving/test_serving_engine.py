@@ -1,5 +1,6 @@
 """The endpoint over the real engine: what comes out is the model's, and what is recorded is what
-was drawn."""
+was drawn.
+"""
 
 import asyncio
 import json
@@ -30,7 +31,7 @@ from serving_rig import (
 )
 from starlette.testclient import TestClient
 
-from operators.engine import self_test
+from operators.engine import build
 from operators.engine.decode import Engine
 from operators.engine.sampling_params import Sampling
 from operators.serving.app import make_app
@@ -49,7 +50,7 @@ def model(tokenizer):
 def engine(tokenizer):
     """An engine of its own on the same weights."""
     decoder = tiny_llama(len(tokenizer)).requires_grad_(False)
-    found = self_test.adapt(decoder, "tiny")
+    found = build.adapt(decoder, "tiny")
     return Engine(
         decoder,
         slots=8,

@@ -1,5 +1,6 @@
 """A conversation goes on with the tokens that it was made of, wherever they spell what the caller
-sent."""
+sent.
+"""
 
 import itertools
 

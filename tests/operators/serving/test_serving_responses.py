@@ -1,5 +1,6 @@
 """The chunks of a stream, wherever they are cut, add up to the answer that a call without a stream
-gets."""
+gets.
+"""
 
 import numpy as np
 import pytest

@@ -1,5 +1,6 @@
 """Text grows by whole characters, never shows a stop string, and ends as the tokenizer's own
-decoding."""
+decoding.
+"""
 
 import itertools
 

@@ -1,5 +1,6 @@
 """The engine's thread: what it is asked, in which order, and what becomes of work that does not end
-well."""
+well.
+"""
 
 import threading
 

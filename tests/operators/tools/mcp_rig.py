@@ -1,5 +1,6 @@
 """A server that speaks MCP, to be run: python mcp_rig.py [PORT]; over its streams, or over HTTP on
-a port."""
+a port.
+"""
 
 import asyncio
 import os

@@ -1,5 +1,6 @@
 """Laws of sandboxes that are kept: state stays from one command to the next, limits hold, nothing
-is left behind."""
+is left behind.
+"""
 
 import asyncio
 import contextlib
@@ -57,7 +58,8 @@ def told(
     *calls: tuple[str, str] | tuple[str, str, float], characters: int = 400, **knobs: Any
 ) -> list[str]:
     """What calls come to, one after the other in one sandbox; with a third part they have so many
-    seconds, else 20."""
+    seconds, else 20.
+    """
 
     async def work(session: SandboxSession) -> list[str]:
         return [

@@ -1,5 +1,6 @@
 """Laws of MCP servers as tools: what they say is told, what they fail in is the world's, none
-outlives its session."""
+outlives its session.
+"""
 
 import asyncio
 import contextlib

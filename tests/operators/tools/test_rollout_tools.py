@@ -1,5 +1,6 @@
 """Laws of a rollout's tools: what they raise is told, how long and how much is bounded, what has
-died is no result."""
+died is no result.
+"""
 
 import asyncio
 import threading
@@ -12,8 +13,7 @@ import pytest
 from dataflow.errors import OperatorError, WorldFailed
 from operators.chat.chat_format import Message
 from operators.chat.text_calls import TextCalls
-from operators.episodes.chat import Chats
-from operators.episodes.reply import Reply
+from operators.episodes.chat import Chats, Reply
 from operators.tools.rollout_tools import RolloutTools
 from operators.tools.toolbox import Toolbox, tool_faults
 from operators.tools.toolset import TookTooLong
@@ -255,7 +255,8 @@ def test_no_more_sessions_are_alive_than_there_may_be_and_the_clock_rests_meanwh
 
 def test_rollouts_with_several_toolsets_never_wait_for_each_other() -> None:
     """One needs the first and then the second, the other the second and then the first; there is
-    one of each."""
+    one of each.
+    """
     one, two = Kit("one"), Kit("two")
     one.at_once = two.at_once = 1
 

@@ -1,5 +1,6 @@
 """Laws of calls as plain text: what Python would write is read, anything else is broken and says
-why."""
+why.
+"""
 
 import json
 

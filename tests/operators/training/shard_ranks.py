@@ -30,7 +30,8 @@ REFRESHES = (Refresh(every=2), Refresh(every=1, decay=0.75))
 
 def step(learner: Learner, number: int) -> None:
     """An optimiser step on gradients that are a function of its number, whoever holds which
-    part."""
+    part.
+    """
     for at, name in enumerate(sorted(learner.parameters)):
         weight: Any = learner.parameters[name]
         whole = torch.randn(
@@ -71,7 +72,8 @@ def be_rank(what: str, rank: int, mesh: Mesh, folder: Path) -> None:
     """One of so many. save: two steps of made-up gradients, then a checkpoint in the folder, as in
     "save bfloat16" in that type. go_on: load it, one step more; rank 0 writes what it loaded, and
     the weights then, to `loaded(folder, mesh)`.
-    go_on_refreshed: with what is kept for readers that are refreshed."""
+    go_on_refreshed: with what is kept for readers that are refreshed.
+    """
     torch.set_num_threads(1)
     ranks = math.prod(mesh)
     saves = what.startswith("save")
@@ -131,7 +133,8 @@ def loaded(folder: Path, mesh: Mesh) -> Path:
 
 def ranks_do(what: str, mesh: Mesh, folder: Path, deadline_s: float = 100.0) -> None:
     """Fork the ranks of a mesh and wait for them. AssertionError with what a rank said that
-    failed."""
+    failed.
+    """
     children, ranks = {}, math.prod(mesh)
     for rank in range(ranks):
         pid = fork()

@@ -1,5 +1,6 @@
 """A critic's values: those of transformers' own forward, packed or padded, at the token before each
-chosen one."""
+chosen one.
+"""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
 """A trainer in a fork of a program that computed gradients with several threads, as torch for GPUs
-does."""
+does.
+"""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
 """What a trainer tells of the versions that its readers have taken, those too that one hands to
-others."""
+others.
+"""
 
 from types import SimpleNamespace
 from typing import Any

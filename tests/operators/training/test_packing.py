@@ -1,5 +1,6 @@
 """Laws of packing: every prefix once, every trained token behind its own, micro-batches within
-limits."""
+limits.
+"""
 
 import numpy as np
 import pytest

@@ -1,5 +1,6 @@
 """What a trainer keeps for readers that it refreshes: against its definition, in checkpoints, over
-any ranks."""
+any ranks.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -72,7 +73,8 @@ def test_what_the_next_step_makes_anew_is_not_kept() -> None:
 
 class Busy:
     """A rank's end of a weight plane whose buffers are all read: a version is copied when it is
-    polled."""
+    polled.
+    """
 
     sent: ClassVar[dict[str, Any]] = {}
 
@@ -102,7 +104,8 @@ class Busy:
 
 class ZeroCopy(Busy):
     """One that sends a version from the tensors themselves, and reads them until they are
-    settled."""
+    settled.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +130,8 @@ class ZeroCopy(Busy):
 @pytest.mark.parametrize("frees", range(1, 6))
 def test_a_version_that_is_read_late_has_its_own_weights(frees: int, end: type[Busy]) -> None:
     """Readers let go of a buffer after any of the things that a rank does between two steps, where
-    it polls."""
+    it polls.
+    """
     refreshes = [
         Refresh(every=1),
         Refresh(every=2),

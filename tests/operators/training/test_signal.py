@@ -1,5 +1,6 @@
 """Which scorers are silent: those that give every rollout of a group what they give its
-siblings."""
+siblings.
+"""
 
 from typing import Any
 

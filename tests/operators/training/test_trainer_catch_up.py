@@ -1,5 +1,6 @@
 """A trainer that is started behind its ledger comes to the weights that the dead one had, and then
-goes on."""
+goes on.
+"""
 
 import errno
 import hashlib

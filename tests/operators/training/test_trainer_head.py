@@ -92,7 +92,8 @@ def _one_thread():
 @pytest.fixture(params=[8, 53, 512])
 def width(request, monkeypatch):
     """Ids of a slice: several slices with a rest, one that fits exactly, one that is wider than the
-    vocabulary."""
+    vocabulary.
+    """
     monkeypatch.setattr(head, "LEAST_IDS", request.param)
     monkeypatch.setattr(head, "CPU_SLICE", 1)
     return request.param
@@ -272,7 +273,8 @@ def test_no_tensor_is_as_large_as_all_logits_forward_or_backward(monkeypatch):
 
 def _tree(seed: int = 3, ids: int = 67):
     """Ragged rollouts that share prompts, with some tokens trained; and what truncation left of
-    some."""
+    some.
+    """
     draw = np.random.default_rng(seed)
     rows = [draw.integers(2, ids, size) for size in (12, 9, 30, 7, 70, 9)]
     rows[1][:6] = rows[0][:6]

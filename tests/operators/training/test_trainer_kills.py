@@ -1,5 +1,6 @@
 """A trainer that is killed at random moments and started again trains what an undisturbed one
-trains, to the bit."""
+trains, to the bit.
+"""
 
 import contextlib
 import math
@@ -34,7 +35,8 @@ WAIT_S = 180.0
 
 class Witness:
     """A weight plane that writes down, for all lives of a trainer, which bits it published as which
-    version."""
+    version.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -72,7 +74,8 @@ def groups() -> list[pa.RecordBatch]:
 
 def live(policy: Path, folder: RunFolder, moment: int, late_s: float, within_s: float) -> bool:
     """A life in a process of its own, killed a little after so many slices of work; whether it came
-    to its end."""
+    to its end.
+    """
     hears, tells = os.pipe()
     child = fork()
     if child == 0:

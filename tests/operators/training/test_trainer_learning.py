@@ -1,5 +1,6 @@
 """Laws of one step: packing, padding, micro-batches and skipping change neither loss nor
-gradient."""
+gradient.
+"""
 
 import functools
 
@@ -21,12 +22,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from dataflow.errors import OperatorError, RecordError
 from operators.losses import aipo, grpo
+from operators.training.learner.learner import vanishes_without_advantage
 from operators.training.learner.loss_function import read_loss
 from operators.training.learner.packing import pack
 from operators.training.learner.policy import Policy
 from operators.training.learner.rows import step_rows, usable
 from operators.training.learner.schedule import learning_rate
-from operators.training.learner.zero_advantage import vanishes_without_advantage
 
 GROUPS = [group(number, size=4) for number in range(5)]
 

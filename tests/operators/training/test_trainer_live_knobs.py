@@ -1,5 +1,6 @@
 """A learner whose knobs change between steps, and rollouts that were sampled at unlike
-temperatures."""
+temperatures.
+"""
 
 from functools import partial
 
@@ -10,8 +11,8 @@ from trainer_rig import gradient, group, rows_of, tiny_learner, tiny_trainer
 
 from dataflow.records import TEMPERATURE
 from operators.losses import aipo
-from operators.training.learner.live_knobs import take_knobs, told
 from operators.training.parallel.lead import dealt
+from operators.training.steps import take_knobs, told
 
 
 def sampled(batch: pa.RecordBatch, temperature: float | None) -> pa.RecordBatch:

@@ -1,5 +1,6 @@
 """Recomputed activations, compiled layers and parked tensors: the same step, bit for bit or nearly,
-in less memory."""
+in less memory.
+"""
 
 import functools
 from collections.abc import Iterator

@@ -23,7 +23,8 @@ def main_memory_as_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def trained(folder: Path, pending: int | None = None, **knobs: Any) -> tuple[Rig, list[int]]:
     """Three steps, the groups of each only once the trainer waits; the bytes of weights that it
-    waits with."""
+    waits with.
+    """
     folder.mkdir()
     made = rig(folder, tiny_trainer(checkpoint_every=2, **knobs), max_staleness=10)
     made.plane.pending = pending  # type: ignore[attr-defined]

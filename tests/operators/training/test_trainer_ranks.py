@@ -1,5 +1,6 @@
 """A trainer of several ranks makes the steps that one rank makes, and names the rank that broke
-them."""
+them.
+"""
 
 import copy
 import dataclasses
@@ -43,7 +44,8 @@ def _one_thread():
 
 def sequence_level(new_logprobs, logprobs, advantage, group_index, rollout_index):
     """Of whole groups and rollouts: the ratio of each rollout's mean, times the group's own
-    size."""
+    size.
+    """
     rollouts = int(rollout_index.max()) + 1
     count = torch.zeros(rollouts).index_add(0, rollout_index, torch.ones_like(new_logprobs))
     mean = torch.zeros(rollouts).index_add(0, rollout_index, new_logprobs - logprobs) / count
@@ -157,7 +159,8 @@ def test_ranks_that_share_out_matrices_make_the_steps_of_one(ranks, knobs):
 
 def of_heads(module, key_value_heads):
     """The same kind of model with another number of key/value heads, and biases in its
-    attention."""
+    attention.
+    """
     config = copy.deepcopy(module.config)
     config.num_key_value_heads, config.attention_bias = key_value_heads, True
     torch.manual_seed(0)

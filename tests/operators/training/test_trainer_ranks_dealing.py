@@ -1,5 +1,6 @@
 """How a step is dealt out to ranks: all of it, once, alike in number, and of like size; and how
-rows travel."""
+rows travel.
+"""
 
 from dataclasses import replace
 
@@ -13,16 +14,17 @@ from dataflow.tokens.sampling_mask import SamplingMask
 from operators.ranks.messages import Numbers
 from operators.training.learner.learner import Prepared
 from operators.training.learner.packing import pack
-from operators.training.parallel.dealing import (
+from operators.training.parallel.lead import (
     DealtRollouts,
     cost,
     deal,
+    dealt,
     fill,
+    in_order,
     pieces,
     spread,
     units,
 )
-from operators.training.parallel.lead import dealt, in_order
 from operators.training.parallel.messages import (
     CODEC,
     BeginStep,

@@ -1,5 +1,6 @@
 """Ranks that read their own slices of a model have what one that loads the whole has, make the same
-steps, and hold little more than their shares."""
+steps, and hold little more than their shares.
+"""
 
 import ctypes
 import dataclasses
@@ -183,7 +184,8 @@ def large(folder: Path) -> tuple[int, int]:
 
 def watch(learner: Learner, rank: int, ranks: int) -> None:
     """From now on have each layer, when its gradients are there, write down what malloc has from
-    the system."""
+    the system.
+    """
     most: list[int] = []
     learner.module.most = most
     for layer in learner.module.model.layers:

@@ -1,5 +1,6 @@
 """The trainer with a real model folder, run folder and ledger: what it leaves, and going on from
-it."""
+it.
+"""
 
 import os
 import resource

@@ -1,5 +1,6 @@
 """A trainer whose weights readers take from where they are: no update changes what somebody
-reads."""
+reads.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,8 @@ from operators.training.offers import Offers
 
 class ZeroCopy(Plane):
     """A plane whose readers look at the weights until they are settled, and may be too slow
-    then."""
+    then.
+    """
 
     reads: tuple[int, dict[str, torch.Tensor]] | None = None
     in_time: bool = True

@@ -1,5 +1,6 @@
 """How a rollout was cut into training rows changes neither its weight in the loss nor its group's
-baseline."""
+baseline.
+"""
 
 import functools
 
@@ -44,7 +45,8 @@ PER_TOKEN = {"tokens": None, "mask": False, "logprobs": 0.0, "versions": -1}
 
 def cut(batch: pa.RecordBatch, seed: int, most: int = 3) -> pa.RecordBatch:
     """The same rollouts, each cut in up to so many rows: what was said before stands again, as
-    context."""
+    context.
+    """
     draw, rows = np.random.default_rng(seed), []
     for row in batch.to_pylist():
         begin, size = row["mask"].index(True), len(row["tokens"])
@@ -72,7 +74,8 @@ def groups(count: int = 3) -> list[pa.RecordBatch]:
 
 def reference(batches: list[pa.RecordBatch], normalize: str) -> tuple[float, torch.Tensor]:
     """Loss and gradient of aipo in float64, each rollout in one piece, by the model's own
-    attention."""
+    attention.
+    """
     module = tiny_llama(dtype=torch.float64)
     rows = [row for batch in batches for row in batch.to_pylist()]
     counts = [sum(row["mask"]) for row in rows]
@@ -139,7 +142,8 @@ def test_a_group_has_one_value_per_rollout_however_its_rollouts_were_cut(credit:
 
 def test_credit_by_token_runs_on_over_the_rows() -> None:
     """What a later row earns counts for what was said in an earlier one, and what stands as context
-    is passed over."""
+    is passed over.
+    """
     (whole,) = groups(1)
     made = cut(whole, 3)
     for one, other in zip(whole.to_pylist(), made.to_pylist(), strict=True):

@@ -1,5 +1,6 @@
 """What the trainer's tests share: a tiny policy, groups of rollouts, fakes for what a trainer
-touches."""
+touches.
+"""
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -60,7 +61,8 @@ def group(
     completion: int = 6,
 ) -> pa.RecordBatch:
     """The rollouts of one prompt: 2 to 6 prompt tokens in common, completions of 1 to `completion`
-    tokens."""
+    tokens.
+    """
     draw = np.random.default_rng(group_id if seed is None else seed)
     prompt = draw.integers(2, VOCABULARY, int(draw.integers(2, 7))).tolist()
     rewards = draw.integers(0, 2, size).astype(float)
@@ -117,7 +119,8 @@ def tiny_learner(trainer: Trainer, module: Any = None, *, packed: bool | None = 
 
 def gradient(learner: Learner, rows: StepRows) -> tuple[float, torch.Tensor, float]:
     """Loss, flat gradient before clipping, and its norm, of one step that leaves the weights
-    alone."""
+    alone.
+    """
     for part in learner.begin(rows, 0):
         learner.micro(part)
     learner.max_grad_norm = float("inf")
@@ -128,7 +131,8 @@ def gradient(learner: Learner, rows: StepRows) -> tuple[float, torch.Tensor, flo
 
 def reference_logprobs(module: Any, tokens: list[int], mask: list[bool]) -> torch.Tensor:
     """Log-probabilities of one rollout's chosen tokens, by the model's own attention, without
-    packing."""
+    packing.
+    """
     logits = module(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
     chosen = [at for at in range(1, len(tokens)) if mask[at]]
     return torch.stack([logits[at - 1, tokens[at]] for at in chosen])

@@ -1,5 +1,6 @@
 """A headless Chromium that a test drives over two pipes: pages opened, looked at, asked and
-photographed."""
+photographed.
+"""
 
 import base64
 import contextlib

@@ -1,5 +1,6 @@
 """A run of fakes that somebody changes while it goes on: its trainer waits at a step until that has
-been asked for."""
+been asked for.
+"""
 
 import threading
 from collections.abc import Callable
@@ -25,7 +26,8 @@ is over."""
 
 class _Waiting(Around):
     """Makes no step after the third until something has come about; hears what is said
-    meanwhile."""
+    meanwhile.
+    """
 
     def __init__(self, inner: Runtime, until: Callable[[], bool]) -> None:
         super().__init__(inner)

@@ -1,5 +1,6 @@
 """A launcher that starts nothing: what agents have to know stands in a shared folder, and the test
-starts them."""
+starts them.
+"""
 
 import json
 from dataclasses import dataclass

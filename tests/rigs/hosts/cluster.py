@@ -46,7 +46,8 @@ class Cluster:
         **run: Any,
     ) -> None:
         """Start the scheduler alone. listen: where it hears agents; on: its host, or the first;
-        run: of `run`."""
+        run: of `run`.
+        """
         first = on or self.hosts[0]
         self.leads = first
         if self.apart:
@@ -157,7 +158,8 @@ class Cluster:
 
     def ended(self, deadline_s: float = 200.0) -> Verdict:
         """What `verify` says of the run once all its processes have ended. AssertionError where one
-        failed."""
+        failed.
+        """
         assert self.scheduler
         status = self.scheduler.wait(deadline_s)
         assert status == 0, self.said()

@@ -57,7 +57,8 @@ def end(process: subprocess.Popen[str]) -> None:
 
 class Command(subprocess.Popen[str]):
     """A command on a host, by the process in front of it, which ends as the command does; signals
-    reach the command."""
+    reach the command.
+    """
 
     def send_signal(self, sig: int) -> None:
         for pid in self.inside() or [self.pid]:
@@ -66,7 +67,8 @@ class Command(subprocess.Popen[str]):
 
     def inside(self) -> list[int]:
         """The command's process, by its number on this machine; none when it has ended, or has not
-        begun."""
+        begun.
+        """
         try:
             return [
                 int(pid)
@@ -82,7 +84,8 @@ class Host:
     and address.
 
     ahead_s: by how much its monotonic clocks are ahead of this machine's; 0 where the kernel has no
-    time namespaces."""
+    time namespaces.
+    """
 
     name: str
     number: int
@@ -104,7 +107,8 @@ class Host:
     @property
     def prefix(self) -> tuple[str, ...]:
         """In front of a command that is to run on it, with its home. Ends with the command, and the
-        command with it."""
+        command with it.
+        """
         assert self._process, f"host {self.name} is down"
         spaces = (
             "-m",
@@ -144,7 +148,8 @@ class Host:
 
     def kill(self) -> None:
         """All its processes at once; its memory and its link go with them. `cut` it before, and
-        nobody hears of it."""
+        nobody hears of it.
+        """
         if self._process:
             if self._first and self._process.poll() is None:
                 os.kill(self._first, signal.SIGKILL)
@@ -163,7 +168,8 @@ class Host:
         self, command: Sequence[str | Path], env: Mapping[str, str] | None = None, **more: Any
     ) -> Command:
         """A command on it, in the repository's folder. env: besides a few that every process
-        has."""
+        has.
+        """
         whole = [*self.prefix, *map(str, command)]
         how = {"text": True, "stdin": subprocess.DEVNULL, **more}
         self._started.append(Command(whole, env=environment(env), **how))
@@ -204,7 +210,8 @@ class Host:
 
     def cut(self, peer: "Host | None" = None, *, sends: bool = True, receives: bool = True) -> None:
         """Lose what it sends to others, what it receives from them, or both; of one peer alone, if
-        that is given."""
+        that is given.
+        """
         both = (("ingress", "dst", sends), ("egress", "src", receives))
         for hook, side, lost in both:
             if lost:
@@ -261,7 +268,8 @@ def hosts(
 
     shared: folders that all of them may write, visible: folders that they may read, each at its own
     path. disk_bytes, memory_bytes: of each, for its files and for /dev/shm. NoHosts where they
-    cannot be had."""
+    cannot be had.
+    """
     if missing := [name for name in TOOLS if not shutil.which(name)]:
         raise NoHosts(f"hosts need {', '.join(missing)}, of iproute2 and util-linux")
     with contextlib.ExitStack() as stack:

@@ -8,7 +8,8 @@ ends on it.
 
 Prints the process that holds the namespaces, then `ready`, or one sentence that begins with
 `error`. What it makes ends with it, and it ends with the process that started it, however that
-ends."""
+ends.
+"""
 
 import contextlib
 import ctypes
@@ -202,7 +203,8 @@ def host(given: dict) -> None:  # type: ignore[type-arg]
 
 def network(parent: int) -> None:
     """Holds the user and network namespace of the bridge. As root without user namespaces, the
-    network alone."""
+    network alone.
+    """
     user, group = os.geteuid(), os.getegid()
     try:
         unshare(NEW_USER | NEW_NET)

@@ -1,5 +1,6 @@
 """The links of hosts to their bridge, cut and mended packet by packet: nobody is told, as with a
-switch that fails."""
+switch that fails.
+"""
 
 import subprocess
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ EVERYTHING = ("protocol", "all", "u32", "match", "u32", "0", "0")
 
 def tool(enter: Sequence[str], *command: str, lines: Sequence[str] = ()) -> None:
     """`ip`, `tc` or `bridge` in namespaces; `lines`: a batch of commands. OSError tells what it
-    found."""
+    found.
+    """
     batch = "\n".join(lines) if lines else None
     done = subprocess.run(
         [*enter, *command], input=batch, capture_output=True, text=True, timeout=30
@@ -57,7 +59,8 @@ def address(enter: Sequence[str], own: str) -> None:
 
 def lose(enter: Sequence[str], port: str, hook: str, match: Sequence[str] = EVERYTHING) -> None:
     """Packets that match end in the sink. hook: `ingress` is what the host sends, `egress` what it
-    receives."""
+    receives.
+    """
     away = ("action", "mirred", "egress", "redirect", "dev", SINK)
     tool(enter, "tc", "filter", "add", "dev", port, hook, *match, *away)
 

@@ -1,5 +1,6 @@
 """Which host opened which file of a folder that several see, as the kernel tells it (fanotify).
-Needs root."""
+Needs root.
+"""
 
 import contextlib
 import ctypes

@@ -2,7 +2,8 @@
 
 JSON: {"graph": a name of `GRAPHS`, "knobs": of it, "hosts": how many, 1: this one alone, without an
 agent, "listen": address of this one, "folder": shared, "limits": of `Limits`, "run": what else
-`run` is to get}."""
+`run` is to get}.
+"""
 
 import json
 import sys

@@ -1,5 +1,6 @@
 """What a published schema of Kubernetes refuses of an object: unknown fields too, as strict
-validation does."""
+validation does.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,8 @@ TYPES = {
 
 def schema_of(api: str, kind: str) -> Mapping[str, Any]:
     """Of a kind at a version, such as jobset.x-k8s.io/v1alpha2 JobSet; the test is skipped where it
-    is not at hand."""
+    is not at hand.
+    """
     yaml = pytest.importorskip("yaml")
     group, _, version = api.partition("/")
     folder = os.environ.get(VARIABLE)

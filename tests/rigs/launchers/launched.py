@@ -1,5 +1,6 @@
 """A program for launchers, slow enough to be interrupted: python launched.py --steps N --on
-LAUNCHER."""
+LAUNCHER.
+"""
 
 import time
 

@@ -1,7 +1,8 @@
 """A Ray cluster on loopback alone, for as long as a test lasts: a head without cores, and nodes.
 
 As a program: python ray_cluster.py NODES CORES; says its addresses, then takes the words "lose" and
-"gain"."""
+"gain".
+"""
 
 import contextlib
 import importlib.util

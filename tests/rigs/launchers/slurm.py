@@ -1,5 +1,6 @@
 """A Slurm cluster of several nodes on this machine, on loopback alone, for as long as a test
-lasts."""
+lasts.
+"""
 
 import contextlib
 import getpass

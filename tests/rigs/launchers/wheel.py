@@ -1,5 +1,6 @@
 """The wheel of this tree, and an environment that holds it with what it declares to need and
-nothing else."""
+nothing else.
+"""
 
 import shutil
 import subprocess
@@ -38,7 +39,8 @@ def build(folder: Path) -> Path:
 
 def environment(folder: Path, wheel: Path) -> Path:
     """The interpreter of a new environment with a wheel; what the wheel requires is linked from
-    this one's packages."""
+    this one's packages.
+    """
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60
     )
@@ -60,7 +62,8 @@ def environment(folder: Path, wheel: Path) -> Path:
 
 def required(one: Distribution) -> Iterator[Distribution]:
     """What it requires, with what these require, and so on; no extras but those that a requirement
-    names."""
+    names.
+    """
     known: set[tuple[str, str]] = set()
 
     def walk(each: Distribution, extra: str) -> Iterator[Distribution]:

@@ -1,5 +1,6 @@
 """An environment of the tests' own, as adapters have them: counts its sessions in a folder, fails
-as its task says."""
+as its task says.
+"""
 
 import asyncio
 import os

@@ -1,5 +1,6 @@
 """An environment with Gymnasium's methods, behind Gymnasium's adapter: it counts its instances in a
-folder, and for some seeds it goes wrong, once for each."""
+folder, and for some seeds it goes wrong, once for each.
+"""
 
 import os
 import signal

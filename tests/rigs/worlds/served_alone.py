@@ -2,7 +2,8 @@
 has died.
 
 python served_alone.py PORT LOG CAPACITY: serve until killed; LOG gets a line for each session that
-begins or ends."""
+begins or ends.
+"""
 
 import os
 import signal

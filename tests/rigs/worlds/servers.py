@@ -1,5 +1,6 @@
 """Servers that speak as those of OpenEnv and NeMo-Gym do, in a thread; they count the sessions that
-they have."""
+they have.
+"""
 
 import asyncio
 import contextlib
@@ -97,7 +98,8 @@ def openenv(
     not answer in ten seconds. "die" ends a connection, "think" is answered when nobody was for half
     a second, no ping either, "shout" with 10 MB, "mute" not at all, "broken" with an error of the
     environment; a number is no action. schema: what it answers at /schema; None: it has no such
-    route."""
+    route.
+    """
     from websockets.asyncio.server import serve
     from websockets.exceptions import ConnectionClosed
 
@@ -211,7 +213,8 @@ def openenv(
 def nemo_gym(*, capacity: int = 64, port: int = 0) -> Iterator[Served]:
     """A resources server of NeMo-Gym in both protocols, by its documentation: /seed_session,
     /increment (a tool), /verify, which compares the count with `expected_count`; /reset, /step,
-    /close, worth 1 for each turn of LETTERS."""
+    /close, worth 1 for each turn of LETTERS.
+    """
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request

@@ -2,7 +2,8 @@
 what its task says.
 
 The prompt is `LETTER NUMBER =`; the answer is what it does: a number of turns, or how it goes
-wrong."""
+wrong.
+"""
 
 import json
 import os
@@ -31,7 +32,8 @@ def post(
 
 def converse(turns: int, prompt: str, **more: object) -> list:
     """What each call sent and was answered, as ids; the world repeats the first letter of each
-    turn."""
+    turn.
+    """
     messages, seen = [{"role": "user", "content": prompt}], []
     for number in range(turns):
         body = {

@@ -1,5 +1,6 @@
 """Small runs of episodes, whoever plays them, and what holds of them: after a kill, after they were
-cut off."""
+cut off.
+"""
 
 import os
 import signal
@@ -107,7 +108,8 @@ def goes_on_turn_by_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Cut off and resumed: its losses are those of a run that nobody cut off, and the turns that it
-    had are not drawn again. build: a graph whose bound is 0."""
+    had are not drawn again. build: a graph whose bound is 0.
+    """
     counts: list[tuple[int, int]] = []
 
     def noted(self: EpisodesRuntime, close: Any = runtime.close) -> None:

@@ -1,5 +1,6 @@
 """Processes of a run of episodes that are killed or stopped at random moments, by a schedule that a
-seed makes."""
+seed makes.
+"""
 
 import contextlib
 import os
@@ -97,7 +98,8 @@ class RandomStriking(threading.Thread):
         self, runs: Path, strikes: Sequence[Strike], *, server: Callable[[], int] | None = None
     ) -> None:
         """runs: folder of the run. server: the pid of the worlds' server, where a place has the
-        worker "server"."""
+        worker "server".
+        """
         super().__init__(daemon=True)
         self._runs, self._strikes, self._server = runs, strikes, server
         self._mark = runs / "blows"

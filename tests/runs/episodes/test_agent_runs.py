@@ -1,5 +1,6 @@
 """Runs of agents: programs that nobody rewrote, whose calls are turns; what goes wrong there is no
-reward."""
+reward.
+"""
 
 import json
 import secrets
@@ -95,7 +96,8 @@ def test_what_a_program_was_answered_is_trained_to_the_id(
     chatty: Path, imports: tuple[str, ...]
 ) -> None:
     """Ids and log-probabilities of the rows are those that the program saw; its prompts are the
-    context."""
+    context.
+    """
     g = Graph("exact")
     generator = Generator(Model(str(chatty)).frozen(), group_size=2, max_tokens=8, slots=16)
     asks = agent(
@@ -123,7 +125,8 @@ def test_calls_that_a_program_forces_begin_with_context_and_the_rest_is_trained_
     tmp_path: Path,
 ) -> None:
     """What the policy of a run is made to begin a call with stands in the prompt of that turn, and
-    in no mask."""
+    in no mask.
+    """
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TOOLED
     tiny_llama(len(tokenizer), context=2048).save_pretrained(tmp_path)
@@ -173,7 +176,8 @@ def test_what_goes_on_from_no_call_before_is_a_training_row_of_its_own(
     does: str, chatty: Path
 ) -> None:
     """A conversation that was rewritten, two calls at once from one past, the same call again: each
-    token is trained once, and no call is refused."""
+    token is trained once, and no call is refused.
+    """
     g = Graph("rows")
     generator = Generator(Model(str(chatty)).frozen(), group_size=2, max_tokens=4, slots=8)
     tasks = [{"prompt": f"a{n}=", "answer": does} for n in range(3)]

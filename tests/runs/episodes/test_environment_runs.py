@@ -1,5 +1,6 @@
 """Runs that play environments: worlds that fail in every way, workers that are killed; all sessions
-come back."""
+come back.
+"""
 
 import json
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
 """Episodes of several replicas: prompts are shared out, turns come back to who asked, whoever
-dies."""
+dies.
+"""
 
 import os
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Runs of episodes: tokens as they were sampled, worlds that fail, workers that die; the ledger is
-clean every time."""
+clean every time.
+"""
 
 import asyncio
 import dataclasses
@@ -121,7 +122,8 @@ def test_what_the_world_says_in_a_chat_stands_between_the_templates_delimiters(
     policy: Path, tmp_path: Path
 ) -> None:
     """And the policy's ids are those that were sampled, whether it ended its turn itself or had to
-    stop."""
+    stop.
+    """
     chatty, tokenizer = chatty_policy(policy, tmp_path)
     g = Graph("chat")
     generator = Generator(
@@ -203,7 +205,8 @@ async def forgetful(chat: Any, answer: str) -> float:
 
 def exact(row: dict[str, Any], model: Any, turns: int) -> None:
     """All that was sampled is chosen once, with the log-probabilities of a forward pass over its
-    training row."""
+    training row.
+    """
     import torch
 
     tokens, mask, numbers, rows = (
@@ -580,7 +583,8 @@ def test_a_run_whose_workers_are_killed_one_after_the_other_is_clean(
     policy: Path, tmp_path: Path
 ) -> None:
     """The episode's processes are three: its worker, the server of its pool, and one in which
-    functions run."""
+    functions run.
+    """
     sizes, steps = {"talk": 3, "generator": 1, "trainer": 1}, 24
     victims = [("talk", 0), ("generator", 0), ("trainer", 0), ("talk", 0), ("generator", 0)]
     striking = Striking(tmp_path, sizes, victims)

@@ -163,7 +163,8 @@ def test_a_documented_taskset_of_verifiers_is_played_through_its_own_server(
     counter: Path, tmp_path: Path, client: Any
 ) -> None:
     """Its loop calls the endpoint of the run: OpenAI's API, or the token route with prompts that it
-    lays out itself."""
+    lays out itself.
+    """
     python = os.environ.get("DATAFLOW_VERIFIERS_PYTHON")
     if not python:
         pytest.skip("DATAFLOW_VERIFIERS_PYTHON names no interpreter that has verifiers")

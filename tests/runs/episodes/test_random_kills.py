@@ -1,6 +1,7 @@
 """Runs whose processes are killed and stopped at random moments, by seeds: environments, tools,
 agents. The ledger is clean, every turn is charged once, all sessions and sandboxes are given back,
-and nothing is left on the machine."""
+and nothing is left on the machine.
+"""
 
 import dataclasses
 import json
@@ -138,7 +139,8 @@ def test_a_run_of_worlds_that_go_wrong_whose_processes_are_killed_at_random_is_w
     seed: int, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Worlds that raise, hang, die, answer 10 MB, are over without a reward: once for each task, so
-    that another try makes up for it."""
+    that another try makes up for it.
+    """
     gym_shaped.known(monkeypatch)
     g = in_process(policy, tmp_path / "worlds", goes_wrong=True)
     _, striking = struck(g, "reward", schedule(seed, places("reward", 2), BLOWS), tmp_path)

@@ -1,5 +1,6 @@
 """Runs of episodes with tools: what fails is told or is no reward, state is kept, all is given back
-whatever dies."""
+whatever dies.
+"""
 
 import os
 import shutil
@@ -21,8 +22,8 @@ from dataflow.limits import Limits, Patience
 from operators import Evaluate, Generator, Prompts, Trainer, episode, tool_use
 from operators.chat.text_calls import TextCalls
 from operators.credit import advantage
+from operators.episodes.chat import Reply
 from operators.episodes.declaration import Episode
-from operators.episodes.reply import Reply
 from operators.losses import aipo
 from operators.sandbox import fault
 from operators.tools import Sandbox
@@ -154,7 +155,8 @@ def test_a_sandbox_is_of_one_rollout_and_all_are_given_back(policy: Path, tmp_pa
 
 class StrikingWorlds(Striking):
     """Kills also what is no worker of its own: the processes in which functions run, of which there
-    is no record."""
+    is no record.
+    """
 
     def strike(self, pid: int) -> None:
         if pid in processes_of("boxed")[1:]:
@@ -172,7 +174,8 @@ def test_a_run_whose_processes_are_killed_is_clean_and_gives_every_sandbox_back(
     policy: Path, tmp_path: Path
 ) -> None:
     """The processes in which functions run, the server that forks them, and workers, one after the
-    other."""
+    other.
+    """
     limits = Limits(stop_s=2.0, patience=Patience(first_s=0.05, of_one=3))
     victims = [
         ("boxed", 2),

@@ -1,5 +1,6 @@
 """What a generator was asked for and drew, turn by turn, in a file that outlives it; and what a run
-made of it."""
+made of it.
+"""
 
 import json
 import os
@@ -69,7 +70,8 @@ class TurnBook:
         Asserts that each turn of each rollout is one that it drew, whole, of this very turn of this
         very rollout.
 
-        seed: of the run. rollouts: of one conversation each."""
+        seed: of the run. rollouts: of one conversation each.
+        """
         numbers, drawn = self._read()
         again = 0
         for row in rollouts.to_pylist():

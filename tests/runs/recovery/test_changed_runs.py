@@ -1,6 +1,7 @@
 """A run whose knobs are set, or whose reward is swapped, again and again while its workers are
 killed: what it was at each step is on record, the ledger is whole, and a replay repeats every
-loss."""
+loss.
+"""
 
 import contextlib
 import os
@@ -39,7 +40,8 @@ KNOBS: dict[str, Callable[[random.Random], float | int]] = {
 
 class Storm:
     """A run of the real operators around a tiny policy, and whoever changes it and kills its
-    workers."""
+    workers.
+    """
 
     def __init__(self, process: "subprocess.Popen[bytes]", runs: Path, output: Path) -> None:
         self.process, self.runs, self.output = process, runs, output
@@ -76,7 +78,8 @@ class Storm:
 
     def change(self, count: int, kills: int, ask: Callable[[int], None]) -> int:
         """So many changes at random moments, so many of them beside a kill; how many were taken
-        in."""
+        in.
+        """
         beside = set(self.draw.sample(range(count), kills))
         taken = 0
         for number in range(count):

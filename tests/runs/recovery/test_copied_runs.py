@@ -1,5 +1,6 @@
 """Runs whose checkpoints are copied to an address: what is there is enough for a host that never
-saw the run folder."""
+saw the run folder.
+"""
 
 import json
 import os

@@ -1,5 +1,6 @@
 """Run folders with one random damage each: every command ends in a sentence, and nothing damaged is
-gone on with."""
+gone on with.
+"""
 
 import contextlib
 import random
@@ -21,7 +22,7 @@ from dataflow.errors import DataflowError, OperatorError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.replay import Wishes, report_replay
 from dataflow.history.rollout_view import find_rollout
-from dataflow.live.answers import PageAnswers
+from dataflow.live.command import PageAnswers
 from dataflow.runs.commands import compare_runs, export_run, list_runs, report_run
 from dataflow.runtime import Batch
 
@@ -63,7 +64,8 @@ class Killed:
 @pytest.fixture(scope="module")
 def killed(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
     """After step 3, a checkpoint and a round of evaluation, with finished groups, while no
-    checkpoint is written."""
+    checkpoint is written.
+    """
     runs = tmp_path_factory.mktemp("killed")
 
     class Dying(Around):

@@ -1,5 +1,6 @@
 """Faults, each dealt to a whole run: it goes on with the fault on record, or ends with the
-culprit's name."""
+culprit's name.
+"""
 
 import contextlib
 import dataclasses
@@ -164,7 +165,8 @@ def test_a_worker_that_is_killed_at_any_moment_of_the_start_is_started_again(
     seed: int, policy: Path, machine: None, tmp_path: Path
 ) -> None:
     """From the first fork on: a graph of two replicas with an evaluation, of which one process is
-    struck."""
+    struck.
+    """
     graph = tiny_graph(policy, eval_every=3)
     with ThreadPoolExecutor() as pool:
         striking = pool.submit(
@@ -390,7 +392,8 @@ def test_what_a_scorer_does_wrong_is_recorded_and_never_a_reward(
     policy: Path, machine: None, tmp_path: Path
 ) -> None:
     """Prompt by prompt, the scorer raises, loops, exits, eats memory, or gives none, for all or for
-    some."""
+    some.
+    """
 
     @scorer(timeout_s=0.4, memory_mb=64)
     def judge(completion: str, answer: str, position: int) -> float | None:

@@ -1,5 +1,6 @@
 """What no restart mends ends a run at once, or keeps it from starting; and a run that learns
-nothing says so."""
+nothing says so.
+"""
 
 import json
 import struct

@@ -1,5 +1,6 @@
 """A run of several ranks on both sides goes on whichever of them is killed, or is stopped for
-longer than deadlines."""
+longer than deadlines.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -36,7 +37,8 @@ def goes_on(
     striking: Striking, policy: Path, runs: Path, weights: str, limits: Limits, steps: int
 ) -> Iterator[Any]:
     """A run during which ranks are struck: it comes to its end with every group trained once, by
-    the newest weights."""
+    the newest weights.
+    """
     graph = tiny_graph(
         policy,
         max_staleness=0,

@@ -1,5 +1,6 @@
 """Whatever becomes of the files that a run can do without, it is made, judged, shown, resumed and
-replayed."""
+replayed.
+"""
 
 import shutil
 import sys

@@ -1,5 +1,6 @@
 """Runs that are killed with all their processes: the next command removes what they left in
-memory."""
+memory.
+"""
 
 import contextlib
 import os

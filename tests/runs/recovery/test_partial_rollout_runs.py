@@ -1,5 +1,6 @@
 """Runs that end in the middle of rollouts: when they go on, the rollouts do, and the losses are
-what they would be."""
+what they would be.
+"""
 
 import sys
 from pathlib import Path

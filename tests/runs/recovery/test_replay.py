@@ -1,5 +1,6 @@
 """Replays: the Arrow files of a run train to the same losses again, and say what another loss would
-have done."""
+have done.
+"""
 
 import json
 import shutil
@@ -17,8 +18,7 @@ from rigs.graphs import fake_graph, tiny_graph
 from dataflow import Devices, Graph, GraphError, Result, RunError, cli, inline, run
 from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.finished import SealedWriter
-from dataflow.folder.rollout_files import write_arrow
-from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_folder import RunFolder, write_arrow
 from dataflow.history.replay import Compared, Wishes, replay, report_replay, starting_point
 from dataflow.history.rollout_view import find_rollout, show_rollout, vocabulary_of
 from dataflow.system.files import RunFolderError

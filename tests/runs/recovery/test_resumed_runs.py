@@ -1,5 +1,6 @@
 """Runs that ended early go on in their folders: nothing is trained twice, nothing is lost, and the
-losses repeat."""
+losses repeat.
+"""
 
 import math
 import os
@@ -131,7 +132,8 @@ def test_no_token_is_trained_that_weights_drew_which_the_run_went_back_behind(
     policy: Path, tmp_path: Path
 ) -> None:
     """Groups that were finished under them are in flight, and are drawn anew under the weights that
-    there are."""
+    there are.
+    """
 
     def boom() -> None:
         raise ValueError("boom")
@@ -171,7 +173,8 @@ def test_no_token_is_trained_that_weights_drew_which_the_run_went_back_behind(
 
 def mark_younger(finished: Path, version: int) -> dict[int, list[float]]:
     """Mark the finished groups with a token of a later version, so that they are known wherever
-    they come; the logprobs of all other rollouts."""
+    they come; the logprobs of all other rollouts.
+    """
     others = {}
     for path in finished.glob("*.arrows"):
         made = []

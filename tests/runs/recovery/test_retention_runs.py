@@ -1,5 +1,6 @@
 """Runs that keep the rollouts of their last steps alone: what recovery needs stays, and what went
-is accounted for."""
+is accounted for.
+"""
 
 import sys
 from pathlib import Path
@@ -15,8 +16,7 @@ from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.checkpoints import MARKER
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.retention import FACT, gone, removable
-from dataflow.folder.rollout_files import COMPRESSED_BYTES, write_arrow
-from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_folder import COMPRESSED_BYTES, RunFolder, write_arrow
 from dataflow.history.replay import Wishes, replay
 from dataflow.history.summary import summarize
 from dataflow.history.verify.facts import read_facts

@@ -1,5 +1,6 @@
 """Copies in an object store: S3 as a server of this machine speaks it, where there is one
-(moto_server, of PyPI's moto[server,s3])."""
+(moto_server, of PyPI's moto[server,s3]).
+"""
 
 import shutil
 import socket

@@ -1,5 +1,6 @@
 """The scheduler may die: its workers go on, another takes them over; where none comes they end in
-order, and nothing is left of them."""
+order, and nothing is left of them.
+"""
 
 import contextlib
 import json

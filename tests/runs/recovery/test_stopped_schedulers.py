@@ -1,5 +1,6 @@
 """A scheduler that a signal has stopped, or whose terminal nobody reads: the run goes on, with it
-or another."""
+or another.
+"""
 
 import os
 import pty

@@ -1,5 +1,6 @@
 """Ctrl-Z stops a run, all of it, for as long as the user likes; fg, or SIGCONT, lets it go on where
-it was."""
+it was.
+"""
 
 import contextlib
 import os
@@ -35,7 +36,8 @@ def states(pids: set[int]) -> dict[int, str]:
 
 def leaders(each: Program) -> set[int]:
     """The workers: each has a group of its own, and the forkserver, which is in the scheduler's, as
-    its parent."""
+    its parent.
+    """
     family = each.family()
     return {
         pid
@@ -154,7 +156,8 @@ def test_a_run_of_several_ranks_goes_on_after_stops_that_are_longer_than_any_of_
     program: Start,
 ) -> None:
     """The ranks wait for each other most of the time, so a stop falls into a collective or into a
-    transfer."""
+    transfer.
+    """
     running = program(
         "ranks", adopt_s=2.0, limits={"exchange_s": 8.0, "transfer_s": 8.0, "hang_s": 10.0}
     )

@@ -1,5 +1,6 @@
 """Another reward in a live run: generator and trainer go on, no group is lost or trained twice,
-whoever is killed meanwhile; resume and replay know of it."""
+whoever is killed meanwhile; resume and replay know of it.
+"""
 
 import json
 import os
@@ -59,7 +60,8 @@ Start = Callable[..., Program]
 @pytest.fixture
 def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Puts the module `new_rewards` where programs find it; a file of the processes that have
-    imported it."""
+    imported it.
+    """
     place = tmp_path / "modules"
     place.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(place))

@@ -1,5 +1,6 @@
 """A run with a tracker whose scheduler dies or is replaced: the same run goes on there, and each
-step is told once."""
+step is told once.
+"""
 
 import contextlib
 import importlib.util
@@ -44,7 +45,8 @@ def told(each: Program) -> list[str]:
 
 def trackers_of(each: Program) -> Counter[str]:
     """How many processes keep the run's trackers, and how many tell, or wait to: by the files that
-    they have open."""
+    they have open.
+    """
     keeps, tells = (
         str(place(each) / "logs" / "trackers.log"),
         str(place(each) / "trackers" / "Steps.lock"),
@@ -59,7 +61,8 @@ def trackers_of(each: Program) -> Counter[str]:
 
 def is_told_once(each: Program, *ends: str) -> None:
     """Every step once and in order, by one process after the other, of which each ended the run
-    there."""
+    there.
+    """
     lines = told(each)
     assert [line for line in lines if line.startswith("step ")] == [
         f"step {step}" for step in range(1, STEPS + 1)
@@ -124,7 +127,8 @@ def test_a_resume_goes_on_with_the_tracker_of_a_scheduler_that_was_killed(progra
 
 def test_a_tracker_is_told_by_the_standby_of_a_scheduler_that_was_stopped(program: Start) -> None:
     """That one lives on, and so does what keeps its trackers: until this finds that the run has
-    another."""
+    another.
+    """
     first = program("endless", standby=True, limits={"silent_s": 6.0}, **OWN)
     under_way(first)
     tells(first)
@@ -148,7 +152,8 @@ def test_a_tracker_is_told_by_the_standby_of_a_scheduler_that_was_stopped(progra
 
 def test_no_standby_takes_a_run_over_that_waits_for_a_tracker_at_its_end(program: Start) -> None:
     """All is done by then but that; what a tracker does is no matter of the run, its exit status
-    neither."""
+    neither.
+    """
     first = program(
         "endless",
         standby=True,

@@ -1,5 +1,6 @@
 """Runs of a model with adapters: they alone are trained, sent and kept, and generator and trainer
-agree."""
+agree.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -122,7 +123,8 @@ def test_ranks_that_share_out_matrices_train_adapters_as_one_process_does_and_go
     policy: Path, machine: None, tmp_path: Path, ranks: int
 ) -> None:
     """Its generator has every version; its checkpoint is one that peft loads, and that a resume
-    goes on with."""
+    goes on with.
+    """
 
     def graph(tensor_parallel: int) -> Any:
         return adapted_graph(

@@ -1,5 +1,6 @@
 """Whole runs over a slow link: what changed travels in place of everything, and the generator has
-the same weights."""
+the same weights.
+"""
 
 from functools import partial
 from pathlib import Path

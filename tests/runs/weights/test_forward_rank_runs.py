@@ -68,7 +68,8 @@ def critic_loss(new_values: Any, reward: Any) -> Any:
 
 def actor_and_critic(policy: Path, parallel: int) -> Graph:
     """A reference that is refreshed with an average of the actor, and values that their critic
-    feeds."""
+    feeds.
+    """
     g, model = Graph("ranks"), Model(str(policy), name="actor")
     critic = Model(str(policy), head="value", name="critic")
     generator = Generator(model, group_size=4, max_tokens=8, slots=32)
@@ -99,7 +100,8 @@ def test_ranks_that_are_fed_and_refreshed_give_the_numbers_of_one(
     policy: Path, tmp_path: Path, machine: None
 ) -> None:
     """From trainers of two ranks each, one of which sends to two replicas; tokens, columns and
-    losses are alike."""
+    losses are alike.
+    """
     torch.set_num_threads(1)
     many = run(
         actor_and_critic(policy, 2),

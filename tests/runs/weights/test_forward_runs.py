@@ -1,5 +1,6 @@
 """Whole runs with forward operators: a reference, a proximal policy, a judge, a critic, beside what
-they serve."""
+they serve.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,7 +111,8 @@ def test_a_proximal_policy_without_staleness_is_the_one_that_generated(
     runs: Runner, policy: Path
 ) -> None:
     """In a synchronous run all tokens of a step come from one version, and so do their proximal
-    log-probabilities."""
+    log-probabilities.
+    """
     g, model, generator, rollouts = start(policy)
     proximal, trainer = Logprobs(model, name="proximal_logprobs"), trainer_of(model, decoupled)
     trainer(advantage(reward(proximal(rollouts))))
@@ -176,7 +178,8 @@ def test_actor_and_critic_learn_side_by_side_from_a_reference_a_judge_and_values
     runs: Runner, policy: Path, judge: Path, max_staleness: int
 ) -> None:
     """Values begin at 0 and move with the critic: those of a group come from a critic no older than
-    its tokens."""
+    its tokens.
+    """
     result = runs(ppo(policy, judge, max_staleness))
     assert result.verdict.clean, result.verdict.line
     folder = RunFolder.open(result.folder)
@@ -225,7 +228,8 @@ def test_a_critic_may_make_more_steps_than_the_policy(
     policy: Path, judge: Path, tmp_path: Path
 ) -> None:
     """Twice as many, of half as many groups: the values of version 1 are those of the critic's
-    second."""
+    second.
+    """
     g = ppo(policy, judge, critic_step=2)
     result = run(g, steps=STEPS, on=inline(), runs=tmp_path, quiet=True)
     assert result.verdict.clean, result.verdict.line

@@ -1,5 +1,6 @@
 """Whole runs in which each rank of the trainer sends each rank of the generator the bytes that it
-needs, no more."""
+needs, no more.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ def cut(tensors: dict[str, Any], ranks: int) -> Layout:
 
 def assert_pairs(sent: Sent, policy: Path, trainer: int, generator: int, versions: int) -> None:
     """What each pair of ranks has exchanged is the plan's, to the byte; no pair exchanges a whole
-    sharded tensor."""
+    sharded tensor.
+    """
     tensors = tensors_of(policy)
     plan = reshard(Layout.fsdp(tensors, trainer), cut(tensors, generator)).pair_bytes
     counts = sent.transfers(TO)

@@ -1,5 +1,6 @@
 """Whole runs of trainers and generators that share a model out in several ways at once make the
-steps of one rank."""
+steps of one rank.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,6 @@
 """Where nothing is learned, trainer and generator agree on every token's probability, however many
-versions go by."""
+versions go by.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,6 @@
 """Whole runs whose generator is quantised and shared out, of a trainer of several ranks: all bytes
-are one rank's."""
+are one rank's.
+"""
 
 import json
 from pathlib import Path
@@ -36,7 +37,8 @@ CUT = (
 
 class _Telling(Around):
     """Leaves in a file for each version what each rank of the engine holds, as checksums by
-    name."""
+    name.
+    """
 
     def __init__(self, inner: Runtime, folder: Path) -> None:
         super().__init__(inner)
@@ -59,7 +61,8 @@ def digest(tensor: torch.Tensor) -> int:
 
 def slice_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """What a generator's rank holds, written out; all ranks have the scales of rows that are
-    cut."""
+    cut.
+    """
     weight = name.removesuffix(SCALE)
     if not weight.endswith(("embed_tokens.weight", "lm_head.weight", *CUT)) or (
         name != weight and weight.endswith(CUT_ROWS)

@@ -1,5 +1,6 @@
 """Runs whose generator computes in int8 or fp8: the trainer sends it that, and nothing else
-changes."""
+changes.
+"""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Whole runs in which a reference is refreshed: with every n-th version, or with a moving
-average."""
+average.
+"""
 
 import os
 import signal
@@ -46,7 +47,8 @@ def refreshed(
     **knobs: Any,
 ) -> Graph:
     """A tiny run whose reference is refreshed; own: the model that it begins with. around: by
-    operator."""
+    operator.
+    """
     g, model = Graph("refreshed"), Model(str(policy), name="policy")
     generator = Generator(model, group_size=4, max_tokens=12, segment_tokens=4, slots=32)
     wrap = {"reference": lambda it: it, "trainer": lambda it: it} | dict(around or {})
@@ -95,7 +97,8 @@ def averaged(result: Result, policy: Path, step: int, decay: float) -> Any:
 
 def check_rows(result: Result, modules: Mapping[int, Any], every: int) -> None:
     """Rows of steps in (k * every, (k + 1) * every] were read with version k * every, and say
-    so."""
+    so.
+    """
     for step in range(1, result.steps + 1):
         version = (step - 1) // every * every
         for row in rows_of(result, step):
@@ -168,7 +171,8 @@ def test_a_run_that_goes_on_reads_with_the_versions_of_one_that_never_stopped(
     kind: Mapping[str, Any], policy: Path, tmp_path: Path
 ) -> None:
     """It stops between two versions: what the reference has, and the average, come back with the
-    checkpoint."""
+    checkpoint.
+    """
     torch.set_num_threads(1)
 
     def graph() -> Graph:
@@ -191,7 +195,8 @@ def test_who_is_killed_between_two_versions_has_the_same_version_again(
     victim: str, policy: Path, tmp_path: Path, machine: None
 ) -> None:
     """The trainer makes the steps after its checkpoint again; the reference has its own model, and
-    has to hear of the version that it had."""
+    has to hear of the version that it had.
+    """
     torch.set_num_threads(1)
     kind = {"every": 2, "decay": 0.5, "checkpoint_every": 3}
     straight = run(

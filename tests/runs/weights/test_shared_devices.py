@@ -1,5 +1,6 @@
 """Whole runs whose nodes take turns on one memory: the same steps as with a memory for each, one
-awake at a time."""
+awake at a time.
+"""
 
 import os
 import signal
@@ -47,7 +48,8 @@ def both(
     policy: Path, tmp_path: Path, knobs: dict[str, Any], *, within: float = 0.0, **how: Any
 ) -> RunFolder:
     """Run with a memory for each, and shared; the folder of the latter, which made the same, bit
-    for bit or within so much."""
+    for bit or within so much.
+    """
     _, tokens, numbers = steps_of(
         tiny_graph(policy, max_staleness=0, **knobs), tmp_path / "alone", **how
     )
@@ -106,7 +108,8 @@ def test_a_run_in_processes_makes_the_same_steps_in_turns(
 
 def with_a_reference(policy: Path, ranks: int = 1) -> Graph:
     """A frozen reference, and a critic that its trainer refreshes, beside generator and trainer.
-    ranks: of each."""
+    ranks: of each.
+    """
     g, model = Graph("reference"), Model(str(policy), name="policy")
     generator = Generator(model, group_size=4, max_tokens=12, segment_tokens=4, slots=32)
     reference = Logprobs(model.frozen(), name="ref_logprobs", tensor_parallel=ranks)

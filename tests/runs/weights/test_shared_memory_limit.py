@@ -1,5 +1,6 @@
 """A generator and a trainer in turns on main memory: they run where there is room for the larger
-one and a tenth."""
+one and a tenth.
+"""
 
 import json
 import os
@@ -26,7 +27,8 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a policy of 152 million parameters with random weights: 10% of a trainer is
-    more than a process."""
+    more than a process.
+    """
     folder, tokenizer = tmp_path_factory.mktemp("large"), character_tokenizer(ALPHABET, 64)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -72,7 +74,8 @@ def bare() -> int:
 
 def resident(pid: str) -> int:
     """Bytes that a process and its ranks have in memory: their own, mapped files and shared
-    segments, all in full."""
+    segments, all in full.
+    """
     try:
         own = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         tasks = Path(f"/proc/{pid}/task").iterdir()
@@ -84,7 +87,8 @@ def resident(pid: str) -> int:
 
 def watched(policy: Path, folder: Path, way: str, limit: float, ranks: int) -> Watched:
     """Run the pair, and kill it as soon as it has more than `limit` bytes together, which is looked
-    at all the time."""
+    at all the time.
+    """
     found = Watched()
     command = [
         sys.executable,
@@ -126,7 +130,8 @@ def test_a_pair_in_turns_runs_where_there_is_room_for_the_larger_one_and_a_tenth
     ranks: int, large: Path, tmp_path: Path
 ) -> None:
     """A generator's further ranks are further interpreters, which have their libraries wherever the
-    model is."""
+    model is.
+    """
     alone = watched(large, tmp_path / "alone", "apart", float("inf"), ranks)
     limit = MARGIN * max(alone.peaks.values()) + (ranks - 1) * bare()
     shared = watched(large, tmp_path / "shared", "shared", limit, ranks)

@@ -1,5 +1,6 @@
 """Whole runs of a trainer on several ranks: each offers its own shards, and the generator has every
-version."""
+version.
+"""
 
 import os
 import signal

@@ -2,7 +2,8 @@
 sockets.
 
 A `Sender` and a `Receiver` with the same `LocalNetwork` and address are a pair; drive both from one
-thread."""
+thread.
+"""
 
 import itertools
 from collections import deque

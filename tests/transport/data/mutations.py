@@ -147,7 +147,8 @@ class Mutator:
 
     def forged_header(self, fields: dict[str, Any], *, keep: tuple[str, ...] = ()) -> bytes:
         """A header with a right seal whose fields are not: types, sizes, kinds, names; `keep` names
-        those that stay."""
+        those that stay.
+        """
         fields = dict(fields)
         free = [name for name in fields if name not in keep]
         match int(self.rng.integers(6)):

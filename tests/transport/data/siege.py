@@ -1,5 +1,6 @@
 """A live receiver under siege: an honest sender over a connection that adds damaged copies, a
-stranger, and a liar."""
+stranger, and a liar.
+"""
 
 import sys
 from collections import defaultdict
@@ -69,7 +70,8 @@ def digest_of(batch: pa.RecordBatch) -> str:
 
 class ShakenConnection:
     """The honest sender's connection: beside what it puts there travel damaged copies, and Data
-    that came before."""
+    that came before.
+    """
 
     def __init__(self, connection: Connection, mutator: Mutator, genuine: list[Parts]) -> None:
         self._connection, self._mutator, self._genuine = connection, mutator, genuine
@@ -165,7 +167,8 @@ class Siege:
 
     def _strange(self) -> Parts:
         """Of somebody who has not said who he is: damaged genuine messages, and genuine ones of
-        another."""
+        another.
+        """
         if self.mutator.chance(0.002):
             return [_OVERSIZED]
         known = self.genuine or [[self._hello(), self._bodies[0]]]
@@ -254,7 +257,8 @@ def main(address: str) -> None:
     """A receiver in a process of its own, until standard input ends.
 
     A line for each delivery: sender, sequence, digest. A line for each line read: `?`, refused,
-    resident bytes."""
+    resident bytes.
+    """
     receiver = receiver_at(address)
     print(receiver.address, flush=True)
     process = psutil.Process()

@@ -86,7 +86,8 @@ def test_idle_senders_get_equal_shares(known: int, expected: int) -> None:
 def largest_shares(receivers: int, slack: int, seed: int) -> list[float]:
     """Of each step, the share of its prompts that one receiver took; the receivers of a step give
     their credit back in any order, in parts, as soon as it is trained, and as many prompts follow
-    as are then free."""
+    as are then free.
+    """
     chance, step, together = random.Random(seed), 32, 4
     most, last = 2 * step + together, -1
     held, owners = [0] * receivers, list[int]()

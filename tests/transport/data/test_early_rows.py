@@ -1,5 +1,6 @@
 """Rows that are done with before the rest of their batch: the sender hears of them, the batch keeps
-its credit."""
+its credit.
+"""
 
 import dataclasses
 

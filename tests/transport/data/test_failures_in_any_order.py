@@ -24,7 +24,8 @@ class FragileConnection(LocalConnection):
 
     def cut(self, arrive: int) -> None:
         """Break; of what is under way to the receiver the first `arrive` messages still get
-        there."""
+        there.
+        """
         if self._listener is None:
             return
         mine = [arrival for arrival in self._listener.arrivals if arrival.connection == self._token]

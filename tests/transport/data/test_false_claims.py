@@ -1,5 +1,6 @@
 """A peer that claims what it was never told gets nothing by it, and takes nothing from the
-others."""
+others.
+"""
 
 from typing import Any
 

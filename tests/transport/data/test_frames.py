@@ -68,7 +68,8 @@ def _nested(
 @st.composite
 def batches(draw: st.DrawFn) -> pa.RecordBatch:
     """Record batches of any schema: numbers, strings, lists of lists, dictionaries, nulls,
-    slices."""
+    slices.
+    """
     rows = draw(st.integers(0, 6))
     arrays = []
     for _ in range(draw(st.integers(1, 4))):

@@ -1,5 +1,6 @@
 """Peers that mean harm, or are badly broken: what they may cost is bounded, and nobody else
-notices."""
+notices.
+"""
 
 import os
 import resource

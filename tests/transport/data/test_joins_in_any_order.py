@@ -1,5 +1,6 @@
 """Receivers and senders that join, leave, die, restart and are cut off, in any order: no batch is
-ever lost."""
+ever lost.
+"""
 
 from dataclasses import dataclass, field
 
@@ -150,7 +151,8 @@ class World:
 
     def take(self, place: Place) -> None:
         """Deliver one batch: in order, and none twice unless a receiver of it was given up or
-        died."""
+        died.
+        """
         delivery = place.receiver.receive()
         if delivery is None:
             return

@@ -1,5 +1,6 @@
 """An edge within one process takes, delivers, acknowledges and refuses what one between processes
-does."""
+does.
+"""
 
 from collections import deque
 from collections.abc import Iterable

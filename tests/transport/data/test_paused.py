@@ -1,5 +1,6 @@
 """A consumer that stands still: nothing piles up anywhere, and it goes on as if nothing had
-been."""
+been.
+"""
 
 import os
 import signal

@@ -1,5 +1,6 @@
 """Senders join and leave a running edge, and whole replicas between two edges, on every kind of
-channel."""
+channel.
+"""
 
 from collections import Counter
 
@@ -88,7 +89,8 @@ def test_a_forgotten_senders_last_words_are_taken_in_first(rig: Rig) -> None:
 
 def test_a_generator_group_grows_and_shrinks_fifty_times_and_loses_nothing(rig: Rig) -> None:
     """Replicas between a source and a sink: each takes from one edge and sends on over the
-    other."""
+    other.
+    """
     sink = rig.receiver(capacity_rows=64)
     source: Sender | None = None
     replicas: list[tuple[Receiver, Sender]] = []

@@ -1,5 +1,6 @@
 """Several senders at one receiver, and several receivers of one sender, on every kind of
-channel."""
+channel.
+"""
 
 from .rig import Rig, connect, drain, firsts, make_batch, settle, take, until
 

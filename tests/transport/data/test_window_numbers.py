@@ -1,5 +1,6 @@
 """Statements that cross on the way: a receiver holds a sender to no window that it cannot have
-heard of."""
+heard of.
+"""
 
 from dataclasses import replace
 from typing import Any

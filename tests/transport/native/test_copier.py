@@ -1,5 +1,6 @@
 """The C kernels of the transport: copies, casts and sums, against numpy and torch; the same without
-a compiler."""
+a compiler.
+"""
 
 import threading
 import time

@@ -1,5 +1,6 @@
 """The kernels in C on other processors than this one: what their vectors compile to, and who says
-which one it is."""
+which one it is.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def test_no_vector_is_wider_than_the_processors_registers(kernels, level, tmp_pa
 
 def passes(sources: tuple[Path, ...], options: list[str]) -> Path:
     """A file of the user's cache, there once this compiler has compiled these sources with these
-    options."""
+    options.
+    """
     known = [*(source.read_text("utf-8") for source in sources), *options, version()]
     folder = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataflow-rl" / "vectors"
@@ -109,7 +111,8 @@ def test_a_processor_that_the_compiler_does_not_know_is_refused(source, monkeypa
 @pytest.fixture(params=["takes no files", "cannot be made", "no home"])
 def no_cache(request, tmp_path, source, monkeypatch):
     """The user's cache folder is none; temporary files go to a folder of their own, in which this
-    is the other one."""
+    is the other one.
+    """
     (tmp_path / "read-only").mkdir()
     (tmp_path / "read-only" / "dataflow-rl").symlink_to("/proc", target_is_directory=True)
     places = {"takes no files": tmp_path / "read-only", "cannot be made": source}

@@ -1,5 +1,6 @@
 """The GPU's sums and copies agree with the processor's; interpreted by Triton where there is no
-GPU."""
+GPU.
+"""
 
 import numpy as np
 import pytest

@@ -100,7 +100,8 @@ def values(tensors: dict[str, torch.Tensor]) -> set[float]:
 
 def verifying(end: WeightWriter | WeightReader) -> bool:
     """Waits until a version that this end sums beside its loop is summed; False if there is
-    none."""
+    none.
+    """
     transfer = end._transfer if isinstance(end, WeightReader) else None
     if transfer is None or not transfer.verification.running:
         return False
@@ -121,7 +122,8 @@ def _count_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[WeightWriter | WeightReader], bool]:
     """Counts the messages on their way to each socket, so that a test waits for those and no
-    longer."""
+    longer.
+    """
     on_the_way: Counter[bytes] = Counter()
 
     def inbox(socket) -> bytes:
@@ -207,7 +209,8 @@ def clean_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def processes() -> BaseContext:
     """Makes processes that have torch and the weight plane loaded; fresh ones where a GPU would not
-    survive a fork."""
+    survive a fork.
+    """
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -2,7 +2,8 @@
 FOLDER ADDRESS`.
 
 They find the run's keys and each other in a folder that both see, and say there how far they have
-come."""
+come.
+"""
 
 import json
 import sys

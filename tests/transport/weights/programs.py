@@ -1,5 +1,6 @@
 """What the other processes of the tests do; each ends with 0, or with a number that tells what went
-wrong."""
+wrong.
+"""
 
 import os
 import time
@@ -32,7 +33,8 @@ def check(tensors: dict[str, torch.nn.Parameter], version: int) -> None:
 
 def serve(address: str, name: str, adopt: str, last: int) -> None:
     """A generator: compute with the weights all the time, adopt what comes, until the last
-    version."""
+    version.
+    """
     torch.set_num_threads(1)
     mine = model()
     reader = WeightReader(address, name, adopt=adopt, pace=PACE)
@@ -44,7 +46,8 @@ def serve(address: str, name: str, adopt: str, last: int) -> None:
 
 def compute(reader: WeightReader | ShardedReader, mine: dict[str, torch.Tensor], last: int) -> None:
     """Use the weights all the time, and adopt what comes between two uses, until the last
-    version."""
+    version.
+    """
     deadline = time.monotonic() + DEADLINE_S
     while reader.version < last:
         if time.monotonic() > deadline:
@@ -57,7 +60,8 @@ def compute(reader: WeightReader | ShardedReader, mine: dict[str, torch.Tensor],
 
 def linger(address: str, name: str, adopt: str, seconds: float) -> None:
     """A generator that stays in its first transfer for that long, then serves on until version
-    9."""
+    9.
+    """
     verified = Verification.verified
 
     def slow(self, offer):
@@ -71,7 +75,8 @@ def linger(address: str, name: str, adopt: str, seconds: float) -> None:
 
 def publish_and_stop_in_the_middle(address: str) -> None:
     """A trainer that publishes version 1, tells so, and stops half way through writing version
-    2."""
+    2.
+    """
     torch.set_num_threads(1)
     writer = WeightWriter(LAYOUT, address, pace=PACE)
     writer.publish(1, model(1))

@@ -1,7 +1,8 @@
 """Trainers and generators that are killed at a named moment, and write down what they serve.
 
 Elements of version v of a trainer's line n are LINE * n + v, so that it shows whose version
-somebody has."""
+somebody has.
+"""
 
 import os
 import signal
@@ -56,7 +57,8 @@ def served(folder: Path, name: str) -> list[Serves]:
 
 def dies(owner: Any, method: str, when: When, *, first: bool = True) -> Callable[[], None]:
     """Makes this process die by SIGKILL in a call of the method: before it does anything, or (not
-    `first`) after."""
+    `first`) after.
+    """
 
     def arm() -> None:
         found = getattr(owner, method)
@@ -166,7 +168,8 @@ def train(
     """Publish each version when the generators of these names hold the one before; at the moment,
     if one is given, die.
 
-    Without one it leaves in order once they hold the last."""
+    Without one it leaves in order once they hold the last.
+    """
     torch.set_num_threads(1)
     TRAINER_DIES.get(moment, lambda: None)()
     writer = WeightWriter(LAYOUT, address, pace=PACE)
@@ -248,7 +251,8 @@ def _publish(
 
 def _serve(reader: Any, mine: dict[str, torch.Tensor], last: Serves, log: Path) -> None:
     """Compute with the weights all the time, adopt what comes between two uses, and write it
-    down."""
+    down.
+    """
     serves: Serves = (-1, -1)
     deadline = time.monotonic() + DEADLINE_S
     ends = float("inf")

@@ -1,5 +1,6 @@
 """What the other processes of the sharded tests do; each ends with 0, or with a number that tells
-what went wrong."""
+what went wrong.
+"""
 
 import os
 import signal
@@ -32,7 +33,8 @@ def values(layout: Layout, rank: int, value: float) -> dict[str, torch.Tensor]:
 
 def serve(address: str, name: str, layout: Layout, rank: int, last: int, **knobs: object) -> None:
     """A generator's rank: compute with the weights all the time, adopt what comes, until the last
-    version."""
+    version.
+    """
     torch.set_num_threads(1)
     mine = {name: torch.nn.Parameter(tensor) for name, tensor in values(layout, rank, 0).items()}
     reader = ShardedReader(layout, rank, address, name, deadlines=QUICK, **knobs)
@@ -97,7 +99,8 @@ def train_and_stop_in_the_middle(address: str) -> None:
 
 def put_and_stop_in_a_chunk(address: str, rank: int | None, woken: Path) -> None:
     """A trainer's rank, or its only one, that stops in a chunk of version 2; awake, it writes
-    nonsense."""
+    nonsense.
+    """
     pack: Callable[[Deposit], list[int]] = Deposit.pack
     written = []
 

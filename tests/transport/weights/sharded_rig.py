@@ -1,5 +1,6 @@
 """Trainers' ranks and reader groups of the sharded weight plane, in one process, with the bytes
-they should hold."""
+they should hold.
+"""
 
 import itertools
 import math
@@ -116,7 +117,8 @@ class Trainer:
 
 def until(condition, *busy) -> None:
     """Wait for the condition; groups among `busy` adopt what they are offered, writers are
-    polled."""
+    polled.
+    """
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, [
@@ -145,7 +147,8 @@ def holds(group: Group, tensors: dict[str, torch.Tensor]) -> bool:
 
 def backed(backend: str, folder) -> dict[str, object]:
     """Knobs of a writer; on this processor files stand in for a GPU's memory, which is spoiled when
-    it is freed."""
+    it is freed.
+    """
     return {"backend": backend, "memory": HostMemory(folder) if backend == "cuda_ipc" else None}
 
 
@@ -163,7 +166,8 @@ def plane(source: Layout, destination: Layout, address: str, **knobs):
 
 def refuses_damaged(trainer: Trainer, group: Group, monkeypatch, kind: type, damage) -> None:
     """Of version 2 a step of this kind is damaged before it is unpacked: all refuse it by name, and
-    take version 3."""
+    take version 3.
+    """
     first = trainer.publish(1)
     until(lambda: group.versions == {1}, group)
     unpack, damages = kind.unpack, iter([True])

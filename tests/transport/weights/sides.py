@@ -1,5 +1,6 @@
 """Random layouts of one small model, and the oracle: every rank's local tensors cut out of whole
-ones."""
+ones.
+"""
 
 from collections.abc import Iterator
 
@@ -39,7 +40,8 @@ def models(draw) -> dict[str, tuple[tuple[int, ...], str]]:
 @st.composite
 def meshed(draw, tensors, first: int = 0, shapes=MESHES) -> Layout:
     """Dealt out over one mesh: replicas, rows, columns, both orders of cutting one dimension,
-    packed parts."""
+    packed parts.
+    """
     mesh = Mesh.of(*draw(st.sampled_from(shapes)), first=first)
     axes = len(mesh.shape)
     order = tuple(draw(st.permutations(range(axes))))
@@ -66,7 +68,8 @@ def staged(draw, tensors) -> Layout:
 @st.composite
 def expert_parallel(draw, tensors) -> Layout:
     """Experts dealt out to groups of ranks, each rank's stacked in one local tensor; the rest over
-    the same mesh."""
+    the same mesh.
+    """
     groups, within = draw(st.sampled_from([(1, 2), (2, 1), (3, 1), (3, 2), (2, 4)]))
     dense = Layout.cut(
         {name: entry for name, entry in tensors.items() if name not in EXPERTS},
@@ -88,7 +91,8 @@ def expert_parallel(draw, tensors) -> Layout:
 @st.composite
 def by_hand(draw, tensors, complete: bool) -> Layout:
     """Boxes anywhere, overlapping; where they must be complete, the last rank holds everything
-    besides."""
+    besides.
+    """
     held = {}
     for name, (shape, dtype) in tensors.items():
         ranks = sorted(draw(st.sets(st.integers(0, 6), min_size=1, max_size=4)))
@@ -154,7 +158,8 @@ def boxes(
     layout: Layout,
 ) -> Iterator[tuple[TensorLayout, int, tuple[slice, ...], tuple[slice, ...]]]:
     """Every box of a layout: whose, which rank's, where in the full tensor, where in the local
-    one."""
+    one.
+    """
     for held in layout.tensors.values():
         shards = held.shards
         lead = shards.local_start.shape[1] - shards.start.shape[1]

@@ -2,4 +2,5 @@
 put on paper.
 
 `python -m transport.weights.costs` tells it of a trainer and a generator; `bench.weight_plane` of
-several. No run does."""
+several. No run does.
+"""

@@ -1,5 +1,6 @@
 """Weights on paper: python -m transport.weights.costs --trainer 512 --generator 64x8 --precision
-fp8."""
+fp8.
+"""
 
 import argparse
 import sys

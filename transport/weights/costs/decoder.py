@@ -1,5 +1,6 @@
 """The tensors of a decoder by its config alone: names, shapes, and how tensor parallelism cuts
-them; no torch."""
+them; no torch.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Experts:
 @dataclass(frozen=True, kw_only=True)
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the cache holds one narrow
-    vector per token."""
+    vector per token.
+    """
 
     queries: int
     """Rank of the queries' projection; 0: they have none."""
@@ -88,7 +90,8 @@ class Decoder:
     def of(cls, model: str) -> Decoder:
         """By a name of `NAMED`, or the path of a config.json or of the folder that has one.
 
-        LayoutMismatch where there is none, or its family is not known."""
+        LayoutMismatch where there is none, or its family is not known.
+        """
         if model in NAMED:
             return NAMED[model]
         path = Path(model)
@@ -105,7 +108,8 @@ class Decoder:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Decoder:
         """By what stands in a config.json. ValueError, KeyError or TypeError where it does not say
-        enough."""
+        enough.
+        """
         family = config["model_type"]
         if family not in FAMILIES + MIXTURES:
             raise ValueError(f"model_type {family!r}")
@@ -129,7 +133,8 @@ class Decoder:
     def tensors(self, dtype: str) -> dict[str, tuple[Shape, str]]:
         """Name -> (shape, dtype) of every parameter; a tied output layer is none.
 
-        LayoutMismatch for mixtures of experts and latent attention: no run cuts them."""
+        LayoutMismatch for mixtures of experts and latent attention: no run cuts them.
+        """
         if self.experts or self.latent:
             raise LayoutMismatch(
                 f"tensors of a {self.family} are not known by name; found"
@@ -166,7 +171,8 @@ class Decoder:
 
 def _experts(config: Mapping[str, Any]) -> Experts | None:
     """By the names that Qwen's and DeepSeek's configs have. ValueError where layers alternate,
-    which is not counted."""
+    which is not counted.
+    """
     number = int(next((config[each] for each in _NUMBER if config.get(each)), 0))
     if not number:
         return None

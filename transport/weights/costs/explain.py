@@ -1,5 +1,6 @@
 """A plan in lines of text: totals, who sends and receives how much, kinds of copies, pairs of
-ranks."""
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def explain(
 ) -> str:
     """Who sends how much to whom, in lines of text.
 
-    links: tells the seconds as well. executors: pairs of ranks that each executor serves."""
+    links: tells the seconds as well. executors: pairs of ranks that each executor serves.
+    """
     nbytes, copies = plan.pair_bytes, plan.pair_copies
     sources, destinations = nbytes.shape
     pairs = np.count_nonzero(nbytes)

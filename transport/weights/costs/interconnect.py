@@ -81,7 +81,8 @@ class Cost:
 
 def cost(pair_bytes: Ints, links: Interconnect) -> Cost:
     """The model's cost of moving `pair_bytes` [source ranks, destination ranks] over these
-    links."""
+    links.
+    """
     source = np.arange(pair_bytes.shape[0])[:, None]
     destination = links.destinations_from(len(source)) + np.arange(pair_bytes.shape[1])[None, :]
     near = source // links.gpus_per_node == destination // links.gpus_per_node
@@ -143,7 +144,8 @@ def gather_and_broadcast(
     it lacks over all of its `between` links together, and each GPU what it lacks over its `within`
     link, at the same time. The broadcast leaves rank 0 by `root_links` links (one, where no other
     source rank is in its group), and is passed on in a pipeline that costs nothing more. Both are
-    floors: messages, and tensors too small to fill links, come on top."""
+    floors: messages, and tensors too small to fill links, come on top.
+    """
     per_node = min(sources, links.gpus_per_node)
     nodes = -(-sources // links.gpus_per_node)
     lacking = nbytes * (sources - 1) / sources

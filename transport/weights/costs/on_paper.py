@@ -1,5 +1,6 @@
 """A trainer and a generator on paper: what goes between their ranks, how long that takes, and what
-each rank holds."""
+each rank holds.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def on_paper(
 
     dtype: in which weights travel; quantized: the format in which linear layers do, int8 or fp8,
     with their scales. LayoutMismatch for an unknown dtype or format, and where tensor parallelism
-    would cut heads."""
+    would cut heads.
+    """
     for side in (trainer, generator):
         ranks, keys = side.tensor_parallel, model.kv_heads
         if model.heads % ranks or (keys % ranks and ranks % keys):

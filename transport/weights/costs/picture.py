@@ -1,5 +1,6 @@
 """A picture (SVG) of who sends how much to whom: senders down, receivers across, the darker the
-more; sums beside."""
+more; sums beside.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def picture(pair_bytes: Ints, gpus_per_node: int | None = None) -> str:
 
     Up to 64 ranks a side each has its row or column. Above, each stands for a node's ranks where
     `gpus_per_node` is given, and in any case for so many that 64 are enough. A cell's shade is its
-    share of the fullest cell."""
+    share of the fullest cell.
+    """
     down, across = (_group(ranks, gpus_per_node) for ranks in pair_bytes.shape)
     cells = _summed(_summed(pair_bytes, down).T, across).T
     size = min(CELL, SIDE // max(cells.shape))

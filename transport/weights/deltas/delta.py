@@ -3,7 +3,8 @@ than sending all.
 
 A delta lists changed units: 16-bit words, or blocks of 64 or 512 bytes, whichever makes it
 smallest; scattered changes of bfloat16 weights are words, a row of an embedding is blocks. It
-stands on one base, which it names."""
+stands on one base, which it names.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ PROVED = 16
 
 def most_bytes(nbytes: int, link_bytes_per_s: float, scan_bytes_per_s: float) -> int:
     """The size below which a delta is cheaper than the buffer; 0 where the link is as fast as the
-    scan."""
+    scan.
+    """
     return max(0, int(nbytes * (1 - link_bytes_per_s / scan_bytes_per_s)))
 
 
@@ -72,7 +74,8 @@ class Delta:
     @cached_property
     def places(self) -> torch.Tensor:
         """int64[n]: the numbers of the changed units, ascending. MessageError when `where` tells
-        none."""
+        none.
+        """
         places = places_of(self.where, self.nbytes, self.unit)
         if places is None or len(self.values) != len(places) * self.unit + self.nbytes % self.unit:
             raise _unreadable(
@@ -92,7 +95,8 @@ class Delta:
     @classmethod
     def from_bytes(cls, message: torch.Tensor) -> Delta:
         """The delta that `to_bytes` wrote; its values are a view. MessageError for anything
-        else."""
+        else.
+        """
         if message.dtype is not torch.uint8 or message.dim() != 1 or len(message) < HEADER.size:
             raise _unreadable(f"{message.dtype} of shape {list(message.shape)}")
         magic, digest, unit, base, base_sum, result, nbytes = HEADER.unpack(
@@ -129,7 +133,8 @@ def diff(
     """The smallest delta from one buffer to another; None where it has `limit` bytes or more.
 
     Both are dense uint8[n] that begin at a multiple of 8 bytes. `base`: the version of `old`.
-    WeightError when they differ in size."""
+    WeightError when they differ in size.
+    """
     if old.shape != new.shape:
         raise WeightError(
             f"only versions of one layout have a delta; found buffers of {len(old)} and {len(new)}"
@@ -181,7 +186,8 @@ def encode_delta(
     """The delta from the version `base` that the reader holds, or None where sending `current` in
     full is cheaper.
 
-    On a link that is as fast as the scan nothing is scanned. Buffers as for `diff`."""
+    On a link that is as fast as the scan nothing is scanned. Buffers as for `diff`.
+    """
     limit = most_bytes(len(current), link_bytes_per_s, scan_bytes_per_s)
     return diff(previous, current, base=base, limit=limit) if limit else None
 
@@ -190,7 +196,8 @@ def apply_delta(buffer: torch.Tensor, delta: Delta) -> None:
     """Turn `buffer` from the delta's base into its result, in place. Buffer as for `diff`.
 
     WeightError, with the buffer as it was, when it does not hold the base; ChecksumMismatch when
-    the result is not what was sent: the buffer then holds no version."""
+    the result is not what was sent: the buffer then holds no version.
+    """
     found = wordsum(buffer) if len(buffer) == delta.nbytes else None
     if found != delta.base_sum:
         raise WeightError(

@@ -1,5 +1,6 @@
 """A sharded writer and reader between which chunks travel as deltas, where the link is slow and
-that is cheaper."""
+that is cheaper.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ class _SendingDeltas(Sending):
 
 class DeltaReader(ShardedReader):
     """Takes what changed since a version that it has; whole versions too, where the trainer sends
-    no deltas."""
+    no deltas.
+    """
 
     def _connect(self, form: FormGroup, meeting: Meeting) -> Receiving:
         assert self._buffers is not None

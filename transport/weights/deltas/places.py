@@ -1,5 +1,6 @@
 """How a delta tells which units of a buffer changed: a bit for each block, or the places of 16-bit
-words by page."""
+words by page.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def fixed_bytes(nbytes: int, unit: int) -> int:
 
 def places_of(where: torch.Tensor, nbytes: int, unit: int) -> torch.Tensor | None:
     """int64: the units that `where` names; None where they are none of this buffer, or not in
-    order."""
+    order.
+    """
     fixed = fixed_bytes(nbytes, unit)
     if unit == WORD:
         counts = aligned(where[:fixed]).view(torch.int32).long()

@@ -2,7 +2,8 @@
 the whole.
 
 Both ends gather a message of that version into the same bytes: its fragments at their offsets,
-zeros between them."""
+zeros between them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ compiler."""
 
 class Gathered:
     """The messages of a version that lies in one rank's tensors, one at a time, in memory of their
-    own."""
+    own.
+    """
 
     def __init__(
         self,
@@ -40,7 +42,8 @@ class Gathered:
         device: torch.device,
     ) -> None:
         """`tensors`: the source's if `sending`, else the destination's. `device`: where messages
-        lie."""
+        lie.
+        """
         self._steps = {
             (step.peer, step.tag): step
             for peer, found in chunks.items()
@@ -105,7 +108,8 @@ class Patch:
 
     def unpack(self) -> list[int] | None:
         """Put the message into its places; the checksum of each fragment, None where the delta is
-        damaged or unfit."""
+        damaged or unfit.
+        """
         message, _ = self._base.message(self.peer, self.tag)
         try:
             apply_delta(message, Delta.from_bytes(self.data))
@@ -127,7 +131,8 @@ def changes(
     """What to send: of each message the delta from its peer's version, where that is cheaper, else
     itself.
 
-    `bases`: by peer, the version that it has. `known`: checksums of the current version."""
+    `bases`: by peer, the version that it has. `known`: checksums of the current version.
+    """
     found: list[ChunkMessage | DeltaMessage] = []
     for step in steps:
         delta = None

@@ -1,5 +1,6 @@
 """Where one writer and its readers speak: within a machine a socket owned by whoever holds its
-lock, else with keys."""
+lock, else with keys.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +31,13 @@ class LocalAddress:
     """An address of the form ipc:///folder/name.sock, or tcp://127.0.0.1:port.
 
     A lock on a file beside the socket, or in `folder`, makes one process its owner; the kernel lets
-    a dead one's go."""
+    a dead one's go.
+    """
 
     def __init__(self, url: str, folder: str | Path | None = None) -> None:
         """`folder`: for files that belong to the address, /dev/shm where there is one; the same for
-        all who use it."""
+        all who use it.
+        """
         self.url = checked(url)
         self.folder = memory_folder(folder)
         self.prefix = f"dataflow-{xxhash.xxh3_64_hexdigest(self.url.encode())}-"
@@ -48,7 +51,8 @@ class LocalAddress:
         """Own the address, until `release` or the end of this process; the file that holds the
         lock.
 
-        AddressTaken while another process owns it."""
+        AddressTaken while another process owns it.
+        """
         while True:
             lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if not flock(lock, fcntl.LOCK_EX):
@@ -89,7 +93,8 @@ class HostAddress:
     """An address of the form tcp://host:port, which other hosts reach: whoever has no key of the
     run is not heard.
 
-    Whoever has bound it owns it, and no file belongs to it. Port `*` takes a free one."""
+    Whoever has bound it owns it, and no file belongs to it. Port `*` takes a free one.
+    """
 
     def __init__(self, url: str, keys: RunKeys) -> None:
         """AddressError for another form."""
@@ -102,7 +107,8 @@ class HostAddress:
 
     def bound(self) -> Socket:
         """The owner's socket; `url` then tells its port. AddressTaken or AddressError where nobody
-        can listen there."""
+        can listen there.
+        """
         self._guard = Guard(self._keys.receivers)
         socket: Socket = self._guard.context.socket(zmq.ROUTER)
         watch(socket, self.url)
@@ -139,7 +145,8 @@ def memory_folder(folder: str | Path | None = None) -> Path:
 
 def checked(url: str) -> str:
     """The address with an absolute path. AddressError where others than this user could listen or
-    speak."""
+    speak.
+    """
     parts = urlsplit(url)
     if parts.scheme == "tcp" and parts.hostname in ("127.0.0.1", "localhost", "::1") and parts.port:
         return url
@@ -168,7 +175,8 @@ def arrived(socket: Socket) -> list[bytes] | None:
 
 def sent(socket: Socket, *frames: bytes) -> bool:
     """Hand over a message; False when the peer is known to be gone. A full pipe loses it, as a
-    network might."""
+    network might.
+    """
     try:
         socket.send_multipart(frames, flags=zmq.NOBLOCK)
     except zmq.Again:

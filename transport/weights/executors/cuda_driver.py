@@ -50,7 +50,8 @@ class _IpcHandle(Structure):
 
 class Driver:
     """libcuda: its calls raise DriverError, and a device's primary context, torch's own, is made
-    current for them."""
+    current for them.
+    """
 
     def __init__(self, library: Any = None) -> None:
         """`library` stands in for libcuda.so.1. SegmentError where there is none."""

@@ -12,7 +12,8 @@ A GPU works behind the program's back. The gate opens when the copies into the b
 for reads the buffer any more. Parameters on the same GPU and of the same dtype become views of the
 buffer; whatever keeps pointers, as captured CUDA graphs do, reads with `adopt="copy"`. Readers on a
 peer GPU must see the writer's (CUDA_VISIBLE_DEVICES), and copy from it. Within one process a `Hub`
-serves."""
+serves.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class CudaIpc:
         """`device`: where the writer's buffers lie; a reader opens them where they are.
 
         `folder`: where the handles lie, as for `SharedMemory`. `memory` stands in for that of the
-        GPU."""
+        GPU.
+        """
         self.device = (
             torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         )
@@ -83,7 +85,8 @@ class CudaIpc:
 
     def writer(self, poll: Callable[[], None]) -> _WriterPort:
         """Claim the address. AddressTaken when another live writer has; SegmentError where there is
-        no GPU."""
+        no GPU.
+        """
         memory = self._device_memory()
         return _WriterPort(self.site.writer(poll), memory)
 
@@ -95,7 +98,8 @@ class CudaIpc:
         """Unlink what a killed writer left: two files for each segment. Its GPU memory went with
         it.
 
-        AddressTaken while the writer is alive."""
+        AddressTaken while the writer is alive.
+        """
         return self.site.sweep()
 
     def _device_memory(self) -> DeviceMemory:
@@ -232,7 +236,8 @@ class _ReaderPort:
 
     def _open(self, handle: Handle) -> torch.Tensor | None:
         """None when it cannot be opened because its writer has just died; the next one offers
-        another."""
+        another.
+        """
         try:
             return self._memory.open(handle)
         except SegmentError:

@@ -8,7 +8,8 @@ readers, whatever PYTORCH_CUDA_ALLOC_CONF says.
 
 The handle names the GPU by its UUID: CUDA_VISIBLE_DEVICES may number GPUs differently in each
 process. Source: CUDA Driver API, memory management (cuIpcGetMemHandle, cuIpcOpenMemHandle); CUDA
-array interface, version 3."""
+array interface, version 3.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from transport.weights.executors.device_memory import Handle, numbered
 
 class _Block:
     """Device memory as torch takes it; it is given back when neither this nor a tensor of it is
-    left."""
+    left.
+    """
 
     def __init__(
         self, pointer: int, nbytes: int, give_back: Callable[[int, int], None], ordinal: int
@@ -52,7 +54,8 @@ class CudaMemory:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8[nbytes] of zeros; SegmentError when the GPU is full, after torch has given back
-        what it keeps."""
+        what it keeps.
+        """
         try:
             pointer = self._allocate(nbytes)
         except DriverError as error:
@@ -74,7 +77,8 @@ class CudaMemory:
 
     def open(self, handle: Handle) -> torch.Tensor:
         """A buffer of another process, on the GPU where it lies. Copies between peers go through
-        torch."""
+        torch.
+        """
         visible = self._driver.uuids()
         if handle["gpu"] not in visible:
             raise SegmentError(
@@ -105,7 +109,8 @@ class CudaMemory:
 
     def read(self, buffer: torch.Tensor) -> None:
         """Wait for all streams of the device: parameters that are views of the buffer are read on
-        any."""
+        any.
+        """
         torch.cuda.synchronize(buffer.device)
 
     def _allocate(self, nbytes: int) -> int:

@@ -1,5 +1,6 @@
 """Memory that another process can open by a handle: what an executor needs of it, and a double in
-files."""
+files.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +33,13 @@ class DeviceMemory(Protocol):
     def open(self, handle: Handle) -> torch.Tensor:
         """The same bytes, uint8[nbytes], in this process. SegmentError when they cannot be had.
 
-        Every tensor made from them must be gone before the exporter lets go of its own."""
+        Every tensor made from them must be gone before the exporter lets go of its own.
+        """
 
     def written(self, buffer: torch.Tensor) -> None:
         """Until what this thread has asked to be written to `buffer` is there for other
-        processes."""
+        processes.
+        """
 
     def read(self, buffer: torch.Tensor) -> None:
         """Until nothing that this process has asked for reads `buffer` any more."""
@@ -87,7 +90,8 @@ departing = Departing()
 class HostMemory:
     """Files in a folder, through the same calls: what tests, and machines without a GPU, run on.
 
-    A buffer that its exporter lets go is overwritten first, as a device may do with it."""
+    A buffer that its exporter lets go is overwritten first, as a device may do with it.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """`folder`: the same for all processes."""
@@ -130,7 +134,8 @@ class HostMemory:
 
 def _mapped(path: Path, flags: int, nbytes: int, gone: Callable[[], None]) -> torch.Tensor:
     """uint8[nbytes] over a file; `gone` is called when no tensor refers to it any more, if the
-    process lives."""
+    process lives.
+    """
     file = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         if flags & os.O_CREAT:

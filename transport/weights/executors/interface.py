@@ -13,7 +13,8 @@ from transport.weights.errors import WeightError
 def interface_of(host: str) -> str:
     """Its name; the loopback's where `host`, an address or a name of this host, is empty.
 
-    WeightError where no interface has it."""
+    WeightError where no interface has it.
+    """
     found = psutil.net_if_addrs()
     wanted = _addresses(host) if host else {"127.0.0.1"}
     for name, addresses in found.items():

@@ -1,5 +1,6 @@
 """The weight plane within one process: segments are tensors, messages are queues, gates are
-counters."""
+counters.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from transport.weights.protocol.messages import ReaderMessage, WriterMessage
 
 class Hub:
     """Where one writer and its readers meet, all in one thread: pass it to both as their
-    address."""
+    address.
+    """
 
     def __init__(self) -> None:
         self.segments: dict[str, _Segment] = {}

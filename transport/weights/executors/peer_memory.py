@@ -5,7 +5,8 @@ A buffer's owner tells the number that its file has in its own process, under wh
 to other processes of one user, and what proves that it is that file. However processes end, the
 kernel frees the memory with the last of them. A GPU's buffer has such a file too, as a lease:
 whoever has it open holds a lock on the file, and its owner, who must not free what others have
-open, waits for that. Source: Linux, proc(5), open(2) on O_TMPFILE."""
+open, waits for that. Source: Linux, proc(5), open(2) on O_TMPFILE.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from transport.weights.executors.shared_memory import allocate
 
 class OwnBuffer:
     """A buffer of this process. Its memory goes when it is released, and no tensor and no other
-    process has it."""
+    process has it.
+    """
 
     def __init__(self, buffer: torch.Tensor, file: int, handle: Handle, *, is_leased: bool) -> None:
         self.buffer, self.handle = buffer, handle
@@ -36,7 +38,8 @@ class OwnBuffer:
 
     def release(self) -> None:
         """No other process can open it from now on, except a GPU's, whose handle nobody is told any
-        more."""
+        more.
+        """
         if self._is_leased:
             departing.add(self, self.buffer)
         else:
@@ -74,7 +77,8 @@ class PeerMemory:
         self, memory: DeviceMemory | None = None, folder: str | Path | None = None
     ) -> None:
         """`memory`: a GPU's, or what stands in for one. `folder`: for the files, /dev/shm where
-        there is one."""
+        there is one.
+        """
         self._memory, self._folder = memory, memory_folder(folder)
 
     def allocate(self, nbytes: int) -> OwnBuffer:
@@ -141,7 +145,8 @@ def _mapped(file: int, nbytes: int) -> torch.Tensor:
 
 def _opened(handle: Handle) -> int:
     """A file of another process, by the number that it has there. FileNotFoundError when that is
-    another file now."""
+    another file now.
+    """
     path = Path(f"/proc/{handle['process']}/fd/{handle['file']}")
     wanted = (handle["device"], handle["inode"])
     found = path.stat()

@@ -44,7 +44,8 @@ class SharedMemory:
     ) -> None:
         """`folder`: where the segments lie, /dev/shm where there is one; the same for writer and
         readers. `family`: an address by whose name readers know the segments of several writers,
-        each at an address of its own."""
+        each at an address of its own.
+        """
         self.place = LocalAddress(address, folder)
         self._known = self.place.prefix
         """With which the names of segments begin that a reader opens."""
@@ -76,7 +77,8 @@ class SharedMemory:
         """Unlink what a killed writer of this address left in shared memory; the number of
         segments.
 
-        AddressTaken while its writer is alive."""
+        AddressTaken while its writer is alive.
+        """
         lock = self.place.claim()
         try:
             return self._unlink_segments()
@@ -168,7 +170,8 @@ class _Ear:
 
     def hear(self) -> list[tuple[bytes, Message]]:
         """All that have arrived, each with the frame before it: at a writer, its sender. Never
-        waits."""
+        waits.
+        """
         found: list[tuple[bytes, Message]] = []
         while frames := arrived(self._socket):
             try:

@@ -130,7 +130,8 @@ class FlatLayout:
     def of(cls, tensors: Mapping[str, Any], dtype: str | None = None) -> FlatLayout:
         """The layout of these torch tensors; floating ones travel as `dtype` if it is given.
 
-        Names of one and the same memory (tied tensors) travel once, under the first name."""
+        Names of one and the same memory (tied tensors) travel once, under the first name.
+        """
         entries: list[tuple[str, tuple[int, ...], str]] = []
         aliases: dict[str, str] = {}
         seen: dict[tuple[Any, ...], str] = {}
@@ -149,7 +150,8 @@ class FlatLayout:
         """The layout of the tensors whose names are chosen, packed anew: adapters alone, while
         their base stays.
 
-        An alias comes along with its tensor. LayoutMismatch when no tensor is chosen."""
+        An alias comes along with its tensor. LayoutMismatch when no tensor is chosen.
+        """
         entries = [
             (spec.name, spec.shape, spec.dtype) for spec in self.tensors if chosen(spec.name)
         ]
@@ -194,7 +196,8 @@ class FlatLayout:
     def arrange(self, tensors: Mapping[str, T], whose: str) -> list[list[T]]:
         """For each tensor of the layout those of `tensors` that carry its name or an alias of it.
 
-        LayoutMismatch where a name is missing or unknown, or a shape differs (dtypes may)."""
+        LayoutMismatch where a name is missing or unknown, or a shape differs (dtypes may).
+        """
         places = {spec.name: place for place, spec in enumerate(self.tensors)}
         found: list[list[T]] = [[] for _ in self.tensors]
         for name, tensor in tensors.items():

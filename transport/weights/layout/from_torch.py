@@ -1,7 +1,8 @@
 """Layouts of torch models, from the placements of their DTensors.
 
 Each rank knows its mesh and its placements, so that it knows the layout of all ranks without asking
-them."""
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def layout_of(
     DTensors: by their meshes and placements; their ranks are those of the process group, and ranks
     outside of the mesh hold nothing that this one knows of. Other tensors: `ranks` hold each whole.
     One tensor of several names (tied ones) travels under its first. LayoutMismatch for Partial
-    placements."""
+    placements.
+    """
     if isinstance(tensors, torch.nn.Module):
         tensors = dict(tensors.named_parameters(remove_duplicate=False))
     held: dict[str, TensorLayout] = {}
@@ -78,7 +80,8 @@ def _order(
 
     FSDP2 cuts what later mesh dimensions (tensor or expert parallel) have left of a dimension, and
     tells so by a `_StridedShard` whose split factor is the number of their pieces. Any other factor
-    tells of packed parts."""
+    tells of packed parts.
+    """
     order: list[int] = []
     parts = [1] * len(sizes)
     for axis in reversed(range(len(sizes))):

@@ -1,5 +1,6 @@
 """Which slice of each full tensor of a model each rank holds, and in which of its own tensors:
-values, no torch."""
+values, no torch.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ class Layout:
         aliases: Mapping[str, str] | None = None,
     ) -> Layout:
         """Full tensors, name -> (shape, dtype), dealt out over a mesh; `cuts` and `order` as in
-        `Shards.cut`."""
+        `Shards.cut`.
+        """
         held = {
             name: TensorLayout(
                 name=name,
@@ -172,7 +174,8 @@ class Layout:
 
     def fused(self, into: str, parts: Collection[str], dim: int = 0) -> Layout:
         """Each rank holds its local tensors `parts` end to end along `dim` in one local tensor
-        (qkv, gate_up)."""
+        (qkv, gate_up).
+        """
         inside = self._inside(parts)
         lengths = np.zeros((len(inside), self.ranks), np.int64)
         for number, part in enumerate(inside):
@@ -195,7 +198,8 @@ class Layout:
 
     def stacked(self, into: str, parts: Collection[str]) -> Layout:
         """Each rank holds its local tensors `parts`, of equal shape, in one local tensor [count,
-        ...] (experts)."""
+        ...] (experts).
+        """
         lifted: dict[str, TensorLayout] = {}
         for held in itertools.chain.from_iterable(self._inside(parts)):
             shards = held.shards
@@ -224,7 +228,8 @@ class Layout:
         """Call ranges of one full tensor by names of their own (a fused weight whose other side
         holds the parts).
 
-        parts: name -> length along `dim`, in order, together the whole of it."""
+        parts: name -> length along `dim`, in order, together the whole of it.
+        """
         held = self.tensors[name]
         dim %= len(held.shape)
         if sum(parts.values()) != held.shape[dim]:
@@ -261,7 +266,8 @@ class Layout:
     def local(self, rank: int) -> dict[str, tuple[Shape, str]]:
         """The local tensors that a rank holds: name -> (shape, dtype).
 
-        LayoutMismatch where two full tensors ask for different shapes of one local tensor."""
+        LayoutMismatch where two full tensors ask for different shapes of one local tensor.
+        """
         found: dict[str, tuple[Shape, str]] = {}
         for held in self.tensors.values():
             for row in np.flatnonzero(held.shards.ranks == rank):

@@ -1,5 +1,6 @@
 """Layouts from a tensor-parallel plan by names, such as transformers has for each family: no
-torch."""
+torch.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def tensor_parallel_layout(
     tensors: name -> (full shape, dtype). plan: name of a parameter or of its module, `*` for any
     number, -> style, e.g. {"layers.*.self_attn.q_proj": "colwise"} (`model.tp_plan`, or the
     config's `base_model_tp_plan`); what it does not name, every rank holds whole. LayoutMismatch
-    for an unknown style."""
+    for an unknown style.
+    """
     return mesh_layout(tensors, plan, Mesh((1, 1, len(ranks)), tuple(ranks)), aliases)
 
 
@@ -79,7 +81,8 @@ def mesh_layout(
     `tensor_parallel_layout`.
 
     FSDP cuts dim 0 of what tensor parallelism has left of a tensor. key_value_heads: of the model;
-    of more ranks than these, neighbouring ones hold the same one."""
+    of more ranks than these, neighbouring ones hold the same one.
+    """
     held, known = {}, dict[tuple[str, int], Cut]()
     *outer, ranks = mesh.shape
     heads = min(ranks, key_value_heads or ranks)
@@ -102,7 +105,8 @@ def mesh_layout(
 
 def cut_of(name: str, dims: int, plan: Mapping[str, str]) -> Cut:
     """How a plan deals out a parameter of so many dimensions. LayoutMismatch for an unknown
-    style."""
+    style.
+    """
     style = _style(name, plan)
     style = LIKE.get(style, style)
     if style not in STYLES and style not in UNCUT:

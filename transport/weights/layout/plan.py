@@ -1,5 +1,6 @@
 """What moves a version from one side's ranks to the other's: copies of boxes, who makes them, and
-what they come to."""
+what they come to.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Copy:
 
 def smaller(source: str, destination: str) -> str:
     """The dtype in which a tensor travels: the destination's where it is smaller, else the
-    source's."""
+    source's.
+    """
     return destination if ITEM_BYTES[destination] < ITEM_BYTES[source] else source
 
 
@@ -90,7 +92,8 @@ class Kind:
         """[c]: rows of `source` that send, for the kind's tensor of this number.
 
         Of each tensor all holders send equally many copies, side by side, so that few pairs have to
-        do with each other; those that are left over they take in turns, from tensor to tensor."""
+        do with each other; those that are left over they take in turns, from tensor to tensor.
+        """
         each, left = np.divmod(self.per_tensor, self.count)
         over = self.place - each * self.count
         taker = np.where(
@@ -114,7 +117,8 @@ class Kind:
         self, source_rank: int | None, destination_rank: int | None, number: int
     ) -> list[Ends]:
         """The copies of the kind's tensor of this number, from this rank or to that one, or
-        both."""
+        both.
+        """
         mine = np.ones(len(self.to), bool)
         if destination_rank is not None:
             mine = self.destination.ranks[self.to] == destination_rank
@@ -151,7 +155,8 @@ class CopyPlan:
         self, *, source_rank: int | None = None, destination_rank: int | None = None
     ) -> Iterator[Copy]:
         """All copies, or those of one sender or one receiver (or one pair); the same order for both
-        ends."""
+        ends.
+        """
         for kind, tensors in self.kinds:
             ends: list[Ends] = []
             for number, (held, wanted) in enumerate(tensors):
@@ -213,7 +218,8 @@ class CopyPlan:
 
 def _boxes(shards: Shards, rows: Ints, low: Ints, high: Ints) -> list[Box]:
     """Where the ranges [low, high) [n, d] of the full tensor lie in the local tensors of these
-    rows."""
+    rows.
+    """
     first = shards.local_start[rows]
     size: npt.NDArray[np.int64] = np.ones_like(first)
     lead = first.shape[1] - low.shape[1]

@@ -1,5 +1,6 @@
 """Which part of each full tensor a local one holds: a reader that is one rank of several takes its
-slices alone."""
+slices alone.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def local_tensors(
     """Each tensor with its slice, by name; one without is whole.
 
     LayoutMismatch where a slice is of no tensor, does not lie in its full shape, or gives another
-    shape."""
+    shape.
+    """
     slices = slices or {}
     for name in slices.keys() - tensors.keys():
         raise LayoutMismatch(
@@ -65,7 +67,8 @@ def layout_of_slices(flat: FlatLayout, slices: Sequence[Mapping[str, RankSlice]]
     whole at all of them.
 
     flat: the local tensors of any of the ranks, for names, dtypes and ties; the layout is the same,
-    whichever it is."""
+    whichever it is.
+    """
     held = {}
     for spec in flat.tensors:
         whole: RankSlice = (spec.shape, None, ())

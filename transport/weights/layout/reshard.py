@@ -3,7 +3,8 @@ version.
 
 Tensors that are dealt out alike on both sides share one table of copies, so that a plan's size
 follows the kinds of tensors, not their number. Where several source ranks hold the same box, they
-share the work."""
+share the work.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def reshard(source: Layout, destination: Layout) -> CopyPlan:
     """The copies that fill every destination byte exactly once.
 
     LayoutMismatch where the destination wants a tensor, or a part of one, that no source rank
-    holds."""
+    holds.
+    """
     kinds: dict[tuple[Shards, Shards, str, str], list[tuple[TensorLayout, TensorLayout]]] = {}
     for name, wanted in destination.tensors.items():
         if not len(wanted.shards.ranks):
@@ -53,7 +55,8 @@ def reshard(source: Layout, destination: Layout) -> CopyPlan:
 
 def _held(source: Layout, destination: Layout, name: str, wanted: TensorLayout) -> TensorLayout:
     """The source's tensor that fills the destination's of this name, or of a name that is tied to
-    it there."""
+    it there.
+    """
     names = [name, *(alias for alias, of in destination.aliases.items() if of == name)]
     travels = dict.fromkeys(source.aliases.get(each, each) for each in names)
     found = [source.tensors[each] for each in travels if each in source.tensors]
@@ -126,7 +129,8 @@ def _kind(
     begins: Ints,
 ) -> Kind:
     """Number the copies of each set of holders; cells may differ and still be held by the same
-    ranks."""
+    ranks.
+    """
     sets: dict[bytes, int] = {}
     of_cell = np.array(
         [
@@ -156,7 +160,8 @@ def _kind(
 def _cells(shards: Shards) -> tuple[Ints, Ints, Ints, Ints]:
     """Boxes that do not overlap and make up all that is held: low, high [c, d]; the rows of
     `shards` that hold each, one per rank and in order of the ranks, and where each cell's begin [c
-    + 1]."""
+    + 1].
+    """
     boxes, place = _distinct(shards)
     d = shards.start.shape[1]
     low, high = boxes[:, :d], boxes[:, d:]
@@ -221,5 +226,6 @@ def _numbers(group: Ints) -> tuple[Ints, Ints]:
 
 def _short(numbers: Ints) -> npt.NDArray[Any]:
     """The same numbers, from 0 on, in 16 bits where they fit, which numpy sorts many times
-    faster."""
+    faster.
+    """
     return numbers.astype(np.uint16) if int(np.max(numbers, initial=0)) < 1 << 16 else numbers

@@ -1,5 +1,6 @@
 """How one full tensor is dealt out: which box of it each rank holds, and where the box lies in the
-rank's memory."""
+rank's memory.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Shards:
 
     A rank may hold several boxes, and several ranks the same one (replicas). The box lies in a
     local tensor of k >= d dimensions; where k > d, it has size 1 along the leading ones (an expert
-    within a stack of experts)."""
+    within a stack of experts).
+    """
 
     ranks: Ints
     """[n]"""
@@ -70,13 +72,15 @@ class Shards:
 
     def cuts_rows(self, columns: int) -> bool:
         """Whether some box has a part of its rows alone, which are `columns` long (the last
-        dimension)."""
+        dimension).
+        """
         return bool((self.start[:, -1] > 0).any() or (self.stop[:, -1] < columns).any())
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  (shards are values, and equal ones are one entry)
     def of_rows(self) -> Shards:
         """Of a tensor with one number for each row of this one [..., rows, 1]: ranks hold those of
-        their rows, once."""
+        their rows, once.
+        """
         sides = ((self.start, 0), (self.stop, 1), (self.local_start, 0), (self.local_shape, 1))
         ended = [
             np.concatenate([side[:, :-1], np.full_like(side[:, -1:], end)], axis=1)
@@ -113,7 +117,8 @@ class Shards:
         tp.) Each cut is torch.chunk: pieces of ceil(length / ranks), uneven or empty at the end.
         parts: for each mesh dimension, into how many parts the length is chunked before each part
         is dealt out by itself, one if not given. (A packed gate_up of which every rank holds rows
-        of both: 2.)"""
+        of both: 2.)
+        """
         axes = tuple(range(len(mesh.shape)))
         if (
             len(cuts) != len(axes)
@@ -159,7 +164,8 @@ class Shards:
 
 def _deal(length: Ints, parts: int, place: Ints, ranks: int) -> tuple[Ints, Ints]:
     """Begin and end [n, parts] of what each place gets of its length [n], dealt out to so many
-    ranks part by part."""
+    ranks part by part.
+    """
     part = -(-length // parts)
     first = np.minimum(part[:, None] * np.arange(parts), length[:, None])
     last = np.minimum(first + part[:, None], length[:, None])

@@ -1,2 +1,3 @@
 """Versions in memory: what a segment is, tensors in a buffer and their checksums, the tensors that
-take them over."""
+take them over.
+"""

@@ -62,11 +62,13 @@ class Attached:
     are views of.
 
     Consumes: segments that somebody has entered. Produces: new values in the tensors.
-    Waits for: nothing. Unblocked by: -"""
+    Waits for: nothing. Unblocked by: -
+    """
 
     def __init__(self, port: ReaderPort, whose: str, *, view: bool, threads: int) -> None:
         """`view`: turn parameters into views where that can be; `threads`: of the copies
-        elsewhere."""
+        elsewhere.
+        """
         self.torn = False
         """Whether a version was taken in half, by an error."""
         self._port, self._whose, self._view, self._threads = port, whose, view, threads
@@ -92,7 +94,8 @@ class Attached:
         one they view.
 
         LayoutMismatch when names or full shapes differ, or two of the layout would go into one
-        memory."""
+        memory.
+        """
         if layout is None or self._parts is None:
             return
         targets = layout.arrange(self._parts, self._whose)
@@ -111,7 +114,8 @@ class Attached:
 
     def forget(self) -> None:
         """Let go of all segments but the one that the tensors view; that one is closed when it is
-        left."""
+        left.
+        """
         for mapped in self._mapped.values():
             if mapped is not self._inside:
                 mapped.segment.close()
@@ -133,7 +137,8 @@ class Attached:
 
     def take(self, mapped: Mapped) -> None:
         """Make the version in an entered segment the tensors' value, and leave those that they are
-        no views of."""
+        no views of.
+        """
         self.torn = True
         try:
             if mapped.copies:
@@ -153,7 +158,8 @@ class Attached:
 
     def let_go(self) -> None:
         """Close all segments: of what is a view of one only name, shape and dtype are left until
-        the next `take`."""
+        the next `take`.
+        """
         if self._inside:
             for parameter, source in self._inside.flips:
                 if parameter.data_ptr() == source.data_ptr():

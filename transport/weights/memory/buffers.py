@@ -33,7 +33,8 @@ def views(layout: FlatLayout, buffer: torch.Tensor) -> list[torch.Tensor]:
 
 def copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its destination, casting where dtypes differ; strides and devices may
-    be any."""
+    be any.
+    """
     with torch.no_grad():
         torch._foreach_copy_([t.detach() for t in destinations], [t.detach() for t in sources])
 
@@ -69,7 +70,8 @@ def summed(
 ) -> Generator[None, None, bytes]:
     """Returns the cheap checksum of each tensor in the buffer, packed; on the buffer's device.
 
-    Yields after about `slice_bytes` of reading, once per slice; never if it is None."""
+    Yields after about `slice_bytes` of reading, once per slice; never if it is None.
+    """
     if slice_bytes is None:
         return packed(wordsums(buffer, *ranges(layout)))
     found = np.zeros((len(layout.tensors), 2), np.uint64)
@@ -117,7 +119,8 @@ def _slices(
     layout: FlatLayout, buffer: torch.Tensor, slice_bytes: int | None
 ) -> Iterator[tuple[int, int, torch.Tensor | None]]:
     """(tensor, first byte in it, its bytes from there), in slices; None for the bytes: enough for
-    now."""
+    now.
+    """
     step, read = -(-(slice_bytes or buffer.numel()) // 8) * 8, 0
     for index, spec in enumerate(layout.tensors):
         for at in range(0, spec.nbytes, step):

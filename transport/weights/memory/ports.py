@@ -1,5 +1,6 @@
 """What an executor of the weight plane provides: gated segments of memory, and messages both
-ways."""
+ways.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 class WriterSegment(Protocol):
     """One buffer, seen by the writer. Readers are inside or not; sealed, nobody is and nobody can
-    enter."""
+    enter.
+    """
 
     key: str
     """Under which readers open it."""
@@ -27,7 +29,8 @@ class WriterSegment(Protocol):
 
     def seal(self) -> bool:
         """Shut the gate if nobody is inside; what the segment held is void, and so is `progress`.
-        Never waits."""
+        Never waits.
+        """
 
     def unseal(self, version: int) -> None:
         """Open the gate to readers that look for this version (-1: to nobody)."""
@@ -118,7 +121,8 @@ class Site(Protocol):
         """Claim it. AddressTaken when another live writer has.
 
         `poll` lets a reader of the same thread wait: the writer's answers would never come
-        otherwise."""
+        otherwise.
+        """
 
     def reader(self) -> ReaderPort:
         """Connect to it, whether its writer is there yet or not."""

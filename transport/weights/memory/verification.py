@@ -1,5 +1,6 @@
 """How a reader verifies that a segment holds what was published: while it is written, in slices, or
-all at once."""
+all at once.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Verification:
     """The sums of one version in one segment, and what they say.
 
     Consumes: the segment's bytes, behind the writer where it tells how far it is, or else from
-    inside the gate. Produces: `damage`. Waits for: nothing. Unblocked by: the writer."""
+    inside the gate. Produces: `damage`. Waits for: nothing. Unblocked by: the writer.
+    """
 
     def __init__(
         self,
@@ -47,7 +49,8 @@ class Verification:
 
     def verified(self, offer: Offer) -> bool:
         """Read one slice more, inside the gate; True when there is none left, and `damage` tells
-        what was found."""
+        what was found.
+        """
         if self._steps is None:
             self._steps = self._all(offer)
         if not self._ended:
@@ -96,5 +99,6 @@ class Verification:
 
 def follows(segment: ReaderSegment) -> bool:
     """Whether a version in it can be verified while it is written, at no cost for the reader's
-    loop."""
+    loop.
+    """
     return segment.progress is not None and library() is not None

@@ -3,7 +3,8 @@
 No lock says who it is. Two mirrors of one host at a time are both right, and each takes a version
 over its host's link; the note beside the sockets is the last one's, whom the other follows from
 then on. So whoever is stopped, killed or slow, at any moment, holds nobody up for longer than
-`SILENT_S`."""
+`SILENT_S`.
+"""
 
 from __future__ import annotations
 

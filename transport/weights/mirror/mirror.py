@@ -1,5 +1,6 @@
 """The thread of a reader that takes versions for its whole host: from the network into segments,
-which it offers."""
+which it offers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Mirror(threading.Thread):
 
     Consumes: versions of a trainer on another host. Produces: the same versions, offered to the
     readers of this host. Waits for: messages of either side, at most `LOOK_MS`. Unblocked by:
-    messages, the time."""
+    messages, the time.
+    """
 
     def __init__(self, writer: MirrorWriter, receiver: MirrorReceiver) -> None:
         """Both ends are its own from now on."""

@@ -1,5 +1,6 @@
 """A reader whose trainer is on another host, with neighbours that read the same: one of them is the
-mirror of all."""
+mirror of all.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class MirroredReader(WeightReader):
 
     Consumes: offers of the mirror; as the mirror, versions of the trainer. Produces: values in the
     attached tensors. Waits for: nothing, except in `wait`. Unblocked by: the mirror's next
-    version."""
+    version.
+    """
 
     def __init__(
         self,
@@ -72,7 +74,8 @@ class MirroredReader(WeightReader):
     ) -> None:
         """`layout`: of one rank that holds all that travels (`travelling`). `receive`: opens the
         end that takes versions from the trainer, of layout and MirrorWriter. Else as for the
-        `WeightReader`."""
+        `WeightReader`.
+        """
         super().__init__(place.at(place.own), name, **knobs)
         self._place, self._whole, self._receive = place, layout, receive
         self._follows, self._turned, self._look_at = place.own, self._clock(), float("-inf")
@@ -87,7 +90,8 @@ class MirroredReader(WeightReader):
 
     def poll(self) -> Offer | None:
         """As of any reader. What has gone wrong in its thread, if it is the mirror, is raised
-        here."""
+        here.
+        """
         if self._look_at == float("-inf"):
             self._turned = self._clock()
         offer = super().poll()
@@ -161,7 +165,8 @@ def travelling(
     slices: Sequence[Mapping[str, RankSlice]],
 ) -> Layout:
     """Of one rank that holds all that a trainer sends for these tensors; `slices`: their parts of
-    it, by rank."""
+    it, by rank.
+    """
     flat, cut = FlatLayout.of(tensors), slices[0] if slices else {}
     full = {}
     for spec in flat.tensors:

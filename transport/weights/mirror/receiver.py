@@ -1,5 +1,6 @@
 """The end by which a mirror takes versions over the network: they arrive in the segments that it
-offers."""
+offers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class SegmentBuffers(ReceiveBuffers):
     """Two segments: that which was handed on last, and that which the next version arrives in.
 
     One that was handed on before is taken again when its readers have left it, which the mirror
-    finds out (`make_room`) before it asks for a version."""
+    finds out (`make_room`) before it asks for a version.
+    """
 
     def __init__(self, layout: Layout, writer: MirrorWriter) -> None:
         """`layout`: of one rank that holds all."""
@@ -103,7 +105,8 @@ class WholeVersion:
 
 class MirrorReceiver(DeltaReader):
     """Takes whole models, each into a segment: `arrived`, then `adopt` when it was handed on and
-    there is room."""
+    there is room.
+    """
 
     def __init__(
         self, layout: Layout, writer: MirrorWriter, address: str, name: str, **knobs: Any
@@ -132,7 +135,8 @@ class MirrorReceiver(DeltaReader):
 
     def serves(self, readers: dict[str, int], taken_s: dict[str, float], line: int) -> None:
         """Tell the trainer who takes versions from here: which of that line each of them holds, and
-        how long (s) that took it, by its own clock."""
+        how long (s) that took it, by its own clock.
+        """
         with self._control.changed:
             if self._member.serves(readers, taken_s, line):
                 self._control.wake()

@@ -27,7 +27,8 @@ class MirrorWriter(WeightWriter):
     @property
     def taken(self) -> tuple[dict[str, int], dict[str, float], int]:
         """By reader that is in the version that it holds, and how long (s) that took it, where it
-        has said so; and of which trainer they are, as `hand_on` has it."""
+        has said so; and of which trainer they are, as `hand_on` has it.
+        """
         readers = {each.name: each.version for each in self.readers if each.epoch}
         known = {
             name: sent for name, sent in self.sent.items() if readers.get(name) == sent.version
@@ -53,7 +54,8 @@ class MirrorWriter(WeightWriter):
     def make_room(self) -> WriterSegment | None:
         """A sealed segment for the next version, while that which was handed on last stays; None:
         readers are still in the other one. Those that do not leave it are left behind with it after
-        a while, as by any writer."""
+        a while, as by any writer.
+        """
         front = self._offers.front
         for key in self._offers.order():
             if key is None:
@@ -71,7 +73,8 @@ class MirrorWriter(WeightWriter):
 
     def hand_on(self, segment: WriterSegment, version: int, line: int) -> None:
         """Offer a version that lies whole in its segment. `line`: the trainer's; of another one the
-        number may be lower than before."""
+        number may be lower than before.
+        """
         if line != self._line:
             if self._line:
                 self._send(self._offers.begin_again(secrets.randbits(62)))

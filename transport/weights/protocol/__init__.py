@@ -1,2 +1,3 @@
 """What writers and readers of weights say to each other, and when: values and state machines, no
-sockets."""
+sockets.
+"""

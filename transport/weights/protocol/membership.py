@@ -2,7 +2,8 @@
 fenced.
 
 Pure: every call takes what happened and the time, and returns the messages to send, and what else
-is to be done."""
+is to be done.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from transport.weights.protocol.pace import Timing
 
 class GroupMember(ABC):
     """One rank of a reader group. Subclasses take versions: `_receive`, and what ends with an
-    epoch."""
+    epoch.
+    """
 
     def __init__(self, join: Join, pace: Timing) -> None:
         """`join`: the first one."""
@@ -107,7 +109,8 @@ class GroupMember(ABC):
     def serves(self, readers: dict[str, int], taken_s: dict[str, float], writer: int) -> bool:
         """Readers take versions of that writer from this one: the version that each of them holds,
         and how long (s) that took it. The writer of this join hears of news at the next `tick`;
-        whether there are any."""
+        whether there are any.
+        """
         if writer != self._writer:
             readers, taken_s = dict.fromkeys(readers, -1), {}
         if (readers, taken_s) == (self._behind, self._taken_s):

@@ -3,7 +3,8 @@ the bytes.
 
 Every way of moving versions knows the same members and the same life of a version: Join -> Welcome,
 then Offer -> Ready -> the transfer -> Committed. The last two sections are of collective rounds,
-where many ranks send to many."""
+where many ranks send to many.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ class Leave:
 @dataclass(frozen=True, kw_only=True)
 class Upcoming:
     """Writer: this version is being written into this segment; its bytes may be read behind the
-    watermark."""
+    watermark.
+    """
 
     epoch: int
     version: int
@@ -153,7 +155,8 @@ class Offer:
 @dataclass(frozen=True, kw_only=True)
 class Ready:
     """Reader: I am in the segment of this version. In rounds: I have a buffer for whatever the
-    round brings."""
+    round brings.
+    """
 
     epoch: int
     version: int = -1
@@ -223,7 +226,8 @@ class SourceHeartbeat:
 @dataclass(frozen=True, kw_only=True)
 class SourceFailed:
     """Coordinator to source ranks: one of them is gone, and nothing can be sent; empty when it is
-    back."""
+    back.
+    """
 
     reason: str
 
@@ -234,7 +238,8 @@ class SourceFailed:
 @dataclass(frozen=True, kw_only=True)
 class FormGroup:
     """Coordinator to all ranks of both sides: make a process group for this epoch; source ranks
-    come first."""
+    come first.
+    """
 
     epoch: int
     group: str
@@ -296,7 +301,8 @@ class StoredValue:
 @dataclass(frozen=True, kw_only=True)
 class StartTransfer:
     """Coordinator to all ranks: every source rank has this version, and the group's ranks have room
-    for it."""
+    for it.
+    """
 
     epoch: int
     round: int
@@ -323,7 +329,8 @@ class TransferResult:
 @dataclass(frozen=True, kw_only=True)
 class Verified:
     """Coordinator to destination ranks: every rank has its part of this version, and its checksums
-    are right."""
+    are right.
+    """
 
     epoch: int
     round: int

@@ -1,5 +1,6 @@
 """How often a writer and its readers speak, and how long they wait for each other; all in
-seconds."""
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Timing:
 @dataclass(frozen=True, kw_only=True)
 class Deadlines(Timing):
     """Of collective rounds, whose ranks speak in a thread of their own, and where one that is gone
-    holds up all."""
+    holds up all.
+    """
 
     gone_s: float = 20.0
     form_s: float = 60.0
@@ -37,7 +39,8 @@ class Deadlines(Timing):
 
 class FreezeWatch:
     """Whether the process itself has not run for a while: stopped, or kept from its thread; nobody
-    is late then."""
+    is late then.
+    """
 
     def __init__(self, limit_s: float, now: float) -> None:
         """`limit_s`: what is shorter is no freeze."""

@@ -3,7 +3,8 @@ threads or torch.
 
 Both take what happens (a message, the time, the end of some work) and return the messages to send
 to the coordinator and the work to begin, in order. Work is done elsewhere, and its end is told by
-`formed` and `transferred`."""
+`formed` and `transferred`.
+"""
 
 from __future__ import annotations
 
@@ -216,7 +217,8 @@ class SourceRank:
 
 class ReaderRank(GroupMember):
     """A rank of a reader group: it takes part in rounds while it has a buffer free, and sees whole
-    versions only."""
+    versions only.
+    """
 
     def __init__(self, join: Join, deadlines: Deadlines) -> None:
         super().__init__(join, deadlines)
@@ -250,7 +252,8 @@ class ReaderRank(GroupMember):
     def adopted(self, taken: GroupVersion, held_s: float = 0.0, taken_s: float = 0.0) -> Actions:
         """This version is computed with from now on, though its epoch may be over; the buffer of
         the one before is free. held_s: how long that has kept the rank's loop. taken_s: since it
-        began to arrive."""
+        began to arrive.
+        """
         self.hold(taken.version, taken.writer)
         if self.offered != taken:
             return []
@@ -297,7 +300,8 @@ class ReaderRank(GroupMember):
 
     def _ready_ahead(self) -> Ready:
         """A buffer is free for the next round, whatever version that brings: saves the time of
-        asking."""
+        asking.
+        """
         return Ready(epoch=self.epoch, round=self._round + 1)
 
     def _in(self, round: int) -> bool:

@@ -3,7 +3,8 @@ and who is gone.
 
 Pure: every call takes what happened and the time, and returns the messages to send. A reader is a
 group of ranks, often of one. What stands here is the same however bytes move; `segments` and
-`rounds` add when a group is offered a version."""
+`rounds` add when a group is offered a version.
+"""
 
 from __future__ import annotations
 
@@ -194,7 +195,8 @@ class Group:
 
     def hand_on(self, message: ReaderHeartbeat, now: float) -> None:
         """Readers have taken versions from its memory; what is heard of a version first says when
-        that was."""
+        that was.
+        """
         before = self.behind
         self.behind = {
             name: before[name]
@@ -227,7 +229,8 @@ class Group:
 
 class Roster(ABC):
     """Who is in. Subclasses say what follows: `_gathered`, `_receive`, and what they send
-    besides."""
+    besides.
+    """
 
     def __init__(self, writer: int, layout: Mapping[str, Any], pace: Timing) -> None:
         """`writer`: names it. `layout`: as readers are told with their Welcome."""
@@ -270,7 +273,8 @@ class Roster(ABC):
 
     def tick(self, now: float) -> Outgoing:
         """What is due at this time: heartbeats with the note; who was silent for too long is struck
-        off."""
+        off.
+        """
         seats = [seat for group in self._groups.values() for seat in group.seats.values()]
         gone = [seat.peer for seat in seats if now - seat.heard >= self.pace.gone_s]
         out = [

@@ -5,7 +5,8 @@ A group is a line of phases: gathering (ranks join) -> forming (all ranks of bot
 process group) -> idle -> transferring -> verified (its ranks adopt) -> idle. A transfer starts when
 all source ranks have said that they have a version, and all of the group that they are ready: those
 who have not are asked first (offered). Whoever does not answer before the phase's deadline, is
-lost, or breaks a transfer ends the epoch, and that group alone gathers again."""
+lost, or breaks a transfer ends the epoch, and that group alone gathers again.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class Coordinator(Roster):
         deadlines: Deadlines | None = None,
     ) -> None:
         """`ranks`, `key`, `layout`: of the trainer. `store`: prefix of the paths where process
-        groups meet; empty: they meet over the coordinator's line."""
+        groups meet; empty: they meet over the coordinator's line.
+        """
         self.deadlines = deadlines or Deadlines()
         super().__init__(writer, {}, self.deadlines)
         self.failure = ""
@@ -385,7 +387,8 @@ class Coordinator(Roster):
         self, group: Group, peer: bytes, message: Committed | ReaderHeartbeat, now: float
     ) -> Outgoing:
         """A destination rank says what it computes with; it is told again of a version that it may
-        adopt."""
+        adopt.
+        """
         if message.version == group.offered:
             sent = self._sent[group.name]
             if isinstance(message, Committed):

@@ -3,7 +3,8 @@ its time.
 
 A reader of one rank takes the newest version at its own pace. A lost message costs time, never
 safety: whoever is in a segment holds its gate (`ports`), and the writer writes behind a sealed gate
-alone."""
+alone.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class SegmentOffers(Roster):
 
     def abandon(self, segment: str) -> Outgoing:
         """Leave a segment to those who are in it, for good; they are fenced off and may join
-        again."""
+        again.
+        """
         version = self.abandoned[segment] = self.segments.pop(segment)
         groups = list(self._groups.values()) if version >= 0 else []
         inside = [group for group in groups if version in (group.version, group.taking)]
@@ -116,7 +118,8 @@ class SegmentOffers(Roster):
         nbytes: int = 0,
     ) -> Outgoing:
         """The segment holds this version whole, and its gate is open: offer it to every reader.
-        seconds, nbytes: that writing it has taken."""
+        seconds, nbytes: that writing it has taken.
+        """
         kept = list(self._written.items())[1 - KEPT :]
         self._written = {**dict(kept), version: _Written(now - seconds, seconds, nbytes)}
         self.segments[segment] = version
@@ -125,7 +128,8 @@ class SegmentOffers(Roster):
 
     def begin_again(self, writer: int) -> Outgoing:
         """From now on these are the offers of this writer, whose versions follow no others: all
-        readers join again."""
+        readers join again.
+        """
         out = [each for group in list(self._groups.values()) for each in self._drop(group)]
         self._writer, self.front = writer, None
         self._written.clear()
@@ -247,7 +251,8 @@ class SegmentReader(GroupMember):
 
     def committed(self, offer: Offer, taken_s: float = 0.0) -> Committed:
         """The reader computes with the offer's version from now on, so long after it first heard of
-        that."""
+        that.
+        """
         self._floor = offer.version
         self.hold(offer.version, self._writer)
         self.withdrawn(offer)

@@ -1,5 +1,6 @@
 """Cuts what one source rank sends to one destination rank into chunks: values, the same at both
-ends, no torch."""
+ends, no torch.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def chunks_between(
 ) -> tuple[Chunk, ...]:
     """The messages from one rank to another, of at most `bucket_bytes` unless one row is larger.
 
-    They follow the destination's memory, so that tensors side by side there go together."""
+    They follow the destination's memory, so that tensors side by side there go together.
+    """
     places = {name: at for at, name in enumerate(plan.destination.local(destination_rank))}
     copies = sorted(
         plan.copies(source_rank=source_rank, destination_rank=destination_rank),
@@ -76,7 +78,8 @@ def chunks_between(
 
 def split_shape(shape: tuple[int, ...], item_bytes: int, most: int) -> list[Box]:
     """Boxes of at most `most` bytes that make up a tensor, cut along its first dimension longer
-    than 1."""
+    than 1.
+    """
     whole = tuple(slice(0, length) for length in shape)
     if prod(shape) * item_bytes <= most:
         return [whole]

@@ -1,5 +1,6 @@
 """The thread in which a rank keeps its deadlines and speaks with the coordinator; on source rank 0
-it coordinates."""
+it coordinates.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +61,16 @@ class NetworkEnd:
 
 class CoordinatorSocket:
     """The address, claimed for a coordinator: a socket, and within a machine a folder where process
-    groups meet."""
+    groups meet.
+    """
 
     def __init__(self, address: str, keys: RunKeys | None = None, attempt: int = 0) -> None:
         """`keys`: the run's; then other hosts reach the address, and process groups meet over the
         line. `attempt`: the scheduler's, at this process; higher than that of any that listened
         there before.
 
-        AddressTaken when another live writer has it."""
+        AddressTaken when another live writer has it.
+        """
         self._members: dict[bytes, Numbered] = {}
         self._session = first_session(attempt)
         self.store = ""
@@ -91,7 +94,8 @@ class CoordinatorSocket:
 
     def send(self, peer: bytes, message: WriterMessage) -> bool:
         """False when the peer is known to be gone: then it hears nothing of what it was told
-        before, either."""
+        before, either.
+        """
         frames = self._member(peer).frames(CODEC.encode(message), time.monotonic(), is_kept=True)
         is_there = sent(self.socket, peer, *frames)
         if not is_there:
@@ -163,7 +167,8 @@ class ControlThread(threading.Thread):
     part of a heartbeat.
 
     Unblocked by: messages, `act` of another thread, the time. Every use of `member` holds
-    `changed`."""
+    `changed`.
+    """
 
     def __init__(
         self,
@@ -183,7 +188,8 @@ class ControlThread(threading.Thread):
         coordinator.
 
         `heard`: called, with `changed` held, after the member has heard a message. `host`: the
-        address of this host for the others; empty: all are on one."""
+        address of this host for the others; empty: all are on one.
+        """
         super().__init__(name="weights-control", daemon=True)
         self.changed = threading.Condition(threading.RLock())
         self.error: BaseException | None = None

@@ -1,5 +1,6 @@
 """The thread that works for one epoch: it connects, then transfers versions, one after the
-other."""
+other.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class EpochTransfers(Protocol):
 
     def prepare(self) -> None:
         """What can be done for the next transfer before it begins; it may be done already. Never
-        waits for peers."""
+        waits for peers.
+        """
 
     def transfer(self, version: int, deadline: float) -> TransferOutcome:
         """Send or receive a version; ends by the deadline."""
@@ -35,7 +37,8 @@ class EpochTransfers(Protocol):
 
 class EpochThread(threading.Thread):
     """Consumes: transfers. Produces: outcomes. Waits for: its peers. Unblocked by: them, `abort`,
-    `look`."""
+    `look`.
+    """
 
     def __init__(
         self,
@@ -45,7 +48,8 @@ class EpochThread(threading.Thread):
     ) -> None:
         """`connect` is given what `abort` sets, and gives up when it is.
 
-        `formed` is told what is wrong, and whether it is that the layouts do not fit."""
+        `formed` is told what is wrong, and whether it is that the layouts do not fit.
+        """
         super().__init__(name="weights", daemon=True)
         self._connect, self._formed, self._transferred = connect, formed, transferred
         self._jobs: queue.SimpleQueue[Callable[[EpochTransfers], None] | None] = queue.SimpleQueue()

@@ -4,7 +4,8 @@ between GPUs.
 Within a host a rank meets the others in a file of a private folder, and all listen on loopback
 alone; between hosts they meet over the line, and listen at the address by which others find theirs.
 The group can be aborted from another thread at any time, which ends what any rank of it is waiting
-for."""
+for.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class ProcessGroup:
         """Meets the other ranks, all of which do the same, within `connect_s`; RuntimeError if they
         do not.
 
-        WeightError: this host has no such address as `meeting` says."""
+        WeightError: this host has no such address as `meeting` says.
+        """
         backend = "gloo" if backend in ONE_SIDED else backend
         self.rank, self.size, self.backend = rank, size, backend
         self._store = meeting.rendezvous(backend, size, connect_s, clock)
@@ -77,7 +79,8 @@ class ProcessGroup:
         passed.
 
         is_watched: another thread aborts the group at the deadline. gloo's own time-outs run on
-        while the process is stopped, so where they are the only ones, a stop ends the group."""
+        while the process is stopped, so where they are the only ones, a stop ends the group.
+        """
         if self.backend == "gloo":
             work.wait(
                 NEVER if is_watched else datetime.timedelta(seconds=max(0.001, deadline - clock()))
@@ -94,7 +97,8 @@ class ProcessGroup:
 
     def abort(self) -> None:
         """End all that is under way, here and at the other ranks. From any thread; returns within
-        milliseconds."""
+        milliseconds.
+        """
         with contextlib.suppress(RuntimeError):
             if self.backend == "nccl":
                 self._group.abort()
@@ -104,7 +108,8 @@ class ProcessGroup:
 
 def abort_gloo(group: Any, rank: int, size: int) -> None:
     """End all that is under way in a group of gloo's, here and at the other ranks, from any
-    thread."""
+    thread.
+    """
     if size > 1:
         # gloo closes every connection of a group once one of its waits has timed out.
         with contextlib.suppress(RuntimeError):

@@ -4,7 +4,8 @@ buffers, where they stay.
 A receiver tells its senders which buffer is free as soon as one is. A sender copies straight into
 it, casting on the way, and its messages only say that a chunk is there; then it is verified as any
 other. A buffer of a transfer that did not come to its end is never used again: a sender that was
-stopped in the middle may still write to it."""
+stopped in the middle may still write to it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def peer_memory(
     backend: str, device: torch.device, memory: DeviceMemory | None
 ) -> PeerMemory | None:
     """What a receiver's buffers are taken from; None where messages carry the bytes. `memory`
-    stands in for a GPU's."""
+    stands in for a GPU's.
+    """
     if backend == "cuda_ipc":
         if memory is None:
             from transport.weights.executors.cuda_memory import CudaMemory
@@ -58,7 +60,8 @@ def peer_memory(
 
 class Deposit:
     """A chunk that its sender writes into the receiver's buffer; the message tells that it is
-    there."""
+    there.
+    """
 
     def __init__(
         self, peer: int, tag: int, chunk: Chunk, ours: Tensors, theirs: Tensors, threads: int
@@ -80,7 +83,8 @@ class Deposit:
 
     def known(self, sums: Sums) -> list[int] | None:
         """The checksums made when the tensors were copied; None where they are not of these
-        fragments."""
+        fragments.
+        """
         found = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
         return None if -1 in found else found
 
@@ -124,7 +128,8 @@ class Deposits:
     """What one source rank writes in an epoch.
 
     Consumes: the receivers' places. Produces: bytes there. Waits for: the places, in `steps`.
-    Unblocked by: receivers."""
+    Unblocked by: receivers.
+    """
 
     def __init__(
         self,
@@ -137,7 +142,8 @@ class Deposits:
         threads: int,
     ) -> None:
         """`chunks`, `flats`: what goes to each peer, and how its buffers are laid out. `first`:
-        whose turn is first."""
+        whose turn is first.
+        """
         self._exchange, self._chunks, self._flats, self._memory = exchange, chunks, flats, memory
         self._first, self._threads = first, threads
         self._opened: dict[int, dict[bytes, _Opened]] = {peer: {} for peer in chunks}
@@ -147,7 +153,8 @@ class Deposits:
         """The next transfer's: nothing for a receiver that has no room.
 
         `key`: equal while the tensors lie where they lay. SegmentError where a buffer cannot be
-        opened."""
+        opened.
+        """
         places = self._places.heard(deadline)
         self._places = self._asked()
         told = {peer: _told(words) for peer, words in places.items()}
@@ -194,7 +201,8 @@ class Deposits:
 class Arrivals:
     """What one destination rank is written in an epoch.
 
-    Consumes: a free buffer. Produces: its place, for the senders. Waits for: nothing."""
+    Consumes: a free buffer. Produces: its place, for the senders. Waits for: nothing.
+    """
 
     def __init__(
         self, exchange: GroupExchange, chunks: Mapping[int, Sequence[Chunk]], *, first: int

@@ -1,5 +1,6 @@
 """A generator rank's end of the sharded weight plane: it receives its own shard, and adopts it at a
-safe point."""
+safe point.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class ShardedReader:
         arrive; a GPU where the trainer sends by nccl. `attempt`: the scheduler's, at this process;
         a later one takes the rank's place, whatever clocks say. `memory`: stands in for a GPU's, by
         cuda_ipc. `host`: where the trainer may be on another host than this rank. `seek`: where the
-        trainer listens now, asked while it is silent; empty where nobody knows."""
+        trainer listens now, asked while it is silent; empty where nobody knows.
+        """
         self.layout, self.rank, self.name = layout, rank, name
         self.ranks = ranks if ranks is not None else layout.ranks
         self._deadlines = deadlines or Deadlines()
@@ -147,7 +149,8 @@ class ShardedReader:
     def attach(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Name this rank's local tensors that versions go into, and join; before the first adopt.
 
-        LayoutMismatch when names or shapes are not those of the layout."""
+        LayoutMismatch when names or shapes are not those of the layout.
+        """
         self._require_open()
         if self._started:
             raise WeightError(
@@ -165,7 +168,8 @@ class ShardedReader:
 
         AddressTaken when another process has taken this rank's place; LayoutMismatch when the
         trainer's layout, or the group's other ranks, do not fit this rank; SegmentError when there
-        was no room for a version: it is left out, the one before is kept, and the next is tried."""
+        was no room for a version: it is left out, the one before is kept, and the next is tried.
+        """
         self._require_open()
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
@@ -193,7 +197,8 @@ class ShardedReader:
         None for no offer.
 
         Where all ranks of a group hold one (the others by `enter`) before any of them adopts it,
-        they never compute with different versions."""
+        they never compute with different versions.
+        """
         self._require_open()
         return self._hold(self._clock())
 
@@ -201,7 +206,8 @@ class ShardedReader:
         """Hold the version that another rank of the group has verified; False when it is not
         offered here by now.
 
-        `layout`: known already. Raises as `poll`."""
+        `layout`: known already. Raises as `poll`.
+        """
         self.poll()
         began = self._clock()
 
@@ -230,7 +236,8 @@ class ShardedReader:
         """Make the version held, or else the offered one, the attached tensors' value; the version
         now in use.
 
-        It was verified by checksums when it came. When there is no offer nothing changes."""
+        It was verified by checksums when it came. When there is no offer nothing changes.
+        """
         self._require_open()
         began = self._clock()
         with self._control.changed:
@@ -250,7 +257,8 @@ class ShardedReader:
         """Poll and adopt until this version, or a newer one, is held; the version held.
 
         PeerGone when the trainer was not heard in all that time, WaitTimeout when it was but had
-        none."""
+        none.
+        """
         if not self._started:
             raise WeightError(
                 f"rank {self.rank} of group '{self.name}' has nowhere to put versions; found"
@@ -357,7 +365,8 @@ class Receiving:
 
     def prepare(self) -> None:
         """Tell the senders where the next version goes, if there is room; else it is left to
-        `transfer`."""
+        `transfer`.
+        """
         with self._lock:
             has_room = self._buffers.has_room
         if has_room:

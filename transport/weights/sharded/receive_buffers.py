@@ -1,5 +1,6 @@
 """Where a reader receives versions while it computes with another one, and how they become the
-attached tensors."""
+attached tensors.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ class ReceiveBuffers:
     def take(self, epoch: int, shared: PeerMemory | None) -> Buffer | None:
         """A buffer of that memory to receive into in this epoch; None: one must be made.
 
-        What was whole and not adopted before a transfer begins never will be."""
+        What was whole and not adopted before a transfer begins never will be.
+        """
         for old in self._buffers:
             if old.use == "whole" and old.epoch <= epoch:
                 old.use = "free"
@@ -103,7 +105,8 @@ class ReceiveBuffers:
 
     def make(self, shared: PeerMemory | None) -> Buffer:
         """A new buffer, which `add` takes in; SegmentError where `shared` has no room for it. Takes
-        long."""
+        long.
+        """
         assert self._flat is not None, "who holds nothing receives nothing"
         buffer = Buffer(next(self._numbers), self._flat, self._device, shared)
         for name in self._partial:
@@ -117,14 +120,16 @@ class ReceiveBuffers:
 
     def base(self, epoch: int) -> Buffer | None:
         """The one with the newest version verified in this epoch, which `take` may have given out
-        to be overwritten."""
+        to be overwritten.
+        """
         held = [each for each in self._buffers if each.epoch == epoch and each.version >= 0]
         return max(held, key=lambda each: each.version, default=None)
 
     def give_back(self, buffer: Buffer, epoch: int, version: int, state: str) -> None:
         """A transfer into it has ended in this epoch.
 
-        One that did not come to its end spoils it: its senders may still be at it."""
+        One that did not come to its end spoils it: its senders may still be at it.
+        """
         buffer.use, buffer.epoch = ("whole" if state == WHOLE else "free"), epoch
         buffer.version = version if state == WHOLE else -1
         if state == BROKEN:
@@ -143,14 +148,16 @@ class ReceiveBuffers:
 
     def hold(self, version: int, epoch: int, *, still: bool) -> None:
         """Keep this version though newer ones come, or, unless `still`, no longer than until
-        then."""
+        then.
+        """
         if self._flat is not None:
             self._whole(version, epoch).use = "held" if still else "whole"
 
     @torch.no_grad()
     def adopt(self, version: int, epoch: int) -> None:
         """Make this version the attached tensors' values: parameters of the same dtype become views
-        of it."""
+        of it.
+        """
         if self._flat is None:
             return
         buffer = self._whole(version, epoch)

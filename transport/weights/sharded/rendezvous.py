@@ -1,5 +1,6 @@
 """Where the ranks of an epoch find each other, and what ends their waiting: a file, or the
-coordinator's line."""
+coordinator's line.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Meeting:
 
 class CoordinatorStore:
     """Values that ranks put and ask for over the line, where only members with the keys of the run
-    are heard."""
+    are heard.
+    """
 
     def __init__(self, epoch: int, send: Callable[[Put | GetValue], None]) -> None:
         self._epoch, self._send = epoch, send
@@ -79,7 +81,8 @@ class CoordinatorStore:
 
 class StoppableStore(dist.Store):  # type: ignore[name-defined, misc]
     """A store that ranks meet in, whose waits another thread can end: torch's own last their full
-    time."""
+    time.
+    """
 
     def __init__(
         self, store: Any, stop: threading.Event, patience_s: float, clock: Callable[[], float]
@@ -111,7 +114,8 @@ class StoppableStore(dist.Store):  # type: ignore[name-defined, misc]
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         """Until all are there, however short gloo's own timeout is. RuntimeError when late, or
-        `stop` is set."""
+        `stop` is set.
+        """
         until = self._clock() + self._patience_s
         while not self._store.check(list(keys)):
             if self._stop.wait(NAP_S) or self._clock() > until:

@@ -1,5 +1,6 @@
 """Where the versions lie that a trainer's rank can send: in two buffers of its own, or in the
-trainer's tensors."""
+trainer's tensors.
+"""
 
 from __future__ import annotations
 

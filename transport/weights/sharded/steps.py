@@ -3,7 +3,8 @@ version.
 
 Where a message is one run of bytes in the rank's tensors it is sent from there, or received there;
 else it goes through a bucket, which one call packs or unpacks, casting on the way. Both ends sum
-the bytes of every fragment."""
+the bytes of every fragment.
+"""
 
 from __future__ import annotations
 
@@ -76,12 +77,14 @@ class ChunkMessage:
 
     def pack(self) -> list[int] | None:
         """Make the message ready to be sent; the checksum of each fragment, None where nothing had
-        to be copied."""
+        to be copied.
+        """
         return self._copier.run() if self._copier else None
 
     def known(self, sums: Sums) -> list[int] | None:
         """The checksums made when the tensors were copied; None where they are not of these
-        fragments."""
+        fragments.
+        """
         found = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
         return None if -1 in found else found
 
@@ -107,7 +110,8 @@ def recent(
     end: Callable[[Compiled], object] = lambda made: None,
 ) -> Compiled:
     """What was made for a buffer of this key; of the two last ones only. `end`: of what is
-    forgotten."""
+    forgotten.
+    """
     if key not in cache:
         while len(cache) > 1:
             end(cache.pop(next(iter(cache))))
@@ -117,7 +121,8 @@ def recent(
 
 def in_turns(steps: Mapping[int, Sequence[Message]], first: int) -> list[Message]:
     """The messages by peer, each peer's in their order, while the peers take turns from `first`
-    on."""
+    on.
+    """
     peers = sorted(steps, key=lambda peer: (peer < first, peer))
     rows = zip_longest(*(steps[peer] for peer in peers))
     return [step for row in rows for step in row if step is not None]
@@ -135,7 +140,8 @@ def compiled(
     """The steps of a transfer: the peers take turns, from `first` on; `depth` of them may be under
     way at once.
 
-    `chunks`: by the peer's rank in the process group. `device`: where messages lie."""
+    `chunks`: by the peer's rank in the process group. `device`: where messages lie.
+    """
     steps = in_turns(
         {
             peer: [
@@ -163,7 +169,8 @@ def step_of(
     device: torch.device,
 ) -> ChunkMessage:
     """One message, without a bucket. `tensors`: this rank's, the source's if `sending`, else the
-    destination's."""
+    destination's.
+    """
     fragments: Fragments = []
     loose: list[bool] = []
     for fragment in chunk.fragments:
@@ -187,7 +194,8 @@ def _run(
 
     What lies between two of them travels along. `loose`: whether what follows a fragment may be
     overwritten: nobody's is what lies between two tensors, but not what lies between two boxes of
-    one."""
+    one.
+    """
     start = fragments[0][1]
     storage, base = start.untyped_storage(), start.data_ptr()
     for fragment, tensor in fragments:

@@ -37,7 +37,8 @@ class Outbound(Protocol):
 
     def pack(self) -> list[int] | None:
         """Make it ready to be sent; the checksum of each fragment, None where they are not known
-        yet."""
+        yet.
+        """
 
     def known(self, sums: Sums) -> list[int] | None:
         """The checksums made earlier, None for none."""
@@ -62,7 +63,8 @@ class Inbound(Protocol):
 
     def unpack(self) -> list[int] | None:
         """Put it into its places; the checksum of each fragment, None where what came cannot be
-        used."""
+        used.
+        """
 
 
 class Cancelled(RuntimeError):
@@ -71,7 +73,8 @@ class Cancelled(RuntimeError):
 
 class Hearing:
     """Numbers that peers tell: asked for in advance, a message costs nobody a wait for the
-    other."""
+    other.
+    """
 
     def __init__(self, exchange: GroupExchange, counts: Mapping[int, int]) -> None:
         self._exchange = exchange
@@ -89,7 +92,8 @@ class Hearing:
 
 class Arriving:
     """A transfer's messages to this rank, `depth` of them asked for in advance, and then the sums
-    of all."""
+    of all.
+    """
 
     def __init__(
         self, group: ProcessGroup, steps: Sequence[Inbound], depth: int, device: torch.device
@@ -112,7 +116,8 @@ class Arriving:
 
     def ask(self) -> None:
         """For one message more, if there is one, and behind the last one for the sums: NCCL knows
-        order and no tags."""
+        order and no tags.
+        """
         at = len(self.works)
         if at < len(self.steps):
             step = self.steps[at]
@@ -145,7 +150,8 @@ class GroupExchange:
         exchanges with.
 
         `device`: where weights lie, and messages if they carry them. `meeting`: where they find
-        each other."""
+        each other.
+        """
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._group = ProcessGroup(
@@ -197,7 +203,8 @@ class GroupExchange:
         self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float
     ) -> TransferOutcome:
         """Send all steps, then to each peer the sums of what it was sent: those `known`, or made on
-        the way."""
+        the way.
+        """
         return self._guarded(lambda: self._send(steps, known, depth, deadline))
 
     def receive(self, arriving: Arriving, deadline: float) -> TransferOutcome:

@@ -1,5 +1,6 @@
 """A trainer rank's end of the sharded weight plane: it sends its own shard, to those who need a
-part of it."""
+part of it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class ShardedWriter:
 
     Consumes: tensors from the trainer. Produces: its shard, in the memory of the ranks that need
     it. Waits for: nothing, except in `settle`. Unblocked by: the end of the transfers, at the
-    latest their deadline."""
+    latest their deadline.
+    """
 
     deltas = False
     """Whether chunks may travel as what changed in them (`deltas.ends`)."""
@@ -86,7 +88,8 @@ class ShardedWriter:
         versions are sent from; this rank's GPU with nccl and cuda_ipc. `bucket_bytes`: of a
         message, at most. `threads`: for the copy. `attempt`: the scheduler's, at this process; a
         later one takes the rank's place, whatever clocks say. `memory`: stands in for a GPU's, by
-        cuda_ipc. Rank 0 raises AddressTaken when another live writer has the address."""
+        cuda_ipc. Rank 0 raises AddressTaken when another live writer has the address.
+        """
         self.layout, self.rank = layout, rank
         self.ranks = ranks if ranks is not None else layout.ranks
         self._local = layout.local(rank)
@@ -166,21 +169,24 @@ class ShardedWriter:
     @property
     def sent(self) -> Mapping[str, Sent]:
         """What the newest version that each reader group has whole has taken; rank 0 alone
-        knows."""
+        knows.
+        """
         with self._control.changed:
             return self._coordinator.sent if self._coordinator else {}
 
     @property
     def sent_bytes(self) -> Mapping[str, int]:
         """Bytes of weights that this rank has sent to each reader group, of transfers that came to
-        their end."""
+        their end.
+        """
         with self._control.changed:
             return dict(self._sent)
 
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes of weights that all ranks of the trainer have sent to all groups, in transfers that
-        came to their end, and what these would have been without deltas; rank 0 alone knows."""
+        came to their end, and what these would have been without deltas; rank 0 alone knows.
+        """
         with self._control.changed:
             return self._coordinator.traffic if self._coordinator else (0, 0)
 
@@ -196,7 +202,8 @@ class ShardedWriter:
         `tensors`: this rank's local tensors by the layout's names. Where they are copied later,
         they must keep their values until then, or until the next publish, which replaces them.
         Versions must rise; any may be left out. PeerGone when a rank of the trainer is gone;
-        LayoutMismatch when names or shapes differ."""
+        LayoutMismatch when names or shapes differ.
+        """
         self._check()
         if version <= self._newest:
             raise WeightError(
@@ -220,7 +227,8 @@ class ShardedWriter:
         no transfer reads them; at once where they were copied.
 
         False when the time was up: the transfers are given up, and their groups come back for a
-        later version. In both cases the tensors may change now."""
+        later version. In both cases the tensors may change now.
+        """
         self._check()
         self._pending = None
         if not self._borrows:
@@ -246,7 +254,8 @@ class ShardedWriter:
 
     def poll(self) -> None:
         """Copy a waiting version if a buffer is free by now. PeerGone when a rank of the trainer is
-        gone."""
+        gone.
+        """
         self._check()
         if self._pending:
             self._stage()

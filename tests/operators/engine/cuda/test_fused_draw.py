@@ -1,5 +1,6 @@
 """The Triton draw gives the tokens of the sampler, with the log-probabilities of the distribution
-drawn from."""
+drawn from.
+"""
 
 import math
 

@@ -1,5 +1,6 @@
 """Flags come back in the step they are due in, whoever has left meanwhile; none is lost or told
-twice."""
+twice.
+"""
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from operators.engine.cuda.late import LateFlags
 
 def play(lag, ends, steps):
     """Rows that each end at their own step, and leave once that is known: by ticket, the steps they
-    were in."""
+    were in.
+    """
     late = LateFlags(torch.device("cpu"), 8, lag)
     live = np.array(sorted(ends))
     drawn = dict.fromkeys(ends, 0)

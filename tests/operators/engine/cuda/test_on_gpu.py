@@ -1,5 +1,6 @@
 """The engine on a GPU draws what the model says: with Triton kernels, replayed steps, late flags,
-compiled layers."""
+compiled layers.
+"""
 
 import numpy as np
 import pytest
@@ -10,13 +11,12 @@ from bench.generator.cases import save_words
 from dataflow import Model
 from dataflow.runtime import Context
 from operators import Generator
-from operators.engine.build import build_native
+from operators.engine.build import adapt, build_native
 from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
 from operators.engine.finish_reasons import STOPPED, TOO_LONG
 from operators.engine.results import PromptStart
 from operators.engine.sampling_params import Sampling
-from operators.engine.self_test import adapt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

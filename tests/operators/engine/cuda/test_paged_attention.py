@@ -1,5 +1,6 @@
 """The Triton kernel attends as a float64 reference does, whatever the shapes, and writes where it
-should."""
+should.
+"""
 
 import math
 
@@ -38,7 +39,8 @@ def case(
     seed=0,
 ):
     """Query, new key and value, and a layout over a cache whose unused places hold nothing that may
-    be read."""
+    be read.
+    """
     rows, value_width = len(positions), value_width or width
     wide = max(positions) // PAGE + 1 + slack
     rng = np.random.default_rng(seed)

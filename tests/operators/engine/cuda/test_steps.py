@@ -1,14 +1,15 @@
 """An engine that replays padded steps and reads late which rows ended gives the rollouts of one
-that does neither."""
+that does neither.
+"""
 
 import numpy as np
 import pytest
 
+from operators.engine.build import adapt
 from operators.engine.decode import Engine
 from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
 from operators.engine.results import PromptStart
 from operators.engine.sampling_params import Sampling
-from operators.engine.self_test import adapt
 from operators.engine.stop_strings import StopStrings
 
 VOCABULARY = 32
@@ -49,7 +50,8 @@ def starts(count=9):
 
 def drive(engine, given, between=None):
     """By ticket: tokens, log-probabilities, versions, reason, text; and the tokens that the engine
-    says it drew."""
+    says it drew.
+    """
     rows, waiting, step = {}, list(given), 0
     while waiting or engine.live:
         extra = between(engine, step) if between is not None else ()

@@ -1,5 +1,6 @@
 """The fused step against transformers: families, runs, prefixes, new weights; a row's bits are its
-own."""
+own.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def rows_of(prompts, siblings, longest):
 
 def generate(step, prompts, siblings, drawn, *, shared=True, together=True):
     """Logits of each prompt's last token and of every drawn token [prompts * siblings, T], as
-    generated."""
+    generated.
+    """
     longest = max(len(prompt) for prompt in prompts) + drawn.shape[1]
     tables, cache = rows_of(prompts, siblings, longest)
     new = [

@@ -1,5 +1,6 @@
 """Paged decode attention in C against float64: every layout, the same bits however rows are put
-together."""
+together.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.skipif(kernel() is None, reason="no C compiler at hand"
 
 def case(sizes, prompts, lengths, *, heads, repeats, width, dtype=torch.float32, seed=0):
     """Runs of `sizes` rows whose prompts take so many tokens; a row is at prompt + its length -
-    1."""
+    1.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = sum(sizes)
     starts = torch.tensor(

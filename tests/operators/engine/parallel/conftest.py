@@ -26,7 +26,8 @@ def declare(
     make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path
 ) -> Callable[..., Generator]:
     """A generator of a tiny model that is saved in a folder; knobs go to the generator, `changes`
-    to the config."""
+    to the config.
+    """
 
     def made(
         family: str = "llama", changes: dict[str, Any] | None = None, **knobs: Any

@@ -1,5 +1,6 @@
 """A trainer that publishes versions of a tiny model to all ranks of an engine, and how rank 0 opens
-its end of it."""
+its end of it.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +176,8 @@ def assert_slices(
     engine: Any, full: Mapping[str, torch.Tensor], size: int, heads: int | None = None
 ) -> None:
     """Every rank holds its slices of these tensors, byte for byte, and nothing else. heads: as in
-    `part`."""
+    `part`.
+    """
     found = engine.digests()
     assert len(found) == size
     for rank, digests in enumerate(found):
@@ -196,7 +198,8 @@ def part(
     name: str, full: torch.Tensor, rank: int, size: int, heads: int | None = None
 ) -> torch.Tensor:
     """What a rank holds, written out: a range of rows or columns, one of each half where gate and
-    up are fused; of keys and values one of `heads` heads, where there are fewer than ranks."""
+    up are fused; of keys and values one of `heads` heads, where there are fewer than ranks.
+    """
     kind = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
     if heads is not None and kind in ("k_proj", "v_proj"):
         return full.chunk(heads)[rank * heads // size]
@@ -211,7 +214,8 @@ def part(
 
 def publish(address: str, folder: str, shapes: Shapes, first: int, last: int, running: Any) -> None:
     """A trainer's process: a version after the other, as soon as there is room, and skipping some;
-    then it waits."""
+    then it waits.
+    """
     torch.set_num_threads(1)
     end = writer(values(shapes, 0), Opens(address, folder))
     deadline = time.monotonic() + 120

@@ -1,5 +1,6 @@
 """Ranks that take adapters alone and merge them into their slices compute with the weights that one
-rank merges."""
+rank merges.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def adapted(declaration: Generator, dtype: str) -> Generator:
 
 def mine(name: str, full: torch.Tensor, rank: int, size: int, heads: int) -> torch.Tensor:
     """What a rank takes of an adapter: of A the columns that it has of the layer, of B the rows, or
-    all."""
+    all.
+    """
     path, _, adapter = name.partition(".lora_")
     if adapter.startswith("A") == path.endswith(("o_proj", "down_proj")):
         return part(f"{path}.weight", full, rank, size, heads)

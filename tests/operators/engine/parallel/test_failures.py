@@ -1,5 +1,6 @@
 """A rank that dies, is silent or falls out of step ends the others with an error that names it;
-nothing hangs."""
+nothing hangs.
+"""
 
 from __future__ import annotations
 

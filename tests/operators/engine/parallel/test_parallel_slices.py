@@ -1,5 +1,6 @@
 """Every rank takes its own slices of a version from the trainer's memory, and all ranks compute
-with the same one."""
+with the same one.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Ranks that share out a quantised model hold the slices of what one rank quantises, and sample
-what it samples."""
+what it samples.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def encoded(model: Any, weights: str) -> dict[str, torch.Tensor]:
 
 def slice_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """What a rank holds of what was quantised: scales as their rows, which all ranks have where
-    rows are cut."""
+    rows are cut.
+    """
     weight = name.removesuffix(SCALE)
     if name != weight and weight.removesuffix(".weight").endswith(("o_proj", "down_proj")):
         return full
@@ -77,7 +79,8 @@ def assert_holds_slices(engine: Any, new: Mapping[str, torch.Tensor], size: int)
 
 def assert_samples_as_well(found: Mapping[int, Any], model: Any, weights: str) -> None:
     """Log-probabilities are as near as one rank's to those of the same quantised weights with
-    inputs as they are."""
+    inputs as they are.
+    """
     one = copy.deepcopy(model)
     quantise(one, weights)
     mine, theirs = [], []

@@ -1,5 +1,6 @@
 """An engine of two ranks gives its memory back on both, and draws afterwards what it would have
-drawn."""
+drawn.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def test_rollouts_go_on_after_all_ranks_slept_with_the_tokens_they_would_have_dr
 
     def turn(step: int, version: int) -> None:
         """A new version comes while all are awake at step 3, and while they are asleep at step
-        10."""
+        10.
+        """
         if step == 3:
             ranks.publish(1, newer[1])
             ranks.offered()

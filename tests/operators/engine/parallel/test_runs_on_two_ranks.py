@@ -1,5 +1,6 @@
 """A whole run with a generator on two ranks is the run that one process makes, also where one of
-them is killed."""
+them is killed.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_a_run_on_two_ranks_samples_what_one_rank_samples_and_takes_every_versio
 def losing_rank_1(graph: Graph, told: Path, times: int, after: int) -> Graph:
     """The same graph, whose generator loses rank 1 after so many slices of work, in its first
     `times` attempts; the process id of rank 1 becomes a line of `told` in every attempt that comes
-    so far."""
+    so far.
+    """
     told.touch()
 
     def blow() -> None:

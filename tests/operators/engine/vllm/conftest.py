@@ -50,7 +50,8 @@ def scripted(folder: Path) -> Iterator[Callable[..., VllmEngine]]:
 @pytest.fixture
 def start() -> Callable[..., PromptStart]:
     """A prompt [7, 8, 9] whose rollouts draw `most` tokens; a rollout's seed is the first token it
-    draws."""
+    draws.
+    """
 
     def make(seeds: list[int], most: int = 5, first: int = 0, **more: Any) -> PromptStart:
         prompt = more.pop("prompt", np.array([7, 8, 9]))

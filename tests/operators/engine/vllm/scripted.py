@@ -5,7 +5,8 @@ A rollout with seed s draws the tokens s, s + 1, s + 2, ... (modulo the vocabula
 log-probability of each is minus the first number of the weights as they were at the last update.
 RULES in the environment is a JSON object: die_at, silent_at, broken_at: the step at which it ends
 with exit code 7, says nothing any more, or draws NaN. It imports no torch, so that it starts at
-once."""
+once.
+"""
 
 import json
 import math

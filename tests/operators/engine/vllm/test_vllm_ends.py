@@ -1,5 +1,6 @@
 """vLLM's process ends with its worker, and so does all that it has started, whatever state they are
-in."""
+in.
+"""
 
 import os
 import signal

@@ -1,5 +1,6 @@
 """The laws of generation on vLLM itself; run where DATAFLOW_VLLM_PYTHON names an interpreter that
-has it."""
+has it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Adapters: which layers have them, what is trained and saved, and that a reader's merged weights
-are the same."""
+are the same.
+"""
 
 import json
 import sys

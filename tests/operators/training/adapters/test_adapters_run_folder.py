@@ -1,5 +1,6 @@
 """A trainer of adapters with a real model folder, run folder and ledger: going on from what it
-left."""
+left.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Checkpoints of several ranks: written without a pickle, read by another number of ranks,
-exactly."""
+exactly.
+"""
 
 import dataclasses
 import json
@@ -28,7 +29,8 @@ from operators.training.learner.optimizer import state_tensors
 @pytest.fixture(scope="module")
 def straight() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """One rank without a checkpoint: weights and optimiser state after two steps, weights after the
-    third."""
+    third.
+    """
     learner = tiny_learner(tiny_trainer(), tiny_llama())
     for number in range(2):
         step(learner, number)

@@ -1,5 +1,6 @@
 """The weights of a checkpoint as files: under the names that they came with, in as many as needed,
-of one step."""
+of one step.
+"""
 
 import json
 import threading

@@ -1,5 +1,6 @@
 """Checkpoints that a trainer leaves by itself: what a death costs at most, and that they take
-nobody else's place."""
+nobody else's place.
+"""
 
 import errno
 import json
@@ -424,7 +425,8 @@ def test_an_offloading_trainer_that_caught_up_tries_its_last_checkpoint_again(
 @in_a_fork
 def life_of_two(folder: RunFolder, trainer: Trainer, numbers: range, digests: Path) -> None:
     """A life on two ranks; what each of them holds at its end, and how many steps it was behind at
-    its start."""
+    its start.
+    """
     saving.DEAR = 0.0
     life = Life(folder, trainer, ranks=2, writer=None, own_folder="trainer", clock=Clock())
     behind = life.runtime.status().get("catching_up", 0)

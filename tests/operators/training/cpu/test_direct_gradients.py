@@ -1,5 +1,6 @@
 """Laws of gradients that are written in place: those of autograd, whatever the step before has left
-there."""
+there.
+"""
 
 from typing import Any
 

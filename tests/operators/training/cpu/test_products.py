@@ -1,5 +1,6 @@
 """Laws of products of bfloat16: sums of rounded factors, the same bits whatever stands beside
-them."""
+them.
+"""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
 """Laws of attention in blocks: every node asks once, and is answered by its own path and by nothing
-else."""
+else.
+"""
 
 import numpy as np
 import pytest

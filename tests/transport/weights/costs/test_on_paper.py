@@ -1,5 +1,6 @@
 """A model too large for this machine, on paper: the sums are those of a closed form, and nothing
-heavy is imported."""
+heavy is imported.
+"""
 
 import json
 import math
@@ -72,7 +73,8 @@ def test_what_a_trainer_s_parameter_takes_is_what_the_planner_says():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_small_plan_is_filled_copy_by_copy(ranks):
     """What is summed above is what the copies themselves come to, at ranks that are replicas,
-    shards and slices, of which several may hold the same key/value head."""
+    shards and slices, of which several may hold the same key/value head.
+    """
     small = Decoder(layers=2, width=16, inner=24, heads=4, kv_heads=2, vocabulary=29, head_width=4)
     made = on_paper(
         small,

@@ -1,5 +1,6 @@
 """A delta turns its base into the newer buffer bit for bit, stands on nothing else, and is sent
-only where it pays."""
+only where it pays.
+"""
 
 import struct
 from dataclasses import replace

@@ -1,5 +1,6 @@
 """Where the link is slow, ranks that have the version before get what changed, bit for bit; all
-others everything."""
+others everything.
+"""
 
 from dataclasses import replace
 from functools import partial

@@ -1,5 +1,6 @@
 """CUDA IPC: gates and leases keep device memory whole. On a processor over files, on a GPU between
-real processes."""
+real processes.
+"""
 
 import fcntl
 import os
@@ -262,7 +263,8 @@ def linger(address, folder):
 
 def stop_in_a_publish(address, folder):
     """A trainer that publishes version 1, is heard, and stops in version 2 before the device has
-    written it."""
+    written it.
+    """
     writer = WeightWriter(LAYOUT, CudaIpc(address, memory=Stuck(folder)), pace=PACE)
     writer.publish(1, model(1))
     while not any(status.version == 1 for status in writer.readers):

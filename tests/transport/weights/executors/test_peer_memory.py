@@ -1,5 +1,6 @@
 """Buffers without a name: one process opens another's by number, and no other file; a GPU's stays
-while it is open."""
+while it is open.
+"""
 
 import errno
 import os

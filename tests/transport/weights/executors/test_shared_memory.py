@@ -219,7 +219,8 @@ def test_an_address_is_free_for_the_next_writer_as_soon_as_close_returns(address
 @pytest.fixture
 def steps(writer, reader, monkeypatch):
     """Publishes in two halves, with what shall happen in between; the reader has joined and holds
-    version 1."""
+    version 1.
+    """
     mine = parameters()
     writer.publish(1, parameters(1))
     joined(writer, reader, mine)

@@ -1,5 +1,6 @@
 """What travels for tensors that ranks share out: narrow shards, and a row's scale wherever a part
-of the row is."""
+of the row is.
+"""
 
 import math
 

@@ -1,5 +1,6 @@
 """A layout made from one rank's DTensors, or from a plan by names, is what every rank really
-holds."""
+holds.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -48,7 +49,8 @@ def numbered(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def held_by_all(make: Callable[[], dict[str, torch.Tensor]]) -> tuple[Local, list[Layout]]:
     """What each rank holds, ranks without elements left out; and the layout that each makes of
-    it."""
+    it.
+    """
     found: Local = {}
     layouts = []
     for rank in range(WORLD):

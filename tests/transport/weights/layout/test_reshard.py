@@ -1,5 +1,6 @@
 """A plan's copies put every byte where it belongs, once, and spread the work over those who could
-do it."""
+do it.
+"""
 
 from collections import Counter
 

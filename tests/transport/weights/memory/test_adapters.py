@@ -1,5 +1,6 @@
 """Adapters alone: a base that travels once, and after it nothing but the low-rank matrices beside
-its layers."""
+its layers.
+"""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
 """What travels in place of a tensor: the numbers a generator would have made, in a quarter or half
-of the bytes."""
+of the bytes.
+"""
 
 import numpy as np
 import pytest

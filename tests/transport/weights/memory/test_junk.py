@@ -1,5 +1,6 @@
 """Junk at the sockets of the weight plane: dropped, told of once, and the next version goes
-through."""
+through.
+"""
 
 import tempfile
 import time

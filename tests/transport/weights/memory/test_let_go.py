@@ -1,5 +1,6 @@
 """A reader that lets go of its version holds no memory of it, and has it again, or a newer one,
-before it is read."""
+before it is read.
+"""
 
 import pytest
 

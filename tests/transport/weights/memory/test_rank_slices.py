@@ -1,5 +1,6 @@
 """A rank takes its slices of a version straight from the segment, and its companions take theirs of
-the same one."""
+the same one.
+"""
 
 from __future__ import annotations
 

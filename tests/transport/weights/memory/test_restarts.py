@@ -1,5 +1,6 @@
 """Trainer and generators of one machine, killed at every moment and started again: who serves what
-afterwards."""
+afterwards.
+"""
 
 import os
 import signal

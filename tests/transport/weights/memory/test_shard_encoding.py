@@ -1,5 +1,6 @@
 """Ranks that quantise their shards make, to the bit, the slices of what one rank makes of whole
-tensors."""
+tensors.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,8 @@ Full = dict[str, torch.Tensor]
 @st.composite
 def models(draw: Any) -> Full:
     """Matrices and a stack of them, some rows of zeros, some not finite; what is not quantised
-    beside them."""
+    beside them.
+    """
     few = st.integers(1, 9)
     width, inner = draw(few), draw(few)
     shapes = {
@@ -68,7 +70,8 @@ def held_after(
     encoding: Encoding, layout: Layout, versions: list[Full], device: str = "cpu"
 ) -> tuple[Layout, list[Local], list[int]]:
     """What travels, what each rank holds of each version, and how many numbers the ranks agreed on
-    at a time."""
+    at a time.
+    """
     exchanges: list[int] = []
     encoders: list[ShardEncoder] = []
     own: list[torch.Tensor] = []
@@ -76,7 +79,8 @@ def held_after(
 
     def agree(numbers: torch.Tensor) -> None:
         """Each rank is asked twice, for a lack of threads: what has it, and what does it make of
-        what all have."""
+        what all have.
+        """
         assert numbers.dtype is torch.int32, "a maximum of floats loses what is no number"
         if agreed:
             numbers.copy_(agreed[0])
@@ -158,7 +162,8 @@ def test_ranks_agree_once_a_version_on_the_rows_that_are_cut_and_on_no_others(
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_what_shards_travel_as_arrives_as_slices_of_the_whole(form: str) -> None:
     """Trainer of fsdp x tp, uneven; readers that cut otherwise, and scales of rows that both sides
-    cut."""
+    cut.
+    """
     full = {"o": torch.randn(13, 10), "up": torch.randn(7, 10), "norm": torch.randn(10)}
     encoding = Encoding(dtype="bfloat16", quantized=form, names=frozenset({"o", "up"}))
     trainer = Layout.cut(
@@ -240,7 +245,8 @@ def test_a_named_tensor_that_cannot_be_quantised_is_refused(name: str) -> None:
 
 def settled(local: Full) -> Full:
     """The same with rows emptied that are not finite: each device makes its own bits of what is no
-    number."""
+    number.
+    """
     made = {name: each.cpu().clone() for name, each in local.items()}
     for name in [each for each in made if each.endswith(SCALE)]:
         lost = ~made[name][..., 0].isfinite()

@@ -1,5 +1,6 @@
 """Readers of one host beside each other, whose trainer is on another: two addresses of loopback act
-as the hosts."""
+as the hosts.
+"""
 
 import contextlib
 import functools

@@ -1,5 +1,6 @@
 """Who is the mirror of a host, and whom the others follow: a pure choice, played by readers that
-come, go and stop."""
+come, go and stop.
+"""
 
 import random
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ def test_whoever_is_stopped_or_killed_all_others_have_one_mirror_that_runs_soon_
     seed: int,
 ) -> None:
     """However they are stopped, go on, are killed and started again: once that has an end, one of
-    those that run is the mirror, the note names it, and all that run follow it."""
+    those that run is the mirror, the note names it, and all that run follow it.
+    """
     rng = random.Random(seed)
     readers = [Reader(f"r{number}", number) for number in range(rng.randint(1, 5))]
     note, now = "", 0.0

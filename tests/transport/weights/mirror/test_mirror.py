@@ -1,5 +1,6 @@
 """Readers of one host take a trainer's versions once over the network, and hand them to each other
-through memory."""
+through memory.
+"""
 
 import contextlib
 import functools
@@ -83,7 +84,8 @@ def test_one_reader_takes_each_version_over_the_network_and_all_hold_it(keys, fo
 
 def test_each_exchange_is_timed_by_trainer_and_reader_also_behind_the_mirror(keys, folder):
     """One neighbour hears of a version and takes it a while later; who hands it on is timed by its
-    own loop, not by the thread that has it first."""
+    own loop, not by the thread that has it first.
+    """
     with offered(keys) as (trainer, address), neighbours(keys, address, folder) as (readers, _):
         coordinator = trainer.writers[0]
         trainer.publish(1)
@@ -112,7 +114,8 @@ def test_each_exchange_is_timed_by_trainer_and_reader_also_behind_the_mirror(key
 
 def test_a_version_lies_in_two_segments_of_which_all_parameters_are_views(keys, folder):
     """No copy beside the one in use and the one that arrives, however many readers there are; and
-    each reads what it verified by itself."""
+    each reads what it verified by itself.
+    """
     with offered(keys) as (trainer, address), neighbours(keys, address, folder) as (readers, mine):
         for version in (1, 2, 3):
             trainer.publish(version)
@@ -224,7 +227,8 @@ def test_notes_of_the_trainer_reach_all(keys, folder):
 
 def test_deltas_arrive_in_the_segments_that_are_handed_on(keys, folder):
     """Changes are put onto the version that neighbours read, in the other segment; theirs stays as
-    it is."""
+    it is.
+    """
     deltas = functools.partial(DeltaWriter, link_bytes_per_s=1e6)
     with (
         offered(keys, kind=deltas) as (trainer, address),
@@ -269,7 +273,8 @@ def test_further_ranks_of_a_reader_take_their_slices_from_the_same_segments(keys
 
 def test_what_travels_is_told_from_what_a_reader_attaches():
     """Its dtype is that of the trainer's encoding, but for what is narrow already, and its scales;
-    slices are whole."""
+    slices are whole.
+    """
     mine = {
         "a": torch.zeros(4, 6),
         "b": torch.zeros(4, 6, dtype=torch.int8),
@@ -288,7 +293,8 @@ def test_what_travels_is_told_from_what_a_reader_attaches():
 
 class Stopped:
     """A mirror whose thread does nothing for a while, as that of a process that was stopped; its
-    reader looks at nothing either, for nobody polls it."""
+    reader looks at nothing either, for nobody polls it.
+    """
 
     def __init__(self, mirror) -> None:
         self._mirror, self._go, self._turn = mirror, threading.Event(), mirror._turn

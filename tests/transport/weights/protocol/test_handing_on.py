@@ -1,5 +1,6 @@
 """What a trainer hears of readers that take its versions from another reader's memory, and when it
-heard it first."""
+heard it first.
+"""
 
 from transport.weights.protocol.messages import Join, ReaderHeartbeat, Welcome
 from transport.weights.protocol.pace import Deadlines

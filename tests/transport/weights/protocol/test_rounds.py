@@ -1,5 +1,6 @@
 """Collective rounds under any schedule: messages late, ranks lost, frozen, restarted, groups that
-come and go."""
+come and go.
+"""
 
 import random
 from collections import defaultdict, deque
@@ -58,7 +59,8 @@ def reader(name: str, rank: int, ranks: int, incarnation: int) -> ReaderRank:
 
 class World:
     """All ranks and the wires between them; each wire keeps its order, and nothing else is
-    promised."""
+    promised.
+    """
 
     def __init__(self, seed: int, sources: int, groups: dict[str, int]) -> None:
         self.random = random.Random(seed)
@@ -102,7 +104,8 @@ class World:
 
     def restart_source(self, peer: bytes, *, leave: bool) -> None:
         """A trainer's rank other than the first ends, in order or not, and a new process takes its
-        place."""
+        place.
+        """
         old = self.ranks[peer]
         rank = old.join.rank
         if rank == 0:
@@ -126,7 +129,8 @@ class World:
         """Rank 0 dies, and all others at once or a while later; a new trainer goes on from up to
         two versions before.
 
-        Ranks of the dead trainer that `linger` still speak, with the new coordinator too."""
+        Ranks of the dead trainer that `linger` still speak, with the new coordinator too.
+        """
         for peer in [p for p, rank in self.ranks.items() if isinstance(rank, SourceRank)]:
             if not linger or self.ranks[peer].join.rank == 0:
                 self.kill(peer)
@@ -246,7 +250,8 @@ class World:
 
     def may_end(self, work) -> bool:
         """A transfer ends once all take part, or when one of them is dead; one who waits for a
-        frozen rank is stuck."""
+        frozen rank is stuck.
+        """
         if isinstance(work, FormProcessGroup):
             return True
         everybody = self.members[work.epoch]

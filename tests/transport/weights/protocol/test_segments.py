@@ -1,5 +1,6 @@
 """The pure handshake under any order of events: messages lost, readers frozen, killed and late,
-writers restarted."""
+writers restarted.
+"""
 
 import copy
 from dataclasses import replace
@@ -38,7 +39,8 @@ class Reader:
 
 class World(RuleBasedStateMachine):
     """Writers, one after the other, some readers, segments with gates, and a network that may lose
-    what it carries."""
+    what it carries.
+    """
 
     readers = Bundle("readers")
 
@@ -166,7 +168,8 @@ class World(RuleBasedStateMachine):
     @rule(back=st.integers(0, 2), lost=st.booleans())
     def the_writer_dies_and_is_restarted(self, back, lost):
         """In the midst of anything; the next one begins with a version that the dead one may have
-        been beyond."""
+        been beyond.
+        """
         if self.published:
             self.left |= self.content
             self.content, self.pending = {}, None

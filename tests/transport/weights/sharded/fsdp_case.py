@@ -1,5 +1,6 @@
 """One run of an FSDP2 trainer and its tensor-parallel generators: what the test and the ranks both
-know of it."""
+know of it.
+"""
 
 import json
 from collections.abc import Iterator

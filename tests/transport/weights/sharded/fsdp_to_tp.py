@@ -3,7 +3,8 @@ imported what they need.
 
 The process takes one Case per line of its input, runs it to the end and answers with a line of exit
 statuses, by the names of the ranks' results. What each rank saw, and its log, is left in the case's
-folder."""
+folder.
+"""
 
 import contextlib
 import json
@@ -65,7 +66,8 @@ def train(case: Case, rank: int) -> None:
     """A trainer's rank: it steps on random tokens all the time, and never waits for a generator.
 
     Only where versions are sent from its own tensors does it settle before a step, and stay with
-    the last."""
+    the last.
+    """
     group.join(case.meeting("trainer", 0), rank, case.trainer, CPU, EXCHANGE_S)
     model = llama(case, seed=0)
     mesh = init_device_mesh("cpu", (case.trainer,))
@@ -118,7 +120,8 @@ def train(case: Case, rank: int) -> None:
 @torch.no_grad()
 def generate(case: Case, number: int, rank: int) -> None:
     """A generator's rank: it computes all the time, with what all ranks of its group have agreed to
-    adopt."""
+    adopt.
+    """
     size, dtype = case.groups[number], getattr(torch, case.dtype)
     model = llama(case, seed=1 + rank).to(dtype)
     tensors = {
@@ -175,7 +178,8 @@ def prove(
     dtype: torch.dtype,
 ) -> None:
     """AssertionError unless the rank's bytes are those of gather-then-shard, as transformers' own
-    rule shards."""
+    rule shards.
+    """
     assert mine.keys() == pieces.keys() == full.keys()
     for name, piece in pieces.items():
         wanted, found = piece.of(full[name].to(dtype)), mine[name]
@@ -193,7 +197,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a rank holds and computes with: parameters of its own, and inside of the DTensors at the
-    model's ends."""
+    model's ends.
+    """
     return {
         name: parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter
         for name, parameter in model.named_parameters()
@@ -204,7 +209,8 @@ def _adopted_together(reader: ShardedReader, offered: int) -> int:
     """Adopt what rank 0 was offered, if anything; the version that every rank holds now.
 
     A rank that lost its place in the group meanwhile may get a newer one; then all go on to
-    that."""
+    that.
+    """
     goal = _largest(offered)
     while goal >= 0:
         held = reader.wait(goal, EXCHANGE_S)
@@ -230,7 +236,8 @@ def _told(*flags: bool) -> list[bool]:
 
 def _taken(case: Case, writer: ShardedWriter, version: int) -> bool:
     """Whether every generator has joined and holds this version, none when it is 0; rank 0
-    knows."""
+    knows.
+    """
     held = [status.version for status in writer.readers if status.state in ("joined", "committed")]
     return held == [version or -1] * len(case.groups)
 
@@ -255,7 +262,8 @@ def main() -> None:
 
 def run(case: Case) -> dict[str, int]:
     """Exit statuses of all ranks; the first that fails, or the deadline, ends the others by
-    SIGKILL."""
+    SIGKILL.
+    """
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"a process of {threads} threads cannot be forked safely"
     alive: dict[int, str] = {}

@@ -1,5 +1,6 @@
 """All ranks of a reader take the same version or none does, whatever happens between the two halves
-of taking it."""
+of taking it.
+"""
 
 import random
 

@@ -1,5 +1,6 @@
 """How copies become messages: both ends cut alike, nothing is lost, and memory is sent as it lies
-where that can be."""
+where that can be.
+"""
 
 import numpy as np
 import pytest

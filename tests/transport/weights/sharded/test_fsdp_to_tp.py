@@ -1,5 +1,6 @@
 """From an FSDP2 trainer to tensor-parallel generators, real processes over gloo: byte for byte,
-training meanwhile."""
+training meanwhile.
+"""
 
 import json
 import os
@@ -71,7 +72,8 @@ def play(program: subprocess.Popen[str], tmp_path: Path) -> Callable[..., tuple[
 
 def check(case: Case, seen: Seen) -> None:
     """The laws that hold in every run; that each version is byte-exact was proved by the ranks
-    themselves."""
+    themselves.
+    """
     for number, size in enumerate(case.groups):
         first, *others = (seen["generator", number, rank] for rank in range(size))
         adopted = first["adopted"]

@@ -1,5 +1,6 @@
 """Weights between hosts: two addresses of loopback act as two hosts, which meet over a line with
-the run's keys."""
+the run's keys.
+"""
 
 import contextlib
 import socket
@@ -135,7 +136,8 @@ def test_readers_that_know_nothing_newer_wait_where_the_trainer_was(keys):
 
 class Link:
     """What lies between two hosts: it carries bytes, and none while it is cut; nobody hears that it
-    is."""
+    is.
+    """
 
     def __init__(self, to: str) -> None:
         host, _, port = to.removeprefix("tcp://").rpartition(":")
@@ -174,7 +176,8 @@ class Link:
 @pytest.mark.slow
 def test_a_link_that_was_cut_for_a_while_costs_versions_and_nothing_else(keys, cut_s):
     """For less than members wait for each other, and for longer: then the epoch ends, and begins
-    again."""
+    again.
+    """
     pace = Deadlines(heartbeat_s=0.05, gone_s=0.8, form_s=5.0, ready_s=0.8, transfer_s=2.0)
     with (
         offered(keys, deadlines=pace) as (trainer, address),

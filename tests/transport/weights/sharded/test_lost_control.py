@@ -1,5 +1,6 @@
 """A connection between a coordinator and a member that swallows messages, and is then replaced:
-nothing is lost."""
+nothing is lost.
+"""
 
 import time
 

@@ -1,5 +1,6 @@
 """One-sided transfers within a machine: exactly the plan's bytes, none of a late sender, nothing
-left behind."""
+left behind.
+"""
 
 import contextlib
 import errno
@@ -65,7 +66,8 @@ def backend(request, tmp_path):
 
 def unnamed(*processes: int) -> Counter:
     """Bytes by inode of the files without a name in shared memory that these processes map or hold
-    open."""
+    open.
+    """
     found: Counter[int] = Counter()
     for process in processes or (os.getpid(),):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -89,7 +91,8 @@ def unnamed_of(process: int) -> Counter:
 @pytest.fixture
 def late(monkeypatch):
     """A sender that stops in the middle of its transfer of version 2, and then writes what nobody
-    asked for."""
+    asked for.
+    """
     begun, go, ended = threading.Event(), threading.Event(), threading.Event()
     steps, pack, transfers = Deposits.steps, Deposit.pack, Counter()
     stuck = []

@@ -1,5 +1,6 @@
 """Whatever the layouts of both sides, each rank gets exactly the bytes of its boxes of the full
-tensors."""
+tensors.
+"""
 
 import random
 

@@ -1,5 +1,6 @@
 """Ranks killed, frozen and restarted in the middle of a transfer: nobody computes with a mixture,
-the others go on."""
+the others go on.
+"""
 
 import os
 import signal

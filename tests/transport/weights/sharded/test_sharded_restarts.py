@@ -1,5 +1,6 @@
 """Ranks of a trainer and of generators, killed at every moment of a round and started again: who
-serves what then."""
+serves what then.
+"""
 
 import os
 import signal

@@ -56,7 +56,8 @@ def backend(request):
 @pytest.fixture
 def gate(monkeypatch):
     """Receivers wait at it before they put a message into place, and senders before they put one
-    there themselves."""
+    there themselves.
+    """
     opened = threading.Event()
     opened.set()
 
