@@ -44,7 +44,7 @@ from rich.console import Console
 from bench.live.intervals import Window, compared, counting, left_out
 from bench.live.windows import ENDLESS, carried, cpu_of, steps_of
 from bench.report import Report
-from dataflow.run import run
+from dataflow.runner import run
 from dataflow.worker.loop import NodeLoop
 from dataflow.worker.state_clock import StateClock
 from graphs.sorting import build

@@ -1,25 +1,31 @@
-"""The graph language and the engine that runs it; importing it never imports torch."""
+"""The graph language and the engine that runs it; importing it never imports torch.
+
+Importing it loads the language alone; planning and running load with the first use of their names.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from dataflow.system import first as first
 
 # isort: split
-# The functions below have the names of their modules. They are imported here, all at once, so that
-# no later import of a module can put the module in the function's place.
-from dataflow.app import main
-from dataflow.collect import collect
 from dataflow.errors import DataflowError, GraphError, RunError, WorldFailed
 from dataflow.graph import Graph
-from dataflow.history.verify import verify
 from dataflow.keep import keep
 from dataflow.model import LoRA, Model
 from dataflow.node import Weights
-from dataflow.planning.hosts import Devices
-from dataflow.planning.plan import Plan, plan
 from dataflow.records import Array
-from dataflow.run import Result, inline, run
-from dataflow.runs.opened import Run
 from dataflow.scorer import scorer
 from dataflow.stream import Prompt, Rollout, Stream, join
+
+if TYPE_CHECKING:
+    from dataflow.app import main
+    from dataflow.collection import collect
+    from dataflow.history.verify import verify
+    from dataflow.planning.hosts import Devices
+    from dataflow.planning.plan import Plan, plan
+    from dataflow.runner import Result, inline, run
+    from dataflow.runs.opened import Run
 
 __all__ = [
     "Array",
@@ -48,3 +54,23 @@ __all__ = [
     "scorer",
     "verify",
 ]
+
+_MODULES = {
+    "Devices": "planning.hosts",
+    "Plan": "planning.plan",
+    "Result": "runner",
+    "Run": "runs.opened",
+    "collect": "collection",
+    "inline": "runner",
+    "main": "app",
+    "plan": "planning.plan",
+    "run": "runner",
+    "verify": "history.verify",
+}
+"""Where the names of planning and running stand."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'dataflow' has no attribute '{name}'; it has {__all__}")
+    return getattr(importlib.import_module(f"dataflow.{_MODULES[name]}"), name)

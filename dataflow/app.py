@@ -39,7 +39,7 @@ from dataflow.limits import Limits
 from dataflow.model_files import PROMISED
 from dataflow.planning.hosts import Devices
 from dataflow.planning.this_machine import this_machine
-from dataflow.run import check_start, inline, make_plan, run
+from dataflow.runner import check_start, inline, make_plan, run
 from dataflow.system.interrupts import interrupted, status_of
 from dataflow.trackers.chosen import Wished
 from dataflow.trackers.libraries.prometheus import PrometheusTracker

@@ -4,23 +4,22 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import pyarrow as pa
 
 from dataflow.annotations import fits
 from dataflow.check import check, missing_column, newest_fault, refresh_fault, wrong_type
-from dataflow.draw import draw, mimebundle
 from dataflow.errors import GraphError, checked, nearest
 from dataflow.node import Generate, Operator, Source, Weights
-from dataflow.planning.plan import Plan
-from dataflow.planning.set_values import with_values
 from dataflow.records import DROP_REASON, ERROR, ROLLOUT_ID
 from dataflow.scoring.joining import Join
 from dataflow.stream import Prompt, Rollout, Stream
 from dataflow.structure import Call, Feedback, Structure
 from dataflow.weight_ends import Refresh
+
+if TYPE_CHECKING:
+    from dataflow.planning.plan import Plan
 
 
 class Graph(Structure):
@@ -226,6 +225,8 @@ class Graph(Structure):
         >>> changed.operators["trainer"].knobs()["temperature"]
         0.5
         """
+        from dataflow.planning.set_values import with_values
+
         instead, bounds = with_values(self, wishes)
         return self._anew(instead=instead, bounds=bounds)
 
@@ -284,7 +285,7 @@ class Graph(Structure):
                 " one of these, or leave source out"
             )
         added = set(operator.provides({})) - {ERROR, DROP_REASON}
-        for later in nx.descendants(self._rows, after):
+        for later in self._behind(after):
             if twice := sorted(added & set(self.operators[later].provides({}))):
                 raise GraphError(
                     f"'{operator.name}' cannot stand behind '{after}': it writes column"
@@ -331,11 +332,8 @@ class Graph(Structure):
             for column in call.output.columns
             if column not in call.inputs[0].columns
         }
-        for reader in (
-            call.operator
-            for call in self.calls
-            if call.operator.name in nx.descendants(self._rows, name)
-        ):
+        behind = self._behind(name)
+        for reader in (call.operator for call in self.calls if call.operator.name in behind):
             if needed := [column for column in reader.reads() if column in lost]:
                 raise GraphError(
                     f"'{name}' cannot be removed: '{reader.name}' reads column '{needed[0]}', which"
@@ -353,10 +351,12 @@ class Graph(Structure):
             )
         return self.operators[name]
 
-    @property
-    def _rows(self) -> "nx.DiGraph[str]":
-        """Who sends rows to whom."""
-        return nx.DiGraph((s.node, call.operator.name) for call in self.calls for s in call.inputs)
+    def _behind(self, name: str) -> set[str]:
+        """All that rows of this node reach."""
+        import networkx
+
+        edges = [(s.node, call.operator.name) for call in self.calls for s in call.inputs]
+        return set(networkx.descendants(networkx.DiGraph(edges), name))
 
     def _anew(
         self,
@@ -425,16 +425,20 @@ class Graph(Structure):
         """
         check(self)
 
-    def draw(self, path: str | Path, plan: Plan | None = None) -> Path:
+    def draw(self, path: str | Path, plan: "Plan | None" = None) -> Path:
         """Draw it as .svg, .dot, .mmd or .html; a plan adds device groups, as frames, and how
         weights travel.
         """
+        from dataflow.draw import draw
+
         graph = self.nx
         for (trainer, reader), executor in (plan.executors() if plan else {}).items():
             graph.edges[trainer, reader, "weights"]["executor"] = executor
         return draw(graph, Path(path), frames=plan.frames() if plan else None, title=self.name)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        from dataflow.draw import mimebundle
+
         return mimebundle(self.nx, title=self.name)
 
     def _upstream(self, stream: Stream[Any]) -> set[str]:

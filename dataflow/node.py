@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from dataflow.errors import GraphError, KnobCheck
 from dataflow.model import Model
-from dataflow.model_files import start_fault
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
 from dataflow.runtime import Context, Runtime
 from dataflow.settable import Settable, settable_fields
@@ -112,7 +111,11 @@ class Operator(metaclass=KnobCheck):
         """Why a run cannot start with it, as far as a look at files tells; asked before any process
         is started.
         """
-        return None if self.uses is None else start_fault(self.uses)
+        if self.uses is None:
+            return None
+        from dataflow.model_files import start_fault
+
+        return start_fault(self.uses)
 
     @property
     def uses(self) -> Model | None:

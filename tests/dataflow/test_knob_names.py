@@ -10,7 +10,7 @@ import pytest
 from dataflow import Graph, GraphError, LoRA, Model, collect, run
 from dataflow.errors import OTHER_NAMES, hint
 from dataflow.limits import Limits
-from dataflow.run import make_plan
+from dataflow.runner import make_plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Evaluate, Generator, Prompts, Trainer
 from operators.losses import dpo, grpo, with_kl

@@ -11,7 +11,7 @@ from refused.page import PAGE, rows
 from dataflow import GraphError, inline, run
 from dataflow.folder.run_folder import RunFolder
 from dataflow.planning.hosts import Devices
-from dataflow.run import Result, make_plan
+from dataflow.runner import Result, make_plan
 
 from .draw import STEPS, Computes, Drawn
 

@@ -57,7 +57,7 @@ def graph(policy: str, pids: Path, ranks: int) -> Graph:
 
 def main(policy: str, folder: str, way: str, steps: str, ranks: str) -> None:
     """Run it, and say what it made."""
-    sys.modules["dataflow.run"].this_machine = lambda: Devices(cpus=1)  # type: ignore[attr-defined]
+    sys.modules["dataflow.runner"].this_machine = lambda: Devices(cpus=1)  # type: ignore[attr-defined]
     pids = Path(folder) / "pids"
     pids.mkdir(parents=True)
     gpus: Any = "shared" if way == "shared" else None

@@ -59,7 +59,7 @@ def synchronous(policy: Path, folder: Path) -> Iterator[Result]:
 
 
 def _one_core(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
+    patch.setattr(sys.modules["dataflow.runner"], "this_machine", lambda: Devices(cpus=1))
 
 
 def rollouts(result: Result) -> list[pa.Table]:

@@ -17,7 +17,7 @@ from rigs.graphs import fake_graph
 
 from dataflow import Graph, GraphError, inline, plan, run, scorer, verify
 from dataflow.planning.hosts import Devices
-from dataflow.run import make_plan
+from dataflow.runner import make_plan
 from dataflow.scheduler import control
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings

@@ -356,7 +356,7 @@ class World:
         return SimulatedHostsControlServer(room, agents, alone_s or 0.0, keeps=keeps)
 
     def _take_up(self) -> resume.Begun:
-        """What `dataflow.run.run` does before it starts a run again."""
+        """What `dataflow.runner.run` does before it starts a run again."""
         self.say("scheduler", "takes the run up")
         recorded = resume.RecordedRun.read(self.folder)
         begun = resume.take_up(self.folder, self.graph, recorded, self.shape.steps)

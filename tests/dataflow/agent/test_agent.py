@@ -25,7 +25,7 @@ from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import RunError
 from dataflow.history.launch import Launch
 from dataflow.planning.hosts import Devices, Host
-from dataflow.run import make_plan
+from dataflow.runner import make_plan
 from dataflow.scheduler.agents_socket import AgentsSocket
 from dataflow.system.addresses import own_address
 from dataflow.system.security import RunKeys

@@ -44,7 +44,7 @@ from dataflow.folder.ledger_service.service import LedgerService
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import held
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
-from dataflow.run import make_plan
+from dataflow.runner import make_plan
 from dataflow.scheduler.inline import InlineRun
 from dataflow.system.files import RunFolderError
 from dataflow.system.security import RunKeys

@@ -23,7 +23,7 @@ from dataflow.launchers import hosted_run
 from dataflow.launchers.hosted_run import check_own_folders, have_checkpoints, told_of
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.plan import Plan
-from dataflow.run import make_plan
+from dataflow.runner import make_plan
 from dataflow.system.security import RunKeys
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 

@@ -18,7 +18,7 @@ from dataflow.planning.executors import EXECUTORS, Seat, choose, explain, obstac
 from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.plan import Plan, plan
-from dataflow.run import make_plan
+from dataflow.runner import make_plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.fan_out import FanOut
 

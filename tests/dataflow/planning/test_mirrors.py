@@ -13,7 +13,7 @@ from dataflow.planning.executors import WeightPath
 from dataflow.planning.hosts import Host
 from dataflow.planning.mirrors import mirror_lines, mirrored, readers_beside
 from dataflow.planning.plan import Plan
-from dataflow.run import make_plan
+from dataflow.runner import make_plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.weight_ends import Refresh
 

@@ -14,7 +14,7 @@ from dataflow.history.describe import plan_facts
 from dataflow.node import Traits
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
-from dataflow.run import make_plan
+from dataflow.runner import make_plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Logprobs
 

@@ -10,7 +10,7 @@ from dataflow import Devices, Graph, GraphError, Model, plan
 from dataflow.planning.executors import SCAN_BYTES_PER_S
 from dataflow.planning.hosts import Host
 from dataflow.planning.plan import Plan
-from dataflow.run import make_plan
+from dataflow.runner import make_plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 POLICY = Model("policy")

@@ -33,5 +33,5 @@ def one_run(runs: Path, steps: int = STEPS, **knobs: object) -> Path:
         **knobs,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
+        patch.setattr(sys.modules["dataflow.runner"], "this_machine", lambda: Devices(cpus=1))
         return run(graph, steps=steps, on=inline(), runs=runs, quiet=True).folder

@@ -123,7 +123,7 @@ def test_draining_stops_sources_and_trainers_and_skips_the_last_evaluation() -> 
 
 def test_a_graph_without_trainer_is_over_when_its_sinks_have_ended() -> None:
     graph = Graph("test")
-    from dataflow.collect import _Collect
+    from dataflow.collection import _Collect
 
     _Collect(name="sink")(FakeGenerator()(graph.source(FakePrompts())))
     c = RunStateMachine(graph, plan(graph, Devices(cpus=2)))

@@ -118,7 +118,7 @@ def goes_on_turn_by_turn(
         close(self)
 
     monkeypatch.setattr(runtime, "close", noted)
-    monkeypatch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
+    monkeypatch.setattr(sys.modules["dataflow.runner"], "this_machine", lambda: Devices(cpus=1))
     undisturbed = run(build(), steps=2, on=inline(), runs=tmp_path / "whole", quiet=True)
 
     def boom() -> None:

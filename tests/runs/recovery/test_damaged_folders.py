@@ -82,7 +82,7 @@ def killed(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[K
             return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
+        patch.setattr(sys.modules["dataflow.runner"], "this_machine", lambda: Devices(cpus=1))
         dying = graph(policy)
         trainer = dying.operators["trainer"]
         object.__setattr__(trainer, "build", wrapped(trainer, Dying).build)

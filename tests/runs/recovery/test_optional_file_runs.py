@@ -94,7 +94,7 @@ Spoil = Callable[[Path], None]
 @pytest.fixture(scope="module")
 def half(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
+        patch.setattr(sys.modules["dataflow.runner"], "this_machine", lambda: Devices(cpus=1))
         yield run(
             fake_graph(), steps=3, on=inline(), runs=tmp_path_factory.mktemp("half"), quiet=True
         )
@@ -103,7 +103,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
 @pytest.fixture(scope="module")
 def trained(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
+        patch.setattr(sys.modules["dataflow.runner"], "this_machine", lambda: Devices(cpus=1))
         yield run(
             tiny_graph(policy, max_staleness=0, eval_every=2),
             steps=2,

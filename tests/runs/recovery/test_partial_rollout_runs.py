@@ -40,7 +40,7 @@ def test_rollouts_go_on_where_a_run_was_cut_off(
         close(self)
 
     monkeypatch.setattr(PartialRollouts, "close", noted)
-    monkeypatch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
+    monkeypatch.setattr(sys.modules["dataflow.runner"], "this_machine", lambda: Devices(cpus=1))
     undisturbed = run(
         graph(policy, max_staleness), steps=STEPS, on=inline(), runs=tmp_path / "whole", quiet=True
     )

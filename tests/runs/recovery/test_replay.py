@@ -42,7 +42,7 @@ def graph_of(policy: Path) -> Graph:
 @pytest.fixture(scope="module")
 def done(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
+        patch.setattr(sys.modules["dataflow.runner"], "this_machine", lambda: Devices(cpus=1))
         folder = tmp_path_factory.mktemp("replayed")
         yield run(graph_of(policy), steps=STEPS, on=inline(), runs=folder, quiet=True)
 

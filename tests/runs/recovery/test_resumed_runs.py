@@ -39,7 +39,7 @@ def steps_told(folder: Path) -> list[int]:
 @pytest.fixture(scope="module")
 def undisturbed(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
+        patch.setattr(sys.modules["dataflow.runner"], "this_machine", lambda: Devices(cpus=1))
         yield run(
             tiny_graph(policy, max_staleness=0, eval_every=4, checkpoint_every=2),
             steps=STEPS,

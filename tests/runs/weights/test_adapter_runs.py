@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from dataflow import Devices, Model, inline, run
 from dataflow.folder.run_folder import RunFolder
 from dataflow.model import LoRA
-from dataflow.run import Result
+from dataflow.runner import Result
 from transport.weights import WeightWriter
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
@@ -47,7 +47,7 @@ def inlined(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightWriter, "__init__", noted)
-        patch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
+        patch.setattr(sys.modules["dataflow.runner"], "this_machine", lambda: Devices(cpus=1))
         graph = adapted_graph(policy, max_staleness=0, prompts_per_step=8, lr=3e-2)
         yield run(graph, steps=12, on=inline(), runs=tmp_path_factory.mktemp("runs"), quiet=True)
 

@@ -29,7 +29,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         made(self, layout, *rest, **knobs)
 
     monkeypatch.setattr(WeightWriter, "__init__", noted)
-    monkeypatch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
+    monkeypatch.setattr(sys.modules["dataflow.runner"], "this_machine", lambda: Devices(cpus=1))
     return found
 
 

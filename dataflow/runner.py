@@ -27,7 +27,7 @@ from dataflow.folder.run_lock import held
 from dataflow.folder.swaps import read_swaps
 from dataflow.foresight.choice.ways_out import plan_or_advise
 from dataflow.gguf.conversion import converted
-from dataflow.gguf.sources import file_fault, is_gguf
+from dataflow.gguf.sources import file_fault
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.bottleneck import bounded
@@ -41,7 +41,7 @@ from dataflow.history.verify import Verdict, verify
 from dataflow.launchers.hosted_run import RunRequest, check_hosted, hosted, program_of
 from dataflow.launchers.launcher import Launcher
 from dataflow.limits import Limits
-from dataflow.model import Model
+from dataflow.model import Model, is_gguf
 from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices
 from dataflow.planning.inputs import PlanInputs

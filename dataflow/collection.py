@@ -11,7 +11,7 @@ from dataflow.errors import GraphError, checked
 from dataflow.graph import Graph
 from dataflow.node import Sink, Source
 from dataflow.records import GROUP_ID, POSITION, schema
-from dataflow.run import make_plan
+from dataflow.runner import make_plan
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scheduler.inline import InlineRun
 from dataflow.scoring.joining import Join
