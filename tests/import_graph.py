@@ -1,5 +1,5 @@
-"""The graph of the tree's imports: lazy ones, type-only ones and relative ones counted as any
-other.
+"""The graph of the tree's imports at the top of its files; one within a function, or for types
+alone, is none: it waits for what the function builds.
 """
 
 import ast
@@ -38,9 +38,20 @@ def statements(body: Iterable[ast.AST]) -> Iterator[ast.stmt]:
             yield from statements(getattr(node, part, ()))
 
 
+def at_the_top(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run when the file is imported."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from at_the_top(node.orelse)
+        elif isinstance(node, ast.If | ast.Try | ast.With | ast.ClassDef):
+            for part in ("body", "orelse", "finalbody"):
+                yield from at_the_top(getattr(node, part, ()))
+
+
 def imported(name: str, path: Path) -> Iterator[str]:
     """Every dotted name that a module's imports could stand for: of `from a import b`, `a.b`."""
-    for node in statements(parsed(path).body):
+    for node in at_the_top(parsed(path).body):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -112,7 +112,6 @@ def _measured(
         watch.snapshot()
 
     def turn() -> None:
-        """As `execute` does."""
         scheduler.turn(0.1)
         scheduler.check()
         seldom(look)

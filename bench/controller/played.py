@@ -242,7 +242,6 @@ class PlayedHost:
         self._messages.append((name, message))
 
     def _pass_on(self) -> None:
-        """As `dataflow.agent.relay` does."""
         if self._messages:
             messages, self._messages = self._messages, []
             self.say(

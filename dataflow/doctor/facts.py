@@ -84,7 +84,6 @@ class EdgeFacts:
 
     @property
     def name(self) -> str:
-        """As `Edge.name`."""
         return edge_name(self.producer, self.consumer, self.source)
 
     @property

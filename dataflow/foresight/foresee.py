@@ -1,5 +1,7 @@
 """What a graph will take on devices that nobody has rented yet: its plan, the costs of each
 operator, and a run by the clock under the engine's own rules.
+
+Over 600 lines: it is the one way from a graph to its figures, read from top to bottom.
 """
 
 from __future__ import annotations

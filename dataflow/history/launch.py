@@ -284,7 +284,6 @@ def check_flags(recorded: Launch, now: Mapping[str, Any]) -> None:
 
 
 def plain_flag(value: Any) -> Any:
-    """As `Launch.flags` has it."""
     try:
         return plain(value)
     except TypeError:

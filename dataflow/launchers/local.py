@@ -47,7 +47,6 @@ class Local:
 
     @property
     def hosts(self) -> int:
-        """As `Launcher.hosts`."""
         return len(self.slots)
 
     def parts(self) -> list[Host]:
@@ -67,7 +66,6 @@ class Local:
         ]
 
     def start(self, join: Joining) -> None:
-        """As `Launcher.start`."""
         count, gpus = len(self.slots), this_machine().gpus
         self._folder = join.folder
         for number, (slot, part) in enumerate(zip(self.slots, self.parts(), strict=True)):
@@ -100,7 +98,6 @@ class Local:
             os.close(pipe)
 
     def ended(self) -> list[str]:
-        """As `Launcher.ended`."""
         found = []
         for host, agent in self._agents.items():
             status = agent.poll()
@@ -114,7 +111,6 @@ class Local:
         return found
 
     def stop(self) -> None:
-        """As `Launcher.stop`."""
         for agent in self._agents.values():
             if agent.poll() is None:
                 with suppress(ProcessLookupError):

@@ -120,7 +120,6 @@ class OnRay:
         )
 
     def ended(self) -> list[str]:
-        """As `Launcher.ended`."""
         if self._driver is None or self._channel is None:
             return []
         try:

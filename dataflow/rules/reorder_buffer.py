@@ -82,7 +82,6 @@ class ReorderBuffer(InOrder[QueuedGroup]):
     """Groups by group_id, given out one after the other without a gap."""
 
     def __init__(self, first: int = 0, holes: Iterable[int] = ()) -> None:
-        """As `InOrder`."""
         super().__init__(first, holes)
         self.rows = 0
         """Rows it holds."""

@@ -337,21 +337,18 @@ class HostsControlServer(ControlServer):
         )
 
     def check(self) -> None:
-        """As `ControlServer.check`."""
         self._holds()
         super().check()
 
     def take_over(
         self, begin: Begin, ours: Built | None, hosts: Collection[str], within_s: float
     ) -> bool:
-        """As `Agents.take_over`."""
         came = self._agents.take_over(begin, ours, hosts, within_s)
         self.alone_s = self._agents.alone_s
         return came
 
     @property
     def disks(self) -> dict[str, str]:
-        """As `ControlServer.disks`."""
         return self._agents.disks
 
     @property
@@ -363,19 +360,15 @@ class HostsControlServer(ControlServer):
         return sorted(self._sockets)
 
     def clear(self, host: str) -> None:
-        """As `Agents.clear`."""
         self._outgoing.append(lambda: self._agents.clear(host))
 
     def dismiss(self, name: str) -> None:
-        """As `ControlServer.dismiss`."""
         self._outgoing.append(lambda: self._agents.kill(name, forget=True))
 
     def seek(self, host: str) -> None:
-        """As `Agents.seek`."""
         self._agents.seek(host)
 
     def place(self, host: str) -> dict[str, Any]:
-        """As `ControlServer.place`."""
         place = self._agents.place(host)
         self._sockets.add(Path(place["sockets"]))
         return {

@@ -186,13 +186,11 @@ class RankLine:
         self._thread.start()
 
     def prepare(self, told: Mapping[str, Any]) -> None:
-        """As `StartsFar.prepare`."""
         for host in dict.fromkeys(self._hosts):
             if host != self._hosts[0]:
                 self._have(functools.partial(self._say, host, messages.Prepare(dict(told))))
 
     def start(self, end: socket.socket, rank: int) -> Child:
-        """As `StartsFar.start`."""
         own = end.dup()
         own.setblocking(False)
         far = FarRank(

@@ -186,7 +186,6 @@ class WholePrompts:
         """Strings at which its turn ends."""
 
     def __call__(self, history: str | None) -> tuple[AnyArray, Context]:
-        """As `talks.Begin`."""
         return np.zeros(0, np.int32), self._context
 
     def _context(

@@ -407,7 +407,6 @@ class PlayedEnvironment(Episode):
         return self.play.action is None and look_of(self.play.environment) is not None
 
     async def look(self) -> str | None:
-        """As `EpisodeKnobs.look`."""
         look = look_of(self.play.environment)
         place = split(self.play.environment)[1]
         found = None if look is None else await asyncio.to_thread(look, place, **self.play.options)

@@ -86,7 +86,6 @@ class GymnasiumSession:
         return action
 
     async def step(self, action: Any) -> Seen:
-        """As `Session.step`."""
         observation, reward, terminated, truncated, _ = self._env.step(action)
         return Seen(
             raw=observation,
@@ -97,7 +96,6 @@ class GymnasiumSession:
         )
 
     async def close(self) -> None:
-        """As `Session.close`."""
         self._env.close()
 
 

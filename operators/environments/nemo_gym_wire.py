@@ -116,7 +116,6 @@ class NemoGymSession:
         return Seen(raw=results, text="\n".join(results))
 
     async def close(self) -> None:
-        """As `Session.close`."""
         try:
             await self._leave()
         finally:

@@ -113,7 +113,6 @@ class OpenEnvSession:
         return {self.field: said}
 
     async def step(self, action: Any) -> Seen:
-        """As `Session.step`."""
         return _seen(await self.ask("step", action))
 
     async def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -144,7 +143,6 @@ class OpenEnvSession:
                 )
 
     async def close(self) -> None:
-        """As `Session.close`."""
         with contextlib.suppress(Exception):
             await self._socket.send(json.dumps({"type": "close"}))
         await self._socket.close()

@@ -42,7 +42,6 @@ class ReasoningGymSession:
         self._entry: dict[str, Any] = {}
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Seen:
-        """As `Session.reset`."""
         self._entry, self._left = self._items[seed], self._attempts
         question = self._entry["question"]
         return Seen(raw=question, text=question)
@@ -62,5 +61,4 @@ class ReasoningGymSession:
         text = f"That is not right ({worth:g} of 1). Try again."
         return Seen(raw=text, text=text)
 
-    async def close(self) -> None:
-        """As `Session.close`."""
+    async def close(self) -> None: ...

@@ -61,7 +61,6 @@ class SkyRLGymSession:
         return self._seen(found["observations"], found)
 
     async def close(self) -> None:
-        """As `Session.close`."""
         closing = None if self._env is None else self._thread.submit(self._env.close)
         # what was asked for before is still done, behind a step that hangs too
         self._thread.shutdown(wait=False)

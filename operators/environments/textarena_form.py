@@ -44,7 +44,6 @@ class TextArenaSession:
         self._random: Any = None
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Seen:
-        """As `Session.reset`."""
         self._random = random.Random(seed).getstate()
         with self._own_numbers():
             self._env.reset(num_players=self._players, seed=seed)
@@ -60,8 +59,7 @@ class TextArenaSession:
             done, _ = self._env.step(action=action)
             return self._seen(done)
 
-    async def close(self) -> None:
-        """As `Session.close`."""
+    async def close(self) -> None: ...
 
     def _seen(self, done: bool) -> Seen:
         """What the policy sees when it is its turn again, or at the end, with what the game was

@@ -311,11 +311,9 @@ class AskedChat:
 
     @property
     def turns(self) -> int:
-        """As `Chat.turns`."""
         return self.origin.at + len(self.rewards)
 
     async def say(self, *, max_tokens: int | None = None) -> Reply:
-        """As `Chat.say`."""
         is_whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
         if max_tokens is not None and not (is_whole and max_tokens > 0):
             raise OperatorError(
@@ -335,7 +333,6 @@ class AskedChat:
         return Reply(said, read)
 
     async def call(self, reply: Reply) -> list[str]:
-        """As `Chat.call`."""
         tools = self._tools()
         if reply.broken and not reply.tool_calls:
             self.invalid(reply.broken[0])
@@ -346,7 +343,6 @@ class AskedChat:
         return results
 
     async def use_tools(self) -> Reply:
-        """As `Chat.use_tools`."""
         while True:
             reply = await self.say()
             if not reply.tool_calls and not reply.broken:
@@ -354,7 +350,6 @@ class AskedChat:
             await self.call(reply)
 
     async def session(self, toolset: Any) -> Any:
-        """As `Chat.session`."""
         return await self._tools().session(toolset)
 
     def _tools(self) -> RolloutTools:
@@ -365,7 +360,6 @@ class AskedChat:
         return self.among.tools
 
     def hear(self, text: str) -> None:
-        """As `Chat.hear`."""
         if not isinstance(text, str):
             raise OperatorError(
                 f"chat.hear takes text, but got {type(text).__name__} {text!r:.60}; give it"
@@ -380,13 +374,11 @@ class AskedChat:
             self.heard.append(heard)
 
     def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> AskedChat:
-        """As `Chat.agent`."""
         return self.among.begin(
             ConversationOrigin(role=sound(str(role)), history=self._history(history))
         )
 
     def branch(self, tries: int) -> list[AskedChat]:
-        """As `Chat.branch`."""
         if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
             raise OperatorError(
                 f"chat.branch takes a number of tries, but got {tries!r}; give 1 or more"
@@ -406,7 +398,6 @@ class AskedChat:
         ]
 
     def keep_last(self, turns: int) -> None:
-        """As `Chat.keep_last`."""
         if isinstance(turns, bool) or not isinstance(turns, int) or turns < 0:
             raise OperatorError(
                 f"chat.keep_last takes a number of turns, but got {turns!r}; give 0 or more"
@@ -415,12 +406,10 @@ class AskedChat:
             self.standing, self.rewritten = turns, rewriting("keep", turns)
 
     def rewrite(self, history: str | Iterable[Mapping[str, Any]]) -> None:
-        """As `Chat.rewrite`."""
         self.rewritten = self._history(history)
         self.heard, self.standing = [], 0
 
     def reward(self, value: float) -> None:
-        """As `Chat.reward`."""
         if not self.rewards:
             raise OperatorError(
                 f"chat.reward({value!r}) comes before the policy said anything; call chat.say first"
@@ -434,11 +423,9 @@ class AskedChat:
         self.rewards[-1] = total
 
     def invalid(self, why: str) -> None:
-        """As `Chat.invalid`."""
         self.among.invalid = self.among.invalid[0] + 1, sound(str(why))[:MOST_OF_WHY]
 
     def cut_off(self) -> None:
-        """As `Chat.cut_off`."""
         self.among.is_cut_off = True
 
     def _history(self, history: str | Iterable[Mapping[str, Any]]) -> str:

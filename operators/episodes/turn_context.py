@@ -53,7 +53,6 @@ class PlainContext:
         heard: Sequence[Heard],
         rewritten: str | None = None,
     ) -> AnyArray:
-        """As `TurnContext.context`."""
         if rewritten is None:
             return np.concatenate([row_ids(prompt, turns), *map(self.encode, _texts(heard))])
         begin, stands = prompt, list[SaidTurn]()
@@ -147,7 +146,6 @@ class ChatContext:
         heard: Sequence[Heard],
         rewritten: str | None = None,
     ) -> AnyArray:
-        """As `TurnContext.context`."""
         self._go_to(turns)
         if self._beyond != (tuple(heard), rewritten):
             self._go_on(heard, rewritten)

@@ -145,7 +145,6 @@ class SandboxSession:
     async def call(
         self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int
     ) -> str:
-        """As `ToolSession.call`."""
         told = str(next(iter(arguments.values()), ""))
 
         async def run(sandbox: KeptSandbox) -> str:

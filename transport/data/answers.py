@@ -93,7 +93,6 @@ class AnswerSender:
         """
 
     def move_receiver(self, before: str, now: str) -> None:
-        """As `Sender.move_receiver`."""
         next(sender for sender in self._senders if before in sender.receivers).move_receiver(
             before, now
         )

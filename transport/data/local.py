@@ -50,7 +50,6 @@ class LocalInlet:
         self._next = 0
 
     def grow(self, capacity_rows: int) -> None:
-        """As `Receiver.grow`."""
         self.capacity = self.capacity.most(Credit(rows=capacity_rows, bytes=1))
 
     @property
@@ -128,7 +127,6 @@ class LocalOutlet:
         self._encoder = frames.BatchEncoder(inlet.schema)
 
     def grow(self, most_rows: int | None) -> None:
-        """As `Sender.grow`."""
         if self._most_rows is not None and most_rows is not None:
             self._most_rows = max(self._most_rows, most_rows)
 

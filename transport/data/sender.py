@@ -172,7 +172,6 @@ class ReceiverSet:
         slack_rows: int,
         counts: EndCounts | None,
     ) -> None:
-        """As `Sender`."""
         if not receivers:
             raise ValueError(
                 f"edge '{edge}' has no receiver; got an empty list; give at least one address"

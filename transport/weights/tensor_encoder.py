@@ -44,7 +44,6 @@ class QuantizeJob:
         return cls(names, values, scale, form.top, through)
 
     def quantize(self, numbers: torch.Tensor, largest: torch.Tensor | None = None) -> None:
-        """As `quantize`."""
         quantize(
             numbers, self.values, self.scale, top=self.top, through=self.through, largest=largest
         )

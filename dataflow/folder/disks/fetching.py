@@ -65,7 +65,6 @@ class HostPeer:
         self._socket.connect(address)
 
     def ask(self, what: ListFiles | ReadFile) -> Answer:
-        """As `Peer` has it."""
         question = TO_FILES.encode(Question(ticket := next(self._tickets), what))
         deadline, said_at = time.monotonic() + self._answer_s, float("-inf")
         while (now := time.monotonic()) < deadline:

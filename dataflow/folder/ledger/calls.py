@@ -106,7 +106,6 @@ class Advance(Write):
     doing = "advance groups to {state}"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
         if self.state not in _ADVANCE:
             raise LedgerError(
                 f"groups cannot advance to '{self.state}'; use one of {list(_ADVANCE)}, reissue()"
@@ -159,7 +158,6 @@ class Drop(Write):
     doing = "drop groups of '{node}'"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
         _end(db, self.node, self.source, _dropped(self.node, self.source, self.reasons, self.step))
 
 
@@ -174,7 +172,6 @@ class CommitRound(Write):
     doing = "record the evaluation at step {step}"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
         for source, group_ids in self.groups.items():
             _end(
                 db, self.node, source, _ended(self.node, source, "evaluated", group_ids, self.step)

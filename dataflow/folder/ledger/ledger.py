@@ -74,7 +74,6 @@ class Ledger(BaseLedger):
         return cls(db, path, clock)
 
     def do(self, call: LedgerCall[T]) -> T:
-        """As the base has it."""
         self._check_owner()
         with (transaction if call.writes else snapshot)(self._db, self.path, call.said):
             return call.run(self._db, self._clock())
@@ -107,14 +106,12 @@ class Ledger(BaseLedger):
             flush_to_disk(self._wal)
 
     def pack(self, into: Path) -> None:
-        """As the base has it."""
         self._check_owner()
         with into.open("wb") as file:
             pack(self.path, file)
 
     @property
     def wal_bytes(self) -> int:
-        """As the base has it."""
         return self._wal.stat().st_size if self._wal.exists() else 0
 
     def close(self) -> None:

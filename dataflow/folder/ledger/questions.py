@@ -55,7 +55,6 @@ class ReadFacts(LedgerCall[dict[str, Any]]):
     doing = "read what the run is"
 
     def run(self, db: sqlite3.Connection, now: float) -> dict[str, Any]:
-        """Do it."""
         return reads.facts(db)
 
 
@@ -69,7 +68,6 @@ class ReplayPlan(LedgerCall[list[PlannedStep]]):
     doing = "plan the replay"
 
     def run(self, db: sqlite3.Connection, now: float) -> list[PlannedStep]:
-        """Do it."""
         return reads.replay_plan(db, self.node)
 
 
@@ -82,7 +80,6 @@ class NextGroupId(LedgerCall[int]):
     doing = "read the next group id"
 
     def run(self, db: sqlite3.Connection, now: float) -> int:
-        """Do it."""
         return next_group_id(db, self.source)
 
 
@@ -96,7 +93,6 @@ class LastStep(LedgerCall[int]):
     doing = "read the last step"
 
     def run(self, db: sqlite3.Connection, now: float) -> int:
-        """Do it."""
         return max(
             last_step(db, self.node), reads.furthest_return(db, self.node) if self.ever else 0
         )
@@ -114,7 +110,6 @@ class ListSteps(LedgerCall[list[MadeStep]]):
     doing = "list the steps"
 
     def run(self, db: sqlite3.Connection, now: float) -> list[MadeStep]:
-        """Do it."""
         return reads.steps(db, self.node, self.after, self.upto)
 
 
@@ -128,7 +123,6 @@ class StepTimes(LedgerCall[Sequence[tuple[int, float]]]):
     doing = "list when steps of '{node}' were made"
 
     def run(self, db: sqlite3.Connection, now: float) -> Sequence[tuple[int, float]]:
-        """Do it."""
         return reads.step_times(db, self.node, self.after)
 
 
@@ -142,7 +136,6 @@ class DropsAt(LedgerCall[dict[int, str]]):
     doing = "read the drops of a step"
 
     def run(self, db: sqlite3.Connection, now: float) -> dict[int, str]:
-        """Do it."""
         return reads.drops_at(db, self.node, self.step)
 
 
@@ -155,7 +148,6 @@ class LastRound(LedgerCall[int | None]):
     doing = "read the last round"
 
     def run(self, db: sqlite3.Connection, now: float) -> int | None:
-        """Do it."""
         return reads.last_round(db, self.node)
 
 
@@ -169,7 +161,6 @@ class IsJudged(LedgerCall[bool]):
     doing = "look a round up"
 
     def run(self, db: sqlite3.Connection, now: float) -> bool:
-        """Do it."""
         return reads.is_judged(db, self.source, self.step)
 
 
@@ -182,7 +173,6 @@ class Sources(LedgerCall[list[str]]):
     doing = "list the sources"
 
     def run(self, db: sqlite3.Connection, now: float) -> list[str]:
-        """Do it."""
         return reads.sources(db, self.node)
 
 
@@ -197,7 +187,6 @@ class ListFates(LedgerCall[list[Fate]]):
     doing = "look a group up"
 
     def run(self, db: sqlite3.Connection, now: float) -> list[Fate]:
-        """Do it."""
         return reads.fates(db, self.source, self.group_id)
 
 
@@ -213,7 +202,6 @@ class ListInFlight(LedgerCall[list[InFlight]]):
     doing = "list groups in flight"
 
     def run(self, db: sqlite3.Connection, now: float) -> list[InFlight]:
-        """Do it."""
         return reads.in_flight(db, self.source, self.node, self.among)
 
 
@@ -227,7 +215,6 @@ class Count(LedgerCall[OutcomeCounts]):
     doing = "count groups"
 
     def run(self, db: sqlite3.Connection, now: float) -> OutcomeCounts:
-        """Do it."""
         return reads.counts(db, self.node)
 
 
@@ -240,7 +227,6 @@ class ListPlaces(LedgerCall[Mapping[str, Sequence[str]]]):
     doing = "list where files lie"
 
     def run(self, db: sqlite3.Connection, now: float) -> Mapping[str, Sequence[str]]:
-        """Do it."""
         return places.places(db, self.prefix)
 
 
@@ -251,7 +237,6 @@ class LeastReturn(LedgerCall[int | None]):
     doing = "look for returns"
 
     def run(self, db: sqlite3.Connection, now: float) -> int | None:
-        """Do it."""
         return places.least_return(db)
 
 

@@ -36,7 +36,6 @@ class SetFacts(Write):
     doing = "put down what the run is"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
         db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", self.facts.items())
 
 
@@ -65,7 +64,6 @@ class RecordCheckpoint(Write):
     doing = "record the checkpoint of step {step}"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
         key = (self.checkpoint, self.node, self.step)
         if (
             db.execute("UPDATE steps SET checkpoint = ? WHERE node = ? AND step = ?", key).rowcount
@@ -116,7 +114,6 @@ class SetPlace(Write):
     doing = "note where '{path}' lies"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
         places.set_place(db, self.path, self.host)
 
 
@@ -130,7 +127,6 @@ class AddPlace(Write):
     doing = "note a copy of '{path}'"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
         places.add_place(db, self.path, self.host)
 
 

@@ -63,7 +63,6 @@ class PrepareWriters(Write):
     doing = "prepare for several hosts"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
         db.execute(TABLE)
         if self.floor is not None:
             db.execute(_ADMIT, (FLOOR, self.floor, 0, 0))
@@ -76,7 +75,6 @@ class ListWriters(LedgerCall[dict[str, Writer]]):
     doing = "list who writes"
 
     def run(self, db: sqlite3.Connection, now: float) -> dict[str, Writer]:
-        """Do it."""
         rows = db.execute("SELECT worker, holder, attempt, session, number, refusal FROM writers")
         return {row[0]: Writer(Token(*row[:4]), *row[4:]) for row in rows}
 
@@ -90,7 +88,6 @@ class Admit(Write):
     doing = "let a worker write"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
         token = self.token
         row = (token.worker, token.holder, token.attempt, token.session)
         db.execute(_ADMIT, row)
@@ -112,7 +109,6 @@ class NumberedWrite(Write):
         return self.call.said
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
         self.call.run(db, now)
         db.execute(_ANSWERED, (self.number, None, self.worker))
 
@@ -130,5 +126,4 @@ class NotMade(Write):
     doing = "note a refusal"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
         db.execute(_ANSWERED, (self.number, self.why, self.worker))

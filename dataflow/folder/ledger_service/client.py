@@ -217,16 +217,13 @@ class LedgerClient(BaseLedger):
             self._wait(lambda: len(self._unheard) <= UNHEARD, call.said)
 
     def flush(self) -> None:
-        """As the base has it."""
         self._ask_from_any_thread(Flush())
 
     @property
     def wal_bytes(self) -> int:
-        """As the base has it."""
         return int(self._ask_from_any_thread(AskWalBytes()))
 
     def pack(self, into: Path) -> None:
-        """As the base has it."""
         with self._packing, disk("writing", into), into.open("wb") as file:
             size, offset = int(self._ask_from_any_thread(Pack())), 0
             while offset < size:

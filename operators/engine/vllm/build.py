@@ -17,7 +17,6 @@ from operators.models.loading import load_configs, load_tokenizer
 
 
 def build_vllm(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
-    """As `make_engine`."""
     config, generation = load_configs(declaration.model)
     if kinds := changing_rope(config.get_text_config()):
         raise ModelError(

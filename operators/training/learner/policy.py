@@ -58,7 +58,6 @@ class Policy:
         self.compute = compute
 
     def at(self, temperature: float) -> None:
-        """As `Forward` has it."""
         self.temperature = temperature if temperature > 0 else self._declared
 
     @property
