@@ -36,9 +36,8 @@ class DataflowError(Exception):
     >>> try:
     ...     Graph("a b")
     ... except DataflowError as error:
-    ...     print(error)
-    a graph's name becomes a folder, but 'a b' cannot; use letters, digits, '-' and '_', as in
-    Graph("aipo")
+    ...     print(str(error).partition(";")[0])
+    a graph's name becomes a folder, but 'a b' cannot
     """
 
     is_lasting: ClassVar[bool] = False

@@ -38,8 +38,7 @@ DECISIONS = (
     "dataflow/scheduler/recovery.py",
     "dataflow/scheduler/scaling.py",
     "dataflow/scheduler/failover.py",
-    "dataflow/scheduler/table.py",
-    "dataflow/worker/loop.py",
+    "dataflow/worker/acknowledgements.py",
     "dataflow/rules/admission.py",
     "dataflow/rules/reorder_buffer.py",
     "transport/data/credit.py",
@@ -117,7 +116,7 @@ ENDLESS = {
     ): "a context variable, which never waits",
     ("dataflow/launchers/named.py", "HOSTED.get()"): "a context variable, which never waits",
     (
-        "dataflow/launchers/ray_driver.py",
+        "dataflow/launchers/ray_agent.py",
         "self._agent.wait()",
     ): "an actor's one task; its agent ends with it",
     (

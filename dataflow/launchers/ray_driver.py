@@ -5,193 +5,23 @@ python -m dataflow.launchers.ray_driver FD
 """
 
 import contextlib
-import os
 import socket
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dataflow.agent.environment import AgentEnvironment
 from dataflow.errors import DataflowError, GraphError, RunError
+from dataflow.launchers.ray_agent import RayHostAgent
+from dataflow.launchers.ray_bundles import CPU, GPU, BundleRequest, asked, cannot_be_had
 from dataflow.launchers.ray_messages import RAY, AgentEnded, Connect, Connected, PlaceAgents, Wrong
 from dataflow.system.addresses import own_address
 from dataflow.system.channel import Channel
-from dataflow.system.child import describe_status, die_with_parent, program
-from dataflow.system.files import tail
-
-# What is asked of a Ray cluster, and why it cannot be had: pure functions of its list of nodes.
-
-Node: TypeAlias = Mapping[str, Any]
-"""As ray.nodes() has it."""
-CPU, GPU = "CPU", "GPU"
-_UNKNOWN = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class BundleRequest:
-    """So many hosts with so much of each resource."""
-
-    hosts: int
-    bundle: Mapping[str, float]
-
-    def describe(self) -> str:
-        """For people."""
-        return f"{self.hosts} hosts with {_amounts(self.bundle)} each"
-
-
-def asked(
-    nodes: Sequence[Node],
-    *,
-    hosts: int = 0,
-    cpus: int = _UNKNOWN,
-    gpus: int = _UNKNOWN,
-    resources: Mapping[str, float],
-) -> BundleRequest:
-    """What to ask for. hosts: 0 for all nodes that have what is named. cpus, gpus: -1 for as many
-    as the smallest of them has, which leaves out nodes without a core. Errors: GraphError where
-    nothing can be.
-    """
-    named = {**resources, **{name: n for name, n in ((CPU, cpus), (GPU, gpus)) if n > 0}}
-    fit = [each for each in nodes if each["Alive"] and _has(each, {CPU: 1, **named})]
-    if not fit and (not hosts or cpus == _UNKNOWN):
-        raise GraphError(
-            f"no host of the Ray cluster has {_amounts({CPU: 1, **named})}; there"
-            f" {_what_there_is(nodes)}; ask for what there is, or for hosts= and cpus= where an"
-            " autoscaler brings them"
-        )
-    largest = sorted(fit, key=lambda each: -each["Resources"][CPU])[: hosts or None]
-    smallest = {
-        name: min((int(each["Resources"].get(name, 0)) for each in largest), default=0)
-        for name in (CPU, GPU)
-    }
-    bundle = {
-        **resources,
-        CPU: smallest[CPU] if cpus == _UNKNOWN else cpus,
-        GPU: smallest[GPU] if gpus == _UNKNOWN else gpus,
-    }
-    return BundleRequest(
-        hosts=hosts or len(fit), bundle={name: float(n) for name, n in bundle.items() if n}
-    )
-
-
-def cannot_be_had(
-    wanted: BundleRequest,
-    nodes: Sequence[Node],
-    free: Mapping[str, Mapping[str, float]],
-    wait_s: float,
-) -> str:
-    """That a placement did not come to be, with what there is. free: by node, what nobody uses."""
-    return (
-        f"Ray did not find {wanted.describe()} within {wait_s:.0f} s; there"
-        f" {_what_there_is(nodes, free)}; ask for less, end what else runs there, add hosts, or"
-        " give an autoscaler longer (wait_s)"
-    )
-
-
-def host_name(nodes: Sequence[Node], node_id: str) -> str:
-    """What a node is called in the run: as its machine; with a part of Ray's number where several
-    are on one.
-    """
-    (own,) = [each for each in nodes if each["NodeID"] == node_id]
-    name = str(own["NodeManagerHostname"])
-    alike = [each for each in nodes if each["Alive"] and each["NodeManagerHostname"] == name]
-    return name if len(alike) < 2 else f"{name}-{node_id[:6]}"
-
-
-def _has(node: Node, bundle: Mapping[str, float]) -> bool:
-    return all(node["Resources"].get(name, 0) >= amount for name, amount in bundle.items())
-
-
-def _what_there_is(
-    nodes: Sequence[Node], free: Mapping[str, Mapping[str, float]] | None = None
-) -> str:
-    found = [
-        f"'{each['NodeManagerAddress']}' with {_amounts(_plain(each['Resources']))}"
-        + (
-            f" ({_amounts(_plain(free[each['NodeID']]))} free)"
-            if free and each["NodeID"] in free
-            else ""
-        )
-        for each in nodes
-        if each["Alive"]
-    ]
-    return f"are {len(found)} hosts: {'; '.join(found)}" if found else "are no hosts"
-
-
-def _plain(resources: Mapping[str, float]) -> Mapping[str, float]:
-    """Those that users know of."""
-    hidden = ("memory", "object_store_memory")
-    return {
-        name: n
-        for name, n in resources.items()
-        if name not in hidden and not name.startswith("node:") and n
-    }
-
-
-def _amounts(bundle: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in bundle.items()) or "nothing"
-
-
-# What runs in an actor of Ray: the agent of its host, as a child, watched.
-
-
-class RayHostAgent:
-    """Ray starts it anew, on another host if need be, when its process or its host has gone."""
-
-    def __init__(self, scheduler: str, folder: str, keys: bytes, cpus: int, gpus: int) -> None:
-        """Start the agent; it ends with this process. scheduler, folder: see `Joining`."""
-        import ray
-
-        self._host = host_name(ray.nodes(), ray.get_runtime_context().get_node_id())
-        pipe, end = os.pipe()
-        os.write(end, keys)
-        os.close(end)
-        told = AgentEnvironment(
-            scheduler=scheduler,
-            folder=folder,
-            keys=f"fd:{pipe}",
-            host=self._host,
-            address=ray.util.get_node_ip_address(),
-            cpus=str(cpus),
-            gpus=str(gpus),
-        )
-        handle, name = tempfile.mkstemp(prefix="dataflow-agent-")
-        self._said = Path(name)
-        self._agent = program(
-            "dataflow.agent",
-            keep=[pipe],
-            environment=told.to_environ(),
-            stdin=subprocess.DEVNULL,
-            stdout=handle,
-            stderr=handle,
-            preexec_fn=die_with_parent,
-        )
-        os.close(pipe)
-        os.close(handle)
-
-    def watch(self) -> str:
-        """Wait for the agent's end; what is to be said of it, nothing where it came with the
-        run's.
-        """
-        status = self._agent.wait()
-        said = tail(self._said).strip().rpartition("\n")[2]
-        self._said.unlink(missing_ok=True)
-        return (
-            f"the agent of host '{self._host}' {describe_status(status)}:"
-            f" {said or 'it said nothing'}"
-            if status
-            else ""
-        )
-
+from dataflow.system.child import die_with_parent
 
 _SEND_S = 10.0
 _END_S = 3.0

@@ -1,6 +1,4 @@
-"""Tapered off-policy REINFORCE (arXiv 2503.14286) against the baseline of least variance (arXiv
-2505.23585).
-"""
+"""Tapered off-policy REINFORCE (arXiv 2503.14286), baseline of least variance (arXiv 2505.23585)."""
 
 import numpy as np
 import torch
@@ -24,9 +22,8 @@ def advantage(reward: Array, mask: list[Array]) -> Array:
 
 def tapered(new_logprobs, logprobs, advantage, rollout_index):
     """Good rollouts count in full; bad ones less and less as the policy comes to avoid them."""
-    gap = torch.zeros_like(logprobs).index_add(0, rollout_index, new_logprobs.detach() - logprobs)[
-        rollout_index
-    ]
+    gap = new_logprobs.detach() - logprobs
+    gap = torch.zeros_like(logprobs).index_add(0, rollout_index, gap)[rollout_index]
     return -torch.where(advantage > 0, 1.0, gap.exp().clamp(max=1.0)) * advantage * new_logprobs
 
 
@@ -34,11 +31,8 @@ def build(*, policy: str, prompts: str, max_staleness: int = 2, lr: float = 2e-3
     g, model = Graph("tapered"), Model(policy)
     generator = Generator(model, group_size=8, max_tokens=4)
     trainer = Trainer(model, loss=tapered, prompts_per_step=8, lr=lr, normalize="rollouts")
-    trainer(
-        advantage(
-            undecided(find("exact")(generator(g.source(Prompts(prompts, columns=("answer",))))))
-        )
-    )
+    rewarded = find("exact")(generator(g.source(Prompts(prompts, columns=("answer",)))))
+    trainer(advantage(undecided(rewarded)))
     g.feedback(trainer.weights, generator, max_staleness=max_staleness)
     return g
 

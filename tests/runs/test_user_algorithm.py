@@ -28,8 +28,8 @@ def tasks() -> list[dict[str, str]]:
     return [{"prompt": f"{word}=", "answer": "".join(sorted(word))} for word in words]
 
 
-def test_the_file_has_fewer_than_forty_lines() -> None:
-    assert len(FILE.read_text().splitlines()) < 40
+def test_the_file_has_fewer_than_fifty_lines() -> None:
+    assert len(FILE.read_text().splitlines()) < 50
 
 
 @pytest.mark.slow

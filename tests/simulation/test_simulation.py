@@ -16,7 +16,7 @@ from dataflow.rules.admission import Admission
 from dataflow.rules.reorder_buffer import ReorderBuffer
 from dataflow.runtime import Batch
 from dataflow.scheduler import recovery, state_machine
-from dataflow.worker.loop import Acknowledgements
+from dataflow.worker.acknowledgements import Acknowledgements
 from operators.sources.prompt_runtime import PromptRuntime
 
 from . import trainer, weights

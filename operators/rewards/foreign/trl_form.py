@@ -48,8 +48,8 @@ def from_trl(
     `<name>_note`. Raises GraphError for what cannot be called by keywords.
 
     >>> def ends_well(completions, answer, **kwargs):
-    ...     return [float(text.endswith(end)) if end else None for text, end in zip(completions,
-            answer)]
+    ...     pairs = zip(completions, answer)
+    ...     return [float(text.endswith(end)) if end else None for text, end in pairs]
     >>> reward = from_trl(ends_well)
     >>> reward.name, sorted(reward.reads())
     ('reward', ['answer', 'completion', 'prompt'])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dataflow.errors import GraphError
-from dataflow.launchers.ray_driver import BundleRequest, asked, cannot_be_had, host_name
+from dataflow.launchers.ray_bundles import BundleRequest, asked, cannot_be_had, host_name
 
 
 def node(name: str, *, machine: str = "", alive: bool = True, **resources: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataflow.worker.loop import Acknowledgements
+from dataflow.worker.acknowledgements import Acknowledgements
 
 
 class Acks(list[str]):
