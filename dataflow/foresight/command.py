@@ -49,7 +49,7 @@ def read_devices(text: str) -> Devices:
 
     GraphError for what cannot be read.
 
-    >>> from dataflow.foresight.spec import read_devices
+    >>> from dataflow.foresight.command import read_devices
     >>> [(host.name, host.gpus) for host in read_devices("10xH100").hosts]
     [('H100-0', 8), ('H100-1', 2)]
     """

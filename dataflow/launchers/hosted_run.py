@@ -147,7 +147,7 @@ def reachable(
     """Of the checkpoints up to a step: the newest that some who are there have, the newest of all,
     and who has that; 0 where there is none.
 
-    >>> from dataflow.launchers.own_folders import reachable
+    >>> from dataflow.launchers.hosted_run import reachable
     >>> reachable({"checkpoints/step-000008": ["c"], "checkpoints/step-000004": ["", "c"]}, [], {"", "a"}, 9)
     (4, 8, ['c'])
     """

@@ -53,7 +53,7 @@ def ray(
     --working-dir`. wait_s: for the cluster to answer, and then for the hosts to be free; as long as
     an autoscaler may take. Errors: GraphError.
 
-    >>> from dataflow.launchers.ray_launcher import ray
+    >>> from dataflow.launchers.named import ray
     >>> ray(hosts=3, gpus=8).address
     'auto'
     """

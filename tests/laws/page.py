@@ -6,11 +6,11 @@ from .law import Law
 
 HEAD = """# Laws
 
-Each law of the design has a test whose name states it, and which fails without the code that keeps the law.
-`python -m tests.laws` tries that: in a copy of the tree it breaks the code of one law after the other and runs the
-test. Code is named by its symbol, `package:Name.method`, wherever below that package it stands. A quick test holds the
-list to the tree: each symbol is there, its change still fits, and every test exists. `python -m tests.laws --page`
-writes this page.
+What the engine guarantees, and the test to read for each guarantee. Each law's test states it in its name and fails
+without the code that keeps the law. To try that, run `python -m tests.laws`: in a copy of the tree it breaks the code
+of one law after the other and runs the test. Code is named by its symbol, `package:Name.method`, wherever below that
+package it is. A quick test checks that each symbol and test exists and each change still fits.
+`python -m tests.laws --page` writes this page.
 """
 
 
@@ -18,7 +18,7 @@ def page(rooms: Mapping[str, Iterable[Law]]) -> str:
     """The page, a table for each part of the design."""
     parts = [HEAD]
     for room, laws in rooms.items():
-        parts.append(f"\n## {room}\n\n| law | test | what is deleted | from |\n|---|---|---|---|\n")
+        parts.append(f"\n## {room}\n\n| law | test | deleted | from |\n|---|---|---|---|\n")
         parts += [_row(law) for law in laws]
     return "".join(parts)
 

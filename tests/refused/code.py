@@ -57,19 +57,19 @@ BLANK = "…"
 """What stands where a message names something."""
 
 
-def refusals() -> dict[str, dict[str, tuple[str, str]]]:
-    """By heading, by what is wrong and was found: what to do, and the file that says so."""
-    found: dict[str, dict[str, tuple[str, str]]] = {}
+def refusals() -> dict[str, dict[str, str]]:
+    """By heading, by what is wrong and was found: the file that says so."""
+    parts: dict[str, dict[str, str]] = {}
     seen: set[str] = set()
     for heading, places in PARTS.items():
-        rows = found.setdefault(heading, {})
+        files = parts.setdefault(heading, {})
         for path in dict.fromkeys(path for place in places for path in sorted(ROOT.glob(place))):
             for message in messages(ast.parse(path.read_text("utf-8"))):
-                what, _, todo = map(_tidy, message.partition("; "))
+                what = _tidy(message.partition("; ")[0])
                 if what not in seen:
-                    rows[what] = todo, str(path.relative_to(ROOT))
+                    files[what] = str(path.relative_to(ROOT))
                 seen.add(what)
-    return found
+    return parts
 
 
 def messages(tree: ast.AST) -> Iterator[str]:
