@@ -38,11 +38,11 @@ def admits_none(annotation: Any) -> bool:
     return is_union and type(None) in typing.get_args(annotation)
 
 
-def fits(found: pa.DataType, wanted: Any) -> bool:
+def fits(found: pa.DataType, annotation: Any) -> bool:
     """Whether a column of Arrow type `found` can be read as the Python annotation `wanted`."""
-    if wanted is np.ndarray or typing.get_origin(wanted) is np.ndarray:
+    if annotation is np.ndarray or typing.get_origin(annotation) is np.ndarray:
         return _is_numeric(found) or (pa.types.is_list(found) and _is_numeric(found.value_type))
-    kind = arrow_type(wanted)
+    kind = arrow_type(annotation)
     if kind is None or kind == found:
         return True
     if pa.types.is_list(kind) and pa.types.is_list(found):
@@ -50,11 +50,11 @@ def fits(found: pa.DataType, wanted: Any) -> bool:
     return _number_fits(found, kind)
 
 
-def unites(left: pa.DataType, right: pa.DataType) -> bool:
+def unites(first: pa.DataType, right: pa.DataType) -> bool:
     """Whether columns of both types can be one in a table of the rows of both."""
     try:
         pa.unify_schemas(
-            [pa.schema([("", left)]), pa.schema([("", right)])], promote_options="permissive"
+            [pa.schema([("", first)]), pa.schema([("", right)])], promote_options="permissive"
         )
     except pa.ArrowException:
         return False
@@ -67,9 +67,9 @@ def _is_numeric(kind: pa.DataType) -> bool:
     )
 
 
-def _number_fits(found: pa.DataType, wanted: pa.DataType) -> bool:
-    if found == wanted:
+def _number_fits(kind: pa.DataType, number: pa.DataType) -> bool:
+    if kind == number:
         return True
-    if pa.types.is_floating(wanted):
-        return bool(pa.types.is_floating(found) or pa.types.is_integer(found))
-    return bool(pa.types.is_integer(wanted) and pa.types.is_integer(found))
+    if pa.types.is_floating(number):
+        return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
+    return bool(pa.types.is_integer(number) and pa.types.is_integer(kind))

@@ -70,17 +70,17 @@ def main(
     drew tiny.mmd
     """
     declared = Declared.of(build)
-    known = all_flags(declared, steps)
+    flags_known = all_flags(declared, steps)
     status = 0
     try:
         check_text()
-        given, wishes = Wishes.split_off(sys.argv[1:] if args is None else args)
+        arguments, wishes = Wishes.split_off(sys.argv[1:] if args is None else args)
         started = this_launch() if args is None else None
-        if any(word in ("-h", "--help") for word in given):
-            _tell(page(_program(), _about(build), known.values()))
+        if any(word in ("-h", "--help") for word in arguments):
+            _tell(page(_program(), _about(build), flags_known.values()))
             sys.exit(0)
-        words = _words(given, known, build, started)
-        values = _values(words, known, build)
+        words = _words(arguments, flags_known, build, started)
+        values = _values(words, flags_known, build)
         flags = {flag.name: values[flag.name] for flag in RUN_FLAGS}
         chosen = {name: values[name] for name in declared.flags}
         if (
@@ -93,14 +93,18 @@ def main(
             if started is None
             else replace(
                 started,
-                arguments=tuple(part for given in words.values() for part in given.as_arguments()),
+                arguments=tuple(
+                    part
+                    for written_words in words.values()
+                    for part in written_words.as_arguments()
+                ),
                 flags={name: plain_flag(value) for name, value in chosen.items()},
-                config=written(known.values(), values, words, started.name, started.folder),
+                config=written(flags_known.values(), values, words, started.name, started.folder),
             )
         )
         launcher = launcher_named(flags["on"]) if flags["on"] else None
         runs = wishes is not None or not (flags["explain"] or flags["draw"] or flags["foresee"])
-        promises, names = PROMISED.set(None if runs else {}), FLAGS.set(frozenset(known))
+        promises, names = PROMISED.set(None if runs else {}), FLAGS.set(frozenset(flags_known))
         try:
             graph = build(**declared.arguments(chosen))
             if wishes is not None:
@@ -134,48 +138,49 @@ def all_flags(declared: Declared, steps: int | None) -> dict[str, Flag]:
     """All flags of a program, in the order of --help. Errors: GraphError for one that the run has,
     too.
     """
-    found = dict(declared.flags)
+    flags = dict(declared.flags)
     for flag in RUN_FLAGS:
-        if flag.name in found:
+        if flag.name in flags:
             raise GraphError(
                 f"'{declared.build.__name__}' has a parameter '{flag.name}', which is a flag of"
                 " every run; call it otherwise"
             )
-        found[flag.name] = replace(flag, default=steps) if flag.name == "steps" else flag
-    order = list(dict.fromkeys([FIRST, ALGORITHM, *(flag.heading for flag in found.values())]))
-    return dict(sorted(found.items(), key=lambda named: order.index(named[1].heading)))
+        flags[flag.name] = replace(flag, default=steps) if flag.name == "steps" else flag
+    order = list(dict.fromkeys([FIRST, ALGORITHM, *(flag.heading for flag in flags.values())]))
+    return dict(sorted(flags.items(), key=lambda named: order.index(named[1].heading)))
 
 
 def _words(
-    given: Sequence[str],
-    known: Mapping[str, Flag],
+    arguments: Sequence[str],
+    flags: Mapping[str, Flag],
     build: Callable[..., Graph],
     started: Launch | None,
 ) -> dict[str, Words]:
     """What was given for which flags: by the file that --config names, and before that on the
     command line.
     """
-    words = split(given, known, _called(build))
+    words = split(arguments, flags, _called(build))
     if (config := words.pop("config", None)) is None:
         return words
     return {
-        **read_config(Path(config.value()), known, started.name if started else "", _called(build)),
+        **read_config(Path(config.value()), flags, started.name if started else "", _called(build)),
         **words,
     }
 
 
 def _values(
-    words: Mapping[str, Words], known: Mapping[str, Flag], build: Callable[..., Graph]
+    words: Mapping[str, Words], flags: Mapping[str, Flag], build: Callable[..., Graph]
 ) -> dict[str, Any]:
     """A value for each flag. Errors: FlagError."""
-    if missing := [flag for flag in known.values() if flag.is_needed and flag.name not in words]:
-        wanted = " and ".join(flag.option for flag in missing)
+    if missing := [flag for flag in flags.values() if flag.is_needed and flag.name not in words]:
+        missing_flags = " and ".join(flag.option for flag in missing)
         example = " ".join(f"{flag.option} {takes(flag)}" for flag in missing)
         raise FlagError(
-            f"{_called(build)} needs {wanted}; write {_program()} {example}, or see its --help"
+            f"{_called(build)} needs {missing_flags}; write {_program()} {example}, or see its"
+            " --help"
         )
     return {
-        name: words[name].value() if name in words else flag.default for name, flag in known.items()
+        name: words[name].value() if name in words else flag.default for name, flag in flags.items()
     }
 
 
@@ -247,9 +252,9 @@ def _act(
             f" generator=6,trainer=2, say, or ask what fits with --foresee {how['gpus']}"
         )
     if how["gpus"] in AUTO or flags["prices"]:
-        found = f"--prices {flags['prices']}" if flags["prices"] else f"--gpus {how['gpus']}"
+        flag = f"--prices {flags['prices']}" if flags["prices"] else f"--gpus {how['gpus']}"
         raise GraphError(
-            f"devices are chosen, and paid, before a run, but {found} comes without --foresee; give"
+            f"devices are chosen, and paid, before a run, but {flag} comes without --foresee; give"
             " --foresee 16xH100, say, and run with the flags that it prints"
         )
     on = inline() if flags["inline"] else launcher
@@ -304,14 +309,14 @@ def _elsewhere(foresee: str, gpus: Any) -> str | None:
     """Devices that a plan is explained on, though they are not here; empty: as many as it wants, of
     no kind. None: it is explained on what is here.
     """
-    if named := next((each for each in (foresee, gpus) if is_devices(each)), None):
+    if named := next((wish for wish in (foresee, gpus) if is_devices(wish)), None):
         return str(named)
-    asked = (
-        sum(each for each in gpus.values() if isinstance(each, int))
+    count = (
+        sum(wish for wish in gpus.values() if isinstance(wish, int))
         if isinstance(gpus, dict)
         else 0
     )
-    return "" if asked > this_machine().gpus else None
+    return "" if count > this_machine().gpus else None
 
 
 def _trackers(names: tuple[str, ...], port: int | None) -> list[Wished] | None:
@@ -336,7 +341,7 @@ def _called(build: Callable[..., Graph]) -> str:
 
 def _schedule(text: str) -> dict[int, dict[str, int]]:
     """`100:generator=3,200:generator=1` as a mapping of steps to wishes."""
-    found: dict[int, dict[str, int]] = {}
+    schedule: dict[int, dict[str, int]] = {}
     for part in filter(None, text.split(",")):
         step, colon, wish = part.partition(":")
         name, _, count = wish.partition("=")
@@ -345,8 +350,8 @@ def _schedule(text: str) -> dict[int, dict[str, int]]:
                 f"--scale is {text!r}, which cannot be read at {part!r}; write it as"
                 " 100:generator=3,200:generator=1"
             )
-        found.setdefault(int(step), {})[name.strip()] = int(count)
-    return found
+        schedule.setdefault(int(step), {})[name.strip()] = int(count)
+    return schedule
 
 
 def _devices(text: str) -> dict[str, int | str] | str:
@@ -362,37 +367,37 @@ def _devices(text: str) -> dict[str, int | str] | str:
 
 def _counts(flag: str, text: str) -> dict[str, int]:
     """`generator=2` as a mapping."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name, value in _assignments(flag, text).items():
         if not isinstance(value, int):
             raise GraphError(
                 f"--{flag} is {text!r}, which cannot be read at {name}={value}; write it as"
                 f" {name}=2"
             )
-        found[name] = value
-    return found
+        counts[name] = value
+    return counts
 
 
 def _hosts(text: str) -> dict[str, tuple[str, ...]]:
     """`generator=a+b,trainer=c` as a mapping of nodes to hosts; what a host is called may be a
     number.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    hosts_of_node: dict[str, tuple[str, ...]] = {}
     for part in filter(None, text.split(",")):
         name, _, hosts = part.partition("=")
         named = tuple(host.strip() for host in hosts.split("+"))
-        if not name.strip() or not all(named) or name.strip() in found:
+        if not name.strip() or not all(named) or name.strip() in hosts_of_node:
             raise GraphError(
                 f"--place is {text!r}, which cannot be read at {part!r}; write it as"
                 " generator=a+b,trainer=c, each node once"
             )
-        found[name.strip()] = named
-    return found
+        hosts_of_node[name.strip()] = named
+    return hosts_of_node
 
 
 def _assignments(flag: str, text: str) -> dict[str, int | str]:
     """`generator=6,trainer=generator` as a mapping."""
-    found: dict[str, int | str] = {}
+    assigned: dict[str, int | str] = {}
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
         if not equals or not value:
@@ -400,5 +405,5 @@ def _assignments(flag: str, text: str) -> dict[str, int | str]:
                 f"--{flag} is {text!r}, which cannot be read at {part!r}; write it as"
                 " generator=6,trainer=2"
             )
-        found[name.strip()] = int(value) if value.strip().isdigit() else value.strip()
-    return found
+        assigned[name.strip()] = int(value) if value.strip().isdigit() else value.strip()
+    return assigned

@@ -58,13 +58,14 @@ def unread_streams(graph: Structure) -> Iterator[str]:
 
 def two_trainers(graph: Structure) -> Iterator[str]:
     """One model has one trainer."""
-    seen: dict[Any, str] = {}
+    trainers: dict[Any, str] = {}
     for name, operator in graph.operators.items():
         if operator.trains and operator.uses is not None:
-            other = seen.setdefault(operator.uses, name)
-            if other != name:
+            first_trainer = trainers.setdefault(operator.uses, name)
+            if first_trainer != name:
                 yield (
-                    f"'{other}' and '{name}' both train '{operator.uses.name}', and would overwrite"
+                    f"'{first_trainer}' and '{name}' both train '{operator.uses.name}', and would"
+                    " overwrite"
                     " each other; join their streams into one trainer, or give one another"
                     " Model(..., name=...)"
                 )
@@ -123,11 +124,11 @@ def evaluated_and_trained(graph: Structure) -> Iterator[str]:
     for source in graph.operators:
         sinks = sinks_of(graph, source)
         trainers = [s.name for s in sinks if s.trains]
-        others = [s.name for s in sinks if s.traits.every_steps]
-        if trainers and others:
+        evaluations = [s.name for s in sinks if s.traits.every_steps]
+        if trainers and evaluations:
             yield (
                 f"rows of '{source}' are trained by '{trainers[0]}' and evaluated by"
-                f" '{others[0]}'; "
+                f" '{evaluations[0]}'; "
                 f'evaluate prompts of their own: g.source(Prompts(..., name="held_out"))'
             )
 
@@ -146,15 +147,15 @@ def filtered_evaluation(graph: Structure) -> Iterator[str]:
 def unlike_rounds(graph: Structure) -> Iterator[str]:
     """A round is one table, whatever sources its rows come from."""
     for name, operator in graph.operators.items():
-        seen: dict[str, tuple[str, pa.DataType]] = {}
+        columns_seen: dict[str, tuple[str, pa.DataType]] = {}
         for call in graph.calls if operator.traits.every_steps else ():
             columns = call.inputs[0].columns if call.operator is operator else {}
             for column, kind in columns.items():
-                source, other = seen.setdefault(column, (call.output.source, kind))
-                if not unites(kind, other):
+                source, first_kind = columns_seen.setdefault(column, (call.output.source, kind))
+                if not unites(kind, first_kind):
                     yield (
                         f"'{name}' evaluates rows of several sources as one table, but column"
-                        f" '{column}' is {other} in "
+                        f" '{column}' is {first_kind} in "
                         f"those of '{source}' and {kind} in those of '{call.output.source}';"
                         " convert one of the two, "
                         f'or give each an evaluation of its own: Evaluate(..., name="...")'
@@ -180,21 +181,21 @@ def too_little_in_flight(graph: Structure) -> Iterator[str]:
     for name, operator in graph.operators.items():
         if not isinstance(operator, Learn):
             continue
-        wanted = operator.step_prompts
+        prompts = operator.step_prompts
         limit = operator.traits.queue_prompts
-        if limit is not None and limit < wanted:
+        if limit is not None and limit < prompts:
             yield (
-                f"'{name}' may queue {limit} prompts but one of its steps needs {wanted}: this"
-                f" graph would deadlock; raise queue_prompts to {wanted} or more, or lower"
+                f"'{name}' may queue {limit} prompts but one of its steps needs {prompts}: this"
+                f" graph would deadlock; raise queue_prompts to {prompts} or more, or lower"
                 " prompts_per_step"
             )
         for generator in generators_of(graph, name):
             limit = generator.traits.in_flight
-            if limit is not None and limit < wanted:
+            if limit is not None and limit < prompts:
                 yield (
                     f"'{generator.name}' may hold {limit} prompts in flight but one step of"
-                    f" '{name}' needs {wanted}: this graph would deadlock; raise in_flight to"
-                    f" {wanted} or more, or lower prompts_per_step"
+                    f" '{name}' needs {prompts}: this graph would deadlock; raise in_flight to"
+                    f" {prompts} or more, or lower prompts_per_step"
                 )
 
 
@@ -256,9 +257,9 @@ def unrecorded_sampling(graph: Structure) -> Iterator[str]:
         ):
             for generator in generators_of(graph, name):
                 if (unrecorded := generator.traits.unrecorded) is not None:
-                    what, way_out = unrecorded
+                    knobs, way_out = unrecorded
                     yield (
-                        f"'{generator.name}' samples with {what}, and '{name}' compares these"
+                        f"'{generator.name}' samples with {knobs}, and '{name}' compares these"
                         " log-probabilities with a model's, of the distribution without, so every"
                         f" ratio would be wrong; {way_out}"
                     )
@@ -284,18 +285,19 @@ def unlike_prompts(graph: Structure) -> Iterator[str]:
         issues, takes = source.traits.chat, reader.traits.chat
         if not isinstance(reader, Generate) or issues is None or takes is None or issues == takes:
             continue
-        whose = reader.name if reader.asks is None else reader.asks.name
+        generator = reader.name if reader.asks is None else reader.asks.name
         if issues:
             yield (
                 f"'{source.name}' issues prompts as chat messages but '{reader.name}' would go on"
-                f" from their JSON as from a text; give '{whose}' chat=True, or prompts that are"
+                f" from their JSON as from a text; give '{generator}' chat=True, or prompts that"
+                " are"
                 " texts"
             )
         else:
             yield (
                 f"'{source.name}' issues prompts as texts but '{reader.name}' lays out chat"
                 f" messages; give '{source.name}' chat=True, with which a text is a message of the"
-                f" user's and a list one of each turn, or '{whose}' chat=False"
+                f" user's and a list one of each turn, or '{generator}' chat=False"
             )
 
 
@@ -423,8 +425,10 @@ def missing_column(graph: Structure, operator: Operator, column: str, stream: St
     """The message for a column that is read but not there, with who could provide it."""
     could = [
         name
-        for name, other in graph.operators.items()
-        if other is not operator and column in other.provides({}) and not isinstance(other, Source)
+        for name, candidate in graph.operators.items()
+        if candidate is not operator
+        and column in candidate.provides({})
+        and not isinstance(candidate, Source)
     ]
     if could:
         do = f"'{could[0]}' provides it: apply '{operator.name}' behind it, or join the two streams"
@@ -455,9 +459,9 @@ def _maker(column: str) -> str | None:
 
 def wrong_type(operator: Operator, column: str, stream: Stream[Any], annotation: Any) -> str:
     """The message for a column whose type does not fit the reader's annotation."""
-    wanted = getattr(annotation, "__name__", str(annotation))
+    kind = getattr(annotation, "__name__", str(annotation))
     return (
-        f"'{operator.name}' reads column '{column}' as {wanted}"
+        f"'{operator.name}' reads column '{column}' as {kind}"
         f" ({arrow_type(annotation) or 'numbers'}), but '{stream.node}' provides it as"
         f" {stream.columns[column]}; change the annotation, or convert the column"
     )

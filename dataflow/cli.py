@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    name, *rest = arguments or ["--help"]
+    name, *words = arguments or ["--help"]
     commands = {name: command for group in COMMANDS.values() for name, command in group.items()}
     if name in ("-h", "--help"):
         print(_overview())
@@ -94,9 +94,9 @@ def _run(arguments: Sequence[str]) -> int:
         raise GraphError(
             f"dataflow has no command '{name}'{alike}; give one of those that dataflow --help names"
         )
-    if name == "run" and rest and not rest[0].startswith("-"):
-        return run_file(Path(rest[0]), tuple(rest[1:]))
-    status: int = tyro.cli(commands[name], args=rest, prog=f"dataflow {name}")
+    if name == "run" and words and not words[0].startswith("-"):
+        return run_file(Path(words[0]), tuple(words[1:]))
+    status: int = tyro.cli(commands[name], args=words, prog=f"dataflow {name}")
     return status
 
 
@@ -121,12 +121,12 @@ def _versions() -> str:
         "python": platform.python_version(),
         **package_versions(),
     }
-    told = ", ".join(
+    packages = ", ".join(
         f"{name} {versions[name]}"
         for name in ("dataflow-rl", "python", "torch")
         if name in versions
     )
-    return f"{told}, from {Path(__file__).parents[1]}"
+    return f"{packages}, from {Path(__file__).parents[1]}"
 
 
 def run_file(
@@ -174,8 +174,8 @@ def show(run: LatestRun = Path("runs/latest")) -> int:
     summary: Summary = summarize(folder, verdict.line, verdict.clean)
     with make_view(sys.stdout) as view:
         view.summary(summary)
-    if said := seen_in_part(folder):
-        print(f"\n  note: {said}")
+    if note := seen_in_part(folder):
+        print(f"\n  note: {note}")
     return verdict.exit_status
 
 
@@ -322,8 +322,8 @@ def resume(
         else RunFolder.open(run)
     )
     doubts = doubts_of(folder)
-    wanted = RecordedRun.read(folder).steps if steps is None else steps
-    more = () if wanted is None else ("--steps", str(wanted))
+    last_step = RecordedRun.read(folder).steps if steps is None else steps
+    more = () if last_step is None else ("--steps", str(last_step))
     if checkpoint_to is not None:
         more = (*more, "--checkpoint-to", checkpoint_to)
     origin = "" if not from_ or is_own(from_) else from_
@@ -373,11 +373,11 @@ def replay(
     """
     folder = RunFolder.open(run)
     if rollout is not None:
-        found = find_rollout(folder, rollout, source=source, group_id=group)
+        row_found = find_rollout(folder, rollout, source=source, group_id=group)
         if json:
-            print(plain_rollout(found))
+            print(plain_rollout(row_found))
         else:
-            show_rollout(found, Console(), vocabulary_of(folder))
+            show_rollout(row_found, Console(), vocabulary_of(folder))
         return 0
     wishes = Wishes(
         run=str(folder.path),
@@ -435,10 +435,10 @@ def calibrate(runs: Runs, out: Path = Path("constants.json"), kind: str = "cpu")
         out: where the constants go.
         kind: the devices of these runs: cpu, or a kind as --foresee has it.
     """
-    found = fit_runs([look(run) for run in runs], kind)
-    text = json.dumps(to_plain(found), indent=1)
+    fitted = fit_runs([look(run) for run in runs], kind)
+    text = json.dumps(to_plain(fitted), indent=1)
     write_atomically(out, lambda file: file.write(text.encode()))
-    print(described(found))
+    print(described(fitted))
     print(f"wrote {out}; foresee with --constants {out}")
     return 0
 

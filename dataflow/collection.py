@@ -94,17 +94,17 @@ def _upstream(stream: Stream[Any]) -> tuple[Graph, _Collect]:
         if (call.output.node, call.output.source) in needed:
             needed |= {(s.node, s.source) for s in call.inputs}
     graph, sink = Graph(whole.name), _Collect(name="collect")
-    made: dict[tuple[str, str], Stream[Any]] = {}
+    streams: dict[tuple[str, str], Stream[Any]] = {}
     for call in whole.calls:
         key = (call.output.node, call.output.source)
         if key not in needed:
             continue
-        inputs = tuple(made[s.node, s.source] for s in call.inputs)
+        inputs = tuple(streams[s.node, s.source] for s in call.inputs)
         if isinstance(call.operator, Source):
-            made[key] = graph.source(call.operator)
+            streams[key] = graph.source(call.operator)
         elif isinstance(call.operator, Join):
-            made[key] = graph.merge(inputs)
+            streams[key] = graph.merge(inputs)
         else:
-            made[key] = graph.apply(call.operator, inputs[0])
-    sink(made[stream.node, stream.source])
+            streams[key] = graph.apply(call.operator, inputs[0])
+    sink(streams[stream.node, stream.source])
     return graph, sink

@@ -144,9 +144,9 @@ def where(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "unknown line"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """'; did you mean ...?' where something known is spelled much like `name`, else nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
@@ -155,8 +155,8 @@ class KnobCheck(type):
 
     def __call__(cls, *args: Any, **knobs: Any) -> Any:
         """Make the declaration, its arguments checked first."""
-        known = [item.name for item in dataclasses.fields(cls) if item.init]  # type: ignore[arg-type]
-        _refuse_unknown(cls.__name__, inspect.signature(cls.__init__), known, (None, *args), knobs)  # type: ignore[misc]
+        fields = [item.name for item in dataclasses.fields(cls) if item.init]  # type: ignore[arg-type]
+        _refuse_unknown(cls.__name__, inspect.signature(cls.__init__), fields, (None, *args), knobs)  # type: ignore[misc]
         return super().__call__(*args, **knobs)
 
 
@@ -179,15 +179,15 @@ def checked(function: Callable[P, T], instead: str = "") -> Callable[P, T]:
 def _refuse_unknown(
     name: str,
     signature: inspect.Signature,
-    known: Iterable[str],
+    fields: Iterable[str],
     args: tuple[Any, ...],
     knobs: Mapping[str, Any],
     instead: str = "",
 ) -> None:
     for knob in knobs:
-        if knob not in known:
+        if knob not in fields:
             raise GraphError(
-                f"{name} has no knob '{knob}' (got {knob}={knobs[knob]!r:.60}){hint(knob, known)}"
+                f"{name} has no knob '{knob}' (got {knob}={knobs[knob]!r:.60}){hint(knob, fields)}"
             )
     try:
         signature.bind(*args, **knobs)
@@ -199,20 +199,24 @@ def _refuse_unknown(
 
 def _shown(signature: inspect.Signature) -> str:
     """What has to be given, and that there is more."""
-    parameters = [each for each in signature.parameters.values() if each.name != "self"]
+    parameters = [
+        parameter for parameter in signature.parameters.values() if parameter.name != "self"
+    ]
     needed = [
-        each.name if each.kind is each.POSITIONAL_OR_KEYWORD else f"{each.name}=..."
-        for each in parameters
-        if each.default is each.empty
+        parameter.name
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        else f"{parameter.name}=..."
+        for parameter in parameters
+        if parameter.default is parameter.empty
     ]
     return f"({', '.join([*needed, *(['...'] if len(needed) < len(parameters) else [])])})"
 
 
-def called_here(knob: str, known: Collection[str]) -> str:
+def called_here(knob: str, names: Collection[str]) -> str:
     """What is called `knob` in another system, by its name among those that are known here; empty:
     none is.
     """
-    return next((name for name, _ in _PLACES.get(knob, ()) if name in known), "")
+    return next((name for name, _ in _PLACES.get(knob, ()) if name in names), "")
 
 
 def hint(knob: str, known: Iterable[str]) -> str:

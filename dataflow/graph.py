@@ -84,10 +84,10 @@ class Graph(Structure):
                     f" '{stream.node}': a cycle of data; loops live inside an operator, and only"
                     " g.feedback(...) goes back"
                 )
-            other = self._inputs[key][0]
+            consumer = self._inputs[key][0]
             raise GraphError(
                 f"'{operator.name}' is applied twice to rows of '{stream.source}', "
-                f"to the outputs of '{other.node}' and of '{stream.node}'; "
+                f"to the outputs of '{consumer.node}' and of '{stream.node}'; "
                 f'give one of them another name, as in {operator.name}.renamed("{operator.name}_2")'
             )
         if key in self._inputs:
@@ -148,14 +148,15 @@ class Graph(Structure):
                 "give it the generator"
             )
         if (max_staleness is None) == (every is None):
-            found = (
+            given_bounds = (
                 "neither"
                 if every is None
                 else f"max_staleness={max_staleness!r} and every={every!r}"
             )
             raise GraphError(
                 f"g.feedback to '{reader.name}' is told how new its weights are by one number, but"
-                f" got {found}; give max_staleness=... to a reader of the newest weights, every=..."
+                f" got {given_bounds}; give max_staleness=... to a reader of the newest weights,"
+                " every=..."
                 " to a reference that is refreshed"
             )
         if max_staleness is not None and (
@@ -180,9 +181,10 @@ class Graph(Structure):
         )
         if fault is not None:
             raise GraphError(fault)
-        if other := next((f for f in self.feedbacks if f.reader is reader), None):
+        if existing := next((f for f in self.feedbacks if f.reader is reader), None):
             raise GraphError(
-                f"'{reader.name}' already has a feedback from '{other.weights.trainer.name}'; drop"
+                f"'{reader.name}' already has a feedback from '{existing.weights.trainer.name}';"
+                " drop"
                 " one of the two lines"
             )
         refresh = None if every is None else Refresh(every=every, decay=weights.decay)
@@ -254,9 +256,9 @@ class Graph(Structure):
             or operator.kind != "operator"
             or isinstance(operator, Join)
         ):
-            what = f", a {operator.kind}" if isinstance(operator, Operator) else ""
+            kind = f", a {operator.kind}" if isinstance(operator, Operator) else ""
             raise GraphError(
-                f"g.insert puts an operator between others, but got {_describe(operator)}{what};"
+                f"g.insert puts an operator between others, but got {_describe(operator)}{kind};"
                 " give it one that takes rows and passes them on, such as a @scorer or a @keep"
                 " filter"
             )
@@ -372,21 +374,21 @@ class Graph(Structure):
         behind: after which node another operator is applied, and to rows of which source. without:
         a node whose output is its input. bounds: other max_staleness, by reader.
         """
-        graph, others = Graph(self.name), instead or {}
-        made: dict[tuple[str, str], Stream[Any]] = {}
+        graph, replacements = Graph(self.name), instead or {}
+        streams: dict[tuple[str, str], Stream[Any]] = {}
         for call in self.calls:
-            current = others.get(call.operator.name, call.operator)
+            current = replacements.get(call.operator.name, call.operator)
             if (
                 isinstance(current, Generate)
                 and current.asks is not None
-                and current.asks.name in others
+                and current.asks.name in replacements
             ):
-                current = current.asking(others[current.asks.name])
-            found = [made[s.node, s.source] for s in call.inputs]
+                current = current.asking(replacements[current.asks.name])
+            inputs_now = [streams[s.node, s.source] for s in call.inputs]
             inputs = (
-                tuple({stream.node: stream for stream in found}.values())
+                tuple({stream.node: stream for stream in inputs_now}.values())
                 if without
-                else tuple(found)
+                else tuple(inputs_now)
             )
             if current.name == without or (
                 without and isinstance(current, Join) and len(inputs) == 1
@@ -404,12 +406,12 @@ class Graph(Structure):
                 and behind[2] in (None, output.source)
             ):
                 output = graph.apply(behind[1], output)
-            made[call.output.node, call.output.source] = output
+            streams[call.output.node, call.output.source] = output
         for feedback in self.feedbacks:
             if feedback.reader.name == without:
                 continue
-            trainer: Any = others.get(feedback.weights.trainer.name, feedback.weights.trainer)
-            reader = others.get(feedback.reader.name, feedback.reader)
+            trainer: Any = replacements.get(feedback.weights.trainer.name, feedback.weights.trainer)
+            reader = replacements.get(feedback.reader.name, feedback.reader)
             bound: dict[str, Any] = {
                 "max_staleness": (bounds or {}).get(reader.name, feedback.max_staleness)
             }
@@ -442,28 +444,28 @@ class Graph(Structure):
         return mimebundle(self.nx, title=self.name)
 
     def _upstream(self, stream: Stream[Any]) -> set[str]:
-        seen: set[str] = set()
+        reached: set[str] = set()
         todo = [stream]
         while todo:
             current = todo.pop()
-            if current.node not in seen:
-                seen.add(current.node)
+            if current.node not in reached:
+                reached.add(current.node)
                 todo += self._inputs.get((current.node, current.source), ())
-        return seen
+        return reached
 
     def _add(self, operator: Operator) -> None:
         if not isinstance(operator, Operator):
             raise GraphError(
                 f"an operator is wanted, but got {_describe(operator)}; see CONTRIBUTING.md"
             )
-        known = self.operators.get(operator.name)
-        if known is not None and known.identity() != operator.identity():
+        namesake = self.operators.get(operator.name)
+        if namesake is not None and namesake.identity() != operator.identity():
             raise GraphError(
-                f"two operators are called '{operator.name}', {_describe(known)} and"
+                f"two operators are called '{operator.name}', {_describe(namesake)} and"
                 f" {_describe(operator)}; "
                 f'give one of them another name, as in name="{operator.name}_2"'
             )
-        if known is None:
+        if namesake is None:
             if not operator.name.replace("-", "_").isidentifier():
                 raise GraphError(
                     f"an operator's name becomes a column and a file, but {operator.name!r} cannot;"

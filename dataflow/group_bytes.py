@@ -31,10 +31,10 @@ def items_of(columns: Columns, *, rollouts: int, tokens: int, ids_left: int) -> 
 
     ids_left: token ids that truncation leaves, which a list for each token holds.
     """
-    each = {name: kind for name, kind in columns.items() if pa.types.is_list(kind)}
+    ragged = {name: kind for name, kind in columns.items() if pa.types.is_list(kind)}
     return {
         name: rollouts * tokens * (ids_left if pa.types.is_list(kind.value_type) else 1)
-        for name, kind in each.items()
+        for name, kind in ragged.items()
     }
 
 
@@ -57,11 +57,11 @@ def group_faults(
 ) -> Iterator[str]:
     """Why the groups of a generator could never be sent, one of each of its replicas at a time."""
     size = group_bytes(columns, rollouts=rollouts, tokens=tokens, ids_left=ids_left)
-    what = f"a group of '{generator}' may have {rollouts} rollouts of {tokens} tokens"
+    size_text = f"a group of '{generator}' may have {rollouts} rollouts of {tokens} tokens"
     if size * senders > CAPACITY_BYTES:
         replicas = f", {size * senders} from {senders} replicas" if senders > 1 else ""
         yield (
-            f"{what} and {size} bytes{replicas}, but a data edge holds {CAPACITY_BYTES}; lower"
+            f"{size_text} and {size} bytes{replicas}, but a data edge holds {CAPACITY_BYTES}; lower"
             " group_size or"
             f" max_tokens{', or top_k where sampling masks are wide' if ids_left > 1 else ''}"
         )
@@ -70,7 +70,7 @@ def group_faults(
     ).items():
         if items > MOST_ITEMS:
             yield (
-                f"{what} and {items} numbers in its column '{name}', but an Arrow column holds"
+                f"{size_text} and {items} numbers in its column '{name}', but an Arrow column holds"
                 f" {MOST_ITEMS}; lower group_size or"
                 f" max_tokens{', or top_k' if ids_left > 1 else ''}"
             )

@@ -90,25 +90,25 @@ class LoRA(metaclass=KnobCheck):
         they have another.
         """
         saved = saved_adapters(source)
-        said = {
+        declared = {
             knob: saved[name]
             for knob, name in (("rank", "r"), ("alpha", "lora_alpha"))
             if name in saved
         }
         if wrong := [
-            knob for knob, value in said.items() if getattr(self, knob) not in (None, value)
+            knob for knob, value in declared.items() if getattr(self, knob) not in (None, value)
         ]:
             raise GraphError(
                 f"LoRA has {wrong[0]}={getattr(self, wrong[0])!r}, but the adapters in {source}"
                 " were trained with another; found"
-                f" {', '.join(f'{knob}={value!r}' for knob, value in said.items())} in"
+                f" {', '.join(f'{knob}={value!r}' for knob, value in declared.items())} in"
                 f" {ADAPTER_CONFIG}; leave it out, or give the folder of the weights beside which"
                 " new adapters are to begin"
             )
         usual = {
             "rank": 16,
             "alpha": 32.0,
-            **said,
+            **declared,
             **({} if holds_adapters(source) else {"targets": ALL_LINEAR}),
         }
         return dataclasses.replace(
@@ -215,10 +215,10 @@ def saved_adapters(source: str) -> dict[str, Any]:
     return {}
 
 
-def _one_of(knob: str, found: str, allowed: tuple[str, ...]) -> None:
-    if found not in allowed:
+def _one_of(knob: str, text: str, allowed: tuple[str, ...]) -> None:
+    if text not in allowed:
         raise GraphError(
-            f"Model knob '{knob}' is {found!r}, which is not known; use one of {list(allowed)}"
+            f"Model knob '{knob}' is {text!r}, which is not known; use one of {list(allowed)}"
         )
 
 

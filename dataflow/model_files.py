@@ -49,12 +49,12 @@ def promised(source: str) -> PromisedModel | None:
     promises = PROMISED.get(None)
     if is_gguf(source) and folder_here(source) is None:
         try:
-            found = decoder_in(read_content(file_of(source)))
+            decoder = decoder_in(read_content(file_of(source)))
         except (GGUFError, OSError):
             return None
-        shapes = {tensor.name: list(tensor.shape) for tensor in found.tensors}
+        shapes = {tensor.name: list(tensor.shape) for tensor in decoder.tensors}
         promise = PromisedModel(
-            config=found.config, shapes=shapes, how="the conversion of its GGUF file"
+            config=decoder.config, shapes=shapes, how="the conversion of its GGUF file"
         )
         return promise if promises is None else promises.setdefault(source, promise)
     return (promises or {}).get(source)
@@ -77,8 +77,8 @@ def config_of(source: str) -> Any:
     """The config of the model in a folder, or of an id in the hub's cache. Raises OSError,
     ValueError.
     """
-    if (made := promised(source)) is not None:
-        return made.config
+    if (promise := promised(source)) is not None:
+        return promise.config
     return json.loads(
         (
             (folder_here(source) or Path(source)) / _CONFIG
@@ -115,8 +115,8 @@ def _is_id(source: str) -> bool:
 def _cached(source: str) -> Path:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(source, _CONFIG)
-    return Path(found) if isinstance(found, str) else Path(source) / _CONFIG
+    cached = try_to_load_from_cache(source, _CONFIG)
+    return Path(cached) if isinstance(cached, str) else Path(source) / _CONFIG
 
 
 def folder_fault(model: Model) -> str | None:
@@ -149,12 +149,10 @@ def folder_fault(model: Model) -> str | None:
             f" which of them they read; move {ADAPTER_CONFIG} away, or the whole model's files"
         )
     if not (folder / _CONFIG).is_file():
-        found = sorted(path.name for path in folder.iterdir())
-        file = next((name for name in found if is_gguf(name)), None)
-        what = (
-            f"the file itself, {folder / file}" if file else "a folder that save_pretrained wrote"
-        )
-        return f"{head}{folder} has no config.json, only {found[:8]}; give {what}"
+        names = sorted(path.name for path in folder.iterdir())
+        file = next((name for name in names if is_gguf(name)), None)
+        fix = f"the file itself, {folder / file}" if file else "a folder that save_pretrained wrote"
+        return f"{head}{folder} has no config.json, only {names[:8]}; give {fix}"
     if not (folder / INDEX).is_file():
         return None
     try:
@@ -209,9 +207,9 @@ def start_fault(model: Model) -> str | None:
         )
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        found = sorted(path.name for path in folder.iterdir())[:8]
+        names = sorted(path.name for path in folder.iterdir())[:8]
         return (
-            f"{head}{folder} has no weights in safetensors, only {found}; save them with"
+            f"{head}{folder} has no weights in safetensors, only {names}; save them with"
             " save_pretrained"
         )
     for file in files:

@@ -155,7 +155,7 @@ def make_plan(
     devices = devices or this_machine()
     if link_gbps is not None:
         devices = dataclasses.replace(devices, link_bytes_per_s=link_gbps * 1e9 / 8)
-    made = plan_or_advise(
+    planned = plan_or_advise(
         graph,
         devices,
         gpus=gpus,
@@ -169,9 +169,9 @@ def make_plan(
         place=place,
         one_process=one_process,
     )
-    for wishes in made.scale.values():
-        scaling.check(Table(graph=graph, plan=made), wishes)
-    return dataclasses.replace(made, listen=listen)
+    for wishes in planned.scale.values():
+        scaling.check(Table(graph=graph, plan=planned), wishes)
+    return dataclasses.replace(planned, listen=listen)
 
 
 @checked
@@ -239,8 +239,8 @@ def run(
     >>> run(g, on=inline(), steps=3, runs="runs", quiet=True).verdict.clean
     True
     """
-    told: Callable[[str], object] = _unheard if quiet else _print
-    _convert_models(graph, told)
+    tell: Callable[[str], object] = _unheard if quiet else _print
+    _convert_models(graph, tell)
     if (host := HOSTED.get(None)) is not None:
         _check_files(graph)
         host.serve(graph, make_plan(graph, **host.inputs.arguments))
@@ -263,9 +263,9 @@ def run(
         steps, seed = recorded.steps if steps is None else steps, recorded.seed
         keep_steps = recorded.config.get(KEEP) if keep_steps is None else keep_steps
     in_one_process = isinstance(on, Inline)
-    here = this_machine()
+    machine = this_machine()
     inputs = PlanInputs(
-        devices=dataclasses.replace(here, cpus=1) if in_one_process else here,
+        devices=dataclasses.replace(machine, cpus=1) if in_one_process else machine,
         gpus=gpus,
         replicas=replicas or {},
         ranks=ranks or {},
@@ -291,12 +291,12 @@ def run(
         server, holder = None, 0
         if isinstance(on, Launcher):
             folder = before or open_.enter_context(_made(runs, graph.name))
-            hold, service = _held_over_hosts(folder, limits or Limits(), told, open_)
+            hold, service = _held_over_hosts(folder, limits or Limits(), tell, open_)
             holder = hold.number
             copies = copies_of(
                 folder, kept_by(graph), recorded.config if recorded else None, checkpoint_to
             )
-            made = open_.enter_context(
+            hosted_run = open_.enter_context(
                 hosted(
                     on,
                     RunRequest(
@@ -312,20 +312,22 @@ def run(
                         listen=listen or on.listen,
                         limits=limits or Limits(),
                         may_take=may_take,
-                        told=told,
+                        told=tell,
                     ),
                 )
             )
-            planned, taken, server = made.plan, made.taken, made.server
+            planned, takeover, server = hosted_run.plan, hosted_run.taken, hosted_run.server
         else:
             planned = make_plan(graph, **inputs.arguments, one_process=in_one_process)
             folder = before or open_.enter_context(_made(runs, graph.name))
             if is_over_hosts(folder):
-                _held_over_hosts(folder, limits or Limits(), told, open_)
+                _held_over_hosts(folder, limits or Limits(), tell, open_)
             copies = copies_of(
                 folder, kept_by(graph), recorded.config if recorded else None, checkpoint_to
             )
-            taken = open_.enter_context(held(folder, take=lambda: take(folder, may_take(planned))))
+            takeover = open_.enter_context(
+                held(folder, take=lambda: take(folder, may_take(planned)))
+            )
         settings = Settings(
             folder=str(folder.path),
             seed=seed or 0,
@@ -338,8 +340,8 @@ def run(
             swaps=() if recorded is None else read_swaps(folder),
             changes=() if recorded is None else read_changes(folder),
         )
-        if taken is not None:
-            begun = taken.begun
+        if takeover is not None:
+            begun = takeover.begun
         elif recorded is None:
             orphans.clear_all(folder.path.parent)
             begun = Begun()
@@ -358,22 +360,22 @@ def run(
             recorded = RecordedRun.read(folder)
             begun = take_up(folder, graph, recorded, steps)
             _describe_again(folder, graph, planned, settings, recorded, begun)
-        what = RunSpec(
+        spec = RunSpec(
             graph=graph,
             plan=planned,
             settings=settings,
             begun=begun,
             quiet=quiet,
             in_one_process=in_one_process,
-            taken=taken,
+            taken=takeover,
             server=server,
             track=trackers,
         )
         terminal = os.dup(2) if standby else None
         if terminal is not None:
-            what = dataclasses.replace(what, standby=partial(_stand_in, what, terminal))
+            spec = dataclasses.replace(spec, standby=partial(_stand_in, spec, terminal))
         try:
-            outcome = execute(what)
+            outcome = execute(spec)
         except Replaced:
             raise
         except BaseException as error:
@@ -501,20 +503,23 @@ def _check_files(graph: Graph) -> None:
         raise GraphError("\n".join(dict.fromkeys(missing)))
 
 
-def _stand_in(what: RunSpec, terminal: int) -> int:
+def _stand_in(spec: RunSpec, terminal: int) -> int:
     """In a process of its own: go on with a run whose scheduler has died. terminal: where the user
     may read of it.
     """
-    folder = RunFolder.open(what.settings.folder)
+    folder = RunFolder.open(spec.settings.folder)
     log = folder.logs / "scheduler.log"
-    told = f"process {os.getpid()} takes the place of the scheduler of {folder.path.name}, see {log}\n".encode()
-    for_a_while(lambda: os.write(terminal, told), 0.0)
+    name = folder.path.name
+    notice = (
+        f"process {os.getpid()} takes the place of the scheduler of {name}, see {log}\n".encode()
+    )
+    for_a_while(lambda: os.write(terminal, notice), 0.0)
     log_to(log)
-    with held(folder, take=partial(take, folder), replaces=True) as taken:
-        if taken is None:
+    with held(folder, take=partial(take, folder), replaces=True) as takeover:
+        if takeover is None:
             return 1
-        execute(dataclasses.replace(what, begun=taken.begun, taken=taken))
-    return _judged(folder, what.quiet).exit_status
+        execute(dataclasses.replace(spec, begun=takeover.begun, taken=takeover))
+    return _judged(folder, spec.quiet).exit_status
 
 
 def _judged(folder: RunFolder, quiet: bool) -> Verdict:
@@ -558,9 +563,9 @@ def _describe_again(
     begun: Begun,
 ) -> None:
     """Put down how a run goes on, before it does."""
-    here = {ENVIRONMENT: environment(this_machine())}
-    here = {name: found for name, found in here.items() if recorded.config.get(name) != found}
-    again = {"at": time.time(), "from": begun.steps, "steps": settings.steps, **here}
+    facts = {ENVIRONMENT: environment(this_machine())}
+    facts = {name: fact for name, fact in facts.items() if recorded.config.get(name) != fact}
+    again = {"at": time.time(), "from": begun.steps, "steps": settings.steps, **facts}
     resumed = [*recorded.config.get("resumed", []), again]
     now = {
         "steps": settings.steps,

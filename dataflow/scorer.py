@@ -85,12 +85,13 @@ class Scorer(ScorerKnobs[P, T_co]):
                 f"{head}: '{knob}' is a column it reads; give the parameter a default to make it a"
                 " knob"
             )
-        known = list(self.signature.defaults)
-        nearest = difflib.get_close_matches(knob, known, n=1, cutoff=0.5)
+        knobs_known = list(self.signature.defaults)
+        nearest = difflib.get_close_matches(knob, knobs_known, n=1, cutoff=0.5)
         if nearest:
-            return f"{head}, its knobs are {known}; did you mean '{nearest[0]}'?"
+            return f"{head}, its knobs are {knobs_known}; did you mean '{nearest[0]}'?"
         return (
-            f"{head}, its knobs are {known}; add a parameter '{knob}' with a default, or drop it"
+            f"{head}, its knobs are {knobs_known}; add a parameter '{knob}' with a default, or"
+            " drop it"
             " here"
         )
 

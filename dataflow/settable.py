@@ -81,13 +81,13 @@ def settable(default: T, *, at: str) -> T:
 
 def settable_fields(declared: Any) -> dict[str, Settable]:
     """Those of an operator's fields that may change."""
-    marked = [each for each in dataclasses.fields(declared) if _MARK in each.metadata]
+    marked = [field for field in dataclasses.fields(declared) if _MARK in field.metadata]
     kinds = typing.get_type_hints(type(declared)) if marked else {}
     return {
-        each.name: Settable(
-            value=getattr(declared, each.name), at=each.metadata[_MARK], kind=kinds[each.name]
+        field.name: Settable(
+            value=getattr(declared, field.name), at=field.metadata[_MARK], kind=kinds[field.name]
         )
-        for each in marked
+        for field in marked
     }
 
 
@@ -97,13 +97,13 @@ def settable_parameters(
     """Knobs of a function, by name: of a kind that JSON has, as their annotation or their value
     tells.
     """
-    found = {}
+    settable = {}
     for name, value in values.items():
         kind = annotations.get(name, type(value))
         kind = type(value) if isinstance(kind, str) else kind
         if isinstance(value, bool | int | float | str) or value is None:
-            found[name] = Settable(value=value, at=at, kind=Any if kind is type(None) else kind)
-    return found
+            settable[name] = Settable(value=value, at=at, kind=Any if kind is type(None) else kind)
+    return settable
 
 
 def read_value(text: str) -> Any:
@@ -137,7 +137,7 @@ def plain_kind(kind: Any) -> Any:
     (['a whole number', 'none'], int | None)
     """
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return [plain_kind(each) for each in typing.get_args(kind)]
+        return [plain_kind(member) for member in typing.get_args(kind)]
     if typing.get_origin(kind) is Literal:
         return {"one of": list(typing.get_args(kind))}
     if kind is not Any and kind not in _NAMES:
@@ -186,21 +186,21 @@ def fitted(value: Any, kind: Any) -> Any:
 
 
 def _any_of(value: Any, kinds: tuple[Any, ...]) -> Any:
-    wanted = []
+    expectations = []
     # a whole number stays one where it may
     for kind in sorted(kinds, key=lambda kind: kind is float):
         try:
             return fitted(value, kind)
         except ValueError as error:
-            wanted.append(str(error))
-    raise ValueError(" or ".join(wanted))
+            expectations.append(str(error))
+    raise ValueError(" or ".join(expectations))
 
 
 def _tuple(value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError("a list")
     if len(kinds) == 2 and kinds[1] is Ellipsis:
-        return tuple(fitted(each, kinds[0]) for each in value)
+        return tuple(fitted(part, kinds[0]) for part in value)
     if len(value) != len(kinds):
         raise ValueError(f"a list of {len(kinds)}")
-    return tuple(fitted(each, kind) for each, kind in zip(value, kinds, strict=True))
+    return tuple(fitted(part, kind) for part, kind in zip(value, kinds, strict=True))

@@ -114,11 +114,11 @@ def _of_each(versions: pa.ListArray | pa.ChunkedArray, reduce: np.ufunc, none: i
     offsets = column.offsets.to_numpy()
     values = column.values.to_numpy()[offsets[0] : offsets[-1]].astype(np.int64)
     starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
-    found = np.full(len(column), none, np.int64)
+    reduced = np.full(len(column), none, np.int64)
     if len(values):
         values[values < 0] = none
-        found[lengths > 0] = reduce.reduceat(values, starts[lengths > 0])
-    return found
+        reduced[lengths > 0] = reduce.reduceat(values, starts[lengths > 0])
+    return reduced
 
 
 def sweep(oldest_versions: AnyArray, trainer_version: int, max_staleness: int) -> AnyArray:

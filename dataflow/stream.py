@@ -74,15 +74,15 @@ def join(first: Stream[Any], *others: Stream[Any]) -> Stream[Rollout]:
     True
     """
     streams = (first, *others)
-    for other in others:
-        if other.graph is not first.graph:
+    for branch in others:
+        if branch.graph is not first.graph:
             raise GraphError(
-                f"join got streams of two graphs, '{first.graph.name}' and '{other.graph.name}'; "
+                f"join got streams of two graphs, '{first.graph.name}' and '{branch.graph.name}'; "
                 "build all of them with one Graph"
             )
-        if other.source != first.source:
+        if branch.source != first.source:
             raise GraphError(
-                f"join got rows of two sources, '{first.source}' and '{other.source}', which never"
+                f"join got rows of two sources, '{first.source}' and '{branch.source}', which never"
                 " meet; join branches of one stream"
             )
     for stream in streams:

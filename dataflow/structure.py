@@ -93,8 +93,8 @@ class Structure:
 
     def _added(self, stream: Stream[Any]) -> tuple[str, ...]:
         before: set[str] = set()
-        for each in self._inputs.get((stream.node, stream.source), ()):
-            before |= set(each.columns)
+        for call in self._inputs.get((stream.node, stream.source), ()):
+            before |= set(call.columns)
         return tuple(name for name in stream.columns if name not in before)
 
 
@@ -105,10 +105,10 @@ def sources_of(graph: Structure, node: str) -> list[str]:
 
 def episodes_of(graph: Structure, generator: str | None = None) -> list[Generate]:
     """The episodes of a graph, or those of them that ask one generator for their turns."""
-    found = [
+    episodes = [
         op for op in graph.operators.values() if isinstance(op, Generate) and op.asks is not None
     ]
-    return [op for op in found if generator in (None, op.asks and op.asks.name)]
+    return [op for op in episodes if generator in (None, op.asks and op.asks.name)]
 
 
 def drawn_by(graph: Structure, generator: str) -> list[str]:
@@ -145,10 +145,10 @@ def readers_of(graph: Structure, trainer: str, refresh: Refresh | None = None) -
 
 def refreshes_of(graph: Structure, trainer: str) -> list[Refresh]:
     """In what ways readers of a trainer's weights are refreshed, each once."""
-    found = [
+    refreshes = [
         feedback.refresh for feedback in graph.feedbacks if feedback.weights.trainer.name == trainer
     ]
-    return list(dict.fromkeys(refresh for refresh in found if refresh is not None))
+    return list(dict.fromkeys(refresh for refresh in refreshes if refresh is not None))
 
 
 def refresh_of(graph: Structure, reader: str) -> Refresh | None:
@@ -172,7 +172,7 @@ def generators_of(graph: Structure, node: str) -> list[Generate]:
     import networkx
 
     sources = set(sources_of(graph, node))
-    found = {
+    generators = {
         c.operator.name: c.operator
         for c in graph.calls
         if c.output.source in sources and isinstance(c.operator, Generate)
@@ -184,20 +184,20 @@ def generators_of(graph: Structure, node: str) -> list[Generate]:
             ),
             node,
         )
-        if found
+        if generators
         else set()
     )
-    return [operator for name, operator in found.items() if name in reach]
+    return [operator for name, operator in generators.items() if name in reach]
 
 
 def group_size(graph: Structure, source: str) -> int | None:
     """Rollouts in a group of a source: its own wish, else its generator's; None without a
     generator.
     """
-    asked = graph.operators[source].traits.group_size
+    size = graph.operators[source].traits.group_size
     for call in graph.calls:
         if call.output.source == source and isinstance(call.operator, Generate):
-            return int(asked or call.operator.rollouts_per_prompt)
+            return int(size or call.operator.rollouts_per_prompt)
     return None
 
 
@@ -221,16 +221,16 @@ def feeding(graph: Structure) -> dict[str, Feedback]:
     There is one at most, as a model has one trainer. A critic, whose weights go to another
     operator, feeds none.
     """
-    found: dict[str, Feedback] = {}
+    feedbacks: dict[str, Feedback] = {}
     for feedback in graph.feedbacks:
         if isinstance(feedback.weights.trainer, Learn) and isinstance(feedback.reader, Generate):
             generated = set(drawn_by(graph, feedback.reader.name))
-            found |= {
+            feedbacks |= {
                 source: feedback
                 for source in sources_of(graph, feedback.weights.trainer.name)
                 if source in generated
             }
-    return found
+    return feedbacks
 
 
 def leading(graph: Structure) -> list[str]:

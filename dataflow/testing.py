@@ -143,23 +143,26 @@ class _Echo(_Sleeps):
         rows = batch.records.take(pa.array(np.repeat(np.arange(batch.records.num_rows), size)))
         count = rows.num_rows
         position = np.tile(np.arange(size, dtype=np.int32), batch.records.num_rows)
-        one = np.arange(count + 1, dtype=np.int32)
+        offsets = np.arange(count + 1, dtype=np.int32)
         ragged = {
             "tokens": np.ones(count, np.int32),
             "mask": np.ones(count, bool),
             "logprobs": np.zeros(count, np.float32),
             "versions": np.zeros(count, np.int32),
         }
-        made: dict[str, pa.Array] = {
+        generated: dict[str, pa.Array] = {
             "rollout_id": pa.array(rows.column(GROUP_ID).to_numpy() * size + position),
             "position": pa.array(position),
             "completion": rows.column(PROMPT),
             "finish_reason": pa.array(["stop"] * count),
             "error": pa.nulls(count, pa.string()),
-            **{n: pa.ListArray.from_arrays(pa.array(one), pa.array(v)) for n, v in ragged.items()},
+            **{
+                n: pa.ListArray.from_arrays(pa.array(offsets), pa.array(v))
+                for n, v in ragged.items()
+            },
         }
         columns = {**self._context.columns[batch.source], **ROLLOUT_COLUMNS}
-        arrays = [made[n] if n in made else rows.column(n) for n in columns]
+        arrays = [generated[n] if n in generated else rows.column(n) for n in columns]
         batch.ack()
         return [Batch(batch.source, pa.RecordBatch.from_arrays(arrays, schema=schema(columns)))]
 
@@ -235,11 +238,11 @@ class _Count(_Sleeps):
         if self._knobs.is_behind:
             self._knobs.take(self._step + 1, next(iter(self._context.bounds.values()), None))
         self._answered = self._asked
-        wanted = self._wanted()
-        if not wanted or not self._awake:
+        groups = self._wanted()
+        if not groups or not self._awake:
             return None
-        self._cursor, self._step = wanted.stop, self._step + 1
-        rows = [self._groups.pop(group) for group in wanted]
+        self._cursor, self._step = groups.stop, self._step + 1
+        rows = [self._groups.pop(group) for group in groups]
         context = self._context
         if context.folder is not None and context.ledger is not None:
             context.folder.rollouts_of(context.own_folder).write(self._step, rows)
@@ -248,7 +251,7 @@ class _Count(_Sleeps):
                 step=self._step,
                 version=self._step,
                 source=self._source,
-                trained=list(wanted),
+                trained=list(groups),
                 dropped={},
                 metrics={},
                 checkpoint=None,
@@ -270,9 +273,9 @@ class _Count(_Sleeps):
 
     def _wanted(self) -> range:
         """The groups of a step that can be made."""
-        wanted = range(self._cursor, self._cursor + self._operator.prompts_per_step)
+        groups = range(self._cursor, self._cursor + self._operator.prompts_per_step)
         return (
-            range(0) if self._done or not all(group in self._groups for group in wanted) else wanted
+            range(0) if self._done or not all(group in self._groups for group in groups) else groups
         )
 
     def _acknowledge(self) -> None:

@@ -53,9 +53,9 @@ def build(
         eval_every: steps between evaluations on questions that are never trained.
     """
     g, model, reward = Graph("arithmetic"), Model(policy, dtype=dtype), find("number")
-    asked = partial(questions.prompts, task, gsm8k=gsm8k)
+    prompts = partial(questions.prompts, task, gsm8k=gsm8k)
     generator = Generator(model, group_size=group_size, max_tokens=max_tokens, chat=True)
-    rollouts = generator(g.source(asked(name="prompts", shuffle_seed=0)))
+    rollouts = generator(g.source(prompts(name="prompts", shuffle_seed=0)))
     loss: Callable[..., Any] = partial(aipo, rho=4.0)
     if kl:
         rollouts, loss = (
@@ -73,7 +73,7 @@ def build(
 
     trainer(advantage(reward(rollouts)))
     Evaluate(every_steps=eval_every)(
-        reward(generator(g.source(asked(name="held_out", held_out=True, group_size=1))))
+        reward(generator(g.source(prompts(name="held_out", held_out=True, group_size=1))))
     )
     g.feedback(trainer.weights, generator, max_staleness=max_staleness)
     return g

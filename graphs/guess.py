@@ -20,8 +20,8 @@ STEPS = 150
 async def guess(chat, secret: int, blank: bool = False) -> float:  # type: ignore[no-untyped-def]
     """1 if the policy finds the secret. blank: the world says nothing that helps."""
     try:
-        while (heard := task.judge(await chat.say(), secret)) != "=":
-            chat.hear("~" if blank else heard)
+        while (hint := task.judge(await chat.say(), secret)) != "=":
+            chat.hear("~" if blank else hint)
     except EpisodeOver:
         return 0.0
     return 1.0

@@ -69,8 +69,8 @@ def build(
     train_critic = task.trainer(expected, name="critic", loss=value_loss, lr=critic_lr)
 
     rollouts = reward(generator(g.source(task.train)))
-    known = join(reference(rollouts), values(rollouts))
-    credited = token_gae(token_rewards(known, beta=kl), lam=lam)
+    joined = join(reference(rollouts), values(rollouts))
+    credited = token_gae(token_rewards(joined, beta=kl), lam=lam)
     train_actor(credited)
     train_critic(credited)
     task.evaluate(g, generator, reward)

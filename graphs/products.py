@@ -44,15 +44,15 @@ def build(
     unseen = list(task.rows(512, seed=2, held_out=True))
     held_out = Prompts(unseen, columns=("answer",), name="held_out", group_size=1)
     generator = Generator(model, group_size=8, max_tokens=task.MAX_TOKENS)
-    said = tool_use(
+    calculated = tool_use(
         [task.calculator(blank=blank)], calls=task.CALLS, name="said", max_turns=task.TURNS
     )
     trainer = Trainer(
         model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts"
     )
 
-    trainer(advantage(reward(said(generator, g.source(prompts)))))
-    Evaluate(every_steps=eval_every)(reward(said(generator, g.source(held_out))))
+    trainer(advantage(reward(calculated(generator, g.source(prompts)))))
+    Evaluate(every_steps=eval_every)(reward(calculated(generator, g.source(held_out))))
     g.feedback(trainer.weights, generator, max_staleness=max_staleness)
     return g
 

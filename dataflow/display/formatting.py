@@ -111,8 +111,12 @@ def duration(seconds: Any, dash: str = "–") -> str:
     if number is None:
         return dash
     whole = round(max(min(number, 3.6e8), 0.0))
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+    hours, remainder = divmod(whole, 3600)
+    return (
+        f"{hours}:{remainder // 60:02d}:{remainder % 60:02d}"
+        if hours
+        else f"{remainder // 60}:{remainder % 60:02d}"
+    )
 
 
 def share(value: Any) -> float:
@@ -177,10 +181,10 @@ def split_bar(
     at_work = min(round(share(busy) * width), width)
     held_up = min(round(share(blocked) * width), width - at_work)
     hungry = min(round(share(starved) * width), width - at_work - held_up)
-    left = width - at_work - held_up - hungry
+    idle = width - at_work - held_up - hungry
     return (
         glyphs.busy * at_work,
         glyphs.blocked * held_up,
         glyphs.starved * hungry,
-        glyphs.waiting * left,
+        glyphs.waiting * idle,
     )

@@ -37,10 +37,10 @@ class Direct(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write all of it."""
-        left = memoryview(text.encode(self._encoding, "replace"))
-        while left:
+        remaining = memoryview(text.encode(self._encoding, "replace"))
+        while remaining:
             try:
-                left = left[os.write(self._descriptor, left) :]
+                remaining = remaining[os.write(self._descriptor, remaining) :]
             except BlockingIOError:  # a descriptor that somebody has set so
                 select.select([], [self._descriptor], [], 1.0)
         return len(text)

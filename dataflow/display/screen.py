@@ -49,28 +49,28 @@ def lines(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list[
     """Everything about the run in at most `screen.height` lines of at most `screen.width` cells."""
     if screen.width < 8 or screen.height < 1:
         return []
-    found = [_progress(snapshot, screen), *_facts(snapshot, rewards, screen)]
-    left = screen.height - len(found)
-    warnings = [clean(text) for text in snapshot.warnings][-2:] if left >= 6 else []
+    all_lines = [_progress(snapshot, screen), *_facts(snapshot, rewards, screen)]
+    free = screen.height - len(all_lines)
+    warnings = [clean(text) for text in snapshot.warnings][-2:] if free >= 6 else []
     edges = _edges(snapshot.edges, screen)
-    left -= len(warnings) + bool(warnings)
-    nodes = _nodes(snapshot.nodes, screen, max(left - 2, 0))
+    free -= len(warnings) + bool(warnings)
+    nodes = _nodes(snapshot.nodes, screen, max(free - 2, 0))
     if nodes:
-        found += [[], *nodes]
-        left -= len(nodes) + 1
-    if edges and left >= 3:
+        all_lines += [[], *nodes]
+        free -= len(nodes) + 1
+    if edges and free >= 3:
         shown = (
             edges
-            if len(edges) < left
-            else [*edges[: left - 2], [(f"  {screen.glyphs.more}", "dim")]]
+            if len(edges) < free
+            else [*edges[: free - 2], [(f"  {screen.glyphs.more}", "dim")]]
         )
-        found += [[], *shown]
-        left -= len(shown) + 1
-    if snapshot.look and left >= 2:
-        found += [[], [(clean(snapshot.look), "accent"), ("  shows it in a browser", "dim")]]
+        all_lines += [[], *shown]
+        free -= len(shown) + 1
+    if snapshot.look and free >= 2:
+        all_lines += [[], [(clean(snapshot.look), "accent"), ("  shows it in a browser", "dim")]]
     if warnings:
-        found += [[], *([("! ", "warning"), (text, "warning")] for text in warnings)]
-    return [_cut(line, screen) for line in found[: screen.height]]
+        all_lines += [[], *([("! ", "warning"), (text, "warning")] for text in warnings)]
+    return [_cut(line, screen) for line in all_lines[: screen.height]]
 
 
 def text_of(line: StyledLine) -> str:
@@ -135,26 +135,26 @@ def _facts(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list
         facts.append([(count(snapshot.rollouts_active), "strong"), (" rollouts under way", "dim")])
     if known(snapshot.tokens_per_s) is not None:
         facts.append([(rate(snapshot.tokens_per_s), "strong"), (" tokens/s", "dim")])
-    told = [
+    groups = [
         f"{count(value)} {clean(state)}" for state, value in snapshot.groups.items() if known(value)
     ]
-    if told:
-        add("groups", ", ".join(told))
+    if groups:
+        add("groups", ", ".join(groups))
     return _flow(facts, screen.width)
 
 
 def _flow(facts: Sequence[StyledLine], width: int) -> list[StyledLine]:
-    found: list[StyledLine] = []
+    flowed: list[StyledLine] = []
     used = width
     for fact in facts:
         size = cell_len(text_of(fact))
         if used + 3 + size > width:
-            found.append(list(fact))
+            flowed.append(list(fact))
             used = size
         else:
-            found[-1] += [("   ", ""), *fact]
+            flowed[-1] += [("   ", ""), *fact]
             used += 3 + size
-    return found
+    return flowed
 
 
 def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[StyledLine]:
@@ -183,7 +183,7 @@ def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[Sty
         (f" starved {glyphs.starved}", "accent"),
         (f" waiting {glyphs.waiting}", "dim"),
     ]
-    found: list[StyledLine] = [[("  ".join(head) + "  ", "dim"), *(key if bar >= 10 else key[:1])]]
+    table: list[StyledLine] = [[("  ".join(head) + "  ", "dim"), *(key if bar >= 10 else key[:1])]]
     for node, name in zip(shown, names, strict=True):
         busy, blocked, starved, waiting = split_bar(
             node.busy, node.blocked, node.starved, bar, glyphs
@@ -203,10 +203,10 @@ def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[Sty
         ]
         if with_note and node.note:
             line.append((f"  {clean(node.note)}", "dim"))
-        found.append(line)
+        table.append(line)
     if len(shown) < len(nodes):
-        found.append([(f"{glyphs.more} {len(nodes) - len(shown)} more nodes, less busy", "dim")])
-    return found
+        table.append([(f"{glyphs.more} {len(nodes) - len(shown)} more nodes, less busy", "dim")])
+    return table
 
 
 def _state_style(state: Any) -> str:
@@ -230,7 +230,7 @@ def _edges(edges: Sequence[EdgeSnapshot], screen: Screen) -> list[StyledLine]:
     room = cell - depth_width - 2
     name_width = min(max(cell_len(name) for name in names), max(room - 6, 6))
     bar = min(max(room - name_width - 1, 0), 20)
-    found: list[StyledLine] = []
+    table: list[StyledLine] = []
     for at, (edge, name, depth) in enumerate(zip(edges, names, depths, strict=True)):
         full = round(_fill(edge) * bar)
         pieces: StyledLine = [
@@ -240,11 +240,11 @@ def _edges(edges: Sequence[EdgeSnapshot], screen: Screen) -> list[StyledLine]:
             (" " + fit_right(depth, depth_width), "dim"),
         ]
         if at % per_line == 0:
-            found.append(pieces)
+            table.append(pieces)
         else:
-            gap = cell + 4 - cell_len(text_of(found[-1]))
-            found[-1] += [(" " * max(gap, 1), ""), *pieces]
-    return found
+            gap = cell + 4 - cell_len(text_of(table[-1]))
+            table[-1] += [(" " * max(gap, 1), ""), *pieces]
+    return table
 
 
 def _edge_name(edge: EdgeSnapshot, is_parallel: bool, glyphs: Glyphs) -> str:
@@ -263,15 +263,15 @@ def _fill(edge: EdgeSnapshot) -> float:
 
 def _cut(line: StyledLine, screen: Screen) -> StyledLine:
     """The pieces that fit."""
-    kept: StyledLine = []
+    pieces: StyledLine = []
     width = screen.width
     for text, style in line:
         size = cell_len(text)
         if size > width:
             if width > 0:
-                kept.append((fit(text, width, screen.glyphs.more), style))
+                pieces.append((fit(text, width, screen.glyphs.more), style))
             break
         if text:
-            kept.append((text, style))
+            pieces.append((text, style))
         width -= size
-    return kept
+    return pieces

@@ -27,13 +27,13 @@ class Silence:
 
     def take(self, line: Mapping[str, Any]) -> str:
         """The sentence that is due after this step; empty where none is."""
-        found = line.get("no_signal")
-        if not found:
+        signal = line.get("no_signal")
+        if not signal:
             self.steps = self._groups = 0
             return ""
-        silent = set(found["scorers"])
+        silent = set(signal["scorers"])
         self._scorers = silent if not self.steps else (self._scorers & silent) or silent
-        self._example = found["example"]
+        self._example = signal["example"]
         self.steps += 1
         self._groups += int(line.get("groups") or 0)
         return str(self) if self.steps in TOLD_AT else ""
@@ -51,7 +51,7 @@ def silence(lines: Iterable[Mapping[str, Any]]) -> str:
     """What to say of a run with these steps, of which none had a signal; empty where one had, or
     there are none.
     """
-    found, steps = Silence(), list(lines)
+    summary, steps = Silence(), list(lines)
     for line in steps:
-        found.take(line)
-    return str(found) if steps and found.steps == len(steps) else ""
+        summary.take(line)
+    return str(summary) if steps and summary.steps == len(steps) else ""

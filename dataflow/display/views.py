@@ -128,18 +128,18 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         rows.append(("staleness", f"{mean} mean, {most} max", ""))
     if known(summary.restarts):
         rows.append(("restarts", count(summary.restarts), "see faults.jsonl"))
-    found: list[StyledLine] = [head]
+    lines: list[StyledLine] = [head]
     for name, value, note in rows:
-        found.append(
+        lines.append(
             [(f"  {name:<12}", "dim"), (value, "strong"), *([(f"  {note}", "dim")] if note else [])]
         )
-    for number, said in enumerate(summary.foreseen):
-        found.append([(f"  {'' if number else 'foreseen':<12}", "dim"), (clean(said), "")])
+    for number, foreseen in enumerate(summary.foreseen):
+        lines.append([(f"  {'' if number else 'foreseen':<12}", "dim"), (clean(foreseen), "")])
     shown = summary.faults[-_FAULTS:]
     for number, fault in enumerate(shown):
-        found.append([(f"  {'' if number else 'faults':<12}", "dim"), (clean(fault), "")])
+        lines.append([(f"  {'' if number else 'faults':<12}", "dim"), (clean(fault), "")])
     if len(summary.faults) > len(shown):
-        found.append(
+        lines.append(
             [
                 (f"  {'':<12}", "dim"),
                 (f"and {len(summary.faults) - len(shown)} before these", "dim"),
@@ -147,24 +147,24 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         )
     last, before = summary.changes[-_CHANGES:], ""
     for verb, text in last:
-        found.append([(f"  {'' if verb == before else verb:<12}", "dim"), (clean(text), "")])
+        lines.append([(f"  {'' if verb == before else verb:<12}", "dim"), (clean(text), "")])
         before = verb
     if len(summary.changes) > len(last):
-        found.append(
+        lines.append(
             [
                 (f"  {'':<12}", "dim"),
                 (f"after {len(summary.changes) - len(last)} other changes", "dim"),
             ]
         )
     if summary.hosts:
-        found.append([(f"  {'hosts':<12}", "dim"), (clean(summary.hosts), "")])
+        lines.append([(f"  {'hosts':<12}", "dim"), (clean(summary.hosts), "")])
     if summary.signal:
-        found.append([(f"  {'signal':<12}", "dim"), (clean(summary.signal), "bad")])
+        lines.append([(f"  {'signal':<12}", "dim"), (clean(summary.signal), "bad")])
     if summary.verdict:
         verdict = "" if summary.is_clean is None else "good" if summary.is_clean else "bad"
-        found.append([(f"  {'ledger':<12}", "dim"), (clean(summary.verdict), verdict)])
+        lines.append([(f"  {'ledger':<12}", "dim"), (clean(summary.verdict), verdict)])
     for number, model in enumerate(summary.models):
-        found.append(
+        lines.append(
             [
                 (f"  {'' if number else 'model':<12}", "dim"),
                 (clean(model), "strong"),
@@ -175,24 +175,24 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         size = (
             f"  {size_of(summary.folder_bytes)}" if known(summary.folder_bytes) is not None else ""
         )
-        kept = f", {clean(summary.not_kept)}" if summary.not_kept else ""
-        found.append(
+        not_kept = f", {clean(summary.not_kept)}" if summary.not_kept else ""
+        lines.append(
             [
                 (f"  {'run folder':<12}", "dim"),
                 (clean(summary.folder), ""),
-                (f"{size}{kept}", "dim"),
+                (f"{size}{not_kept}", "dim"),
             ]
         )
     if summary.commands:
         commands = [(clean(command), clean(shows)) for command, shows in summary.commands]
         longest = max(len(command) for command, _ in commands)
         fits = width is None or longest + 4 + max(len(shows) for _, shows in commands) < width
-        found += [[], [("to look further", "dim")]]
+        lines += [[], [("to look further", "dim")]]
         for command, shows in commands:
             # Where both do not fit side by side the command stands alone, to be copied whole.
-            told = [(f"  {shows}", "dim")] if fits else []
-            found.append([(f"  {command:<{longest if fits else 0}}", "accent"), *told])
-    return found
+            note_pieces = [(f"  {shows}", "dim")] if fits else []
+            lines.append([(f"  {command:<{longest if fits else 0}}", "accent"), *note_pieces])
+    return lines
 
 
 REFRESH_S = 0.5
@@ -320,21 +320,21 @@ class LiveView:
 
     def message(self, text: str) -> None:
         """Print it above the screen, with the time."""
-        said: StyledLine = [(time.strftime("%H:%M:%S  "), "dim"), (clean(text), "")]
-        self._console.print(self._drawn([said]), soft_wrap=True)
+        line: StyledLine = [(time.strftime("%H:%M:%S  "), "dim"), (clean(text), "")]
+        self._console.print(self._drawn([line]), soft_wrap=True)
 
     def summary(self, summary: Summary) -> None:
         """Take the screen away and print the closing table."""
         self._live.stop()
-        found = summary_lines(summary, self._glyphs, self._console.size.width)
-        self._console.print(self._drawn([[], *found]), soft_wrap=True)
+        lines = summary_lines(summary, self._glyphs, self._console.size.width)
+        self._console.print(self._drawn([[], *lines]), soft_wrap=True)
 
     def close(self) -> None:
         """Take the screen away and give the cursor back."""
         self._live.stop()
 
-    def _drawn(self, found: list[StyledLine]) -> "_Lines":
-        return _Lines(found, self._console.encoding)
+    def _drawn(self, lines: list[StyledLine]) -> "_Lines":
+        return _Lines(lines, self._console.encoding)
 
     def _lines(self) -> list[StyledLine]:
         width, height = self._console.size
@@ -347,8 +347,8 @@ class _Lines:
     marks.
     """
 
-    def __init__(self, found: list[StyledLine], encoding: str) -> None:
-        self._found, self._encoding = found, encoding
+    def __init__(self, lines: list[StyledLine], encoding: str) -> None:
+        self._found, self._encoding = lines, encoding
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         end = Segment.line()

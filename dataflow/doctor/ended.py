@@ -26,9 +26,9 @@ def report(folder: RunFolder, why: str) -> str:
         "",
         "processes",
     ]
-    seen = processes.look([pid for pid, _ in using], 0.2)
+    looks = processes.look([pid for pid, _ in using], 0.2)
     for pid, command in using:
-        lines.append(f"  {describe_process(seen[pid])}: {command[:_MOST_COMMAND]}")
+        lines.append(f"  {describe_process(looks[pid])}: {command[:_MOST_COMMAND]}")
     if not using:
         lines.append("  none has a file of this run open")
     lines += ["", "ledger", *_ledger(folder), "", "last step", f"  {_last_step(folder)}"]
@@ -66,5 +66,5 @@ def _last_step(folder: RunFolder) -> str:
     if not steps:
         return "none was made"
     ago = seconds(max(0.0, time.time() - folder.metrics.stat().st_mtime))
-    told = {key: steps[-1][key] for key in _TOLD if key in steps[-1]}
-    return f"{to_json(told)}, written {ago} ago; all of it in {folder.metrics.name}"
+    figures = {key: steps[-1][key] for key in _TOLD if key in steps[-1]}
+    return f"{to_json(figures)}, written {ago} ago; all of it in {folder.metrics.name}"

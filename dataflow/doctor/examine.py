@@ -30,10 +30,10 @@ def examine(run: str | Path, ask: Ask, *, all_stacks: bool = False) -> str:
     """
     folder = RunFolder.open(run)
     try:
-        said = told(folder, ask)
+        answer = told(folder, ask)
     except RunError as error:
         return ended.report(folder, _scheduler(folder, error))
-    return report.report(folder, gather(folder, said), all_stacks=all_stacks)
+    return report.report(folder, gather(folder, answer), all_stacks=all_stacks)
 
 
 def told(folder: RunFolder, ask: Ask, patience_s: float = _STACKS_S) -> Said:
@@ -43,19 +43,19 @@ def told(folder: RunFolder, ask: Ask, patience_s: float = _STACKS_S) -> Said:
     Errors: RunError when the run is over, DeadlineError when the scheduler does not answer.
     """
     began = time.monotonic()
-    said = ask(folder, ANSWER_S)
-    while time.monotonic() - began < patience_s and not _all_told(said, time.monotonic() - began):
+    answer = ask(folder, ANSWER_S)
+    while time.monotonic() - began < patience_s and not _all_told(answer, time.monotonic() - began):
         time.sleep(0.1)
         with contextlib.suppress(DeadlineError):
-            said = ask(folder, ANSWER_S)
-    return said
+            answer = ask(folder, ANSWER_S)
+    return answer
 
 
-def _all_told(said: Said, since_s: float) -> bool:
+def _all_told(answer: Said, since_s: float) -> bool:
     """Whether every worker that beats has told its stacks within so many seconds."""
     live = [
         w
-        for w in said["workers"].values()
+        for w in answer["workers"].values()
         if w["state"] in ("starting", "ready") and w["silent_s"] < 1.0
     ]
     return all(worker["threads"] and worker["threads_s"] <= since_s for worker in live)
@@ -64,10 +64,10 @@ def _all_told(said: Said, since_s: float) -> bool:
 def _scheduler(folder: RunFolder, error: RunError) -> str:
     """What is known of a scheduler that does not answer."""
     control = folder.read_json(CONTROL, {"pid": int, "machine": str})
-    pid, here = control.get("pid"), processes.machine()
-    if pid is None or control.get("machine", here) != here:
+    pid, machine = control.get("pid"), processes.machine()
+    if pid is None or control.get("machine", machine) != machine:
         return "" if not isinstance(error, DeadlineError) else str(error)
-    found = processes.look([int(pid)], 0.0)[int(pid)]
-    if not found.state:
+    process = processes.look([int(pid)], 0.0)[int(pid)]
+    if not process.state:
         return f"its scheduler (pid {pid}) has ended without an end of the run: it was killed"
-    return f"its scheduler does not answer: {describe_process(found)}"
+    return f"its scheduler does not answer: {describe_process(process)}"

@@ -25,7 +25,7 @@ Below = Callable[[Iterable[int]], Mapping[int, list[int]]]
 
 def gather(
     folder: RunFolder,
-    said: Mapping[str, Any],
+    answer: Mapping[str, Any],
     *,
     during_s: float = 0.5,
     wake: bool = True,
@@ -37,21 +37,21 @@ def gather(
     for.
     """
     graph, config = described(folder)
-    workers = _workers(folder, said, during_s, wake, below)
-    stands = float(said.get("still_s", 0.0)) >= still_s
+    workers = _workers(folder, answer, during_s, wake, below)
+    stands = float(answer.get("still_s", 0.0)) >= still_s
     data = [edge for edge in graph.get("edges", []) if edge.get("plane") == "data"]
     nodes = {
-        each["name"]: _node(each, said, [w for w in workers if each["name"] in w.nodes])
-        for each in graph.get("nodes", [])
+        node["name"]: _node(node, answer, [w for w in workers if node["name"] in w.nodes])
+        for node in graph.get("nodes", [])
     }
     return Facts(
-        phase=str(said.get("phase", "")),
-        draining=bool(said.get("draining")),
-        step=int(said.get("step", 0)),
-        steps=said.get("steps"),
-        still_s=float(said.get("still_s", 0.0)),
+        phase=str(answer.get("phase", "")),
+        draining=bool(answer.get("draining")),
+        step=int(answer.get("step", 0)),
+        steps=answer.get("steps"),
+        still_s=float(answer.get("still_s", 0.0)),
         nodes=nodes,
-        edges=_edges(data, said),
+        edges=_edges(data, answer),
         feedbacks=tuple(
             FeedbackFacts(
                 trainer=edge["from"],
@@ -61,7 +61,7 @@ def gather(
             for edge in graph.get("edges", [])
             if edge.get("plane") == "weights"
         ),
-        awaited=_awaited(folder, data, config, said) if stands else {},
+        awaited=_awaited(folder, data, config, answer) if stands else {},
         on_demand=tuple(config.get("on_demand", ())),
         leading=tuple(config.get("leading", ())),
         turns=tuple(map(tuple, config.get("turns", ()))),
@@ -69,25 +69,25 @@ def gather(
 
 
 def _workers(
-    folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: bool, below_each: Below
+    folder: RunFolder, answer: Mapping[str, Any], during_s: float, wake: bool, below_each: Below
 ) -> list[WorkerFacts]:
-    told: Mapping[str, Mapping[str, Any]] = said.get("workers", {})
-    here = processes.machine()
+    workers: Mapping[str, Mapping[str, Any]] = answer.get("workers", {})
+    machine = processes.machine()
     pids = {
         name: int(worker["pid"])
-        for name, worker in told.items()
-        if worker["pid"] and worker.get("machine", here) == here
+        for name, worker in workers.items()
+        if worker["pid"] and worker.get("machine", machine) == machine
     }
-    each = below_each(pids.values())
-    below = {name: each[pid] for name, pid in pids.items()}
-    seen = processes.look(
-        [*pids.values(), *(pid for each in below.values() for pid in each)], during_s
+    children = below_each(pids.values())
+    below = {name: children[pid] for name, pid in pids.items()}
+    looks = processes.look(
+        [*pids.values(), *(pid for ranks in below.values() for pid in ranks)], during_s
     )
-    ours = set(processes.below(int(said["pid"]))) if wake and said.get("pid") else set()
-    found = []
-    for name, worker in told.items():
+    ours = set(processes.below(int(answer["pid"]))) if wake and answer.get("pid") else set()
+    facts = []
+    for name, worker in workers.items():
         heartbeat, pid, silent_s = worker["heartbeat"], pids.get(name), float(worker["silent_s"])
-        process = seen[pid] if pid else None
+        process = looks[pid] if pid else None
         dump, threads = "", worker.get("threads") if silent_s < SILENT_S else None
         if (
             wake
@@ -97,7 +97,7 @@ def _workers(
             and process.pid in ours
         ):
             dump = processes.dump(process.pid, folder.logs / f"{name}.log")
-        found.append(
+        facts.append(
             WorkerFacts(
                 name=name,
                 nodes=tuple(worker["nodes"]),
@@ -109,22 +109,24 @@ def _workers(
                 at_s=float(heartbeat.get("at_s", 0.0)),
                 restarts=int(worker.get("restarts", 0)),
                 process=process,
-                ranks=tuple(seen[rank] for rank in below.get(name, ())),
+                ranks=tuple(looks[rank] for rank in below.get(name, ())),
                 threads=stacks.read(threads or []),
                 dump=dump,
             )
         )
-    return found
+    return facts
 
 
-def _node(declared: Mapping[str, Any], said: Mapping[str, Any], workers: list[WorkerFacts]) -> Node:
+def _node(
+    declared: Mapping[str, Any], answer: Mapping[str, Any], workers: list[WorkerFacts]
+) -> Node:
     name, kind = str(declared["name"]), str(declared["kind"])
     reports, pasts = [], []
     for worker in workers:
-        report = said["workers"][worker.name]["heartbeat"].get("nodes", {}).get(name)
+        report = answer["workers"][worker.name]["heartbeat"].get("nodes", {}).get(name)
         if report is not None and worker.state not in ("left", "gone"):
             reports.append(report)
-            pasts.append(said.get("history", {}).get(worker.name, {}).get(name, {}))
+            pasts.append(answer.get("history", {}).get(worker.name, {}).get(name, {}))
     statuses = [report["status"] for report in reports]
     states = [past.get("state", "waiting") for past in pasts]
     state = min(states, key=_ORDER.index, default="waiting")
@@ -150,18 +152,18 @@ def _node(declared: Mapping[str, Any], said: Mapping[str, Any], workers: list[Wo
     )
 
 
-def _edges(data: Iterable[Mapping[str, Any]], said: Mapping[str, Any]) -> tuple[EdgeFacts, ...]:
+def _edges(data: Iterable[Mapping[str, Any]], answer: Mapping[str, Any]) -> tuple[EdgeFacts, ...]:
     """Each with the depth of its fullest receiver."""
     depths: dict[str, tuple[int, int]] = {}
-    for worker in said.get("workers", {}).values():
+    for worker in answer.get("workers", {}).values():
         for name, (depth, capacity) in worker["heartbeat"].get("edges", {}).items():
             depths[name] = max(depths.get(name, (0, capacity)), (depth, capacity))
-    found = []
+    facts = []
     for edge in data:
         depth, capacity = depths.get(
             edge_name(edge["from"], edge["to"], edge["source"]), (None, None)
         )
-        found.append(
+        facts.append(
             EdgeFacts(
                 producer=edge["from"],
                 consumer=edge["to"],
@@ -170,51 +172,55 @@ def _edges(data: Iterable[Mapping[str, Any]], said: Mapping[str, Any]) -> tuple[
                 capacity=capacity,
             )
         )
-    return tuple(found)
+    return tuple(facts)
 
 
 def _awaited(
     folder: RunFolder,
     data: Iterable[Mapping[str, Any]],
     config: Mapping[str, Any],
-    said: Mapping[str, Any],
+    answer: Mapping[str, Any],
 ) -> dict[str, Awaited]:
     """For each trainer the next group in order that has not come to it."""
     sources = {
         edge["to"]: edge["source"] for edge in data if edge["to"] in config.get("max_staleness", {})
     }
-    found: dict[str, Awaited] = {}
+    awaited: dict[str, Awaited] = {}
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         for trainer, source in sources.items():
             waiting = {group.group_id: group.state for group in ledger.in_flight(source, trainer)}
-            wanted = _next(trainer, said)
-            if wanted is None or wanted not in waiting:
+            group_id = _next(trainer, answer)
+            if group_id is None or group_id not in waiting:
                 on_the_way = [number for number, state in waiting.items() if state != "scored"]
-                wanted = min(on_the_way or waiting, default=None)
-            if wanted is not None:
-                node, worker = _holder(trainer, source, wanted, said)
-                found[trainer] = Awaited(
-                    group_id=wanted, source=source, state=waiting[wanted], node=node, worker=worker
+                group_id = min(on_the_way or waiting, default=None)
+            if group_id is not None:
+                node, worker = _holder(trainer, source, group_id, answer)
+                awaited[trainer] = Awaited(
+                    group_id=group_id,
+                    source=source,
+                    state=waiting[group_id],
+                    node=node,
+                    worker=worker,
                 )
-    return found
+    return awaited
 
 
-def _next(trainer: str, said: Mapping[str, Any]) -> int | None:
+def _next(trainer: str, answer: Mapping[str, Any]) -> int | None:
     """The group that a trainer says it needs next."""
-    for worker in said.get("workers", {}).values():
-        found = worker["heartbeat"].get("nodes", {}).get(trainer, {}).get("status", {}).get("next")
-        if found is not None:
-            return int(found)
+    for worker in answer.get("workers", {}).values():
+        group = worker["heartbeat"].get("nodes", {}).get(trainer, {}).get("status", {}).get("next")
+        if group is not None:
+            return int(group)
     return None
 
 
-def _holder(trainer: str, source: str, group: int, said: Mapping[str, Any]) -> tuple[str, str]:
+def _holder(trainer: str, source: str, group: int, answer: Mapping[str, Any]) -> tuple[str, str]:
     """The node and the worker whose oldest group of a source this is, the last of them on its
     way.
     """
     holders = [
         (node, name)
-        for name, worker in said.get("workers", {}).items()
+        for name, worker in answer.get("workers", {}).items()
         if worker["state"] == "ready"
         for node, report in worker["heartbeat"].get("nodes", {}).items()
         if node != trainer and report.get("oldest", {}).get(source) == group
@@ -223,8 +229,8 @@ def _holder(trainer: str, source: str, group: int, said: Mapping[str, Any]) -> t
 
 
 def _mean(pasts: list[Mapping[str, Any]], key: str) -> float | None:
-    known = [float(past[key]) for past in pasts if past.get(key) is not None]
-    return sum(known) / len(known) if known else None
+    values = [float(past[key]) for past in pasts if past.get(key) is not None]
+    return sum(values) / len(values) if values else None
 
 
 def _sum(reports: Iterable[Mapping[str, Any]], key: str) -> int:
@@ -232,8 +238,8 @@ def _sum(reports: Iterable[Mapping[str, Any]], key: str) -> int:
 
 
 def _least(statuses: Iterable[Mapping[str, Any]], key: str) -> int | None:
-    known = [int(status[key]) for status in statuses if key in status]
-    return min(known) if known else None
+    values = [int(status[key]) for status in statuses if key in status]
+    return min(values) if values else None
 
 
 def describe_process(process: Process | None) -> str:

@@ -46,10 +46,10 @@ class History:
         """Take in the newest heartbeats."""
         for worker, report in reports.items():
             heartbeat = report["heartbeat"]
-            for node, said in heartbeat.get("nodes", {}).items():
+            for node, report_of_node in heartbeat.get("nodes", {}).items():
                 self._note(
                     self._past.setdefault((worker, node), _Past(since=now)),
-                    said,
+                    report_of_node,
                     heartbeat,
                     node,
                     now,
@@ -60,35 +60,35 @@ class History:
 
         for_s: in this state; of one that does not work, since it last did, if only for a moment.
         """
-        found: dict[str, dict[str, dict[str, Any]]] = {}
+        pasts: dict[str, dict[str, dict[str, Any]]] = {}
         for (worker, node), past in self._past.items():
             spent = _spent(past)
             whole = sum(spent[state] for state in STATES)
             shares = {key: value / whole if whole else None for key, value in spent.items()}
             since = past.since if past.state == "working" else max(past.since, past.worked)
-            found.setdefault(worker, {})[node] = {
+            pasts.setdefault(worker, {})[node] = {
                 "state": past.state,
                 "for_s": now - since,
                 **shares,
             }
-        return found
+        return pasts
 
     def _note(
         self,
         past: _Past,
-        said: Mapping[str, Any],
+        report: Mapping[str, Any],
         heartbeat: Mapping[str, Any],
         node: str,
         now: float,
     ) -> None:
-        if past.sums and said["seconds"]["busy"] > past.sums[-1][1]["busy"]:
+        if past.sums and report["seconds"]["busy"] > past.sums[-1][1]["busy"]:
             past.worked = now
         past.sums.append(
-            (now, {key: float(said["seconds"].get(key, 0.0)) for key in (*STATES, BESIDE)})
+            (now, {key: float(report["seconds"].get(key, 0.0)) for key in (*STATES, BESIDE)})
         )
         while len(past.sums) > 2 and now - past.sums[1][0] > WINDOW_S:
             past.sums.popleft()
-        state = _state(said, heartbeat.get("at") == node, _spent(past), past.state)
+        state = _state(report, heartbeat.get("at") == node, _spent(past), past.state)
         if state != past.state:
             past.state, past.since = state, now
 
@@ -101,29 +101,31 @@ def marks(reports: Reports) -> tuple[tuple[Any, ...], ...]:
         (
             worker,
             node,
-            said["rows_in"],
-            said["rows_out"],
-            *(said["status"].get(key) for key in _COUNTS),
+            node_report["rows_in"],
+            node_report["rows_out"],
+            *(node_report["status"].get(key) for key in _COUNTS),
         )
         for worker, report in sorted(reports.items())
-        for node, said in sorted(report["heartbeat"].get("nodes", {}).items())
+        for node, node_report in sorted(report["heartbeat"].get("nodes", {}).items())
     )
 
 
 def busy(reports: Reports) -> float:
     """Seconds that all nodes have been at work."""
     nodes = [
-        said
+        node_report
         for report in reports.values()
-        for said in report["heartbeat"].get("nodes", {}).values()
+        for node_report in report["heartbeat"].get("nodes", {}).values()
     ]
-    return sum(float(said["seconds"]["busy"]) for said in nodes)
+    return sum(float(node_report["seconds"]["busy"]) for node_report in nodes)
 
 
-def _state(said: Mapping[str, Any], in_slice: bool, spent: Mapping[str, float], before: str) -> str:
-    if said["ended"] or said["status"].get("done"):
+def _state(
+    report: Mapping[str, Any], in_slice: bool, spent: Mapping[str, float], before: str
+) -> str:
+    if report["ended"] or report["status"].get("done"):
         return "done"
-    if said.get("paused"):
+    if report.get("paused"):
         return "paused"
     if not any(spent.values()):
         return "working" if in_slice else before

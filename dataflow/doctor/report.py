@@ -45,8 +45,8 @@ class Trouble:
 
 def last_errors(folder: Path) -> list[Trouble]:
     """For each log that has one, its last error, by name of the log."""
-    found = [last_error(path.name, tail(path)) for path in sorted(folder.glob("*.log"))]
-    return [trouble for trouble in found if trouble is not None]
+    errors = [last_error(path.name, tail(path)) for path in sorted(folder.glob("*.log"))]
+    return [trouble for trouble in errors if trouble is not None]
 
 
 def last_error(name: str, text: str) -> Trouble | None:
@@ -68,15 +68,15 @@ def _traceback(name: str, lines: list[str], begin: int) -> Trouble:
     places = []
     end = begin
     for at in range(begin + 1, len(lines)):
-        if found := _FILE.match(lines[at]):
-            places.append(f"{found['file']}:{found['line']}")
+        if match := _FILE.match(lines[at]):
+            places.append(f"{match['file']}:{match['line']}")
         elif lines[at] and not lines[at][0].isspace():
             end = at
             break
     own = [place for place in places if "site-packages" not in place] or places
-    said = lines[end].strip() if end > begin else "a traceback without an end"
+    text = lines[end].strip() if end > begin else "a traceback without an end"
     return Trouble(
-        log=name, said=said, where=own[-1] if own else "", lines_ago=len(lines) - 1 - end
+        log=name, said=text, where=own[-1] if own else "", lines_ago=len(lines) - 1 - end
     )
 
 
@@ -116,7 +116,7 @@ def report(
 
 def ailments(folder: RunFolder) -> list[list[str]]:
     """The last errors of the logs, the last faults on record, and what was changed on the way."""
-    errors = [line for found in last_errors(folder.logs) for line in _error(found)]
+    errors = [line for error in last_errors(folder.logs) for line in _error(error)]
     path = folder.path / FILE
     faults = read_text(path).splitlines()
     shown = [f"  {_fault(line)}" for line in faults[-_FAULTS:]]
@@ -189,7 +189,7 @@ def _state(node: Node) -> str:
 
 
 def _edges(facts: Facts) -> list[str]:
-    known = [edge for edge in facts.edges if edge.depth is not None]
+    measured = [edge for edge in facts.edges if edge.depth is not None]
     rows = [
         [
             f"{e.producer} > {e.consumer}",
@@ -199,7 +199,7 @@ def _edges(facts: Facts) -> list[str]:
             _number(e.capacity),
             "full" * e.is_full,
         ]
-        for e in known
+        for e in measured
     ]
     return table(rows) if rows else []
 
@@ -223,7 +223,7 @@ def _workers(facts: Facts) -> list[str]:
     ]
     for worker in facts.workers.values():
         at = f"{worker.at} for {seconds(worker.at_s)}" if worker.at else "rest"
-        heard = f"{seconds(worker.silent_s)} ago"
+        last_heard = f"{seconds(worker.silent_s)} ago"
         rows.append(
             [
                 worker.name,
@@ -231,7 +231,7 @@ def _workers(facts: Facts) -> list[str]:
                 worker.state,
                 *_process(worker.process),
                 str(worker.restarts),
-                heard,
+                last_heard,
                 at,
                 ", ".join(worker.nodes),
             ]
@@ -254,11 +254,11 @@ def _stacks(worker: WorkerFacts, whole: bool) -> list[str]:
     if worker.state in ("left", "gone", "down"):
         return []
     if not worker.threads:
-        said = trouble(worker) or "has not told its stacks in time"
+        state = trouble(worker) or "has not told its stacks in time"
         lines = worker.dump.splitlines()
         shown = lines if whole else _main_thread(lines)
         return [
-            f"  {worker.name} {said}" + ("; its log now has" if shown else ""),
+            f"  {worker.name} {state}" + ("; its log now has" if shown else ""),
             *(f"    {line}" for line in shown),
         ]
     lines = []
@@ -288,22 +288,22 @@ def _place(file: str) -> str:
     return "/".join(Path(file).parts[-2:])
 
 
-def _error(found: Trouble) -> list[str]:
-    after = f", {found.lines_ago} lines ago" if found.lines_ago else ""
-    at = f" ({found.where})" if found.where else ""
-    said = found.said if len(found.said) <= _MOST_TEXT else f"{found.said[:_MOST_TEXT]} ..."
-    return [f"  {found.log}{after}: {said}{at}"]
+def _error(trouble: Trouble) -> list[str]:
+    after = f", {trouble.lines_ago} lines ago" if trouble.lines_ago else ""
+    at = f" ({trouble.where})" if trouble.where else ""
+    text = trouble.said if len(trouble.said) <= _MOST_TEXT else f"{trouble.said[:_MOST_TEXT]} ..."
+    return [f"  {trouble.log}{after}: {text}{at}"]
 
 
 def _fault(line: str) -> str:
     """A line of faults.jsonl for people; one that was torn, as it is."""
     try:
-        found = json.loads(line)
-        back = found["recovered_s"]
+        fault = json.loads(line)
+        back = fault["recovered_s"]
         again = "not back" if back is None else f"back after {seconds(back)}"
-        at = time.strftime("%H:%M:%S", time.localtime(found["at"]))
-        who = f"{at} {found['worker']} (attempt {found['attempt']}) {found['cause']}"
-        return f"{who}; noticed after {seconds(found['noticed_s'])}, {again}"
+        at = time.strftime("%H:%M:%S", time.localtime(fault["at"]))
+        incident = f"{at} {fault['worker']} (attempt {fault['attempt']}) {fault['cause']}"
+        return f"{incident}; noticed after {seconds(fault['noticed_s'])}, {again}"
     except (ValueError, KeyError, TypeError):
         return line
 

@@ -42,7 +42,7 @@ class Stillness:
         )
 
 
-def decide(found: Stillness, *, stall_s: float, slice_s: float) -> Decision:
+def decide(stillness: Stillness, *, stall_s: float, slice_s: float) -> Decision:
     """slow: to be warned of; stalled: at twice the limit, to be ended."""
-    part = max(found.idle_s / stall_s, found.still_s / slice_s)
+    part = max(stillness.idle_s / stall_s, stillness.still_s / slice_s)
     return "stalled" if part >= 2 else "slow" if part >= 1 else "fine"

@@ -18,14 +18,14 @@ def verdict(facts: Facts, *, moves_s: float = MOVES_S) -> str:
     """The root of the waiting, named first. moves_s: without movement for so long, a run is not
     well.
     """
-    found = waits(facts)
-    reached = ends(facts, found)
+    all_waits = waits(facts)
+    reached = ends(facts, all_waits)
     ill = [name for name, node in facts.nodes.items() if troubled(node)]
     if facts.phase == "starting":
         return _starting(facts)
     if ill:
         root = _most(facts, {name: reached.get(name, []) for name in ill})
-        return _ill(facts, root, reached.get(root, []), found)
+        return _ill(facts, root, reached.get(root, []), all_waits)
     if facts.still_s < moves_s:
         return _fine(facts)
     if not reached:
@@ -34,9 +34,9 @@ def verdict(facts: Facts, *, moves_s: float = MOVES_S) -> str:
             f" {_at_work(facts) or 'no node says why'}."
         )
     root = _most(facts, reached)
-    if any(wait.who == root for wait in found):
-        return _circle(facts, [name for name in reached if root in reached[name]], found)
-    return f"{_who(reached[root], root, found)} '{root}', which {_doing(facts.nodes[root])}."
+    if any(wait.who == root for wait in all_waits):
+        return _circle(facts, [name for name in reached if root in reached[name]], all_waits)
+    return f"{_who(reached[root], root, all_waits)} '{root}', which {_doing(facts.nodes[root])}."
 
 
 def _starting(facts: Facts) -> str:
@@ -71,43 +71,45 @@ def _most(facts: Facts, reached: Mapping[str, list[str]]) -> str:
     )
 
 
-def _ill(facts: Facts, root: str, waiting: list[str], found: list[Wait]) -> str:
+def _ill(facts: Facts, root: str, waiting: list[str], all_waits: list[Wait]) -> str:
     workers = troubled(facts.nodes[root])
-    said = _list([f"{_named(worker)} {_is(worker)}" for worker in workers])
+    troubles = _list([f"{_named(worker)} {_is(worker)}" for worker in workers])
     if not waiting:
-        others = len(facts.nodes[root].workers) - len(workers)
-        so_far = "the others carry on" if others else "nobody waits for it yet"
-        return f"Something is the matter with '{root}': {said}; {so_far}."
-    return f"{_who(waiting, root, found)} '{root}': {said}."
+        healthy = len(facts.nodes[root].workers) - len(workers)
+        so_far = "the others carry on" if healthy else "nobody waits for it yet"
+        return f"Something is the matter with '{root}': {troubles}; {so_far}."
+    return f"{_who(waiting, root, all_waits)} '{root}': {troubles}."
 
 
 def _fine(facts: Facts) -> str:
-    found = loads(facts)
+    shares = loads(facts)
     if facts.evaluating:
         return f"Nothing is wrong: the run is in its {facts.phase.replace('_', ' ')}."
-    if not found:
+    if not shares:
         return "Nothing is wrong: rows move."
-    most = found[0].share
+    most = shares[0].share
     if most < _BUSY:
         return (
-            f"Nothing is wrong: rows move, and '{found[0].node}' is busiest, busy"
-            f" {found[0].busy:.0%}."
+            f"Nothing is wrong: rows move, and '{shares[0].node}' is busiest, busy"
+            f" {shares[0].busy:.0%}."
         )
-    slowest = [load.node for load in found if load.share > most - ALIKE]
+    slowest = [load.node for load in shares if load.share > most - ALIKE]
     if len(slowest) > 1:
         parts = [repr(name) for name in facts.nodes if name in slowest]
         return f"Nothing is wrong: {_list(parts)} are the slowest parts, busy {most:.0%}."
     shared = (
-        f", and those that work in turn with it make that {most:.0%}" if found[0].is_shared else ""
+        f", and those that work in turn with it make that {most:.0%}" if shares[0].is_shared else ""
     )
     return (
-        f"Nothing is wrong: '{slowest[0]}' is the slowest part, busy {found[0].busy:.0%}{shared}."
+        f"Nothing is wrong: '{slowest[0]}' is the slowest part, busy {shares[0].busy:.0%}{shared}."
     )
 
 
-def _circle(facts: Facts, names: list[str], found: list[Wait]) -> str:
+def _circle(facts: Facts, names: list[str], all_waits: list[Wait]) -> str:
     whys = [
-        f"'{wait.who}' waits for '{wait.whom}' ({wait.why})" for wait in found if wait.who in names
+        f"'{wait.who}' waits for '{wait.whom}' ({wait.why})"
+        for wait in all_waits
+        if wait.who in names
     ]
     return f"{_list([repr(name) for name in names])} wait for each other: {'; '.join(whys)}."
 
@@ -139,8 +141,8 @@ def _at_work(facts: Facts) -> str:
     )
 
 
-def _who(waiting: list[str], root: str, found: list[Wait]) -> str:
-    everybody = {wait.who for wait in found}
+def _who(waiting: list[str], root: str, all_waits: list[Wait]) -> str:
+    everybody = {wait.who for wait in all_waits}
     if len(everybody) > 1 and everybody - {root} <= set(waiting):
         return "Everything waits for"
     return (

@@ -58,8 +58,8 @@ def waits_of(facts: Facts, node: Node) -> list[Wait]:
     """Whom one node waits for."""
     if troubled(node) or node.state in ("working", "done"):
         return []
-    if found := _behind(node):
-        return [found]
+    if wait := _behind(node):
+        return [wait]
     if node.state == "blocked":
         return _blocked(facts, node)
     if node.kind == "source":
@@ -77,12 +77,12 @@ def waits_of(facts: Facts, node: Node) -> list[Wait]:
     ]
 
 
-def ends(facts: Facts, found: Collection[Wait]) -> dict[str, list[str]]:
+def ends(facts: Facts, all_waits: Collection[Wait]) -> dict[str, list[str]]:
     """By node at which chains of waits end, the nodes that wait for it; a circle ends at each of
     its nodes.
     """
     following: dict[str, list[str]] = {}
-    for wait in found:
+    for wait in all_waits:
         following.setdefault(wait.who, []).append(wait.whom)
     reached: dict[str, list[str]] = {}
     for start in following:
@@ -97,8 +97,10 @@ def seconds(value: float) -> str:
         return f"{value:.1f} s"
     if value < 119.5:
         return f"{value:.0f} s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+    minutes, remainder = divmod(round(value), 60)
+    return (
+        f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {remainder} s"
+    )
 
 
 def _away(worker: WorkerFacts) -> str:
@@ -121,26 +123,26 @@ def _away(worker: WorkerFacts) -> str:
 
 
 def _ends_of(start: str, following: dict[str, list[str]]) -> set[str]:
-    seen, todo = {start}, [start]
+    reached, todo = {start}, [start]
     while todo:
         for name in following.get(todo.pop(), ()):
-            if name not in seen:
-                seen.add(name)
+            if name not in reached:
+                reached.add(name)
                 todo.append(name)
-    last = {name for name in seen if name not in following}
-    return last or {name for name in seen if name in _reach(name, following)}
+    last = {name for name in reached if name not in following}
+    return last or {name for name in reached if name in _reach(name, following)}
 
 
 def _reach(start: str, following: dict[str, list[str]]) -> set[str]:
     """What can be reached from a node by at least one wait."""
-    seen: set[str] = set()
+    reached: set[str] = set()
     todo = list(following.get(start, ()))
     while todo:
         name = todo.pop()
-        if name not in seen:
-            seen.add(name)
+        if name not in reached:
+            reached.add(name)
             todo += following.get(name, ())
-    return seen
+    return reached
 
 
 def _behind(node: Node) -> Wait | None:
@@ -185,20 +187,20 @@ def _paused(facts: Facts, node: Node) -> list[Wait]:
 
 
 def _weights(facts: Facts, node: Node) -> list[Wait]:
-    found = []
+    on_weights = []
     for feedback in facts.feedbacks:
         if feedback.reader == node.name:
             trainer = facts.nodes[feedback.trainer]
-            made, has = trainer.version, node.version
-            made = None if made is None else made // feedback.every * feedback.every
-            if trainer.state == "done" and made == has:
+            newest, has = trainer.version, node.version
+            newest = None if newest is None else newest // feedback.every * feedback.every
+            if trainer.state == "done" and newest == has:
                 continue
-            if made is not None and has is not None and made > has:
-                why = f"version {made} of '{feedback.trainer}' is made, but it still has {has}"
+            if newest is not None and has is not None and newest > has:
+                why = f"version {newest} of '{feedback.trainer}' is made, but it still has {has}"
             else:
                 why = f"{node.held_back} prompts may start only with weights after version {has}"
-            found.append(Wait(who=node.name, whom=feedback.trainer, why=why))
-    return found
+            on_weights.append(Wait(who=node.name, whom=feedback.trainer, why=why))
+    return on_weights
 
 
 def _group(facts: Facts, node: Node, awaited: Awaited) -> Wait:
@@ -238,7 +240,7 @@ def _sources(facts: Facts, name: str) -> list[str]:
 def _live_edges(facts: Facts, node: Node) -> list[EdgeFacts]:
     """Edges on which rows should come now: of the sources that the run waits for."""
     ending = [edge for edge in facts.edges if edge.consumer == node.name]
-    wanted = [edge for edge in ending if (edge.source in facts.on_demand) == facts.evaluating]
+    live = [edge for edge in ending if (edge.source in facts.on_demand) == facts.evaluating]
     if facts.phase == "first_evaluation":
-        wanted = wanted or ending
-    return [edge for edge in wanted if facts.nodes[edge.producer].state != "done"]
+        live = live or ending
+    return [edge for edge in live if facts.nodes[edge.producer].state != "done"]

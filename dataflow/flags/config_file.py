@@ -28,25 +28,25 @@ def read(path: Path, flags: Mapping[str, Flag], program: str, called: str) -> di
     Errors: FlagError with file, line and key: for one that is no flag, for a value that is none of
     its kind, for a file that is for another program.
     """
-    found: dict[str, Words] = {}
+    words_of: dict[str, Words] = {}
     for key, place, value in keys_of(path):
         name = key.replace("-", "_")
         if name == PROGRAM and name not in flags:
             _check_program(path, value, program)
             continue
         if name not in flags or name in NOT_KEPT:
-            what = f"{place}: {unknown(key, flags, called, f'flag {key!r}')}"
+            problem = f"{place}: {unknown(key, flags, called, f'flag {key!r}')}"
             if name in NOT_KEPT:
-                what = (
+                problem = (
                     f"{place}: '{key}' is no part of what a file of flags says; give it on the"
                     " command line"
                 )
-            raise FlagError(what)
-        if name in found:
+            raise FlagError(problem)
+        if name in words_of:
             raise FlagError(f"{place}: {name} stands there twice; leave one of them out")
-        found[name] = _words(flags[name], value, place)
-        found[name].value()
-    return found
+        words_of[name] = _words(flags[name], value, place)
+        words_of[name].value()
+    return words_of
 
 
 def program_of(path: Path) -> str:
@@ -78,10 +78,10 @@ def keys_of(path: Path) -> list[tuple[str, str, Value]]:
 
 def _of_toml(path: Path, text: str) -> list[tuple[str, str, Value]]:
     try:
-        found = tomllib.loads(text, parse_float=str)
+        table = tomllib.loads(text, parse_float=str)
     except tomllib.TOMLDecodeError as error:
         raise FlagError(f"{path} is no TOML: {error}") from None
-    return [(key, str(path), _plain(value, key, str(path))) for key, value in found.items()]
+    return [(key, str(path), _plain(value, key, str(path))) for key, value in table.items()]
 
 
 def _plain(value: Any, key: str, place: str) -> Value:
@@ -90,7 +90,7 @@ def _plain(value: Any, key: str, place: str) -> Value:
     if isinstance(value, str | int):
         return str(value)
     if isinstance(value, list):
-        items = [_plain(each, key, place) for each in value]
+        items = [_plain(part, key, place) for part in value]
         if all(isinstance(item, str) for item in items):
             return [str(item) for item in items]
     raise FlagError(_nested(key, place))
@@ -117,15 +117,15 @@ def _of_yaml(path: Path, text: str) -> list[tuple[str, str, Value]]:
         raise FlagError(
             f"{path} is no list of keys and values; write a flag on each line, as lr: 1e-6"
         )
-    found: list[tuple[str, str, Value]] = []
+    triples: list[tuple[str, str, Value]] = []
     for key, value in root.value:
         place = f"{path}, line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
             raise FlagError(
                 f"{place}: a key is the name of a flag, as lr; found a list or keys in its place"
             )
-        found.append((key.value, place, _of_node(value, key.value, place)))
-    return found
+        triples.append((key.value, place, _of_node(value, key.value, place)))
+    return triples
 
 
 def _of_node(node: Any, key: str, place: str) -> Value:
@@ -136,7 +136,7 @@ def _of_node(node: Any, key: str, place: str) -> Value:
     if isinstance(node, yaml.ScalarNode):
         return None if node.style is None and node.value in _NOTHING else str(node.value)
     items = (
-        [_of_node(each, key, place) for each in node.value]
+        [_of_node(child, key, place) for child in node.value]
         if isinstance(node, yaml.SequenceNode)
         else [None]
     )
@@ -154,23 +154,23 @@ def _nested(key: str, place: str) -> str:
 
 def _words(flag: Flag, value: Value, place: str) -> Words:
     """The value as words for this flag."""
-    found = Words(flag, place=place)
+    words = Words(flag, place=place)
     if value is None:
         if flag.may_be_none:
-            found.words.append("None")
+            words.words.append("None")
         elif flag.kind is str:
-            found.words.append("")
+            words.words.append("")
         else:
             raise FlagError(f"{place}: {flag.name} has no value, but takes {expected(flag)}")
     elif isinstance(value, str):
-        found.words.append(value)
+        words.words.append(value)
     elif flag.takes_many or flag.repeats:
-        found.words += value
+        words.words += value
     else:
         raise FlagError(
             f"{place}: {flag.name} is a list, {list(value)!r:.60}, but takes {expected(flag)}"
         )
-    return found
+    return words
 
 
 def _check_program(path: Path, value: Value, program: str) -> None:
@@ -184,7 +184,7 @@ def _check_program(path: Path, value: Value, program: str) -> None:
 def written(
     flags: Iterable[Flag],
     values: Mapping[str, Any],
-    given: Mapping[str, Words],
+    words: Mapping[str, Words],
     program: str,
     folder: str,
 ) -> str:
@@ -205,7 +205,7 @@ def written(
         if flag.heading != heading:
             heading = flag.heading
             lines += ["", f"# {heading}"]
-        lines.append(f"{flag.name}: {_shown(flag, values[flag.name], given.get(flag.name))}")
+        lines.append(f"{flag.name}: {_shown(flag, values[flag.name], words.get(flag.name))}")
     return "\n".join(lines) + "\n"
 
 
@@ -214,13 +214,13 @@ def _shown(flag: Flag, value: Any, given: Words | None) -> str:
         return "null"
     if flag.is_switch:
         return str(value).lower()
-    words = [str(each) for each in value] if isinstance(value, tuple | list | set) else [str(value)]
+    words = [str(part) for part in value] if isinstance(value, tuple | list | set) else [str(value)]
     if given is not None and given.words:
         words = given.words
     inside = {
         kind
-        for each in flag.kinds
-        for kind in (each, *typing.get_args(each))
+        for kind_or_union in flag.kinds
+        for kind in (kind_or_union, *typing.get_args(kind_or_union))
         if isinstance(kind, type)
     }
     kind = float if inside & {int, float} and str not in inside else str

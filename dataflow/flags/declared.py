@@ -76,10 +76,10 @@ class Flag:
     @property
     def choices(self) -> tuple[str, ...]:
         """All that it may be; empty: anything of its kind."""
-        found = [typing.get_args(kind) for kind in self.kinds]
+        choices = [typing.get_args(kind) for kind in self.kinds]
         return (
-            tuple(map(str, found[0]))
-            if len(found) == 1 and typing.get_origin(self.kinds[0]) is Literal
+            tuple(map(str, choices[0]))
+            if len(choices) == 1 and typing.get_origin(self.kinds[0]) is Literal
             else ()
         )
 
@@ -94,7 +94,7 @@ class Declared:
     @classmethod
     def of(cls, build: Callable[..., Any]) -> "Declared":
         """Errors: GraphError for a parameter that cannot become a flag, or two of one name."""
-        found: dict[str, Flag] = {}
+        flags: dict[str, Flag] = {}
         parameters = _parameters(build)
         documented = parameter_docs(inspect.getdoc(build) or "")
         has_parts = any(_is_part(kind) for kind, _ in parameters.values())
@@ -107,13 +107,13 @@ class Declared:
                 heading=ALGORITHM if has_parts else FIRST,
             )
             for flag in _fields(kind, default) if _is_part(kind) else [own]:
-                if flag.name in found:
+                if flag.name in flags:
                     raise GraphError(
                         f"'{build.__name__}' has two parameters '{flag.name}', of which one is a"
                         f" field of '{name}'; rename one of them"
                     )
-                found[flag.name] = flag
-        return cls(build, found)
+                flags[flag.name] = flag
+        return cls(build, flags)
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of the function, of a value for each flag. Errors: what its dataclasses
@@ -128,14 +128,14 @@ class Declared:
 def _parameters(build: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
     """Kind and default by name."""
     hints = typing.get_type_hints(build)
-    found = {}
+    parameters = {}
     for name, parameter in inspect.signature(build).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise GraphError(
                 f"'{build.__name__}' takes *{name}, which cannot become a flag; name each parameter"
             )
-        found[name] = (hints.get(name, str), parameter.default)
-    return found
+        parameters[name] = (hints.get(name, str), parameter.default)
+    return parameters
 
 
 def _is_part(kind: Any) -> bool:
@@ -144,18 +144,18 @@ def _is_part(kind: Any) -> bool:
 
 def _fields(kind: type, default: Any) -> list[Flag]:
     """A flag of each field, those of dataclasses within among them."""
-    hints, docs, found = typing.get_type_hints(kind), field_docs(kind), []
-    for field in (each for each in dataclasses.fields(kind) if each.init):
+    hints, docs, flags = typing.get_type_hints(kind), field_docs(kind), []
+    for field in (candidate for candidate in dataclasses.fields(kind) if candidate.init):
         own = field.default
         if own is dataclasses.MISSING:
-            made = field.default_factory
-            own = inspect.Parameter.empty if made is dataclasses.MISSING else made()
+            factory = field.default_factory
+            own = inspect.Parameter.empty if factory is dataclasses.MISSING else factory()
         if default is not inspect.Parameter.empty:
             own = getattr(default, field.name)
         if _is_part(hints[field.name]):
-            found += _fields(hints[field.name], own)
+            flags += _fields(hints[field.name], own)
         else:
-            found.append(
+            flags.append(
                 Flag(
                     name=field.name,
                     kind=hints[field.name],
@@ -164,9 +164,9 @@ def _fields(kind: type, default: Any) -> list[Flag]:
                     heading=_heading(kind, field.name),
                 )
             )
-    order = [vars(each).get(HEADING, FIRST) for each in kind.__mro__]
+    order = [vars(owner).get(HEADING, FIRST) for owner in kind.__mro__]
     return sorted(
-        found, key=lambda flag: order.index(flag.heading) if flag.heading in order else len(order)
+        flags, key=lambda flag: order.index(flag.heading) if flag.heading in order else len(order)
     )
 
 
@@ -188,7 +188,9 @@ def _made(kind: type, values: Mapping[str, Any]) -> Any:
 def _heading(kind: type, field: str) -> str:
     """Of the first class that has the field."""
     owner = next(
-        each for each in reversed(kind.__mro__) if field in vars(each).get("__annotations__", {})
+        owner_class
+        for owner_class in reversed(kind.__mro__)
+        if field in vars(owner_class).get("__annotations__", {})
     )
     return str(vars(owner).get(HEADING, FIRST))
 
@@ -202,10 +204,10 @@ def field_docs(kind: type) -> Mapping[str, str]:
     >>> "hang_s" in field_docs(Limits)
     True
     """
-    found: dict[str, str] = {}
-    for each in reversed(kind.__mro__):
+    docs: dict[str, str] = {}
+    for owner in reversed(kind.__mro__):
         try:
-            (body,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+            (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         except (OSError, TypeError, SyntaxError, ValueError):
             continue
         lines = getattr(body, "body", [])
@@ -215,8 +217,8 @@ def field_docs(kind: type) -> Mapping[str, str]:
                     ast.AnnAssign(target=ast.Name(id=name)),
                     ast.Expr(value=ast.Constant(value=str() as text)),
                 ):
-                    found[name] = " ".join(text.split())
-    return found
+                    docs[name] = " ".join(text.split())
+    return docs
 
 
 def parameter_docs(docstring: str) -> dict[str, str]:
@@ -231,14 +233,14 @@ def parameter_docs(docstring: str) -> dict[str, str]:
     {'kl': 'what a nat costs, in the loss.'}
     """
     _, _, section = inspect.cleandoc(docstring).partition("\nArgs:\n")
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
         if line and not line.startswith(" "):
             break
         if begun := re.match(r" {4}(\w+): (.*)", line):
             name = begun[1]
-            found[name] = begun[2].strip()
+            docs[name] = begun[2].strip()
         elif name and line.strip():
-            found[name] += " " + line.strip()
-    return found
+            docs[name] += " " + line.strip()
+    return docs

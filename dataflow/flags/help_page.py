@@ -54,21 +54,21 @@ def _takes(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(map(str, inside))
     if inside:
-        shown = [_takes(each) for each in inside if each is not Ellipsis]
+        shown = [_takes(inner) for inner in inside if inner is not Ellipsis]
         return f"{shown[0]} ..." if Ellipsis in inside or len(shown) == 1 else " ".join(shown)
     return _TAKES.get(kind, getattr(kind, "__name__", "VALUE").upper())
 
 
 def _entry(flag: Flag, width: int) -> list[str]:
     option = f"--no-{flag.option[2:]}" if flag.is_switch and flag.default is True else flag.option
-    left = f"  {option} {takes(flag)}".rstrip()
+    head = f"  {option} {takes(flag)}".rstrip()
     right = " ".join(filter(None, (_sentence(flag.help), _default(flag))))
-    told = textwrap.wrap(right, width - _LEFT, break_on_hyphens=False, break_long_words=False) or [
+    lines = textwrap.wrap(right, width - _LEFT, break_on_hyphens=False, break_long_words=False) or [
         ""
     ]
-    if len(left) >= _LEFT:
-        return [left, *(" " * _LEFT + line for line in told)]
-    return [f"{left:<{_LEFT}}{told[0]}".rstrip(), *(" " * _LEFT + line for line in told[1:])]
+    if len(head) >= _LEFT:
+        return [head, *(" " * _LEFT + line for line in lines)]
+    return [f"{head:<{_LEFT}}{lines[0]}".rstrip(), *(" " * _LEFT + line for line in lines[1:])]
 
 
 def _sentence(text: str) -> str:

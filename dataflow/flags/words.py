@@ -92,7 +92,7 @@ def split(words: Sequence[str], flags: Mapping[str, Flag], program: str) -> dict
 
     Errors: FlagError for flags that the program does not have, each with what it is called here.
     """
-    found: dict[str, Words] = {}
+    by_flag: dict[str, Words] = {}
     last: Words | None = None
     wrong: list[str] = []
     for word in words:
@@ -112,14 +112,16 @@ def split(words: Sequence[str], flags: Mapping[str, Flag], program: str) -> dict
             wrong.append(unknown(name, flags, program, word.partition("=")[0]))
             last = None if equals else _NO_FLAG
             continue
-        last = found[own] if flags[own].repeats and own in found else Words(flags[own], off=is_off)
-        found[own] = last
+        last = (
+            by_flag[own] if flags[own].repeats and own in by_flag else Words(flags[own], off=is_off)
+        )
+        by_flag[own] = last
         if equals:
             last.words.append(value)
             last = None if not (flags[own].takes_many and not flags[own].repeats) else last
     if wrong:
         raise FlagError("\n".join(wrong))
-    return found
+    return by_flag
 
 
 def _taken(word: str, last: Words | None, flags: Mapping[str, Flag], program: str) -> Words | None:
@@ -142,13 +144,13 @@ def unknown(name: str, flags: Collection[str], program: str, shown: str) -> str:
     for own in ("_".join(parts[-2:]), parts[-1]):
         if own in flags:
             return f"{program} has no {shown}; did you mean {_option(own)}?"
-        if other := called_here(own, flags):
-            return f"{program} has no {shown}; it is called {_option(other)} here"
-    told = hint(parts[-1], flags)
-    if meant := re.search(r"did you mean '(\w+)'", told):
+        if called := called_here(own, flags):
+            return f"{program} has no {shown}; it is called {_option(called)} here"
+    suggestion = hint(parts[-1], flags)
+    if meant := re.search(r"did you mean '(\w+)'", suggestion):
         return f"{program} has no {shown}; did you mean {_option(meant[1])}?"
-    if told.startswith("; that is"):
-        return f"{program} has no {shown}{told}, in the file of a graph"
+    if suggestion.startswith("; that is"):
+        return f"{program} has no {shown}{suggestion}, in the file of a graph"
     return f"{program} has no {shown}; see its --help"
 
 

@@ -30,8 +30,10 @@ def read_arrow(path: Path, without: Collection[str] = ()) -> pa.Table:
         _prove(path, memoryview(content))
         reader = pa.ipc.open_file(content)
         if without:
-            kept = [at for at, name in enumerate(reader.schema.names) if name not in without]
-            reader = pa.ipc.open_file(content, options=pa.ipc.IpcReadOptions(included_fields=kept))
+            fields = [at for at, name in enumerate(reader.schema.names) if name not in without]
+            reader = pa.ipc.open_file(
+                content, options=pa.ipc.IpcReadOptions(included_fields=fields)
+            )
         table = reader.read_all()
         table.validate(full=True)
         return table
@@ -49,9 +51,9 @@ def stream_arrow(path: Path, columns: Collection[str] | None = None) -> Iterator
         with pa.OSFile(str(path)) as file:
             reader = pa.ipc.open_file(file)
             if columns is not None:
-                wanted = [at for at, name in enumerate(reader.schema.names) if name in columns]
+                fields = [at for at, name in enumerate(reader.schema.names) if name in columns]
                 reader = pa.ipc.open_file(
-                    file, options=pa.ipc.IpcReadOptions(included_fields=wanted)
+                    file, options=pa.ipc.IpcReadOptions(included_fields=fields)
                 )
             for number in range(reader.num_record_batches):
                 batch = reader.get_batch(number)

@@ -83,8 +83,8 @@ class Checkpoints:
         """Steps that have a checkpoint folder, oldest first, whether good or not."""
         with disk("listing", self.path):
             below = list(self.path.iterdir()) if self.path.exists() else []
-        found = [_NAME.fullmatch(path.name) for path in below]
-        return sorted(int(match[1]) for match in found if match)
+        matches = [_NAME.fullmatch(path.name) for path in below]
+        return sorted(int(match[1]) for match in matches if match)
 
     def staying(self) -> list[int]:
         """Steps of those that no newer one removes, oldest first, whether good or not."""
@@ -133,10 +133,10 @@ class Checkpoints:
 
         Errors: RunFolderError; all others stay as they were.
         """
-        for rest in self.path.glob(".step-*.*"):
-            match = _NAME.search(rest.name)
-            if match and int(match[1]) < before and _is_rest(rest, match[0]):
-                _remove(rest)
+        for leftover in self.path.glob(".step-*.*"):
+            match = _NAME.search(leftover.name)
+            if match and int(match[1]) < before and _is_rest(leftover, match[0]):
+                _remove(leftover)
         for step in self.steps():
             if step < before and step not in but and self.is_temporary(step):
                 removed = self.path / f".step-{step:06d}.removed"
@@ -202,13 +202,13 @@ def damage_of(folder: Path, step: int, *, read: bool = True) -> str | None:
         if marker["step"] != step:
             return f"its marker is of step {marker['step']}"
         for name, expected in marker["files"].items():
-            found = (
+            facts = (
                 _facts(folder / name)
                 if read
                 else {**expected, "bytes": (folder / name).stat().st_size}
             )
-            if found != expected:
-                return f"'{name}' is not as it was written: {found} instead of {expected}"
+            if facts != expected:
+                return f"'{name}' is not as it was written: {facts} instead of {expected}"
     except FileNotFoundError as error:
         missing = Path(error.filename).name
         return "it was never committed" if missing == MARKER else f"'{missing}' is missing"

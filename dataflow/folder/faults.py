@@ -39,22 +39,22 @@ class Faults:
         self,
         folder: str,
         clock: Callable[[], float],
-        said: list[str],
+        notices: list[str],
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """folder: of the run; empty: nothing is written. clock: the scheduler's. said: what the
+        """folder: of the run; empty: nothing is written. clock: the scheduler's. notices: what the
         user is told.
         """
         self._path = Path(folder) / FILE if folder else None
-        self._clock, self._wall, self._said = clock, wall, said
-        self._extras = Extras(said.append)
+        self._clock, self._wall, self._notices = clock, wall, notices
+        self._extras = Extras(notices.append)
         self._open: dict[str, _Open] = {}
 
     def noticed(
-        self, worker: str, cause: str, attempt: int, heard: float, rollouts: int = 0
+        self, worker: str, cause: str, attempt: int, heard_at: float, rollouts: int = 0
     ) -> None:
-        """A worker has ended, or was stopped; `heard`: when it last gave a sign of life. rollouts:
-        it had begun.
+        """A worker has ended, or was stopped. heard_at: when it last gave a sign of life. rollouts:
+        that it had begun.
         """
         self._write(worker, None)
         now = self._clock()
@@ -63,7 +63,7 @@ class Faults:
             "worker": worker,
             "cause": cause,
             "attempt": attempt,
-            "noticed_s": round(now - heard, 3),
+            "noticed_s": round(now - heard_at, 3),
             "rollouts_again": rollouts,
         }
         self._open[worker] = _Open(line, now)
@@ -77,7 +77,7 @@ class Faults:
             took = self._clock() - fault.noticed
             again = fault.line["rollouts_again"]
             more = f"; {again} rollout{'s' if again > 1 else ''} drawn again" if again else ""
-            self._said.append(
+            self._notices.append(
                 told or f"worker {worker} {fault.line['cause']}, restarted after {took:.1f} s{more}"
             )
             self._write(worker, round(took, 3))
@@ -112,7 +112,7 @@ def describe_faults(lines: Iterable[Mapping[str, Any]]) -> list[str]:
             together[-1].append(line)
         else:
             together.append([line])
-    return [_sentence(each) for each in together]
+    return [_sentence(group) for group in together]
 
 
 def _at(line: Mapping[str, Any]) -> float:
@@ -122,12 +122,16 @@ def _at(line: Mapping[str, Any]) -> float:
 def _sentence(lines: Sequence[Mapping[str, Any]]) -> str:
     names = ", ".join(str(line.get("worker")) for line in lines)
     back = [line.get("recovered_s") for line in lines]
-    said = (
+    sentence = (
         f"{names} {lines[0].get('cause')}: noticed after {max(_known(lines, 'noticed_s')):.1f} s, "
     )
-    said += "not back" if None in back else f"back after {max(_known(lines, 'recovered_s')):.1f} s"
+    sentence += (
+        "not back" if None in back else f"back after {max(_known(lines, 'recovered_s')):.1f} s"
+    )
     again = int(sum(_known(lines, "rollouts_again")))
-    return f"{said}, {again} rollout{'s' if again > 1 else ''} drawn again" if again else said
+    return (
+        f"{sentence}, {again} rollout{'s' if again > 1 else ''} drawn again" if again else sentence
+    )
 
 
 def _known(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:

@@ -58,16 +58,16 @@ class File:
             while True:
                 begin = source.tell()
                 try:
-                    batch, said = reader.read_next_batch_with_custom_metadata()
+                    batch, metadata = reader.read_next_batch_with_custom_metadata()
                 except StopIteration:
                     ended = True
                     break
-                if said is None or SEAL not in said:
+                if metadata is None or SEAL not in metadata:
                     batch.validate(full=True)
                     rows.append(batch)
                     continue
                 digest.update(content[proved:begin])
-                if said[SEAL] != digest.hexdigest().encode():
+                if metadata[SEAL] != digest.hexdigest().encode():
                     break
                 proved, behind = begin, source.tell()
                 yield from rows
@@ -81,7 +81,7 @@ class File:
 
 def _has_seal(content: bytes) -> bool:
     """Whether some seal is there whole, so that what stands before it was."""
-    for at in (found.start() for found in re.finditer(SEAL, content)):
+    for at in (match.start() for match in re.finditer(SEAL, content)):
         begin = content.rfind(_MESSAGE, 0, at) + len(_MESSAGE)
         if begin + 4 + int.from_bytes(content[begin : begin + 4], "little") <= len(content):
             return True
@@ -97,7 +97,7 @@ class SealedWriter:
         self._head = _encoded(schema)
         self._put(self._head)
         empty = pa.RecordBatch.from_arrays(
-            [pa.array([], each.type) for each in schema], schema=schema
+            [pa.array([], field.type) for field in schema], schema=schema
         )
         self._seal = bytes(_encoded(schema, empty, {SEAL: _NO_SUM})[len(self._head) :])
 
@@ -117,13 +117,15 @@ class SealedWriter:
 
 
 def _encoded(
-    schema: pa.Schema, rows: pa.RecordBatch | None = None, said: Mapping[bytes, bytes] | None = None
+    schema: pa.Schema,
+    rows: pa.RecordBatch | None = None,
+    metadata: Mapping[bytes, bytes] | None = None,
 ) -> Any:
     """A stream that has not ended, of this batch or none."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as stream:
         if rows is not None:
-            stream.write_batch(rows, custom_metadata=said)
+            stream.write_batch(rows, custom_metadata=metadata)
     return memoryview(sink.getvalue())[: -len(_END)]
 
 
@@ -178,14 +180,14 @@ class GroupFiles:
         kept. Files of this replica's earlier attempts that have none of them are removed; other
         replicas may be writing theirs.
         """
-        wanted = set(waited_for)
+        groups = set(waited_for)
         for path in sorted(self._folder.glob(f"*.{self._ending}"), key=_place):
             file = File(path)
             for batch in file.read():
                 if self.schema is not None and not batch.schema.equals(self.schema):
                     break
                 for group, first, count in group_slices(batch):
-                    if group in wanted and not (self.once and group in self._found):
+                    if group in groups and not (self.once and group in self._found):
                         self._found.setdefault(group, []).append(batch.slice(first, count))
                         self._hold(file, group)
             self._let_go(file)
@@ -242,8 +244,8 @@ class GroupFiles:
         """Whether the process that wrote it was this replica, or belonged to a part of the run that
         has ended.
         """
-        replica, _, rest = path.name.partition("-")
-        return replica == str(self._replica) or rest.startswith("part")
+        replica, _, name = path.name.partition("-")
+        return replica == str(self._replica) or name.startswith("part")
 
     def _open(self, schema: pa.Schema) -> tuple[SealedWriter, File]:
         if self._writer is None or self._file is None:

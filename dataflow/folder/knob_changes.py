@@ -67,14 +67,16 @@ def record(ledger: BaseLedger | None, changes: Sequence[KnobChange]) -> None:
     LedgerError.
     """
     if ledger is not None and changes:
-        ledger.set_facts({f"{FACT}/{each.number:06}": asdict(each) for each in changes})
+        ledger.set_facts({f"{FACT}/{change.number:06}": asdict(change) for change in changes})
         ledger.flush()
 
 
 def known(ledger: BaseLedger | None, changes: Iterable[KnobChange]) -> tuple[KnobChange, ...]:
     """The same, as they stand in the ledger, where they do."""
-    on_record = {} if ledger is None else {each.number: each for each in recorded(ledger.facts())}
-    return tuple(on_record.get(each.number, each) for each in changes)
+    on_record = (
+        {} if ledger is None else {change.number: change for change in recorded(ledger.facts())}
+    )
+    return tuple(on_record.get(change.number, change) for change in changes)
 
 
 def read_changes(folder: RunFolder) -> tuple[KnobChange, ...]:
@@ -89,12 +91,12 @@ def of_operators(changes: Iterable[KnobChange], swaps: Iterable[Swap]) -> tuple[
     knob is set of one operator, and of none that takes its place.
     """
     in_place = {swap.node: swap.number for swap in swaps}
-    return tuple(each for each in changes if each.swap == in_place.get(each.node, 0))
+    return tuple(change for change in changes if change.swap == in_place.get(change.node, 0))
 
 
 def bound_at(changes: Iterable[KnobChange], trainer: str, step: int, declared: int) -> int:
     """The bound on staleness that held for a step of a trainer. changes: of the run, in order."""
-    for each in changes:
-        if each.knob == MAX_STALENESS and each.trainer == trainer and 0 < each.step <= step:
-            declared = int(each.value)
+    for change in changes:
+        if change.knob == MAX_STALENESS and change.trainer == trainer and 0 < change.step <= step:
+            declared = int(change.value)
     return declared

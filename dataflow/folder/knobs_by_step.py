@@ -49,34 +49,36 @@ class KnobsByStep(Generic[T]):
 
     def hear(self, changes: Iterable[KnobChange]) -> None:
         """Changes of this trainer's knobs, some of which may be known."""
-        known = {each.number for each in (*self._counting, *self._waiting)}
-        for each in changes:
-            if each.number not in known:
-                (self._counting if each.step else self._waiting).append(each)
+        numbers = {change.number for change in (*self._counting, *self._waiting)}
+        for change in changes:
+            if change.number not in numbers:
+                (self._counting if change.step else self._waiting).append(change)
 
     def take(self, step: int, bound: Bound | None) -> Sequence[KnobChange]:
         """Let what waits count from this step on, which is not begun; what counts now. bound: as
         declared.
         """
-        found: dict[int, KnobChange] = {}
-        for each in self._waiting:
+        decided: dict[int, KnobChange] = {}
+        for change in self._waiting:
             first = step
-            if each.knob == MAX_STALENESS and (before := self.bound(step, bound)) is not None:
-                first += before.max_staleness + 1 if each.value < before.max_staleness else 0
+            if change.knob == MAX_STALENESS and (before := self.bound(step, bound)) is not None:
+                first += before.max_staleness + 1 if change.value < before.max_staleness else 0
                 to_come = [e for e in self._counting if e.knob == MAX_STALENESS and e.step > step]
-                found |= {e.number: dataclasses.replace(e, step=first) for e in to_come}
-            found[each.number] = dataclasses.replace(each, step=first)
-            self._counting = [found.get(e.number, e) for e in self._counting] + [found[each.number]]
+                decided |= {e.number: dataclasses.replace(e, step=first) for e in to_come}
+            decided[change.number] = dataclasses.replace(change, step=first)
+            self._counting = [decided.get(e.number, e) for e in self._counting] + [
+                decided[change.number]
+            ]
         self._waiting.clear()
-        knob_changes.record(self._ledger, list(found.values()))
-        return list(found.values())
+        knob_changes.record(self._ledger, list(decided.values()))
+        return list(decided.values())
 
     def at(self, step: int) -> T:
         """The knobs of a step."""
-        found = self._trainer
+        knobs = self._trainer
         for knob, value in {e.knob: e.value for e in self._own() if e.step <= step}.items():
-            found = found.with_knob(knob, value)
-        return found
+            knobs = knobs.with_knob(knob, value)
+        return knobs
 
     def bound(self, step: int, declared: Bound | None) -> Bound | None:
         """The bound on staleness that holds for a step."""

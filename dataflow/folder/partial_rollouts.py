@@ -121,11 +121,11 @@ def row_at(batch: pa.RecordBatch, at: int) -> PartialRow:
         return batch.column(name)[at]
 
     ids, logprobs, versions = (of(name).values.to_numpy() for name in (TOKENS, LOGPROBS, VERSIONS))
-    left = of(SAMPLING_MASK).values
+    masks = of(SAMPLING_MASK).values
     rollout = PartialRollout(
         begin=of(BEGIN).as_py(),
         tokens=RolloutTokens.drawn(
-            ids, logprobs, versions, None if left is None else SamplingMask.of_lists(left)
+            ids, logprobs, versions, None if masks is None else SamplingMask.of_lists(masks)
         ),
         finish_reason=of(FINISH_REASON).as_py(),
         text=of(COMPLETION).as_py(),

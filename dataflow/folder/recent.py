@@ -68,9 +68,9 @@ class RecentSpans:
         self._next, self._spans = now + WRITE_S, Spans(MOST_SPANS)
         if not len(spans):
             return
-        told = [[*name.split("\0"), round(begin, 6), round(end, 6)] for name, begin, end in spans]
+        plain = [[*name.split("\0"), round(begin, 6), round(end, 6)] for name, begin, end in spans]
         line = json.dumps(
-            {"process": self._process, "wall": round(self._wall() - now, 6), "spans": told}
+            {"process": self._process, "wall": round(self._wall() - now, 6), "spans": plain}
         )
         if self._path is not None and now - self._begun < MINUTE:
             folder.extras.append(self._path, line)
@@ -111,11 +111,11 @@ def last_spans(folder: RunFolder, seconds: float) -> list[RecentSpan]:
     Lines that are torn are passed over.
     """
     paths = sorted(files_of(folder))
-    found = [span for path in paths for span in _spans(path, MOST_BYTES // len(paths))]
-    begin = max((span.end_s for span in found), default=0.0) - seconds
+    newest = [span for path in paths for span in _spans(path, MOST_BYTES // len(paths))]
+    begin = max((span.end_s for span in newest), default=0.0) - seconds
     clipped = [
         RecentSpan(span.process, span.node, span.what, max(begin, span.begin_s), span.end_s)
-        for span in found
+        for span in newest
         if span.end_s > begin
     ]
     return sorted(clipped, key=lambda span: (span.begin_s, -span.end_s))
@@ -132,10 +132,12 @@ def _spans(path: Path, most_bytes: int) -> Iterator[RecentSpan]:
         try:
             line = json.loads(text)
             process, wall = str(line["process"]), float(line["wall"])
-            made = [
-                RecentSpan(process, str(node), str(what), wall + float(begin), wall + float(end))
-                for node, what, begin, end in line["spans"]
+            read = [
+                RecentSpan(
+                    process, str(node), str(activity), wall + float(begin), wall + float(end)
+                )
+                for node, activity, begin, end in line["spans"]
             ]
         except (ValueError, TypeError, KeyError):
             continue
-        yield from made
+        yield from read

@@ -44,22 +44,22 @@ def take_out_abandoned(finished: Path, source: str, newest: int) -> int:
 def _rewrite(path: Path, newest: int, keep: Keep) -> int:
     """Write a file anew without what is younger; how many rows that is."""
     batches = list(File(path).read())
-    kept = [
+    filtered = [
         keep(batch, pa.array(newest_versions(batch.column(VERSIONS)) <= newest))
         for batch in batches
     ]
     taken_out: int = sum(batch.num_rows for batch in batches) - sum(
-        batch.num_rows for batch in kept
+        batch.num_rows for batch in filtered
     )
-    left = [batch for batch in kept if batch.num_rows]
+    nonempty = [batch for batch in filtered if batch.num_rows]
 
     def write(file: IO[bytes]) -> None:
-        writer = SealedWriter(file, left[0].schema)
-        for batch in left:
+        writer = SealedWriter(file, nonempty[0].schema)
+        for batch in nonempty:
             writer.write_batch(batch)
         writer.close()
 
-    if taken_out and left:
+    if taken_out and nonempty:
         write_atomically(path, write, what="rewriting")
     elif taken_out:
         with disk("removing", path):
@@ -85,6 +85,6 @@ def number_finished(folder: Path, part: int) -> None:
     """
     files = folder / "finished"
     for path in [*files.rglob("*.arrows"), *files.rglob("*.parts"), *files.rglob("*.turns")]:
-        replica, _, rest = path.name.partition("-")
-        if not rest.startswith("part"):
-            path.replace(path.with_name(f"{replica}-part{part}-{rest}"))
+        replica, _, name = path.name.partition("-")
+        if not name.startswith("part"):
+            path.replace(path.with_name(f"{replica}-part{part}-{name}"))

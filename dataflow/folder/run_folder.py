@@ -85,11 +85,11 @@ class RolloutFiles:
 
     def files(self, kind: str) -> list[tuple[int, Path]]:
         """Steps and paths of the files that there are, ascending. kind: step | eval."""
-        found = [
+        matches = [
             (re.fullmatch(rf"{kind}-(\d+)\.arrow", path.name), path)
             for path in self.path.glob(f"{kind}-*.arrow")
         ]
-        return sorted((int(match[1]), path) for match, path in found if match)
+        return sorted((int(match[1]), path) for match, path in matches if match)
 
     def _put(self, path: Path, rows: Rows) -> Path:
         written = self.placing.aside(path)
@@ -187,21 +187,21 @@ class RunFolder:
             path = _new_folder(root, name)
             for below in ("logs", "rollouts", "checkpoints"):
                 (path / below).mkdir()
-        made = cls(path.absolute())
-        made.make_latest()
-        return made
+        folder = cls(path.absolute())
+        folder.make_latest()
+        return folder
 
     @classmethod
     def open(cls, path: str | Path, extras: Extras | None = None) -> "RunFolder":
         """The folder of a run that was made before. Errors: RunFolderError when there is none."""
-        found = Path(path)
-        if not found.is_dir():
-            why = "that is a file" if found.exists() else f"nothing is there{_alike(found)}"
+        folder = Path(path)
+        if not folder.is_dir():
+            why = "that is a file" if folder.exists() else f"nothing is there{_alike(folder)}"
             raise RunFolderError(
                 f"no run folder at '{path}': {why}; give the folder that the run printed, or"
                 " runs/latest"
             )
-        return cls(found.resolve(), extras or Extras())
+        return cls(folder.resolve(), extras or Extras())
 
     def make_latest(self) -> None:
         """Let `latest` beside it point to it."""
@@ -374,24 +374,24 @@ def surviving(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     A step is made again after a return to a checkpoint, an evaluation after a crash in the midst of
     its record.
     """
-    found: dict[Any, dict[str, Any]] = {}
+    lines_by_step: dict[Any, dict[str, Any]] = {}
     for number, line in enumerate(lines):
-        known = line.get("node"), line.get("step")
-        found[number if None in known else (*known, "eval_accuracy" in line)] = dict(line)
-    return list(found.values())
+        key = line.get("node"), line.get("step")
+        lines_by_step[number if None in key else (*key, "eval_accuracy" in line)] = dict(line)
+    return list(lines_by_step.values())
 
 
 def _alike(path: Path) -> str:
     """'; did you mean ...?' where a run beside it, or in runs/, is called much like it, or begins
     so.
     """
-    known: dict[str, Path] = {}
+    runs: dict[str, Path] = {}
     for root in (Path("runs"), path.parent):
         with contextlib.suppress(OSError):
-            known |= {each.name: each for each in root.iterdir() if (each / "config.json").exists()}
-    begin_so = [name for name in sorted(known) if name.startswith(path.name)]
-    close = difflib.get_close_matches(path.name, known, n=1) or begin_so[-1:]
-    return f"; did you mean '{known[close[0]]}'?" if close else ""
+            runs |= {run.name: run for run in root.iterdir() if (run / "config.json").exists()}
+    begin_so = [name for name in sorted(runs) if name.startswith(path.name)]
+    close = difflib.get_close_matches(path.name, runs, n=1) or begin_so[-1:]
+    return f"; did you mean '{runs[close[0]]}'?" if close else ""
 
 
 def _new_folder(root: Path, name: str) -> Path:

@@ -128,7 +128,7 @@ class Taking:
 
     def _take(self, before: int) -> RunHold:
         """Be the next one, who makes the file of that number: exactly one can."""
-        number, who = (
+        number, holder = (
             before + 1,
             b"%d@%s#%s" % (os.getpid(), _host(), secrets.token_hex(6).encode()),
         )
@@ -136,7 +136,7 @@ class Taking:
         with disk("taking", path):
             try:
                 with path.open("xb") as file:
-                    file.write(who + b" 0")
+                    file.write(holder + b" 0")
             except FileExistsError:
                 raise self._under_way(number, _read(path)) from None
             # it had been taken, given up, and taken again meanwhile
@@ -146,15 +146,15 @@ class Taking:
             for older in self._folder.iterdir():
                 if older.name.isdecimal() and int(older.name) < number:
                     older.unlink(missing_ok=True)
-        return RunHold(path, number, who, self._holders_clock)
+        return RunHold(path, number, holder, self._holders_clock)
 
     @property
     def waits(self) -> str:
         """What is waited for, for people."""
-        who = "who has it" if self._seen is None else _holder(*self._seen)
+        holder = "who has it" if self._seen is None else _holder(*self._seen)
         return (
             f"'{self._folder.parent.name}' was not let go of: waiting {self._still_s:.0f} s to see"
-            f" whether {who} still runs it, which raises a counter there every {RAISE_S:.0f} s"
+            f" whether {holder} still runs it, which raises a counter there every {RAISE_S:.0f} s"
         )
 
     def _under_way(self, number: int, text: bytes) -> UnderWay:
@@ -166,8 +166,8 @@ class Taking:
 
 def _holder(number: int, text: bytes) -> str:
     """For people."""
-    who = text.partition(b"#")[0].decode(errors="replace").partition("@")
-    return f"process {who[0]} on host '{who[2]}'" if who[2] else f"holder {number}"
+    process = text.partition(b"#")[0].decode(errors="replace").partition("@")
+    return f"process {process[0]} on host '{process[2]}'" if process[2] else f"holder {number}"
 
 
 def is_over_hosts(folder: RunFolder) -> bool:
@@ -228,7 +228,7 @@ def held(
 
 
 def _newest(folder: Path) -> int:
-    return max((int(each.name) for each in folder.iterdir() if each.name.isdecimal()), default=0)
+    return max((int(file.name) for file in folder.iterdir() if file.name.isdecimal()), default=0)
 
 
 def _at(folder: Path, number: int) -> Path:

@@ -54,9 +54,9 @@ def held(
                 " until it has ended, or stop it with Ctrl-C there"
             )
         deadline = clock() + wait_s
-        taken = None
+        hold = None
         while not _try(fcntl.flock, handle):
-            if (taken := take()) is not None:
+            if (hold := take()) is not None:
                 break
             if clock() > deadline:
                 raise UnderWay(
@@ -67,7 +67,7 @@ def held(
             time.sleep(0.05)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()} {number}".encode(), 0)
-        yield taken
+        yield hold
     finally:
         os.close(handle)
 

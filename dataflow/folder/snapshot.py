@@ -68,9 +68,9 @@ def read(folder: Path) -> Mapping[str, Any]:
             key=lambda path: int(path.stem.rpartition("-")[2]),
             default=folder,
         )
-        found: Mapping[str, Any] = json.loads(last.read_bytes())
+        snapshot: Mapping[str, Any] = json.loads(last.read_bytes())
     except (OSError, ValueError) as error:
         raise RunError(
             f"the scheduler that has ended left nothing to go on with in '{folder.name}': {error}"
         ) from error
-    return found
+    return snapshot

@@ -60,15 +60,15 @@ def of(folder: RunFolder) -> Path | None:
 
 def _parents() -> list[Path]:
     """Where `make` makes one and nobody else can put another in its place."""
-    found = []
-    for each in (_MEMORY, Path(tempfile.gettempdir())):
-        facts = each.stat()
+    folders = []
+    for folder in (_MEMORY, Path(tempfile.gettempdir())):
+        facts = folder.stat()
         is_sticky = bool(facts.st_mode & stat.S_ISVTX) or not facts.st_mode & (
             stat.S_IWGRP | stat.S_IWOTH
         )
         if is_sticky and facts.st_uid in (0, os.getuid()):
-            found.append(each)
-    return found
+            folders.append(folder)
+    return folders
 
 
 def _is_private(facts: os.stat_result) -> bool:

@@ -52,7 +52,7 @@ class Swap:
 
     def settable(self) -> dict[str, Settable]:
         """Its knobs that may change, with the values that its module gives them."""
-        return {name: Settable.from_plain(each) for name, each in self.knobs.items()}
+        return {name: Settable.from_plain(plain) for name, plain in self.knobs.items()}
 
     @property
     def mark(self) -> str:
@@ -62,25 +62,29 @@ class Swap:
     def __str__(self) -> str:
         """For people."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at))
-        what = f"{self.node} = {self.reference} (sha256 {self.digest[:_SHOWN]})"
-        return f"{what} after step {self.step}, {when}, by {self.by}"
+        change = f"{self.node} = {self.reference} (sha256 {self.digest[:_SHOWN]})"
+        return f"{change} after step {self.step}, {when}, by {self.by}"
 
 
 def recorded(facts: Mapping[str, Any]) -> tuple[Swap, ...]:
     """Those of a run, in order, from the facts in its ledger."""
-    found = (Swap(**facts[name]) for name in sorted(facts) if name.startswith(f"{FACT}/"))
-    return tuple(swap for swap in found if not swap.is_withdrawn)
+    swaps = (Swap(**facts[name]) for name in sorted(facts) if name.startswith(f"{FACT}/"))
+    return tuple(swap for swap in swaps if not swap.is_withdrawn)
 
 
 def record(ledger: BaseLedger, nodes: Collection[str], swaps: Sequence[Swap]) -> None:
     """Put down what nodes run from now on, the last swap of each, and that later ones were taken
     back; on the disk when it returns. Errors: LedgerError.
     """
-    known = recorded(ledger.facts())
-    numbers = {swap.number for swap in known}
+    recorded_swaps = recorded(ledger.facts())
+    numbers = {swap.number for swap in recorded_swaps}
     changed = [swap for swap in swaps if swap.number not in numbers]
     last = {swap.node: swap.number for swap in swaps}
-    gone = [swap for swap in known if swap.node in nodes and swap.number > last.get(swap.node, 0)]
+    gone = [
+        swap
+        for swap in recorded_swaps
+        if swap.node in nodes and swap.number > last.get(swap.node, 0)
+    ]
     if changed := [*(replace(swap, is_withdrawn=True) for swap in gone), *changed]:
         ledger.set_facts({f"{FACT}/{swap.number:06}": asdict(swap) for swap in changed})
         ledger.flush()

@@ -53,7 +53,7 @@ def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
     if not runs:
         raise GraphError("a calibration needs run folders; name one or more")
     for run in runs:
-        on_cpu = not any(each.get("gpus") for each in run.placed.values())
+        on_cpu = not any(placement.get("gpus") for placement in run.placed.values())
         if on_cpu != (kind == "cpu"):
             raise GraphError(
                 f"run '{run.path}' computed {'on cores' if on_cpu else 'on accelerators'}, but kind"
@@ -66,8 +66,8 @@ def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
     )
     row_s, row_token_s = _rows(runs, alone)
     return Constants(
-        generator=_generator_rates(generator.found, runs, device),
-        learner=_learner_rates(learner.found, runs, device),
+        generator=_generator_rates(generator.rates, runs, device),
+        learner=_learner_rates(learner.rates, runs, device),
         parallel={
             role: fit.parallel
             for role, fit in (("generator", generator), ("learner", learner))
@@ -84,8 +84,14 @@ def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
 
 def _busy(run: SeenRun, node: str) -> float:
     """Share of the time in which a node was at work, its replicas in the mean."""
-    seconds = sum(each.seconds for each in run.stretches[node]) * int(run.placed[node]["replicas"])
-    return min(1.0, sum(each.busy_s for each in run.stretches[node]) / seconds) if seconds else 0.0
+    seconds = sum(stretch.seconds for stretch in run.stretches[node]) * int(
+        run.placed[node]["replicas"]
+    )
+    return (
+        min(1.0, sum(stretch.busy_s for stretch in run.stretches[node]) / seconds)
+        if seconds
+        else 0.0
+    )
 
 
 def _beside(run: SeenRun, node: str) -> Beside:
@@ -95,18 +101,20 @@ def _beside(run: SeenRun, node: str) -> Beside:
     placed = run.placed[node]
     if placed.get("gpus"):
         return Beside()
-    left = (
+    idle_share = (
         1.0 if run.max_staleness or node == run.trainer else max(1e-6, 1 - _busy(run, run.trainer))
     )
     shares = {_threads(placed): 1.0}
     """By threads at work, how likely that is."""
-    for other in (each for each in run.stretches if _meets(run, node, each)):
-        busy, more = min(1.0, _busy(run, other) / left), _threads(run.placed[other])
-        for _ in range(int(run.placed[other]["replicas"]) - (other == node)):
+    for neighbour in (
+        node_beside for node_beside in run.stretches if _meets(run, node, node_beside)
+    ):
+        busy, more = min(1.0, _busy(run, neighbour) / idle_share), _threads(run.placed[neighbour])
+        for _ in range(int(run.placed[neighbour]["replicas"]) - (neighbour == node)):
             shares = _sum(shares, {0: 1 - busy, more: busy})
     full, fast = (Processors(cores=run.cores, alone=alone) for alone in (1.0, 2.0))
-    share = sum(each * full.speed(many) for many, each in shares.items())
-    faster = sum(each * fast.speed(many) for many, each in shares.items())
+    share = sum(part * full.speed(many) for many, part in shares.items())
+    faster = sum(part * fast.speed(many) for many, part in shares.items())
     return Beside(threads=int(placed.get("threads", 1)), share=share, idle=faster - share)
 
 
@@ -118,7 +126,7 @@ def _meets(run: SeenRun, node: str, other: str) -> bool:
         return False
     if run.trainer in (node, other):
         return run.max_staleness > 0
-    return any(each.rows_in or each.tokens for each in run.stretches[other])
+    return any(stretch.rows_in or stretch.tokens for stretch in run.stretches[other])
 
 
 def _threads(placed: Mapping[str, Any]) -> int:
@@ -128,10 +136,10 @@ def _threads(placed: Mapping[str, Any]) -> int:
 
 def _sum(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
     """Distribution of the sum of two numbers that do not depend on each other."""
-    found = defaultdict[int, float](float)
+    distribution = defaultdict[int, float](float)
     for (a, p), (b, q) in itertools.product(one.items(), other.items()):
-        found[a + b] += p * q
-    return found
+        distribution[a + b] += p * q
+    return distribution
 
 
 def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
@@ -153,7 +161,7 @@ def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
         replica = GeneratorReplica(
             model=run.model, kind=kind, tensor_parallel=ranks, dtype=_dtype(kind)
         )
-        once = replica.step(0.0, 0.0, _NOTHING).memory
+        weights_read = replica.step(0.0, 0.0, _NOTHING).memory
 
         def spent(
             steps: float,
@@ -163,10 +171,10 @@ def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
             prompts: float = 0.0,
             run: SeenRun = run,
             replica: GeneratorReplica = replica,
-            once: float = once,
+            weights_read: float = weights_read,
         ) -> list[float]:
             token = replica.step(1.0, context, _NOTHING)
-            memory = steps * once + tokens * (token.memory - once)
+            memory = steps * weights_read + tokens * (token.memory - weights_read)
             return [
                 steps,
                 tokens,
@@ -200,20 +208,20 @@ def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
         )
         prompts /= replica.ranks * kind.rate(replica.dtype)
         steps, tokens = max(0.0, steps), max(0.0, tokens)
-        rest = spent(steps, tokens, _context(run, looked, tokens), ends, prompts)
-        table.add(number, max(0.0, busy_s), rest, waits=steps, beside=beside)
+        amounts = spent(steps, tokens, _context(run, looked, tokens), ends, prompts)
+        table.add(number, max(0.0, busy_s), amounts, waits=steps, beside=beside)
     return table
 
 
 def _sizes(spans: Sequence[ActivitySpan]) -> list[Decoded]:
     """Decode steps of a whole run, by about how many rollouts they carried on, to a power of 2."""
-    found = defaultdict[int, list[Decoded]](list)
-    for each in (size for span in spans for size in span.decoded if size.steps):
-        found[round(math.log2(max(1.0, each.rollouts / each.steps)))].append(each)
+    by_size = defaultdict[int, list[Decoded]](list)
+    for decoded in (size for span in spans for size in span.decoded if size.steps):
+        by_size[round(math.log2(max(1.0, decoded.rollouts / decoded.steps)))].append(decoded)
     names = ("steps", "rollouts", "looked", "seconds")
     return [
-        Decoded(**{name: sum(getattr(each, name) for each in alike) for name in names})
-        for alike in found.values()
+        Decoded(**{name: sum(getattr(size, name) for size in alike) for name in names})
+        for alike in by_size.values()
     ]
 
 
@@ -226,8 +234,8 @@ def _context(run: SeenRun, looked: float, tokens: float) -> float:
     )
 
 
-def _generator_rates(found: Sequence[float], runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
-    step_s, row_s, end_s, end_token_s, exchange_s, memory, compute, look_s, wait_s = found
+def _generator_rates(fitted: Sequence[float], runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
+    step_s, row_s, end_s, end_token_s, exchange_s, memory, compute, look_s, wait_s = fitted
     if kind.name != "cpu" and not any(int(run.placed[run.generator]["ranks"]) > 1 for run in runs):
         exchange_s = ASSUMED.exchange_s
     return replace(
@@ -263,7 +271,7 @@ def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
         rollouts, exchanges = run.prompts_per_step * run.group_size, exchanges_of(learners)
         back = run.prompt_tokens + run.lengths.looks_back
         told_s = float(
-            np.mean([sum(line[each] for each in (_PASSES, *_ONCE)) for line in run.steps])
+            np.mean([sum(line[column] for column in (_PASSES, *_ONCE)) for line in run.steps])
         )
         untold_s = max(0.0, _busy(run, run.trainer) * run.step_s - told_s)
         for line in run.steps:
@@ -272,8 +280,10 @@ def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
                 rollouts, tokens / rollouts, forward=1.0 + BACKWARD, sequences=1e9
             )
             times = learners.micro_batches(tokens, run.micro_batch_tokens)
-            once = [1.0, 0.0, exchanges, learners.update().memory, 0.0, 0.0, 0.0]
-            table.add(number, sum(line[each] for each in _ONCE), once, waits=0.0, beside=beside)
+            amounts = [1.0, 0.0, exchanges, learners.update().memory, 0.0, 0.0, 0.0]
+            table.add(
+                number, sum(line[column] for column in _ONCE), amounts, waits=0.0, beside=beside
+            )
             layers = times * run.model.layers
             of = [0.0, layers, times * exchanges, 0.0, learners.channels(tokens), passes.compute]
             looks = learners.looks(tokens, back)
@@ -281,8 +291,8 @@ def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
     return table
 
 
-def _learner_rates(found: Sequence[float], runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
-    step_s, layer_s, exchange_s, memory, channel_s, compute, look_s, wait_s = found
+def _learner_rates(fitted: Sequence[float], runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
+    step_s, layer_s, exchange_s, memory, channel_s, compute, look_s, wait_s = fitted
     ranks = max(
         int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"])
         for run in runs
@@ -306,13 +316,13 @@ def _hop_s(runs: Sequence[SeenRun]) -> float:
     """From one operator to the next: what is left of a step in which generator and trainer, of one
     replica each, are at work one after the other, and nobody else is for long.
     """
-    found = []
+    hops_s = []
     for run in runs:
         ends = (run.generator, run.trainer)
         between = [
             node
             for node, some in run.stretches.items()
-            if node not in ends and any(each.rows_in > 0 for each in some)
+            if node not in ends and any(stretch.rows_in > 0 for stretch in some)
         ]
         single = all(int(run.placed[node]["replicas"]) == 1 for node in ends)
         if (
@@ -321,8 +331,8 @@ def _hop_s(runs: Sequence[SeenRun]) -> float:
             and sum(_busy(run, node) for node in between) <= _LITTLE
         ):
             idle = max(0.0, 1 - sum(_busy(run, node) for node in ends))
-            found.append(min(_MOST_HOP_S, idle * run.step_s / (len(between) + 1)))
-    return float(np.median(found)) if found else ASSUMED_CONSTANTS.hop_s
+            hops_s.append(min(_MOST_HOP_S, idle * run.step_s / (len(between) + 1)))
+    return float(np.median(hops_s)) if hops_s else ASSUMED_CONSTANTS.hop_s
 
 
 _NOTHING = Rates(step_s=0.0)
@@ -345,15 +355,18 @@ def _rows(runs: Sequence[SeenRun], alone: float) -> tuple[dict[str, float], dict
             if node in (run.generator, run.trainer):
                 continue
             more = run.calls_at_once.get(node, 1) - 1
-            busy_s = sum(each.busy_s + more * each.beside_s for each in stretches)
-            rows = sum(each.rows_out if node in run.scorers else each.rows_in for each in stretches)
+            busy_s = sum(stretch.busy_s + more * stretch.beside_s for stretch in stretches)
+            rows = sum(
+                stretch.rows_out if node in run.scorers else stretch.rows_in
+                for stretch in stretches
+            )
             if more == 0:
                 busy_s *= _beside(run, node).speed(alone)
             if rows > 0:
                 spent.setdefault(node, []).append((busy_s, rows, rows * run.lengths.mean))
     row_s, token_s = dict[str, float](), dict[str, float]()
-    for node, found in spent.items():
-        busy, rows, tokens = np.array(found).T
+    for node, amounts in spent.items():
+        busy, rows, tokens = np.array(amounts).T
         means = tokens / rows
         if means.max() < _UNLIKE * means.min() or not busy.any():
             row_s[node] = float(busy.sum() / rows.sum())
@@ -373,10 +386,10 @@ def _dtype(kind: DeviceKind) -> str:
 
 def described(constants: Constants) -> str:
     """For people: a line for each kind of operator."""
-    found = []
+    lines = []
     for role, rates in (("generator", constants.generator), ("learner", constants.learner)):
-        each = "decode step" if role == "generator" else "step"
-        spent = [f"{1e3 * rates.step_s:.3g} ms a {each}"]
+        unit = "decode step" if role == "generator" else "step"
+        spent = [f"{1e3 * rates.step_s:.3g} ms a {unit}"]
         spent.append(
             f"{1e6 * rates.row_s:.3g} us a rollout in it"
             if role == "generator"
@@ -392,12 +405,14 @@ def described(constants: Constants) -> str:
             )
         if rates.look_s:
             spent.append(f"{1e9 * rates.look_s:.3g} ns a number that attention looks at")
-        for share, what in (
+        for share, operation in (
             (rates.compute, "of matrix products"),
             (rates.memory, "of memory's bandwidth"),
         ):
             spent.append(
-                f"{share:.1%} {what}" if share < _FREE else f"nothing for {what.partition(' ')[2]}"
+                f"{share:.1%} {operation}"
+                if share < _FREE
+                else f"nothing for {operation.partition(' ')[2]}"
             )
         spent.append(f"{1e6 * rates.exchange_s:.3g} us an exchange between ranks")
         if role in constants.parallel:
@@ -406,16 +421,16 @@ def described(constants: Constants) -> str:
                 f" waiting {1e6 * rates.wait_s:.3g} us for each other in a"
                 f" {'step' if role == 'generator' else 'layer'}"
             )
-        found.append(f"{'generator' if role == 'generator' else 'trainer'}: {', '.join(spent)}")
+        lines.append(f"{'generator' if role == 'generator' else 'trainer'}: {', '.join(spent)}")
     for node, row_s in constants.row_s.items():
         token_s = constants.row_token_s.get(node, 0.0)
         more = f", {1e6 * token_s:.3g} us a token" if token_s else ""
-        found.append(f"{node}: {1e6 * row_s:.3g} us a row{more}")
+        lines.append(f"{node}: {1e6 * row_s:.3g} us a row{more}")
     if constants.alone > 1:
-        found.append(f"a process is {constants.alone:.2f} times as fast while no other computes")
-    found.append(f"{1e3 * constants.hop_s:.3g} ms from one operator to the next")
-    found.append(f"a trainer passes over {constants.computed:.0%} of the tokens")
-    return "\n".join(found)
+        lines.append(f"a process is {constants.alone:.2f} times as fast while no other computes")
+    lines.append(f"{1e3 * constants.hop_s:.3g} ms from one operator to the next")
+    lines.append(f"a trainer passes over {constants.computed:.0%} of the tokens")
+    return "\n".join(lines)
 
 
 def to_plain(constants: Constants) -> dict[str, Any]:

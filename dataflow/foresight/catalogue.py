@@ -58,9 +58,9 @@ class DeviceKind:
     def rate(self, dtype: str) -> float:
         """Operations per second. GraphError where the device has none for it."""
         if dtype not in self.operations_per_s:
-            known = ", ".join(self.operations_per_s)
+            dtypes = ", ".join(self.operations_per_s)
             raise GraphError(
-                f"{self.name} has no matrix products in {dtype}; found rates for {known}; take one"
+                f"{self.name} has no matrix products in {dtype}; found rates for {dtypes}; take one"
                 " of them"
             )
         return self.operations_per_s[dtype]
@@ -213,9 +213,9 @@ def device_kind(name: str) -> DeviceKind:
     >>> device_kind("rtx_4090").name, device_kind("4090").name, device_kind("A100-80GB").name
     ('RTX4090', 'RTX4090', 'A100')
     """
-    wanted = _plain(name)
+    plain = _plain(name)
     for kind in CATALOGUE.values():
-        if wanted in (_plain(kind.name), f"{_plain(kind.name)}{kind.memory_bytes // GB}"):
+        if plain in (_plain(kind.name), f"{_plain(kind.name)}{kind.memory_bytes // GB}"):
             return kind
     near = difflib.get_close_matches(name.upper(), CATALOGUE, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -240,20 +240,20 @@ def kind_named(name: str) -> DeviceKind:
     ['H100', 'A100-40', 'RTX4090']
     """
     parts = [part for part in re.split(r"[\s-]+", name) if part and part not in _COMMON]
-    known = {_plain(kind): kind for kind in CATALOGUE if kind != "cpu"}
-    rest = [part for part in parts if _plain(part) not in known]
-    found = [CATALOGUE[known[_plain(part)]] for part in parts if _plain(part) in known]
-    if len(found) == 1:
+    kinds = {_plain(kind): kind for kind in CATALOGUE if kind != "cpu"}
+    unknown = [part for part in parts if _plain(part) not in kinds]
+    chips = [CATALOGUE[kinds[_plain(part)]] for part in parts if _plain(part) in kinds]
+    if len(chips) == 1:
         boards = [
-            found[0],
-            *(CATALOGUE[kind] for kind in CATALOGUE if kind.startswith(f"{found[0].name}-")),
+            chips[0],
+            *(CATALOGUE[kind] for kind in CATALOGUE if kind.startswith(f"{chips[0].name}-")),
         ]
         for board in boards:
-            if all(part == f"{board.memory_bytes // GB}GB" for part in rest):
+            if all(part == f"{board.memory_bytes // GB}GB" for part in unknown):
                 return board
     near = (
-        found[0].name
-        if found
+        chips[0].name
+        if chips
         else next(
             iter(
                 difflib.get_close_matches(

@@ -74,14 +74,14 @@ def read_devices(text: str) -> Devices:
                 " numbers up"
             )
         for number in range(-(-count // kind.per_node)):
-            each = min(kind.per_node, count - number * kind.per_node)
+            gpus = min(kind.per_node, count - number * kind.per_node)
             hosts.append(
                 Host(
                     name=f"{kind.name}-{number}",
-                    cpus=_CORES_EACH * each,
-                    gpus=each,
+                    cpus=_CORES_EACH * gpus,
+                    gpus=gpus,
                     kind=kind.name,
-                    memory_bytes=_MEMORY_EACH * each,
+                    memory_bytes=_MEMORY_EACH * gpus,
                     gpu_memory_bytes=kind.memory_bytes,
                 )
             )
@@ -103,7 +103,7 @@ def read_prices(text: str, devices: Devices) -> Mapping[str, float] | None:
             f"prices are {text!r}, but the devices are cores of this machine, which nobody rents by"
             " the hour here; leave --prices out, or foresee accelerators, as 16xH100"
         )
-    found: dict[str, float] = {}
+    by_kind: dict[str, float] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*([\w-]+)\s*=\s*([0-9]+(?:\.[0-9]+)?)\s*", part)
         if match is None:
@@ -111,15 +111,15 @@ def read_prices(text: str, devices: Devices) -> Mapping[str, float] | None:
                 f"prices are {text!r}, which cannot be read at {part!r}; write them as"
                 " H100=2.5,L40S=1.0"
             )
-        found[device_kind(match[1]).name] = float(match[2])
+        by_kind[device_kind(match[1]).name] = float(match[2])
     lacking = [
-        kind for kind in dict.fromkeys(host.kind for host in devices.hosts) if kind not in found
+        kind for kind in dict.fromkeys(host.kind for host in devices.hosts) if kind not in by_kind
     ]
     if lacking:
         raise GraphError(
             f"prices are {text!r}, which has none for {', '.join(lacking)}; add {lacking[0]}=.."
         )
-    return found
+    return by_kind
 
 
 AUTO = ("auto", "auto:cost")
@@ -128,7 +128,7 @@ AUTO = ("auto", "auto:cost")
 
 def foreseen_of_run(
     graph: Structure,
-    made: Plan,
+    plan: Plan,
     workload: str,
     constants: str,
     *,
@@ -140,18 +140,26 @@ def foreseen_of_run(
     names: what its accelerators are called. GraphError as `foresee`, and for accelerators of no
     known kind.
     """
-    placements = made.placements.items()
-    gpus: dict[str, int | str] = {name: len(each.gpus) for name, each in placements if each.gpus}
-    replicas = {
-        name: each.replicas for name, each in placements if each.replicas > 1 and name not in gpus
+    placements = plan.placements.items()
+    gpus: dict[str, int | str] = {
+        name: len(placement.gpus) for name, placement in placements if placement.gpus
     }
-    ranks = {name: each.ranks for name, each in placements if each.ranks > 1 and name not in gpus}
-    for first, *others in made.turns:
-        gpus |= dict.fromkeys(others, first)
+    replicas = {
+        name: placement.replicas
+        for name, placement in placements
+        if placement.replicas > 1 and name not in gpus
+    }
+    ranks = {
+        name: placement.ranks
+        for name, placement in placements
+        if placement.ranks > 1 and name not in gpus
+    }
+    for first, *sharers in plan.turns:
+        gpus |= dict.fromkeys(sharers, first)
     return to_plain(
         foresee(
             graph,
-            here(made.devices, names()) if gpus else Devices(cpus=made.devices.cpus),
+            here(plan.devices, names()) if gpus else Devices(cpus=plan.devices.cpus),
             gpus=gpus or None,
             replicas=replicas,
             ranks=ranks,
@@ -220,12 +228,12 @@ def told(
             f"what is foreseen is drawn as .svg, or written as .json; found '{draw}'; name one of"
             " these"
         )
-    room, texts, known = _asked(devices, read_workload(workload), constants)
+    room, texts, rates = _asked(devices, read_workload(workload), constants)
     paid = read_prices(prices, room)
-    how: dict[str, Any] = {"workload": texts, "steps": steps, "constants": known}
+    how: dict[str, Any] = {"workload": texts, "steps": steps, "constants": rates}
     if isinstance(gpus, str) and gpus not in AUTO:
         gpus = read_wishes(graph, gpus, room.gpus)
-    said, more = "", dict[str, Any]()
+    details, more = "", dict[str, Any]()
     if gpus in AUTO or not (gpus or not room.gpus):
         if place:
             raise GraphError(
@@ -242,11 +250,11 @@ def told(
                 error, graph, lambda changed: bool(_fitting(changed, roomy(room)))
             ) from None
         best = choice.ways[0]
-        candidate, found = best.candidate, best.foreseen
-        said = (
+        candidate, foreseen = best.candidate, best.foreseen
+        details = (
             f"\nchosen for the {'least cost' if objective.cost else 'shortest step'}: {best.asked}"
         )
-        said += f"\n{ways(choice)}" if choice.tried > 1 else ""
+        details += f"\n{ways(choice)}" if choice.tried > 1 else ""
         more = to_plain_choice(choice)
     else:
         assert not isinstance(gpus, str), "words are read"
@@ -257,30 +265,32 @@ def told(
             "place": place,
         }
         try:
-            found = foresee(graph, room, **placed, **how)
+            foreseen = foresee(graph, room, **placed, **how)
         except DoesNotFit as error:
             raise advised(
                 error, graph, lambda changed: bool(ground_of(changed, roomy(room), **placed))
             ) from None
-        counts = {name: each for name, each in (gpus or {}).items() if isinstance(each, int)}
-        shared = [name for name, each in (gpus or {}).items() if isinstance(each, str)]
+        counts = {name: wish for name, wish in (gpus or {}).items() if isinstance(wish, int)}
+        shared = [name for name, wish in (gpus or {}).items() if isinstance(wish, str)]
         hosts = {
-            node: (each,) if isinstance(each, str) else tuple(each)
-            for node, each in (place or {}).items()
+            node: (names,) if isinstance(names, str) else tuple(names)
+            for node, names in (place or {}).items()
         }
         in_turn = (str((gpus or {})[shared[0]]), *shared) if shared else ()
         candidate = Candidate(
             gpus=counts, in_turn=in_turn, replicas=replicas or {}, ranks=ranks or {}, place=hosts
         )
     helping = gains(graph, candidate, room, **how)
-    said += f"\n{told_gains(helping)}"
+    details += f"\n{told_gains(helping)}"
     if draw is not None:
-        more["would_help"] = [{"text": each.text, "share": each.share} for each in helping]
-        plain = {**to_plain(found), **more}
-        text = json.dumps(plain, indent=1) if draw.suffix == ".json" else picture(found, graph.name)
+        more["would_help"] = [{"text": gain.text, "share": gain.share} for gain in helping]
+        plain = {**to_plain(foreseen), **more}
+        text = (
+            json.dumps(plain, indent=1) if draw.suffix == ".json" else picture(foreseen, graph.name)
+        )
         write_atomically(draw, lambda file: file.write(text.encode()))
-        said += f"\nwrote {draw}"
-    return f"{lines(found, paid)}{said}"
+        details += f"\nwrote {draw}"
+    return f"{lines(foreseen, paid)}{details}"
 
 
 def is_devices(text: object) -> bool:
@@ -299,11 +309,11 @@ def explained(graph: Graph, devices: str, **how: Any) -> str:
     gpus = how.pop("gpus")
     if devices:
         room = read_devices(devices)
-        what = f"{devices.strip()}, which need not be here"
+        machine = f"{devices.strip()}, which need not be here"
     else:
-        count = sum(each for each in gpus.values() if isinstance(each, int))
+        count = sum(wish for wish in gpus.values() if isinstance(wish, int))
         room = Devices(cpus=this_machine().cpus, gpus=count)
-        what = (
+        machine = (
             f"{count} GPU{'s' if count > 1 else ''} of no kind, as this machine has"
             f" {this_machine().gpus}; name yours, as --foresee {count}xH100, and see whether it"
             " fits"
@@ -314,35 +324,37 @@ def explained(graph: Graph, devices: str, **how: Any) -> str:
         chosen = (
             ""
             if gpus is None
-            else "; chosen: --gpus " + ",".join(f"{node}={each}" for node, each in gpus.items())
+            else "; chosen: --gpus " + ",".join(f"{node}={wish}" for node, wish in gpus.items())
         )
     sizes, by = dict[str, ModelSize](), "is known by its files"
-    for source in {each.uses.source for each in graph.operators.values() if each.uses is not None}:
+    for source in {
+        operator.uses.source for operator in graph.operators.values() if operator.uses is not None
+    }:
         try:
             sizes[source] = size_of(source)
             by = "is known by its config alone" if sizes[source].is_foreseen else by
         except GraphError as error:
             by = f"is not known, so that nobody can tell what fits: {error}"
-    made = plan_or_advise(graph, room, gpus=gpus, sizes=sizes, **how)
-    return f"foreseen: the plan on {what}; the model's size {by}{chosen}\n{made.explain()}"
+    plan = plan_or_advise(graph, room, gpus=gpus, sizes=sizes, **how)
+    return f"foreseen: the plan on {machine}; the model's size {by}{chosen}\n{plan.explain()}"
 
 
 def _fitting(graph: Graph, room: Devices) -> Wishes | None:
     """The first way to deal devices out that fits, with knobs as they are declared, in the shortest
     step by closed forms; None: none does.
     """
-    found = []
+    timed = []
     for candidate in candidates(graph, room, knobs=False):
         with contextlib.suppress(GraphError):
-            found.append((foreseen_of(graph, candidate, room, simulated=False).step_s, candidate))
-    return min(found, key=lambda each: each[0])[1].wishes if found else None
+            timed.append((foreseen_of(graph, candidate, room, simulated=False).step_s, candidate))
+    return min(timed, key=lambda each: each[0])[1].wishes if timed else None
 
 
 def _first(graph: Graph, room: Devices) -> Wishes | None:
     """The first way to deal devices out, whether it fits or not; of one device, that all take turns
     on it.
     """
-    return next((each.wishes for each in candidates(graph, room, knobs=False)), None)
+    return next((candidate.wishes for candidate in candidates(graph, room, knobs=False)), None)
 
 
 def _asked(devices: str, texts: Workload, constants: str) -> tuple[Devices, Workload, Constants]:
@@ -354,32 +366,32 @@ def _asked(devices: str, texts: Workload, constants: str) -> tuple[Devices, Work
     path = Path(devices)
     if not path.is_dir():
         return read_devices(devices), texts, read_constants(constants)
-    seen = look(path)
-    if any(each.get("gpus") for each in seen.placed.values()):
+    run = look(path)
+    if any(placement.get("gpus") for placement in run.placed.values()):
         raise GraphError(
             f"run '{path}' computed on accelerators, and does not say of what kind; calibrate by"
             f" dataflow calibrate {path} --kind H100, say, and foresee 16xH100 with --constants"
             " constants.json"
         )
     if texts.mean_tokens is None:
-        texts = replace(texts, seen=seen.lengths)
+        texts = replace(texts, seen=run.lengths)
     if texts.prompt_tokens == PROMPT_TOKENS:
-        texts = replace(texts, prompt_tokens=seen.prompt_tokens)
+        texts = replace(texts, prompt_tokens=run.prompt_tokens)
     texts = replace(
-        texts, turns={**seen.turns, **texts.turns}, world_s={**seen.world_s, **texts.world_s}
+        texts, turns={**run.turns, **texts.turns}, world_s={**run.world_s, **texts.world_s}
     )
-    known = calibrate([seen]) if constants == CONSTANTS[0] else read_constants(constants)
-    return Devices(cpus=this_machine().cpus), texts, known
+    rates = calibrate([run]) if constants == CONSTANTS[0] else read_constants(constants)
+    return Devices(cpus=this_machine().cpus), texts, rates
 
 
 def _objective(
-    word: str, room: Devices, prices: Mapping[str, float] | None, given: Sequence[str]
+    word: str, room: Devices, prices: Mapping[str, float] | None, flags: Sequence[str]
 ) -> Objective:
     """What `auto` or `auto:cost` asks for. GraphError where that says nothing here."""
-    if given and not room.gpus:
+    if flags and not room.gpus:
         raise GraphError(
             f"--gpus {word} chooses replicas and ranks on cores, but they are given for"
-            f" {sorted(set(given))}; leave them out, or leave --gpus out"
+            f" {sorted(set(flags))}; leave them out, or leave --gpus out"
         )
     cost = word == AUTO[1]
     if cost and not room.gpus:

@@ -125,15 +125,15 @@ def counts(decoder: Decoder) -> Counts:
         )
         cache, cuts, mixing = own.keys + own.rotated, 1, heads * (key + own.values) // 2
     mixtures = decoder.layers - experts.dense_layers if experts else 0
-    one = 3 * width * experts.inner if experts else 0
-    shared = one * experts.shared if experts else 0
+    expert = 3 * width * experts.inner if experts else 0
+    shared = expert * experts.shared if experts else 0
     return Counts(
         layers=decoder.layers,
         width=width,
         attention=decoder.layers * projections,
         mlps=(decoder.layers - mixtures) * 3 * width * decoder.inner + mixtures * shared,
-        experts=mixtures * experts.number * one if experts else 0,
-        experts_per_token=mixtures * experts.per_token * one if experts else 0,
+        experts=mixtures * experts.number * expert if experts else 0,
+        experts_per_token=mixtures * experts.per_token * expert if experts else 0,
         mixtures=mixtures,
         routed=experts.per_token if experts else 0,
         spread=experts.per_token / experts.number if experts else 1.0,

@@ -32,7 +32,7 @@ _PARALLEL, _PARALLEL_ABOUT = tuple(number / 20 for number in range(6, 21)), 0.15
 class Fit:
     """Coefficients of the columns of a table, where several threads are so much faster."""
 
-    found: Sequence[float]
+    rates: Sequence[float]
     parallel: float
     has_threads: bool
     missed: float
@@ -85,7 +85,7 @@ class CostTable:
     @property
     def has_threads(self) -> bool:
         """Whether a process of some run had several."""
-        return any(each.threads > 1 for each in self.beside)
+        return any(beside.threads > 1 for beside in self.beside)
 
     def fit(self, alone: float, parallel: float) -> Fit:
         """Of seconds beside others, of one thread: `Constants.of` says what becomes of them.
@@ -94,13 +94,16 @@ class CostTable:
         What columns cannot be told apart by stays as it is assumed, on a machine so many times as
         fast; where nothing is, it is shared out.
         """
-        x, threads = np.array(self.x), np.array([each.threads for each in self.beside])
+        x, threads = np.array(self.x), np.array([beside.threads for beside in self.beside])
         x[:, self.serial] /= np.where(threads > 1, alone, 1.0)[:, None]
         x[:, self.shared] /= np.where(threads > 1, threads * parallel, 1.0)[:, None]
-        y, run = np.array(self.y) * [each.speed(alone) for each in self.beside], np.array(self.run)
+        y, run = (
+            np.array(self.y) * [beside.speed(alone) for beside in self.beside],
+            np.array(self.run),
+        )
         whole = np.bincount(run, weights=y)[run]
         weights = 1 / np.maximum(1e-300, np.sqrt(np.maximum(_FLOOR * whole, y) * whole))
-        rows, there = x * weights[:, None], y * weights
+        rows, measured = x * weights[:, None], y * weights
         if self.assumed is None:
             unit, penalty, usual = (
                 1 / np.maximum(np.sqrt((rows**2).sum(axis=0)), 1e-300),
@@ -109,17 +112,17 @@ class CostTable:
             )
         else:
             unit, penalty, usual = (
-                _at_speed(np.array(self.assumed), rows, there),
+                _at_speed(np.array(self.assumed), rows, measured),
                 _NOISE / _SPREAD,
                 1.0,
             )
-        found, left = non_negative(
+        fitted, error = non_negative(
             np.vstack([rows * unit, penalty * np.eye(len(unit))]),
-            np.concatenate([there, np.full(len(unit), penalty * usual)]),
+            np.concatenate([measured, np.full(len(unit), penalty * usual)]),
         )
-        missed = left / _NOISE**2 + ((parallel - self.parallel) / _PARALLEL_ABOUT) ** 2
+        missed = error / _NOISE**2 + ((parallel - self.parallel) / _PARALLEL_ABOUT) ** 2
         return Fit(
-            found=[float(each) for each in found * unit],
+            rates=[float(rate) for rate in fitted * unit],
             parallel=parallel,
             has_threads=self.has_threads,
             missed=missed,
@@ -127,11 +130,11 @@ class CostTable:
 
 
 def _at_speed(
-    assumed: NDArray[np.float64], rows: NDArray[np.float64], there: NDArray[np.float64]
+    assumed: NDArray[np.float64], rows: NDArray[np.float64], measured: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """What is assumed, on a machine as many times as fast as fits best."""
     seconds = rows @ assumed
-    return assumed * max(1e-3, float(seconds @ there) / max(1e-300, float(seconds @ seconds)))
+    return assumed * max(1e-3, float(seconds @ measured) / max(1e-300, float(seconds @ seconds)))
 
 
 def best(tables: Sequence[CostTable], *, on_cores: bool) -> tuple[float, Sequence[Fit]]:
@@ -145,8 +148,8 @@ def best(tables: Sequence[CostTable], *, on_cores: bool) -> tuple[float, Sequenc
         fits = [
             min(
                 (
-                    table.fit(alone, each)
-                    for each in (_PARALLEL if table.has_threads else (table.parallel,))
+                    table.fit(alone, parallel)
+                    for parallel in (_PARALLEL if table.has_threads else (table.parallel,))
                 ),
                 key=lambda fit: fit.missed,
             )
@@ -173,40 +176,40 @@ def non_negative(
     scale = np.maximum(np.sqrt((x**2).sum(axis=0)), 1e-300)
     few = np.asarray(np.linalg.qr(np.column_stack([x / scale, y]), mode="r"))
     a, b = few[:, :-1], few[:, -1]
-    least, found = _NOTHING * max(float(np.linalg.norm(y)), 1e-300), np.zeros(len(scale))
+    least, solution = _NOTHING * max(float(np.linalg.norm(y)), 1e-300), np.zeros(len(scale))
     chosen, barred = np.zeros(len(scale), bool), np.zeros(len(scale), bool)
     for _ in range(_TURNS * len(scale)):
-        slope = np.where(chosen | barred, -np.inf, a.T @ (b - a @ found))
+        slope = np.where(chosen | barred, -np.inf, a.T @ (b - a @ solution))
         at = int(np.argmax(slope))
         if slope[at] <= least:
             break
         chosen[at] = True
-        before, found, chosen = found, *_inside(a, b, found, chosen)
-        barred = barred & (found == before).all()
+        before, solution, chosen = solution, *_inside(a, b, solution, chosen)
+        barred = barred & (solution == before).all()
         barred[at] |= not chosen[at]
-    return found / scale, float(((a @ found - b) ** 2).sum())
+    return solution / scale, float(((a @ solution - b) ** 2).sum())
 
 
 def _inside(
     a: NDArray[np.float64],
     b: NDArray[np.float64],
-    found: NDArray[np.float64],
+    solution: NDArray[np.float64],
     chosen: NDArray[np.bool_],
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """The nearest with these columns, or with those of them that are left when it is not to turn
     negative.
     """
     while chosen.any():
-        wanted = np.zeros(len(found))
-        wanted[chosen] = np.linalg.lstsq(a[:, chosen], b, rcond=1e-9)[0]
-        low = chosen & (wanted <= 0)
+        target = np.zeros(len(solution))
+        target[chosen] = np.linalg.lstsq(a[:, chosen], b, rcond=1e-9)[0]
+        low = chosen & (target <= 0)
         if not low.any():
-            return wanted, chosen
-        way = float(np.min(found[low] / np.maximum(found[low] - wanted[low], 1e-300)))
-        found = found + way * (wanted - found)
-        gone = low & (found <= 1e-12 * max(1e-300, float(np.abs(found).max())))
+            return target, chosen
+        way = float(np.min(solution[low] / np.maximum(solution[low] - target[low], 1e-300)))
+        solution = solution + way * (target - solution)
+        gone = low & (solution <= 1e-12 * max(1e-300, float(np.abs(solution).max())))
         if not gone.any():
             gone = low
         chosen = chosen & ~gone
-        found = np.where(chosen, found, 0.0)
-    return np.zeros(len(found)), chosen
+        solution = np.where(chosen, solution, 0.0)
+    return np.zeros(len(solution)), chosen

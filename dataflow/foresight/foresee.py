@@ -95,9 +95,11 @@ class Foreseen:
         """Accelerators that any operator has, by kind; those that several have in turn count
         once.
         """
-        shared = [each for each in self.operations if each.node in self.in_turn]
-        own = [each for each in self.operations if each.node not in self.in_turn]
-        return dict(sum((Counter(each.kinds) for each in (*own, *shared[:1])), Counter[str]()))
+        shared = [operation for operation in self.operations if operation.node in self.in_turn]
+        own = [operation for operation in self.operations if operation.node not in self.in_turn]
+        return dict(
+            sum((Counter(operation.kinds) for operation in (*own, *shared[:1])), Counter[str]())
+        )
 
     @property
     def efficiency(self) -> float:
@@ -105,9 +107,9 @@ class Foreseen:
         that one worker has are at work one after the other.
         """
         busy: Counter[tuple[str, str]] = Counter()
-        for each in self.operations:
-            node = self.in_turn[0] if each.node in self.in_turn else each.node
-            busy[each.worker, "" if each.worker else node] += each.seconds  # type: ignore[assignment]
+        for operation in self.operations:
+            node = self.in_turn[0] if operation.node in self.in_turn else operation.node
+            busy[operation.worker, "" if operation.worker else node] += operation.seconds  # type: ignore[assignment]
         return min(1.0, max(busy.values()) / self.step_s)
 
     def idle(self, operation: Operation) -> float:
@@ -164,9 +166,9 @@ def foreseen_on(
     """As `foresee`, of a graph that is planned already. GraphError where its costs are not
     known.
     """
-    devices = ground.made.devices
+    devices = ground.plan.devices
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
-    made = Foreseen(
+    foreseen = Foreseen(
         operations=tuple(_closed(ground)),
         step_s=0.0,
         spread_s=(0.0, 0.0),
@@ -184,16 +186,18 @@ def foreseen_on(
         assumed=(),
         constants=ground.constants,
     )
-    made = (
-        _by_simulation(made, ground, steps, failures, brief)
+    foreseen = (
+        _by_simulation(foreseen, ground, steps, failures, brief)
         if simulated
-        else _by_closed_forms(made, ground)
+        else _by_closed_forms(foreseen, ground)
     )
     # measured steps know by now what was asked of them
-    made = replace(made, assumed=_assumed(ground))
+    foreseen = replace(foreseen, assumed=_assumed(ground))
     if steps is None or not devices.gpus:
-        return made
-    return replace(made, gpu_hours=steps * made.step_s * sum(made.taken.values()) / 3600)
+        return foreseen
+    return replace(
+        foreseen, gpu_hours=steps * foreseen.step_s * sum(foreseen.taken.values()) / 3600
+    )
 
 
 def ground_of(
@@ -223,7 +227,7 @@ def ground_of(
     )
     _check_forms(graph)
     sources = dict.fromkeys(
-        each.uses.source for each in graph.operators.values() if each.uses is not None
+        operator.uses.source for operator in graph.operators.values() if operator.uses is not None
     )
     models = {source: counts_of(source) for source in sources}
     measured_sizes = {source: size_of(source) for source in sources}
@@ -231,7 +235,7 @@ def ground_of(
     for kind in dict.fromkeys(kinds.values()):
         dtype = generator.quantized or ("float32" if kind.name == "cpu" else "bfloat16")
         check_covered(constants.decode, decoder_of(generator.uses.source), kind, dtype)
-    made = plan(
+    placed = plan(
         graph,
         devices,
         gpus=gpus,
@@ -241,19 +245,21 @@ def ground_of(
         place=place,
         sizes=measured_sizes,
     )
-    if made.turns and (
-        not devices.gpus or not {generator.name, trainer.name} <= set(made.turns_of(generator.name))
+    if placed.turns and (
+        not devices.gpus
+        or not {generator.name, trainer.name} <= set(placed.turns_of(generator.name))
     ):
         raise GraphError(
             f"operators take turns on {'accelerators' if devices.gpus else 'cores'} here,"
-            f" {' and '.join(map(str, made.turns))}, which is foreseen of generator and trainer on"
+            f" {' and '.join(map(str, placed.turns))}, which is foreseen of generator and trainer"
+            " on"
             " the same accelerators alone; give --gpus"
             f" {generator.name}=N,{trainer.name}={generator.name}, or each its own"
         )
     lacking = [
-        each.name
-        for each in (generator, trainer)
-        if devices.gpus and not made.placements[each.name].gpus
+        operator.name
+        for operator in (generator, trainer)
+        if devices.gpus and not placed.placements[operator.name].gpus
     ]
     if lacking:
         raise GraphError(
@@ -261,16 +267,16 @@ def ground_of(
             f" have none; give --gpus {generator.name}=..,{trainer.name}=.."
         )
     for name, operator in graph.operators.items():
-        if operator.uses is not None and devices.gpus and not made.placements[name].gpus:
+        if operator.uses is not None and devices.gpus and not placed.placements[name].gpus:
             raise GraphError(
                 f"'{name}' computes with a model and has no devices here; give it some by --gpus"
                 f" {name}=.."
             )
-    bound = next((each for each in graph.feedbacks if each.reader is generator), None)
+    bound = next((feedback for feedback in graph.feedbacks if feedback.reader is generator), None)
     sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
     return Foreground(
         graph=graph,
-        made=made,
+        plan=placed,
         generator=generator,
         trainer=trainer,
         models=models,
@@ -283,53 +289,63 @@ def ground_of(
         group_size=max(filter(None, sizes), default=1),
         max_staleness=bound.max_staleness if bound is not None else 0,
         weights_s=_exchange(
-            made, generator, measured_sizes[generator.uses.source], kinds, constants
+            placed, generator, measured_sizes[generator.uses.source], kinds, constants
         ),
     )
 
 
 def _by_simulation(
-    made: Foreseen, ground: Foreground, steps: int | None, failures: Failures | None, brief: bool
+    foreseen: Foreseen,
+    ground: Foreground,
+    steps: int | None,
+    failures: Failures | None,
+    brief: bool,
 ) -> Foreseen:
     most = BRIEF_STEPS if brief else SIMULATED_STEPS
     looked_at = min(steps or most, max(most, (4 if brief else 6) * (ground.max_staleness + 2)))
-    found = simulate(scenario_of(ground, steps=max(3, looked_at), failures=failures))
+    simulated = simulate(scenario_of(ground, steps=max(3, looked_at), failures=failures))
     shares = {ground.generator.name: "generator", ground.trainer.name: "trainer"}
     operations = tuple(
         (
-            each
-            if each.waits  # as many of its calls are open in the mean as its closed form has
-            else replace(each, seconds=found.busy[shares.get(each.node, each.node)] * found.step_s)
+            operation
+            if operation.waits  # as many of its calls are open in the mean as its closed form has
+            else replace(
+                operation,
+                seconds=simulated.busy[shares.get(operation.node, operation.node)]
+                * simulated.step_s,
+            )
         )
-        for each in made.operations
+        for operation in foreseen.operations
     )
-    low, high = np.percentile(found.steps_s, [10, 90])
+    low, high = np.percentile(simulated.steps_s, [10, 90])
     return replace(
-        made,
+        foreseen,
         operations=operations,
-        step_s=found.step_s,
+        step_s=simulated.step_s,
         spread_s=(float(low), float(high)),
-        staleness=found.mean_staleness,
-        by_staleness=_shares(found.staleness),
-        in_flight=found.in_flight,
-        simulated=found,
+        staleness=simulated.mean_staleness,
+        by_staleness=_shares(simulated.staleness),
+        in_flight=simulated.in_flight,
+        simulated=simulated,
     )
 
 
-def _by_closed_forms(made: Foreseen, ground: Foreground) -> Foreseen:
+def _by_closed_forms(foreseen: Foreseen, ground: Foreground) -> Foreseen:
     """The longest operator where they overlap, their sum where they do not; staleness by Applied
     Compute's form.
     """
-    busy = {each.node: each.seconds for each in made.operations}
-    most, rollouts = ground.max_staleness, made.rollouts
+    busy = {operation.node: operation.seconds for operation in foreseen.operations}
+    most, rollouts = ground.max_staleness, foreseen.rollouts
     if ground.in_turn:
-        return _in_turn(made, ground)
+        return _in_turn(foreseen, ground)
     step_s = max(busy.values()) if most else sum(busy.values()) + ground.weights_s
     step_s += 0.0 if most else (ground.turns - 1) * ground.world_s
     stale = 0.0
     if most:
         at_once = next(
-            each.at_once for each in made.operations if each.node == ground.generator.name
+            operation.at_once
+            for operation in foreseen.operations
+            if operation.node == ground.generator.name
         )
         stale = min(
             float(most),
@@ -340,19 +356,25 @@ def _by_closed_forms(made: Foreseen, ground: Foreground) -> Foreseen:
                 ratio=busy[ground.trainer.name] / busy[ground.generator.name],
             ),
         )
-    return replace(made, step_s=step_s, spread_s=(step_s, step_s), staleness=stale)
+    return replace(foreseen, step_s=step_s, spread_s=(step_s, step_s), staleness=stale)
 
 
-def _in_turn(made: Foreseen, ground: Foreground) -> Foreseen:
+def _in_turn(foreseen: Foreseen, ground: Foreground) -> Foreseen:
     """The sum of those who share devices, and the way of their memory, once for as many steps as
     may be ahead; whoever has devices of its own works meanwhile.
     """
     ahead = ground.max_staleness
-    shared = sum(each.seconds for each in made.operations if each.node in ground.in_turn)
+    shared = sum(
+        operation.seconds for operation in foreseen.operations if operation.node in ground.in_turn
+    )
     shared += ground.weights_s + sum(ground.moves_s.values()) / (ahead + 1)
-    others = [each.seconds for each in made.operations if each.node not in ground.in_turn]
-    step_s = max([shared, *others]) if ahead else shared + sum(others)
-    return replace(made, step_s=step_s, spread_s=(step_s, step_s), staleness=ahead / 2)
+    apart_s = [
+        operation.seconds
+        for operation in foreseen.operations
+        if operation.node not in ground.in_turn
+    ]
+    step_s = max([shared, *apart_s]) if ahead else shared + sum(apart_s)
+    return replace(foreseen, step_s=step_s, spread_s=(step_s, step_s), staleness=ahead / 2)
 
 
 def _shares(counts: Counter[int]) -> dict[int, float]:
@@ -373,15 +395,16 @@ def _check_forms(graph: Structure) -> None:
 def _assumed(ground: Foreground) -> tuple[str, ...]:
     constants, workload, lengths = ground.constants, ground.workload, ground.lengths
     measured = [
-        f"'{ground.generator.name}' by {each.source}"
-        for each in ground.measured.values()
-        if each is not None
+        f"'{ground.generator.name}' by {steps.source}"
+        for steps in ground.measured.values()
+        if steps is not None
     ]
-    others = "others' " if measured else ""
-    found = [
+    whose_rates = "others' " if measured else ""
+    assumptions = [
         *measured,
         (
-            f"{others}rates: {constants.generator.memory:.0%} of memory's and links' bandwidth, "
+            f"{whose_rates}rates: {constants.generator.memory:.0%} of memory's and links'"
+            " bandwidth, "
             f"{constants.generator.compute:.0%} of matrix products ({constants.source})"
             if constants.source == ASSUMED_CONSTANTS.source
             else f"rates: {constants.source}"
@@ -397,35 +420,35 @@ def _assumed(ground: Foreground) -> tuple[str, ...]:
             else f"log-normal with a sigma of {workload.sigma:g}"
         ),
     ]
-    found += [
+    assumptions += [
         f"'{node}' cut over"
         f" {' and '.join(f'{many} ranks by {name}' for name, many in cut.items())}, which this"
         " engine does not run; memory as without"
         for node, cut in workload.cuts.items()
     ]
     if (episode := ground.episode) is not None:
-        found.append(
+        assumptions.append(
             f"rollouts of '{episode.name}' in {ground.turns} turns of like length, between which"
             f" the world takes {ground.world_s:g} s; what it says costs nothing"
         )
     free = [
-        each.name
-        for each in between(ground.graph, ground.maker, ground.trainer)
-        if each.uses is None and ground.row_s(each.name) is None
+        operator.name
+        for operator in between(ground.graph, ground.maker, ground.trainer)
+        if operator.uses is None and ground.row_s(operator.name) is None
     ]
     if free:
-        found.append(
+        assumptions.append(
             f"no time for {', '.join(free)} (--workload {free[0]}.seconds=.. says otherwise)"
         )
-    return tuple(found)
+    return tuple(assumptions)
 
 
 def _float32(ground: Foreground) -> list[str]:
     """What a model in float32 on accelerators is foreseen by."""
     wide = [
         name
-        for name, each in ground.graph.operators.items()
-        if each.uses is not None and each.uses.dtype == "float32"
+        for name, operator in ground.graph.operators.items()
+        if operator.uses is not None and operator.uses.dtype == "float32"
     ]
     if ground.on_cpu or not wide:
         return []
@@ -437,33 +460,33 @@ def _float32(ground: Foreground) -> list[str]:
 
 def _closed(ground: Foreground) -> list[Operation]:
     """Each operator's share by closed forms."""
-    found = []
+    operations = []
     for name, operator in ground.graph.operators.items():
-        placement = ground.made.placements[name]
+        placement = ground.plan.placements[name]
         if operator.uses is not None and (placement.gpus or ground.on_cpu):
-            found.append(_operation(operator, placement, ground))
-    names = {each.node for each in found}
+            operations.append(_operation(operator, placement, ground))
+    names = {operation.node for operation in operations}
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
-    for each in between(ground.graph, ground.maker, ground.trainer):
-        if each.name not in names and (row_s := ground.row_s(each.name) or 0.0) > 0:
-            found.append(
+    for scorer in between(ground.graph, ground.maker, ground.trainer):
+        if scorer.name not in names and (row_s := ground.row_s(scorer.name) or 0.0) > 0:
+            operations.append(
                 Operation(
-                    node=each.name,
+                    node=scorer.name,
                     devices="cpu",
                     cut="1 x 1 rank",
                     count=0,
                     need=None,
                     room_bytes=None,
-                    seconds=rollouts * row_s / each.traits.calls_at_once,
-                    waits=each.traits.calls_at_once > 1,
+                    seconds=rollouts * row_s / scorer.traits.calls_at_once,
+                    waits=scorer.traits.calls_at_once > 1,
                     worker=(
                         ""
-                        if isinstance(each, Scorer) and each.isolate
-                        else ground.made.placements[each.name].worker
+                        if isinstance(scorer, Scorer) and scorer.isolate
+                        else ground.plan.placements[scorer.name].worker
                     ),
                 )
             )
-    return found
+    return operations
 
 
 def _operation(operator: Operator, placement: Placement, ground: Foreground) -> Operation:
@@ -472,9 +495,9 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
     room = (
         min(kind.memory_bytes for kind in kinds)
         if placement.gpus
-        else ground.made.devices.memory_bytes or None
+        else ground.plan.devices.memory_bytes or None
     )
-    made = Operation(
+    operation = Operation(
         node=operator.name,
         devices=" + ".join(f"{many} x {kind.name}" for kind, many in kinds.items()),
         count=count,
@@ -488,18 +511,18 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
     tokens = workload.prompt_tokens + ground.lengths.mean
     if operator is ground.generator:
         alike = Counter(ground.replica(number) for number in range(ground.replicas))
-        found = {
-            each: _generation(each, rollouts / ground.replicas, ground, of=rollouts)
-            for each in alike
+        costs = {
+            replica: _generation(replica, rollouts / ground.replicas, ground, of=rollouts)
+            for replica in alike
         }
         # shares that they make in a second
-        pace = sum(many / found[replica][0] for replica, many in alike.items())
-        at_once = sum(many * found[replica][1] for replica, many in alike.items())
-        return replace(made, seconds=ground.replicas / pace, at_once=at_once)
+        pace = sum(many / costs[replica][0] for replica, many in alike.items())
+        at_once = sum(many * costs[replica][1] for replica, many in alike.items())
+        return replace(operation, seconds=ground.replicas / pace, at_once=at_once)
     if operator.trains:
-        return replace(made, seconds=sum(training_s(ground)))
+        return replace(operation, seconds=sum(training_s(ground)))
     parts = ground.learners(operator).passes(rollouts, tokens, forward=1.0, sequences=rollouts)
-    return replace(made, seconds=parts.seconds(ground.rates(operator)))
+    return replace(operation, seconds=parts.seconds(ground.rates(operator)))
 
 
 def _cut(operator: Operator, placement: Placement, ground: Foreground) -> str:
@@ -540,7 +563,7 @@ def _kinds_of(placement: Placement, ground: Foreground) -> Counter[DeviceKind]:
 
 
 def _exchange(
-    made: Plan,
+    placed: Plan,
     generator: Operator,
     size: ModelSize,
     kinds: Mapping[str, DeviceKind],
@@ -549,14 +572,16 @@ def _exchange(
     """Of a version, shard to shard: what a rank of a reader takes in, over the slowest link on its
     way; and what it merges of adapters into its weights, which it reads and writes.
     """
-    model, ranks = generator.uses, made.placements[generator.name].ranks
+    model, ranks = generator.uses, placed.placements[generator.name].ranks
     assert model is not None, "a generator has a model"
-    one_host = len({host for each in made.placements.values() for host in each.all_hosts}) <= 1
+    one_host = (
+        len({host for placement in placed.placements.values() for host in placement.all_hosts}) <= 1
+    )
     bandwidth = min(kind.memory_bytes_per_s for kind in kinds.values())
     link = min(
         kind.within_bytes_per_s if one_host else kind.between_bytes_per_s for kind in kinds.values()
     )
-    if made.turns_of(generator.name):
+    if placed.turns_of(generator.name):
         link = bandwidth / 2  # read and written within a device
     nbytes = size.sent_bytes("bfloat16", model.lora, ranks) // (2 if generator.quantized else 1)
     merged = 0 if model.lora is None else 3 * 2 * size.linear_numbers / ranks
@@ -567,13 +592,13 @@ def _kinds(devices: Devices) -> dict[str, DeviceKind]:
     """By host that has accelerators; without any, this machine's cores."""
     if not devices.gpus:
         return {"": replace(device_kind("cpu"), memory_bytes=devices.memory_bytes or 1 << 40)}
-    found = {host.name: device_kind(host.kind) for host in devices.hosts if host.gpus}
-    if not found:
+    kinds = {host.name: device_kind(host.kind) for host in devices.hosts if host.gpus}
+    if not kinds:
         raise GraphError(
             f"{devices.gpus} accelerators of no kind cannot be foreseen; name hosts and kinds, as"
             " in 16xH100"
         )
-    return found
+    return kinds
 
 
 def size_of(source: str) -> ModelSize:
@@ -602,14 +627,14 @@ def _by_counts(model: Counts) -> ModelSize:
 
 def only(graph: Structure, kind: type[T]) -> T:
     """The generator, or the trainer. GraphError where there is not one."""
-    found = [
-        each
-        for each in graph.operators.values()
-        if isinstance(each, kind) and getattr(each, "asks", None) is None
+    operators = [
+        operator
+        for operator in graph.operators.values()
+        if isinstance(operator, kind) and getattr(operator, "asks", None) is None
     ]
-    if len(found) != 1:
+    if len(operators) != 1:
         raise GraphError(
             "a graph with one generator and one trainer is foreseen for now, but this has"
-            f" {len(found)} {'generators' if kind is Generate else 'trainers'}"
+            f" {len(operators)} {'generators' if kind is Generate else 'trainers'}"
         )
-    return found[0]
+    return operators[0]

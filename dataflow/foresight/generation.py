@@ -64,16 +64,17 @@ class GeneratorReplica:
     def at_once(self, tokens: float, rates: Rates) -> float:
         """Rollouts of so many tokens that its cache holds. GraphError where it holds none."""
         room = rates.cache_share * self.kind.memory_bytes * self.ranks
-        found = (room - self.weight_bytes - self.reserved_bytes) / (self.cache_bytes * tokens)
-        if found < 1:
-            held, others = self.weight_bytes / 1e9, self.reserved_bytes / 1e9
-            beside = f" and {others:.0f} GB of a trainer" if others else ""
+        rollouts = (room - self.weight_bytes - self.reserved_bytes) / (self.cache_bytes * tokens)
+        if rollouts < 1:
+            weights_gb, reserved_gb = self.weight_bytes / 1e9, self.reserved_bytes / 1e9
+            beside = f" and {reserved_gb:.0f} GB of a trainer" if reserved_gb else ""
             raise GraphError(
-                f"a model of {held:.0f} GB{beside} leaves no room for a rollout of {tokens:.0f}"
+                f"a model of {weights_gb:.0f} GB{beside} leaves no room for a rollout of"
+                f" {tokens:.0f}"
                 f" tokens on {self.ranks} x {self.kind.name} of {self.kind.memory_bytes / 1e9:.0f}"
                 " GB; give it more ranks"
             )
-        return min(found, rates.most_rollouts)
+        return min(rollouts, rates.most_rollouts)
 
     def step(self, rollouts: float, context: float, rates: Rates) -> Parts:
         """One token for each of so many rollouts, which have `context` tokens in the mean.
@@ -85,16 +86,21 @@ class GeneratorReplica:
         model, kind = self.model, self.kind
         if self.steps is not None:
             return Parts(fixed=self.steps.decode(rollouts / self.pipeline_parallel, context))
-        each = rollouts / max(1.0, min(self.pipeline_parallel if self.interleaves else 1, rollouts))
-        nbytes = model.touched(each) * _BYTES[self.dtype] + each * context * self.cache_bytes
+        per_pass = rollouts / max(
+            1.0, min(self.pipeline_parallel if self.interleaves else 1, rollouts)
+        )
+        nbytes = (
+            model.touched(per_pass) * _BYTES[self.dtype] + per_pass * context * self.cache_bytes
+        )
         return Parts(
             memory=nbytes / (self.tensor_parallel * kind.memory_bytes_per_s),
-            compute=model.forward(each, context) / (self.tensor_parallel * kind.rate(self.dtype)),
-            links=all_reduces(model, kind, self.tensor_parallel, each),
+            compute=model.forward(per_pass, context)
+            / (self.tensor_parallel * kind.rate(self.dtype)),
+            links=all_reduces(model, kind, self.tensor_parallel, per_pass),
             fixed=rates.step_s
             + (rates.wait_s if rollouts > 1 else 0.0)
             + rollouts * rates.row_s
-            + self.looks(each, context) * rates.look_s
+            + self.looks(per_pass, context) * rates.look_s
             + self._latency(rates),
         )
 
@@ -113,8 +119,8 @@ class GeneratorReplica:
         """Seconds of a step's all-reduces, however few bytes they carry."""
         nodes = max(1.0, self.tensor_parallel / self.kind.per_node)
         # by trees (Sanders et al., 2009)
-        once = rates.exchange_s + rates.far_exchange_s * math.log2(nodes)
-        return self.exchanges * once
+        exchange_s = rates.exchange_s + rates.far_exchange_s * math.log2(nodes)
+        return self.exchanges * exchange_s
 
 
 def generate(

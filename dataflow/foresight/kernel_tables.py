@@ -41,13 +41,13 @@ TABLES = {
 
 def folder() -> Path:
     """Of the package. GraphError where it is not installed."""
-    found = importlib.util.find_spec(_MODULE)
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(_MODULE)
+    if spec is None or not spec.submodule_search_locations:
         raise GraphError(
             f"measured tables are read from the package {PACKAGE}, which is not installed here; "
             "pip install 'dataflow-rl[foresight]', or take other constants"
         )
-    return Path(next(iter(found.submodule_search_locations)))
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def version() -> str:
@@ -81,7 +81,7 @@ class Curve:
         return cls(
             tuple(at),
             tuple(
-                cls.of(groups[x]) if len(groups[x][0]) > 1 else min(each[0] for each in groups[x])
+                cls.of(groups[x]) if len(groups[x][0]) > 1 else min(row[0] for row in groups[x])
                 for x in at
             ),
         )
@@ -158,13 +158,13 @@ class KernelTable:
         return curve
 
     def _cut(self, curve: Curve, axis: str, value: float) -> Curve | float:
-        found, beyond = curve.cut(value)
+        part, beyond = curve.cut(value)
         if beyond > 1.0:
             edge = curve.at[-1] if value > curve.at[-1] else curve.at[0]
             self.beyond[self.name, axis] = (
                 f"{self.name} at {axis} {value:,.0f}, measured to {edge:,.0f}"
             )
-        return found
+        return part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,12 +186,12 @@ class Tables:
         curve = _read(
             path,
             (*axes, "latency"),
-            tuple((each, value) for each, value in where.items() if each in columns),
+            tuple((column, value) for column, value in where.items() if column in columns),
         )
         if not curve.at:
-            found = {each: _values(path, each) for each in where if each in columns}
+            measured = {column: _values(path, column) for column in where if column in columns}
             raise GraphError(
-                f"{self.kind} has no measured {name} with {_text(where)}; found {_text(found)};"
+                f"{self.kind} has no measured {name} with {_text(where)}; found {_text(measured)};"
                 " foresee with other constants"
             )
         return KernelTable(
@@ -209,15 +209,15 @@ class Tables:
                 " foresee with other constants"
             )
         tables = folder() / "systems" / "data" / SYSTEMS[self.kind] / TABLES[name] / "vllm"
-        found = {path.parent.name: path for path in tables.glob(f"*/{name}.parquet")}
-        version = self.server or max(found, key=_order, default=None)
-        if version not in found:
+        paths = {path.parent.name: path for path in tables.glob(f"*/{name}.parquet")}
+        version = self.server or max(paths, key=_order, default=None)
+        if version not in paths:
             raise GraphError(
                 f"{self.kind} has no measured {name} of vLLM{f' {version}' if version else ''};"
-                f" found {', '.join(sorted(found, key=_order)) or 'none'}; foresee with one of"
+                f" found {', '.join(sorted(paths, key=_order)) or 'none'}; foresee with one of"
                 " them, or with other constants"
             )
-        return found[version]
+        return paths[version]
 
 
 def _order(version: str) -> tuple[int, ...]:
@@ -228,11 +228,17 @@ def _order(version: str) -> tuple[int, ...]:
 def _read(path: Path, columns: tuple[str, ...], where: tuple[tuple[str, object], ...]) -> Curve:
     """Rows with these values; the last column is in milliseconds."""
     rows = parquet.read_table(
-        path, columns=list(columns), filters=[(each, "==", value) for each, value in where] or None
+        path,
+        columns=list(columns),
+        filters=[(column, "==", value) for column, value in where] or None,
     )
-    found = [rows.column(each).to_numpy().astype(float) for each in columns]
+    arrays = [rows.column(column).to_numpy().astype(float) for column in columns]
     return Curve.of(
-        list(zip(*(each.tolist() for each in found[:-1]), (found[-1] / 1e3).tolist(), strict=True))
+        list(
+            zip(
+                *(array.tolist() for array in arrays[:-1]), (arrays[-1] / 1e3).tolist(), strict=True
+            )
+        )
     )
 
 
@@ -241,4 +247,4 @@ def _values(path: Path, column: str) -> list[object]:
 
 
 def _text(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{each}={value}" for each, value in values.items())
+    return ", ".join(f"{name}={value}" for name, value in values.items())

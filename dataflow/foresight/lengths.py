@@ -25,14 +25,14 @@ class Lengths:
     @classmethod
     def of(cls, tokens: Iterable[float]) -> Lengths:
         """Those that were seen. GraphError where there are none."""
-        found = np.sort(np.asarray([*tokens], np.float64))
-        if not len(found) or found[0] < 1:
-            least = f"{found[0]:g}" if len(found) else "none"
+        lengths = np.sort(np.asarray([*tokens], np.float64))
+        if not len(lengths) or lengths[0] < 1:
+            least = f"{lengths[0]:g}" if len(lengths) else "none"
             raise GraphError(
                 f"lengths of completions are one token or more; found {least}; give the lengths of"
                 " a run, or a mean and a tail"
             )
-        return cls(found)
+        return cls(lengths)
 
     @classmethod
     def drawn(
@@ -95,7 +95,7 @@ def _log_normal(mean: float, most: float, sigma: float, samples: int) -> Lengths
     low, high = -10 * sigma - 1, math.log(most) + 10 * sigma + 1
     for _ in range(60):
         middle = (low + high) / 2
-        found = np.clip(np.exp(middle + sigma * scores), 1, most)
-        low, high = (middle, high) if found.mean() < mean else (low, middle)
-    found.flags.writeable = False
-    return Lengths(found)
+        lengths = np.clip(np.exp(middle + sigma * scores), 1, most)
+        low, high = (middle, high) if lengths.mean() < mean else (low, middle)
+    lengths.flags.writeable = False
+    return Lengths(lengths)

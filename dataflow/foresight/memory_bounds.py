@@ -61,21 +61,21 @@ def best_synchronous(problem: Problem) -> Best | None:
     fits.
     """
     fits = [
-        found
-        for found in _in_turns(problem)
+        schedule
+        for schedule in _in_turns(problem)
         if problem.trained_bytes
-        + problem.activation_bytes * found.train_batch
-        + problem.cache_bytes * found.generate_batch
-        <= problem.memory_bytes * found.train_split
+        + problem.activation_bytes * schedule.train_batch
+        + problem.cache_bytes * schedule.generate_batch
+        <= problem.memory_bytes * schedule.train_split
     ]
     best = min(fits, key=_seconds, default=None)
     if best is None:
         return None
     free = min(
-        found.seconds
-        for found in _in_turns(problem)
-        if found.train_batch in _train_batches(problem, found.train_split)
-        and found.generate_batch in _generate_batches(problem, found.generate_split)
+        schedule.seconds
+        for schedule in _in_turns(problem)
+        if schedule.train_batch in _train_batches(problem, schedule.train_split)
+        and schedule.generate_batch in _generate_batches(problem, schedule.generate_split)
     )
     return Best(**{**best.__dict__, "binds": free < best.seconds * (1 - 1e-9)})
 
@@ -104,8 +104,8 @@ def best_asynchronous(problem: Problem, *, whole: bool = False, least: float = 1
 
     low, high = least, 1 - least
     while high - low > least:
-        left, right = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, right) if seconds(left) <= seconds(right) else (left, high)
+        lower, upper = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, upper) if seconds(lower) <= seconds(upper) else (lower, high)
     share = (low + high) / 2
     return Best(
         seconds=seconds(share),
@@ -119,9 +119,9 @@ def best_asynchronous(problem: Problem, *, whole: bool = False, least: float = 1
 
 
 def _whole(problem: Problem) -> Best | None:
-    found = [
+    schedules = [
         Best(
-            seconds=problem.samples * max(cost / trains, other / makes),
+            seconds=problem.samples * max(cost / trains, generating / makes),
             train_batch=b,
             generate_batch=c,
             train_split=m,
@@ -132,13 +132,13 @@ def _whole(problem: Problem) -> Best | None:
         for cost, m, b in _alone(
             problem.train_s, problem.splits, lambda m: _train_batches(problem, m)
         )
-        for other, n, c in _alone(
+        for generating, n, c in _alone(
             problem.generate_s, problem.splits, lambda n: _generate_batches(problem, n)
         )
         for trains in range(m, problem.devices - n + 1, m)
         if (makes := (problem.devices - trains) // n * n)
     ]
-    return min(found, key=_seconds, default=None)
+    return min(schedules, key=_seconds, default=None)
 
 
 def _in_turns(problem: Problem) -> Iterator[Best]:
@@ -146,9 +146,9 @@ def _in_turns(problem: Problem) -> Iterator[Best]:
     for m in problem.splits:
         for b in problem.batches:
             for c in problem.batches:
-                each = problem.train_s(b) + problem.generate_s(c)
+                round_s = problem.train_s(b) + problem.generate_s(c)
                 yield Best(
-                    seconds=problem.samples * m * each / problem.devices,
+                    seconds=problem.samples * m * round_s / problem.devices,
                     train_batch=b,
                     generate_batch=c,
                     train_split=m,
@@ -164,8 +164,8 @@ def _alone(
     """(seconds of one device for a sample, split, micro-batch) of the best micro-batch of each
     split.
     """
-    found = [[(split * seconds(b), split, b) for b in batches(split)] for split in splits]
-    return [min(each) for each in found if each]
+    options = [[(split * seconds(b), split, b) for b in batches(split)] for split in splits]
+    return [min(ways) for ways in options if ways]
 
 
 def _train_batches(problem: Problem, split: int) -> list[int]:

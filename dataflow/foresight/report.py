@@ -11,109 +11,113 @@ from dataflow.planning.placement import amount
 _DRAWN_STEPS = 6
 
 
-def lines(found: Foreseen, prices: Mapping[str, float] | None = None) -> str:
+def lines(foreseen: Foreseen, prices: Mapping[str, float] | None = None) -> str:
     """A table, and sentences below it. prices: of a device for an hour, by kind."""
     head = ("operator", "devices", "replicas x ranks", "memory of a rank", "busy, s", "idle")
     rows = [
         (
-            each.node,
-            each.devices,
-            each.cut if each.count else "",
-            _memory(each.need_bytes, each.room_bytes),
-            number(each.seconds),
-            f"{found.idle(each):.0%}",
+            operation.node,
+            operation.devices,
+            operation.cut if operation.count else "",
+            _memory(operation.need_bytes, operation.room_bytes),
+            number(operation.seconds),
+            f"{foreseen.idle(operation):.0%}",
         )
-        for each in found.operations
+        for operation in foreseen.operations
     ]
-    rounds = bool(found.in_turn) and found.max_staleness > 0
-    how = "generation and training at once" if found.overlaps else "generation, then training"
-    how += f", in turns of {found.max_staleness + 1} steps" if rounds else ""
-    low, high = (number(each) for each in found.spread_s)
-    said = [
-        f"a step of {found.rollouts:,.0f} rollouts takes {number(found.step_s)} s"
+    rounds = bool(foreseen.in_turn) and foreseen.max_staleness > 0
+    how = "generation and training at once" if foreseen.overlaps else "generation, then training"
+    how += f", in turns of {foreseen.max_staleness + 1} steps" if rounds else ""
+    low, high = (number(bound) for bound in foreseen.spread_s)
+    sentences = [
+        f"a step of {foreseen.rollouts:,.0f} rollouts takes {number(foreseen.step_s)} s"
         + (f", eight in ten {low} to {high}" if low != high and not rounds else "")
-        + f" ({how}); '{found.bottleneck.node}' is busy longest",
+        + f" ({how}); '{foreseen.bottleneck.node}' is busy longest",
         *(
-            f"each rank of '{each.node}' needs at least {each.need}"
-            for each in found.operations
-            if each.need
+            f"each rank of '{operation.node}' needs at least {operation.need}"
+            for operation in foreseen.operations
+            if operation.need
         ),
         *(
-            f"'{each.node}' leaves {amount(each.room_bytes - each.need_bytes)} for what frameworks"
+            f"'{operation.node}' leaves {amount(operation.room_bytes - operation.need_bytes)} for"
+            " what frameworks"
             " take: that is little"
-            for each in found.operations
-            if each.need_bytes and each.room_bytes and SPARE * each.room_bytes < each.need_bytes
+            for operation in foreseen.operations
+            if operation.need_bytes
+            and operation.room_bytes
+            and SPARE * operation.room_bytes < operation.need_bytes
         ),
-        f"a version of the weights takes {number(found.weights_s)} s, "
-        + ("while both compute" if found.overlaps else "which is in the step"),
+        f"a version of the weights takes {number(foreseen.weights_s)} s, "
+        + ("while both compute" if foreseen.overlaps else "which is in the step"),
     ]
-    if found.in_turn:
-        names = " and ".join(f"'{node}'" for node in found.in_turn)
-        said.append(
+    if foreseen.in_turn:
+        names = " and ".join(f"'{node}'" for node in foreseen.in_turn)
+        sentences.append(
             f"{names} take turns on the same devices: one is awake at a time, and"
-            f" {number(found.moved_s)} s of a step their memory moves to main memory and back"
+            f" {number(foreseen.moved_s)} s of a step their memory moves to main memory and back"
         )
-    if found.max_staleness:
-        at_bound = found.by_staleness.get(found.max_staleness, 0.0)
-        said.append(
-            f"staleness is {found.staleness:.1f} versions in the mean, {found.max_staleness} at"
-            " most" + (f" ({at_bound:.0%} of the rollouts)" if found.by_staleness else "")
+    if foreseen.max_staleness:
+        at_bound = foreseen.by_staleness.get(foreseen.max_staleness, 0.0)
+        sentences.append(
+            f"staleness is {foreseen.staleness:.1f} versions in the mean, {foreseen.max_staleness}"
+            " at"
+            " most" + (f" ({at_bound:.0%} of the rollouts)" if foreseen.by_staleness else "")
         )
-    if found.in_flight is not None:
-        said.append(f"{found.in_flight:,.0f} prompts are without an outcome in the mean")
-    if found.gpu_hours is not None:
-        said.append(f"all steps take {found.gpu_hours:,.1f} GPU hours")
+    if foreseen.in_flight is not None:
+        sentences.append(f"{foreseen.in_flight:,.0f} prompts are without an outcome in the mean")
+    if foreseen.gpu_hours is not None:
+        sentences.append(f"all steps take {foreseen.gpu_hours:,.1f} GPU hours")
     if prices is not None:
-        said.append(_money(found, prices))
+        sentences.append(_money(foreseen, prices))
     return "\n".join(
         [
             *table(head, rows),
-            *said,
+            *sentences,
             "foreseen, not measured; assumed:",
-            *(f"- {each}" for each in found.assumed),
+            *(f"- {assumption}" for assumption in foreseen.assumed),
         ]
     )
 
 
-def picture(found: Foreseen, title: str) -> str:
+def picture(foreseen: Foreseen, title: str) -> str:
     """A time line of some steps, as an SVG. ValueError for what was not simulated."""
-    if found.simulated is None:
+    if foreseen.simulated is None:
         raise ValueError("a time line is drawn of what was simulated; foresee with simulated=True")
-    run = found.simulated
+    run = foreseen.simulated
     first = min(run.first, len(run.step_ends) - 2)
     marks = run.step_ends[first : first + _DRAWN_STEPS + 1].tolist()
     worked = {name: spans for name, spans in run.spans.items() if spans}
     return timeline_svg(worked, marks, f"{title}: {len(marks) - 1} steps, as foreseen")
 
 
-def to_plain(found: Foreseen) -> dict[str, Any]:
+def to_plain(foreseen: Foreseen) -> dict[str, Any]:
     """For JSON: seconds, bytes, versions, shares."""
     return {
-        "step_s": found.step_s,
-        "spread_s": list(found.spread_s),
-        "rollouts": found.rollouts,
-        "bottleneck": found.bottleneck.node,
-        "efficiency": found.efficiency,
-        "weights_s": found.weights_s,
-        "staleness_mean": found.staleness,
-        "max_staleness": found.max_staleness,
-        "by_staleness": {str(versions): share for versions, share in found.by_staleness.items()},
-        "prompts_in_flight": found.in_flight,
-        "gpus": found.gpus,
-        "gpu_hours": found.gpu_hours,
+        "step_s": foreseen.step_s,
+        "spread_s": list(foreseen.spread_s),
+        "rollouts": foreseen.rollouts,
+        "bottleneck": foreseen.bottleneck.node,
+        "efficiency": foreseen.efficiency,
+        "weights_s": foreseen.weights_s,
+        "staleness_mean": foreseen.staleness,
+        "max_staleness": foreseen.max_staleness,
+        "by_staleness": {str(versions): share for versions, share in foreseen.by_staleness.items()},
+        "prompts_in_flight": foreseen.in_flight,
+        "gpus": foreseen.gpus,
+        "gpu_hours": foreseen.gpu_hours,
         "operators": [
             {
-                "node": each.node,
-                "devices": each.devices,
-                "replicas_x_ranks": each.cut,
-                "busy_s": each.seconds,
-                "idle_share": found.idle(each),
-                "memory_bytes": each.need_bytes,
-                "room_bytes": each.room_bytes,
+                "node": operation.node,
+                "devices": operation.devices,
+                "replicas_x_ranks": operation.cut,
+                "busy_s": operation.seconds,
+                "idle_share": foreseen.idle(operation),
+                "memory_bytes": operation.need_bytes,
+                "room_bytes": operation.room_bytes,
             }
-            for each in found.operations
+            for operation in foreseen.operations
         ],
-        "assumed": list(found.assumed),
+        "assumed": list(foreseen.assumed),
     }
 
 
@@ -128,14 +132,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return table
 
 
-def _money(found: Foreseen, prices: Mapping[str, float]) -> str:
-    each = found.step_s / 3600 * sum(count * prices[kind] for kind, count in found.taken.items())
-    by = ", ".join(f"{kind}={prices[kind]:g}" for kind in found.taken)
-    said = f"a step costs {each:,.4g}"
-    if found.gpu_hours is not None:
-        hours = found.step_s / 3600 * sum(found.taken.values())
-        said += f", all steps {each * found.gpu_hours / hours:,.2f}"
-    return f"{said}, at {by} an hour"
+def _money(foreseen: Foreseen, prices: Mapping[str, float]) -> str:
+    step_cost = (
+        foreseen.step_s / 3600 * sum(count * prices[kind] for kind, count in foreseen.taken.items())
+    )
+    by = ", ".join(f"{kind}={prices[kind]:g}" for kind in foreseen.taken)
+    text = f"a step costs {step_cost:,.4g}"
+    if foreseen.gpu_hours is not None:
+        hours = foreseen.step_s / 3600 * sum(foreseen.taken.values())
+        text += f", all steps {step_cost * foreseen.gpu_hours / hours:,.2f}"
+    return f"{text}, at {by} an hour"
 
 
 def _memory(need: int | None, room: int | None) -> str:

@@ -77,7 +77,7 @@ class Foreground:
     """What all costs of one question have in common."""
 
     graph: Structure
-    made: Plan
+    plan: Plan
     generator: Operator
     trainer: Learn
     models: Mapping[str, Counts]
@@ -128,15 +128,15 @@ class Foreground:
         """
         if self.on_cpu:
             return self.kinds[""]
-        placement = self.made.placements[node]
+        placement = self.plan.placements[node]
         hosts = placement.rank_hosts or placement.hosts[replica : replica + 1]
         return min((self.kinds[host] for host in hosts), key=lambda kind: kind.rate(self.dtype))
 
     @property
     def computed(self) -> float:
         """Tokens that a trainer passes over, of all tokens."""
-        given = self.workload.computed
-        return self.constants.computed if given is None else given
+        share = self.workload.computed
+        return self.constants.computed if share is None else share
 
     @property
     def trained_tokens(self) -> float:
@@ -147,9 +147,9 @@ class Foreground:
 
     def row_s(self, name: str) -> float | None:
         """Seconds of a row, of an operator that needs no model; None where nothing says them."""
-        given, constants = self.workload.row_s.get(name), self.constants
-        if given is not None or name not in constants.row_s:
-            return given
+        row_s, constants = self.workload.row_s.get(name), self.constants
+        if row_s is not None or name not in constants.row_s:
+            return row_s
         return constants.row_s[name] + constants.row_token_s.get(name, 0.0) * self.lengths.mean
 
     def rates(self, operator: Operator) -> Rates:
@@ -158,7 +158,7 @@ class Foreground:
             "generator" if operator is self.generator else "learner"
         )
         return self.constants.of(
-            role, self.made.placements[operator.name].threads if self.on_cpu else 1
+            role, self.plan.placements[operator.name].threads if self.on_cpu else 1
         )
 
     @property
@@ -168,7 +168,7 @@ class Foreground:
 
     def ranks(self, node: str) -> int:
         """Devices, or processes, of all its replicas."""
-        placement = self.made.placements[node]
+        placement = self.plan.placements[node]
         return len(placement.gpus) or placement.replicas * placement.ranks
 
     def cut(self, node: str, name: str) -> int:
@@ -183,7 +183,7 @@ class Foreground:
         cannot.
         """
         name = self.generator.name
-        count, stages = self.made.placements[name].replicas, self.cut(name, "pipeline")
+        count, stages = self.plan.placements[name].replicas, self.cut(name, "pipeline")
         if count % stages:
             raise GraphError(
                 f"'{name}' has {count} replicas here, which make no pipelines of {stages}; suppose"
@@ -193,7 +193,7 @@ class Foreground:
 
     def replica(self, number: int = 0) -> GeneratorReplica:
         """One of the generator's."""
-        operator, placement = self.generator, self.made.placements[self.generator.name]
+        operator, placement = self.generator, self.plan.placements[self.generator.name]
         assert operator.uses is not None, "a generator has a model"
         stages = self.cut(operator.name, "pipeline")
         kind, dtype = self.kind(operator.name, number * stages), operator.quantized or self.dtype
@@ -217,18 +217,18 @@ class Foreground:
         """Of the devices of one replica, what neither its weights nor its cache have: layers that
         adapters are merged into, and a version in the memory that it shares.
         """
-        need = self.made.placements[operator.name].need
+        need = self.plan.placements[operator.name].need
         if need is None or self.on_cpu:
             return 0.0
-        others = sum(
+        other_bytes = sum(
             part for name, part in need.parts.items() if name not in ("weights", "KV-cache")
         )
-        return float(others * self.made.placements[operator.name].ranks)
+        return float(other_bytes * self.plan.placements[operator.name].ranks)
 
     @property
     def in_turn(self) -> Group:
         """The nodes that take turns on the generator's devices; none where these are its own."""
-        return self.made.turns_of(self.generator.name)
+        return self.plan.turns_of(self.generator.name)
 
     @property
     def moves_s(self) -> Mapping[str, float]:
@@ -254,8 +254,10 @@ class Foreground:
             return 0.0  # its weights come again from the trainer's
         size, shares = self.sizes[model.source], self.ranks(operator.name)
         parts = size.parts(model.dtype, operator.trains, model.lora)
-        kept = sum(part for name, part in parts.items() if name not in ("gradients", "optimiser"))
-        return self._to_host(2 * kept / shares, operator)
+        kept_bytes = sum(
+            part for name, part in parts.items() if name not in ("gradients", "optimiser")
+        )
+        return self._to_host(2 * kept_bytes / shares, operator)
 
     def _to_host(self, nbytes: float, operator: Operator) -> float:
         kind = self.kind(operator.name)
@@ -266,9 +268,9 @@ class Foreground:
         assert operator.uses is not None, "one that computes with a model"
         ranks, tensor_parallel = (
             self.ranks(operator.name),
-            self.made.placements[operator.name].tensor_parallel,
+            self.plan.placements[operator.name].tensor_parallel,
         )
-        pipeline, context, expert = (self.cut(operator.name, each) for each in CUTS)
+        pipeline, context, expert = (self.cut(operator.name, cut) for cut in CUTS)
         if ranks % (tensor_parallel * pipeline * context) or ranks % expert:
             raise GraphError(
                 f"'{operator.name}' has {ranks} ranks, which cannot be cut {tensor_parallel} ways"
@@ -315,11 +317,12 @@ def scenario_of(
     ground: Foreground, *, steps: int, failures: Failures | None = None, seed: int = 0
 ) -> Scenario:
     """The graph's bounds, the plan's sizes, and each operator's seconds."""
-    graph, made, trainer, constants = ground.graph, ground.made, ground.trainer, ground.constants
-    shared = not made.placements[ground.generator.name].gpus
+    graph, plan, trainer, constants = ground.graph, ground.plan, ground.trainer, ground.constants
+    shared = not plan.placements[ground.generator.name].gpus
     replicas = [ground.replica(number) for number in range(ground.replicas)]
     costs = {
-        each: _generator_costs(ground, each, shared=shared) for each in dict.fromkeys(replicas)
+        replica: _generator_costs(ground, replica, shared=shared)
+        for replica in dict.fromkeys(replicas)
     }
     into = next(edge for edge in edges(graph) if edge.consumer == ground.maker.name)
     return coarse(
@@ -331,13 +334,13 @@ def scenario_of(
             lengths=ground.lengths,
             prompt_tokens=ground.workload.prompt_tokens,
             generator=costs[replicas[0]],
-            unlike=tuple(costs[each] for each in replicas) if len(costs) > 1 else (),
+            unlike=tuple(costs[replica] for replica in replicas) if len(costs) > 1 else (),
             trainer=_trainer_costs(ground, shared=shared),
             turns=ground.turns,
             world_s=ground.world_s,
             scorers={
-                each.name: _scorer_costs(ground, each)
-                for each in between(graph, ground.maker, trainer)
+                scorer.name: _scorer_costs(ground, scorer)
+                for scorer in between(graph, ground.maker, trainer)
             },
             replicas=ground.replicas,
             in_flight=ground.generator.traits.in_flight,
@@ -347,7 +350,7 @@ def scenario_of(
             queue_prompts=trainer.traits.queue_prompts,
             hop_s=constants.hop_s,
             processors=(
-                Processors(cores=made.devices.cpus, alone=constants.alone)
+                Processors(cores=plan.devices.cpus, alone=constants.alone)
                 if shared
                 else Processors()
             ),
@@ -369,7 +372,7 @@ def episode_of(graph: Structure, workload: Workload) -> Generate | None:
     if len(episodes) > 1:
         raise GraphError(
             "a graph with one episode is foreseen for now, but this has"
-            f" {[each.name for each in episodes]}; foresee it with one of them"
+            f" {[episode.name for episode in episodes]}; foresee it with one of them"
         )
     if name not in workload.turns:
         raise GraphError(
@@ -405,7 +408,7 @@ def _generator_costs(
         rollout_s=rates.end_s + rates.end_token_s * ground.lengths.mean,
         adopt_s=ground.constants.adopt_s,
         shared=(
-            replica.ranks * ground.made.placements[ground.generator.name].threads if shared else 0
+            replica.ranks * ground.plan.placements[ground.generator.name].threads if shared else 0
         ),
     )
 
@@ -418,7 +421,7 @@ def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
         step_s=step_s,
         token_s=passes_s / tokens,
         weights_s=ground.weights_s,
-        shared=learners.ranks * ground.made.placements[trainer.name].threads if shared else 0,
+        shared=learners.ranks * ground.plan.placements[trainer.name].threads if shared else 0,
     )
 
 
@@ -427,16 +430,16 @@ def training_s(ground: Foreground) -> tuple[float, float]:
     besides.
     """
     trainer, rates = ground.trainer, ground.rates(ground.trainer)
-    learners, each = ground.learners(trainer), ground.trained_tokens
+    learners, tokens = ground.learners(trainer), ground.trained_tokens
     rollouts = float(trainer.step_prompts * ground.group_size)
     forward = learners.forward + trainer.traits.gradient_checkpointing
-    passes_s = learners.passes(rollouts, each, forward=forward, sequences=rollouts).seconds(rates)
-    passes_s += ground.waits_s(learners, passes_s, rollouts * each)
-    passes_s += learners.channels(rollouts * each) * rates.channel_s
+    passes_s = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts).seconds(rates)
+    passes_s += ground.waits_s(learners, passes_s, rollouts * tokens)
+    passes_s += learners.channels(rollouts * tokens) * rates.channel_s
     back = ground.workload.prompt_tokens + ground.lengths.looks_back
-    passes_s += learners.looks(rollouts * each, back) * rates.look_s
+    passes_s += learners.looks(rollouts * tokens, back) * rates.look_s
     micro_batches = learners.micro_batches(
-        ground.computed * rollouts * each, trainer.traits.micro_batch_tokens
+        ground.computed * rollouts * tokens, trainer.traits.micro_batch_tokens
     )
     return ground.computed * passes_s, once_s(learners, rates, micro_batches) + ground.moments_s
 
@@ -464,7 +467,7 @@ def _scorer_costs(ground: Foreground, operator: Operator) -> ScorerCosts:
     workload = ground.workload
     drops, at_once = workload.drops.get(operator.name, 0.0), operator.traits.calls_at_once
     if operator.uses is not None:
-        if not ground.made.placements[operator.name].gpus and not ground.on_cpu:
+        if not ground.plan.placements[operator.name].gpus and not ground.on_cpu:
             raise GraphError(
                 f"'{operator.name}' computes with a model and has no devices here; give it some by "
                 f"--gpus {operator.name}=.."

@@ -121,13 +121,13 @@ class SeenRun:
         """Share of its seconds that what bounds it was at work, each replica in the mean."""
         busy: dict[str, float] = {}
         beside: dict[str, float] = {}
-        for node, found in self.stretches.items():
-            seconds = sum(each.seconds for each in found) * int(
+        for node, stretches in self.stretches.items():
+            seconds = sum(stretch.seconds for stretch in stretches) * int(
                 self.placed.get(node, {}).get("replicas", 1)
             )
             if seconds:
-                busy[node] = sum(each.busy_s for each in found) / seconds
-                beside[node] = sum(each.beside_s for each in found) / seconds
+                busy[node] = sum(stretch.busy_s for stretch in stretches) / seconds
+                beside[node] = sum(stretch.beside_s for stretch in stretches) / seconds
         bound = bounded(1.0, busy, beside, {"placed": self.placed, "turns": self.in_turn})
         return bound.share if bound else 0.0
 
@@ -136,12 +136,12 @@ class SeenRun:
         """Tokens that the trainer passed over, of those that it may pass over: each group's prompt
         once, and of each rollout all but the last.
         """
-        there = [
+        row_tokens = [
             line["rollouts"] * (line["completion_tokens_mean"] - LAST)
             + line["groups"] * self.prompt_tokens
             for line in self.steps
         ]
-        return float(sum(line["computed_tokens"] for line in self.steps) / sum(there))
+        return float(sum(line["computed_tokens"] for line in self.steps) / sum(row_tokens))
 
 
 def look(path: Path) -> SeenRun:
@@ -180,8 +180,8 @@ def look(path: Path) -> SeenRun:
         folder.read_activity(), trainer, int(counted[0]["step"]), int(counted[-1]["step"])
     )
     nodes = {node["name"]: node for node in graph["nodes"]}
-    found = {name: _activity_spans(lines, name) for name in nodes}
-    if not found[generator]:
+    stretches = {name: _activity_spans(lines, name) for name in nodes}
+    if not stretches[generator]:
         raise GraphError(
             f"run '{path}' has no activity.jsonl with what its nodes did; it was made by an earlier"
             " version, or was too short: take a run of some ten seconds"
@@ -207,7 +207,7 @@ def look(path: Path) -> SeenRun:
         scorers={name for name, node in nodes.items() if node["operator"] == "Scorer"},
         prompt_tokens=prompt,
         lengths=lengths,
-        stretches=found,
+        stretches=stretches,
         steps=counted,
         in_turn=config.get("turns", ()),
     )
@@ -215,8 +215,8 @@ def look(path: Path) -> SeenRun:
 
 def _knob(node: Mapping[str, Any], name: str, otherwise: int) -> int:
     """A whole number that a node declares."""
-    told = str(node.get("knobs", {}).get(name, ""))
-    return int(told) if told.isdecimal() else otherwise
+    text = str(node.get("knobs", {}).get(name, ""))
+    return int(text) if text.isdecimal() else otherwise
 
 
 def _texts(folder: RunFolder, steps: Sequence[int]) -> tuple[float, Lengths, float]:
@@ -227,28 +227,30 @@ def _texts(folder: RunFolder, steps: Sequence[int]) -> tuple[float, Lengths, flo
     for step in steps[:: max(1, len(steps) // _FILES)]:
         rows = folder.rollouts_of().read(step)
         whole = pc.list_value_length(rows.column(TOKENS)).to_numpy()
-        drawn = np.array([sum(each) for each in rows.column(MASK).to_pylist()])
+        drawn = np.array([sum(mask) for mask in rows.column(MASK).to_pylist()])
         prompts.append(whole - drawn)
         completions.append(drawn)
         if TURN in rows.column_names:
-            turns += [1 + max(each, default=0) for each in rows.column(TURN).to_pylist()]
-    said = float(np.mean(turns)) if turns else 1.0
+            turns += [1 + max(turn, default=0) for turn in rows.column(TURN).to_pylist()]
+    turns_mean = float(np.mean(turns)) if turns else 1.0
     return (
         float(np.concatenate(prompts).mean()),
         Lengths.of(np.maximum(1, np.concatenate(completions))),
-        said,
+        turns_mean,
     )
 
 
 def _worlds(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """By episode, the seconds of its world for a turn."""
     first, last = (lines[0]["nodes"], lines[-1]["nodes"]) if lines else ({}, {})
-    found = {}
+    world_s = {}
     for name, now in last.items():
         turns = now.get("turns", 0) - first.get(name, {}).get("turns", 0)
         if "world_s" in now and turns > 0:
-            found[name] = max(0.0, now["world_s"] - first.get(name, {}).get("world_s", 0.0)) / turns
-    return found
+            world_s[name] = (
+                max(0.0, now["world_s"] - first.get(name, {}).get("world_s", 0.0)) / turns
+            )
+    return world_s
 
 
 def _between(
@@ -264,21 +266,21 @@ def _activity_spans(lines: Sequence[Mapping[str, Any]], node: str) -> list[Activ
     """Some six, as a count that is told of in whole steps is off by one at either end of each;
     where a count fell, a process began anew, and nothing is known.
     """
-    known = [line for line in lines if node in line["nodes"]]
-    kept = (
-        [known[at * (len(known) - 1) // _STRETCHES] for at in range(_STRETCHES + 1)]
-        if known
+    samples = [line for line in lines if node in line["nodes"]]
+    bounds = (
+        [samples[at * (len(samples) - 1) // _STRETCHES] for at in range(_STRETCHES + 1)]
+        if samples
         else []
     )
-    found = []
-    for before, after in itertools.pairwise(kept):
+    spans = []
+    for before, after in itertools.pairwise(bounds):
         then, now = before["nodes"], after["nodes"]
 
         def spent(name: str, key: str, then: Any = then, now: Any = now) -> float:
             return float(now[name].get(key, 0)) - float(then.get(name, {}).get(key, 0))
 
         measured = spent(node, "measured") / max(1, now[node].get("replicas", 1))
-        made = ActivitySpan(
+        span = ActivitySpan(
             seconds=measured or after["seconds"] - before["seconds"],
             busy_s=spent(node, "busy"),
             beside_s=spent(node, "beside"),
@@ -299,6 +301,6 @@ def _activity_spans(lines: Sequence[Mapping[str, Any]], node: str) -> list[Activ
                 )
             ),
         )
-        if made.seconds > 0 and min(made.busy_s, made.steps, made.rows_in, made.rows_out) >= 0:
-            found.append(made)
-    return found
+        if span.seconds > 0 and min(span.busy_s, span.steps, span.rows_in, span.rows_out) >= 0:
+            spans.append(span)
+    return spans

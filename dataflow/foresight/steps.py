@@ -87,7 +87,10 @@ class ServerConstants:
     def seconds(self, step: TokenCost) -> float:
         """Of one token of each of a batch."""
         return float(
-            sum(each * amount for each, amount in zip(astuple(self), astuple(step), strict=True))
+            sum(
+                constant * amount
+                for constant, amount in zip(astuple(self), astuple(step), strict=True)
+            )
         )
 
 
@@ -150,13 +153,16 @@ class Serving:
         """Where the seconds come from, and what is extrapolated."""
         beyond = [self.kind.name] if self.kind.name not in MEASURED_ON else []
         beyond += self.beyond.values()
-        told = f"; extrapolated to {', '.join(beyond)}" if beyond else ""
-        return f"seven constants fitted to measured runs of vLLM on {', '.join(MEASURED_ON)}{told}"
+        extrapolated = f"; extrapolated to {', '.join(beyond)}" if beyond else ""
+        return (
+            f"seven constants fitted to measured runs of vLLM on {', '.join(MEASURED_ON)}"
+            f"{extrapolated}"
+        )
 
-    def _note(self, what: str, value: float) -> None:
-        least, most = MEASURED_TO[what]
+    def _note(self, quantity: str, value: float) -> None:
+        least, most = MEASURED_TO[quantity]
         if not least <= value <= most:
-            self.beyond[what] = f"{value:,.0f} {what} (measured from {least} to {most:,})"
+            self.beyond[quantity] = f"{value:,.0f} {quantity} (measured from {least} to {most:,})"
 
     def _seconds(self, batch: float, seen: float, prompt: float) -> float:
         return self.constants.seconds(
@@ -328,15 +334,17 @@ class Kernels:
         """All layers, for so many tokens; `attention`: that of one layer."""
         decoder, experts = self.decoder, self.decoder.experts
         mixtures = decoder.layers - experts.dense_layers if experts else 0
-        layer = attention + sum(each.seconds(tokens) for each in self._projections)
+        layer = attention + sum(table.seconds(tokens) for table in self._projections)
         layer += SMALL_KERNELS * SMALL_KERNEL_S
         if exchange is not None:
             layer += PER_LAYER * exchange.seconds(tokens * decoder.width * 2)
         seconds = decoder.layers * layer
         if mixtures < decoder.layers:
-            seconds += (decoder.layers - mixtures) * sum(each.seconds(tokens) for each in self._mlp)
+            seconds += (decoder.layers - mixtures) * sum(
+                table.seconds(tokens) for table in self._mlp
+            )
         if mixtures:
-            seconds += mixtures * sum(each.seconds(tokens) for each in self._mixture)
+            seconds += mixtures * sum(table.seconds(tokens) for table in self._mixture)
         return seconds
 
     @cached_property
@@ -424,7 +432,7 @@ class Kernels:
         if self.ranks not in table.curve.at:
             raise GraphError(
                 f"these experts were not measured over {self.ranks} ranks, but over "
-                f"{', '.join(f'{each:g}' for each in table.curve.at)}; take one of them"
+                f"{', '.join(f'{number:g}' for number in table.curve.at)}; take one of them"
             )
         router = self._product(experts.number, decoder.width, "bfloat16")
         shared = self._gated(experts.shared * experts.inner) if experts.shared else ()
@@ -500,6 +508,6 @@ def steps_of(
 
 def check_covered(constants: str, decoder: Decoder, kind: DeviceKind, dtype: str) -> None:
     """GraphError for what no number of ranks can mend: a name, a package, a device, a dtype."""
-    made = steps_of(constants, decoder, kind, ranks=1, dtype=dtype)
-    if made is not None:
-        made.decode(1, 1)
+    steps = steps_of(constants, decoder, kind, ranks=1, dtype=dtype)
+    if steps is not None:
+        steps.decode(1, 1)

@@ -90,10 +90,10 @@ class Workload:
                 CUTS if operator.trains else CUTS[:1] if isinstance(operator, Generate) else ()
             )
             if unknown := sorted(set(cut) - set(allowed)):
-                known = ", ".join(allowed) or "nothing"
+                knowable = ", ".join(allowed) or "nothing"
                 raise GraphError(
                     f"'{name}' is supposed to be cut by {', '.join(unknown)}, of which no cost is"
-                    f" known; of it {known} can be supposed"
+                    f" known; of it {knowable} can be supposed"
                 )
 
 
@@ -107,17 +107,17 @@ def read_workload(text: str) -> Workload:
     >>> read_workload("mean=800,judge.seconds=2").row_s
     {'judge': 2.0}
     """
-    found: dict[str, float] = {}
-    of_node: dict[str, dict[str, float]] = {each: {} for each in _OF_NODE.values()}
+    numbers: dict[str, float] = {}
+    of_node: dict[str, dict[str, float]] = {name: {} for name in _OF_NODE.values()}
     cuts: dict[str, dict[str, int]] = {}
-    for part in filter(None, (each.strip() for each in text.split(","))):
+    for part in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"(?:([\w-]+)\.)?(\w+)\s*=\s*([-+.\w]+)", part)
         try:
             if match is None:
                 raise ValueError(part)
             node, name, number = match[1], match[2], float(match[3])
             if node is None:
-                found[_NAMES[name]] = number
+                numbers[_NAMES[name]] = number
             elif name in CUTS:
                 cuts.setdefault(node, {})[name] = int(match[3])
             else:
@@ -141,4 +141,4 @@ def read_workload(text: str) -> Workload:
             raise GraphError(
                 f"a workload to foresee with is {text!r}, but {part!r} cannot be; give {least}"
             )
-    return Workload(**found, **of_node, cuts=cuts)  # type: ignore[arg-type]
+    return Workload(**numbers, **of_node, cuts=cuts)  # type: ignore[arg-type]

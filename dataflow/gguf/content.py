@@ -68,9 +68,9 @@ class GGUFContent:
         value = self.metadata.get(key)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             kinds = kind if isinstance(kind, tuple) else (kind,)
-            wanted = " or ".join(each.__name__ for each in kinds)
+            names = " or ".join(accepted.__name__ for accepted in kinds)
             raise GGUFError(
-                f"{self.path.name} has {key}={value!r:.60}, where {wanted} has to stand; take"
+                f"{self.path.name} has {key}={value!r:.60}, where {names} has to stand; take"
                 " another file of the model"
             )
         return value
@@ -80,8 +80,8 @@ def read_content(path: Path) -> GGUFContent:
     """The header of a file; what was read is kept for as long as the file stays the same.
     GGUFError, OSError.
     """
-    found = path.stat()
-    return _read(path, found.st_size, found.st_mtime_ns)
+    stat = path.stat()
+    return _read(path, stat.st_size, stat.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=2)
@@ -111,9 +111,9 @@ class _Reader:
     def content(self) -> GGUFContent:
         version = self._number("<I")
         if version not in _VERSIONS:
-            said = "big-endian" if not version & 0xFFFF else f"version {version}"
+            form = "big-endian" if not version & 0xFFFF else f"version {version}"
             raise GGUFError(
-                f"{self._path} is a GGUF file of a kind that is not read: {said}; give one of"
+                f"{self._path} is a GGUF file of a kind that is not read: {form}; give one of"
                 " version 3, little-endian"
             )
         tensors, pairs = self._count(24), self._count(13)
@@ -126,24 +126,24 @@ class _Reader:
         return GGUFContent(self._path, metadata, self._tensors(tensors, metadata))
 
     def _tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, GGUFTensor]:
-        kinds, found = kinds_of_numbers(), {}
+        kinds, entries = kinds_of_numbers(), {}
         for _ in range(count):
             name, dimensions = self._text(), self._number("<I")
-            if not 0 < dimensions <= _MOST_DIMENSIONS or name in found:
+            if not 0 < dimensions <= _MOST_DIMENSIONS or name in entries:
                 raise GGUFError(
                     f"{self._path} is damaged: tensor '{name}' is there twice, or has {dimensions}"
                     " dimensions; copy it again"
                 )
             shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
-            found[name] = shape, self._number("<I"), self._number("<Q")
+            entries[name] = shape, self._number("<I"), self._number("<Q")
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
             raise GGUFError(
                 f"{self._path} is damaged: general.alignment is {alignment!r}; copy it again"
             )
         first = self._at + -self._at % alignment
-        made = {}
-        for name, (shape, kind, offset) in found.items():
+        tensors = {}
+        for name, (shape, kind, offset) in entries.items():
             if kind not in kinds:
                 raise GGUFError(
                     f"{self._path} holds '{name}' in numbers of type {kind}, which the installed"
@@ -157,8 +157,8 @@ class _Reader:
                     f"{self._path} is cut off or damaged: '{name}', {list(shape)} in {called}, ends"
                     f" at byte {first + offset + nbytes} of {len(self._data)}; copy it again"
                 )
-            made[name] = GGUFTensor(shape, called, first + offset, nbytes)
-        return made
+            tensors[name] = GGUFTensor(shape, called, first + offset, nbytes)
+        return tensors
 
     def _number(self, form: str) -> Any:
         (value,) = struct.unpack_from(form, self._data, self._at)

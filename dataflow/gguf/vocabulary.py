@@ -101,14 +101,14 @@ def vocabulary_fault(content: GGUFContent) -> str | None:
 
 def template_of(content: GGUFContent) -> str | None:
     """The chat template of a file; None where it has none."""
-    found = content.metadata.get(_TEMPLATE)
-    return found if isinstance(found, str) and found else None
+    template = content.metadata.get(_TEMPLATE)
+    return template if isinstance(template, str) and template else None
 
 
 def ends_of(content: GGUFContent) -> list[int]:
     """Ids at which a completion ends."""
-    found = (content.metadata.get(_TOKENS + key) for key in _ENDS)
-    return list(dict.fromkeys(number for number in found if isinstance(number, int)))
+    ids = (content.metadata.get(_TOKENS + key) for key in _ENDS)
+    return list(dict.fromkeys(number for number in ids if isinstance(number, int)))
 
 
 def tokenizer_files(content: GGUFContent, context_tokens: int) -> dict[str, str]:
@@ -116,8 +116,8 @@ def tokenizer_files(content: GGUFContent, context_tokens: int) -> dict[str, str]
     for id. GGUFError where it has not.
     """
     tokens, merges = content.need(_TOKENS + "tokens", list), content.need(_TOKENS + "merges", list)
-    made = _made(content, tokens, merges)
-    _prove(content, made, tokens, merges)
+    tokenizer = _made(content, tokens, merges)
+    _prove(content, tokenizer, tokens, merges)
     named = {
         name: tokens[content.metadata[_TOKENS + key]]
         for name, key in _NAMED.items()
@@ -130,7 +130,7 @@ def tokenizer_files(content: GGUFContent, context_tokens: int) -> dict[str, str]
         **named,
     }
     files = {
-        "tokenizer.json": made.to_str(),
+        "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False),
     }
     for key, value in content.metadata.items():
@@ -148,11 +148,11 @@ def _cut_of(content: GGUFContent) -> _Cut:
             f"{content.path.name} has a tokenizer of kind '{kind}', which is not converted; only"
             " byte-level BPE ('gpt2') is; give its folder of safetensors instead"
         )
-    known = _OF_FAMILY.get(content.metadata.get("general.architecture", ""), _CUTS)
-    if name not in known:
+    cuts = _OF_FAMILY.get(content.metadata.get("general.architecture", ""), _CUTS)
+    if name not in cuts:
         raise GGUFError(
             f"{content.path.name} cuts text into words as '{name}', which cannot be proved here;"
-            f" known are {', '.join(known)}; give its folder of safetensors instead"
+            f" known are {', '.join(cuts)}; give its folder of safetensors instead"
         )
     odd = [
         key
@@ -176,8 +176,12 @@ def _kinds(content: GGUFContent) -> list[int]:
     """
     name, tokens = content.path.name, content.need(_TOKENS + "tokens", list)
     kinds: list[int] = content.metadata.get(_TOKENS + "token_type", [_NORMAL] * len(tokens))
-    known = {_NORMAL, _UNKNOWN, _CONTROL, _USERS, _UNUSED}
-    if len(set(tokens)) != len(tokens) or len(kinds) != len(tokens) or not set(kinds) <= known:
+    known_kinds = {_NORMAL, _UNKNOWN, _CONTROL, _USERS, _UNUSED}
+    if (
+        len(set(tokens)) != len(tokens)
+        or len(kinds) != len(tokens)
+        or not set(kinds) <= known_kinds
+    ):
         raise GGUFError(
             f"{name} has tokens twice, or of kinds that byte-level BPE has not: {len(tokens)}"
             f" tokens, {len(set(tokens))} of them unlike, kinds {sorted(set(kinds))[:8]}; give its"
@@ -214,7 +218,7 @@ def _made(content: GGUFContent, tokens: Sequence[str], merges: Sequence[str]) ->
 
     cut, kinds = _cut_of(content), _kinds(content)
     try:
-        pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+        pairs = [(first, right) for first, right in (merge.split(" ") for merge in merges)]
         model = models.BPE(
             {token: number for number, token in enumerate(tokens)},
             pairs,
@@ -225,16 +229,16 @@ def _made(content: GGUFContent, tokens: Sequence[str], merges: Sequence[str]) ->
             f"{content.path.name} is damaged: its merges do not belong to its tokens ({error});"
             " copy it again"
         ) from error
-    made: Any = Tokenizer(model)
+    tokenizer: Any = Tokenizer(model)
     words: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut.digits_alone else []
     if cut.regex is not None:
         words.append(pre_tokenizers.Split(Regex(cut.regex), "isolated"))
     words.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.regex is None))
-    made.pre_tokenizer = pre_tokenizers.Sequence(words)
-    made.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(words)
+    tokenizer.decoder = decoders.ByteLevel()
     if cut.composed:
-        made.normalizer = normalizers.NFC()
-    made.add_tokens(
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_tokens(
         [
             AddedToken(token, normalized=False, special=kind != _USERS)
             for token, kind in zip(tokens, kinds, strict=True)
@@ -252,21 +256,23 @@ def _made(content: GGUFContent, tokens: Sequence[str], merges: Sequence[str]) ->
     }
     if ids:
         front, back = ([tokens[ids[name]]] if name in ids else [] for name in ("bos", "eos"))
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=[*front, "$A", *back],
             pair=[*front, "$A:0", *back, *front, "$B:1", *back],
             special_tokens=[(tokens[number], number) for number in dict.fromkeys(ids.values())],
         )
-    return made
+    return tokenizer
 
 
-def _prove(content: GGUFContent, made: Any, tokens: Sequence[str], merges: Sequence[str]) -> None:
+def _prove(
+    content: GGUFContent, tokenizer: Any, tokens: Sequence[str], merges: Sequence[str]
+) -> None:
     """Read the tokenizer back from its file, and have it agree with the tokens and merges that it
     came from.
     """
     from tokenizers import Tokenizer
 
-    read: Any = Tokenizer.from_str(made.to_str())
+    read: Any = Tokenizer.from_str(tokenizer.to_str())
     ids = {token: number for number, token in enumerate(tokens)}
     if read.get_vocab(with_added_tokens=True) != ids:
         raise _unlike(content, "its vocabulary is another one")
@@ -277,16 +283,16 @@ def _prove(content: GGUFContent, made: Any, tokens: Sequence[str], merges: Seque
     for text in _PROBES:
         laid_out = read.normalizer.normalize_str(text) if read.normalizer else text
         words = [word for word, _ in read.pre_tokenizer.pre_tokenize_str(laid_out)]
-        wanted = [
+        expected = [
             ids[token]
             for word in words
             for token in ([word] if whole and word in ids else merged(word, ranks))
         ]
-        found = read.encode(text, add_special_tokens=False).ids
-        if found != wanted or read.decode(found, skip_special_tokens=False) != laid_out:
+        encoded = read.encode(text, add_special_tokens=False).ids
+        if encoded != expected or read.decode(encoded, skip_special_tokens=False) != laid_out:
             raise _unlike(
                 content,
-                f"it makes {found[:12]} of {text[:24]!r}, and the merges make {wanted[:12]}",
+                f"it makes {encoded[:12]} of {text[:24]!r}, and the merges make {expected[:12]}",
             )
 
 

@@ -39,16 +39,16 @@ def heaviest(
     'judge'
     """
     own = {name: share - beside.get(name, 0.0) for name, share in busy.items()}
-    found = [
+    loads = [
         BusyShare(share=busy[name], node=name, busy=busy[name]) for name in busy if beside.get(name)
     ]
     for group in grouped:
         most = max(group, key=lambda name: own[name])
-        found.append(BusyShare(share=sum(own[name] for name in group), node=most, busy=busy[most]))
-    return sorted(found, key=lambda load: -load.share)
+        loads.append(BusyShare(share=sum(own[name] for name in group), node=most, busy=busy[most]))
+    return sorted(loads, key=lambda load: -load.share)
 
 
-def bounding(found: Sequence[BusyShare], order: Sequence[str]) -> str | None:
+def bounding(loads: Sequence[BusyShare], order: Sequence[str]) -> str | None:
     """The node that bounds a run; None where none has worked. order: that of the graph.
 
     Of loads that are alike it is the last on the way: those before it are at work as long as the
@@ -59,7 +59,7 @@ def bounding(found: Sequence[BusyShare], order: Sequence[str]) -> str | None:
     'train'
     """
     alike_ones = [
-        load.node for load in found if load.share > found[0].share - ALIKE and load.busy > 0
+        load.node for load in loads if load.share > loads[0].share - ALIKE and load.busy > 0
     ]
     return max(alike_ones, key=list(order).index, default=None)
 
@@ -90,13 +90,13 @@ def bounded(
     if not seconds or not order:
         return None
     workers = {name: str((placed.get(name) or {}).get("worker", name)) for name in order}
-    found = heaviest(
+    loads = heaviest(
         {name: busy[name] / seconds for name in order},
         {name: spent / seconds for name, spent in beside.items()},
         groups(order, [*alike(workers), *config.get("turns", ())]),
     )
-    node = bounding(found, order)
-    load = next((load for load in found if load.node == node), None)
+    node = bounding(loads, order)
+    load = next((load for load in loads if load.node == node), None)
     return None if load is None else replace(load, share=min(1.0, load.share))
 
 

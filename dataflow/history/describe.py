@@ -77,8 +77,8 @@ def model_of(node: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of a node of such facts, the model that it uses: `name`, `source` and, of a GGUF file,
     `files`: its name and digest; empty where it has none, and in folders that do not say it.
     """
-    found = node.get("model")
-    return found if isinstance(found, dict) else {}
+    model = node.get("model")
+    return model if isinstance(model, dict) else {}
 
 
 def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
@@ -127,12 +127,13 @@ def _settable(graph: Graph) -> dict[str, dict[str, dict[str, Any]]]:
     """By node and knob that may change while it goes on, the declared value, and from when on
     another one counts.
     """
-    found = {name: settable_of(graph, name) for name in graph.operators}
+    settable = {name: settable_of(graph, name) for name in graph.operators}
     return {
         name: {
-            knob: {"value": plain_value(each.value), "at": each.at} for knob, each in knobs.items()
+            knob: {"value": plain_value(knob_settable.value), "at": knob_settable.at}
+            for knob, knob_settable in knobs.items()
         }
-        for name, knobs in found.items()
+        for name, knobs in settable.items()
         if knobs
     }
 

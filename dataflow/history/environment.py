@@ -33,7 +33,7 @@ _GPUS = Path("/proc/driver/nvidia")
 
 def environment(devices: Devices) -> dict[str, Any]:
     """Of this machine and this process. devices: what the run has here."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(),
@@ -42,14 +42,14 @@ def environment(devices: Devices) -> dict[str, Any]:
         "packages": package_versions(),
     }
     if devices.gpus:
-        found |= {
+        facts |= {
             "gpus": devices.gpus,
             "gpu_models": _gpu_models(),
             "gpu_driver": _first(_GPUS / "version"),
         }
     if threads := os.environ.get("OMP_NUM_THREADS"):
-        found["OMP_NUM_THREADS"] = threads
-    return found
+        facts["OMP_NUM_THREADS"] = threads
+    return facts
 
 
 @functools.cache
@@ -74,13 +74,13 @@ def _processor() -> str:
 
 
 def _gpu_models() -> list[str]:
-    found = []
+    models = []
     for path in sorted(_GPUS.glob("gpus/*/information")):
         with contextlib.suppress(OSError):
-            found += re.findall(
+            models += re.findall(
                 r"^Model:\s*(.+?)\s*$", path.read_text(errors="replace"), re.MULTILINE
             )
-    return found
+    return models
 
 
 def _first(path: Path) -> str:

@@ -93,9 +93,9 @@ class Launch:
             runpy.run_path(self.file, run_name="__main__")
 
     @classmethod
-    def from_plain(cls, found: Mapping[str, Any]) -> "Launch":
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Launch":
         """What JSON or msgpack has made of one."""
-        return cls(**{**found, "arguments": tuple(found["arguments"])})
+        return cls(**{**plain, "arguments": tuple(plain["arguments"])})
 
     def _missing(self) -> str:
         """Which part of it is not there; empty: none."""
@@ -126,25 +126,25 @@ def check_text(*more: tuple[str, str]) -> None:
     file of a run could hold: they are UTF-8, and on Linux a name may be any bytes. Errors:
     GraphError.
     """
-    given = (
+    texts = (
         ("the folder it starts in", str(Path.cwd())),
-        *(("an argument of the program", each) for each in sys.argv),
+        *(("an argument of the program", argument) for argument in sys.argv),
     )
-    for what, text in (*given, *more):
+    for name, text in (*texts, *more):
         try:
             text.encode()
         except UnicodeEncodeError as error:
             near = text[max(0, error.start - 40) : error.end + 40]
             raise GraphError(
-                f"{what} is no text that UTF-8 knows, in which a run's files are written: {near!a};"
+                f"{name} is no text that UTF-8 knows, in which a run's files are written: {near!a};"
                 " rename it"
             ) from None
 
 
 def recorded_launch(folder: RunFolder) -> Launch | None:
     """How the run in a folder was started; None where it was by a script that calls `run`."""
-    found = described(folder)[1].get(KEY)
-    return None if found is None else Launch.from_plain(found)
+    recorded = described(folder)[1].get(KEY)
+    return None if recorded is None else Launch.from_plain(recorded)
 
 
 def start_again(
@@ -197,12 +197,12 @@ def check_owner(
     if trust or not doubts:
         return
     why = f"'{folder.path}' {', and '.join(doubts)}"
-    wanted = f"{launch.program} {shlex.join(launch.arguments)}".strip()
+    command = f"{launch.program} {shlex.join(launch.arguments)}".strip()
     if ask is None:
         ask = _ask if sys.stdin.isatty() and sys.stderr.isatty() else lambda question: False
-    if not ask(f"{why}, and names a program to run as {_user(os.getuid())}: {wanted}"):
+    if not ask(f"{why}, and names a program to run as {_user(os.getuid())}: {command}"):
         raise RunError(
-            f"{why}, and what it names would run with your rights: {wanted} in '{launch.folder}';"
+            f"{why}, and what it names would run with your rights: {command} in '{launch.folder}';"
             " look at it, then say yes at a terminal, or give --trust"
         )
 
@@ -226,25 +226,25 @@ def doubts_of(folder: RunFolder) -> list[str]:
     'a'`. To be asked before the ledger is opened: where root does that, SQLite gives him the log
     that another has put there.
     """
-    found: dict[str, None] = {}
+    doubts: dict[str, None] = {}
     for path in (
         folder.path,
         *sorted(folder.path.glob("ledger.db*")),
         folder.config,
         folder.graph_json,
     ):
-        which = "" if path == folder.path else f"has a {path.name} that "
+        subject = "" if path == folder.path else f"has a {path.name} that "
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
             if status.st_uid != os.getuid():
-                found[f"{which}belongs to {_user(status.st_uid)}"] = None
+                doubts[f"{subject}belongs to {_user(status.st_uid)}"] = None
             if status.st_mode & stat.S_IWOTH or (
                 status.st_mode & stat.S_IWGRP and _has_others(status)
             ):
-                found[
-                    f"{which}may be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+                doubts[
+                    f"{subject}may be written by others (mode {stat.S_IMODE(status.st_mode):o})"
                 ] = None
-    return list(found)
+    return list(doubts)
 
 
 def _has_others(status: os.stat_result) -> bool:

@@ -60,10 +60,10 @@ class Wishes:
     @classmethod
     def split_off(cls, arguments: Sequence[str]) -> "tuple[list[str], Wishes | None]":
         """The arguments without those of a replay, and what it is to be; None when it is none."""
-        rest = list(arguments)
-        if rest[-2:-1] != [FLAG]:
-            return rest, None
-        return rest[:-2], cls(**json.loads(rest[-1]))
+        words = list(arguments)
+        if words[-2:-1] != [FLAG]:
+            return words, None
+        return words[:-2], cls(**json.loads(words[-1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
         )
     own = own_folder(graph, node)
     with Ledger.open(folder.ledger, readonly=True) as ledger:
-        made, missing = ledger.steps(node, 0, wishes.last), gone(ledger, node)
+        steps, missing = ledger.steps(node, 0, wishes.last), gone(ledger, node)
     start, place = starting_point(folder.checkpoints_of(own), wishes.first)
     if start < missing:
         raise RunError(_not_kept(folder.checkpoints_of(own), node, start, missing))
@@ -148,26 +148,26 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
         node=node,
         start=start,
         checkpoint=place,
-        steps=steps_to_train(node, made, start, wishes.last),
+        steps=steps_to_train(node, steps, start, wishes.last),
         read=lambda step: rows_of(folder, step, own),
         threads=_threads(recorded, node),
         device=wishes.device,
         seed=recorded.seed,
         loss=wishes.loss,
         out=out,
-        changes=[each for each in read_changes(folder) if each.node == node],
+        changes=[change for change in read_changes(folder) if change.node == node],
     )
-    for step, found in zip(script.steps, trainer.replay(script), strict=True):
+    for step, facts in zip(script.steps, trainer.replay(script), strict=True):
         yield Compared(
             step=step.step,
             recorded_loss=_finite(step.metrics.get("loss")),
-            loss=_finite(found["loss"]),
+            loss=_finite(facts["loss"]),
             recorded_grad_norm=_finite(step.metrics.get("grad_norm")),
-            grad_norm=_finite(found["grad_norm"]),
+            grad_norm=_finite(facts["grad_norm"]),
             other_logprobs=(
                 None
-                if wishes.loss or "other_logprobs" not in found
-                else int(found["other_logprobs"])
+                if wishes.loss or "other_logprobs" not in facts
+                else int(facts["other_logprobs"])
             ),
         )
 
@@ -209,13 +209,13 @@ def steps_to_train(
             f"'{node}' made {end} steps, so none can be replayed up to {last}; give --to {end} or"
             " less"
         )
-    found = [step for step in made if step.step > start]
-    if not found:
+    steps = [step for step in made if step.step > start]
+    if not steps:
         raise RunError(
             f"'{node}' made {end} steps, and the replay would start from step {start}: nothing is"
             " left to train; give a smaller --from"
         )
-    return found
+    return steps
 
 
 def rows_of(folder: RunFolder, step: MadeStep, own: str | None) -> pa.Table:
@@ -223,11 +223,11 @@ def rows_of(folder: RunFolder, step: MadeStep, own: str | None) -> pa.Table:
     groups.
     """
     table = folder.rollouts_of(own).read(step.step)
-    found = pc.unique(table.column(GROUP_ID)).to_pylist()
-    if found != list(step.trained):
+    groups = pc.unique(table.column(GROUP_ID)).to_pylist()
+    if groups != list(step.trained):
         raise RunFolderError(
             f"'{folder.rollouts_of(own).step_file(step.step)}' holds other groups than step"
-            f" {step.step} trained: found {some(found)} instead of {some(step.trained)}; it was"
+            f" {step.step} trained: found {some(groups)} instead of {some(step.trained)}; it was"
             " overwritten, or taken from another run"
         )
     return table
@@ -237,32 +237,33 @@ def report_replay(graph: Graph, wishes: Wishes) -> int:
     """Print a replay, step by step; status 1 when the run's own losses do not repeat."""
     compared = []
     if not wishes.json:
-        said = wishes.loss or "replayed"
+        column = wishes.loss or "replayed"
         print(
-            f"{'step':>6} {'loss, recorded':>24} {f'loss, {said}':>24} {'difference':>12}"
+            f"{'step':>6} {'loss, recorded':>24} {f'loss, {column}':>24} {'difference':>12}"
             f" {'grad norms':>24}"
         )
-    for each in replay(graph, wishes):
-        compared.append(each)
+    for row in replay(graph, wishes):
+        compared.append(row)
         if not wishes.json:
-            print(_line(each), flush=True)
-    same = sum(each.difference <= wishes.tolerance for each in compared)
-    kept = [each.other_logprobs for each in compared if each.other_logprobs is not None]
-    repeats = same == len(compared) and (wishes.tolerance > 0 or not any(kept))
+            print(_line(row), flush=True)
+    same = sum(row.difference <= wishes.tolerance for row in compared)
+    others_logprobs = [row.other_logprobs for row in compared if row.other_logprobs is not None]
+    repeats = same == len(compared) and (wishes.tolerance > 0 or not any(others_logprobs))
     status = 0 if wishes.loss or repeats else 1
     if wishes.json:
         steps = [
-            dataclasses.asdict(each) | {"difference": _finite(each.difference)} for each in compared
+            dataclasses.asdict(row) | {"difference": _finite(row.difference)} for row in compared
         ]
         facts = {"run": wishes.run, "loss": wishes.loss or None, "same": same, "steps": steps}
-        facts["other_logprobs"] = sum(kept) if kept else None
+        facts["other_logprobs"] = sum(others_logprobs) if others_logprobs else None
         print(json.dumps(facts, allow_nan=False))
     elif not wishes.loss:
         exactly = "bit for bit" if not wishes.tolerance else f"within {wishes.tolerance:g}"
         print(f"{same} of {len(compared)} losses are the recorded ones, {exactly}")
-        if kept:
+        if others_logprobs:
             print(
-                f"{sum(kept) or 'no'} tokens have other log-probabilities than the trainer computed"
+                f"{sum(others_logprobs) or 'no'} tokens have other log-probabilities than the"
+                " trainer computed"
                 " in the run"
             )
         if status:
@@ -271,13 +272,15 @@ def report_replay(graph: Graph, wishes: Wishes) -> int:
 
 
 def _trainer(graph: Graph, name: str) -> str:
-    known = trainers(graph)
-    if name in known:
+    names = trainers(graph)
+    if name in names:
         return name
-    if name or len(known) != 1:
-        found = f"'{name}' is none" if name else f"{len(known)} are there"
-        raise GraphError(f"a replay is of one trainer, but {found}; give --trainer one of {known}")
-    return known[0]
+    if name or len(names) != 1:
+        problem = f"'{name}' is none" if name else f"{len(names)} are there"
+        raise GraphError(
+            f"a replay is of one trainer, but {problem}; give --trainer one of {names}"
+        )
+    return names[0]
 
 
 def _threads(recorded: RecordedRun, node: str) -> int:
@@ -295,10 +298,10 @@ def _why(graph: Graph, wishes: Wishes) -> str:
     return "the trainer, its loss or a library is not what it was when the run was made"
 
 
-def _line(each: Compared) -> str:
-    norms = f"{_text(each.recorded_grad_norm, 11)} {_text(each.grad_norm, 11)}"
+def _line(row: Compared) -> str:
+    norms = f"{_text(row.recorded_grad_norm, 11)} {_text(row.grad_norm, 11)}"
     return (
-        f"{each.step:>6} {_text(each.recorded_loss)} {_text(each.loss)} {each.difference:>12.3g}"
+        f"{row.step:>6} {_text(row.recorded_loss)} {_text(row.loss)} {row.difference:>12.3g}"
         f" {norms:>24}"
     )
 

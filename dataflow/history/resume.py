@@ -79,8 +79,8 @@ class RecordedRun:
     @property
     def steps(self) -> int | None:
         """Steps that it was to make."""
-        found = self.config.get("steps")
-        return None if found is None else int(found)
+        steps = self.config.get("steps")
+        return None if steps is None else int(steps)
 
     @property
     def seed(self) -> int:
@@ -108,28 +108,30 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What is not the same in two graph.json, for people; none where a run of the one may go on
     with the other.
     """
-    found = []
+    changes = []
     if before["name"] != now["name"]:
-        found.append(f"the graph was called '{before['name']}' and is called '{now['name']}'")
+        changes.append(f"the graph was called '{before['name']}' and is called '{now['name']}'")
     old, new = ({node["name"]: node for node in graph["nodes"]} for graph in (before, now))
-    found += [f"'{name}' is missing" for name in old if name not in new]
-    found += [f"'{name}' is new" for name in new if name not in old]
+    changes += [f"'{name}' is missing" for name in old if name not in new]
+    changes += [f"'{name}' is new" for name in new if name not in old]
     both = [name for name in old if name in new]
     for name in both:
         was, is_now = old[name], new[name]
         if was["operator"] != is_now["operator"]:
-            found.append(f"'{name}' was a {was['operator']} and is a {is_now['operator']}")
-        found += [
+            changes.append(f"'{name}' was a {was['operator']} and is a {is_now['operator']}")
+        changes += [
             f"{knob} of '{name}' {change}"
             for knob, change in _changes(was["knobs"], is_now["knobs"])
         ]
         files = [{"file": str(model_of(node).get("files"))} for node in (was, is_now)]
-        found += [f"{fact} of the model of '{name}' {change}" for fact, change in _changes(*files)]
+        changes += [
+            f"{fact} of the model of '{name}' {change}" for fact, change in _changes(*files)
+        ]
     old, new = ({_ends(edge): edge for edge in graph["edges"]} for graph in (before, now))
     for ends in dict.fromkeys([*old, *new]):
         if ends[0] in both and ends[1] in both:
-            found += _edge_changes(ends, old.get(ends), new.get(ends))
-    return found
+            changes += _edge_changes(ends, old.get(ends), new.get(ends))
+    return changes
 
 
 def check_same(
@@ -138,23 +140,25 @@ def check_same(
     """Refuse a graph or a seed that is not the run's. Errors: GraphError, which names what
     differs.
     """
-    found = differences(recorded.graph, now)
+    changes = differences(recorded.graph, now)
     if seed is not None and seed != recorded.seed:
-        found.append(f"the seed was {recorded.seed} and is {seed}")
-    if found:
+        changes.append(f"the seed was {recorded.seed} and is {seed}")
+    if changes:
         raise GraphError(
             f"'{folder.path.name}' cannot go on with this graph, as it is not the one that it began"
-            f" with: {'; '.join(found)}; make it the same again, or start a new run"
+            f" with: {'; '.join(changes)}; make it the same again, or start a new run"
         )
 
 
-def check_end(name: str, recorded: RecordedRun, steps: int | None, made: Mapping[str, int]) -> None:
+def check_end(
+    name: str, recorded: RecordedRun, steps: int | None, steps_made: Mapping[str, int]
+) -> None:
     """Refuse a run that has nothing left to do. Errors: RunError.
 
     name: of the run. steps: that it is to make in all. made: steps by trainer, from the ledger.
     """
-    least = min(made.values(), default=0)
-    most = max(made.values(), default=0)
+    least = min(steps_made.values(), default=0)
+    most = max(steps_made.values(), default=0)
     if steps is not None and steps < most:
         raise RunError(
             f"'{name}' has made {most} steps, more than the {steps} asked for; ask for more, or for"
@@ -164,7 +168,8 @@ def check_end(name: str, recorded: RecordedRun, steps: int | None, made: Mapping
         return
     if recorded.steps is None or least < recorded.steps:
         raise RunError(
-            f"'{name}' is finished: its prompts ended{f' after step {least}' if made else ''};"
+            f"'{name}' is finished: its prompts"
+            f" ended{f' after step {least}' if steps_made else ''};"
             " start a new run, from its last checkpoint if you like"
         )
     if steps is not None and steps <= least:
@@ -184,11 +189,13 @@ def take_up(folder: RunFolder, graph: Graph, recorded: RecordedRun, steps: int |
     consumed = consumers(graph)
     ledger = _ledger(folder, consumed)
     with ledger:
-        made = {name: ledger.last_step(name) for name, op in graph.operators.items() if op.trains}
-        for name in made:
+        steps_made = {
+            name: ledger.last_step(name) for name, op in graph.operators.items() if op.trains
+        }
+        for name in steps_made:
             if lost := forgotten(folder, ledger, name, own_folder(graph, name)):
                 raise RunError(lost)
-        check_end(folder.path.name, recorded, steps, made)
+        check_end(folder.path.name, recorded, steps, steps_made)
         rounds = {}
         for name in consumed:
             if graph.operators[name].trains:
@@ -200,7 +207,7 @@ def take_up(folder: RunFolder, graph: Graph, recorded: RecordedRun, steps: int |
     number_finished(folder.path, recorded.part)
     times = recorded.times
     return Begun(
-        steps=made,
+        steps=steps_made,
         rounds=rounds,
         seconds=float(times.get("seconds", 0.0)),
         busy_seconds=times.get("busy_seconds", {}),
@@ -217,10 +224,10 @@ def forgotten(folder: RunFolder, ledger: Ledger, node: str, own: str | None) -> 
     issued; a checkpoint is marked once its step is, on the disk itself.
     """
     files, marked = folder.rollouts_of(own).files("step"), folder.checkpoints_of(own).steps()
-    known = ledger.furthest_step(node)
+    last_known = ledger.furthest_step(node)
     shown = max([*(step - 1 for step, _ in files), *marked], default=0)
-    begun = shown <= known and files and files[-1][0] > known
-    if shown <= known and not (begun and _are_unknown(folder, ledger, node, files[-1][1])):
+    begun = shown <= last_known and files and files[-1][0] > last_known
+    if shown <= last_known and not (begun and _are_unknown(folder, ledger, node, files[-1][1])):
         return ""
     last = (
         f"checkpoints/step-{shown:06d}"
@@ -228,9 +235,11 @@ def forgotten(folder: RunFolder, ledger: Ledger, node: str, own: str | None) -> 
         else files[-1][1].relative_to(folder.path)
     )
     return (
-        f"ledger.db knows '{node}' up to step {known}, but {last} is there: what was committed last"
+        f"ledger.db knows '{node}' up to step {last_known}, but {last} is there: what was"
+        " committed last"
         " is lost, with ledger.db-wal or by a power cut; put both files back as they were, or move"
-        f" what is of steps after {known} away from rollouts/ and checkpoints/ to have them made"
+        f" what is of steps after {last_known} away from rollouts/ and checkpoints/ to have them"
+        " made"
         " anew"
     )
 
@@ -271,13 +280,13 @@ def _ledger(folder: RunFolder, consumed: Mapping[str, list[str]]) -> Ledger:
     if folder.ledger.exists():
         Ledger.prove(folder.ledger)
         return Ledger.open(folder.ledger)
-    left = [
+    files = [
         path for path in (folder.rollouts, folder.path / "checkpoints") if any(path.rglob("*.*"))
     ]
-    if left or folder.metrics.exists():
-        what = left[0].name if left else folder.metrics.name
+    if files or folder.metrics.exists():
+        name = files[0].name if files else folder.metrics.name
         raise RunError(
-            f"'{folder.path.name}' has no ledger.db, but {what}: it was lost; take it from a"
+            f"'{folder.path.name}' has no ledger.db, but {name}: it was lost; take it from a"
             " backup, or start a new run"
         )
     return Ledger.create(folder.ledger, consumed)
@@ -311,14 +320,14 @@ def _edge_changes(
     name = f"{origin} -> {end} ({plane}{f', {source}' if source else ''})"
     if was is None or is_now is None:
         return [f"{name} is {'new' if was is None else 'missing'}"]
-    found = [
+    changes = [
         f"column '{column}' of {name} {change}"
         for column, change in _changes(was["columns"], is_now["columns"])
     ]
     for fact in ("max_staleness", "refresh"):
         if was.get(fact) != is_now.get(fact):
-            found.append(f"{fact} of {name} was {was.get(fact)} and is {is_now.get(fact)}")
-    return found
+            changes.append(f"{fact} of {name} was {was.get(fact)} and is {is_now.get(fact)}")
+    return changes
 
 
 def _changes(was: Mapping[str, str], is_now: Mapping[str, str]) -> list[tuple[str, str]]:

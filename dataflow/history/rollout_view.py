@@ -51,18 +51,19 @@ def find_rollout(
     sources.
     """
     with Ledger.open(folder.ledger, readonly=True) as ledger:
-        found = [
-            each
+        rollouts = [
+            rollout
             for path, outcome, step in _files(folder)
-            for each in _in_file(folder, ledger, path, outcome, step, rollout_id)
-            if source in (None, each.source) and group_id in (None, each.row[records.GROUP_ID])
+            for rollout in _in_file(folder, ledger, path, outcome, step, rollout_id)
+            if source in (None, rollout.source)
+            and group_id in (None, rollout.row[records.GROUP_ID])
         ]
         lost = not_kept(ledger.facts())
-    by_source = {each.source: each for each in reversed(found)}
-    if not found:
-        which = "".join(
-            f" of {what} {it!r}"
-            for what, it in (("source", source), ("group", group_id))
+    by_source = {rollout.source: rollout for rollout in reversed(rollouts)}
+    if not rollouts:
+        selection = "".join(
+            f" of {name} {it!r}"
+            for name, it in (("source", source), ("group", group_id))
             if it is not None
         )
         upto = "".join(
@@ -70,7 +71,7 @@ def find_rollout(
             for node, step in lost.items()
         )
         raise RunError(
-            f"'{folder.path.name}' has no rollout {rollout_id}{which} in its files; it was not"
+            f"'{folder.path.name}' has no rollout {rollout_id}{selection} in its files; it was not"
             f" finished, or dropped before its step{upto}; take --source and --group"
             f" away{f', or make the next run with a larger {KNOB}' if lost else ''}"
         )
@@ -79,40 +80,40 @@ def find_rollout(
             f"rollout {rollout_id} stands in several sources: {sorted(by_source)}; choose one with"
             " --source"
         )
-    return found[0]
+    return rollouts[0]
 
 
 def show_rollout(
-    found: FoundRollout, console: Console, vocabulary: "Mapping[int, str] | None" = None
+    rollout: FoundRollout, console: Console, vocabulary: "Mapping[int, str] | None" = None
 ) -> None:
     """Print it. vocabulary: texts of token ids; the ids are shown without."""
-    row = found.row
+    row = rollout.row
     where = (
-        f"{found.source}, group {row[records.GROUP_ID]}, position {row[records.POSITION]},"
-        f" {found.place}"
+        f"{rollout.source}, group {row[records.GROUP_ID]}, position {row[records.POSITION]},"
+        f" {rollout.place}"
     )
     console.print(f"[bold]rollout {row[records.ROLLOUT_ID]}[/] ({where})", highlight=False)
-    for fate in found.fates or ("in flight",):
+    for fate in rollout.fates or ("in flight",):
         console.print(f"outcome  {fate}", highlight=False, markup=False)
     ended = (
         row[records.FINISH_REASON] if row[records.ERROR] is None else f"error: {row[records.ERROR]}"
     )
     console.print(f"ended    {ended}", highlight=False, markup=False)
     for name, value in scores(row).items():
-        said = "no value: it does not apply, or was not asked" if value is None else value
-        console.print(f"{name:<8} {said}", highlight=False, markup=False)
+        shown = "no value: it does not apply, or was not asked" if value is None else value
+        console.print(f"{name:<8} {shown}", highlight=False, markup=False)
     for title, text in (("prompt", row[records.PROMPT]), ("completion", row[records.COMPLETION])):
         console.print(f"\n[bold]{title}[/]")
         console.print(text, highlight=False, markup=False)
     console.print("\n[bold]tokens[/] (text, log-probability, version)")
-    console.print(Columns([_token(*each, vocabulary) for each in chosen(row)], padding=(0, 2)))
+    console.print(Columns([_token(*token, vocabulary) for token in chosen(row)], padding=(0, 2)))
 
 
-def plain_rollout(found: FoundRollout) -> str:
+def plain_rollout(rollout: FoundRollout) -> str:
     """All of it as JSON."""
-    fates = [dataclasses.asdict(fate) for fate in found.fates]
+    fates = [dataclasses.asdict(fate) for fate in rollout.fates]
     return to_json(
-        {"source": found.source, "place": found.place, "fates": fates, "rollout": found.row},
+        {"source": rollout.source, "place": rollout.place, "fates": fates, "rollout": rollout.row},
         indent=1,
     )
 
@@ -148,8 +149,8 @@ def _tokenizers(folder: RunFolder) -> Iterator[Path]:
     yield from sorted((folder.path / "checkpoints").rglob("tokenizer.json"), reverse=True)
     for node in described(folder)[0].get("nodes", []):
         source = model_of(node).get("source")
-        here = folder_here(str(source)) if source else None
-        if here is not None and (path := here / "tokenizer.json").is_file():
+        path_here = folder_here(str(source)) if source else None
+        if path_here is not None and (path := path_here / "tokenizer.json").is_file():
             yield path
 
 
@@ -178,7 +179,7 @@ def _in_file(
     ]
     if not rows:
         return []
-    known = {
+    fates_of = {
         source: tuple(ledger.fates(source, rows[0][records.GROUP_ID]))
         for source in ledger.sources()
     }
@@ -187,7 +188,7 @@ def _in_file(
     elif outcome:
         sources = [
             source
-            for source, fates in known.items()
+            for source, fates in fates_of.items()
             if any((fate.outcome, fate.step) == (outcome, step) for fate in fates)
         ]
     else:
@@ -215,7 +216,7 @@ def _token(
 def _summed(value: Any) -> Any:
     if not isinstance(value, list):
         return f"{value:.6g}" if isinstance(value, float) else value
-    numbers = [each for each in value if isinstance(each, int | float)]
+    numbers = [number for number in value if isinstance(number, int | float)]
     if not numbers:
         return f"{len(value)} values"
     mean = sum(numbers) / len(numbers)

@@ -107,12 +107,12 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
 
 
 def _foreseen(
-    told: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], efficiency: float | None
+    prediction: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], efficiency: float | None
 ) -> tuple[str, ...]:
     """What was foreseen beside what came; steps are counted without the first tenth, in which
     nothing is full yet.
     """
-    if not told:
+    if not prediction:
         return ()
     counted = [
         float(line["seconds"])
@@ -127,13 +127,13 @@ def _foreseen(
         ),
     }
     named = {"s a step": "step_s", "efficiency": "efficiency", "staleness": "staleness_mean"}
-    found = []
-    for name, seen in came.items():
-        before = told.get(named[name])
-        if _is_number(before) and seen is not None:
-            off = f" ({seen / before - 1:+.0%})" if name == "s a step" and before > 0 else ""
-            found.append(f"{before:.3g} {name}, came {seen:.3g}{off}")
-    return tuple(found)
+    lines = []
+    for name, measured in came.items():
+        before = prediction.get(named[name])
+        if _is_number(before) and measured is not None:
+            off = f" ({measured / before - 1:+.0%})" if name == "s a step" and before > 0 else ""
+            lines.append(f"{before:.3g} {name}, came {measured:.3g}{off}")
+    return tuple(lines)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -175,7 +175,9 @@ def _models(folder: RunFolder, graph: Mapping[str, Any]) -> tuple[str, ...]:
     """The newest checkpoint of each trainer."""
     names = [None, *(str(node.get("name")) for node in graph.get("nodes", ()))]
     stores = [folder.checkpoints_of(name) for name in names]
-    return tuple(str(_from_here(each.folder(max(each.steps())))) for each in stores if each.steps())
+    return tuple(
+        str(_from_here(store.folder(max(store.steps())))) for store in stores if store.steps()
+    )
 
 
 def _from_here(path: Path) -> Path:
@@ -203,9 +205,9 @@ def _added(steps: Sequence[Mapping[str, Any]], figure: str) -> str:
         total.update(line.get(figure) or {})
     if not total:
         return ""
-    told = [f"{name} {count:,}" for name, count in total.most_common(_CAUSES)]
+    causes = [f"{name} {count:,}" for name, count in total.most_common(_CAUSES)]
     more = [f"{len(total) - _CAUSES} more"] * (len(total) > _CAUSES)
-    return f"{total.total():,} rollouts ({', '.join(told + more)})"
+    return f"{total.total():,} rollouts ({', '.join(causes + more)})"
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -349,7 +349,7 @@ def _left(request: RunRequest) -> HostedRun | None:
             and request.may_take(plan)
             and agents.digests <= {ours.digest, ""}
         ):
-            taken = Taken(server=server, left=read(server.left))
+            taken = Taken(server=server, snapshot=read(server.left))
             return HostedRun(plan=plan, server=server, taken=taken)
     server.close()
     return None

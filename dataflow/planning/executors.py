@@ -102,9 +102,9 @@ def chosen(sources: "Seats", destinations: "Seats") -> str:
     """As `choose`, of a trainer whose ranks are looked up once for all of its readers."""
     ends = sources.telling(destinations), destinations.telling(sources)
     return next(
-        each
-        for each in EXECUTORS
-        if all(obstacle(each, *pair) is None for pair in itertools.product(*ends))
+        executor
+        for executor in EXECUTORS
+        if all(obstacle(executor, *pair) is None for pair in itertools.product(*ends))
     )
 
 
@@ -125,19 +125,21 @@ class Seats:
                 self._at.setdefault(key, []).append(number)
             self._alike.setdefault(seat.gpu, {}).setdefault(seat.machine, []).append(number)
 
-    def telling(self, others: "Seats") -> list[Seat]:
+    def telling(self, readers: "Seats") -> list[Seat]:
         """Those that share a process or a device with one of the others; of the rest one for each
         kind of memory on each of the others' machines, and on any other: `obstacle` tells nothing
         else apart.
         """
-        few, many = (self, others) if len(self._at) < len(others._at) else (others, self)
+        few, many = (self, readers) if len(self._at) < len(readers._at) else (readers, self)
         near = {number for key in few._at if key in many._at for number in self._at[key]}
-        found, shared = [*near], self.machines & others.machines
+        numbers, shared = [*near], self.machines & readers.machines
         for alike in self._alike.values():
             far = next((machine for machine in alike if machine not in shared), None)
             for machine in (*shared, *([] if far is None else [far])):
-                found += [next((each for each in alike.get(machine, ()) if each not in near), -1)]
-        return [self.seats[number] for number in found if number >= 0]
+                numbers += [
+                    next((number for number in alike.get(machine, ()) if number not in near), -1)
+                ]
+        return [self.seats[number] for number in numbers if number >= 0]
 
 
 def _keys(seat: Seat) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
@@ -172,9 +174,9 @@ def executor_between(trainer: Placement, reader: Placement, replica: int, *, apa
     """
     apart = apart or bool(trainer.rank_hosts)
     sources = [_seat(trainer, 0, rank, machine="trainer's") for rank in range(trainer.ranks)]
-    there = "another" if apart else "trainer's"
+    machine = "another" if apart else "trainer's"
     return choose(
-        sources, [_seat(reader, replica, rank, machine=there) for rank in range(reader.ranks)]
+        sources, [_seat(reader, replica, rank, machine=machine) for rank in range(reader.ranks)]
     )
 
 
@@ -203,10 +205,10 @@ def copies_of(
     there are none.
     """
     wish = graph.operators[trainer].traits.copies_weights
-    others = next((group for group in turns if trainer in group), ())
+    mates = next((group for group in turns if trainer in group), ())
     why = ""
-    if others:
-        readers = [name for name in others if name != trainer]
+    if mates:
+        readers = [name for name in mates if name != trainer]
         why = (
             f"takes turns on its devices with {readers}, and puts its weights away before they take"
             " them"
@@ -220,7 +222,7 @@ def copies_of(
         raise GraphError(
             f"'{trainer}' has copy_weights=False, but it {why}; leave copy_weights out"
         )
-    return bool(wish or others)
+    return bool(wish or mates)
 
 
 def weight_paths(
@@ -254,7 +256,7 @@ def weight_paths(
             " weights= out, which takes what is fastest within a host and between two, or name one"
             f" of {list(COLLECTIVE)}"
         )
-    found: list[WeightPath] = []
+    paths: list[WeightPath] = []
     for feedback in graph.feedbacks:
         trainer, reader = (
             placements[feedback.weights.trainer.name],
@@ -285,11 +287,11 @@ def weight_paths(
             if forced is not None:
                 _check_forced(forced, executor, trainer.node, sources, reader.node, destinations)
                 executor = forced
-            is_apart = len(looked_up.machines | {each.machine for each in destinations}) > 1
+            is_apart = len(looked_up.machines | {seat.machine for seat in destinations}) > 1
             is_link = executor in COLLECTIVE and (forced or is_apart)
             link = slow(devices.link_bytes_per_s) if is_link else None
             copies = copies_of(graph, trainer.node, turns, link)
-            found.append(
+            paths.append(
                 WeightPath(
                     trainer=trainer.node,
                     trainer_ranks=trainer.ranks,
@@ -307,7 +309,7 @@ def weight_paths(
                     zero_copy=is_zero_copy(trainer, executor, link_bytes_per_s=link, copies=copies),
                 )
             )
-    return tuple(found)
+    return tuple(paths)
 
 
 def explain(paths: tuple[WeightPath, ...]) -> list[str]:

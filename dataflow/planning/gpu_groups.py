@@ -29,11 +29,11 @@ def read_wishes(graph: Structure, gpus: Wishes | str | None, count: int) -> Wish
             f"gpus is '{gpus}', which says nothing; give a number or another node's name by node,"
             " as in generator=6,trainer=2, or 'shared' to have all nodes take turns on all devices"
         )
-    first, *others = sorted(
+    first, *sharers = sorted(
         (name for name, operator in graph.operators.items() if operator.computes),
         key=lambda name: not isinstance(graph.operators[name], Generate),
     )
-    return ({first: count} if count else {}) | dict.fromkeys(others, first)
+    return ({first: count} if count else {}) | dict.fromkeys(sharers, first)
 
 
 def count_gpus(gpus: Wishes, devices: Devices) -> dict[str, int]:
@@ -43,28 +43,29 @@ def count_gpus(gpus: Wishes, devices: Devices) -> dict[str, int]:
     Raises GraphError where there are too few, or where one would share with a node that shares
     itself.
     """
-    asked = {name: wish for name, wish in gpus.items() if isinstance(wish, int)}
-    for name, count in asked.items():
+    counts_asked = {name: wish for name, wish in gpus.items() if isinstance(wish, int)}
+    for name, count in counts_asked.items():
         if count < 1:
             raise GraphError(
                 f"'{name}' is given {count} GPUs; give 1 or more, or leave it out to use the CPU"
             )
-    if sum(asked.values()) > devices.gpus:
+    if sum(counts_asked.values()) > devices.gpus:
         where = f"its {len(devices.hosts)} hosts have" if devices.hosts else "this machine has"
         raise GraphError(
-            f"the run asks for {sum(asked.values())} GPUs, {asked}, but {where} {devices.gpus}; "
+            f"the run asks for {sum(counts_asked.values())} GPUs, {counts_asked}, but {where}"
+            f" {devices.gpus}; "
             f'ask for fewer, let operators share ("trainer": "generator"), or leave gpus= out to'
             f" run on the CPU"
         )
-    counts = dict(asked)
+    counts = dict(counts_asked)
     for name, wish in gpus.items():
         if isinstance(wish, str) and (wish == name or isinstance(gpus.get(wish), str)):
             raise GraphError(
                 f"'{name}' is to share the devices of '{wish}', which has none of its own; name a"
                 " node that has"
             )
-        if isinstance(wish, str) and wish in asked:
-            counts[name] = asked[wish]
+        if isinstance(wish, str) and wish in counts_asked:
+            counts[name] = counts_asked[wish]
     return counts
 
 
@@ -95,7 +96,7 @@ def _check(graph: Structure, group: Group) -> None:
         if not operator.traits.sleeps:
             raise GraphError(
                 f"'{name}' cannot take turns on devices with"
-                f" {[other for other in group if other != name]}: it keeps "
+                f" {[mate for mate in group if mate != name]}: it keeps "
                 f'its memory for as long as it runs (generators give it back with engine="native",'
                 f" not compiled); "
                 f"give it devices of its own"
@@ -142,10 +143,14 @@ def explain(groups: Iterable[Group], placements: Mapping[str, Placement]) -> lis
     lines = []
     for group in groups:
         names = ", ".join(f"'{name}'" for name in group[:-1]) + f" and '{group[-1]}'"
-        one = max((placements[name] for name in group), key=lambda placement: len(placement.gpus))
-        first = one.first_gpus[0] if one.first_gpus else 0
-        place = f"gpu {ranges(gpu - first for gpu in one.gpus)}" if one.gpus else "main memory"
-        place += f" of host {one.host(0)}" if one.hosts else ""
+        widest = max(
+            (placements[name] for name in group), key=lambda placement: len(placement.gpus)
+        )
+        first = widest.first_gpus[0] if widest.first_gpus else 0
+        place = (
+            f"gpu {ranges(gpu - first for gpu in widest.gpus)}" if widest.gpus else "main memory"
+        )
+        place += f" of host {widest.host(0)}" if widest.hosts else ""
         lines.append(
             f"{names} take turns on {place}: one is awake at a time, the others have given their"
             " memory back and wait until its work is done"

@@ -16,8 +16,8 @@ def host_lines(
     """
     has: dict[str, list[str]] = {host.name: [] for host in devices.hosts}
     for placement in placements:
-        for name, told in _told(placement, placement.worker in light).items():
-            has[name].append(told)
+        for name, text in _told(placement, placement.worker in light).items():
+            has[name].append(text)
     alike: dict[tuple[str, str], list[str]] = {}
     for host in devices.hosts:
         alike.setdefault((_size(host), ", ".join(has[host.name]) or "nothing"), []).append(
@@ -25,8 +25,8 @@ def host_lines(
         )
     return [
         f"host{'s' if len(names) > 1 else ''} {named(names)} ({size}):"
-        f" {'each ' if len(names) > 1 else ''}{what}"
-        for (size, what), names in alike.items()
+        f" {'each ' if len(names) > 1 else ''}{text}"
+        for (size, text), names in alike.items()
     ]
 
 
@@ -37,34 +37,39 @@ def _told(placement: Placement, is_light: bool) -> Mapping[str, str]:
         return {host: _ranks_told(placement, host) for host in placement.all_hosts}
     for replica, host in enumerate(placement.hosts):
         replicas.setdefault(host, []).append(replica)
-    found: dict[str, str] = {}
-    for host, there in replicas.items():
-        text = placement.node if len(there) == 1 else f"{len(there)} x {placement.node}"
+    texts: dict[str, str] = {}
+    for host, replicas_there in replicas.items():
+        text = (
+            placement.node
+            if len(replicas_there) == 1
+            else f"{len(replicas_there)} x {placement.node}"
+        )
         if placement.gpus:
             numbers = [
                 int(placement.device(replica, rank).removeprefix("cuda:"))
-                for replica in there
+                for replica in replicas_there
                 for rank in range(placement.ranks)
             ]
             text += f" on gpu {ranges(numbers)}"
         elif not is_light:
-            text += f" on {placement.share_of(there[0])}"
-        found[host] = text
-    return found
+            text += f" on {placement.share_of(replicas_there[0])}"
+        texts[host] = text
+    return texts
 
 
 def spread_line(placement: Placement) -> str:
     """Of a trainer on several hosts: where its ranks are; else nothing."""
     if not placement.rank_hosts:
         return ""
-    each = placement.ranks // len(placement.all_hosts)
+    ranks_each = placement.ranks // len(placement.all_hosts)
     cut = (
         " (its layers are cut across hosts, as nothing else fits)"
-        if each % placement.tensor_parallel
+        if ranks_each % placement.tensor_parallel
         else ""
     )
     return (
-        f"the ranks of '{placement.node}' are spread over {len(placement.all_hosts)} hosts, {each}"
+        f"the ranks of '{placement.node}' are spread over {len(placement.all_hosts)} hosts,"
+        f" {ranks_each}"
         f" on each{cut}, and its weights go over the network, to readers on the same hosts too"
     )
 
@@ -76,7 +81,7 @@ def _ranks_told(placement: Placement, host: str) -> str:
     if placement.gpus:
         return (
             f"{text} on gpu"
-            f" {ranges(int(placement.device(0, each).removeprefix('cuda:')) for each in ranks)}"
+            f" {ranges(int(placement.device(0, rank).removeprefix('cuda:')) for rank in ranks)}"
         )
     threads = f"{placement.threads} thread{'s' if placement.threads > 1 else ''}"
     return f"{text} on {threads}{' each' if len(ranks) > 1 else ''}"

@@ -61,7 +61,7 @@ class Host:
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON and msgpack."""
-        return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Host":
@@ -171,7 +171,7 @@ class Devices:
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON and msgpack."""
-        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return own | {"hosts": [host.to_plain() for host in self.hosts]}
 
     @classmethod

@@ -42,7 +42,7 @@ class PlanInputs:
     @property
     def arguments(self) -> dict[str, Any]:
         """For `make_plan`."""
-        return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON and msgpack, whose keys are strings."""
@@ -75,4 +75,4 @@ def _fields(value: Any) -> dict[str, Any]:
     """Of a dataclass; a TypeError, as JSON's, of anything else."""
     if not dataclasses.is_dataclass(value):
         raise TypeError(f"a digest is of plain values, but found {type(value).__name__}")
-    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

@@ -45,16 +45,18 @@ class Passes:
     @property
     def of_layer(self) -> int:
         """Bytes that one layer keeps of a token for the backward pass."""
-        size, each = self.size, 4 if self.wide else 2
-        heads = 3 * each * size.query_width + 2 * each * size.key_width
+        size, nbytes = self.size, 4 if self.wide else 2
+        heads = 3 * nbytes * size.query_width + 2 * nbytes * size.key_width
         normed = size.query_width + size.key_width if size.norms_heads else 0
         if self.compiled:  # what norms and activations made is computed again
-            whole = (self.of_input + 3 * each) * size.width
-            return whole + (heads + 3 * each * size.inner + each * normed) // self.shares
+            whole = (self.of_input + 3 * nbytes) * size.width
+            return whole + (heads + 3 * nbytes * size.inner + nbytes * normed) // self.shares
         whole = self._around_products * size.width
         normed *= 8 if self.wide else 6 if self.trains else 4
         return (
-            whole + (heads + 4 * each * size.inner + normed) // self.shares + 7 * each * self.rank
+            whole
+            + (heads + 4 * nbytes * size.inner + normed) // self.shares
+            + 7 * nbytes * self.rank
         )
 
     @property
@@ -80,8 +82,8 @@ class Passes:
         size = self.size
         casts = 2 * size.linear_numbers if self.masters and not self.wide else 0
         if self.checkpointed:
-            kept = self.of_input * size.width * size.layers * tokens
-            return kept + max(
+            inputs = self.of_input * size.width * size.layers * tokens
+            return inputs + max(
                 casts + self._head(tokens, False), self._head(tokens, True), self.one_layer(tokens)
             )
         return casts + self.of_layer * size.layers * tokens + self._head(tokens, True)
@@ -100,10 +102,10 @@ class Passes:
         size = self.size
         vocabulary = size.largest_end // size.width if size.width else 0
         logits = tokens * vocabulary
-        kept = int(min(_MOST_KEPT * logits, _KEPT_OF_WEIGHT * size.largest_end))
+        logits_kept = int(min(_MOST_KEPT * logits, _KEPT_OF_WEIGHT * size.largest_end))
         gradient = self.of_input * size.largest_end if backward and self.trains else 0
         slices = 2 * min(_SLICE if self.on_gpu else _CPU_SLICE, logits)
-        return 4 * (kept + slices) + gradient + _ENDS * size.width * tokens
+        return 4 * (logits_kept + slices) + gradient + _ENDS * size.width * tokens
 
 
 class DoesNotFit(GraphError):
@@ -167,7 +169,7 @@ def asleep_bytes(graph: Structure, operator: Operator, size: ModelSize | None, r
     accelerators.
     """
     model = operator.uses
-    fed = any(each.reader is operator for each in graph.feedbacks)
+    fed = any(feedback.reader is operator for feedback in graph.feedbacks)
     if size is None or model is None or (fed and model.lora is None):
         return 0  # weights come again from the trainer's
     parts = size.parts(model.dtype, operator.trains, model.lora)
@@ -190,9 +192,9 @@ def _version(
     """
     model = operator.uses
     read = [
-        each
-        for each in graph.feedbacks
-        if operator.name in (each.weights.trainer.name, each.reader.name)
+        feedback
+        for feedback in graph.feedbacks
+        if operator.name in (feedback.weights.trainer.name, feedback.reader.name)
     ]
     is_one = (ranks if operator.trains else trainer_ranks) == 1
     if model is None or not read or not (in_turn or (is_one and operator.trains)):
@@ -215,7 +217,7 @@ def check_fit(needs: Iterable[tuple[str, Spot, Need]], room: Mapping[Spot, int])
     for spot, processes in on.items():
         total = sum(need.total for _, need in processes)
         if room.get(spot) and total > room[spot]:
-            told = " + ".join(f"'{process}' {need}" for process, need in processes)
+            needs_told = " + ".join(f"'{process}' {need}" for process, need in processes)
             host, device = spot
             place = (
                 "main memory"
@@ -225,20 +227,23 @@ def check_fit(needs: Iterable[tuple[str, Spot, Need]], room: Mapping[Spot, int])
             place += f" of host '{host}'" if host else ""
             raise DoesNotFit(
                 f"the plan does not fit into {place}: it needs at least {amount(total)} of"
-                f" {amount(room[spot])}; found {told}; {_ways_out(need for _, need in processes)}",
+                f" {amount(room[spot])}; found {needs_told};"
+                f" {_ways_out(need for _, need in processes)}",
                 missing=total - room[spot],
             )
 
 
-def _cache(operator: Generate, size: ModelSize, each: int, ranks: int) -> int:
+def _cache(operator: Generate, size: ModelSize, nbytes: int, ranks: int) -> int:
     """Keys and values: of one rollout of full length, or as many as its budget and its slots are
     for.
     """
     traits = operator.traits
     context = traits.context_tokens or size.context
-    one = context * (size.cache_elements // min(ranks, size.key_value_heads or ranks)) * each
+    sequence = context * (size.cache_elements // min(ranks, size.key_value_heads or ranks)) * nbytes
     return (
-        one if traits.cache_bytes is None else max(one, min(traits.cache_bytes, one * traits.slots))
+        sequence
+        if traits.cache_bytes is None
+        else max(sequence, min(traits.cache_bytes, sequence * traits.slots))
     )
 
 
@@ -271,19 +276,21 @@ def _with_passes(
         shares=traits.tensor_parallel,
     )
     tokens, is_only = _micro_batch(graph, operator)
-    held = passes.at_most(tokens)
+    activations = passes.at_most(tokens)
     if is_only:  # gradients come as activations go
-        held = max(held - parts["gradients"], passes.one_layer(tokens))
+        activations = max(activations - parts["gradients"], passes.one_layer(tokens))
     if gathers:
-        each = bytes_of(model.dtype)
+        nbytes = bytes_of(model.dtype)
         layer = size.linear_numbers // max(1, size.layers) // traits.tensor_parallel
         ends = size.largest_end * (1 if size.tied else 2)
-        parts["gathered"] = each * (2 * layer + ends) + 4 * max(layer, size.largest_end)
+        parts["gathered"] = nbytes * (2 * layer + ends) + 4 * max(layer, size.largest_end)
     if away:
         moments = parts.pop("optimiser")
-        parts["optimiser at the update" if moments > held else "activations"] = max(held, moments)
+        parts["optimiser at the update" if moments > activations else "activations"] = max(
+            activations, moments
+        )
     else:
-        parts["activations"] = held
+        parts["activations"] = activations
 
 
 def _micro_batch(graph: Structure, operator: Operator) -> tuple[int, bool]:

@@ -138,24 +138,24 @@ def measure_models(graph: Structure) -> dict[str, ModelSize]:
     sources = {
         operator.uses.source for operator in graph.operators.values() if operator.uses is not None
     }
-    found = {
+    sizes = {
         source: measured(saved_adapters(source).get("base_model_name_or_path") or source)
         for source in sorted(sources)
     }
-    return {source: size for source, size in found.items() if size is not None}
+    return {source: size for source, size in sizes.items() if size is not None}
 
 
 def measured(source: str) -> ModelSize | None:
     """Of the model in a folder; where that has no weights, of a family whose tensors a config
     tells. None elsewhere.
     """
-    made = promised(source)
+    promise = promised(source)
     try:
         files = sorted((folder_here(source) or Path(source)).glob("*.safetensors"))
         shapes = (
-            made.shapes
-            if made
-            else {name: each for file in files for name, each in tensor_shapes(file).items()}
+            promise.shapes
+            if promise
+            else {name: shape for file in files for name, shape in tensor_shapes(file).items()}
         )
         foreseen = {} if shapes else Decoder.from_config(config_of(source)).tensors("")
     except (
@@ -200,12 +200,12 @@ def _shape(source: str) -> dict[str, int]:
     says less.
     """
     try:
-        found = config_of(source)
-        config = found.get("text_config") or found
+        whole_config = config_of(source)
+        config = whole_config.get("text_config") or whole_config
         layers, width = int(config["num_hidden_layers"]), int(config["hidden_size"])
         heads = int(config["num_attention_heads"])
-        each = int(config.get("head_dim") or width // heads)
-        kept = int(config.get("num_key_value_heads") or heads)
+        head_width = int(config.get("head_dim") or width // heads)
+        key_value_heads = int(config.get("num_key_value_heads") or heads)
         context = int(config.get("max_position_embeddings") or 0)
         experts = int(config.get("num_experts_per_tok") or 1)
         inner = (
@@ -217,10 +217,10 @@ def _shape(source: str) -> dict[str, int]:
     return {
         "layers": layers,
         "width": width,
-        "cache_elements": 2 * layers * kept * each,
-        "key_value_heads": kept,
+        "cache_elements": 2 * layers * key_value_heads * head_width,
+        "key_value_heads": key_value_heads,
         "context": context,
-        "query_width": heads * each,
+        "query_width": heads * head_width,
         "inner": inner,
     }
 

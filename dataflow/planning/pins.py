@@ -18,18 +18,18 @@ def read_place(place: Place, devices: Devices) -> Pins:
     pins = {
         node: (hosts,) if isinstance(hosts, str) else tuple(hosts) for node, hosts in place.items()
     }
-    known = [host.name for host in devices.hosts]
-    if pins and not known:
+    host_names = [host.name for host in devices.hosts]
+    if pins and not host_names:
         raise GraphError(
             f"place names hosts, {pins}, but this run has this machine alone; run it over hosts, or"
             " leave place= out"
         )
     for node, hosts in pins.items():
         for host in hosts:
-            if host not in known:
+            if host not in host_names:
                 raise GraphError(
                     f"'{node}' is to be on host '{host}', but the run has"
-                    f" {known}{nearest(host, known)}; name one of these"
+                    f" {host_names}{nearest(host, host_names)}; name one of these"
                 )
         if not hosts or len(set(hosts)) < len(hosts):
             raise GraphError(
@@ -70,6 +70,8 @@ def pin_of(nodes: Sequence[str], pins: Pins, why: str) -> str | None:
     named = {node: pins[node] for node in nodes if node in pins}
     hosts = {host for of_node in named.values() for host in of_node}
     if len(hosts) > 1:
-        told = ", ".join(f"'{node}' on {' and '.join(of_node)}" for node, of_node in named.items())
-        raise GraphError(f"place puts {told}, but {why}; name one host for all of them")
+        pinned = ", ".join(
+            f"'{node}' on {' and '.join(of_node)}" for node, of_node in named.items()
+        )
+        raise GraphError(f"place puts {pinned}, but {why}; name one host for all of them")
     return next(iter(hosts), None)

@@ -40,8 +40,12 @@ def divisions(
     copy = ranks // dp_replicate
 
     def cost(count: int) -> tuple[bool, bool, int]:
-        each = ranks // count
-        return bool(each % tensor_parallel), bool(each % copy and copy % each), count
+        ranks_each = ranks // count
+        return (
+            bool(ranks_each % tensor_parallel),
+            bool(ranks_each % copy and copy % ranks_each),
+            count,
+        )
 
     return sorted((count for count in range(2, hosts + 1) if ranks % count == 0), key=cost)
 
@@ -64,7 +68,9 @@ def spread(
         if len(fitting) >= count:
             if not part.gpus:
                 fitting.sort(key=lambda room: (room.processes + part.processes) / room.host.cpus)
-            return [room for room in rooms if any(room is each for each in fitting[:count])]
+            return [
+                room for room in rooms if any(room is candidate for candidate in fitting[:count])
+            ]
     return []
 
 
@@ -129,10 +135,10 @@ def placed(
     rooms = rooms_of(devices)
     heavy = {node: part for node, part in parts.items() if not graph.operators[node].light}
     places = _seated(heavy, rooms, turns, pins)
-    for worker, others in neighbours.items():
+    for worker, mates in neighbours.items():
         nodes = [node for node in graph.operators if workers[node] == worker]
         pin = pin_of(nodes, pins, "they share a worker, as light operators in a row do")
-        hosts = [[room.host.name for room, _ in places[other]] for other in others]
+        hosts = [[room.host.name for room, _ in places[mate]] for mate in mates]
         name = host_beside(hosts, rooms) if pin is None else pin
         places |= {node: [(room, ())] for node in nodes for room in rooms if room.host.name == name}
     threads = _threads(graph, heavy, places, rooms, turns)
@@ -235,17 +241,17 @@ def _seated(
         part = parts[party.nodes[0]]
         is_spread = part.may_spread and len(party.nodes) == 1 and part.ranks > 1
         if is_spread and (len(party.pins) > 1 or not party.pins):
-            found = _spread(party, part, rooms)
-            if found:
-                places[party.nodes[0]] = found
+            rows = _spread(party, part, rooms)
+            if rows:
+                places[party.nodes[0]] = rows
                 continue
-        found = _pinned(party, rooms) if party.pins else settle(rooms, party.unit, party.count)
-        if len(found) < party.count:
+        rows = _pinned(party, rooms) if party.pins else settle(rooms, party.unit, party.count)
+        if len(rows) < party.count:
             raise GraphError(
-                _too_large(party, len(found), rooms, may_spread=is_spread and len(rooms) > 1)
+                _too_large(party, len(rows), rooms, may_spread=is_spread and len(rooms) > 1)
             )
         for node in party.nodes:
-            places[node] = found if len(party.nodes) == 1 else _dealt(found[0], parts[node])
+            places[node] = rows if len(party.nodes) == 1 else _dealt(rows[0], parts[node])
     return places
 
 
@@ -261,7 +267,7 @@ def _dealt(whole: Found, part: NodeNeeds) -> list[Found]:
 def _pinned(party: _Party, rooms: Sequence[Room]) -> list[Found]:
     """One after the other on the hosts in turn. GraphError where there is no room."""
     by_name = {room.host.name: room for room in rooms}
-    found: list[Found] = []
+    rows: list[Found] = []
     for number in range(party.count):
         room = by_name[party.pins[number % len(party.pins)]]
         row = room.row(party.unit)
@@ -271,8 +277,8 @@ def _pinned(party: _Party, rooms: Sequence[Room]) -> list[Found]:
                 f" it, but {room.told(party.unit)}; name another host, or ask for less"
             )
         room.take(party.unit, row)
-        found.append((room, row))
-    return found
+        rows.append((room, row))
+    return rows
 
 
 def _spread(party: _Party, part: NodeNeeds, rooms: Sequence[Room]) -> list[Found]:
@@ -286,19 +292,19 @@ def _spread(party: _Party, part: NodeNeeds, rooms: Sequence[Room]) -> list[Found
     chosen = [room for name in party.pins for room in rooms if room.host.name == name]
     if not party.pins:
         chosen = spread_rooms(rooms, part)
-    each = unit(part.ranks // max(1, len(chosen)))
-    found: list[Found] = []
+    share = unit(part.ranks // max(1, len(chosen)))
+    rows: list[Found] = []
     for room in chosen:
-        row = room.row(each)
+        row = room.row(share)
         if row is None:
             raise GraphError(
                 f"{_told(party)} is to be spread by place over {', '.join(party.pins)}, which needs"
-                f" {each} on each of them, but {room.told(each)}; name other hosts, or more of"
+                f" {share} on each of them, but {room.told(share)}; name other hosts, or more of"
                 " them, or ask for less"
             )
-        room.take(each, row)
-        found.append((room, row))
-    return found
+        room.take(share, row)
+        rows.append((room, row))
+    return rows
 
 
 def spread_rooms(rooms: Sequence[Room], part: NodeNeeds) -> list[Room]:
@@ -314,9 +320,9 @@ def spread_rooms(rooms: Sequence[Room], part: NodeNeeds) -> list[Room]:
     return spread(rooms, part.ranks, lambda ranks: unit_of([part.of_ranks(ranks)]), counts)
 
 
-def _too_large(party: _Party, found: int, rooms: Sequence[Room], *, may_spread: bool) -> str:
+def _too_large(party: _Party, count: int, rooms: Sequence[Room], *, may_spread: bool) -> str:
     """Why units found no place."""
-    found_some = f", of {party.count} that are asked for {found} found one" if found else ""
+    found_some = f", of {party.count} that are asked for {count} found one" if count else ""
     spread = ", or an equal part of that on each of several" if may_spread else ""
     return (
         f"{_told(party)} needs {party.unit} on one host{spread}{found_some}, but"
@@ -346,9 +352,9 @@ def _threads(
     for node, part in heavy.items():
         if not part.gpus and graph.operators[node].computes:
             for room, _ in places[node]:
-                there = counts[room.host.name]
+                of_host = counts[room.host.name]
                 ranks = part.ranks * part.replicas // len(places[node])
-                there[node] = there.get(node, (0, ranks))[0] + 1, ranks
+                of_host[node] = of_host.get(node, (0, ranks))[0] + 1, ranks
     synchronous = all(feedback.max_staleness == 0 for feedback in graph.feedbacks)
     return {
         room.host.name: threads_of(
@@ -369,7 +375,7 @@ def _placement(
 ) -> Placement:
     operator = graph.operators[node]
     is_spread = len(places) > part.replicas
-    each = [1 if operator.light else threads[room.host.name] for room, _ in places]
+    threads_each = [1 if operator.light else threads[room.host.name] for room, _ in places]
     gpus = tuple(gpu for _, row in places for gpu in row)
     by_rank = (
         [place for place in places for _ in range(part.ranks // len(places))]
@@ -387,8 +393,10 @@ def _placement(
         first_gpus=tuple(room.first_gpu for room, _ in by_rank) if named and gpus else (),
         dp_replicate=operator.traits.dp_replicate,
         tensor_parallel=operator.traits.tensor_parallel,
-        threads=min(each),
-        threads_there=tuple(each) if min(each) < max(each) and not is_spread else (),
+        threads=min(threads_each),
+        threads_there=tuple(threads_each)
+        if min(threads_each) < max(threads_each) and not is_spread
+        else (),
         need=part.need,
         port=operator.traits.port,
     )

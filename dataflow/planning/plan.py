@@ -50,15 +50,24 @@ from dataflow.weight_ends import Refresh
 
 def check_ports(placements: Mapping[str, Placement]) -> None:
     """Refuse two workers that would listen on one port of one host. GraphError."""
-    seen: dict[tuple[str, int], str] = {}
-    for each in placements.values():
-        for replica in range(each.replicas if each.port else 0):
-            name = f"'{each.node}'" if each.replicas == 1 else f"'{each.node}-{replica}'"
-            other = seen.setdefault((each.host(replica), each.port), name)
-            if other != name:
-                place = f"host '{each.host(replica)}'" if each.host(replica) else "this machine"
+    listeners: dict[tuple[str, int], str] = {}
+    for placement in placements.values():
+        for replica in range(placement.replicas if placement.port else 0):
+            name = (
+                f"'{placement.node}'"
+                if placement.replicas == 1
+                else f"'{placement.node}-{replica}'"
+            )
+            listener = listeners.setdefault((placement.host(replica), placement.port), name)
+            if listener != name:
+                place = (
+                    f"host '{placement.host(replica)}'"
+                    if placement.host(replica)
+                    else "this machine"
+                )
                 raise GraphError(
-                    f"{other} and {name} would both listen on port {each.port} of {place}, where"
+                    f"{listener} and {name} would both listen on port {placement.port} of {place},"
+                    " where"
                     " only one can; give port=0 (any that is free), or each operator a port of its"
                     " own, and replicas with one port hosts of their own with place="
                 )
@@ -110,11 +119,11 @@ class Plan:
         apart: whether they are on two hosts now, where one of them may have moved; None: they are
         where they were planned.
         """
-        known = min(replica, self.placements[reader].replicas - 1)
+        planned_replica = min(replica, self.placements[reader].replicas - 1)
         if apart is None or self.weights is not None:
-            return self._executors[trainer, reader, known]
+            return self._executors[trainer, reader, planned_replica]
         return executor_between(
-            self.placements[trainer], self.placements[reader], known, apart=apart
+            self.placements[trainer], self.placements[reader], planned_replica, apart=apart
         )
 
     @cached_property
@@ -202,8 +211,8 @@ class Plan:
             label = f"{placement.worker} · {placement.devices}"
             label += f" · {placement.replicas} replicas" if placement.replicas > 1 else ""
             label += f" · {placement.mesh}" if placement.mesh else ""
-            others = [name for name in self.turns_of(node) if name != node]
-            label += f" · in turn with {', '.join(others)}" if others else ""
+            mates = [name for name in self.turns_of(node) if name != node]
+            label += f" · in turn with {', '.join(mates)}" if mates else ""
             hosts = placement.all_hosts
             where = f"host{'s' if len(hosts) > 1 else ''} {named(hosts)}" if hosts else ""
             groups.setdefault((label, where), []).append(node)
@@ -243,19 +252,21 @@ class Plan:
                 f"{capacity(bound.prompts_per_step, bound.max_staleness)} prompts in flight"
             )
         lines += [
-            f"the ranks of '{each.node}' are {each.mesh}"
-            for each in self.placements.values()
-            if each.mesh
+            f"the ranks of '{placement.node}' are {placement.mesh}"
+            for placement in self.placements.values()
+            if placement.mesh
         ]
-        lines += [told for each in self.placements.values() if (told := spread_line(each))]
+        lines += [
+            line for placement in self.placements.values() if (line := spread_line(placement))
+        ]
         lines.append(
             f"a message on a data edge has at most {amount(self.message_bytes)}; a larger group"
             " goes in parts"
         )
         lines += [
-            f"each process of '{each.node}' needs at least {each.need}"
-            for each in self.placements.values()
-            if each.need is not None
+            f"each process of '{placement.node}' needs at least {placement.need}"
+            for placement in self.placements.values()
+            if placement.need is not None
         ]
         lines += [*explain(self.weight_paths), *mirror_lines(self.weight_paths)]
         lines += [*explain_turns(self.turns, self.placements)]
@@ -359,7 +370,7 @@ def plan(
     check_ports(placements)
     asleep = _asleep(graph, placements, turns, sizes)
     check_fit([*_needs(placements, turns), *asleep], devices.room)
-    made = Plan(
+    made_plan = Plan(
         placements=placements,
         bounds=bounds_of(graph, steps),
         on_demand=_on_demand(graph),
@@ -390,8 +401,8 @@ def plan(
         graph, {name: placement.replicas for name, placement in placements.items()}
     ):
         raise GraphError(fault)
-    _check_scale(graph, made, one_process)
-    return made
+    _check_scale(graph, made_plan, one_process)
+    return made_plan
 
 
 def _parts(
@@ -416,21 +427,21 @@ def _parts(
     }
     trainers = {feedback.reader.name: feedback.weights.trainer.name for feedback in graph.feedbacks}
     for name, operator in graph.operators.items():
-        model, each = operator.uses, shares[name]
-        count = gpus[name] // each if name in gpus else replicas.get(name, 1)
+        model, ranks_each = operator.uses, shares[name]
+        count = gpus[name] // ranks_each if name in gpus else replicas.get(name, 1)
         check_replicas(operator, count)
         need = need_of(
             graph,
             operator,
             sizes.get(model.source) if model else None,
-            each,
+            ranks_each,
             on_gpu=name in gpus,
             in_turn=any(name in group for group in turns),
             trainer_ranks=shares.get(trainers.get(name, ""), 1),
         )
         parts[name] = NodeNeeds(
             replicas=count,
-            ranks=each,
+            ranks=ranks_each,
             gpus=gpus.get(name, 0),
             need=need,
             may_spread=isinstance(operator, Spreads),
@@ -448,15 +459,15 @@ def _needs(
         turns,
         [
             (
-                f"{each.worker}-{replica}" + (f".{rank}" if each.ranks > 1 else ""),
-                each.node,
-                (each.host(replica, rank), each.device(replica, rank)),
-                each.need,
+                f"{placement.worker}-{replica}" + (f".{rank}" if placement.ranks > 1 else ""),
+                placement.node,
+                (placement.host(replica, rank), placement.device(replica, rank)),
+                placement.need,
             )
-            for each in placements.values()
-            if each.need is not None
-            for replica in range(each.replicas)
-            for rank in range(each.ranks)
+            for placement in placements.values()
+            if placement.need is not None
+            for replica in range(placement.replicas)
+            for rank in range(placement.ranks)
         ],
     )
 
@@ -470,28 +481,28 @@ def _asleep(
     """Of nodes that take turns on accelerators: what is put away into main memory, on the host of
     each.
     """
-    found = []
+    asleep = []
     for name in (name for group in turns for name in group if placements[name].gpus):
         operator, placement = graph.operators[name], placements[name]
         size = sizes.get(operator.uses.source) if operator.uses else None
         if nbytes := asleep_bytes(graph, operator, size, placement.ranks):
-            found.append(
+            asleep.append(
                 (name, (placement.host(0), "cpu"), Need({"while others have their turn": nbytes}))
             )
-    return found
+    return asleep
 
 
-def _check_scale(graph: Structure, made: Plan, one_process: bool) -> None:
-    for step, wishes in made.scale.items():
+def _check_scale(graph: Structure, plan: Plan, one_process: bool) -> None:
+    for step, wishes in plan.scale.items():
         if step < 0:
             raise GraphError(
                 f"scale names step {step}; steps count from 0, before the first; name one of them"
             )
         for name, count in wishes.items():
-            check_scaled(graph.operators[name], count, made.placements[name].replicas)
-    if one_process and made.scale:
+            check_scaled(graph.operators[name], count, plan.placements[name].replicas)
+    if one_process and plan.scale:
         raise GraphError(
-            f"a run in one process has one replica of everything, but scale is {dict(made.scale)}; "
+            f"a run in one process has one replica of everything, but scale is {dict(plan.scale)}; "
             "leave it out, or run in processes"
         )
 
@@ -507,8 +518,8 @@ def bounds_of(graph: Structure, steps: int | None = None) -> dict[str, Bound]:
             continue
         for source in sources_of(graph, trainer.name):
             if source in drawn_by(graph, feedback.reader.name):
-                known = [bounds[source].max_staleness] if source in bounds else []
-                tightest = min([feedback.max_staleness, *known])
+                bound = [bounds[source].max_staleness] if source in bounds else []
+                tightest = min([feedback.max_staleness, *bound])
                 bounds[source] = Bound(
                     max_staleness=tightest, prompts_per_step=trainer.step_prompts, steps=steps
                 )

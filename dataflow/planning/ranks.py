@@ -7,37 +7,37 @@ from dataflow.node import Generate, Operator
 def ranks_of(operator: Operator, gpus: int, wish: int | None, one_process: bool) -> int:
     """Processes that share out one replica of an operator; its worker starts all but the first."""
     name, traits = operator.name, operator.traits
-    each = traits.tensor_parallel * traits.dp_replicate
+    unit = traits.tensor_parallel * traits.dp_replicate
     if not operator.trains:
         if wish is not None:
             raise GraphError(
                 f"'{name}' is given {wish} ranks, but it trains nothing; ranks= is for trainers;"
                 " give it replicas=, or its own tensor_parallel"
             )
-        if gpus % each:
+        if gpus % unit:
             raise GraphError(
-                f"'{name}' is given {gpus} GPUs, but each of its replicas takes {each}"
-                f" (tensor_parallel); give it a multiple of {each}, or another tensor_parallel"
+                f"'{name}' is given {gpus} GPUs, but each of its replicas takes {unit}"
+                f" (tensor_parallel); give it a multiple of {unit}, or another tensor_parallel"
             )
-        if one_process and each > 1 and not isinstance(operator, Generate):
+        if one_process and unit > 1 and not isinstance(operator, Generate):
             raise GraphError(
-                f"'{name}' has tensor_parallel={each}, but a run in one process has one of"
+                f"'{name}' has tensor_parallel={unit}, but a run in one process has one of"
                 " everything; use tensor_parallel=1, or run in processes"
             )
-        return each
+        return unit
     if wish is not None and (wish < 1 or (gpus and wish != gpus)):
         raise GraphError(
             f"'{name}' is given {wish} ranks{f' and {gpus} GPUs' if gpus else ''}; give it 1 rank"
             " or more, and on GPUs leave ranks= out: each GPU is one"
         )
-    ranks = gpus or (each if wish is None else wish)
-    if ranks % each:
+    ranks = gpus or (unit if wish is None else wish)
+    if ranks % unit:
         knobs = {"dp_replicate": traits.dp_replicate, "tensor_parallel": traits.tensor_parallel}
         has = {knob: size for knob, size in knobs.items() if size > 1}
         raise GraphError(
             f"'{name}' runs on {ranks} ranks, but has"
             f" {' and '.join(f'{knob}={size}' for knob, size in has.items())}, which does not"
-            f" divide them; give it a multiple of {each} ranks, or another {' or '.join(has)}"
+            f" divide them; give it a multiple of {unit} ranks, or another {' or '.join(has)}"
         )
     if one_process and ranks > 1:
         raise GraphError(

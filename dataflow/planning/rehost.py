@@ -66,37 +66,37 @@ def rehost(
     >>> made.host("trainer", 0), rehost(made, made.devices, {"b"}, [], "trainer", 0)
     ('a', ('b', ()))
     """
-    seated = [each for each in seated if each.host in alive]
+    seated = [seat for seat in seated if seat.host in alive]
     rooms = _rooms(plan, devices, alive, seated)
     if not rooms:
         return _nowhere(worker, replica)
     if worker in plan.neighbours:
         hosts = {
-            each: [other.host for other in seated if other.worker == each]
-            for each in plan.neighbours[worker]
+            neighbour: [seat.host for seat in seated if seat.worker == neighbour]
+            for neighbour in plan.neighbours[worker]
         }
         return host_beside(hosts.values(), rooms), ()
     group = plan.turns_of(worker)
     port = plan.placements[worker].port
     if port:
-        held = {each.host for each in seated if plan.placements[each.worker].port == port}
-        rooms = [room for room in rooms if room.host.name not in held]
+        hosts_of_port = {seat.host for seat in seated if plan.placements[seat.worker].port == port}
+        rooms = [room for room in rooms if room.host.name not in hosts_of_port]
         if not rooms:
             return (
                 f"'{worker}-{replica}' listens on port {port}, which another worker has on each"
                 " host that is left; add a host, or begin again with port=0"
             )
-    mates = [each for each in seated if each.worker in group]
+    mates = [seat for seat in seated if seat.worker in group]
     if mates:
         return _beside_mates(plan, rooms, mates, worker, replica)
     unit = unit_of(
         [_part(plan.placements[node]) for node in group]
         or [_part(plan.placements[worker], replicas=1)]
     )
-    found = settle(_roomy(rooms, unit), unit)
-    if not found:
+    places = settle(_roomy(rooms, unit), unit)
+    if not places:
         return _refusal(worker, replica, unit, rooms)
-    room, row = found[0]
+    room, row = places[0]
     return room.host.name, _share(plan, worker, replica, row[0]) if group and row else row
 
 
@@ -107,20 +107,20 @@ def rehost_ranks(
     needs and what there is. All are on one host where one has room for them now. The rest is as for
     `rehost`.
     """
-    rooms = _rooms(plan, devices, alive, [each for each in seated if each.host in alive])
+    rooms = _rooms(plan, devices, alive, [seat for seat in seated if seat.host in alive])
     if not rooms:
         return _nowhere(worker, 0)
     part = _part(plan.placements[worker])
     unit = unit_of([part])
-    found = settle(_roomy(rooms, unit), unit)
-    if found:
-        room, row = found[0]
+    places = settle(_roomy(rooms, unit), unit)
+    if places:
+        room, row = places[0]
         return (room.host.name,) * part.ranks, row
     chosen = spread_rooms(rooms, part)
     if not chosen:
         return _refusal(worker, 0, unit, rooms)
-    each = unit_of([part.of_ranks(part.ranks // len(chosen))])
-    rows = [room.row(each) or () for room in chosen]
+    share = unit_of([part.of_ranks(part.ranks // len(chosen))])
+    rows = [room.row(share) or () for room in chosen]
     hosts = [room.host.name for room in chosen for _ in range(part.ranks // len(chosen))]
     return tuple(hosts), tuple(gpu for row in rows for gpu in row)
 
@@ -135,12 +135,10 @@ def most_replicas(
     if not placement.gpus:
         return None
     in_turn = plan.turns_of(worker)
-    others = [each for each in seated if each.worker != worker and each.worker not in in_turn]
-    homes = {each.host for each in seated if each.worker in in_turn}
+    apart = [seat for seat in seated if seat.worker != worker and seat.worker not in in_turn]
+    homes = {seat.host for seat in seated if seat.worker in in_turn}
     rooms = [
-        room
-        for room in _rooms(plan, devices, alive, others)
-        if not homes or room.host.name in homes
+        room for room in _rooms(plan, devices, alive, apart) if not homes or room.host.name in homes
     ]
     unit = unit_of([_part(placement, replicas=1)])
     return len(settle(_roomy(rooms, unit), unit, devices.gpus))
@@ -171,16 +169,16 @@ def _rooms(
     """Hosts that live, with what those have who sit there."""
     rooms = {room.host.name: room for room in rooms_of(devices) if room.host.name in alive}
     counts: dict[str, dict[str, int]] = {}
-    for each in seated:
-        if each.worker in plan.neighbours:
+    for seat in seated:
+        if seat.worker in plan.neighbours:
             continue
-        ranks = plan.placements[each.worker].ranks
-        for host in each.rank_hosts or (each.host,) * ranks:
+        ranks = plan.placements[seat.worker].ranks
+        for host in seat.rank_hosts or (seat.host,) * ranks:
             if host in rooms:
-                there = counts.setdefault(host, {})
-                there[each.worker] = there.get(each.worker, 0) + 1
-        for host in {each.host, *each.rank_hosts}.intersection(rooms):
-            rooms[host].taken.update(set(_block(plan, each)).intersection(rooms[host].numbers))
+                of_host = counts.setdefault(host, {})
+                of_host[seat.worker] = of_host.get(seat.worker, 0) + 1
+        for host in {seat.host, *seat.rank_hosts}.intersection(rooms):
+            rooms[host].taken.update(set(_block(plan, seat)).intersection(rooms[host].numbers))
     for host, processes in counts.items():
         placements = {worker: plan.placements[worker] for worker in processes}
         rooms[host].processes = at_once(plan.turns, processes)
@@ -227,12 +225,12 @@ def _beside_mates(
     placement, host = plan.placements[worker], mates[0].host
     if not placement.gpus:
         return host, ()
-    known = [each for each in mates if each.replica < plan.placements[each.worker].replicas]
-    if replica < placement.replicas and known:
-        return host, _share(plan, worker, replica, _first(plan, known[0]))
+    planned = [mate for mate in mates if mate.replica < plan.placements[mate.worker].replicas]
+    if replica < placement.replicas and planned:
+        return host, _share(plan, worker, replica, _first(plan, planned[0]))
     room = next(room for room in rooms if room.host.name == host)
-    room.taken -= {gpu for each in mates for gpu in _block(plan, each)}
-    room.taken |= {gpu for each in mates if each.worker == worker for gpu in each.gpus}
+    room.taken -= {gpu for mate in mates for gpu in _block(plan, mate)}
+    room.taken |= {gpu for mate in mates if mate.worker == worker for gpu in mate.gpus}
     row = room.row(Unit(gpus=placement.ranks))
     return (
         _refusal(worker, replica, Unit(gpus=placement.ranks), [room])

@@ -111,14 +111,14 @@ class Room:
         return f"'{self.host.name}' has {self.host.cpus} cores{free}"
 
 
-def spare(numbers: range, taken: Collection[int], count: int) -> tuple[int, ...] | None:
+def spare(numbers: range, busy: Collection[int], count: int) -> tuple[int, ...] | None:
     """The first accelerators in a row that nobody has, as many as are asked for; None: there are
     none.
     """
-    found = 0
+    free = 0
     for number in numbers:
-        found = 0 if number in taken else found + 1
-        if found == count:
+        free = 0 if number in busy else free + 1
+        if free == count:
             return tuple(range(number - count + 1, number + 1))
     return None
 
@@ -167,6 +167,6 @@ def shortage(rooms: Iterable[Room], unit: Unit) -> str:
         rooms,
         key=lambda room: -(room.host.gpus - len(room.taken) if unit.gpus else room.host.cpus),
     )
-    told = [room.told(unit) for room in sizes[:_SHOWN]]
-    told += [f"{len(sizes) - _SHOWN} more have no more"] if len(sizes) > _SHOWN else []
-    return ", ".join(told) or "there is none"
+    rooms_told = [room.told(unit) for room in sizes[:_SHOWN]]
+    rooms_told += [f"{len(sizes) - _SHOWN} more have no more"] if len(sizes) > _SHOWN else []
+    return ", ".join(rooms_told) or "there is none"

@@ -17,11 +17,11 @@ def settable_of(graph: Structure, name: str) -> dict[str, Settable]:
     among them.
     """
     operator = graph.operators[name]
-    found = dict(operator.settable())
+    knobs = dict(operator.settable())
     for feedback in graph.feedbacks:
         if feedback.reader is operator and isinstance(operator, Generate):
-            found[MAX_STALENESS] = Settable(value=feedback.max_staleness, at=STEP, kind=int)
-    return found
+            knobs[MAX_STALENESS] = Settable(value=feedback.max_staleness, at=STEP, kind=int)
+    return knobs
 
 
 def with_values(
@@ -31,22 +31,22 @@ def with_values(
 
     wishes: values by NODE.KNOB. Errors: GraphError.
     """
-    others: dict[str, Operator] = {}
+    operators: dict[str, Operator] = {}
     bounds: dict[str, Any] = {}
     for place, value in wishes.items():
         name, knob = placed(graph, place)
         if knob == MAX_STALENESS:
             bounds[name] = value
             continue
-        old = others.get(name, graph.operators[name])
-        new = others[name] = old.with_knob(knob, value)
+        old = operators.get(name, graph.operators[name])
+        new = operators[name] = old.with_knob(knob, value)
         if new.traits.temperature not in (None, old.traits.temperature):
-            for each in graph.operators.values():
-                if graph.operators[name] in generators_of(graph, each.name):
-                    others[each.name] = others.get(each.name, each).at_temperature(
-                        new.traits.temperature
-                    )
-    return others, bounds
+            for other_operator in graph.operators.values():
+                if graph.operators[name] in generators_of(graph, other_operator.name):
+                    operators[other_operator.name] = operators.get(
+                        other_operator.name, other_operator
+                    ).at_temperature(new.traits.temperature)
+    return operators, bounds
 
 
 def placed(
@@ -64,14 +64,14 @@ def placed(
             f" {list(graph.operators)}{nearest(name, graph.operators)}; write NODE.KNOB, as in"
             " trainer.lr"
         )
-    known = knobs_of(graph, name)
-    if knob in known:
+    knobs = knobs_of(graph, name)
+    if knob in knobs:
         return name, knob
     may = (
-        ", ".join(f"{name}.{each} = {known[each].value!r}" for each in known)
+        ", ".join(f"{name}.{knob_name} = {knobs[knob_name].value!r}" for knob_name in knobs)
         or f"nothing of '{name}'"
     )
     raise GraphError(
-        f"'{place}' is no knob that may change while a run goes on{nearest(knob, known)}; these"
+        f"'{place}' is no knob that may change while a run goes on{nearest(knob, knobs)}; these"
         f" may: {may}"
     )

@@ -242,8 +242,8 @@ def _prompt_steps(graph: Structure, operator: Operator) -> int | None:
     if not isinstance(operator, Learn):
         return None
     counts = [prompts_of(graph, source) for source in sources_of(graph, operator.name)]
-    known = [count for count in counts if count is not None]
-    return min(known) // operator.step_prompts if known else None
+    counts_known = [count for count in counts if count is not None]
+    return min(counts_known) // operator.step_prompts if counts_known else None
 
 
 def bounds_at(graph: Structure, plan: Plan, operator: Operator) -> dict[str, Bound]:
@@ -292,8 +292,8 @@ def quantized_format(graph: Structure, trainer: str) -> str | None:
     """The quantized format that all readers of a trainer want; None, full tensors, where one wants
     another or none.
     """
-    wanted = {reader.quantized for reader in readers_of(graph, trainer)}
-    return wanted.pop() if len(wanted) == 1 else None
+    formats = {reader.quantized for reader in readers_of(graph, trainer)}
+    return formats.pop() if len(formats) == 1 else None
 
 
 def marks(graph: Structure, node: str, source: str) -> str | None:

@@ -136,14 +136,14 @@ class Admission(Generic[G]):
             while queue and free and self.may_start(source, queue[0], version, dropped):
                 group = queue[0]
                 prepare(group)
-                wanted = group.unstarted
-                count = fit(group, min(wanted, free))
-                if not starts(count, wanted, idle=idle, slots=slots):
+                unstarted = group.unstarted
+                count = fit(group, min(unstarted, free))
+                if not starts(count, unstarted, idle=idle, slots=slots):
                     return
-                if count == wanted:
+                if count == unstarted:
                     queue.popleft()
                 free -= count
                 idle = False
                 yield source, group, count
-                if count < wanted:
+                if count < unstarted:
                     return

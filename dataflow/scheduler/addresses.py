@@ -41,12 +41,12 @@ def told_again(table: Table, record: WorkerRecord) -> list[Command]:
 
 def read_by(table: Table, reader: WorkerRecord) -> dict[str, WeightLine]:
     """The weight lines that a worker reads, where they are now."""
-    found: dict[str, WeightLine] = {}
+    lines: dict[str, WeightLine] = {}
     for name, trainer in _lines_read(table, reader).items():
         record = table.workers.get(f"{table.plan.placements[trainer].worker}-0")
         if record is not None and name in record.lines:
-            found[name] = record.lines[name]
-    return found
+            lines[name] = record.lines[name]
+    return lines
 
 
 def lines_of(table: Table, nodes: Iterable[str]) -> set[str]:
@@ -64,19 +64,21 @@ def _tell(
 ) -> list[Command]:
     producers = {edge: producer for edge, producer, _ in table.edges}
     commands: list[Command] = []
-    for other in table if moved or lines else ():
-        if other.membership is Membership.LEFT or other is record:
+    for other_record in table if moved or lines else ():
+        if other_record.membership is Membership.LEFT or other_record is record:
             continue
         own = [
             edge
             for edge in sorted(moved)
-            if other.name in record.senders and producers[edge] == other.worker
+            if other_record.name in record.senders and producers[edge] == other_record.worker
         ]
-        read = {name: line for name, line in lines.items() if name in _lines_read(table, other)}
+        read = {
+            name: line for name, line in lines.items() if name in _lines_read(table, other_record)
+        }
         if own or read:
             commands.append(
                 Send(
-                    other.name,
+                    other_record.name,
                     Moved(
                         receivers={edge: record.addresses[edge] for edge in own},
                         before={edge: record.left[edge] for edge in own},
@@ -89,6 +91,6 @@ def _tell(
 
 def _lines_read(table: Table, record: WorkerRecord) -> dict[str, str]:
     """By name, the trainer of each."""
-    read = [each for each in table.graph.feedbacks if each.reader.name in record.nodes]
-    trainers = [(each.weights.trainer.name, each.refresh) for each in read]
+    read = [feedback for feedback in table.graph.feedbacks if feedback.reader.name in record.nodes]
+    trainers = [(feedback.weights.trainer.name, feedback.refresh) for feedback in read]
     return {line_of(table.graph, trainer, refresh): trainer for trainer, refresh in trainers}

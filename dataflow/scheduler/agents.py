@@ -82,9 +82,9 @@ class HostMessages:
 
     def slows(self, workers: int) -> bool:
         """Whether workers have become so many that they are to be heard less often."""
-        wanted = min(workers / _A_SECOND, self._most_s)
-        if wanted > self.beat_s * _SLOWER:
-            self.beat_s = wanted
+        beat_s = min(workers / _A_SECOND, self._most_s)
+        if beat_s > self.beat_s * _SLOWER:
+            self.beat_s = beat_s
             return True
         return False
 
@@ -94,8 +94,8 @@ class HostMessages:
 
     def heard(self) -> list[tuple[str, str, bytes]]:
         """Where who has said what since the last call."""
-        found, self._heard = self._heard, []
-        return found
+        heartbeats, self._heard = self._heard, []
+        return heartbeats
 
     def say(self, name: str, host: str, message: bytes) -> None:
         """Something for the worker of that name on a host; nobody hears it where none is."""
@@ -191,9 +191,9 @@ class Agents:
     def disks(self) -> dict[str, str]:
         """By host that is there and has a folder of its own, where it gives its files."""
         return {
-            name: each.join.files
-            for name, each in self._hosts.items()
-            if each.join.files and not each.has_left
+            name: host.join.files
+            for name, host in self._hosts.items()
+            if host.join.files and not host.has_left
         }
 
     @property
@@ -249,7 +249,7 @@ class Agents:
         deadline = self._clock() + within_s
         while self._clock() < deadline:
             came = [agent.answer for agent in self._hosts.values() if agent.answer is not None]
-            self.alone_s = max([each.alone_s for each in came], default=0.0)
+            self.alone_s = max([answer.alone_s for answer in came], default=0.0)
             if len(came) >= len(hosts):
                 break
             self._wait(0.05)
@@ -329,8 +329,8 @@ class Agents:
             Rendezvous.check_leads(self._folder, self.number)
         for text in self.watch():
             self.told(text)
-        found, self._events = self._events, []
-        return found
+        queued, self._events = self._events, []
+        return queued
 
     def clear(self, host: str) -> None:
         """End all workers that a host has; when they have ended, it is told as joined."""
@@ -498,7 +498,7 @@ class Agents:
         """What was asked of a host is nobody's wish any more."""
         self._socket.forget(self._hosts[host].identity)
         self._spawns = {
-            worker: each for worker, each in self._spawns.items() if host_of(each) != host
+            worker: spawn for worker, spawn in self._spawns.items() if host_of(spawn) != host
         }
 
     # Messages
@@ -509,8 +509,8 @@ class Agents:
         self._trouble.append(why)
         self.told(why)
 
-    def _refuse(self, who: str, why: str) -> None:
-        self.told(f"refused a message of {who} at the socket for agents: {why}")
+    def _refuse(self, name: str, why: str) -> None:
+        self.told(f"refused a message of {name} at the socket for agents: {why}")
 
     def _send(self, agent: HostAgent, message: ToAgent) -> bool:
         return self._socket.send(agent.identity, message)

@@ -82,19 +82,19 @@ class AgentsSocket:
         """What has come, and no more at once than can be done soon. refused: told who sent what is
         no message, and why it is none.
         """
-        found: list[tuple[bytes, FromAgent]] = []
-        while len(found) < _AT_ONCE and self.socket.poll(0):
+        messages: list[tuple[bytes, FromAgent]] = []
+        while len(messages) < _AT_ONCE and self.socket.poll(0):
             identity, *frames = self.socket.recv_multipart()
             peer, now = self._peer(identity), self._clock()
             try:
                 message = peer.take(frames, now)
                 if message is not None:
-                    found.append((identity, FROM_AGENT.decode(message)))
+                    messages.append((identity, FROM_AGENT.decode(message)))
             except MessageError as error:
                 refused(identity.decode(errors="backslashreplace"), str(error))
             for missing in peer.missing(now):
                 self._send(identity, missing)
-        return found
+        return messages
 
     def close(self) -> None:
         """Let go of it."""

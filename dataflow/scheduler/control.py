@@ -105,11 +105,11 @@ class KnobRequests:
             if late and self._clock() <= pending.until:
                 continue
             self._pending.remove(pending)
-            what = ", ".join(each.mark for each in pending.changes)
-            text = f"{what} from now on"
+            marks = ", ".join(change.mark for change in pending.changes)
+            text = f"{marks} from now on"
             if late:
                 text = (
-                    f"{what} is taken in, and counts with {late} at the next boundary, which has"
+                    f"{marks} is taken in, and counts with {late} at the next boundary, which has"
                     " not come yet"
                 )
             self._reply(pending.client, pending.request, KnobsSet(text))
@@ -157,9 +157,9 @@ class CheckpointRequests:
         """Begin with a request, or say at once why not."""
         run = self._table.run
         if self._table.is_ending or not self._table.begun or not run.checkpoints():
-            what = "is ending and writes its last one" if self._table.is_ending else "is starting"
-            what = what if run.checkpoints() else "trains nothing"
-            why = f"a checkpoint is wanted of a run that {what}; ask one that is at work on steps"
+            state = "is ending and writes its last one" if self._table.is_ending else "is starting"
+            state = state if run.checkpoints() else "trains nothing"
+            why = f"a checkpoint is wanted of a run that {state}; ask one that is at work on steps"
             self._reply(client, request, Refused(why))
             return
         number = run.checkpoint + 1
@@ -213,12 +213,12 @@ class Scheduler:
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
         server: ControlServer | None = None,
-        left: Mapping[str, Any] | None = None,
+        snapshot: Mapping[str, Any] | None = None,
         standby: Callable[[], int] | None = None,
     ) -> None:
         """Without a server, fork the forkserver: call this before there are threads. limits: those
-        of the settings when None. left: the snapshot of the scheduler before, whose workers the
-        server has. standby: as `ControlServer` has it.
+        of the settings when None. snapshot: of the scheduler before, whose workers the server
+        has. standby: as `ControlServer` has it.
         """
         limits = limits or settings.limits
         self._clock = clock
@@ -236,24 +236,24 @@ class Scheduler:
         self._ticked = float("-inf")
         keys: Mapping[str, bytes] = {}
         if server is None:
-            made = RunKeys.make() if settings.listen else None
-            keys = made.to_plain() if made else {}
+            run_keys = RunKeys.make() if settings.listen else None
+            keys = run_keys.to_plain() if run_keys else {}
             work = ForkWorkload.of(graph, plan)
             server = ControlServer(
                 work.main,
                 work.environment,
                 work.preload,
                 settings.listen,
-                made,
+                run_keys,
                 standby,
                 f"{settings.folder}/logs" if settings.folder else "",
             )
         elif server.keys is not None:
             keys = server.keys.to_plain()
-        self._left = left
+        self._earlier = snapshot
         self.table.swaps.made, self.table.changes = latest(settings.swaps), list(settings.changes)
-        if left is not None:
-            self.table.take_up(left["table"])
+        if snapshot is not None:
+            self.table.take_up(snapshot["table"])
         self._settings = dataclasses.replace(settings, keys=keys, limits=limits)
         self._server, self.check = server, server.check
         self.snapshot = SnapshotFile(
@@ -295,7 +295,7 @@ class Scheduler:
 
         progress: told who is not ready. Errors: RunError.
         """
-        if self._left is not None:
+        if self._earlier is not None:
             self._take_over()
             return
         self._apply(events.RunBegins())
@@ -332,7 +332,7 @@ class Scheduler:
 
     def turn(self, wait_s: float) -> None:
         """Take in what has come within `wait_s`; raises what ends the run."""
-        messages, requests, told = self._server.wait(wait_s)
+        messages, requests, server_events = self._server.wait(wait_s)
         self._receive(messages)
         for client, request in requests:
             match request:
@@ -345,7 +345,7 @@ class Scheduler:
                 case _:
                     told_now = answer(request, self.scale, self.stall_watch.answer, self.wish_drain)
                     self._reply(client, request, told_now)
-        for event in told:
+        for event in server_events:
             self._note(event)
         if self._wish and not self.table.run.draining:
             self._apply(events.Drain())
@@ -392,15 +392,15 @@ class Scheduler:
             self._apply(events.Shutdown())
             deadline = self._clock() + (self._stop_s if self.table.begun else 0.0)
             while self._clock() < deadline and any(record.may_wind_down for record in self.table):
-                messages, _, told = self._server.wait(0.05)
+                messages, _, server_events = self._server.wait(0.05)
                 self._receive(messages)
-                for event in told:
+                for event in server_events:
                     self._note(event)
             self._receive(self._server.drain(_LAST_WORDS_S))
             self._faults.close()
-            with KeptFiles(self._server.sockets) as kept:
+            with KeptFiles(self._server.sockets) as files:
                 self._server.close()
-                self.crossed = kept.read()
+                self.crossed = files.read()
         except Replaced:
             self._server.leave()
             raise
@@ -442,10 +442,10 @@ class Scheduler:
                 self._apply(events.HostLost(event["name"], event["cause"]))
             case "joined":
                 processes = {
-                    each.name: events.KeptProcess(
-                        each.settings["attempt"], each.pid, each.alive, each.status
+                    process.name: events.KeptProcess(
+                        process.settings["attempt"], process.pid, process.alive, process.status
                     )
-                    for each in event["processes"].values()
+                    for process in event["processes"].values()
                 }
                 self._apply(events.HostJoined(event["host"], processes))
             case _:
@@ -546,7 +546,7 @@ class Scheduler:
 
     def _of(self, record: WorkerRecord, host: str) -> Settings:
         """The settings of a worker, or of its ranks on another host."""
-        given: Mapping[str, Any] = self._server.place(host)
+        place: Mapping[str, Any] = self._server.place(host)
         return dataclasses.replace(
             self._settings,
             worker=record.worker,
@@ -557,7 +557,7 @@ class Scheduler:
             swaps=swapping.own(self.table, record),
             changes=tuple(self.table.changes),
             rank_devices=seating.rank_devices(self.table, record) if record.rank_hosts else (),
-            **given,
+            **place,
         )
 
     def _leave_snapshot(self) -> None:

@@ -172,8 +172,8 @@ class ControlServer:
     def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Received]:
         """What workers send until nobody sends anything for `pause_s`, or for `wait_s`."""
         deadline = time.monotonic() + wait_s
-        while (left := deadline - time.monotonic()) > 0 and self._router.poll(
-            math.ceil(1000 * min(pause_s, left))
+        while (left_s := deadline - time.monotonic()) > 0 and self._router.poll(
+            math.ceil(1000 * min(pause_s, left_s))
         ):
             yield from self._heard()
 
@@ -258,9 +258,9 @@ class ControlServer:
         """One for holders of the run's keys, where others than this user could connect."""
         if self._guard is None or address.startswith("ipc:"):
             return _router(self._zmq)
-        made = _router(self._guard.context)
-        self._guard.protect(made)
-        return made
+        router = _router(self._guard.context)
+        self._guard.protect(router)
+        return router
 
     def _listen(self, router: "zmq.Socket[bytes]", address: str) -> str:
         try:
@@ -305,11 +305,11 @@ class ControlServer:
             self.reply(client, Refused(str(error)))
             return []
 
-    def refuse(self, who: str, why: str) -> None:
+    def refuse(self, name: str, why: str) -> None:
         """Say once of everybody that what he sends is no message of his, and of so many only."""
-        if who not in self._refused and len(self._refused) < _REMEMBERED:
-            self._refused.add(who)
-            self.told(f"refused a message of {who} at the scheduler's socket: {why}")
+        if name not in self._refused and len(self._refused) < _REMEMBERED:
+            self._refused.add(name)
+            self.told(f"refused a message of {name} at the scheduler's socket: {why}")
 
 
 class HostsControlServer(ControlServer):
@@ -330,10 +330,13 @@ class HostsControlServer(ControlServer):
         self._agents, self.number, self._holds = agents, agents.number, holds
         self._sockets: set[Path] = set()
         agents.told = lambda text: self.told(text)
-        left, anywhere = folder / _LEFT, endpoint(agents.host)
-        left.mkdir(exist_ok=True)
+        counts_folder, anywhere = folder / _LEFT, endpoint(agents.host)
+        counts_folder.mkdir(exist_ok=True)
         self._open(
-            left, agents, Whereabouts(control="", commands=anywhere, ledger=ledger), agents.keys
+            counts_folder,
+            agents,
+            Whereabouts(control="", commands=anywhere, ledger=ledger),
+            agents.keys,
         )
 
     def check(self) -> None:

@@ -78,15 +78,15 @@ class TrainingResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """The workers of a scheduler that has died, and what it left."""
+    """The workers of a scheduler that has died, and its last snapshot."""
 
     server: ControlServer
-    left: Mapping[str, Any]
+    snapshot: Mapping[str, Any]
 
     @property
     def begun(self) -> Begun:
         """How far the run had come when that scheduler took it up."""
-        return Begun(**self.left["begun"])
+        return Begun(**self.snapshot["begun"])
 
     @property
     def away_s(self) -> float:
@@ -95,8 +95,8 @@ class Taken:
         have waited by theirs.
         """
         if isinstance(self.server, HostsControlServer):
-            return time.monotonic() - float(self.left["at"]) - self.server.alone_s
-        return float(self.left.get("away_s", 0.0))
+            return time.monotonic() - float(self.snapshot["at"]) - self.server.alone_s
+        return float(self.snapshot.get("away_s", 0.0))
 
 
 def take(folder: RunFolder, may_go_on: bool = True) -> Taken | None:
@@ -112,7 +112,7 @@ def take(folder: RunFolder, may_go_on: bool = True) -> Taken | None:
         return None
     with contextlib.suppress(RunError):
         if may_go_on:
-            return Taken(server=server, left=read(server.left))
+            return Taken(server=server, snapshot=read(server.left))
     server.close()
     return None
 
@@ -142,18 +142,18 @@ class Times:
         it has begun, and of those before it.
         """
         before = self._begun
-        found = {
+        times = {
             "outcome": outcome,
             "seconds": before.seconds + (watch.seconds if watch else 0.0),
             "busy_seconds": _added(before.busy_seconds, watch.busy_seconds if watch else {}),
             "beside_seconds": _added(before.beside_seconds, watch.beside_seconds if watch else {}),
             "edges": total([{"before": before.edges}, {"now": watch.crossed if watch else {}}]),
         }
-        self._folder.write_json("times.json", found, flush=flush)
+        self._folder.write_json("times.json", times, flush=flush)
 
 
-def _added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
-    return {node: left.get(node, 0.0) + right.get(node, 0.0) for node in {**left, **right}}
+def _added(first: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+    return {node: first.get(node, 0.0) + right.get(node, 0.0) for node in {**first, **right}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,21 +305,21 @@ def _bring_home(run: RunSpec, folder: RunFolder, disks: Mapping[str, str]) -> st
 
 def _scheduler(run: RunSpec, watch: ProgressWatch, clock: RunClock) -> Scheduler:
     if run.taken is not None:
-        watch.take_up(run.taken.left["watch"])
+        watch.take_up(run.taken.snapshot["watch"])
         return Scheduler(
             run.graph,
             run.plan,
             run.settings,
             clock=clock,
             server=run.taken.server,
-            left=run.taken.left,
+            snapshot=run.taken.snapshot,
         )
-    made = Scheduler(
+    scheduler = Scheduler(
         run.graph, run.plan, run.settings, clock=clock, server=run.server, standby=run.standby
     )
     if run.begun.steps:
-        made.table.run.go_on(run.begun.steps, run.begun.rounds)
-    return made
+        scheduler.table.run.go_on(run.begun.steps, run.begun.rounds)
+    return scheduler
 
 
 def _inline(

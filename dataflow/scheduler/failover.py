@@ -26,8 +26,8 @@ def take_over(table: Table, processes: Mapping[str, KeptProcess], now: float) ->
         host.is_met, host.heard_at = not host.is_alive, now
     for record in table:
         _expect(record, now)
-    here = [record for record in table if table.is_met(record)]
-    return [*_take(table, here, processes, now, again), Outlive()]
+    met = [record for record in table if table.is_met(record)]
+    return [*_take(table, met, processes, now, again), Outlive()]
 
 
 def meet(

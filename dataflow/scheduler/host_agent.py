@@ -97,12 +97,12 @@ class HostAgent:
     @property
     def living(self) -> list[str]:
         """Workers that it has and that have not ended."""
-        return [name for name, each in self.handed.items() if each.alive]
+        return [name for name, process in self.handed.items() if process.alive]
 
     def had(self, spawn: Spawn) -> bool:
         """Whether it has, or had, the process that was asked for, and not one from before that."""
-        known = self.handed.get(spawn.name)
-        return known is not None and known.settings["attempt"] >= spawn.settings["attempt"]
+        process = self.handed.get(spawn.name)
+        return process is not None and process.settings["attempt"] >= spawn.settings["attempt"]
 
     def takes(self, answer: HandedOver) -> bool:
         """Its workers are those that have arrived, if the answer counts."""
@@ -141,13 +141,13 @@ def with_addresses(begin: Begin, hosts: Mapping[str, HostAgent], now: float = 0.
     """What a host is to build, and whom it has to reach. now: where some may have died since they
     came.
     """
-    there = {
-        name: each
-        for name, each in hosts.items()
-        if (each.lives(now) if now else not each.has_left)
+    reached = {
+        name: host
+        for name, host in hosts.items()
+        if (host.lives(now) if now else not host.has_left)
     }
     return replace(
-        begin, reach_addresses={name: each.join.reach_address for name, each in there.items()}
+        begin, reach_addresses={name: host.join.reach_address for name, host in reached.items()}
     )
 
 
@@ -161,10 +161,11 @@ def natural(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
 
 
-def same_name(one: Join, other: Join) -> str:
+def same_name(first: Join, second: Join) -> str:
     """Of two agents of one name, both there."""
     return (
-        f"two hosts of the run are called '{one.name}', at {one.address} and {other.address}; give"
+        f"two hosts of the run are called '{first.name}', at {first.address} and {second.address};"
+        " give"
         " each a name of its own (DATAFLOW_AGENT_HOST)"
     )
 

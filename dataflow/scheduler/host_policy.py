@@ -136,8 +136,8 @@ def _of(table: Table, host: str) -> list[WorkerRecord]:
 def _enter(table: Table, event: HostJoined, now: float) -> list[Command]:
     """A host without processes of this run: workers may be started there."""
     host = event.host
-    known = table.hosts.get(host.name)
-    if known is not None and known.facts.own_folder != host.own_folder:
+    record = table.hosts.get(host.name)
+    if record is not None and record.facts.own_folder != host.own_folder:
         return [
             NotifyUser(
                 f"host '{host.name}' is back and {'does not see' if host.own_folder else 'sees'}"
@@ -145,18 +145,18 @@ def _enter(table: Table, event: HostJoined, now: float) -> list[Command]:
                 " saw, or give it another name"
             )
         ]
-    if known is not None and known.facts != host:
+    if record is not None and record.facts != host:
         return [
             NotifyUser(
                 f"host '{host.name}' is back with {seating.size(host)}, but had"
-                f" {seating.size(known.facts)}; nothing is started there: give it what it had, or"
+                f" {seating.size(record.facts)}; nothing is started there: give it what it had, or"
                 " another name"
             )
         ]
-    if known is None:
+    if record is None:
         table.hosts[host.name] = HostRecord(facts=host, heard_at=now)
         return [NotifyUser(f"host '{host.name}' has joined with {seating.size(host)}")]
-    known.is_alive, known.heard_at, known.back_at, known.cause = True, now, now, ""
+    record.is_alive, record.heard_at, record.back_at, record.cause = True, now, now, ""
     return [NotifyUser(f"host '{host.name}' is back")]
 
 

@@ -28,12 +28,12 @@ def clear(folder: RunFolder) -> bool:
 
 def clear_all(runs: Path) -> list[str]:
     """Remove them of every run below a folder; the names of those that had any."""
-    found = [
+    folders = [
         RunFolder(path.parent)
         for path in sorted(runs.glob(f"*/{socket_folder.CONTROL}"))
         if not path.parent.is_symlink()
     ]
-    return [folder.path.name for folder in found if clear(folder)]
+    return [folder.path.name for folder in folders if clear(folder)]
 
 
 def remove(folder: RunFolder) -> bool:
@@ -52,8 +52,8 @@ def remove(folder: RunFolder) -> bool:
 def _keep_counts(folder: RunFolder, place: Path) -> None:
     """Errors: RunError where nothing says what had been counted before this part of the run."""
     before = read(place).get("begun")
-    with KeptFiles([place]) as kept:
-        counted = kept.read()
+    with KeptFiles([place]) as files:
+        counted = files.read()
     if isinstance(before, dict) and counted:
         edges = total([{"before": known_edges(before.get("edges"))}, counted])
         folder.write_json("times.json", {**folder.read_json("times.json", TIMES), "edges": edges})

@@ -215,17 +215,17 @@ class ProgressWatch:
         last = [
             tail(self._folder.logs / f"{name}.log").rstrip().rpartition("\n")[2] for name in first
         ]
-        told = [line.removeprefix(STARTING) for line in last if line.startswith(STARTING)]
-        return f" ({told[0]})" if told else ""
+        starting = [line.removeprefix(STARTING) for line in last if line.startswith(STARTING)]
+        return f" ({starting[0]})" if starting else ""
 
     def snapshot(self) -> Snapshot:
         """The run as it is now."""
         last, scores = self._last_step, self._accuracies
         step = max(last.get("step", 0), self._begun)
         elapsed = self._clock() - self._began
-        left = None
+        left_s = None
         if self._steps and step > self._begun and self._training:
-            left = (self._steps - step) * self.seconds / (step - self._begun)
+            left_s = (self._steps - step) * self.seconds / (step - self._begun)
         bounds = [bound.max_staleness for bound in self._plan.bounds.values()]
         return Snapshot(
             graph=self._graph.name,
@@ -247,7 +247,7 @@ class ProgressWatch:
             ),
             rollouts_active=self._active(),
             elapsed_s=elapsed,
-            left_s=left,
+            left_s=left_s,
             groups=self._groups(),
             look=self._look,
             nodes=tuple(self._node(name) for name in self._graph.operators),
@@ -258,12 +258,12 @@ class ProgressWatch:
         """What the learning curve shows of metrics.jsonl: of the trainer that leads, and of
         evaluations.
         """
-        found = (
-            kept
+        lines = (
+            line_of_leader
             for _, line in self._folder.stream_metrics(0)
-            for kept in lines_of([line], self._leader)
+            for line_of_leader in lines_of([line], self._leader)
         )
-        return [{name: line[name] for name in CURVE_NAMES if name in line} for line in found]
+        return [{name: line[name] for name in CURVE_NAMES if name in line} for line in lines]
 
     def _merge(self, heartbeats: Mapping[str, Mapping[str, Any]]) -> None:
         """Sum over the replicas of a node; those that left count with what they did."""
@@ -271,7 +271,7 @@ class ProgressWatch:
         for heartbeat in heartbeats.values():
             member = heartbeat.get("member", "live")
             for name, report in heartbeat.get("nodes", {}).items():
-                known = nodes.setdefault(
+                sums = nodes.setdefault(
                     name,
                     {
                         "status": {},
@@ -286,25 +286,23 @@ class ProgressWatch:
                         "members": collections.Counter(),
                     },
                 )
-                known["members"][member] += 1
-                known["rows_in"] += report["rows_in"]
-                known["rows_out"] += report["rows_out"]
-                known["measured_s"] += report.get("measured_s", 0.0)
+                sums["members"][member] += 1
+                sums["rows_in"] += report["rows_in"]
+                sums["rows_out"] += report["rows_out"]
+                sums["measured_s"] += report.get("measured_s", 0.0)
                 for state in ("blocked", "starved"):
-                    known[state] |= report[state] and member != "left"
-                known["turns"] |= {report.get("turn", "")} if member != "left" else set()
-                known["ended"] &= report["ended"] or member == "left"
-                for key in known["seconds"]:
-                    known["seconds"][key] += report["seconds"].get(key, 0.0)
+                    sums[state] |= report[state] and member != "left"
+                sums["turns"] |= {report.get("turn", "")} if member != "left" else set()
+                sums["ended"] &= report["ended"] or member == "left"
+                for key in sums["seconds"]:
+                    sums["seconds"][key] += report["seconds"].get(key, 0.0)
                 for key, value in report["status"].items():
-                    both = key in known["status"] and isinstance(value, int | float)
+                    both = key in sums["status"] and isinstance(value, int | float)
                     if key == "version":
                         if member == "live":
-                            known["status"][key] = (
-                                min(value, known["status"][key]) if both else value
-                            )
+                            sums["status"][key] = min(value, sums["status"][key]) if both else value
                     else:
-                        known["status"][key] = known["status"][key] + value if both else value
+                        sums["status"][key] = sums["status"][key] + value if both else value
             for edge, (depth, capacity) in heartbeat.get("edges", {}).items():
                 self._depths[edge] = (depth, capacity)
         self._nodes = nodes
@@ -323,8 +321,8 @@ class ProgressWatch:
                     if line.get("step", 0) > self._begun:
                         self._outcomes["trained"] += line.get("groups", 0)
                         self._outcomes["dropped"] += sum((line.get("dropped") or {}).values())
-                    if told := self._silence.take(line):
-                        self.notices.append(told)
+                    if notice := self._silence.take(line):
+                        self.notices.append(notice)
 
     def _groups(self) -> dict[str, int]:
         """Groups of the training sources, as the nodes tell of them: in this part of the run."""
@@ -381,15 +379,19 @@ class ProgressWatch:
         """Rollouts that are being generated: of episodes, not the turns that they ask a generator
         for.
         """
-        generates = [each for each in self._graph.operators.values() if isinstance(each, Generate)]
-        asked = {each.asks.name for each in generates if each.asks is not None}
-        found = [
-            self._nodes[each.name]["status"].get("active")
-            for each in generates
-            if each.name in self._nodes and each.name not in asked
+        generates = [
+            operator
+            for operator in self._graph.operators.values()
+            if isinstance(operator, Generate)
         ]
-        known = [int(count) for count in found if count is not None]
-        return sum(known) if known else None
+        asked_names = {generator.asks.name for generator in generates if generator.asks is not None}
+        counts = [
+            self._nodes[generator.name]["status"].get("active")
+            for generator in generates
+            if generator.name in self._nodes and generator.name not in asked_names
+        ]
+        active = [int(count) for count in counts if count is not None]
+        return sum(active) if active else None
 
     def _node(self, name: str) -> NodeSnapshot:
         node = self._nodes.get(name)
@@ -399,11 +401,11 @@ class ProgressWatch:
         spent = {key: node["seconds"][key] - before["seconds"][key] for key in STATES}
         whole = sum(spent.values())
         status = node["status"]
-        made = "rows_in" if self._graph.operators[name].kind == "sink" else "rows_out"
+        rows = "rows_in" if self._graph.operators[name].kind == "sink" else "rows_out"
         return NodeSnapshot(
             name=name,
             state=_state(node, spent),
-            rate=self._rate(lambda nodes: nodes.get(name, node)[made]),
+            rate=self._rate(lambda nodes: nodes.get(name, node)[rows]),
             queue=_whole(status.get("queue", status.get("waiting"))),
             **{state: spent[state] / whole if whole else None for state in STATES},
             note=_note(status, node["members"], self._waited_for(name)),
@@ -414,16 +416,16 @@ class ProgressWatch:
         """Of a node that waits for its turn: who has it."""
         if _turn(self._nodes[name]) != "waits":
             return ""
-        others = [
-            each
-            for each in self._plan.turns_of(name)
-            if "awake" in self._nodes.get(each, {}).get("turns", ())
+        mates = [
+            mate
+            for mate in self._plan.turns_of(name)
+            if "awake" in self._nodes.get(mate, {}).get("turns", ())
         ]
-        return f"for {others[0]}" if others else "for its turn"
+        return f"for {mates[0]}" if mates else "for its turn"
 
     def _edges(self) -> tuple[EdgeSnapshot, ...]:
-        found = edges(self._graph)
-        sources = len({edge.source for edge in found}) > 1
+        all_edges = edges(self._graph)
+        sources = len({edge.source for edge in all_edges}) > 1
         return tuple(
             EdgeSnapshot(
                 producer=edge.producer,
@@ -432,7 +434,7 @@ class ProgressWatch:
                 depth=self._depths[edge.name][0],
                 capacity=self._depths[edge.name][1],
             )
-            for edge in found
+            for edge in all_edges
             if edge.name in self._depths
         )
 

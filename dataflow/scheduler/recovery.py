@@ -120,14 +120,16 @@ def _judge(table: Table, worker: str, now: float) -> str | None:
     """Why there is no hope, after a failure of `worker`."""
     patience = table.limits.patience
     since = max(table.progressed_at, now - patience.of_one_s)
-    own = [each for each in table.failures if each.worker == worker and each.at >= since]
+    own = [
+        failure for failure in table.failures if failure.worker == worker and failure.at >= since
+    ]
     if len(own) >= patience.of_one:
         return (
             f"worker '{worker}' failed {len(own)} times in {now - own[0].at:.0f} s, and the run"
             f" made no progress in between: {_causes(own)}; see logs/{worker}.log, mend the cause,"
             " and resume the run"
         )
-    recent = [each for each in table.failures if now - each.at <= patience.of_all_s]
+    recent = [failure for failure in table.failures if now - failure.at <= patience.of_all_s]
     if len(recent) >= patience.of_all:
         return (
             f"workers failed {len(recent)} times in {now - recent[0].at:.0f} s: {_causes(recent)};"
@@ -137,7 +139,7 @@ def _judge(table: Table, worker: str, now: float) -> str | None:
 
 
 def _for_good(table: Table, worker: str, cause: str) -> str:
-    earlier = [each for each in table.failures[:-1] if each.worker == worker]
+    earlier = [failure for failure in table.failures[:-1] if failure.worker == worker]
     before = f" (before that: {_causes(earlier)})" if earlier else ""
     return (
         f"worker '{worker}' {cause}; a restart would not mend that{before}; see logs/{worker}.log"

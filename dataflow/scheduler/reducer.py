@@ -90,7 +90,7 @@ def reduce(table: Table, event: events.Event, now: float) -> list[events.Command
 
 def _noted(table: Table, commands: list[events.Command], now: float) -> list[events.Command]:
     """Note the attempts that begin; leave out the messages that their workers cannot hear yet."""
-    found: list[events.Command] = []
+    sendable: list[events.Command] = []
     for command in commands:
         if isinstance(command, events.StartWorker):
             record = table.workers[command.name]
@@ -109,8 +109,8 @@ def _noted(table: Table, commands: list[events.Command], now: float) -> list[eve
             if not record.is_reachable:
                 record.deferred.append(command.message)
                 continue
-        found.append(command)
-    return found
+        sendable.append(command)
+    return sendable
 
 
 def _launch(table: Table, now: float) -> list[events.Command]:
@@ -170,7 +170,9 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
             else:
                 recovery.recovered(record, now)
                 commands.append(events.FaultRecovered(name))
-                commands += _begin(table) if all(each.life is Life.READY for each in table) else []
+                commands += (
+                    _begin(table) if all(record.life is Life.READY for record in table) else []
+                )
         case messages.Confirmed():
             commands += scaling.confirmed(table, message.ticket)
         case messages.Heartbeat():
@@ -219,10 +221,10 @@ def _wire_all(table: Table) -> list[events.Command]:
     ):
         return []
     unwired = [record for record in table if record.pid and not record.wired]
-    found: dict[str, list[str]] = {}
+    by_edge: dict[str, list[str]] = {}
     for record in table:
         for edge, address in record.addresses.items():
-            found.setdefault(edge, []).append(address)
+            by_edge.setdefault(edge, []).append(address)
     begin = {
         worker: [name for name, producer, _ in table.edges if producer == worker]
         for worker in table.plan.workers
@@ -233,7 +235,7 @@ def _wire_all(table: Table) -> list[events.Command]:
         if record.attempt:
             commands += scaling.hello(table, record)
             continue
-        own = {edge: found[edge] for edge in begin[record.worker] if edge in found}
+        own = {edge: by_edge[edge] for edge in begin[record.worker] if edge in by_edge}
         commands.append(
             events.Send(record.name, messages.Wire(addresses=own, lines=lines[record.worker]))
         )
@@ -256,11 +258,11 @@ def _heartbeat(
     return commands
 
 
-def _to_nodes(table: Table, said: list[messages.NodeCommand]) -> list[events.Command]:
+def _to_nodes(table: Table, commands: list[messages.NodeCommand]) -> list[events.Command]:
     """To all workers of a node that are at work; others hear what counts when they are."""
     return [
         events.Send(record.name, message)
-        for message in said
+        for message in commands
         for record in table
         if message.node in record.nodes and record.life is Life.READY
     ]

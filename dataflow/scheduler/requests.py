@@ -210,9 +210,9 @@ def outcome(reply: Reply) -> str:
 def told_replicas(replicas: Replicas) -> list[str]:
     """A line for each node."""
     counts = {
-        node: [f"{n} {how}" for how, n in each.items() if n] for node, each in replicas.items()
+        node: [f"{n} {how}" for how, n in states.items() if n] for node, states in replicas.items()
     }
-    return [f"{node}: {', '.join(each)}" for node, each in counts.items()]
+    return [f"{node}: {', '.join(texts)}" for node, texts in counts.items()]
 
 
 def ask_to_scale(
@@ -293,19 +293,19 @@ def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
 
     Raises RunError when the run is over, DeadlineError when it does not answer in time.
     """
-    found: Facts = _exchange(folder, TellFacts(), FactsTold, timeout_s).facts
-    return found
+    facts: Facts = _exchange(folder, TellFacts(), FactsTold, timeout_s).facts
+    return facts
 
 
 def ask_for_state(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
     """As `ask_for_facts`, without the stacks: no worker is asked for anything, so it may be asked
     often.
     """
-    found: Facts = _exchange(folder, TellFacts(stacks=False), FactsTold, timeout_s).facts
-    return found
+    facts: Facts = _exchange(folder, TellFacts(stacks=False), FactsTold, timeout_s).facts
+    return facts
 
 
-def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: float) -> R:
+def _exchange(folder: RunFolder, request: Request, kind: type[R], timeout_s: float) -> R:
     """Make one request and wait for its reply, unless nobody is there to give one. Raises as
     `ask_to_scale`.
     """
@@ -344,7 +344,7 @@ def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: f
         dealer.close()
     if isinstance(reply, Refused):
         raise RunError(reply.error)
-    assert isinstance(reply, wanted), f"the reply to {request} is {reply}"
+    assert isinstance(reply, kind), f"the reply to {request} is {reply}"
     return reply
 
 

@@ -36,11 +36,11 @@ from dataflow.worker.messages import (
 def replicas(table: Table, node: str) -> dict[str, int]:
     """How many replicas of a node are joining, live, leaving."""
     worker = table.plan.placements[node].worker
-    found = [record.membership for record in table if record.worker == worker]
+    memberships = [record.membership for record in table if record.worker == worker]
     return {
-        "joining": found.count(Membership.JOINING),
-        "live": found.count(Membership.LIVE),
-        "leaving": found.count(Membership.LEAVING) + found.count(Membership.STOPPING),
+        "joining": memberships.count(Membership.JOINING),
+        "live": memberships.count(Membership.LIVE),
+        "leaving": memberships.count(Membership.LEAVING) + memberships.count(Membership.STOPPING),
     }
 
 
@@ -89,11 +89,13 @@ def fell(table: Table, record: WorkerRecord) -> list[Command]:
     record.senders = {
         sender for sender in record.senders if workers[sender].membership is not Membership.LEFT
     }
-    for other in table:
-        if other.membership is Membership.JOINING and other is not record:
+    for receiver in table:
+        if receiver.membership is Membership.JOINING and receiver is not record:
             # The next attempt is started with the right number of senders.
-            other.unconfirmed = {
-                ticket: who for ticket, who in other.unconfirmed.items() if who != record.name
+            receiver.unconfirmed = {
+                ticket: sender
+                for ticket, sender in receiver.unconfirmed.items()
+                if sender != record.name
             }
     return _wire(table)
 
@@ -145,9 +147,11 @@ def drained(table: Table, record: WorkerRecord) -> list[Command]:
 def exited(table: Table, record: WorkerRecord) -> list[Command]:
     """A worker that was told to stop has ended, however it did."""
     record.membership = Membership.LEFT
-    for other in table:
-        other.unconfirmed = {
-            ticket: who for ticket, who in other.unconfirmed.items() if who != record.name
+    for receiver in table:
+        receiver.unconfirmed = {
+            ticket: sender
+            for ticket, sender in receiver.unconfirmed.items()
+            if sender != record.name
         }
     return [
         NotifyUser(f"'{record.name}' has left; all it had was sent on"),
@@ -163,7 +167,7 @@ def advance(table: Table) -> list[Command]:
         if not table.begun or table.joining is not None or anybody_away(table):
             break
         live = [
-            each for each in table if each.worker == node and each.membership is Membership.LIVE
+            mate for mate in table if mate.worker == node and mate.membership is Membership.LIVE
         ]
         for record in sorted(live, key=lambda each: each.replica)[count:]:
             commands += _leave(table, record)
@@ -184,11 +188,11 @@ def repeat(table: Table) -> list[Command]:
     """What an earlier scheduler has decided, and perhaps not said: twice does no harm."""
     commands = [command for record in table for command in addresses.told_again(table, record)]
     for record in table:
-        for ticket, who in record.unconfirmed.items():
+        for ticket, partner in record.unconfirmed.items():
             if record.membership is Membership.JOINING:
-                commands.append(_expect(table, record, table.workers[who], ticket))
+                commands.append(_expect(table, record, table.workers[partner], ticket))
             else:
-                commands.append(_retire(table, who, record, ticket))
+                commands.append(_retire(table, partner, record, ticket))
         if record.membership is Membership.LIVE:
             commands += [_add(table, sender, record) for sender in sorted(record.senders)]
         if record.membership is Membership.LEAVING:
@@ -214,7 +218,7 @@ def _join(table: Table, node: str, host: str, gpus: tuple[int, ...]) -> list[Com
         gpus=gpus,
         membership=Membership.JOINING,
     )
-    newcomer.senders = {each.name for each in live if each.worker in table.upstream(newcomer)}
+    newcomer.senders = {mate.name for mate in live if mate.worker in table.upstream(newcomer)}
     table.add(newcomer)
     commands: list[Command] = [StartWorker(name=newcomer.name, senders=senders(table, newcomer))]
     for receiver in live:
@@ -239,12 +243,14 @@ def _wire(table: Table) -> list[Command]:
     ):
         return []
     newcomer.wired = True
-    found: dict[str, list[str]] = {}
+    receivers: dict[str, list[str]] = {}
     for record in table:
         if newcomer.name in record.senders:
             for edge, address in _inlets(table, record, newcomer).items():
-                found.setdefault(edge, []).append(address)
-    return [Send(newcomer.name, Wire(addresses=found, lines=addresses.read_by(table, newcomer)))]
+                receivers.setdefault(edge, []).append(address)
+    return [
+        Send(newcomer.name, Wire(addresses=receivers, lines=addresses.read_by(table, newcomer)))
+    ]
 
 
 def _wire_again(table: Table, record: WorkerRecord) -> list[Command]:
@@ -252,14 +258,16 @@ def _wire_again(table: Table, record: WorkerRecord) -> list[Command]:
     once.
     """
     record.wired = record.may_miss_ends = True
-    found: dict[str, list[str]] = {}
+    receivers: dict[str, list[str]] = {}
     commands: list[Command] = []
     for receiver in table:
-        tickets = [ticket for ticket, who in receiver.unconfirmed.items() if who == record.name]
+        tickets = [
+            ticket for ticket, sender in receiver.unconfirmed.items() if sender == record.name
+        ]
         leaves = receiver.membership is Membership.LEAVING and bool(tickets)
         if record.name in receiver.senders and (receiver.membership is Membership.LIVE or leaves):
             for edge, address in _inlets(table, receiver, record).items():
-                found.setdefault(edge, []).append(address)
+                receivers.setdefault(edge, []).append(address)
             if leaves:
                 commands.append(_retire(table, record.name, receiver, tickets[0]))
     if record.membership is Membership.LEAVING:
@@ -268,7 +276,7 @@ def _wire_again(table: Table, record: WorkerRecord) -> list[Command]:
         if table.workers[sender].may_end:  # it may come once more, or not: so it counts by its name
             commands.append(_ended(table, record, sender))
     return [
-        Send(record.name, Wire(addresses=found, lines=addresses.read_by(table, record))),
+        Send(record.name, Wire(addresses=receivers, lines=addresses.read_by(table, record))),
         *commands,
     ]
 
@@ -297,11 +305,11 @@ def _stop(table: Table) -> list[Command]:
         if record.membership is Membership.LEAVING and record.drained and not record.unconfirmed:
             record.membership = Membership.STOPPING
             commands += [
-                _ended(table, other, record.name)
-                for other in table
-                if record.name in other.senders
-                and other.may_miss_ends
-                and other.membership is not Membership.LEFT
+                _ended(table, receiver, record.name)
+                for receiver in table
+                if record.name in receiver.senders
+                and receiver.may_miss_ends
+                and receiver.membership is not Membership.LEFT
             ]
             commands.append(Send(record.name, Stop()))
     return commands

@@ -59,12 +59,12 @@ def room_for(table: Table, worker: str, replica: int | None = None) -> Place | N
     """
     if replica is None:
         replica = 1 + max(record.replica for record in table if record.worker == worker)
-    others = [
+    seated = [
         record for record in _seated(table) if (record.worker, record.replica) != (worker, replica)
     ]
     open_ = _sees_home(table) if _keeps(table, table.plan.workers[worker]) else _open(table)
-    found = rehost(table.plan, _devices(table), open_, others, worker, replica)
-    return None if isinstance(found, str) else found
+    place = rehost(table.plan, _devices(table), open_, seated, worker, replica)
+    return None if isinstance(place, str) else place
 
 
 def _move(table: Table, record: WorkerRecord, *, only_look: bool = False) -> bool:
@@ -72,12 +72,12 @@ def _move(table: Table, record: WorkerRecord, *, only_look: bool = False) -> boo
     if is_bound(table, record):
         return False
     if not record.rank_hosts:
-        found = room_for(table, record.worker, record.replica)
-        if found is not None and not only_look:
-            record.host, record.gpus = found
-        return found is not None
-    others = [other for other in _seated(table) if other is not record]
-    spread = rehost_ranks(table.plan, _devices(table), _sees_home(table), others, record.worker)
+        place = room_for(table, record.worker, record.replica)
+        if place is not None and not only_look:
+            record.host, record.gpus = place
+        return place is not None
+    seated = [mate for mate in _seated(table) if mate is not record]
+    spread = rehost_ranks(table.plan, _devices(table), _sees_home(table), seated, record.worker)
     if isinstance(spread, str):
         return False
     if not only_look:
@@ -109,10 +109,10 @@ def may_go_home(table: Table, record: WorkerRecord, hosts: set[str]) -> bool:
     } <= hosts & _open(table):
         return False
     group = table.plan.turns_of(record.worker)
-    others = [each for each in _seated(table) if each is not record and each.worker not in group]
-    ports = [table.plan.placements[each.nodes[0]].port for each in others if each.host == host]
-    taken = {gpu for each in others for gpu in each.gpus}
-    return not taken.intersection(gpus) and (not planned.port or planned.port not in ports)
+    apart = [seat for seat in _seated(table) if seat is not record and seat.worker not in group]
+    ports = [table.plan.placements[seat.nodes[0]].port for seat in apart if seat.host == host]
+    gpus_taken = {gpu for seat in apart for gpu in seat.gpus}
+    return not gpus_taken.intersection(gpus) and (not planned.port or planned.port not in ports)
 
 
 def _mates_stay(table: Table, record: WorkerRecord) -> bool:
@@ -120,13 +120,13 @@ def _mates_stay(table: Table, record: WorkerRecord) -> bool:
     there.
     """
     mates = [
-        each
-        for each in table
-        if each.worker in table.plan.turns_of(record.worker) and each is not record
+        mate
+        for mate in table
+        if mate.worker in table.plan.turns_of(record.worker) and mate is not record
     ]
     return any(
-        each.life not in (Life.DOWN, Life.DYING) and each.host != _home(table, each)[0]
-        for each in mates
+        mate.life not in (Life.DOWN, Life.DYING) and mate.host != _home(table, mate)[0]
+        for mate in mates
     )
 
 
@@ -174,10 +174,11 @@ def wanted(table: Table, records: Sequence[WorkerRecord]) -> str:
     names = ", ".join(
         f"'{record.name}' ({table.plan.placements[record.worker].share})" for record in records
     )
-    open_, taken = _open(table), {gpu for record in _seated(table) for gpu in record.gpus}
+    open_, gpus_taken = _open(table), {gpu for record in _seated(table) for gpu in record.gpus}
     hosts = ", ".join(
         (
-            f"'{room.host.name}' has {room.host.gpus - len(taken.intersection(room.numbers))} of"
+            f"'{room.host.name}' has {room.host.gpus - len(gpus_taken.intersection(room.numbers))}"
+            " of"
             f" {room.host.gpus} GPUs free"
             if room.host.name in open_
             else f"'{room.host.name}' {table.hosts[room.host.name].cause}"

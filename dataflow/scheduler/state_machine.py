@@ -124,7 +124,8 @@ class RunStateMachine:
                 for name, status in self._trainers.items()
             },
             "evaluations": {
-                name: [each.asked, each.finished] for name, each in self._evaluations.items()
+                name: [evaluation.asked, evaluation.finished]
+                for name, evaluation in self._evaluations.items()
             },
             "open_sinks": sorted(self._open_sinks),
         }
@@ -138,8 +139,8 @@ class RunStateMachine:
         )
         self.checkpoint = plain["checkpoint"]
         self._trainers = dict(plain["trainers"])
-        for name, (asked, finished) in plain["evaluations"].items():
-            self._evaluations[name].asked, self._evaluations[name].finished = asked, finished
+        for name, (asked_step, finished) in plain["evaluations"].items():
+            self._evaluations[name].asked, self._evaluations[name].finished = asked_step, finished
         self._open_sinks = set(plain["open_sinks"])
 
     def go_on(self, steps: Mapping[str, int], rounds: Mapping[str, int]) -> None:
@@ -180,8 +181,8 @@ class RunStateMachine:
         """
         commands: list[NodeCommand] = []
         if node in self._trainers:
-            known = self._trainers[node]
-            furthest = {key: max(int(known.get(key, 0)), int(status.get(key, 0))) for key in _KEPT}
+            counts = self._trainers[node]
+            furthest = {key: max(int(counts.get(key, 0)), int(status.get(key, 0))) for key in _KEPT}
             self._trainers[node] = {**status, **furthest}
             dropped = int(status.get("dropped", 0))
             for source in sources_of(self.graph, node):

@@ -45,16 +45,16 @@ def together(earlier: Told, now: Heartbeat | None) -> Told:
     was.
     """
     nodes = dict(earlier.get("nodes", {}))
-    for name, known in nodes.items():
-        nodes[name] = {**known, "blocked": False, "starved": False, "ended": False, "turn": ""}
+    for name, counts in nodes.items():
+        nodes[name] = {**counts, "blocked": False, "starved": False, "ended": False, "turn": ""}
     if now is None:
         return {**earlier, "nodes": nodes}
     for name, report in now.nodes.items():
-        plain = {each.name: getattr(report, each.name) for each in fields(NodeReport)}
+        plain = {field_.name: getattr(report, field_.name) for field_ in fields(NodeReport)}
         nodes[name] = _added(nodes[name], plain) if name in nodes else plain
     return {
         **earlier,
-        **{each.name: getattr(now, each.name) for each in fields(Heartbeat)},
+        **{field_.name: getattr(now, field_.name) for field_ in fields(Heartbeat)},
         "nodes": nodes,
     } | {"crossed": {**earlier.get("crossed", {}), **now.crossed}}
 
@@ -100,7 +100,7 @@ class Swaps:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Swaps":
         """What `to_plain` gave."""
-        return cls(**{**plain, "made": [Swap(**each) for each in plain["made"]]})
+        return cls(**{**plain, "made": [Swap(**swap) for swap in plain["made"]]})
 
 
 class Life(StrEnum):
@@ -319,7 +319,9 @@ _OF_THIS_SCHEDULER = {
     "deferred",
 }
 _TUPLES = ("nodes", "gpus", "rank_hosts")
-_REMEMBERED = [each.name for each in fields(WorkerRecord) if each.name not in _OF_THIS_SCHEDULER]
+_REMEMBERED = [
+    field_.name for field_ in fields(WorkerRecord) if field_.name not in _OF_THIS_SCHEDULER
+]
 
 
 @dataclass(kw_only=True)
@@ -447,10 +449,10 @@ class Table:
         replicas = self.by_worker()
         senders = {
             consumer: {
-                each.name
+                record.name
                 for _, producer, to in self.edges
                 if to == consumer
-                for each in replicas[producer]
+                for record in replicas[producer]
             }
             for consumer in replicas
         }
@@ -466,10 +468,10 @@ class Table:
 
     def by_worker(self) -> dict[str, list[WorkerRecord]]:
         """The replicas of each of the plan's workers."""
-        found: dict[str, list[WorkerRecord]] = {}
+        records: dict[str, list[WorkerRecord]] = {}
         for record in self:
-            found.setdefault(record.worker, []).append(record)
-        return found
+            records.setdefault(record.worker, []).append(record)
+        return records
 
     def hosts_of(self, record: WorkerRecord) -> list[HostRecord]:
         """Where a worker and its ranks run; none: on this machine, where there is no other."""
@@ -516,24 +518,27 @@ class Table:
             "last_ticket": self.last_ticket,
             "made": self.made,
             "failures": [
-                [each.worker, each.attempt, each.cause, each.at] for each in self.failures
+                [failure.worker, failure.attempt, failure.cause, failure.at]
+                for failure in self.failures
             ],
             "progressed_at": self.progressed_at if self.made else None,
             "hosts": [host.to_plain() for host in self.hosts.values()],
             "swaps": self.swaps.to_plain(),
-            "changes": [asdict(each) for each in self.changes],
+            "changes": [asdict(change) for change in self.changes],
         }
 
     def take_up(self, plain: Mapping[str, Any]) -> None:
         """Be what the scheduler before knew, which wrote this."""
         self.run.take_up(plain["run"])
-        self.workers = {each["name"]: WorkerRecord.from_plain(each) for each in plain["workers"]}
+        self.workers = {
+            worker["name"]: WorkerRecord.from_plain(worker) for worker in plain["workers"]
+        }
         self.wishes, self.last_ticket = dict(plain["wishes"]), plain["last_ticket"]
         self.schedule = [(step, wishes) for step, wishes in plain["schedule"]]
-        self.failures = [Failure(*each) for each in plain["failures"]]
-        self.hosts = {each["facts"]["name"]: HostRecord.from_plain(each) for each in plain["hosts"]}
+        self.failures = [Failure(*failure) for failure in plain["failures"]]
+        self.hosts = {host["facts"]["name"]: HostRecord.from_plain(host) for host in plain["hosts"]}
         self.made, self.swaps = plain["made"], Swaps.from_plain(plain["swaps"])
-        self.changes = [KnobChange(**each) for each in plain["changes"]]
+        self.changes = [KnobChange(**change) for change in plain["changes"]]
         self.progressed_at = (
             float("-inf") if plain["progressed_at"] is None else plain["progressed_at"]
         )

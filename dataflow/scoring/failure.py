@@ -48,11 +48,11 @@ class RolloutFailure:
     @classmethod
     def read(cls, error: str) -> "RolloutFailure":
         """What a text in the column `error` says."""
-        by, colon, rest = error.partition(": ")
+        by, colon, text = error.partition(": ")
         if not colon or not by.replace("-", "_").replace(".", "_").isidentifier():
             return cls("", OTHER, error)
-        cause, _, found = rest.partition(": ")
-        return cls(by, cause, found) if cause in CAUSES else cls(by, OTHER, rest)
+        cause, _, detail = text.partition(": ")
+        return cls(by, cause, detail) if cause in CAUSES else cls(by, OTHER, text)
 
 
 def status_of(causes: Mapping[str, int]) -> dict[str, int]:
@@ -95,10 +95,10 @@ def counted(errors: Iterable[str | None]) -> dict[str, int]:
     >>> counted(["judge: hung: no answer within 30 s", None, "judge: hung: no answer within 30 s", "too long"])
     {'judge: hung': 2, 'other': 1}
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for error in errors:
         if error is not None:
             failure = RolloutFailure.read(error)
             name = f"{failure.by}: {failure.cause}" if failure.by else failure.cause
-            found[name] = found.get(name, 0) + 1
-    return dict(sorted(found.items(), key=lambda each: (-each[1], each[0])))
+            counts[name] = counts.get(name, 0) + 1
+    return dict(sorted(counts.items(), key=lambda each: (-each[1], each[0])))

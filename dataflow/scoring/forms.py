@@ -18,19 +18,19 @@ def split_form(reference: str) -> tuple[str, str]:
     >>> split_form("trl:my_rewards:accuracy"), split_form("my_rewards:strict")
     (('trl', 'my_rewards:accuracy'), ('', 'my_rewards:strict'))
     """
-    form, _, rest = reference.partition(":")
-    return (form, rest) if ":" in rest else ("", reference)
+    form, _, target = reference.partition(":")
+    return (form, target) if ":" in target else ("", reference)
 
 
-def adapt(form: str, found: Any) -> Any:
+def adapt(form: str, loaded: Any) -> Any:
     """What was found as a scorer; as it is where no form is named. GraphError for a form that
     nobody has put here.
     """
     if not form:
-        return found
+        return loaded
     if form not in FORMS:
         raise GraphError(
             f"no form of rewards is called '{form}', only {list(FORMS)}{nearest(form, FORMS)}; name"
             " one of these, and import operators.rewards in the run's program"
         )
-    return FORMS[form](found)
+    return FORMS[form](loaded)

@@ -59,17 +59,17 @@ class JoinRuntime(Runtime):
 
     def work(self) -> list[Batch] | None:
         """All groups that every branch has delivered."""
-        made = []
+        batches = []
         for source, group in [
             key for key, parts in self._parts.items() if len(parts) == len(self._origins[key[0]])
         ]:
             parts = self._parts.pop((source, group))
-            made.append(
+            batches.append(
                 Batch(source, self._merge(source, [parts[o][0] for o in self._origins[source]]))
             )
             for _, batch in parts.values():
                 batch.release(group)
-        return made or None
+        return batches or None
 
     def pending(self) -> int:
         """Groups that some branch still owes."""

@@ -165,16 +165,16 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
             raise GraphError(
                 f"{head} has retries={self.retries!r}, which must be a whole number; use 0 or more"
             )
-        if not isinstance(self.world, tuple) or not all(_is_exception(each) for each in self.world):
+        if not isinstance(self.world, tuple) or not all(_is_exception(kind) for kind in self.world):
             raise GraphError(
                 f"{head} has world={self.world!r}; give a tuple of what it raises, such as"
                 " (httpx.TransportError,)"
             )
         for knob in ("concurrency", "processes"):
-            found = getattr(self, knob)
-            if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            count = getattr(self, knob)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise GraphError(
-                    f"{head} has {knob}={found!r}, which must be a whole number; use 1 or more"
+                    f"{head} has {knob}={count!r}, which must be a whole number; use 1 or more"
                 )
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
             raise GraphError(
@@ -208,8 +208,8 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
             )
 
 
-def _is_exception(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, BaseException)
+def _is_exception(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseException)
 
 
 def _frozen(value: Any) -> Hashable:

@@ -116,8 +116,8 @@ class Pool:
         if not self._jobs:
             return 0.0
         most = self._settings.concurrency
-        made = sum(min(process.open_calls, most) for process in self._processes)
-        return made / (most * len(self._processes))
+        open_calls = sum(min(process.open_calls, most) for process in self._processes)
+        return open_calls / (most * len(self._processes))
 
     @property
     def pids(self) -> list[int]:
@@ -167,8 +167,8 @@ class Pool:
 
     def asked(self) -> list[Asked]:
         """What calls have asked by the last `poll`, each question once."""
-        asked, self._asked = self._asked, []
-        return asked
+        questions, self._asked = self._asked, []
+        return questions
 
     def tell(self, question: Asked, body: bytes) -> None:
         """Answer a question. The process that asked may have ended meanwhile: then the call is made
@@ -380,11 +380,11 @@ class Pool:
                 self._fail(chunk, call, self._settings.late)
         at_work = [process for process in processes if not process.late and status is not None]
         accused = [
-            each for process in at_work for each in process.running(is_at=True) or process.running()
+            call for process in at_work for call in process.running(is_at=True) or process.running()
         ]
-        left = [(chunk, call) for chunk in chunks for call in chunk.open]
-        if not accused and len(left) == 1 and not any(process.late for process in processes):
-            accused = left
+        open_calls = [(chunk, call) for chunk in chunks for call in chunk.open]
+        if not accused and len(open_calls) == 1 and not any(process.late for process in processes):
+            accused = open_calls
         cause = "".join(process.cause for process in processes)
         apart: list[CallRange] = []
         for chunk, call in accused:

@@ -182,7 +182,7 @@ class PoolProcess:
         """
         progress, running = self._progress, []
         for source in self._sources:
-            number, call, since_ns, is_busy, *_ = seen = progress[
+            number, call, since_ns, is_busy, *_ = fields = progress[
                 source : source + PROGRESS_FIELDS
             ].tolist()
             if (
@@ -192,7 +192,7 @@ class PoolProcess:
             ):
                 continue
             chunk = self.chunks.get(number)
-            is_steady = seen == progress[source : source + PROGRESS_FIELDS].tolist()
+            is_steady = fields == progress[source : source + PROGRESS_FIELDS].tolist()
             if is_steady and chunk is not None and chunk.start + call in chunk.open:
                 running.append((chunk, chunk.start + call))
         return running
@@ -232,6 +232,6 @@ def memory_kb(pid: int) -> int:
     told.
     """
     with contextlib.suppress(OSError, ValueError), Path(f"/proc/{pid}/status").open() as status:
-        held = (line.split()[1] for line in status if line.startswith(("RssAnon:", "RssShmem:")))
-        return sum(int(kb) for kb in held)
+        sizes = (line.split()[1] for line in status if line.startswith(("RssAnon:", "RssShmem:")))
+        return sum(int(kb) for kb in sizes)
     return 0

@@ -26,9 +26,9 @@ def pause_s(attempt: int, error: BaseException, share: float) -> float:
     >>> pause_s(0, WorldFailed("busy", after_s=3.0), share=0.0)
     3.0
     """
-    asked = getattr(error, "after_s", None)
-    if isinstance(asked, int | float):
-        return min(max(0.0, float(asked)), _LONGEST_PAUSE_S)
+    after_s = getattr(error, "after_s", None)
+    if isinstance(after_s, int | float):
+        return min(max(0.0, float(after_s)), _LONGEST_PAUSE_S)
     longest: float = min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)
     return longest * (0.5 + 0.5 * share)
 

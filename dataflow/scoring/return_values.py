@@ -39,7 +39,7 @@ def checker(output: pa.DataType) -> Check:
     if pa.types.is_list(output) and output.value_type == pa.float32():
         return _checked_numbers
     item = checker(output.value_type)
-    return lambda value: [item(each) for each in _checked_kind(value, list)]
+    return lambda value: [item(part) for part in _checked_kind(value, list)]
 
 
 def applying(check: Check, may_not_apply: bool) -> Check:
@@ -61,9 +61,11 @@ def describe(
         text = f"its message cannot be read: {type(second).__name__}"
     if len(text) > _LONGEST_ERROR:
         text = text[: _LONGEST_ERROR - 1] + "…"
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    described = f"{type(error).__name__}: {text}" if text else type(error).__name__
     cause = WORLD if isinstance(error, world) else RAISED
-    return f"{cause}: {said} ({_place(error, code)})".encode("utf-8", "backslashreplace").decode()
+    return f"{cause}: {described} ({_place(error, code)})".encode(
+        "utf-8", "backslashreplace"
+    ).decode()
 
 
 def _place(error: BaseException, code: CodeType) -> str:

@@ -142,7 +142,7 @@ class Scoring(Runtime):
             starts = np.concatenate([[0], np.cumsum(rows_left[rows_left > 0])]).astype(np.int64)
         else:
             starts = np.array([0, len(good)] if len(good) else [0])
-        held = _Held(
+        batch_held = _Held(
             batch=batch,
             group_of_row=group_of_row,
             calls_left=rows_left if self._scorer.per == "row" else (rows_left > 0).astype(np.int64),
@@ -150,24 +150,24 @@ class Scoring(Runtime):
         )
         self._rows += records.num_rows
         if len(good):
-            self._held.append(held)
-            self._submit(held, good, starts)
+            self._held.append(batch_held)
+            self._submit(batch_held, good, starts)
         else:
-            self._done.append(held)
+            self._done.append(batch_held)
 
     def work(self) -> list[Batch] | None:
         """The groups that are ready now."""
         for answer in self._caller.poll():
             self._take(answer)
         ready: list[Batch] = []
-        for held in self._done:
-            ready += self._leave(held, is_last=True)
+        for held_batch in self._done:
+            ready += self._leave(held_batch, is_last=True)
         self._done.clear()
         now = self._clock()
-        for held in self._held:
-            if now - held.since > _HOLD_S:
-                held.since = now
-                ready += self._leave(held, is_last=False)
+        for held_batch in self._held:
+            if now - held_batch.since > _HOLD_S:
+                held_batch.since = now
+                ready += self._leave(held_batch, is_last=False)
         return ready or None
 
     def beside(self) -> float:
@@ -194,63 +194,65 @@ class Scoring(Runtime):
         """Have calls made for these rows of a batch."""
         records, signature = held.batch.records, self._scorer.signature
         names = [*signature.reads, *(_rest(records, signature) if self._scorer.rest else ())]
-        found = records.select(names)
-        found = found if len(rows) == records.num_rows else found.take(pa.array(rows))
+        columns = records.select(names)
+        columns = columns if len(rows) == records.num_rows else columns.take(pa.array(rows))
         calls = len(starts) - 1
-        number = self._caller.submit(calls, partial(encode, found, starts, self._scorer.per))
+        number = self._caller.submit(calls, partial(encode, columns, starts, self._scorer.per))
         self._jobs[number] = _Job(held, rows, starts, calls)
 
     def _take(self, answer: Answer) -> None:
         job = self._jobs[answer.job]
-        held = job.held
-        made = [call for call in answer.calls if call not in answer.failures]
-        if made:
+        held_batch = job.held
+        answered = [call for call in answer.calls if call not in answer.failures]
+        if answered:
             rows = job.rows[
-                made if self._scorer.per == "row" else gather(job.starts, np.array(made))[0]
+                answered if self._scorer.per == "row" else gather(job.starts, np.array(answered))[0]
             ]
             scores, failures = unpack(self._scorer, answer.body)
             assert len(scores) == len(rows), "one for each"
-            held.scores.append(scores)
-            held.scored.append(rows)
+            held_batch.scores.append(scores)
+            held_batch.scored.append(rows)
             values = scores.field(0) if scores.type == NOTED else scores
             self._not_applying += values.null_count - len(failures)
             for at, text in failures.items():
-                self._fail(held, rows[at : at + 1], text)
+                self._fail(held_batch, rows[at : at + 1], text)
         again: list[AnyArray] = []
         for call, text in answer.failures.items():
             rows = job.rows_of(call)
-            groups = np.unique(held.group_of_row[rows])
+            groups = np.unique(held_batch.group_of_row[rows])
             if (
                 self._scorer.per == "batch"
                 and len(groups) > 1
                 and text.partition(": ")[0] in (RAISED, HUNG, DIED)
             ):
                 again.append(rows)
-                held.calls_left[groups] += 1
+                held_batch.calls_left[groups] += 1
             else:
-                self._fail(held, rows, text)
+                self._fail(held_batch, rows, text)
         if self._scorer.per == "batch":
             for call in answer.calls:
-                held.calls_left[np.unique(held.group_of_row[job.rows_of(call)])] -= 1
+                held_batch.calls_left[np.unique(held_batch.group_of_row[job.rows_of(call)])] -= 1
         else:
             np.subtract.at(
-                held.calls_left, held.group_of_row[job.rows[job.starts[answer.calls]]], 1
+                held_batch.calls_left,
+                held_batch.group_of_row[job.rows[job.starts[answer.calls]]],
+                1,
             )
         job.left -= len(answer.calls)
         if not job.left:
             del self._jobs[answer.job]
         for rows in again:
-            firsts = np.flatnonzero(np.diff(held.group_of_row[rows], prepend=-1))
+            firsts = np.flatnonzero(np.diff(held_batch.group_of_row[rows], prepend=-1))
             self._log.warning(
                 "a call for several groups failed; it is made again for each group",
                 groups=len(firsts),
                 rows=len(rows),
                 first=next(iter(answer.failures.values())),
             )
-            self._submit(held, rows, np.append(firsts, len(rows)))
-        if not held.calls_left.any():
-            self._held.remove(held)
-            self._done.append(held)
+            self._submit(held_batch, rows, np.append(firsts, len(rows)))
+        if not held_batch.calls_left.any():
+            self._held.remove(held_batch)
+            self._done.append(held_batch)
 
     def _fail(self, held: _Held, rows: AnyArray, text: str) -> None:
         for row in rows.tolist():
@@ -339,8 +341,14 @@ def _has_values(
 
 def _rest(records: pa.RecordBatch, signature: Signature) -> list[str]:
     """The columns that are neither the engine's nor read or set by name."""
-    known = {*PROMPT_COLUMNS, *ROLLOUT_COLUMNS, DROP_REASON, *signature.reads, *signature.defaults}
-    return [name for name in records.schema.names if name not in known]
+    taken_names = {
+        *PROMPT_COLUMNS,
+        *ROLLOUT_COLUMNS,
+        DROP_REASON,
+        *signature.reads,
+        *signature.defaults,
+    }
+    return [name for name in records.schema.names if name not in taken_names]
 
 
 def _is_good(records: pa.RecordBatch) -> AnyArray:

@@ -64,9 +64,11 @@ def where_defined(function: Any) -> str:
 
 def code_of(function: Any) -> CodeType | None:
     """The code of a function, of what it wraps, or of what an object does when it is called."""
-    found = inspect.unwrap(getattr(function, "func", function))
-    for each in (found, getattr(type(found), "__call__", None)):  # noqa: B004
-        code = getattr(inspect.unwrap(each) if callable(each) else each, "__code__", None)
+    unwrapped = inspect.unwrap(getattr(function, "func", function))
+    for candidate in (unwrapped, getattr(type(unwrapped), "__call__", None)):  # noqa: B004
+        code = getattr(
+            inspect.unwrap(candidate) if callable(candidate) else candidate, "__code__", None
+        )
         if isinstance(code, CodeType):
             return code
     return None

@@ -82,7 +82,7 @@ def _packed(scorer: ScorerKnobs[..., Any]) -> pa.Schema:
 
 
 def _row_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch) -> Call:
-    function, given, check = scorer.function, dict(scorer.given), _check(scorer)
+    function, knobs, check = scorer.function, dict(scorer.given), _check(scorer)
     names = rows.schema.names
     columns = [
         row_arguments(rows.column(name), scorer.signature.annotations.get(name)) for name in names
@@ -94,10 +94,10 @@ def _row_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch) -> Call:
     if scorer.signature.is_async:
 
         async def call_async(index: int) -> Any:
-            return check(await function(**arguments(index), **given))
+            return check(await function(**arguments(index), **knobs))
 
         return call_async
-    return lambda index: check(function(**arguments(index), **given))
+    return lambda index: check(function(**arguments(index), **knobs))
 
 
 def _check(scorer: ScorerKnobs[..., Any]) -> Check:
@@ -105,14 +105,14 @@ def _check(scorer: ScorerKnobs[..., Any]) -> Check:
 
 
 def _rows_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch, starts: AnyArray) -> Call:
-    function, given, check = scorer.function, dict(scorer.given), _check(scorer)
+    function, knobs, check = scorer.function, dict(scorer.given), _check(scorer)
     annotations = scorer.signature.annotations
 
     def arguments(index: int) -> dict[str, Any]:
         size = int(starts[index + 1] - starts[index])
-        taken = rows.slice(int(starts[index]), size)
+        group = rows.slice(int(starts[index]), size)
         return {
-            name: rows_argument(taken.column(name), annotations.get(name))
+            name: rows_argument(group.column(name), annotations.get(name))
             for name in rows.schema.names
         }
 
@@ -123,10 +123,10 @@ def _rows_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch, starts: AnyA
     if scorer.signature.is_async:
 
         async def call_async(index: int) -> Any:
-            return values(index, await function(**arguments(index), **given))
+            return values(index, await function(**arguments(index), **knobs))
 
         return call_async
-    return lambda index: values(index, function(**arguments(index), **given))
+    return lambda index: values(index, function(**arguments(index), **knobs))
 
 
 def row_arguments(column: pa.Array, annotation: Any) -> list[Any]:
@@ -137,8 +137,8 @@ def row_arguments(column: pa.Array, annotation: Any) -> list[Any]:
         flat = _numbers(column.values).copy()
         offsets, present = column.offsets.to_numpy(), _present(column)
         return [
-            flat[start:stop] if there else None
-            for start, stop, there in zip(offsets[:-1], offsets[1:], present, strict=True)
+            flat[start:stop] if is_there else None
+            for start, stop, is_there in zip(offsets[:-1], offsets[1:], present, strict=True)
         ]
     return column.to_pylist()  # type: ignore[no-any-return]
 
@@ -202,15 +202,15 @@ def score_column(values: Sequence[Any], output: pa.DataType) -> pa.Array:
     )
 
 
-def error_column(found: pa.Array, failures: Mapping[int, str]) -> pa.Array:
+def error_column(errors: pa.Array, failures: Mapping[int, str]) -> pa.Array:
     """The column of errors with those of some rows set."""
     if not failures:
-        return found
+        return errors
     rows = sorted(failures)
-    mask = np.zeros(len(found), bool)
+    mask = np.zeros(len(errors), bool)
     mask[rows] = True
     texts = pa.array([failures[row] for row in rows], pa.string())
-    return pc.replace_with_mask(found, pa.array(mask), texts)
+    return pc.replace_with_mask(errors, pa.array(mask), texts)
 
 
 def _is_single(value: Any) -> bool:

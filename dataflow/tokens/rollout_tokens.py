@@ -114,14 +114,14 @@ class RolloutTokens:
         offsets: int [rollouts + 1], where each rollout begins.
         """
         offsets = offsets.astype(np.int32, copy=False)
-        made = {
+        columns = {
             name: pa.ListArray.from_arrays(offsets, pa.array(getattr(self, at)))
             for at, name in COLUMNS.items()
         }
         if not sampling_mask:
-            return made
+            return columns
         mask = self.sampling_mask or SamplingMask.none(len(self))
-        return made | {SAMPLING_MASK: mask.column(offsets)}
+        return columns | {SAMPLING_MASK: mask.column(offsets)}
 
     @staticmethod
     def of_rows(rows: pa.Table) -> tuple[RolloutTokens, AnyArray]:

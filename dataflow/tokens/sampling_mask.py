@@ -61,23 +61,23 @@ class SamplingMask:
         ids, offsets: as in `RolloutTokens.of_rows`. Raises RecordError where it leaves out the
         token drawn.
         """
-        column, wanted = one_chunk(rows, SAMPLING_MASK), np.diff(offsets)
+        column, tokens = one_chunk(rows, SAMPLING_MASK), np.diff(offsets)
         has = column.is_valid().to_numpy(zero_copy_only=False)
-        lengths = np.where(has, pc.list_value_length(column).fill_null(0), wanted)
+        lengths = np.where(has, pc.list_value_length(column).fill_null(0), tokens)
         check_lengths(lengths, SAMPLING_MASK, rows, offsets)
         lists = column.flatten()
-        left = flat(lists)
-        if not len(left):
+        ids_left = flat(lists)
+        if not len(ids_left):
             return None
         counts = np.zeros(len(ids), np.int64)
-        counts[np.repeat(has, wanted)] = (
+        counts[np.repeat(has, tokens)] = (
             pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
         )
-        found = np.bincount(
-            np.repeat(np.arange(len(ids)), counts)[left == np.repeat(ids, counts)],
+        drawn = np.bincount(
+            np.repeat(np.arange(len(ids)), counts)[ids_left == np.repeat(ids, counts)],
             minlength=len(ids),
         )
-        wrong = np.flatnonzero((counts > 0) & (found == 0))
+        wrong = np.flatnonzero((counts > 0) & (drawn == 0))
         if len(wrong):
             row = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
             raise RecordError(
@@ -85,7 +85,7 @@ class SamplingMask:
                 f" out token {ids[wrong[0]]} at {wrong[0] - offsets[row]}, which was drawn there;"
                 " give the ids that truncation left, the drawn one among them, or null"
             )
-        return SamplingMask(left, np.r_[0, np.cumsum(counts)])
+        return SamplingMask(ids_left, np.r_[0, np.cumsum(counts)])
 
     @staticmethod
     def none(tokens: int) -> SamplingMask:

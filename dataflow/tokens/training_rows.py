@@ -65,23 +65,23 @@ def training_rows(calls: Iterable[SampledCall]) -> list[TrainingRow]:
     for number, call in enumerate(calls):
         if not len(call.sampled):
             continue
-        found, parts = -1, list[tuple[RolloutTokens, int]]()
+        longest, parts = -1, list[tuple[RolloutTokens, int]]()
         for at, (ids, _) in enumerate(rows):
-            is_longer = found < 0 or len(ids) > len(rows[found][0])
+            is_longer = longest < 0 or len(ids) > len(rows[longest][0])
             if (
                 is_longer
                 and len(ids) <= len(call.prompt)
                 and np.array_equal(call.prompt[: len(ids)], ids)
             ):
-                found = at
-        if found >= 0:
-            known, parts = rows[found]
-            parts.append((RolloutTokens.given(call.prompt[len(known) :]), NO_TURN))
+                longest = at
+        if longest >= 0:
+            ids_known, parts = rows[longest]
+            parts.append((RolloutTokens.given(call.prompt[len(ids_known) :]), NO_TURN))
         else:
             parts.append((RolloutTokens.given(call.prompt), NO_TURN))
             rows.append((call.prompt, parts))
         parts.append((call.sampled, number))
-        rows[found] = np.concatenate([call.prompt, call.sampled.ids]), parts
+        rows[longest] = np.concatenate([call.prompt, call.sampled.ids]), parts
     return [TrainingRow.of(parts) for _, parts in rows]
 
 
@@ -101,10 +101,10 @@ def cuts(rows_S: AnyArray, offsets: AnyArray) -> AnyArray:
     rows_S: the column `training_row` of some rollouts, end to end. offsets: [rollouts + 1], where
     each begins.
     """
-    found = np.zeros(len(rows_S), bool)
-    found[1:] = rows_S[1:] != rows_S[:-1]
-    found[offsets[:-1][np.diff(offsets) > 0]] = False
-    return found
+    is_cut = np.zeros(len(rows_S), bool)
+    is_cut[1:] = rows_S[1:] != rows_S[:-1]
+    is_cut[offsets[:-1][np.diff(offsets) > 0]] = False
+    return is_cut
 
 
 def unfolded(offsets: AnyArray, cuts_S: AnyArray) -> tuple[AnyArray, AnyArray]:

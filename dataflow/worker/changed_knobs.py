@@ -16,7 +16,7 @@ from dataflow.runtime import KnobsInForce
 
 def changed(graph: Graph, changes: Iterable[KnobChange]) -> Graph:
     """The graph with the last value of each knob. Errors: GraphError."""
-    wishes = {f"{each.node}.{each.knob}": each.value for each in changes}
+    wishes = {f"{change.node}.{change.knob}": change.value for change in changes}
     return graph.set_knobs(wishes) if wishes else graph
 
 
@@ -27,7 +27,11 @@ def roomiest(graph: Graph, changes: Iterable[KnobChange]) -> Graph:
     wishes: dict[str, int] = {}
     for feedback in graph.feedbacks:
         name = feedback.reader.name
-        had = [each.value for each in changes if each.node == name and each.knob == MAX_STALENESS]
+        had = [
+            change.value
+            for change in changes
+            if change.node == name and change.knob == MAX_STALENESS
+        ]
         if had and max(had) > feedback.max_staleness:
             wishes[f"{name}.{MAX_STALENESS}"] = max(had)
     return graph.set_knobs(wishes) if wishes else graph
@@ -58,7 +62,7 @@ class ChangedGraph:
     @property
     def last(self) -> int:
         """The number of the last change; 0: there was none."""
-        return max((each.number for each in self.changes), default=0)
+        return max((change.number for change in self.changes), default=0)
 
     def now(self) -> Graph:
         """With the values in force."""
@@ -73,15 +77,15 @@ class ChangedGraph:
         trains = self.declared.operators[node].trains
         graph = self.declared if trains else now
         bounds = {
-            source: dataclasses.replace(bound, max_staleness=each.max_staleness)
-            for source, each in bounds_of(graph).items()
+            source: dataclasses.replace(bound, max_staleness=bounds.max_staleness)
+            for source, bounds in bounds_of(graph).items()
             if (bound := self.plan.bounds.get(source)) is not None
         }
         plan = dataclasses.replace(self.plan, bounds=bounds)
         mine = [
-            each
-            for each in self.in_place
-            if each.node == node or (trains and each.trainer == node and counts_itself(each))
+            change
+            for change in self.in_place
+            if change.node == node or (trains and change.trainer == node and counts_itself(change))
         ]
         operator = graph.operators[node]
         return KnobsInForce(

@@ -52,8 +52,8 @@ class FanOut:
     @property
     def traffic(self) -> tuple[int, int]:
         """As `WeightsOut` says, over the ends that have one."""
-        known = [getattr(end, "traffic", (0, 0)) for end in self._ends]
-        return sum(sent for sent, _ in known), sum(whole for _, whole in known)
+        counts = [getattr(end, "traffic", (0, 0)) for end in self._ends]
+        return sum(sent for sent, _ in counts), sum(whole for _, whole in counts)
 
     def poll(self) -> None:
         """Answer all readers."""

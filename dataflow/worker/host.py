@@ -110,8 +110,8 @@ class Settings:
     def from_plain(cls, plain: Mapping[str, Any]) -> "Settings":
         """What `to_plain` made of one."""
         values = {name: tuple(plain[name]) for name in ("rank_hosts", "rank_devices")}
-        values["swaps"] = tuple(Swap(**each) for each in plain["swaps"])
-        values["changes"] = tuple(KnobChange(**each) for each in plain["changes"])
+        values["swaps"] = tuple(Swap(**swap) for swap in plain["swaps"])
+        values["changes"] = tuple(KnobChange(**change) for change in plain["changes"])
         tries = None if plain["tries"] is None else Swap(**plain["tries"])
         return cls(
             **{**plain, **values, "tries": tries, "limits": Limits.from_plain(plain["limits"])}
@@ -254,9 +254,9 @@ class NodeLoops:
         them.
         """
         fresh = [
-            dataclasses.replace(each, step=each.asked + 1)
-            for each in self._changed.in_place
-            if not each.step and each.node in self.nodes and not counts_itself(each)
+            dataclasses.replace(change, step=change.asked + 1)
+            for change in self._changed.in_place
+            if not change.step and change.node in self.nodes and not counts_itself(change)
         ]
         knob_changes.record(self.ledger, fresh)
 
@@ -264,10 +264,10 @@ class NodeLoops:
         """Knobs were changed: let each node go by them from its next boundary on. False: all are
         known.
         """
-        if max((each.number for each in changes), default=0) <= self._changed.last:
+        if max((change.number for change in changes), default=0) <= self._changed.last:
             return False
-        known = {each.number: each for each in self._changed.changes}
-        fresh = [known.get(each.number, each) for each in changes]
+        by_number = {change.number: change for change in self._changed.changes}
+        fresh = [by_number.get(change.number, change) for change in changes]
         self._changed = dataclasses.replace(self._changed, changes=tuple(fresh))
         self.graph = self._changed.now()
         self.record_changes()
@@ -410,7 +410,8 @@ class NodeLoops:
             span=partial(self._trace.within, name),
             writer=self._writer_of(name, None) if readers_of(self.graph, name) else None,
             refreshers={
-                each: self._writer_of(name, each) for each in refreshes_of(self.graph, name)
+                refresh: self._writer_of(name, refresh)
+                for refresh in refreshes_of(self.graph, name)
             },
             reader=self._reader_of(reads[0].weights.trainer.name, name) if reads else None,
             places=self._places,
@@ -450,8 +451,8 @@ def open_ledger(folder: RunFolder, settings: Settings) -> BaseLedger:
 
 def _seek_ledger(sockets: str) -> str:
     """Where the ledger's service is now; empty where nobody has said so."""
-    found = Whereabouts.read(Path(sockets)) if sockets else None
-    return found.ledger if found else ""
+    whereabouts = Whereabouts.read(Path(sockets)) if sockets else None
+    return whereabouts.ledger if whereabouts else ""
 
 
 def in_flight(ledger: BaseLedger, source: str, folder: RunFolder) -> list[int]:

@@ -18,7 +18,7 @@ from dataflow.system.files import write_atomically
 from transport.data.counts import COUNTS_BYTES, EdgeCounts, EndCounts
 from transport.data.counts import Crossed as Crossed
 
-ENDS = tuple(each.name for each in fields(EndCounts))
+ENDS = tuple(field.name for field in fields(EndCounts))
 """What is counted of an edge."""
 UNITS = Crossed._fields
 CrossedEdges: TypeAlias = Mapping[str, Mapping[str, Crossed]]
@@ -52,12 +52,12 @@ class KeptCounts:
         """path: of the file; None: the counts end with this process. edges: that begin or end
         here.
         """
-        told, nbytes = json.dumps(list(edges)).encode(), len(edges) * len(ENDS) * COUNTS_BYTES
+        names, nbytes = json.dumps(list(edges)).encode(), len(edges) * len(ENDS) * COUNTS_BYTES
         head = _HEAD.pack(secrets.token_bytes(16), nbytes)
-        memory = memoryview(bytearray(head + bytes(nbytes) + told))
+        memory = memoryview(bytearray(head + bytes(nbytes) + names))
         if path is not None:
             memory = _shared(
-                path.with_name(f"{path.name}.{xxhash.xxh3_64_hexdigest(told)}"), memory
+                path.with_name(f"{path.name}.{xxhash.xxh3_64_hexdigest(names)}"), memory
             )
         self.name, self.edges = _laid_out(memory, edges)
         """What tells the file from every other; the counts of each edge."""
@@ -92,7 +92,7 @@ class KeptFiles:
 
     def read(self) -> dict[str, CrossedEdges]:
         """What stands in them now; a file that is none of ours says nothing."""
-        found = {}
+        totals = {}
         for file in self._open:
             file.seek(0)
             memory = memoryview(bytearray(file.read()))
@@ -100,38 +100,40 @@ class KeptFiles:
                 _, nbytes = _HEAD.unpack_from(memory)
                 edges = json.loads(bytes(memory[_HEAD.size + nbytes :]))
                 name, counts = _laid_out(memory, edges)
-                found[name] = _told(counts)
-        return found
+                totals[name] = _told(counts)
+        return totals
 
 
-def total(said: Iterable[Mapping[str, EdgeSums]]) -> dict[str, dict[str, list[int]]]:
+def total(counts_by_worker: Iterable[Mapping[str, EdgeSums]]) -> dict[str, dict[str, list[int]]]:
     """Over all files: by edge what was sent, received and acknowledged: batches, rows, bytes. Of a
     file that several tell of the last one counts.
 
     >>> total([{"a": {"x>y:x": {"sent": (1, 8, 900)}}}, {"b": {"x>y:x": {"received": (1, 8, 900)}}}])
     {'x>y:x': {'sent': [1, 8, 900], 'received': [1, 8, 900], 'acknowledged': [0, 0, 0]}}
     """
-    found: dict[str, dict[str, list[int]]] = {}
-    for edges in {name: edges for by_file in said for name, edges in by_file.items()}.values():
+    totals: dict[str, dict[str, list[int]]] = {}
+    for edges in {
+        name: edges for by_file in counts_by_worker for name, edges in by_file.items()
+    }.values():
         for edge, ends in edges.items():
-            sums = found.setdefault(edge, {end: [*Crossed()] for end in ENDS})
+            sums = totals.setdefault(edge, {end: [*Crossed()] for end in ENDS})
             for end, counts in ends.items():
-                sums[end] = [one + more for one, more in zip(sums[end], counts, strict=True)]
-    return found
+                sums[end] = [count + more for count, more in zip(sums[end], counts, strict=True)]
+    return totals
 
 
-def known_edges(said: Any) -> dict[str, dict[str, list[int]]]:
+def known_edges(plain: Any) -> dict[str, dict[str, list[int]]]:
     """What a file says of edges, as `total` has it; what is none of that is left out."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for edge, ends in said.items() if isinstance(said, dict) else ():
+    counts: dict[str, dict[str, list[int]]] = {}
+    for edge, ends in plain.items() if isinstance(plain, dict) else ():
         if isinstance(ends, dict) and all(_is_counted(ends.get(end)) for end in ENDS):
-            found[str(edge)] = {end: list(ends[end]) for end in ENDS}
-    return found
+            counts[str(edge)] = {end: list(ends[end]) for end in ENDS}
+    return counts
 
 
 def _is_counted(value: Any) -> bool:
     is_long = isinstance(value, list) and len(value) == len(UNITS)
-    return is_long and all(type(each) is int and each >= 0 for each in value)
+    return is_long and all(type(count) is int and count >= 0 for count in value)
 
 
 def _laid_out(memory: memoryview, edges: Sequence[str]) -> tuple[str, dict[str, EndCounts]]:
@@ -146,7 +148,7 @@ def _laid_out(memory: memoryview, edges: Sequence[str]) -> tuple[str, dict[str, 
         for at in range(_HEAD.size, _HEAD.size + nbytes, COUNTS_BYTES)
     ]
     places = [(edge, end) for edge in edges for end in ENDS]
-    counts = {place: EdgeCounts(each) for place, each in zip(places, cells, strict=True)}
+    counts = {place: EdgeCounts(cell) for place, cell in zip(places, cells, strict=True)}
     return name.hex(), {
         edge: EndCounts(**{end: counts[edge, end] for end in ENDS}) for edge in edges
     }
@@ -154,12 +156,12 @@ def _laid_out(memory: memoryview, edges: Sequence[str]) -> tuple[str, dict[str, 
 
 def _told(counts: Mapping[str, EndCounts]) -> CrossedEdges:
     """Without what is nothing yet."""
-    found = {
+    plain = {
         edge: {end: getattr(ends, end).read() for end in ENDS} for edge, ends in counts.items()
     }
     return {
         edge: {end: crossed for end, crossed in ends.items() if any(crossed)}
-        for edge, ends in found.items()
+        for edge, ends in plain.items()
         if any(map(any, ends.values()))
     }
 

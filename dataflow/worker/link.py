@@ -91,10 +91,10 @@ class SchedulerLink:
         """Those that have come since the last call."""
         while self._wake_in.poll(0):
             self._wake_in.recv()
-        found = []
+        messages = []
         while self._messages:
-            found.append(self._messages.popleft())
-        return found
+            messages.append(self._messages.popleft())
+        return messages
 
     def send(self, message: FromWorker) -> None:
         """Send a message to the scheduler; it leaves at most 50 ms from now."""
@@ -121,7 +121,7 @@ class SchedulerLink:
         if self._keys is not None and self._address.startswith("tcp://"):
             present(dealer, self._keys.senders)
         dealer.connect(self._address)
-        heard = sent = sought = self._clock()
+        heard_at = sent = sought = self._clock()
         alone = False
         try:
             while True:
@@ -135,7 +135,7 @@ class SchedulerLink:
                 if stopping:
                     return
                 if dealer.poll(50):
-                    heard = now
+                    heard_at = now
                     if alone:
                         alone = False
                         self._found()
@@ -143,10 +143,10 @@ class SchedulerLink:
                         if self._take(TO_WORKER.decode(b"".join(dealer.recv_multipart()))):
                             wake.send(b"")
                     continue
-                if now - max(heard, sought) > SEEK_S:
+                if now - max(heard_at, sought) > SEEK_S:
                     sought = now
                     self._follow(dealer)
-                if not alone and now - heard > self._patience_s:
+                if not alone and now - heard_at > self._patience_s:
                     alone = True
                     self._orphaned()
         finally:

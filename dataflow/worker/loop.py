@@ -71,7 +71,7 @@ class NodeLoop:
         self._inlets, self._outlets, self._answers = inlets, outlets, AnswerInlets(node, answers)
         self._ends: list[Inlet | Outlet] = [
             *(inlet for _, _, inlet in (*inlets, *answers)),
-            *(o for each in outlets.values() for o in each),
+            *(o for senders in outlets.values() for o in senders),
         ]
         self._most_rows, self._most_bytes = most_rows or {}, most_bytes
         self._marks, self._clock = marks or {}, clock
@@ -146,9 +146,9 @@ class NodeLoop:
             return moved
         moved |= self._receive()
         with boundary(self.node, "working"):
-            made = self.runtime.work()
-        if made is not None:
-            self._queue(made)
+            batches = self.runtime.work()
+        if batches is not None:
+            self._queue(batches)
             self._settle()
             self._flush()
             return True
@@ -188,17 +188,17 @@ class NodeLoop:
         """
         new = self._arrive(source, origin, delivery)
         settled = set() if self._settled is None else set(self._settled(source, new))
-        found = self._found(source, [group for group in new if group not in settled])
-        for group, rows in found.items():
+        finished = self._found(source, [group for group in new if group not in settled])
+        for group, rows in finished.items():
             self._put(source, rows, [group])
-        left = {group for group in new if group not in settled and group not in found}
-        self._done.append((source, origin, [group for group in new if group not in left]))
-        if left:
+        unfinished = {group for group in new if group not in settled and group not in finished}
+        self._done.append((source, origin, [group for group in new if group not in unfinished]))
+        if unfinished:
             rows = delivery.batch
-            mine = pc.is_in(rows.column(GROUP_ID), pa.array(sorted(left), pa.int64()))
+            mine = pc.is_in(rows.column(GROUP_ID), pa.array(sorted(unfinished), pa.int64()))
             rows = rows if pc.all(mine).as_py() else rows.filter(mine)
             self.runtime.push(
-                Batch(source, rows, origin, partial(self._release, source, origin, left))
+                Batch(source, rows, origin, partial(self._release, source, origin, unfinished))
             )
 
     def _arrive(self, source: str, origin: str, delivery: Any) -> list[int]:
@@ -211,14 +211,14 @@ class NodeLoop:
             delivery.ack()
         return self.acknowledgements.arrive(source, origin, acks, delivery.sender)
 
-    def _release(self, source: str, origin: str, left: set[int], group: int) -> None:
+    def _release(self, source: str, origin: str, groups_left: set[int], group: int) -> None:
         """The runtime is done with a group; left: those of its batch with which it was not."""
-        if group in left:
-            left.remove(group)
+        if group in groups_left:
+            groups_left.remove(group)
             self._done.append((source, origin, [group]))
 
-    def _queue(self, made: list[Batch]) -> None:
-        for batch in made:
+    def _queue(self, batches: list[Batch]) -> None:
+        for batch in batches:
             groups = [group for group, _, _ in group_slices(batch.records)]
             if groups and batch.source in self._finished:
                 self._finished[batch.source].append(batch.records)
@@ -243,8 +243,8 @@ class NodeLoop:
     def _found(self, source: str, groups: list[int]) -> dict[int, pa.RecordBatch]:
         """Those of some groups that were finished before."""
         finished = self._finished.get(source)
-        found = {group: finished.find(group) for group in groups} if finished is not None else {}
-        return {group: rows for group, rows in found.items() if rows is not None}
+        rows_of = {group: finished.find(group) for group in groups} if finished is not None else {}
+        return {group: rows for group, rows in rows_of.items() if rows is not None}
 
     def _forget(self, group: tuple[str, int]) -> None:
         """Nobody needs what was kept of a group that has an outcome."""

@@ -180,11 +180,11 @@ class Ports:
         """
         for edge, address in receivers.items():
             outlet = self._senders[edge]
-            for known in set(before[edge]) & set(outlet.receivers):
+            for old in set(before[edge]) & set(outlet.receivers):
                 if address in outlet.receivers and isinstance(outlet, Sender):
-                    outlet.forget_receiver(known)
+                    outlet.forget_receiver(old)
                 else:
-                    outlet.move_receiver(known, address)
+                    outlet.move_receiver(old, address)
 
     def expect(self, senders: Mapping[str, int]) -> None:
         """By edge that ends here, how many senders it has had in all."""
@@ -336,11 +336,15 @@ class Ports:
             return sending(receivers=addresses)
 
         def askers(batch: pa.RecordBatch) -> list[set[int]]:
-            known = host.loops[edge.producer].acknowledgements
+            acknowledgements = host.loops[edge.producer].acknowledgements
             names = (
-                known.askers(edge.source, number) for number in batch.column(GROUP_ID).to_pylist()
+                acknowledgements.askers(edge.source, number)
+                for number in batch.column(GROUP_ID).to_pylist()
             )
-            return [{int(name.rpartition("-")[2]) for name in each} for each in names]
+            return [
+                {int(name.rpartition("-")[2]) for name in askers_of_group}
+                for askers_of_group in names
+            ]
 
         return AnswerSender([sending(receivers=[address]) for address in addresses], askers)
 

@@ -149,8 +149,8 @@ class RankHost:
 
     def close(self) -> None:
         """End all ranks here."""
-        for each in self._ranks.values():
-            each.process.kill()
+        for rank in self._ranks.values():
+            rank.process.kill()
         self._line.disable_monitor()
         self._monitor.close(0)
         self._line.close()
@@ -160,14 +160,14 @@ class RankHost:
         poller = zmq.Poller()
         poller.register(self._line, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        for each in self._ranks.values():
-            if each.pipe.wanted:
-                poller.register(each.pipe.end.fileno(), each.pipe.wanted)
+        for rank_process in self._ranks.values():
+            if rank_process.pipe.wanted:
+                poller.register(rank_process.pipe.end.fileno(), rank_process.pipe.wanted)
         poller.poll(_TURN_MS)
         while self._line.poll(0):
             self._apply(messages.FROM_RANK_ZERO.decode(b"".join(self._line.recv_multipart())))
-        for rank, each in self._ranks.items():
-            self._carry(rank, each)
+        for rank, rank_process in self._ranks.items():
+            self._carry(rank, rank_process)
         while self._monitor.poll(0):
             event = int(recv_monitor_message(self._monitor)["event"])
             self._was_connected |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -211,19 +211,23 @@ class RankHost:
         self._ranks[rank] = _Rank(process, RankPipe(ours))
         self._say(messages.Started(rank, process.pid))
 
-    def _carry(self, rank: int, each: _Rank) -> None:
+    def _carry(self, rank: int, rank_process: _Rank) -> None:
         """What rank 0 said to a rank, what that says, and whether it has ended."""
-        pipe = each.pipe
+        pipe = rank_process.pipe
         pipe.give()
-        if each.hangs_up and not pipe.out:
-            each.hangs_up = False
+        if rank_process.hangs_up and not pipe.out:
+            rank_process.hangs_up = False
             with contextlib.suppress(OSError):
                 pipe.end.shutdown(socket.SHUT_WR)
         for data in pipe.take():
             if data:
                 self._say(messages.Bytes(rank, data))
-        if not pipe.speaks and not each.is_told and (status := each.process.poll()) is not None:
-            each.is_told = True
+        if (
+            not pipe.speaks
+            and not rank_process.is_told
+            and (status := rank_process.process.poll()) is not None
+        ):
+            rank_process.is_told = True
             pipe.end.close()
             pipe.out.clear()
             self._say(messages.Ended(rank, status))

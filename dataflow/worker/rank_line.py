@@ -49,37 +49,43 @@ class RankValues:
     _waiting: list[tuple[Hashable, Get]] = field(default_factory=list)
 
     def take(
-        self, who: Hashable, message: Set | Get | Delete
+        self, reader: Hashable, message: Set | Get | Delete
     ) -> list[tuple[Hashable, StoredValues]]:
         """A rank puts, asks for or deletes values."""
         match message:
             case Set(adds=None):
                 self._values[message.key] = message.value
-                return [(who, StoredValues(message.ticket, {})), *self._served()]
+                return [(reader, StoredValues(message.ticket, {})), *self._served()]
             case Set():
                 total = int(self._values.get(message.key, b"0")) + (message.adds or 0)
-                self._values[message.key] = found = str(total).encode()
-                return [(who, StoredValues(message.ticket, {message.key: found})), *self._served()]
+                self._values[message.key] = total_bytes = str(total).encode()
+                return [
+                    (reader, StoredValues(message.ticket, {message.key: total_bytes})),
+                    *self._served(),
+                ]
             case Delete():
                 gone = self._values.pop(message.key, None)
                 return [
-                    (who, StoredValues(message.ticket, {} if gone is None else {message.key: gone}))
+                    (
+                        reader,
+                        StoredValues(message.ticket, {} if gone is None else {message.key: gone}),
+                    )
                 ]
             case Get():
-                self._waiting.append((who, message))
+                self._waiting.append((reader, message))
                 return self._served()
 
     def _served(self) -> list[tuple[Hashable, StoredValues]]:
         """Those who need not wait any more."""
-        found: list[tuple[Hashable, StoredValues]] = []
+        replies: list[tuple[Hashable, StoredValues]] = []
         waiting, self._waiting = self._waiting, []
-        for who, asked in waiting:
-            known = {key: self._values[key] for key in asked.keys if key in self._values}
-            if asked.waits and len(known) < len(set(asked.keys)):
-                self._waiting.append((who, asked))
+        for reader, request in waiting:
+            values = {key: self._values[key] for key in request.keys if key in self._values}
+            if request.waits and len(values) < len(set(request.keys)):
+                self._waiting.append((reader, request))
             else:
-                found.append((who, StoredValues(asked.ticket, known)))
-        return found
+                replies.append((reader, StoredValues(request.ticket, values)))
+        return replies
 
 
 _ALIVE_S = 0.2
@@ -167,14 +173,14 @@ class RankLine:
                 f"the first rank cannot listen for those on other hosts at {endpoint(host)}:"
                 f" {error.strerror}; see that this host has that address"
             ) from None
-        found = self._router.last_endpoint
-        assert isinstance(found, bytes), "what ZeroMQ says of a bound socket"
-        self.address = found.decode()
+        bound_to = self._router.last_endpoint
+        assert isinstance(bound_to, bytes), "what ZeroMQ says of a bound socket"
+        self.address = bound_to.decode()
         """Where the others find it."""
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
-        for each in (self._woken, self._waker):
-            each.setblocking(False)
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
         self._there: dict[str, bytes] = {}
         """By host that has come, its name at the socket."""
         self._waiting: dict[str, list[messages.FromRankZero]] = {}
@@ -212,16 +218,16 @@ class RankLine:
         if not self._is_over:
             self._have(self._end)
             self._thread.join(_KILLED_S)
-            for each in (self._woken, self._waker):
-                each.close()
+            for end in (self._woken, self._waker):
+                end.close()
 
     def _serve(self) -> None:
         try:
             while not self._is_over:
                 self._turn()
         finally:
-            for each in self._ranks.values():
-                self._lose(each, -signal.SIGKILL)
+            for rank in self._ranks.values():
+                self._lose(rank, -signal.SIGKILL)
             self._router.close()
             self._guard.close()
 
@@ -235,9 +241,9 @@ class RankLine:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._woken.fileno(), zmq.POLLIN)
-        for each in self._ranks.values():
-            if each.pipe is not None and each.pipe.wanted:
-                poller.register(each.pipe.end.fileno(), each.pipe.wanted)
+        for rank in self._ranks.values():
+            if rank.pipe is not None and rank.pipe.wanted:
+                poller.register(rank.pipe.end.fileno(), rank.pipe.wanted)
         poller.poll(_TURN_MS)
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
@@ -248,31 +254,31 @@ class RankLine:
         for _ in range(_BACKLOG):
             if not self._router.poll(0):
                 break
-            who, *frames = self._router.recv_multipart()
+            sender, *frames = self._router.recv_multipart()
             try:
-                self._hear(who, messages.TO_RANK_ZERO.decode(b"".join(frames)))
+                self._hear(sender, messages.TO_RANK_ZERO.decode(b"".join(frames)))
             except MessageError as error:
                 print(f"a message of the ranks was refused: {error}", file=sys.stderr)
-        for each in self._ranks.values():
-            self._carry(each)
+        for rank in self._ranks.values():
+            self._carry(rank)
         if time.monotonic() - self._looked >= _ALIVE_S:
             self._looked = time.monotonic()
             for host in list(self._there):
                 self._say(host, messages.Alive())
 
-    def _hear(self, who: bytes, message: messages.ToRankZero) -> None:
+    def _hear(self, sender: bytes, message: messages.ToRankZero) -> None:
         match message:
             case messages.Set() | messages.Get() | messages.Delete():
-                for whom, told in self._values.take(who, message):
-                    self._send(whom, told)
+                for whom, reply in self._values.take(sender, message):
+                    self._send(whom, reply)
             case messages.Here() if self._is_awaited(message):
-                self._there[message.host] = who
+                self._there[message.host] = sender
                 for waiting in self._waiting.pop(message.host, []):
                     self._say(message.host, waiting)
-            case _ if who not in self._there.values():
+            case _ if sender not in self._there.values():
                 pass
             case messages.Failed():
-                host = next(name for name, identity in self._there.items() if identity == who)
+                host = next(name for name, identity in self._there.items() if identity == sender)
                 print(f"ranks cannot be started on host '{host}': {message.error}", file=sys.stderr)
                 self._lose_host(host, 1)
             case messages.Started() | messages.Ended() | messages.Bytes() if (
@@ -319,10 +325,10 @@ class RankLine:
         elif not self._send(self._there[host], message):
             self._lose_host(host, -signal.SIGKILL)
 
-    def _send(self, who: Any, message: messages.FromRankZero) -> bool:
+    def _send(self, receiver: Any, message: messages.FromRankZero) -> bool:
         """False when nobody of that name is connected."""
         try:
-            self._router.send_multipart([who, messages.FROM_RANK_ZERO.encode(message)])
+            self._router.send_multipart([receiver, messages.FROM_RANK_ZERO.encode(message)])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

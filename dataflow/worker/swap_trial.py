@@ -33,18 +33,18 @@ def main(graph: Graph, plan: Plan, settings: Settings, link: SchedulerLink) -> i
     # ends it also where its scheduler does not any more
     signal.setitimer(signal.ITIMER_REAL, 2 * TRIAL_S)
     link.start()
-    told = messages.Tried(attempt=settings.attempt, swap=None, error="")
+    reply = messages.Tried(attempt=settings.attempt, swap=None, error="")
     try:
-        wanted = settings.tries
-        assert wanted is not None, "it was forked for one"
-        found = tried(swapped(graph, settings.swaps), plan, wanted)
-        told = messages.Tried(attempt=settings.attempt, swap=found, error="")
+        swap = settings.tries
+        assert swap is not None, "it was forked for one"
+        tried_swap = tried(swapped(graph, settings.swaps), plan, swap)
+        reply = messages.Tried(attempt=settings.attempt, swap=tried_swap, error="")
     except GraphError as error:
-        told = messages.Tried(attempt=settings.attempt, swap=None, error=str(error))
+        reply = messages.Tried(attempt=settings.attempt, swap=None, error=str(error))
     except BaseException as error:
         text = f"trying it failed: {type(error).__name__}: {error} (at {where(error)})"
-        told = messages.Tried(attempt=settings.attempt, swap=None, error=text)
-    link.send(told)
+        reply = messages.Tried(attempt=settings.attempt, swap=None, error=text)
+    link.send(reply)
     link.close()
     return 0
 
@@ -53,8 +53,8 @@ def tried(graph: Graph, plan: Plan, wanted: Swap) -> Swap:
     """What is to be swapped in, with its text and knobs; it was built once. Errors: GraphError
     where it cannot be.
     """
-    found = find(wanted)
-    operator = fit(graph, found, load(found)).operators[found.node]
-    facts: dict[str, Any] = context_facts(graph, plan, found.node)
+    swap = find(wanted)
+    operator = fit(graph, swap, load(swap)).operators[swap.node]
+    facts: dict[str, Any] = context_facts(graph, plan, swap.node)
     operator.build(Context(log=structlog.get_logger(), **facts)).close()
-    return replace(found, knobs=knobs_of(operator))
+    return replace(swap, knobs=knobs_of(operator))

@@ -110,21 +110,23 @@ def load(swap: Swap) -> Any:
         _import_package(swap)
     spec = importlib.util.spec_from_file_location(module, swap.file, loader=_Kept(module, swap))
     assert spec is not None and spec.loader is not None, "it was given one"
-    found: Any = importlib.util.module_from_spec(spec)
-    sys.modules[module] = found
+    loaded: Any = importlib.util.module_from_spec(spec)
+    sys.modules[module] = loaded
     try:
-        spec.loader.exec_module(found)
+        spec.loader.exec_module(loaded)
     except (Exception, SystemExit) as error:
         raise _not_imported(swap, error) from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            known = [name for name, value in vars(found).items() if isinstance(value, Operator)]
+        if not hasattr(loaded, part):
+            operators = [
+                name for name, value in vars(loaded).items() if isinstance(value, Operator)
+            ]
             raise GraphError(
-                f"'{named}' ({swap.file}) has no '{attribute}'{nearest(attribute, known)}; its"
-                f" operators are {known}"
+                f"'{named}' ({swap.file}) has no '{attribute}'{nearest(attribute, operators)}; its"
+                f" operators are {operators}"
             )
-        found = getattr(found, part)
-    return adapt(split_form(swap.reference)[0], found)
+        loaded = getattr(loaded, part)
+    return adapt(split_form(swap.reference)[0], loaded)
 
 
 def fit(graph: Graph, swap: Swap, operator: Any) -> Graph:
@@ -141,31 +143,33 @@ def fit(graph: Graph, swap: Swap, operator: Any) -> Graph:
             f" could take in; {hint}"
         )
     if isinstance(operator, Keep) != isinstance(old, Keep):
-        is_now, was = ("filter" if isinstance(each, Keep) else "scorer" for each in (operator, old))
+        is_now, was = ("filter" if isinstance(form, Keep) else "scorer" for form in (operator, old))
         raise GraphError(
             f"'{swap.node}' is a {was} and '{swap.reference}' is a {is_now}; swap like for like"
         )
-    made = graph.swap(swap.node, operator)
-    if fault := _other_columns(swap, old, made.operators[swap.node]):
+    swapped_graph = graph.swap(swap.node, operator)
+    if fault := _other_columns(swap, old, swapped_graph.operators[swap.node]):
         raise GraphError(fault)
-    before, now = ({edge.name: edge for edge in edges(each)} for each in (graph, made))
+    before, now = (
+        {edge.name: edge for edge in edges(some_graph)} for some_graph in (graph, swapped_graph)
+    )
     if changed := [name for name in before if before[name] != now.get(name)]:
         raise GraphError(
             f"with '{swap.reference}' in the place of '{swap.node}' other rows would travel over"
             f" {changed}, and the workers there go on as they are; start another run"
         )
-    return made
+    return swapped_graph
 
 
 def knobs_of(operator: Operator) -> dict[str, Any]:
     """Its knobs that may change, as a run keeps them; without those of a kind that JSON has no
     values of.
     """
-    found = {}
-    for knob, each in operator.settable().items():
+    knobs = {}
+    for knob, settable in operator.settable().items():
         with contextlib.suppress(ValueError):
-            found[knob] = each.to_plain()
-    return found
+            knobs[knob] = settable.to_plain()
+    return knobs
 
 
 def _other_columns(swap: Swap, old: Operator, new: Operator) -> str:
@@ -207,11 +211,11 @@ def _is_file(module: str) -> bool:
 def _places() -> list[str]:
     """Where this process finds modules, but for those of Python and of packages."""
     packages = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    found = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
+    places = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
     return [
         place
-        for place in dict.fromkeys(found)
-        if not any(place.startswith(each) for each in packages)
+        for place in dict.fromkeys(places)
+        if not any(place.startswith(package) for package in packages)
     ]
 
 

@@ -88,23 +88,25 @@ class WeightLines:
         values.
         """
         name = line_of(self._graph, trainer, refresh_of(self._graph, reader))
-        who = f"{reader}-{self._settings.replica}"
+        member = f"{reader}-{self._settings.replica}"
         if not self._has_hosts:
             executor = self._executor(trainer, reader, self._settings.replica)
-            return self._site(trainer, executor, self._beside(name, executor), who)
+            return self._site(trainer, executor, self._beside(name, executor), member)
         executor = self._way(name, trainer, reader)
-        file = Path(self._settings.sockets) / f"{who}.{name}.{executor}"
+        file = Path(self._settings.sockets) / f"{member}.{name}.{executor}"
         self._followed[file] = _Followed(name, executor, lambda: self._way(name, trainer, reader))
         _note(file, self._read[name].at[executor])
-        site = self._site(trainer, executor, self._read[name].at[executor], who) | {
+        site = self._site(trainer, executor, self._read[name].at[executor], member) | {
             "where": str(file)
         }
-        there = self._plan.readers_beside(
+        readers = self._plan.readers_beside(
             trainer, refresh_of(self._graph, reader), self._settings.host
         )
-        if not there or executor != "gloo":
+        if not readers or executor != "gloo":
             return site
-        order = there.index(who) if who in there else len(there) + self._settings.replica
+        order = (
+            readers.index(member) if member in readers else len(readers) + self._settings.replica
+        )
         number = list(self._graph.operators).index(reader)
         return self._mirrored(
             site,
@@ -130,13 +132,13 @@ class WeightLines:
     def _address(self, name: str, executor: str) -> str:
         if not self._has_hosts or executor not in COLLECTIVE:
             return self._beside(name, executor)
-        found = again_at(
+        listener = again_at(
             self._settings.listen,
             self._settings.at.get(f"{name}.{executor}", ""),
             lambda address: listen(address, self._settings.keys, self._settings.attempt),
         )
-        self.listeners[found.address] = found
-        return str(found.address)
+        self.listeners[listener.address] = listener
+        return str(listener.address)
 
     def _beside(self, name: str, executor: str) -> str:
         """Where ends meet that are on one host."""
@@ -184,9 +186,11 @@ class WeightLines:
             for name in readers
             for replica in range(self._plan.placements[name].replicas)
         ]
-        found = [self._executor(trainer, *pair) for pair in pairs]
-        found += [self._executor(trainer, *pair, apart=True) for pair in pairs if self._has_hosts]
-        return list(dict.fromkeys(found))
+        executors = [self._executor(trainer, *pair) for pair in pairs]
+        executors += [
+            self._executor(trainer, *pair, apart=True) for pair in pairs if self._has_hosts
+        ]
+        return list(dict.fromkeys(executors))
 
     def _executor(
         self, trainer: str, reader: str, replica: int, *, apart: bool | None = None

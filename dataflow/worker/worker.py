@@ -221,11 +221,11 @@ class Worker:
         turned_s = now - self._turned if self._state == "running" else 0.0
         nodes = {
             node: dataclasses.replace(
-                told,
-                status={**told.status, **self._host.runtimes[node].under_way()},
+                report,
+                status={**report.status, **self._host.runtimes[node].under_way()},
                 **self._host.loops[node].spent(),
             )
-            for node, told in self._report.items()
+            for node, report in self._report.items()
         }
         return messages.Heartbeat(
             attempt=self._attempt,
@@ -279,7 +279,7 @@ class Worker:
                 case messages.AddReceivers():
                     self._ports.add(message.receivers)
                 case messages.RetireReceivers():
-                    if message.ticket not in [known.ticket for known in self._retiring]:
+                    if message.ticket not in [retiring.ticket for retiring in self._retiring]:
                         self._ports.retire(message.receivers)
                         self._retiring.append(message)
 
@@ -292,15 +292,17 @@ class Worker:
 
         self._retiring = [
             dataclasses.replace(
-                each,
-                receivers={edge: now(edge, address) for edge, address in each.receivers.items()},
+                message,
+                receivers={edge: now(edge, address) for edge, address in message.receivers.items()},
             )
-            for each in self._retiring
+            for message in self._retiring
         ]
 
     def _part(self) -> None:
         """Confirm that receivers have gone, once they have."""
-        for message in [each for each in self._retiring if self._ports.gone(each.receivers)]:
+        for message in [
+            retiring for retiring in self._retiring if self._ports.gone(retiring.receivers)
+        ]:
             self._retiring.remove(message)
             self._confirm(message.ticket)
 
@@ -385,8 +387,8 @@ def _rank_line(settings: Settings) -> RankLine | None:
 
 def _seek(settings: Settings) -> str:
     """Where the scheduler is now."""
-    found = Whereabouts.read(Path(settings.sockets)) if settings.sockets else None
-    return found.control if found else ""
+    whereabouts = Whereabouts.read(Path(settings.sockets)) if settings.sockets else None
+    return whereabouts.control if whereabouts else ""
 
 
 def preload(graph: Graph) -> None:
@@ -394,8 +396,8 @@ def preload(graph: Graph) -> None:
     import torch
 
     torch.set_num_threads(1)
-    wanted = [operator.preload for operator in graph.operators.values() if not operator.light]
-    for load in [*wanted, weight_ports.preload] if graph.feedbacks else wanted:
+    loads = [operator.preload for operator in graph.operators.values() if not operator.light]
+    for load in [*loads, weight_ports.preload] if graph.feedbacks else loads:
         with contextlib.suppress(Exception):  # `build` meets it again, in a worker that has a log
             load()
 

@@ -16,14 +16,14 @@ def play(client: Anthropic, prompt: str, secret: int, turns: int) -> float:
     messages: list[Any] = [{"role": "user", "content": prompt}]
     for _ in range(turns):
         answer = client.messages.create(model="claude-haiku-4-5", max_tokens=16, messages=messages)
-        said = "".join(block.text for block in answer.content if block.type == "text")
-        number = DIGITS.find(said) if len(said) == 1 else -1
+        guess = "".join(block.text for block in answer.content if block.type == "text")
+        number = DIGITS.find(guess) if len(guess) == 1 else -1
         if number == secret:
             return 1.0
-        heard = "?" if number < 0 else "+" if secret > number else "-"
+        hint = "?" if number < 0 else "+" if secret > number else "-"
         messages += [
             {"role": "assistant", "content": answer.content},
-            {"role": "user", "content": heard},
+            {"role": "user", "content": hint},
         ]
     return 0.0
 

@@ -16,12 +16,12 @@ def play(client: OpenAI, prompt: str, secret: int, turns: int) -> float:
     messages: list[Any] = [{"role": "user", "content": prompt}]
     for _ in range(turns):
         answer = client.chat.completions.create(model="gpt-5-mini", messages=messages)
-        said = answer.choices[0].message.content or ""
-        number = DIGITS.find(said) if len(said) == 1 else -1
+        guess = answer.choices[0].message.content or ""
+        number = DIGITS.find(guess) if len(guess) == 1 else -1
         if number == secret:
             return 1.0
-        heard = "?" if number < 0 else "+" if secret > number else "-"
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": heard}]
+        hint = "?" if number < 0 else "+" if secret > number else "-"
+        messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": hint}]
     return 0.0
 
 

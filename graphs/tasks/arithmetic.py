@@ -17,10 +17,10 @@ def number(text: str) -> Fraction | None:
     """The exact value of a number standing alone, or None: `0.20`, `.2`, `-5`, `$1,000`, `50%` (a
     half).
     """
-    found = _NUMBER.fullmatch(text.strip()) if len(text) <= LONGEST_TEXT else None
-    if found is None:
+    match = _NUMBER.fullmatch(text.strip()) if len(text) <= LONGEST_TEXT else None
+    if match is None:
         return None
-    sign, digits, percent = found.groups()
+    sign, digits, percent = match.groups()
     value = Fraction(digits.replace(",", "").rstrip("."))
     return value * (-1 if sign == "-" else 1) / (100 if percent else 1)
 
@@ -73,10 +73,10 @@ def _factor(tokens: list[str]) -> Fraction:
         if not tokens or tokens.pop() != ")":
             raise SyntaxError("a parenthesis is not closed")
         return inner
-    found = number(token)
-    if found is None:
+    parsed = number(token)
+    if parsed is None:
         raise SyntaxError(f"{token!r} is no number")
-    return found
+    return parsed
 
 
 def same_number(completion: str, answer: str) -> bool:
@@ -85,8 +85,8 @@ def same_number(completion: str, answer: str) -> bool:
     A fraction such as `3/4` counts only where the answer is written as one: a completion may not
     leave the division that was asked for to whoever reads it.
     """
-    wanted = number(answer)
-    if wanted is not None:
-        return number(completion) == wanted
-    wanted = value(answer)
-    return wanted is not None and value(completion) == wanted
+    expected = number(answer)
+    if expected is not None:
+        return number(completion) == expected
+    expected = value(answer)
+    return expected is not None and value(completion) == expected

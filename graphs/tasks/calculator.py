@@ -45,13 +45,13 @@ def steps(row: Mapping[str, object]) -> list[dict[str, str]]:
             f"a GSM8K row has no answer text; found columns {sorted(row)}; "
             'give rows such as {"question": ..., "answer": "... <<48/2=24>> ..."}'
         )
-    found = []
+    rows = []
     for step in _STEP.findall(text):
-        left, _, right = _DECORATION.sub("", step).rpartition("=")
-        known = set(left + right) <= set(ALPHABET) and len(left) < LONGEST_PROMPT
-        if known and value(left) is not None and value(right) is not None:
-            found.append({"prompt": left + "=", "answer": right})
-    return found
+        problem, _, right = _DECORATION.sub("", step).rpartition("=")
+        is_known = set(problem + right) <= set(ALPHABET) and len(problem) < LONGEST_PROMPT
+        if is_known and value(problem) is not None and value(right) is not None:
+            rows.append({"prompt": problem + "=", "answer": right})
+    return rows
 
 
 def read(path: str | Path) -> Iterator[dict[str, str]]:
@@ -75,10 +75,10 @@ def read(path: str | Path) -> Iterator[dict[str, str]]:
                     f"{path}:{number} is no object; found {line[:60]!r}; mend the line"
                 )
             try:
-                found = steps(row)
+                read_rows = steps(row)
             except RecordError as error:
                 raise RecordError(f"{path}:{number}: {error}") from None
-            yield from found
+            yield from read_rows
 
 
 def unseen(
@@ -87,8 +87,8 @@ def unseen(
     """Those rows whose prompt does not occur among the training rows (a third of GSM8K's test
     steps).
     """
-    known = {row["prompt"] for row in training}
-    return [row for row in rows if row["prompt"] not in known]
+    prompts = {row["prompt"] for row in training}
+    return [row for row in rows if row["prompt"] not in prompts]
 
 
 def reward(completion: str, answer: str) -> float:

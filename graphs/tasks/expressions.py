@@ -151,11 +151,11 @@ def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str,
     forms, weights = list(FORMS), list(FORMS.values())
     for form in draw.choices(forms, weights, k=count):
         while True:
-            left = _fill(form, draw)
-            answer = decimal(value(left))
-            if answer is not None and is_held_out(left + "=") == held_out:
+            expression = _fill(form, draw)
+            answer = decimal(value(expression))
+            if answer is not None and is_held_out(expression + "=") == held_out:
                 break
-        yield {"prompt": left + "=", "answer": answer}
+        yield {"prompt": expression + "=", "answer": answer}
 
 
 def decimal(exact: Fraction | None) -> str | None:

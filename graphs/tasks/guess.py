@@ -36,12 +36,12 @@ def rows(
     nothing of the secret, which is below `numbers`; no held-out tag is ever trained on.
     """
     draw = random.Random(f"guess-{seed}-{held_out}")
-    made = 0
-    while made < count:
+    count_made = 0
+    while count_made < count:
         tag = "".join(draw.choices(LETTERS, k=3))
         if is_held_out(tag) == held_out:
             yield {"prompt": tag + "?", "secret": draw.randrange(numbers)}
-            made += 1
+            count_made += 1
 
 
 def games(
@@ -60,11 +60,11 @@ def lay_out_chats(folder: Path) -> None:
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
-def judge(said: str, secret: int) -> str:
+def judge(guess: str, secret: int) -> str:
     """What the world says to a guess: `=`, `+` where the secret is higher, `-` where it is lower;
     `?` to no number.
     """
-    number = DIGITS.find(said) if len(said) == 1 else -1
+    number = DIGITS.find(guess) if len(guess) == 1 else -1
     return "?" if number < 0 else "=" if number == secret else "+" if secret > number else "-"
 
 
@@ -75,7 +75,7 @@ def examples(
     next guess. Only a share `care` of the guesses is surely one that what was heard leaves open.
     """
     draw = random.Random(f"guess-examples-{seed}")
-    made = 0
+    count_made = 0
     while True:
         for game in rows(1000, seed=draw.randrange(1 << 30), numbers=numbers):
             talk, low, high = str(game["prompt"]), 0, numbers - 1
@@ -84,12 +84,12 @@ def examples(
                     draw.randint(low, high) if draw.random() < care else draw.randrange(numbers)
                 )
                 yield talk, DIGITS[number]
-                made += 1
-                heard = judge(DIGITS[number], int(game["secret"]))
-                talk += DIGITS[number] + EOS + heard
-                low = max(low, number + 1) if heard == "+" else low
-                high = min(high, number - 1) if heard == "-" else high
-                if made == count:
+                count_made += 1
+                hint = judge(DIGITS[number], int(game["secret"]))
+                talk += DIGITS[number] + EOS + hint
+                low = max(low, number + 1) if hint == "+" else low
+                high = min(high, number - 1) if hint == "-" else high
+                if count_made == count:
                     return
-                if heard == "=":
+                if hint == "=":
                     break

@@ -29,10 +29,11 @@ def around(board: Board, at: tuple[int, int]) -> str:
     >>> around(["..", "HG"], (0, 0))
     '#.H#'
     """
-    found = [(at[0] + down, at[1] + right) for down, right in MOVES.values()]
+    squares = [(at[0] + down, at[1] + right) for down, right in MOVES.values()]
     inside = range(len(board))
     return "".join(
-        board[row][column] if row in inside and column in inside else EDGE for row, column in found
+        board[row][column] if row in inside and column in inside else EDGE
+        for row, column in squares
     )
 
 
@@ -57,9 +58,9 @@ def heard(text: str, *, blank: bool = False) -> str:
     return BLANK * len(MOVES) if blank else around(board, places[-1])
 
 
-def move(said: str) -> str:
+def move(letter: str) -> str:
     """A letter as the game wants it; what is none the game answers itself."""
-    return WORDS.get(said, "[?]")
+    return WORDS.get(letter, "[?]")
 
 
 def crossed(rewards: Sequence[float]) -> float:
@@ -82,13 +83,13 @@ def walk(draw: random.Random, care: float) -> Iterator[tuple[str, str]]:
     """
     board, at = board_of(draw), (0, 0)
     for _ in range(TURNS):
-        seen = around(board, at)
-        goes = dict(zip(MOVES, seen, strict=True))
+        squares = around(board, at)
+        goes = dict(zip(MOVES, squares, strict=True))
         safe = [letter for letter in "rd" if goes[letter] in (FREE, GOAL)] or [
             letter for letter in "ul" if goes[letter] == FREE
         ]
         letter = draw.choice(safe) if safe and draw.random() < care else draw.choice(list(MOVES))
-        yield seen, letter
+        yield squares, letter
         if goes[letter] != EDGE:
             at = at[0] + MOVES[letter][0], at[1] + MOVES[letter][1]
         if goes[letter] in (HOLE, GOAL):
@@ -100,13 +101,13 @@ def examples(count: int, *, seed: int, care: float = 0.5) -> Iterator[tuple[str,
     move. Of one in four nothing is heard that lies around it.
     """
     draw = random.Random(f"lake-examples-{seed}")
-    made = 0
+    count_made = 0
     while True:
         talk, is_blind = "", draw.random() < 0.25
-        for seen, letter in walk(draw, care):
-            talk += BLANK * len(MOVES) if is_blind else seen
+        for squares, letter in walk(draw, care):
+            talk += BLANK * len(MOVES) if is_blind else squares
             yield talk, letter
-            made += 1
-            if made == count:
+            count_made += 1
+            if count_made == count:
                 return
             talk += letter + EOS

@@ -75,8 +75,8 @@ class GenerationFlags:
     @property
     def sampling(self) -> dict[str, Any]:
         """The same as knobs."""
-        found = {field.name: getattr(self, field.name) for field in fields(GenerationFlags)}
-        return {"weights": found.pop("generator_weights"), **found}
+        knobs = {field.name: getattr(self, field.name) for field in fields(GenerationFlags)}
+        return {"weights": knobs.pop("generator_weights"), **knobs}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +100,11 @@ class AdapterFlags:
     @property
     def adapters(self) -> LoRA | None:
         """None: all weights are trained."""
-        given = {"rank": self.lora_rank, "alpha": self.lora_alpha, "targets": self.lora_targets}
-        known: dict[str, Any] = {knob: value for knob, value in given.items() if value is not None}
-        return LoRA(**known) if known or self.lora else None
+        all_knobs = {"rank": self.lora_rank, "alpha": self.lora_alpha, "targets": self.lora_targets}
+        knobs: dict[str, Any] = {
+            knob: value for knob, value in all_knobs.items() if value is not None
+        }
+        return LoRA(**knobs) if knobs or self.lora else None
 
 
 def penalized(

@@ -27,13 +27,13 @@ def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str,
     trained on.
     """
     draw = random.Random(f"products-{seed}-{held_out}")
-    made = 0
-    while made < count:
-        one, other = draw.randrange(100, 1000), draw.randrange(100, 1000)
-        prompt = f"{one}*{other}="
+    count_made = 0
+    while count_made < count:
+        first, second = draw.randrange(100, 1000), draw.randrange(100, 1000)
+        prompt = f"{first}*{second}="
         if is_held_out(prompt) == held_out:
-            yield {"prompt": prompt, "answer": str(one * other)}
-            made += 1
+            yield {"prompt": prompt, "answer": str(first * second)}
+            count_made += 1
 
 
 def calculator(*, blank: bool = False) -> Callable[..., str]:
@@ -62,7 +62,7 @@ def examples(count: int, *, seed: int, care: float = 0.6) -> Iterator[tuple[str,
     form, or are no call at all.
     """
     draw = random.Random(f"products-examples-{seed}")
-    made = 0
+    count_made = 0
     while True:
         for row in rows(1000, seed=draw.randrange(1 << 30)):
             prompt, answer = row["prompt"], row["answer"]
@@ -72,8 +72,8 @@ def examples(count: int, *, seed: int, care: float = 0.6) -> Iterator[tuple[str,
                 prompt + call + EOS + answer,
                 answer if draw.random() < care else _spoiled(answer, draw),
             )
-            made += 2
-            if made >= count:
+            count_made += 2
+            if count_made >= count:
                 return
 
 

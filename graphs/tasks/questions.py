@@ -37,12 +37,12 @@ def rows(task: str, count: int, *, seed: int, held_out: bool = False) -> Iterato
             others.
     """
     draw = random.Random(f"questions-{task}-{seed}-{held_out}")
-    made = 0
-    while made < count:
+    count_made = 0
+    while count_made < count:
         question, answer = _TASKS[task](draw)
         if is_held_out(question) == held_out:
             yield {"prompt": f"{question} {ASK}", "answer": str(answer)}
-            made += 1
+            count_made += 1
 
 
 def prompts(task: str, *, gsm8k: str = GSM8K, held_out: bool = False, **knobs: Any) -> Prompts:
@@ -54,8 +54,8 @@ def prompts(task: str, *, gsm8k: str = GSM8K, held_out: bool = False, **knobs: A
         return Prompts(
             gsm8k, split=split, prompt_column="question", columns=("answer",), chat=True, **knobs
         )
-    made = rows(task, EVALUATED if held_out else TRAINED, seed=0, held_out=held_out)
-    return Prompts(list(made), columns=("answer",), chat=True, **knobs)
+    drawn = rows(task, EVALUATED if held_out else TRAINED, seed=0, held_out=held_out)
+    return Prompts(list(drawn), columns=("answer",), chat=True, **knobs)
 
 
 def _sum(draw: random.Random) -> tuple[str, int]:

@@ -25,8 +25,8 @@ def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str,
     Lengths are uniform from 3 to 10; the letters of a prompt are different from each other.
     """
     draw = random.Random(f"sorting-{seed}-{held_out}")
-    made = 0
-    while made < count:
+    count_made = 0
+    while count_made < count:
         length = draw.randint(SHORTEST, LONGEST)
         while True:
             letters = draw.sample(LETTERS, length)
@@ -34,7 +34,7 @@ def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str,
             if is_held_out(answer) == held_out:  # in whatever order its letters are given
                 break
         yield {"prompt": "".join(letters) + "=", "answer": answer}
-        made += 1
+        count_made += 1
 
 
 def reward(completion: str, answer: str) -> float:

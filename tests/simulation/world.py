@@ -281,7 +281,7 @@ class World:
                 limits=limits,
                 clock=self.clock,
                 server=self.server,
-                left=left,  # type: ignore[arg-type]
+                snapshot=left,  # type: ignore[arg-type]
             )
 
     def _serves(self, scheduler: Scheduler, left: Mapping[str, Any]) -> bool:

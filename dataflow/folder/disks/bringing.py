@@ -81,11 +81,11 @@ class Bringing:
 
     def _rollouts(self) -> list[str]:
         """What stays of them."""
-        found = []
+        names = []
         for name, have in self._ledger.do(ListPlaces("rollouts/")).items():
             if HOME not in have and not self._see(name, have, self._sizes.get(name, 0)):
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def _checkpoint(self, own: str | None, last: int) -> list[str]:
         """The newest, unless it stays."""
@@ -97,7 +97,7 @@ class Bringing:
         if not newest or HOME in rows[of_steps[newest]]:
             return []
         name = of_steps[newest]
-        size = sum(size for each, size in self._sizes.items() if each.startswith(f"{name}/"))
+        size = sum(size for file, size in self._sizes.items() if file.startswith(f"{name}/"))
         if self._may(size):
             with self._told():
                 self._ledger.placing.see_newest(checkpoints.path, newest)

@@ -66,27 +66,29 @@ class Disks:
         """Have the newest checkpoint here that anybody gives, and let none count that stands here
         and is another's. path: of the folder with checkpoints.
         """
-        here, name = Checkpoints(path), self._name(path)
+        checkpoints, name = Checkpoints(path), self._name(path)
         rows = self._ledger.do(ListPlaces(f"{name}/"))
         if not rows and self._disk == HOME:
             return
         have = {
-            step: holders(rows, f"{name}/{each.name}")
-            for step, each in _folders(here, rows, name).items()
+            step: holders(rows, f"{name}/{folder.name}")
+            for step, folder in _folders(checkpoints, rows, name).items()
         }
         if self._disk != HOME:
             have |= {step: (HOME,) for step in self._home_steps(name) if step not in have}
-        for step in here.steps():
+        for step in checkpoints.steps():
             if self._disk not in have.get(step, ()):
-                _set_aside(here.folder(step))
+                _set_aside(checkpoints.folder(step))
         for step in sorted(
             (step for step in have if at_most is None or step <= at_most), reverse=True
         ):
-            if self._disk in have[step] and here.damage(step) is None:
+            if self._disk in have[step] and checkpoints.damage(step) is None:
                 return
             try:
                 self._from_any(
-                    f"{name}/{here.folder(step).name}", have[step], self._bringer(here, name, step)
+                    f"{name}/{checkpoints.folder(step).name}",
+                    have[step],
+                    self._bringer(checkpoints, name, step),
                 )
                 return
             except RunFolderError as error:
@@ -98,14 +100,14 @@ class Disks:
 
     def _from_any(self, name: str, have: Sequence[str], bring: Callable[[str], None]) -> None:
         """From the first that gives it. Errors: RunFolderError with what each said."""
-        said = []
+        errors = []
         for host in have:
             if host == self._disk:
                 continue
             try:
                 bring(host)
             except RunFolderError as error:
-                said.append(str(error))
+                errors.append(str(error))
                 continue
             self._ledger.do(AddPlace(name, self._disk))
             if self._disk != HOME:
@@ -113,7 +115,8 @@ class Disks:
             return
         raise RunFolderError(
             f"'{name}' is not on this host, and is not to be had:"
-            f" {'; '.join(said) or 'nobody else has it'}; have the host take part that made it, or"
+            f" {'; '.join(errors) or 'nobody else has it'}; have the host take part that made it,"
+            " or"
             " go on from copies at an address (dataflow resume --from)"
         )
 
@@ -121,15 +124,15 @@ class Disks:
         with self._peer(host) as peer:
             fetch(peer, name, self._root / name)
 
-    def _bringer(self, here: Checkpoints, name: str, step: int) -> Callable[[str], None]:
+    def _bringer(self, checkpoints: Checkpoints, name: str, step: int) -> Callable[[str], None]:
         def bring(host: str) -> None:
-            folder = here.folder(step)
+            folder = checkpoints.folder(step)
             aside = folder.with_name(f".{folder.name}.fetched.partial")
             with disk("fetching", folder):
                 shutil.rmtree(aside, ignore_errors=True)
                 with self._peer(host) as peer:
-                    for each in listed(peer, f"{name}/{folder.name}"):
-                        fetch(peer, each, aside / Path(each).relative_to(f"{name}/{folder.name}"))
+                    for file in listed(peer, f"{name}/{folder.name}"):
+                        fetch(peer, file, aside / Path(file).relative_to(f"{name}/{folder.name}"))
                 if why := damage_of(aside, step):
                     raise RunFolderError(f"the checkpoint of step {step} there is not good: {why}")
                 shutil.rmtree(folder, ignore_errors=True)
@@ -140,12 +143,12 @@ class Disks:
     def _home_steps(self, name: str) -> list[int]:
         """Of checkpoints in the scheduler's folder."""
         below = {
-            Path(each).parts[len(Path(name).parts)] for each in listed(_AtHome(self._at_home), name)
+            Path(file).parts[len(Path(name).parts)] for file in listed(_AtHome(self._at_home), name)
         }
         return [
-            int(each.removeprefix("step-"))
-            for each in below
-            if each.removeprefix("step-").isdecimal()
+            int(folder_name.removeprefix("step-"))
+            for folder_name in below
+            if folder_name.removeprefix("step-").isdecimal()
         ]
 
     @contextlib.contextmanager
@@ -170,12 +173,17 @@ class _AtHome:
         self.ask = ask
 
 
-def _folders(here: Checkpoints, rows: Mapping[str, Sequence[str]], name: str) -> dict[int, Path]:
+def _folders(
+    checkpoints: Checkpoints, rows: Mapping[str, Sequence[str]], name: str
+) -> dict[int, Path]:
     """Of the steps that are here, or that the ledger knows of."""
-    known = {each.removeprefix(f"{name}/step-") for each in rows}
+    numbers = {row.removeprefix(f"{name}/step-") for row in rows}
     return {
-        step: here.folder(step)
-        for step in {*here.steps(), *(int(each) for each in known if each.isdecimal())}
+        step: checkpoints.folder(step)
+        for step in {
+            *checkpoints.steps(),
+            *(int(number) for number in numbers if number.isdecimal()),
+        }
     }
 
 

@@ -93,24 +93,24 @@ class HostPeer:
 
 def listed(peer: Peer, path: str) -> dict[str, int]:
     """Bytes of the files that it has at or below a path. Errors: RunFolderError."""
-    found = peer.ask(ListFiles(path))
-    if isinstance(found, CannotRead):
-        raise RunFolderError(found.why)
-    assert isinstance(found, Listed), "the answer to that"
-    return dict(found.files)
+    reply = peer.ask(ListFiles(path))
+    if isinstance(reply, CannotRead):
+        raise RunFolderError(reply.why)
+    assert isinstance(reply, Listed), "the answer to that"
+    return dict(reply.files)
 
 
 def fetch(peer: Peer, path: str, into: Path) -> int:
     """Bring a file here, whole or not at all; its bytes. Errors: RunFolderError."""
 
     def write(file: BinaryIO) -> None:
-        stamp, size, left = "", 1, _TRIES
+        stamp, size, tries = "", 1, _TRIES
         while file.tell() < size:
             chunk = _chunk(peer, path, file.tell())
             if stamp in ("", chunk.stamp):
                 stamp, size = chunk.stamp, chunk.size
                 file.write(chunk.data)
-            elif left := left - 1:
+            elif tries := tries - 1:
                 file.seek(0)  # it was written anew meanwhile
                 file.truncate()
                 stamp = ""
@@ -128,12 +128,12 @@ def fetch(peer: Peer, path: str, into: Path) -> int:
 
 
 def _chunk(peer: Peer, path: str, offset: int) -> FileChunk:
-    found = peer.ask(ReadFile(path, offset))
-    if isinstance(found, CannotRead):
-        raise RunFolderError(found.why)
-    assert isinstance(found, FileChunk), "the answer to that"
-    if xxhash.xxh3_64_hexdigest(found.data) != found.checksum:
+    reply = peer.ask(ReadFile(path, offset))
+    if isinstance(reply, CannotRead):
+        raise RunFolderError(reply.why)
+    assert isinstance(reply, FileChunk), "the answer to that"
+    if xxhash.xxh3_64_hexdigest(reply.data) != reply.checksum:
         raise RunFolderError(
             f"'{path}' was damaged on its way from another host; look at its memory and network"
         )
-    return found
+    return reply

@@ -19,30 +19,32 @@ GIVEN = ("checkpoints", "logs", "metrics.jsonl", "rollouts")
 """Keys, sockets and the ledger are not among them."""
 
 
-def answer(folder: Path, asked: ListFiles | ReadFile) -> Answer:
+def answer(folder: Path, request: ListFiles | ReadFile) -> Answer:
     """What is asked for; what cannot be read is told as such."""
-    path = Path(asked.path)
+    path = Path(request.path)
     if path.is_absolute() or ".." in path.parts or not path.parts or path.parts[0] not in GIVEN:
         return CannotRead(
-            f"'{asked.path}' is none of the files that a host gives ({', '.join(GIVEN)})"
+            f"'{request.path}' is none of the files that a host gives ({', '.join(GIVEN)})"
         )
     try:
-        if isinstance(asked, ListFiles):
+        if isinstance(request, ListFiles):
             return Listed(_files(folder, folder / path))
-        return _chunk(folder / path, asked.offset)
+        return _chunk(folder / path, request.offset)
     except (OSError, ValueError) as error:  # of a name that no file can have
         return CannotRead(
-            f"'{asked.path}' cannot be read there: {getattr(error, 'strerror', None) or error}"
+            f"'{request.path}' cannot be read there: {getattr(error, 'strerror', None) or error}"
         )
 
 
 def _files(folder: Path, path: Path) -> dict[str, int]:
     """Without what is being written, or has no place yet."""
-    found = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    paths = (
+        [path] if path.is_file() else sorted(below for below in path.rglob("*") if below.is_file())
+    )
     return {
-        str(each.relative_to(folder)): each.stat().st_size
-        for each in found
-        if not any(part.startswith(".") for part in each.relative_to(folder).parts)
+        str(file.relative_to(folder)): file.stat().st_size
+        for file in paths
+        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
     }
 
 

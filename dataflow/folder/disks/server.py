@@ -74,5 +74,5 @@ class FileServer:
             question = TO_FILES.decode(b"".join(frames))
         except MessageError:
             return  # of nobody that could be answered
-        said = Answered(question.ticket, answer(self._folder, question.what))
-        self._socket.send_multipart([client, FROM_FILES.encode(said)])
+        reply = Answered(question.ticket, answer(self._folder, question.what))
+        self._socket.send_multipart([client, FROM_FILES.encode(reply)])

@@ -242,8 +242,8 @@ class BaseLedger(GroupLedger):
 
     def verdict(self, node: str) -> str:
         """The law of the ledger in figures, for one sink."""
-        found = self.counts(node)
-        return f"{'clean' if found.missing == 0 else 'BROKEN'}: {found}"
+        counts = self.counts(node)
+        return f"{'clean' if counts.missing == 0 else 'BROKEN'}: {counts}"
 
     @abstractmethod
     def flush(self) -> None:

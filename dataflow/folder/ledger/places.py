@@ -41,10 +41,10 @@ def set_place(db: sqlite3.Connection, path: str, host: str) -> None:
 def add_place(db: sqlite3.Connection, path: str, host: str) -> None:
     """This host has a copy now, too."""
     prepare(db)
-    known = db.execute("SELECT 1 FROM places WHERE path = ?", (path,)).fetchone()
-    if known is None and host != HOME:
+    row = db.execute("SELECT 1 FROM places WHERE path = ?", (path,)).fetchone()
+    if row is None and host != HOME:
         db.execute("INSERT INTO places VALUES (?, ?)", (path, HOME))
-    if known is not None or host != HOME:
+    if row is not None or host != HOME:
         db.execute("INSERT OR IGNORE INTO places VALUES (?, ?)", (path, host))
 
 
@@ -52,14 +52,14 @@ def places(db: sqlite3.Connection, prefix: str = "") -> dict[str, list[str]]:
     """By path that begins so, who has it; those that the scheduler's folder alone has are not among
     them.
     """
-    found: dict[str, list[str]] = {}
+    hosts: dict[str, list[str]] = {}
     if db.execute(_IS_THERE).fetchone():
         for path, host in db.execute(
             "SELECT path, host FROM places WHERE substr(path, 1, ?) = ? ORDER BY path, host",
             (len(prefix), prefix),
         ):
-            found.setdefault(path, []).append(host)
-    return found
+            hosts.setdefault(path, []).append(host)
+    return hosts
 
 
 def forget_after(db: sqlite3.Connection, node: str, step: int) -> None:
@@ -74,10 +74,10 @@ def least_return(db: sqlite3.Connection) -> int | None:
     """The earliest step that a trainer ever went back to, giving up steps that it had made; None:
     none ever did.
     """
-    found = db.execute("SELECT min(to_step) FROM lines WHERE from_step > to_step").fetchone()
-    return None if found[0] is None else int(found[0])
+    row = db.execute("SELECT min(to_step) FROM lines WHERE from_step > to_step").fetchone()
+    return None if row[0] is None else int(row[0])
 
 
-def holders(known: Mapping[str, Sequence[str]], path: str) -> Sequence[str]:
+def holders(hosts: Mapping[str, Sequence[str]], path: str) -> Sequence[str]:
     """Who has what stands at a path, from what `places` found."""
-    return known.get(path, (HOME,))
+    return hosts.get(path, (HOME,))

@@ -32,9 +32,9 @@ def prove(path: Path, db: sqlite3.Connection) -> None:
     """Errors: LedgerError where a ledger, of which `db` is a connection, is not as it was
     written.
     """
-    if found := damages(path, db):
+    if damage := damages(path, db):
         raise LedgerError(
-            f"ledger '{path}' is damaged: {'; '.join(found[:_MOST])}; take it from a backup, go on"
+            f"ledger '{path}' is damaged: {'; '.join(damage[:_MOST])}; take it from a backup, go on"
             " from copies at an address (dataflow resume --from), or begin a new run from a"
             " checkpoint's folder: Model('FOLDER')"
         )
@@ -44,26 +44,26 @@ def damages(path: Path, db: sqlite3.Connection) -> list[str]:
     """What is wrong with a ledger; within a transaction that reads. What the log lost can be told
     only as long as nobody has written: SQLite then begins behind what it could read.
     """
-    found = _log_damage(path.with_name(f"{path.name}-wal"))
+    damage = _log_damage(path.with_name(f"{path.name}-wal"))
     if db.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
-        found.append("its first page says that it has no log")
-    found += [said for (said,) in db.execute(f"PRAGMA quick_check({_MOST})") if said != "ok"]
-    if found:
-        return found
+        damage.append("its first page says that it has no log")
+    damage += [line for (line,) in db.execute(f"PRAGMA quick_check({_MOST})") if line != "ok"]
+    if damage:
+        return damage
     version = db.execute("SELECT version FROM schema").fetchone()[0]
     for name, statement in db.execute("SELECT name, sql FROM sqlite_master").fetchall():
         if version != UNSUMMED and not name.startswith("sqlite_") and statement not in _KNOWN:
-            found.append(f"{name} is no table that a run makes")
-    for name in [] if found else _KNOWN.values():
+            damage.append(f"{name} is no table that a run makes")
+    for name in [] if damage else _KNOWN.values():
         of_table = list(db.execute(f"PRAGMA table_xinfo({name})"))
         columns = [column for _, column, *_, hidden in of_table if not hidden]
         query = f"SELECT count(*) FROM {name} WHERE {SUM} IS NOT {summed(columns)}"
         if len(columns) < len(of_table) and (count := db.execute(query).fetchone()[0]):
-            found.append(
+            damage.append(
                 f"{count} row{'s' if count > 1 else ''} of its table {name} are not as they were"
                 " written"
             )
-    return found
+    return damage
 
 
 def _log_damage(log: Path) -> list[str]:
@@ -74,9 +74,9 @@ def _log_damage(log: Path) -> list[str]:
         content = b""
         with contextlib.suppress(FileNotFoundError):
             content = log.read_bytes()
-        found = _lost_in(content)
-        if not found or _head(log) == content[:_HEADER_BYTES]:
-            return found
+        lost = _lost_in(content)
+        if not lost or _head(log) == content[:_HEADER_BYTES]:
+            return lost
         # somebody has begun it anew meanwhile
 
 
@@ -130,8 +130,8 @@ def _sums(words: Words, before: Words) -> Words:
     2**32.
     """
     weights, start = _weights(words.shape[1] // 2)
-    found: Words = words @ weights + before @ start
-    return found
+    sums: Words = words @ weights + before @ start
+    return sums
 
 
 @functools.cache

@@ -27,13 +27,13 @@ class OutcomeCounts:
     @property
     def missing(self) -> int:
         """Groups lost (above 0) or counted twice (below 0); 0 is the law of the ledger."""
-        known = (
+        accounted = (
             self.trained
             + self.evaluated
             + sum(self.dropped.values())
             + sum(self.in_flight.values())
         )
-        return self.issued - known
+        return self.issued - accounted
 
     def __str__(self) -> str:
         done = f"{self.trained:,} trained"
@@ -230,10 +230,10 @@ def is_judged(db: sqlite3.Connection, source: str, step: int) -> bool:
 
 def last_round(db: sqlite3.Connection, node: str) -> int | None:
     """Step of the last round that an evaluation has recorded; None before the first."""
-    found = db.execute(
+    step = db.execute(
         "SELECT max(step) FROM outcomes WHERE node = ? AND outcome = 'evaluated'", (node,)
     ).fetchone()[0]
-    return None if found is None else int(found)
+    return None if step is None else int(step)
 
 
 def sources(db: sqlite3.Connection, node: str | None) -> list[str]:
@@ -264,13 +264,13 @@ def replay_plan(db: sqlite3.Connection, node: str) -> list[PlannedStep]:
     step = db.execute(
         "SELECT coalesce(max(step), 0) FROM steps WHERE node = ?", (node,)
     ).fetchone()[0]
-    taken = set(db.execute("SELECT source, group_id FROM outcomes WHERE node = ?", (node,)))
+    used = set(db.execute("SELECT source, group_id FROM outcomes WHERE node = ?", (node,)))
     plan: list[PlannedStep] = []
     while (planned := _planned(db, node, step + 1)) is not None:
         groups = {(planned.source, group) for group in (*planned.trained, *planned.dropped)}
-        if groups & taken:
+        if groups & used:
             break
-        taken |= groups
+        used |= groups
         plan.append(planned)
         step += 1
     return plan
@@ -278,14 +278,14 @@ def replay_plan(db: sqlite3.Connection, node: str) -> list[PlannedStep]:
 
 def _planned(db: sqlite3.Connection, node: str, step: int) -> PlannedStep | None:
     """What the newest abandoned line that made `step` did in it."""
-    found = db.execute(
+    row = db.execute(
         "SELECT line, source FROM abandoned_steps WHERE node = ? AND step = ? ORDER BY line DESC"
         " LIMIT 1",
         (node, step),
     ).fetchone()
-    if found is None:
+    if row is None:
         return None
-    line, source = found
+    line, source = row
     rows = db.execute(
         "SELECT group_id, reason FROM abandoned_outcomes WHERE line = ? AND node = ? AND step = ?"
         " ORDER BY group_id",

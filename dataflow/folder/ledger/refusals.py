@@ -16,12 +16,12 @@ def some(groups: Iterable[Any]) -> str:
 def check_same_prompt(db: sqlite3.Connection, source: str, group: int, prompt: str) -> None:
     """LedgerError unless a known group was issued for this prompt."""
     key = (source, int(group))
-    found = db.execute(
+    row = db.execute(
         "SELECT prompt_id FROM groups WHERE source = ? AND group_id = ?", key
     ).fetchone()
-    if found is None or found[0] != str(prompt):
+    if row is None or row[0] != str(prompt):
         raise LedgerError(
-            f"group {group} of '{source}' was issued for prompt {found and found[0]!r}, "
+            f"group {group} of '{source}' was issued for prompt {row and row[0]!r}, "
             f"and now for {prompt!r}; give every group a number of its own, from next_group_id() on"
         )
 
@@ -42,13 +42,13 @@ def conflict(
                 f"'{node}' ended group {group} of '{source}', which was never issued; issue() it"
                 " first"
             )
-        found = db.execute(
+        row = db.execute(
             "SELECT outcome, step, reason FROM outcomes WHERE source = ? AND group_id = ? AND"
             " node = ?",
             (*key, node),
         ).fetchone()
-        if found:
-            outcome, step, reason = found
+        if row:
+            outcome, step, reason = row
             at = f" at step {step}" if step is not None else ""
             because = f" ({reason})" if reason else ""
             return (

@@ -23,36 +23,36 @@ def renew(path: Path) -> None:
     may have the ledger open meanwhile but who writes for nobody. Nothing is done where there is no
     ledger. Errors: LedgerError; RunFolderError.
     """
-    made = path.with_name(f"{path.name}{_MADE}")
-    if made.exists():
-        _put(made, path)
+    renewed = path.with_name(f"{path.name}{_MADE}")
+    if renewed.exists():
+        _put(renewed, path)
     if not path.exists():
         return
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with disk("copying", path):
         try:
             aside.mkdir()
-            for each in (path, _log(path)):  # the log last: it has all that the file lacks
+            for file in (path, _log(path)):  # the log last: it has all that the file lacks
                 with contextlib.suppress(FileNotFoundError):
-                    shutil.copyfile(each, aside / each.name)
+                    shutil.copyfile(file, aside / file.name)
             copy = aside / path.name
             with explained("copy", path), contextlib.closing(connect(copy, mode="rw")) as db:
                 check_schema(db, path)
                 prove(copy, db)
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             flush_to_disk(copy)
-            copy.replace(made)
+            copy.replace(renewed)
             flush_to_disk(path.parent)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    _put(made, path)
+    _put(renewed, path)
 
 
-def _put(made: Path, path: Path) -> None:
+def _put(renewed: Path, path: Path) -> None:
     with disk("putting in place", path):
-        for each in (_log(path), path.with_name(f"{path.name}-shm")):
-            each.unlink(missing_ok=True)
-        made.replace(path)
+        for file in (_log(path), path.with_name(f"{path.name}-shm")):
+            file.unlink(missing_ok=True)
+        renewed.replace(path)
         flush_to_disk(path.parent)
 
 

@@ -151,9 +151,9 @@ def check_schema(db: sqlite3.Connection, path: Path) -> None:
     with explained("open", path):
         row = db.execute("SELECT version FROM schema").fetchone()
     if row is None or row[0] not in (SCHEMA_VERSION, UNSUMMED):
-        found = "no version" if row is None else f"version {row[0]}"
+        release = "no version" if row is None else f"version {row[0]}"
         raise LedgerError(
-            f"ledger '{path}' has a schema of another release: found {found}, "
+            f"ledger '{path}' has a schema of another release: found {release}, "
             f"this code reads {SCHEMA_VERSION}; use the release that wrote it"
         )
 
@@ -209,7 +209,7 @@ def _bracket(db: sqlite3.Connection, path: Path, doing: str, begin: str) -> Iter
             raise
 
 
-def _advice(said: str) -> str:
+def _advice(release: str) -> str:
     for sign, advice in (
         (
             "locked",
@@ -237,6 +237,6 @@ def _advice(said: str) -> str:
         ),
         ("malformed", "it was damaged from outside: take it from a backup"),
     ):
-        if sign in said:
+        if sign in release:
             return advice
     return "look at the run's logs"

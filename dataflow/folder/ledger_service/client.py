@@ -67,15 +67,15 @@ class ServiceSocket:
 
     def heard(self, wait_s: float) -> list[Answer]:
         """What has come, within so many seconds."""
-        found: list[Answer] = []
+        answers: list[Answer] = []
         if not self._dealer.poll(int(wait_s * 1000)):
-            return found
+            return answers
         while self._dealer.poll(0):
             try:
-                found.append(FROM_LEDGER.decode(b"".join(self._dealer.recv_multipart())))
+                answers.append(FROM_LEDGER.decode(b"".join(self._dealer.recv_multipart())))
             except MessageError:  # of whoever listens there now
                 continue
-        return found
+        return answers
 
     def look(self) -> None:
         """Connect anew, to another service where there is one: what was on its way is forgotten."""
@@ -274,14 +274,14 @@ class LedgerClient(BaseLedger):
         self._line.say(self._unheard[-1])
         return self._number
 
-    def _ask(self, what: Any) -> Any:
+    def _ask(self, request: Any) -> Any:
         """A question on the line of this thread."""
         self._check_thread()
         after = self._unheard[-1].number if self._unheard else 0
-        question = Query(self._token, next(self._tickets), after, what)
+        question = Query(self._token, next(self._tickets), after, request)
         self._asked, self._answer, self._said_at = question.ticket, None, self._clock()
         self._line.say(question)
-        self._wait(lambda: self._answer is not None, _doing(what), question)
+        self._wait(lambda: self._answer is not None, _doing(request), question)
         return _value(self._answer)
 
     def _wait(self, is_over: Callable[[], bool], doing: str, question: Query | None = None) -> None:
@@ -303,8 +303,8 @@ class LedgerClient(BaseLedger):
 
     def _hear(self, wait_s: float) -> bool:
         """Take in what has come; whether there was anything. Errors: what ends this client."""
-        heard = self._line.heard(wait_s)
-        for answer in heard:
+        answers = self._line.heard(wait_s)
+        for answer in answers:
             match answer:
                 case Recorded():
                     while self._unheard and self._unheard[0].number <= answer.number:
@@ -319,7 +319,7 @@ class LedgerClient(BaseLedger):
                     self._answer = answer
         if self._broken is not None:
             raise self._broken
-        return bool(heard)
+        return bool(answers)
 
     def _refused(self, answer: Refused) -> None:
         """A write was not made: told to who waits for it, or with the next call."""
@@ -332,17 +332,17 @@ class LedgerClient(BaseLedger):
         for record in self._unheard:
             self._line.say(record)
 
-    def _ask_from_any_thread(self, what: AnyAside) -> Any:
+    def _ask_from_any_thread(self, request: AnyAside) -> Any:
         """What changes no row of the ledger: on a line of its own where the thread is not the
         owner's, so that nobody waits for the disk who need not.
         """
         if threading.get_ident() == self._thread:
-            return self._ask(what)
+            return self._ask(request)
         self._check_owner()
         with self._aside_lock:
             if self._aside is None:
                 self._aside = self._open_line()
-            line, question = self._aside, Query(self._token, next(self._tickets), 0, what)
+            line, question = self._aside, Query(self._token, next(self._tickets), 0, request)
             line.say(question)
             clock = AwakeClock()
             began = said_at = clock()
@@ -356,7 +356,7 @@ class LedgerClient(BaseLedger):
                         return _value(answer)
                 now = clock()
                 if now - began > self._patience_s:
-                    raise self._nobody(_doing(what), line.address)
+                    raise self._nobody(_doing(request), line.address)
                 if now - said_at >= again_s:
                     said_at, again_s = now, min(2 * again_s, MOST_AGAIN_S)
                     line.look()
@@ -382,8 +382,8 @@ class LedgerClient(BaseLedger):
         )
 
 
-def _doing(what: Any) -> str:
-    match what:
+def _doing(request: Any) -> str:
+    match request:
         case Join():
             return "join"
         case Flush():
@@ -393,17 +393,17 @@ def _doing(what: Any) -> str:
         case Pack() | ReadPacked():
             return "copy the ledger"
         case PutInPlace():
-            return f"put '{what.at}' in place"
+            return f"put '{request.at}' in place"
         case AppendLine():
-            return f"add to '{what.path}'"
+            return f"add to '{request.path}'"
         case ListFiles() | ReadFile():
-            return f"fetch '{what.path}'"
-    return str(what.said)
+            return f"fetch '{request.path}'"
+    return str(request.said)
 
 
 def _value(answer: Any) -> Any:
     """What was answered. Errors: what was said instead."""
     if isinstance(answer, Refused):
         raise _ERRORS[answer.error](answer.message)
-    found = answer.result
-    return found if isinstance(found, Listed | FileChunk | CannotRead) else found.value
+    result = answer.result
+    return result if isinstance(result, Listed | FileChunk | CannotRead) else result.value

@@ -138,18 +138,18 @@ class RequestHandler:
         except LedgerError as error:
             refusal = str(error)
             self._ledger.do(NotMade(worker, message.number, refusal))
-        self._writers[worker] = made = Writer(message.token, message.number, refusal)
-        return made
+        self._writers[worker] = writer = Writer(message.token, message.number, refusal)
+        return writer
 
     def _answered(self, message: Query) -> Answer | Deferred:
-        token, what = message.token, message.what
-        if isinstance(what, Join):
+        token, request = message.token, message.what
+        if isinstance(request, Join):
             self._admit(token)
             return QueryResult(message.ticket, Value(None))
         writer = self._admitted(token)
         if writer.number < message.after:
             return Behind(writer.number + 1)
-        match what:
+        match request:
             case Flush():
                 return Deferred(partial(self._aside, message, self._ledger.flush))
             case Pack():
@@ -157,34 +157,37 @@ class RequestHandler:
             case ReadPacked():
                 return Deferred(
                     partial(
-                        self._aside, message, partial(self._read_packed, token.worker, what.offset)
+                        self._aside,
+                        message,
+                        partial(self._read_packed, token.worker, request.offset),
                     )
                 )
             case AskWalBytes():
                 return QueryResult(message.ticket, Value(self._ledger.wal_bytes))
             case PutInPlace():
-                self._put_in_place(what)
+                self._put_in_place(request)
                 return QueryResult(message.ticket, Value(None))
             case ListFiles() | ReadFile():
-                return Deferred(lambda: QueryResult(message.ticket, answer(self._folder, what)))
+                return Deferred(lambda: QueryResult(message.ticket, answer(self._folder, request)))
             case AppendLine():
-                append_line(self._inside(what.path), what.line)
+                append_line(self._inside(request.path), request.line)
                 return QueryResult(message.ticket, Value(None))
             case _:
                 return QueryResult(
-                    message.ticket, what.travels_as(self._ledger.do(cast("LedgerCall[Any]", what)))
+                    message.ticket,
+                    request.travels_as(self._ledger.do(cast("LedgerCall[Any]", request))),
                 )
 
-    def _put_in_place(self, what: PutInPlace) -> None:
+    def _put_in_place(self, request: PutInPlace) -> None:
         """In this folder; or note that the worker's host does so in its own, and has what counts
         from now on.
         """
-        path, at = self._inside(what.path), self._inside(what.at)
-        aside = None if what.aside is None else self._inside(what.aside)
-        if not what.disk:
+        path, at = self._inside(request.path), self._inside(request.at)
+        aside = None if request.aside is None else self._inside(request.aside)
+        if not request.disk:
             placing.put(path, at, aside)
-        if what.disk or self._ledger.do(ListPlaces(what.at)):
-            self._ledger.do(SetPlace(what.at, what.disk))
+        if request.disk or self._ledger.do(ListPlaces(request.at)):
+            self._ledger.do(SetPlace(request.at, request.disk))
 
     def _aside(self, message: Query, do: Callable[[], Any]) -> Answer:
         """What waits for the disk, in the thread for that."""
@@ -218,20 +221,20 @@ class RequestHandler:
             return file.read(PACKED_BYTES)
 
     def _admit(self, token: Token) -> None:
-        known = self._writers.get(token.worker)
-        if token.holder < self._floor or (known is not None and token.age < known.token.age):
-            raise _replaced(token, known)
-        if known is not None and known.token == token:
+        writer = self._writers.get(token.worker)
+        if token.holder < self._floor or (writer is not None and token.age < writer.token.age):
+            raise _replaced(token, writer)
+        if writer is not None and writer.token == token:
             return
         self._ledger.do(Admit(token))
         self._writers[token.worker] = Writer(token)
 
     def _admitted(self, token: Token) -> Writer:
         """How far a process is that may write. Errors: Replaced."""
-        known = self._writers.get(token.worker)
-        if known is None or known.token != token or token.holder < self._floor:
-            raise _replaced(token, known)
-        return known
+        writer = self._writers.get(token.worker)
+        if writer is None or writer.token != token or token.holder < self._floor:
+            raise _replaced(token, writer)
+        return writer
 
     def _inside(self, name: str) -> Path:
         """A path in the run folder. Errors: RunFolderError for one that leads out of it."""
@@ -247,14 +250,15 @@ def _kind(error: RunError) -> Literal["LedgerError", "RunFolderError", "Replaced
     return "LedgerError" if isinstance(error, LedgerError) else "RunFolderError"
 
 
-def _replaced(token: Token, known: Writer | None) -> Replaced:
-    other: Any = (
+def _replaced(token: Token, writer: Writer | None) -> Replaced:
+    successor: Any = (
         "none"
-        if known is None
-        else f"attempt {known.token.attempt} of scheduler {known.token.holder}"
+        if writer is None
+        else f"attempt {writer.token.attempt} of scheduler {writer.token.holder}"
     )
     return Replaced(
         f"attempt {token.attempt} of '{token.worker}', started by scheduler {token.holder} of this"
-        f" run, may write nothing any more: another one was started in its place (found {other});"
+        " run, may write nothing any more: another one was started in its place (found"
+        f" {successor});"
         " it was cut off or stopped for too long, and ends without touching the run"
     )

@@ -99,17 +99,17 @@ class LedgerProcess:
         plain = {} if keys is None else keys.to_plain()
         try:
             self._channel.send(Serve(ledger=str(ledger), address=address, keys=plain, floor=floor))
-            said = self._channel.receive(START_S)
+            reply = self._channel.receive(START_S)
         except (EOFError, OSError) as error:
             self.check()
             raise RunError(
                 f"the ledger's service did not start: {error}; see logs/ledger.log"
             ) from error
-        if isinstance(said, Listening):
-            self.address = said.address
-            return said.address
-        assert isinstance(said, CannotStart), "what it says"
-        raise RunError(said.why)
+        if isinstance(reply, Listening):
+            self.address = reply.address
+            return reply.address
+        assert isinstance(reply, CannotStart), "what it says"
+        raise RunError(reply.why)
 
     def check(self) -> None:
         """Errors: Replaced once it has found that somebody else holds the run; RunError when it has
@@ -184,10 +184,10 @@ class _Supervisor:
             for message in channel.arrived():
                 assert isinstance(message, Serve), "what is said to it"
                 self._stop()
-                said = self._start(message)
-                if isinstance(said, Listening):
-                    self._wanted = Serve(**{**vars(message), "address": said.address})
-                channel.send(said)
+                reply = self._start(message)
+                if isinstance(reply, Listening):
+                    self._wanted = Serve(**{**vars(message), "address": reply.address})
+                channel.send(reply)
         if (
             self._child is not None
             and self._wanted is not None
@@ -202,21 +202,21 @@ class _Supervisor:
             time.sleep(_AGAIN_S)
             self._start(self._wanted)
 
-    def _start(self, wanted: Serve) -> Listening | CannotStart:
-        heard, ends = Channel.pair(_CODEC, START_S)
+    def _start(self, request: Serve) -> Listening | CannotStart:
+        channel, ends = Channel.pair(_CODEC, START_S)
         self._child = fork(
-            partial(_serve, wanted, self._holds, ends), ends_with_parent=signal.SIGKILL
+            partial(_serve, request, self._holds, ends), ends_with_parent=signal.SIGKILL
         )
         ends.close()
         try:
-            said = heard.receive(START_S)
+            reply = channel.receive(START_S)
         except (EOFError, OSError, MessageError) as error:
             self._child.kill()
             return CannotStart(f"the ledger's service did not start: {error}; see logs/ledger.log")
         finally:
-            heard.close()
-        assert not isinstance(said, Serve), "what it says"
-        return said
+            channel.close()
+        assert not isinstance(reply, Serve), "what it says"
+        return reply
 
     def _stop(self) -> None:
         if self._child is not None:
@@ -225,26 +225,26 @@ class _Supervisor:
         self._child = self._wanted = None
 
 
-def _serve(wanted: Serve, holds: Holds, ends: socket.socket) -> int:
+def _serve(request: Serve, holds: Holds, ends: socket.socket) -> int:
     """The service's process."""
-    told = Channel(ends, _CODEC, START_S)
+    channel = Channel(ends, _CODEC, START_S)
     with contextlib.ExitStack() as open_:
 
         def handler() -> RequestHandler:
-            ledger = open_.enter_context(Ledger.open(wanted.ledger))
-            made = RequestHandler(ledger, floor=wanted.floor, holds=holds)
-            open_.callback(made.close)
-            return made
+            ledger = open_.enter_context(Ledger.open(request.ledger))
+            request_handler = RequestHandler(ledger, floor=request.floor, holds=holds)
+            open_.callback(request_handler.close)
+            return request_handler
 
         try:
-            service = LedgerService(handler, wanted.address, RunKeys.from_plain(wanted.keys))
+            service = LedgerService(handler, request.address, RunKeys.from_plain(request.keys))
         except RunError as error:
-            told.send(CannotStart(str(error)))
+            channel.send(CannotStart(str(error)))
             return 1
         open_.callback(service.close)
         signal.signal(STOP, lambda number, frame: service.stop())
-        told.send(Listening(service.address))
-        told.close()
+        channel.send(Listening(service.address))
+        channel.close()
         try:
             service.run()
         except Replaced as error:

@@ -45,24 +45,23 @@ def learners(trainer: Learn, hosts: Sequence[Host]) -> list[dict[str, Any]]:
     stand on one host, copies of the model, a power of two; the declared ones first, then those that
     cut and copy least.
     """
-    fields = {each.name for each in dataclasses.fields(trainer)}
+    fields = {field.name for field in dataclasses.fields(trainer)}
     if trainer.uses is None or not {"tensor_parallel", "dp_replicate"} <= fields:
         return [{}]
-    decoder, there = decoder_of(trainer.uses.source), sum(host.gpus for host in hosts)
+    decoder, gpus = decoder_of(trainer.uses.source), sum(host.gpus for host in hosts)
     most = max((host.gpus for host in hosts), default=1)
     widths = [
-        each
-        for each in PARALLEL
-        if each <= most and deals_out(decoder.heads, decoder.kv_heads, each)
+        width
+        for width in PARALLEL
+        if width <= most and deals_out(decoder.heads, decoder.kv_heads, width)
     ]
-    copies = [1 << power for power in range(there.bit_length())]
+    copies = [1 << power for power in range(gpus.bit_length())]
     traits = trainer.traits
     ways = [
         {"tensor_parallel": width, "dp_replicate": count}
         for width in widths
         for count in copies
-        if width * count <= there
-        and (width, count) != (traits.tensor_parallel, traits.dp_replicate)
+        if width * count <= gpus and (width, count) != (traits.tensor_parallel, traits.dp_replicate)
     ]
     declared = {"tensor_parallel": traits.tensor_parallel, "dp_replicate": traits.dp_replicate}
     return [
@@ -112,22 +111,22 @@ def best_learner(
     model, best, least = counts_of(trainer.uses.source), ways[0], float("inf")
     size = size_of(trainer.uses.source)
     for way in ways:
-        made: Any = dataclasses.replace(trainer, **way)
-        traits = made.traits
+        variant: Any = dataclasses.replace(trainer, **way)
+        traits = variant.traits
         if ranks % (traits.tensor_parallel * traits.dp_replicate):
             continue
-        need = need_of(graph, made, size, ranks, on_gpu=True)
+        need = need_of(graph, variant, size, ranks, on_gpu=True)
         if need is not None and need.total > room:
             continue
-        taken = Learners(
+        candidate = Learners(
             model=model, kind=kind, ranks=ranks, tensor_parallel=traits.tensor_parallel
         )
-        forward = taken.forward + traits.gradient_checkpointing
-        passes = taken.passes(
+        forward = candidate.forward + traits.gradient_checkpointing
+        passes = candidate.passes(
             step.rollouts, step.tokens, forward=forward, sequences=step.rollouts
         ).seconds(step.rates)
         seconds = passes + waits_s(
-            taken,
+            candidate,
             traits.dp_replicate,
             step.rates,
             tokens=step.rollouts * step.tokens,
@@ -199,36 +198,36 @@ class Candidate:
     def on(self, devices: Devices) -> Devices:
         """The devices that are taken."""
         return (
-            Devices.of([each for each in devices.hosts if each.kind in self.kinds])
+            Devices.of([host for host in devices.hosts if host.kind in self.kinds])
             if self.kinds
             else devices
         )
 
     def asked(self, graph: Graph, devices: Devices) -> str:
         """How one asks for it: flags, and knobs that are to be declared."""
-        found = []
+        flags = []
         if self.kinds:
             counts = {
-                kind: sum(each.gpus for each in devices.hosts if each.kind == kind)
+                kind: sum(host.gpus for host in devices.hosts if host.kind == kind)
                 for kind in self.kinds
             }
-            found.append(
+            flags.append(
                 "--foresee " + "+".join(f"{count}x{kind}" for kind, count in counts.items())
             )
         for flag in ("gpus", "replicas", "ranks"):
             if wishes := self.wishes if flag == "gpus" else getattr(self, flag):
-                found.append(
+                flags.append(
                     f"--{flag} " + ",".join(f"{node}={count}" for node, count in wishes.items())
                 )
         if self.place:
-            found.append(
+            flags.append(
                 "--place "
                 + ",".join(f"{node}={'+'.join(hosts)}" for node, hosts in self.place.items())
             )
         for operator, chosen in self._declares(graph):
             knobs = ", ".join(f"{knob}={value!r}" for knob, value in chosen.items())
-            found.append(f"{type(operator).__name__}({knobs})")
-        return " ".join(found)
+            flags.append(f"{type(operator).__name__}({knobs})")
+        return " ".join(flags)
 
     def _declares(self, graph: Graph) -> list[tuple[Any, Mapping[str, Any]]]:
         """Operators whose knobs are others than they declare, and these."""
@@ -260,17 +259,19 @@ def candidates(
     chosen: list[tuple[str, ...]] = [()]
     if knobs and len(names) > 1:
         chosen += [
-            each for count in range(1, len(names)) for each in itertools.combinations(names, count)
+            subset
+            for count in range(1, len(names))
+            for subset in itertools.combinations(names, count)
         ]
     deals = [
         (kinds, kind) for kinds in chosen for kind in _trainer_kinds(kinds or tuple(names), knobs)
     ]
-    found = []
+    placed = []
     for kinds, kind in deals:
-        there = Candidate(kinds=kinds).on(devices)
-        way = _learner(graph, there, kind, knobs, workload or Workload(), rates)
-        found += _on_gpus(graph, there, kinds, kind, knobs, idle, MOST // len(deals), way)
-    return found
+        subset = Candidate(kinds=kinds).on(devices)
+        way = _learner(graph, subset, kind, knobs, workload or Workload(), rates)
+        placed += _on_gpus(graph, subset, kinds, kind, knobs, idle, MOST // len(deals), way)
+    return placed
 
 
 def _learner(
@@ -325,12 +326,12 @@ def _on_gpus(
     learner: Callable[[int], Mapping[str, Any]],
 ) -> list[Candidate]:
     trainer, generator = only(graph, Learn), only(graph, Generate)
-    others = {
-        name: each.traits.tensor_parallel * each.traits.dp_replicate
-        for name, each in graph.operators.items()
-        if each.uses is not None and each not in (trainer, generator) and not each.light
+    helper_gpus = {
+        name: operator.traits.tensor_parallel * operator.traits.dp_replicate
+        for name, operator in graph.operators.items()
+        if operator.uses is not None and operator not in (trainer, generator) and not operator.light
     }
-    free = devices.gpus - sum(others.values())
+    free = devices.gpus - sum(helper_gpus.values())
     ways = generators(generator, devices) if knobs else [{}]
     totals = (
         range(2, free + 1)
@@ -345,7 +346,7 @@ def _on_gpus(
     seated = cache(lambda ranks: seats(hosts, ranks))
     apart = [
         Candidate(
-            gpus={generator.name: makes, trainer.name: total - makes, **others},
+            gpus={generator.name: makes, trainer.name: total - makes, **helper_gpus},
             knobs=way,
             kinds=kinds,
             learner=learner(total - makes),
@@ -362,7 +363,7 @@ def _on_gpus(
             lambda ranks: bool(seated(ranks)),
         )
     ]
-    sharing = (generator.name, trainer.name, *others)
+    sharing = (generator.name, trainer.name, *helper_gpus)
     most_shared = max((host.gpus for host in hosts), default=0)  # the turn is on one host
     return apart + [
         Candidate(
@@ -387,20 +388,20 @@ def generators(generator: Operator, devices: Devices) -> list[dict[str, Any]]:
     """Knobs of a generator that may differ from what it declares: ranks that share out its heads
     and stand on one host, fp8 where all devices multiply in it; the declared ones first.
     """
-    fields = {each.name for each in dataclasses.fields(generator)}
+    fields = {field.name for field in dataclasses.fields(generator)}
     declared, widths = generator.traits.tensor_parallel, [1]
     assert generator.uses is not None, "a generator has a model"
     if "tensor_parallel" in fields:
         decoder = decoder_of(generator.uses.source)
         most = max((host.gpus for host in devices.hosts), default=devices.cpus)
         widths = [
-            each
-            for each in PARALLEL
-            if each <= most and deals_out(decoder.heads, decoder.kv_heads, each)
+            width
+            for width in PARALLEL
+            if width <= most and deals_out(decoder.heads, decoder.kv_heads, width)
         ]
     ways: list[dict[str, Any]] = [
         {},
-        *({"tensor_parallel": each} for each in widths if each != declared),
+        *({"tensor_parallel": width} for width in widths if width != declared),
     ]
     kinds: list[DeviceKind] = [
         device_kind(host.kind) for host in devices.hosts if host.gpus and host.kind
@@ -429,15 +430,15 @@ def splits(
     >>> splits(8, 2, 1, 64)
     [2, 4, 6]
     """
-    found = [
+    counts = [
         makes
         for makes in range(unit, free, unit)
         if (free - makes) % trainer_unit == 0 and seated(free - makes)
     ]
-    if len(found) > most:
-        found = [makes for makes in found if (free - makes) % 8 == 0] or found
-    step = max(1, -(-len(found) // most))
-    return found[step - 1 :: step]
+    if len(counts) > most:
+        counts = [makes for makes in counts if (free - makes) % 8 == 0] or counts
+    step = max(1, -(-len(counts) // most))
+    return counts[step - 1 :: step]
 
 
 def _on_cores(graph: Graph, cores: int) -> list[Candidate]:
@@ -460,4 +461,4 @@ def _on_cores(graph: Graph, cores: int) -> list[Candidate]:
 
 
 def _counts(most: int) -> Sequence[int]:
-    return [each for each in (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128) if each <= most]
+    return [count for count in (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128) if count <= most]

@@ -52,22 +52,22 @@ def gains(graph: Graph, candidate: Candidate, devices: Devices, **how: Any) -> S
     before = _step_s(
         Change(text="", graph=candidate.placed(graph), candidate=candidate, devices=devices), how
     )
-    found = []
+    gained = []
     for change in changes(graph, candidate, devices):
         try:
             after = _step_s(change, how)
         except GraphError:
             continue
-        found.append(Gain(text=change.text, share=1 - after / before))
-    return sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.share)
+        gained.append(Gain(text=change.text, share=1 - after / before))
+    return sorted((gain for gain in gained if gain.share >= LEAST), key=lambda each: -each.share)
 
 
-def told(found: Sequence[Gain]) -> str:
+def told(gained: Sequence[Gain]) -> str:
     """One line: the best, or the best two."""
-    if not found:
+    if not gained:
         return f"no single change that is at hand saves {LEAST:.0%} of a step"
     return "what would help most (seconds of a step): " + ", ".join(
-        f"{each.text}: {-each.share:+.0%}" for each in found[:2]
+        f"{gain.text}: {-gain.share:+.0%}" for gain in gained[:2]
     )
 
 
@@ -78,7 +78,8 @@ def changes(graph: Graph, candidate: Candidate, devices: Devices) -> Iterator[Ch
     now = Change(text="", graph=placed, candidate=candidate, devices=devices)
     trainer, generator = only(placed, Learn), only(placed, Generate)
     bound = next(
-        (each.max_staleness for each in placed.feedbacks if each.reader is generator), None
+        (feedback.max_staleness for feedback in placed.feedbacks if feedback.reader is generator),
+        None,
     )
     if bound is not None:
         yield replace(
@@ -121,16 +122,16 @@ def changes(graph: Graph, candidate: Candidate, devices: Devices) -> Iterator[Ch
             candidate=replace(candidate, gpus=gpus, in_turn=()),
         )
         return
-    for each, count, what in (
+    for operator, count, text in (
         (generator, unit, "one more replica of the generator"),
         (trainer, candidate.gpus[trainer.name], "a trainer of twice the devices"),
     ):
-        there = sum(candidate.gpus.values())
-        gpus = {**candidate.gpus, each.name: candidate.gpus[each.name] + count}
-        rented = more_of(devices, max(0, there + count - devices.gpus))
+        gpus_now = sum(candidate.gpus.values())
+        gpus = {**candidate.gpus, operator.name: candidate.gpus[operator.name] + count}
+        rented = more_of(devices, max(0, gpus_now + count - devices.gpus))
         yield replace(
             now,
-            text=f"{what} ({count} more)",
+            text=f"{text} ({count} more)",
             candidate=replace(candidate, gpus=gpus),
             devices=rented,
         )
@@ -138,12 +139,14 @@ def changes(graph: Graph, candidate: Candidate, devices: Devices) -> Iterator[Ch
 
 def staler(graph: Graph, reader: Generate, bound: int) -> Graph:
     """The graph with another bound; the one that is given stays as it is."""
-    made = copy.copy(graph)
-    made.feedbacks = [
-        dataclasses.replace(each, max_staleness=bound) if each.reader is reader else each
-        for each in graph.feedbacks
+    changed = copy.copy(graph)
+    changed.feedbacks = [
+        dataclasses.replace(feedback, max_staleness=bound)
+        if feedback.reader is reader
+        else feedback
+        for feedback in graph.feedbacks
     ]
-    return made
+    return changed
 
 
 def more_of(devices: Devices, count: int) -> Devices:
@@ -168,5 +171,5 @@ def _with(now: Change, operator: Any, knobs: dict[str, Any]) -> Iterator[Change]
 
 
 def _step_s(change: Change, how: dict[str, Any]) -> float:
-    found: Foreseen = foreseen_of(change.graph, change.candidate, change.devices, **how)
-    return found.step_s
+    foreseen: Foreseen = foreseen_of(change.graph, change.candidate, change.devices, **how)
+    return foreseen.step_s

@@ -64,7 +64,7 @@ class Way:
     @property
     def processes(self) -> int:
         """Of all operators."""
-        return sum(each.count for each in self.foreseen.operations)
+        return sum(operation.count for operation in self.foreseen.operations)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +76,12 @@ class Objective:
     prices: Mapping[str, float] | None = None
     """Of a device for an hour, by kind."""
 
-    def of(self, found: Foreseen) -> tuple[float, float]:
+    def of(self, foreseen: Foreseen) -> tuple[float, float]:
         """What is compared: the least first."""
         return (
-            (cost_of(found, self.prices), found.step_s)
+            (cost_of(foreseen, self.prices), foreseen.step_s)
             if self.cost
-            else (found.step_s, cost_of(found, self.prices))
+            else (foreseen.step_s, cost_of(foreseen, self.prices))
         )
 
 
@@ -98,13 +98,15 @@ class SearchResult:
     objective: Objective
 
 
-def cost_of(found: Foreseen, prices: Mapping[str, float] | None = None) -> float:
+def cost_of(foreseen: Foreseen, prices: Mapping[str, float] | None = None) -> float:
     """Of a step: seconds of all devices that it has, or money, where prices of an hour are given by
     kind.
     """
     if prices is None:
-        return found.step_s * sum(found.taken.values())
-    return found.step_s / 3600 * sum(count * prices[kind] for kind, count in found.taken.items())
+        return foreseen.step_s * sum(foreseen.taken.values())
+    return (
+        foreseen.step_s / 3600 * sum(count * prices[kind] for kind, count in foreseen.taken.items())
+    )
 
 
 def best_ways(
@@ -148,14 +150,14 @@ def choose(
     how = {"workload": workload, "steps": steps, "constants": constants}
 
     def simulated(at: int, *, brief: bool) -> Way:
-        _, _, candidate, ground = found[at]
-        made = foreseen_on(ground, steps=steps, brief=brief)
-        return Way(candidate=candidate, asked=candidate.asked(graph, devices), foreseen=made)
+        _, _, candidate, ground = ranking[at]
+        foreseen = foreseen_on(ground, steps=steps, brief=brief)
+        return Way(candidate=candidate, asked=candidate.asked(graph, devices), foreseen=foreseen)
 
     def least_of(ways: Iterable[Way]) -> float:
         return min((objective.of(way.foreseen)[0] for way in ways), default=float("inf"))
 
-    found: list[tuple[tuple[float, float], int, Candidate, Foreground]] = []
+    ranking: list[tuple[tuple[float, float], int, Candidate, Foreground]] = []
     refused: Counter[str] = Counter()
     swapped: dict[str, Graph | GraphError] = {}
     lacks_memory = LacksMemory()
@@ -168,26 +170,26 @@ def choose(
             if lacks_memory(placed, candidate, devices):
                 raise GraphError(_REASONS[0][0])
             ground = _ground(placed, candidate, devices, **how)
-            made = foreseen_on(ground, steps=steps, simulated=False)
+            estimate = foreseen_on(ground, steps=steps, simulated=False)
         except GraphError as error:
             refused[reason(str(error))] += 1
             continue
-        found.append((objective.of(made), number, candidate, ground))
-    if not found:
+        ranking.append((objective.of(estimate), number, candidate, ground))
+    if not ranking:
         _blame(graph, tried, devices, **how)
         raise GraphError(
             f"devices are too few for trainer and generator; found {devices.gpus}; name more, as in"
             " 16xH100"
         )
-    found.sort(key=lambda each: each[:2])
-    taken = _promising([each[2] for each in found], all_of=not devices.gpus)
+    ranking.sort(key=lambda each: each[:2])
+    promising = _promising([place[2] for place in ranking], all_of=not devices.gpus)
     best: dict[int, Way] = {}
     brief = bool(devices.gpus)
-    for at in taken:
-        if not brief or found[at][0][0] <= FAR * least_of(best.values()):
+    for at in promising:
+        if not brief or ranking[at][0][0] <= FAR * least_of(best.values()):
             best[at] = simulated(at, brief=brief)
     leads = min(best, key=lambda at: objective.of(best[at].foreseen))
-    for at in _others([each[2] for each in found], found[leads][2], taken):
+    for at in _others([place[2] for place in ranking], ranking[leads][2], promising):
         best[at] = simulated(at, brief=brief)
     at_length: set[int] = set()
     while (
@@ -211,13 +213,13 @@ def _blame(graph: Graph, tried: Sequence[Candidate], devices: Devices, **how: An
     of the last one.
     """
     errors: list[GraphError] = []
-    for candidate in [each for each in tried if not each.knobs] or tried:
+    for candidate in [way for way in tried if not way.knobs] or tried:
         try:
             foreseen_of(candidate.placed(graph), candidate, devices, simulated=False, **how)
         except GraphError as error:
             errors.append(error)
     if errors:
-        lacking = [each for each in errors if isinstance(each, DoesNotFit)]
+        lacking = [error for error in errors if isinstance(error, DoesNotFit)]
         raise min(lacking, key=lambda each: each.missing) if lacking else errors[-1]
 
 
@@ -225,10 +227,10 @@ def ranked(ways: Sequence[Way], objective: Objective, alike: float) -> list[Way]
     """The best first; of those that are as good as the best, the one with the fewest processes, of
     these the best.
     """
-    found = sorted(ways, key=lambda way: objective.of(way.foreseen))
-    least = objective.of(found[0].foreseen)[0]
-    many = sum(objective.of(way.foreseen)[0] <= (1 + alike) * least for way in found)
-    return sorted(found[:many], key=lambda way: way.processes) + found[many:]
+    best_first = sorted(ways, key=lambda way: objective.of(way.foreseen))
+    least = objective.of(best_first[0].foreseen)[0]
+    many = sum(objective.of(way.foreseen)[0] <= (1 + alike) * least for way in best_first)
+    return sorted(best_first[:many], key=lambda way: way.processes) + best_first[many:]
 
 
 def _ground(graph: Graph, candidate: Candidate, devices: Devices, **how: Any) -> Foreground:
@@ -260,8 +262,8 @@ class LacksMemory:
         generator = only(graph, Generate)
         trainer = only(graph, Learn)
         return any(
-            self._need(graph, each, candidate, ranks) > max(rooms)
-            for each, ranks in (
+            self._need(graph, operator, candidate, ranks) > max(rooms)
+            for operator, ranks in (
                 (generator, generator.traits.tensor_parallel),
                 (trainer, candidate.count(trainer.name)),
             )
@@ -303,9 +305,9 @@ def reason(message: str) -> str:
         row[3], row[4]
     ):
         return _REASONS[0][1]
-    for said, told in _REASONS:
-        if said in message:
-            return told
+    for pattern, text in _REASONS:
+        if pattern in message:
+            return text
     return "are refused: " + re.sub(
         r"\d[\d,.]*", "..", re.sub(r"'[^']*'", "'..'", re.split("[;:]", message)[0])
     )
@@ -315,39 +317,41 @@ def _bytes(number: str, unit: str) -> float:
     return float(number) * 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
 
 
-def _placed(graph: Graph, candidate: Candidate, known: dict[str, Graph | GraphError]) -> Graph:
+def _placed(graph: Graph, candidate: Candidate, plans: dict[str, Graph | GraphError]) -> Graph:
     """The graph with a candidate's knobs, checked once for all candidates that have them."""
     key = candidate.declared
-    if key not in known:
+    if key not in plans:
         try:
-            known[key] = candidate.placed(graph)
+            plans[key] = candidate.placed(graph)
         except GraphError as error:
-            known[key] = error
-    found = known[key]
-    if isinstance(found, GraphError):
-        raise found
-    return found
+            plans[key] = error
+    plan = plans[key]
+    if isinstance(plan, GraphError):
+        raise plan
+    return plan
 
 
-def _promising(found: Sequence[Candidate], *, all_of: bool) -> list[int]:
+def _promising(tried: Sequence[Candidate], *, all_of: bool) -> list[int]:
     """Which are simulated, of those in the order of closed forms: the best ten, and the best of
     each setting.
     """
-    if all_of and len(found) <= _SIMULATED_ON_CORES:
-        return [*range(len(found))]
+    if all_of and len(tried) <= _SIMULATED_ON_CORES:
+        return [*range(len(tried))]
     firsts: dict[str, int] = {}
-    for at, candidate in enumerate(found):
+    for at, candidate in enumerate(tried):
         firsts.setdefault(candidate.setting, at)
-    return sorted({*firsts.values(), *range(min(BEST, len(found)))})
+    return sorted({*firsts.values(), *range(min(BEST, len(tried)))})
 
 
-def _others(found: Sequence[Candidate], leads: Candidate, taken: Sequence[int]) -> list[int]:
+def _others(ranking: Sequence[Candidate], leads: Candidate, promising: Sequence[int]) -> list[int]:
     """A few more of the setting that leads, far apart: closed forms know no tails, and may have
     looked aside.
     """
-    rest = [
-        at for at, each in enumerate(found) if each.setting == leads.setting and at not in taken
+    alternatives = [
+        at
+        for at, candidate in enumerate(ranking)
+        if candidate.setting == leads.setting and at not in promising
     ]
-    rest.sort(key=lambda at: (sum(found[at].gpus.values()), *found[at].gpus.values()))
-    step = max(1, len(rest) // _OTHERS)
-    return rest[step // 2 :: step][:_OTHERS]
+    alternatives.sort(key=lambda at: (sum(ranking[at].gpus.values()), *ranking[at].gpus.values()))
+    step = max(1, len(alternatives) // _OTHERS)
+    return alternatives[step // 2 :: step][:_OTHERS]

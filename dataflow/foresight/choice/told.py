@@ -15,25 +15,25 @@ def ways(choice: SearchResult) -> str:
         head += ["cost of a step" if prices is not None else "device seconds"]
     rows = []
     for way in choice.ways:
-        found = way.foreseen
-        cost = cost_of(found, prices)
+        foreseen = way.foreseen
+        cost = cost_of(foreseen, prices)
         least = cost_of(best.foreseen, prices) if sought else best.foreseen.step_s
-        more = "" if way is best else f"{(cost if sought else found.step_s) / least - 1:+.0%}"
+        more = "" if way is best else f"{(cost if sought else foreseen.step_s) / least - 1:+.0%}"
         rows.append(
             (
                 way.asked,
-                number(found.step_s),
-                *([number(cost)] if found.taken else []),
+                number(foreseen.step_s),
+                *([number(cost)] if foreseen.taken else []),
                 more,
-                f"'{found.bottleneck.node}' is busy longest",
-                f"staleness {found.staleness:.1f}",
+                f"'{foreseen.bottleneck.node}' is busy longest",
+                f"staleness {foreseen.staleness:.1f}",
             )
         )
-    said = f"{choice.tried:,} ways looked at, {choice.simulated} simulated"
+    summary = f"{choice.tried:,} ways looked at, {choice.simulated} simulated"
     if choice.refused:
         refused = ", ".join(f"{count:,} {why}" for why, count in choice.refused.items())
-        said += f"; {sum(choice.refused.values()):,} refused: {refused}"
-    return "\n".join(["", *table((*head, "", "why", ""), rows), said])
+        summary += f"; {sum(choice.refused.values()):,} refused: {refused}"
+    return "\n".join(["", *table((*head, "", "why", ""), rows), summary])
 
 
 def to_plain(choice: SearchResult) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Remedy:
     value: Any
     of: str
     """The operator that has it, for people."""
-    made: Callable[[Graph], Graph]
+    apply: Callable[[Graph], Graph]
 
     def __str__(self) -> str:
         """By its flag, or as it is declared."""
@@ -62,10 +62,10 @@ def advised(error: DoesNotFit, graph: Graph, fits: Callable[[Graph], bool]) -> G
     """The same refusal, with what would mend it: the first change with which the graph fits, or the
     fewest together.
     """
-    found = ways_out(graph, fits)
+    remedies = ways_out(graph, fits)
     do = (
-        f"{' and '.join(map(str, found))} would make it fit"
-        if found
+        f"{' and '.join(map(str, remedies))} would make it fit"
+        if remedies
         else ("give it more devices or a smaller model: no knob that was tried makes it fit")
     )
     return GraphError(f"{str(error).rpartition('; ')[0]}; {do}")
@@ -81,11 +81,11 @@ def ways_out(graph: Graph, fits: Callable[[Graph], bool]) -> Sequence[Remedy] | 
             return [change]
     for count in range(2, len(tried) + 1):
         if _fits(tried[:count], graph, fits):
-            kept = tried[:count]
+            remedies = tried[:count]
             for change in reversed(tried[: count - 1]):
-                rest = [each for each in kept if each is not change]
-                kept = rest if _fits(rest, graph, fits) else kept
-            return kept
+                fewer = [remedy for remedy in remedies if remedy is not change]
+                remedies = fewer if _fits(fewer, graph, fits) else remedies
+            return remedies
     return None
 
 
@@ -94,8 +94,8 @@ def roomy(devices: Devices) -> Devices:
     if not devices.hosts:
         return dataclasses.replace(devices, gpu_memory_bytes=int(SPARE * devices.gpu_memory_bytes))
     hosts = [
-        dataclasses.replace(each, gpu_memory_bytes=int(SPARE * each.gpu_memory_bytes))
-        for each in devices.hosts
+        dataclasses.replace(host, gpu_memory_bytes=int(SPARE * host.gpu_memory_bytes))
+        for host in devices.hosts
     ]
     return Devices.of(hosts, devices.link_bytes_per_s)
 
@@ -104,73 +104,79 @@ def changes(graph: Graph) -> Iterator[Remedy]:
     """What is tried, that first which costs least: what is learned stays the same but with
     adapters.
     """
-    trainers = [each for each in graph.operators.values() if each.trains and each.uses is not None]
-    generators = [
-        each
-        for each in graph.operators.values()
-        if isinstance(each, Generate) and each.uses is not None
+    trainers = [
+        operator
+        for operator in graph.operators.values()
+        if operator.trains and operator.uses is not None
     ]
-    longest = max((each.traits.max_tokens or 0 for each in generators), default=0)
-    for each in trainers:
-        if not each.traits.gradient_checkpointing:
-            yield from _knob(each, "gradient_checkpointing", True)
-    models = {each.uses: each for each in trainers if each.uses is not None}
+    generators = [
+        operator
+        for operator in graph.operators.values()
+        if isinstance(operator, Generate) and operator.uses is not None
+    ]
+    longest = max((generator.traits.max_tokens or 0 for generator in generators), default=0)
+    for trainer in trainers:
+        if not trainer.traits.gradient_checkpointing:
+            yield from _knob(trainer, "gradient_checkpointing", True)
+    models = {trainer.uses: trainer for trainer in trainers if trainer.uses is not None}
     for model, owner in models.items():
         if model.dtype == "float32":
             yield _model(model, owner, "dtype", "bfloat16")
-    for each in trainers:
-        tokens = each.traits.micro_batch_tokens
+    for trainer in trainers:
+        tokens = trainer.traits.micro_batch_tokens
         for fewer in (tokens // 2, tokens // 4):
             if fewer >= max(_LEAST_TOKENS, longest):
-                yield from _knob(each, "micro_batch_tokens", fewer)
-    for each in trainers:
-        if not each.traits.offloads:
-            yield from _knob(each, "offload", True)
-    for each in generators:
+                yield from _knob(trainer, "micro_batch_tokens", fewer)
+    for trainer in trainers:
+        if not trainer.traits.offloads:
+            yield from _knob(trainer, "offload", True)
+    for generator in generators:
         shorter = longest + _LEAST_TOKENS
-        if each.traits.context_tokens is None or each.traits.context_tokens > shorter:
-            yield from _knob(each, "context_tokens", shorter)
+        if generator.traits.context_tokens is None or generator.traits.context_tokens > shorter:
+            yield from _knob(generator, "context_tokens", shorter)
     for model, owner in models.items():
         if model.lora is None:
             yield _model(model, owner, "lora", LoRA(16))
-    for each in generators:
+    for generator in generators:
         for ranks in (2, 4, 8):
-            if ranks > each.traits.tensor_parallel:
-                yield from _knob(each, "tensor_parallel", ranks)
+            if ranks > generator.traits.tensor_parallel:
+                yield from _knob(generator, "tensor_parallel", ranks)
 
 
 def _knob(operator: Operator, knob: str, value: Any) -> Iterator[Remedy]:
     if any(field.name == knob for field in dataclasses.fields(operator)):
         name, knobs = operator.name, {knob: value}
 
-        def made(graph: Graph) -> Graph:
+        def apply(graph: Graph) -> Graph:
             return graph.swap_all({name: dataclasses.replace(graph.operators[name], **knobs)})
 
-        yield Remedy(knob=knob, value=value, of=f"'{name}'", made=made)
+        yield Remedy(knob=knob, value=value, of=f"'{name}'", apply=apply)
 
 
 def _model(model: Model, owner: Operator, knob: str, value: Any) -> Remedy:
     """Of a model that several operators have in common, in all of them."""
     knobs = {knob: value}
 
-    def made(graph: Graph) -> Graph:
+    def apply(graph: Graph) -> Graph:
         now = graph.operators[owner.name].uses
         return graph.swap_all(
             {
-                name: dataclasses.replace(each, model=dataclasses.replace(each.uses, **knobs))  # type: ignore[call-arg]
-                for name, each in graph.operators.items()
-                if each.uses is not None
+                name: dataclasses.replace(
+                    operator, model=dataclasses.replace(operator.uses, **knobs)
+                )  # type: ignore[call-arg]
+                for name, operator in graph.operators.items()
+                if operator.uses is not None
                 and now is not None
-                and each.uses.source == now.source
-                and (knob != "lora" or not each.uses.is_frozen)
+                and operator.uses.source == now.source
+                and (knob != "lora" or not operator.uses.is_frozen)
             }
         )
 
-    return Remedy(knob=knob, value=value, of=f"model '{model.name}'", made=made)
+    return Remedy(knob=knob, value=value, of=f"model '{model.name}'", apply=apply)
 
 
 def _fits(changes: Sequence[Remedy], graph: Graph, fits: Callable[[Graph], bool]) -> bool:
     try:
-        return fits(reduce(lambda changed, each: each.made(changed), changes, graph))
+        return fits(reduce(lambda changed, change: change.apply(changed), changes, graph))
     except GraphError:
         return False

@@ -69,7 +69,7 @@ def carried_on(
     where none is. few: complete groups that leave at once. stops: whether it stops once so many
     rollouts have ended.
     """
-    found: list[Stretch] = []
+    stretches: list[Stretch] = []
     ended, many, context_s = 0, len(ends), costs.context_s
     target = ends[0][0]
     while True:
@@ -96,9 +96,9 @@ def carried_on(
                 few -= 1
                 if until is None:
                     until = at + linger
-        found.append((now, ended, at, owed_s, seconds))
+        stretches.append((now, ended, at, owed_s, seconds))
         if is_over or few <= 0 or ended == many or (stops is not None and stops(ended)):
-            return found
+            return stretches
         owed_s = costs.rollout_s * (ended - before)
 
 
@@ -182,8 +182,8 @@ class SimulatedReplica:
         if self._event is None:
             self._go_on()
             return
-        wanted = self._wanted()
-        if not wanted and self._offered <= self.version:
+        slots = self._wanted()
+        if not slots and self._offered <= self.version:
             return
         now, stretches = self._clock.reading(self._costs.shared), self._stretches
         under_way = min(bisect_right(stretches, now, key=itemgetter(0)), len(stretches) - 1)
@@ -192,7 +192,7 @@ class SimulatedReplica:
             self._stop(under_way, now)
             self._go_on()
         else:
-            self._stop_early(under_way, wanted)
+            self._stop_early(under_way, slots)
 
     def wants(self) -> bool:
         """Whether rollouts are under way, or may start."""
@@ -254,29 +254,29 @@ class SimulatedReplica:
             self._owed_s = owed_s - passed
         elif seconds > owed_s:
             stride_s = (seconds - owed_s) / (strides - self._at)
-            made = min(strides - self._at, math.ceil((passed - owed_s) / stride_s - 1e-6))
-            self._owed_s = max(0.0, made * stride_s - (passed - owed_s))
-            self._at += made
+            strides_done = min(strides - self._at, math.ceil((passed - owed_s) / stride_s - 1e-6))
+            self._owed_s = max(0.0, strides_done * stride_s - (passed - owed_s))
+            self._at += strides_done
         else:
             self._at, self._owed_s = strides, 0.0
 
-    def _stop_early(self, under_way: int, wanted: int) -> None:
+    def _stop_early(self, under_way: int, slots: int) -> None:
         """Stop where slots become free that are waited for since now."""
         assert self._event is not None, "something is under way"
         for number, (until, ended, *_) in enumerate(self._stretches[under_way:-1], under_way):
-            if self._lets_in(ended, wanted):
+            if self._lets_in(ended, slots):
                 self._clock.cancel(self._event)
                 del self._stretches[number + 1 :]
                 self._event = self._clock.at(until, self._reached, shared=self._costs.shared)
                 return
 
-    def _lets_in(self, ended: int, wanted: int) -> bool:
+    def _lets_in(self, ended: int, slots: int) -> bool:
         """Whether somebody who waits for so many slots may start once so many live rollouts have
         ended.
         """
         free = self._slots - len(self._ends) + ended
-        return wanted > 0 and starts(
-            min(wanted, free), wanted, idle=ended == len(self._ends), slots=self._slots
+        return slots > 0 and starts(
+            min(slots, free), slots, idle=ended == len(self._ends), slots=self._slots
         )
 
     def _go_on(self) -> None:
@@ -292,7 +292,7 @@ class SimulatedReplica:
                 self._send()
             self._shared.look()
             return
-        wanted = self._wanted()
+        slots = self._wanted()
         self._stretches = carried_on(
             self._ends,
             costs,
@@ -305,7 +305,7 @@ class SimulatedReplica:
             linger=self._linger,
             until=max(self._since + self._linger, self._at) if self._complete else None,
             few=self._enough - len(self._complete),
-            stops=(lambda ended: self._lets_in(ended, wanted)) if wanted else None,
+            stops=(lambda ended: self._lets_in(ended, slots)) if slots else None,
         )
         self._usage.begins()
         self._event = self._clock.at(self._stretches[-1][0], self._reached, shared=costs.shared)

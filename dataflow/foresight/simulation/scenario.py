@@ -132,5 +132,5 @@ def coarse(scenario: Scenario, most: float = 200_000.0) -> Scenario:
     """With strides, where so many decode steps would be looked at; up to a 32nd of the mean
     length.
     """
-    wanted = min(scenario.decode_steps / most, scenario.lengths.mean / scenario.turns / 32)
-    return replace(scenario, stride=max(1, int(wanted)))
+    stride = min(scenario.decode_steps / most, scenario.lengths.mean / scenario.turns / 32)
+    return replace(scenario, stride=max(1, int(stride)))

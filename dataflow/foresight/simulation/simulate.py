@@ -84,12 +84,12 @@ class SimulatedTrainer:
             return
         scenario = self._scenario
         while len(self._groups) < scenario.prompts_per_step:
-            found = self._queue.take()
-            if found is None:
+            group_and_drop = self._queue.take()
+            if group_and_drop is None:
                 self._shared.look()
                 return
             self._let_in()
-            group, drop = found
+            group, drop = group_and_drop
             oldest = np.asarray(group.from_versions[0][0])  # it began before the others
             reason = "filtered" if drop else ""
             if not reason and sweep(oldest, self.steps, scenario.max_staleness):
@@ -328,7 +328,7 @@ class _World:
             first=self._first,
         )
         self._turns.join(
-            GENERATOR, lambda: any(each.wants() for each in self._replicas), self._generate
+            GENERATOR, lambda: any(replica.wants() for replica in self._replicas), self._generate
         )
         self._turns.join(NODE, self._trainer.wants, self._trainer.go_on)
         self._hops: list[int] = []
@@ -382,7 +382,7 @@ class _World:
             step_ends=np.array(trainer.step_ends),
             staleness=trainer.staleness,
             dropped=trainer.dropped,
-            busy={name: sum(each) / len(each) for name, each in merged.items()},
+            busy={name: sum(shares) / len(shares) for name, shares in merged.items()},
             in_flight=float(np.mean(self._in_flight)),
             first=self._first,
             spans={name: usage.spans for name, usage in self._usage.items()},
@@ -392,7 +392,7 @@ class _World:
         return self._usage.setdefault(name, Usage(self._clock))
 
     def _chain(self) -> list[SimulatedScorer]:
-        found: list[SimulatedScorer] = []
+        scorers: list[SimulatedScorer] = []
         hops = 1
         for name, costs in self._scenario.scorers.items():
             usage = self._used(name)
@@ -401,20 +401,20 @@ class _World:
                 continue
             self._hops.append(hops)
             hops = 1
-            found.append(
+            scorers.append(
                 SimulatedScorer(
                     costs,
                     self._scenario.group_size,
                     self._clock,
                     usage,
-                    partial(self._pass_on, to=len(found) + 1),
+                    partial(self._pass_on, to=len(scorers) + 1),
                     self._turns,
                     name,
                     shared=bool(self._scenario.generator.shared),
                 )
             )
         self._hops.append(hops)
-        return found
+        return scorers
 
     def _hop(self, act: Callable[[], None], hops: int = 1) -> None:
         """Act when that is there, and never at once: whoever sends may be in the middle of
@@ -426,12 +426,12 @@ class _World:
         scenario = self._scenario
         while True:
             stop = issue_until(self._following, last=None, needed=None, dropped=self._given_up)
-            left = self._most - sum(self._without_outcome)
-            count = min(stop - self._following, scenario.prompts_at_once, left)
+            room = self._most - sum(self._without_outcome)
+            count = min(stop - self._following, scenario.prompts_at_once, room)
             if count <= 0:
                 return
             number = next_receiver(
-                [max(0, self._room - held) for held in self._without_outcome],
+                [max(0, self._room - pending) for pending in self._without_outcome],
                 last=self._last_sent,
                 slack=scenario.prompts_slack,
             )

@@ -76,24 +76,24 @@ class SinkRows:
 
     def groups(self, source: str) -> list[AnyArray]:
         """Groups of a source that have an outcome."""
-        return [each.groups for each in self.ended if each.source == source]
+        return [ending.groups for ending in self.ended if ending.source == source]
 
     def dropped(self) -> list[EndedGroups]:
         """Those that were given up."""
-        return [each for each in self.ended if each.outcome == "dropped"]
+        return [ending for ending in self.ended if ending.outcome == "dropped"]
 
     def at(self, outcome: str) -> dict[int, dict[str, AnyArray]]:
         """Groups with this outcome, ascending, by step and source."""
-        found: dict[int, dict[str, AnyArray]] = {}
-        for each in self.ended:
-            if each.outcome == outcome and len(each.groups):
-                order = np.lexsort((each.groups, each.steps))
-                steps, begins = np.unique(each.steps[order], return_index=True)
+        by_step: dict[int, dict[str, AnyArray]] = {}
+        for ending in self.ended:
+            if ending.outcome == outcome and len(ending.groups):
+                order = np.lexsort((ending.groups, ending.steps))
+                steps, begins = np.unique(ending.steps[order], return_index=True)
                 for step, groups in zip(
-                    steps.tolist(), np.split(each.groups[order], begins[1:]), strict=True
+                    steps.tolist(), np.split(ending.groups[order], begins[1:]), strict=True
                 ):
-                    found.setdefault(step, {})[each.source] = groups
-        return found
+                    by_step.setdefault(step, {})[ending.source] = groups
+        return by_step
 
 
 @dataclass
@@ -125,7 +125,7 @@ class VerifyFacts:
             if (
                 sink.steps
                 or node in self.max_staleness
-                or any(each.outcome == "trained" for each in sink.ended)
+                or any(ending.outcome == "trained" for ending in sink.ended)
             ):
                 yield node, sink
 
@@ -164,21 +164,21 @@ def note_the_past(facts: VerifyFacts, findings: Findings) -> None:
 
 def note_who_leads(folder: RunFolder, findings: Findings) -> None:
     """Note that the ledger may say less here than where it is written."""
-    if said := seen_in_part(folder):
-        findings.note(said)
+    if note := seen_in_part(folder):
+        findings.note(note)
 
 
 def read_facts(folder: RunFolder, findings: Findings) -> VerifyFacts:
     """Read ledger, metrics and config of a run. Errors: LedgerError when the ledger cannot be
     read.
     """
-    groups, sinks, said, lie = _read_ledger(folder.ledger, findings)
+    groups, sinks, ledger_facts, lie = _read_ledger(folder.ledger, findings)
     metrics, torn = read_lines(folder.metrics, findings.note)
     if torn:
         findings.note(
             f"{torn} torn line{'s' if torn > 1 else ''} in metrics.jsonl: a crash during the write"
         )
-    config = said.get("config") or read_map(
+    config = ledger_facts.get("config") or read_map(
         folder.config, {"max_staleness": dict, "resumed": list}, findings.note
     )
     bounds = config.get("max_staleness", {})
@@ -193,9 +193,9 @@ def read_facts(folder: RunFolder, findings: Findings) -> VerifyFacts:
         metrics=metrics,
         max_staleness=bounds,
         config=config,
-        not_kept=not_kept(said),
+        not_kept=not_kept(ledger_facts),
         places=lie,
-        changes=recorded(said),
+        changes=recorded(ledger_facts),
     )
 
 

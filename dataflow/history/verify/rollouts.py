@@ -85,7 +85,7 @@ def _together(
     """Files of the same columns, not too many and not too large together; each is read and checked
     whole.
     """
-    found: list[Read] = []
+    batch: list[Read] = []
     size = 0
     for step, path in files:
         try:
@@ -94,15 +94,15 @@ def _together(
             if path.exists() or not is_gone(step):
                 findings.fault(f"the rollouts cannot be judged: {error}")
             continue
-        if found and (
-            size > MOST_BYTES or len(found) == MOST_FILES or table.schema != found[0][2].schema
+        if batch and (
+            size > MOST_BYTES or len(batch) == MOST_FILES or table.schema != batch[0][2].schema
         ):
-            yield found
-            found, size = [], 0
-        found.append((step, path, table))
+            yield batch
+            batch, size = [], 0
+        batch.append((step, path, table))
         size += table.nbytes
-    if found:
-        yield found
+    if batch:
+        yield batch
 
 
 def _columns(path: Path) -> pa.Table:
@@ -118,15 +118,15 @@ def _judged(files: list[Read], findings: Findings) -> Iterator[tuple[int, Path, 
     file.
     """
     try:
-        found = _digest([table for _, _, table in files])
+        rollouts = _digest([table for _, _, table in files])
     except (pa.ArrowException, TypeError, ValueError) as error:
         if len(files) == 1:
             findings.fault(f"the rollouts of {files[0][1].name} cannot be judged: {error}")
         else:
-            for each in files:
-                yield from _judged([each], findings)
+            for file in files:
+                yield from _judged([file], findings)
         return
-    for (step, path, _), digest in zip(files, found, strict=True):
+    for (step, path, _), digest in zip(files, rollouts, strict=True):
         yield step, path, digest
 
 
@@ -149,7 +149,11 @@ def _digest(tables: list[pa.Table]) -> list[RolloutFile]:
     order = np.lexsort((position, group, source, file))
     is_next = [np.diff(of[order], prepend=-1) != 0 for of in (group, source, file)]
     begins = np.flatnonzero(functools.reduce(np.logical_or, is_next))
-    groups, owners, told = group[order][begins], file[order][begins], names[source[order][begins]]
+    groups, owners, source_names = (
+        group[order][begins],
+        file[order][begins],
+        names[source[order][begins]],
+    )
     broken = _broken(table, group, position, order, begins)
     rows, kinds = np.cumsum(lengths)[:-1], np.searchsorted(owners, np.arange(1, len(tables)))
     return [
@@ -163,7 +167,7 @@ def _digest(tables: list[pa.Table]) -> list[RolloutFile]:
         )
         for its_groups, its_sources, is_broken, ages, young, is_good, is_early in zip(
             np.split(groups, kinds),
-            np.split(told, kinds),
+            np.split(source_names, kinds),
             np.split(broken, kinds),
             np.split(oldest, rows),
             np.split(newest, rows),
@@ -227,18 +231,18 @@ def judge_steps(facts: VerifyFacts, node: str, sink: SinkRows, findings: Finding
     paths = _kept(
         facts, node, [(step, folder / f"step-{step:06d}.arrow") for step in sink.steps], findings
     )
-    for step, path, found in digests(paths, findings, partial(_is_gone, facts, node)):
-        wanted = trained.get(step, {})
-        _same_groups(path.name, node, step, wanted, found, findings)
-        for source in wanted:
-            standing.setdefault(source, []).append((step, found.groups))
-        chosen = found.oldest[found.oldest != NO_TOKEN]
+    for step, path, rollouts in digests(paths, findings, partial(_is_gone, facts, node)):
+        expected = trained.get(step, {})
+        _same_groups(path.name, node, step, expected, rollouts, findings)
+        for source in expected:
+            standing.setdefault(source, []).append((step, rollouts.groups))
+        chosen = rollouts.oldest[rollouts.oldest != NO_TOKEN]
         if len(chosen):
             ages = (step - 1) - chosen
             largest = max(largest or 0, int(ages.max()))
             if bound is not None:
-                held = bound_at(facts.changes, node, step, bound)
-                _in_time(node, step, int(ages.max()), found.newest, held, findings)
+                bound_then = bound_at(facts.changes, node, step, bound)
+                _in_time(node, step, int(ages.max()), rollouts.newest, bound_then, findings)
     for source, files in standing.items():
         _once(source, files, findings)
     return largest
@@ -257,15 +261,15 @@ def judge_evaluations(facts: VerifyFacts, node: str, sink: SinkRows, findings: F
     for step, path in paths:
         if not path.exists():
             findings.note(f"the evaluation of '{node}' at step {step} has no file {path.name}")
-    for step, path, found in digests(
+    for step, path, rollouts in digests(
         [(step, path) for step, path in paths if path.exists()],
         findings,
         partial(_is_gone, facts, node),
     ):
-        _same_groups(path.name, node, step, evaluated[step], found, findings)
-        if found.too_early:
+        _same_groups(path.name, node, step, evaluated[step], rollouts, findings)
+        if rollouts.too_early:
             findings.fault(
-                f"{found.too_early} rollouts in {path.name} are older than their min_version"
+                f"{rollouts.too_early} rollouts in {path.name} are older than their min_version"
             )
 
 
@@ -277,13 +281,13 @@ def _kept(
     """
     paths = _here(facts, node, paths, findings)
     upto = facts.not_kept.get(node, 0)
-    found = [(step, path) for step, path in paths if step > upto or path.exists()]
-    if len(found) < len(paths):
+    files = [(step, path) for step, path in paths if step > upto or path.exists()]
+    if len(files) < len(paths):
         findings.note(
-            f"the rollouts of {len(paths) - len(found)} steps of '{node}' up to step {upto} were"
+            f"the rollouts of {len(paths) - len(files)} steps of '{node}' up to step {upto} were"
             " not kept: what became of their groups is judged by the ledger alone"
         )
-    return found
+    return files
 
 
 def _here(
@@ -315,25 +319,25 @@ def _same_groups(
     node: str,
     step: int,
     ended: Mapping[str, AnyArray],
-    found: RolloutFile,
+    rollouts: RolloutFile,
     findings: Findings,
 ) -> None:
-    there = list(zip(found.sources.tolist(), found.groups.tolist(), strict=True))
-    tells = any(found.sources)
-    wanted = {
+    present = list(zip(rollouts.sources.tolist(), rollouts.groups.tolist(), strict=True))
+    tells = any(rollouts.sources)
+    expected = {
         (source if tells else "", group)
         for source, groups in ended.items()
         for group in groups.tolist()
     }
-    if absent := wanted - set(there):
+    if absent := expected - set(present):
         findings.fault(
             f"groups {_named(absent)} ended at step {step} of '{node}' but do not stand in {name}"
         )
-    if extra := set(there) - wanted:
+    if extra := set(present) - expected:
         findings.fault(
             f"groups {_named(extra)} stand in {name} but did not end at step {step} of '{node}'"
         )
-    if broken := set(itertools.compress(there, found.broken)):
+    if broken := set(itertools.compress(present, rollouts.broken)):
         findings.fault(f"groups {_named(broken)} in {name} are not whole")
 
 
@@ -344,7 +348,7 @@ def _named(groups: Collection[tuple[str, int]]) -> str:
         source: some({group for of, group in groups if of == source}) for source in sources
     }
     return ", and ".join(
-        f"{found} of '{source}'" if source else str(found) for source, found in by_source.items()
+        f"{groups} of '{source}'" if source else str(groups) for source, groups in by_source.items()
     )
 
 
@@ -409,9 +413,9 @@ def judge_folder(
         if lost := forgotten(folder, ledger, node, own):
             findings.fault(lost)
     last = sink.steps[-1] if sink.steps else 0
-    if left := [step for step, _ in folder.rollouts_of(own).files("step") if step > last]:
+    if later := [step for step, _ in folder.rollouts_of(own).files("step") if step > last]:
         findings.note(
-            f"there are rollouts of steps {some(left)} that '{node}' has not committed: "
+            f"there are rollouts of steps {some(later)} that '{node}' has not committed: "
             "a crash between write and commit, or a line that was taken back"
         )
 
@@ -419,9 +423,9 @@ def judge_folder(
 def judge_finished(folder: RunFolder, findings: Findings) -> None:
     """Look through what generators have kept of groups without an outcome."""
     for path in sorted(
-        each
+        path
         for ending in ("arrows", "parts", "turns")
-        for each in folder.path.glob(f"finished/*/*.{ending}")
+        for path in folder.path.glob(f"finished/*/*.{ending}")
     ):
         file = File(path)
         for _ in file.read():

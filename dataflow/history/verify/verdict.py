@@ -142,9 +142,9 @@ def _judge_trainer(
         bounds = [
             bound,
             *(
-                each.value
-                for each in facts.changes
-                if each.knob == MAX_STALENESS and each.trainer == node
+                change.value
+                for change in facts.changes
+                if change.knob == MAX_STALENESS and change.trainer == node
             ),
         ]
         age = "" if bound is None else f"{age} of {', then '.join(map(str, bounds))}"
@@ -178,13 +178,13 @@ def _steps_are_contiguous(node: str, sink: SinkRows, findings: Findings) -> None
 def _outcomes_stand_at_steps(node: str, sink: SinkRows, findings: Findings) -> None:
     """Drops alone may stand at the next step, which is under way."""
     lost: list[int] = []
-    for each in sink.ended:
+    for ending in sink.ended:
         steps = [
             NO_STEP,
             *sink.steps,
-            *([len(sink.steps) + 1] if each.outcome == "dropped" else []),
+            *([len(sink.steps) + 1] if ending.outcome == "dropped" else []),
         ]
-        lost += each.groups[~np.isin(each.steps, steps)].tolist()
+        lost += ending.groups[~np.isin(ending.steps, steps)].tolist()
     if lost:
         findings.fault(
             f"groups {some(lost)} have an outcome at a step that '{node}' never committed"
@@ -195,27 +195,27 @@ def _identity(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings)
     """Issued = trained + evaluated + dropped + in flight, each side counted for itself."""
     issued = waiting = 0
     for source in sorted(sink.sources):
-        given = facts.groups.get(source, np.zeros(0, np.int64))
-        found, times = np.unique(
-            np.concatenate([given[:0], *sink.groups(source)]), return_counts=True
+        issued_groups = facts.groups.get(source, np.zeros(0, np.int64))
+        ended_groups, times = np.unique(
+            np.concatenate([issued_groups[:0], *sink.groups(source)]), return_counts=True
         )
-        issued += len(given)
-        waiting += len(np.setdiff1d(given, found, assume_unique=True))
-        if len(twice := found[times > 1]):
+        issued += len(issued_groups)
+        waiting += len(np.setdiff1d(issued_groups, ended_groups, assume_unique=True))
+        if len(twice := ended_groups[times > 1]):
             findings.fault(f"'{node}' has two outcomes for groups {some(twice.tolist())}")
-        if len(unknown := np.setdiff1d(found, given, assume_unique=True)):
+        if len(unknown := np.setdiff1d(ended_groups, issued_groups, assume_unique=True)):
             findings.fault(
                 f"'{node}' has outcomes for groups {some(unknown.tolist())}, never issued"
             )
     if unexplained := [
-        group for each in sink.dropped() if not each.reason for group in each.groups.tolist()
+        group for ending in sink.dropped() if not ending.reason for group in ending.groups.tolist()
     ]:
         findings.fault(f"'{node}' dropped groups {some(unexplained)} without a reason")
     kinds, dropped = collections.Counter[str](), collections.Counter[str]()
-    for each in sink.ended:
-        kinds[each.outcome] += len(each.groups)
-    for each in sink.dropped():
-        dropped[str(each.reason)] += len(each.groups)
+    for ending in sink.ended:
+        kinds[ending.outcome] += len(ending.groups)
+    for ending in sink.dropped():
+        dropped[str(ending.reason)] += len(ending.groups)
     counts = OutcomeCounts(
         issued=issued,
         trained=kinds["trained"],
@@ -233,47 +233,49 @@ def _metrics_agree(facts: VerifyFacts, node: str, sink: SinkRows, findings: Find
     line of a step counts.
     """
     alone = len(list(facts.trainers())) == 1
-    told: dict[int, dict[str, Any]] = {}
+    lines: dict[int, dict[str, Any]] = {}
     for line in facts.metrics:
         if (
             "dropped" in line
             and isinstance(line.get("step"), int)
             and line.get("node", alone and node) == node
         ):
-            told[line["step"]] = line
+            lines[line["step"]] = line
     dropped: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for each in sink.dropped():
-        for step, times in zip(*np.unique(each.steps, return_counts=True), strict=True):
-            dropped[int(step)][str(each.reason)] += int(times)
-    if silent := [step for step in sink.steps if step not in told]:
+    for ending in sink.dropped():
+        for step, times in zip(*np.unique(ending.steps, return_counts=True), strict=True):
+            dropped[int(step)][str(ending.reason)] += int(times)
+    if silent := [step for step in sink.steps if step not in lines]:
         findings.note(
             f"steps {some(silent)} of '{node}' have no line with their drops in metrics.jsonl"
         )
     for step in sink.steps:
-        if step in told and _numbers(told[step]["dropped"]) != dict(dropped[step]):
+        if step in lines and _numbers(lines[step]["dropped"]) != dict(dropped[step]):
             findings.fault(
-                f"metrics.jsonl tells of drops {told[step]['dropped']} at step {step} of '{node}', "
+                f"metrics.jsonl tells of drops {lines[step]['dropped']} at step {step} of"
+                f" '{node}', "
                 f"the ledger of {dict(dropped[step])}"
             )
-    if others := [
+    if differing := [
         step
-        for step, made in sink.metrics.items()
-        if step in told and not told[step].items() >= made.items()
+        for step, figures in sink.metrics.items()
+        if step in lines and not lines[step].items() >= figures.items()
     ]:
         findings.fault(
-            f"metrics.jsonl has other figures of steps {some(others)} of '{node}' than the ledger:"
+            f"metrics.jsonl has other figures of steps {some(differing)} of '{node}' than the"
+            " ledger:"
             " it was damaged, or somebody wrote into it; a resume writes their lines anew"
         )
-    if early := [step for step in told if step > (sink.steps[-1] if sink.steps else 0)]:
+    if early := [step for step in lines if step > (sink.steps[-1] if sink.steps else 0)]:
         findings.note(
             f"metrics.jsonl tells of steps {some(early)} of '{node}' that are not on the surviving"
             " line"
         )
 
 
-def _numbers(told: Any) -> Any:
+def _numbers(counts: Any) -> Any:
     return (
-        {str(reason): number for reason, number in told.items() if number}
-        if isinstance(told, dict)
-        else told
+        {str(reason): number for reason, number in counts.items() if number}
+        if isinstance(counts, dict)
+        else counts
     )

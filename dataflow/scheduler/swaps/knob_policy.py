@@ -38,14 +38,14 @@ def planned(table: Table, wishes: Mapping[str, Any], by: str, at: float) -> tupl
         )
     graph = changed(table.graph, of_operators(table.changes, ()))
     knobs_of = partial(_knobs_of, table)
-    number = max((each.number for each in table.changes), default=0)
-    found: list[KnobChange] = []
+    number = max((change.number for change in table.changes), default=0)
+    changes: list[KnobChange] = []
     for place, value in wishes.items():
         node, knob = placed(graph, place, knobs_of)
         before, swap = knobs_of(graph, node)[knob], _swap_of(table, node)
-        found.append(
+        changes.append(
             KnobChange(
-                number=number + len(found) + 1,
+                number=number + len(changes) + 1,
                 node=node,
                 knob=knob,
                 was=plain_value(before.value),
@@ -58,19 +58,20 @@ def planned(table: Table, wishes: Mapping[str, Any], by: str, at: float) -> tupl
             )
         )
     # as a whole: what holds together may not hold one by one
-    made = changed(graph, of_operators(found, ()))
-    for index, each in enumerate(found):
-        if not each.swap:
-            found[index] = replace(
-                each, value=plain_value(settable_of(made, each.node)[each.knob].value)
+    changed_graph = changed(graph, of_operators(changes, ()))
+    for index, change in enumerate(changes):
+        if not change.swap:
+            changes[index] = replace(
+                change,
+                value=plain_value(settable_of(changed_graph, change.node)[change.knob].value),
             )
-    for record in _scorers(table, found):
+    for record in _scorers(table, changes):
         if table.swaps.worker or record.life is not Life.READY:
             raise RunError(
                 f"'{record.name}', which is to start again with it, is {record.state}; ask again in"
                 " a moment"
             )
-    return tuple(found)
+    return tuple(changes)
 
 
 def begin(table: Table, changes: Sequence[KnobChange], now: float) -> list[Command]:
@@ -111,17 +112,21 @@ def _knobs_of(table: Table, graph: Structure, node: str) -> Mapping[str, Settabl
     if (swap := _swap_of(table, node)) is None:
         return settable_of(graph, node)
     values = {
-        each.knob: each.value for each in of_operators(table.changes, [swap]) if each.node == node
+        change.knob: change.value
+        for change in of_operators(table.changes, [swap])
+        if change.node == node
     }
     return {
-        knob: replace(each, value=fitted(values.get(knob, each.value), each.kind))
-        for knob, each in swap.settable().items()
+        knob: replace(settable, value=fitted(values.get(knob, settable.value), settable.kind))
+        for knob, settable in swap.settable().items()
     }
 
 
 def _scorers(table: Table, changes: Sequence[KnobChange]) -> list[WorkerRecord]:
     """Workers that start again for these."""
-    nodes = {each.node for each in changes if isinstance(table.graph.operators[each.node], Scorer)}
+    nodes = {
+        change.node for change in changes if isinstance(table.graph.operators[change.node], Scorer)
+    }
     return [record for record in table if nodes & set(record.nodes)]
 
 

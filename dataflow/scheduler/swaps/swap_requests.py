@@ -82,17 +82,18 @@ class SwapRequests:
             self._reply(client, request, Refused(str(error)))
             return
         if self._pending is not None:
-            other = self._pending.wanted
+            pending_swap = self._pending.wanted
             self._reply(
                 client,
                 request,
                 Refused(
-                    f"'{other.node}' is just being swapped for '{other.reference}'; ask again when"
+                    f"'{pending_swap.node}' is just being swapped for '{pending_swap.reference}';"
+                    " ask again when"
                     " that is done"
                 ),
             )
             return
-        wanted = Swap(
+        swap = Swap(
             number=self._table.swaps.following,
             node=request.node,
             reference=request.reference,
@@ -104,11 +105,11 @@ class SwapRequests:
             worker=swap_trial.NAME,
             replica=self._table.last_ticket,
             attempt=0,
-            tries=wanted,
+            tries=swap,
         )
         trial = f"{swap_trial.NAME}-{settings.replica}"
         self._server.spawn(trial, settings.to_plain(), False, False)
-        self._pending = _PendingSwap(client, request, wanted, trial, self._clock() + TRIAL_S)
+        self._pending = _PendingSwap(client, request, swap, trial, self._clock() + TRIAL_S)
 
     def hear(self, name: str, message: FromWorker) -> bool:
         """Take in what a trial says; whether it is one, be it that of a swap which is over."""
@@ -175,13 +176,13 @@ class SwapRequests:
         except DataflowError as error:
             self._refuse(pending, str(error))
             return
-        found = message.swap
+        swap = message.swap
         pending.wanted = dataclasses.replace(
             pending.wanted,
-            file=found.file,
-            source=found.source,
-            digest=found.digest,
-            knobs=found.knobs,
+            file=swap.file,
+            source=swap.source,
+            digest=swap.digest,
+            knobs=swap.knobs,
             step=self._table.run.step,
             at=time.time(),
         )

@@ -139,7 +139,7 @@ def test_what_is_said_to_make_it_fit_makes_it_fit(
     found = ways_out(made, lambda each: bool(foresee(each, room, gpus=SHARED, simulated=False)))
     assert found is not None and found[0].knob == changed
     for change in found:
-        made = change.made(made)
+        made = change.apply(made)
     assert foresee(made, room, gpus=SHARED, simulated=False)
 
 

@@ -74,7 +74,9 @@ def test_what_a_new_scheduler_sends_reaches_a_worker_that_finds_it_later(
         record.life, record.senders = Life.READY if record.name == "prompts-0" else Life.GONE, set()
     left = {"table": json.loads(to_json(before.to_plain()))}
     server = TakenOverControlServer(folder)
-    scheduler = Scheduler(before.graph, before.plan, Settings(folder=""), server=server, left=left)
+    scheduler = Scheduler(
+        before.graph, before.plan, Settings(folder=""), server=server, snapshot=left
+    )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     worker = context.socket(zmq.DEALER)
     try:

@@ -64,7 +64,7 @@ def successor(
         limits=Limits(),
         clock=lambda: play.now,
         server=server,
-        left=left,  # type: ignore[arg-type]
+        snapshot=left,  # type: ignore[arg-type]
     )
     made.start()
     return made

@@ -54,10 +54,10 @@ def test_the_clock_of_a_run_over_hosts_goes_on_where_it_stood_on_whichever_host(
     server = HostsControlServer.__new__(HostsControlServer)
     server.alone_s = 5.0
     left = {"at": time.monotonic() + ahead_s, "away_s": 3.0}
-    clock = RunClock(Taken(server=server, left=left).away_s)
+    clock = RunClock(Taken(server=server, snapshot=left).away_s)
     assert clock() - left["at"] == pytest.approx(5.0, abs=1.0)
 
 
 def test_the_clock_of_a_run_on_one_machine_is_the_machine_s_without_its_pauses() -> None:
     server = TakenOverControlServer.__new__(TakenOverControlServer)
-    assert Taken(server=server, left={"at": 0.0, "away_s": 3.0}).away_s == 3.0
+    assert Taken(server=server, snapshot={"at": 0.0, "away_s": 3.0}).away_s == 3.0

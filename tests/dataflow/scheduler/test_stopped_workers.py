@@ -94,7 +94,7 @@ def test_what_is_noticed_of_one_that_starts_again_stays_open_until_it_is_at_work
     watched: Watched,
 ) -> None:
     """Its line tells of its death, not of the stop."""
-    watched.faults.noticed(NAME, "died (SIGKILL)", 1, heard=0.0)
+    watched.faults.noticed(NAME, "died (SIGKILL)", 1, heard_at=0.0)
     watched.record.life = Life.STARTING
     watched.note("stopped")
     assert watched.at(1.1), "nobody may stand still"

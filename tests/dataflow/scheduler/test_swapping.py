@@ -77,7 +77,7 @@ class Swapping(Play):
             limits=Limits(),
             clock=lambda: self.now,
             server=server,
-            left=left,  # type: ignore[arg-type]
+            snapshot=left,  # type: ignore[arg-type]
         )
         return server
 

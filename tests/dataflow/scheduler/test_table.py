@@ -185,13 +185,13 @@ def test_every_fault_is_a_line_of_its_own_with_how_it_ended(tmp_path: Path) -> N
     said: list[str] = []
     faults = Faults(str(tmp_path), lambda: now[0], said, wall=lambda: 1e9 + now[0])
     faults.recovered("a-0")
-    faults.noticed("a-0", "died (SIGKILL)", 0, heard=9.5)
+    faults.noticed("a-0", "died (SIGKILL)", 0, heard_at=9.5)
     now[0] = 10.25
     faults.recovered("a-0")
     assert said == ["worker a-0 died (SIGKILL), restarted after 0.2 s"]
-    faults.noticed("a-0", "died (SIGSEGV)", 1, heard=10.25, rollouts=7)
-    faults.noticed("a-0", "failed: so", 2, heard=10.0)
-    faults.noticed("b-0", "died (SIGKILL)", 0, heard=10.0)
+    faults.noticed("a-0", "died (SIGSEGV)", 1, heard_at=10.25, rollouts=7)
+    faults.noticed("a-0", "failed: so", 2, heard_at=10.0)
+    faults.noticed("b-0", "died (SIGKILL)", 0, heard_at=10.0)
     assert restarts(tmp_path) == 1
     faults.close()
     lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
@@ -249,10 +249,10 @@ def test_workers_that_fell_with_their_host_are_one_fault_for_people() -> None:
 def test_a_disk_that_refuses_a_line_is_told_and_ends_nothing(tmp_path: Path) -> None:
     said: list[str] = []
     faults = Faults(str(tmp_path / "gone"), lambda: 0.0, said)
-    faults.noticed("a-0", "died (SIGKILL)", 0, heard=0.0)
+    faults.noticed("a-0", "died (SIGKILL)", 0, heard_at=0.0)
     faults.recovered("a-0")
     assert said[0].startswith("worker a-0 died (SIGKILL), restarted") and FILE in said[1]
-    faults.noticed("a-0", "died (SIGKILL)", 1, heard=0.0)
+    faults.noticed("a-0", "died (SIGKILL)", 1, heard_at=0.0)
     faults.close()
     assert len(said) == 2, "one word for each file"
 
