@@ -38,23 +38,23 @@ def admits_none(annotation: Any) -> bool:
     return is_union and type(None) in typing.get_args(annotation)
 
 
-def fits(found: pa.DataType, annotation: Any) -> bool:
-    """Whether a column of Arrow type `found` can be read as the Python annotation `wanted`."""
+def fits(column: pa.DataType, annotation: Any) -> bool:
+    """Whether a column of Arrow type `column` can be read as the Python annotation."""
     if annotation is np.ndarray or typing.get_origin(annotation) is np.ndarray:
-        return _is_numeric(found) or (pa.types.is_list(found) and _is_numeric(found.value_type))
+        return _is_numeric(column) or (pa.types.is_list(column) and _is_numeric(column.value_type))
     kind = arrow_type(annotation)
-    if kind is None or kind == found:
+    if kind is None or kind == column:
         return True
-    if pa.types.is_list(kind) and pa.types.is_list(found):
-        return _number_fits(found.value_type, kind.value_type)
-    return _number_fits(found, kind)
+    if pa.types.is_list(kind) and pa.types.is_list(column):
+        return _number_fits(column.value_type, kind.value_type)
+    return _number_fits(column, kind)
 
 
-def unites(first: pa.DataType, right: pa.DataType) -> bool:
+def unites(first: pa.DataType, second: pa.DataType) -> bool:
     """Whether columns of both types can be one in a table of the rows of both."""
     try:
         pa.unify_schemas(
-            [pa.schema([("", first)]), pa.schema([("", right)])], promote_options="permissive"
+            [pa.schema([("", first)]), pa.schema([("", second)])], promote_options="permissive"
         )
     except pa.ArrowException:
         return False
@@ -67,9 +67,9 @@ def _is_numeric(kind: pa.DataType) -> bool:
     )
 
 
-def _number_fits(kind: pa.DataType, number: pa.DataType) -> bool:
-    if kind == number:
+def _number_fits(column: pa.DataType, number: pa.DataType) -> bool:
+    if column == number:
         return True
     if pa.types.is_floating(number):
-        return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
-    return bool(pa.types.is_integer(number) and pa.types.is_integer(kind))
+        return bool(pa.types.is_floating(column) or pa.types.is_integer(column))
+    return bool(pa.types.is_integer(number) and pa.types.is_integer(column))

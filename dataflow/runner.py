@@ -367,7 +367,7 @@ def run(
             begun=begun,
             quiet=quiet,
             in_one_process=in_one_process,
-            taken=takeover,
+            takeover=takeover,
             server=server,
             track=trackers,
         )
@@ -518,7 +518,7 @@ def _stand_in(spec: RunSpec, terminal: int) -> int:
     with held(folder, take=partial(take, folder), replaces=True) as takeover:
         if takeover is None:
             return 1
-        execute(dataclasses.replace(spec, begun=takeover.begun, taken=takeover))
+        execute(dataclasses.replace(spec, begun=takeover.begun, takeover=takeover))
     return _judged(folder, spec.quiet).exit_status
 
 

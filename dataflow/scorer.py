@@ -48,7 +48,7 @@ class Scorer(ScorerKnobs[P, T_co]):
                 f" '{stream.trainer.name}'; give weights to g.feedback(...)"
             )
         if not isinstance(stream, Stream):
-            return cast(Callable[..., Any], self.function)(*args, **{**self.given, **kwargs})
+            return cast(Callable[..., Any], self.function)(*args, **{**self.given_knobs, **kwargs})
         if len(args) > 1:
             raise GraphError(
                 f"'{self.name}' ({self.where}) takes one stream, but got {len(args)} positional"
@@ -66,7 +66,9 @@ class Scorer(ScorerKnobs[P, T_co]):
         for knob in knobs:
             if knob not in self.signature.defaults:
                 raise GraphError(self._unknown(knob))
-        return dataclasses.replace(self, given={**self.given, **knobs}) if knobs else self
+        return (
+            dataclasses.replace(self, given_knobs={**self.given_knobs, **knobs}) if knobs else self
+        )
 
     def renamed(self, name: str) -> "Scorer[P, T_co]":
         """The same scorer writing another column."""

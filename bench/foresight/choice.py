@@ -159,7 +159,7 @@ def placements(trial: Trial, policies: Path) -> dict[str, Callable[[int], Planne
         )
 
     return {
-        candidate.asked(graph, devices): partial(planned_of, candidate, at)
+        candidate.flags(graph, devices): partial(planned_of, candidate, at)
         for at, candidate in enumerate(candidates(graph, devices))
     }
 
@@ -193,11 +193,13 @@ def _judge(
             constants=constants,
             steps=trial.steps,
             workload=Workload(
-                prompt_tokens=prompt, seen=lengths, row_s={"reward": SCORER_S} if trial.slow else {}
+                prompt_tokens=prompt,
+                run_lengths=lengths,
+                row_s={"reward": SCORER_S} if trial.slow else {},
             ),
         )
-        foreseen = {way.asked: way.foreseen.step_s for way in found.ways}
-        chosen, best = found.ways[0].asked, min(ways, key=lambda asked: ways[asked].step_s)
+        foreseen = {way.flags: way.foreseen.step_s for way in found.ways}
+        chosen, best = found.ways[0].flags, min(ways, key=lambda asked: ways[asked].step_s)
         if chosen not in ways:
             console.print(
                 f"{trial.name}: what was picked, {chosen}, has not been run", highlight=False

@@ -230,7 +230,9 @@ def predict(trial: Trial, policies: Path, constants: Any, texts: Mapping[Any, An
         steps=trial.steps,
         constants=constants,
         workload=Workload(
-            prompt_tokens=prompt, seen=lengths, row_s={"reward": SCORER_S} if trial.slow else {}
+            prompt_tokens=prompt,
+            run_lengths=lengths,
+            row_s={"reward": SCORER_S} if trial.slow else {},
         ),
     )
 

@@ -99,7 +99,7 @@ def search(path: Path | None) -> int:
                 step_s=found.ways[0].foreseen.step_s,
                 seconds=time.perf_counter() - began,
                 cpu_s=time.process_time() - worked,
-                asked=found.ways[0].asked,
+                asked=found.ways[0].flags,
             )
         report.add(
             case="1,024 H100",

@@ -112,7 +112,7 @@ def unlike(path: Path | None) -> int:
                         each.devices for each in way.foreseen.operations if each.kinds
                     ),
                     over_auto=way.foreseen.step_s / best.foreseen.step_s - 1,
-                    asked=None if name in dealt() else way.asked,
+                    asked=None if name in dealt() else way.flags,
                 )
     report.show(console)
     return 0
@@ -177,7 +177,7 @@ def by_hand(graph: Graph, case: Case, places: Mapping[str, Sequence[str]]) -> Wa
             refused = str(error)
             continue
         found.append(
-            Way(candidate=candidate, foreseen=foreseen, asked=candidate.asked(graph, devices))
+            Way(candidate=candidate, foreseen=foreseen, flags=candidate.flags(graph, devices))
         )
     if not found:
         raise GraphError(refused)

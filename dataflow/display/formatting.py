@@ -21,7 +21,7 @@ class Glyphs:
     starved: str = "▁"
     waiting: str = "·"
     done: str = "━"
-    left: str = "─"
+    todo: str = "─"
     full: str = "■"
     free: str = "·"
     spark: str = "▁▂▃▄▅▆▇█"
@@ -38,7 +38,7 @@ ASCII = Glyphs(
     starved="_",
     waiting=".",
     done="=",
-    left="-",
+    todo="-",
     full="#",
     free=".",
     spark="_.-=+*#@",

@@ -94,7 +94,7 @@ def _progress(snapshot: Snapshot, screen: Screen) -> StyledLine:
     if steps and room >= 8:
         width = min(room, 60)
         done = round(share((step or 0.0) / steps) * width)
-        line += [(glyphs.done * done, "good"), (glyphs.left * (width - done), "dim"), ("  ", "")]
+        line += [(glyphs.done * done, "good"), (glyphs.todo * (width - done), "dim"), ("  ", "")]
     return [*line, (counted, "strong"), ("  ", ""), (times, "")]
 
 

@@ -35,7 +35,7 @@ class Trouble:
     """What a log says last of something that went wrong."""
 
     log: str
-    said: str
+    text: str
     """One line."""
     where: str = ""
     """File and line, where there was a traceback."""
@@ -58,7 +58,7 @@ def last_error(name: str, text: str) -> Trouble | None:
         return _traceback(name, lines, begins[-1])
     if signs:
         return Trouble(
-            log=name, said=lines[signs[-1]].strip(), lines_ago=len(lines) - 1 - signs[-1]
+            log=name, text=lines[signs[-1]].strip(), lines_ago=len(lines) - 1 - signs[-1]
         )
     return None
 
@@ -76,7 +76,7 @@ def _traceback(name: str, lines: list[str], begin: int) -> Trouble:
     own = [place for place in places if "site-packages" not in place] or places
     text = lines[end].strip() if end > begin else "a traceback without an end"
     return Trouble(
-        log=name, said=text, where=own[-1] if own else "", lines_ago=len(lines) - 1 - end
+        log=name, text=text, where=own[-1] if own else "", lines_ago=len(lines) - 1 - end
     )
 
 
@@ -148,8 +148,8 @@ def _section(title: str, lines: list[str]) -> list[str]:
 def _waits(facts: Facts) -> list[str]:
     lines = []
     for wait in waits(facts):
-        node = facts.nodes[wait.who]
-        lines.append([wait.who, f"waits for {wait.whom},", f"{_how_long(node)}:", wait.why])
+        node = facts.nodes[wait.node]
+        lines.append([wait.node, f"waits for {wait.on},", f"{_how_long(node)}:", wait.why])
     return table(lines) if lines else ["  nobody waits"]
 
 
@@ -291,7 +291,7 @@ def _place(file: str) -> str:
 def _error(trouble: Trouble) -> list[str]:
     after = f", {trouble.lines_ago} lines ago" if trouble.lines_ago else ""
     at = f" ({trouble.where})" if trouble.where else ""
-    text = trouble.said if len(trouble.said) <= _MOST_TEXT else f"{trouble.said[:_MOST_TEXT]} ..."
+    text = trouble.text if len(trouble.text) <= _MOST_TEXT else f"{trouble.text[:_MOST_TEXT]} ..."
     return [f"  {trouble.log}{after}: {text}{at}"]
 
 

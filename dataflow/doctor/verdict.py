@@ -34,7 +34,7 @@ def verdict(facts: Facts, *, moves_s: float = MOVES_S) -> str:
             f" {_at_work(facts) or 'no node says why'}."
         )
     root = _most(facts, reached)
-    if any(wait.who == root for wait in all_waits):
+    if any(wait.node == root for wait in all_waits):
         return _circle(facts, [name for name in reached if root in reached[name]], all_waits)
     return f"{_who(reached[root], root, all_waits)} '{root}', which {_doing(facts.nodes[root])}."
 
@@ -107,9 +107,9 @@ def _fine(facts: Facts) -> str:
 
 def _circle(facts: Facts, names: list[str], all_waits: list[Wait]) -> str:
     whys = [
-        f"'{wait.who}' waits for '{wait.whom}' ({wait.why})"
+        f"'{wait.node}' waits for '{wait.on}' ({wait.why})"
         for wait in all_waits
-        if wait.who in names
+        if wait.node in names
     ]
     return f"{_list([repr(name) for name in names])} wait for each other: {'; '.join(whys)}."
 
@@ -142,7 +142,7 @@ def _at_work(facts: Facts) -> str:
 
 
 def _who(waiting: list[str], root: str, all_waits: list[Wait]) -> str:
-    everybody = {wait.who for wait in all_waits}
+    everybody = {wait.node for wait in all_waits}
     if len(everybody) > 1 and everybody - {root} <= set(waiting):
         return "Everything waits for"
     return (

@@ -1,4 +1,4 @@
-"""Who waits for whom: a walk over the graph from facts to waits; pure."""
+"""Which node waits for which: a walk over the graph from facts to waits; pure."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ LONG_SLICE_S = 2.0
 class Wait:
     """One node waits for another."""
 
-    who: str
-    whom: str
+    node: str
+    on: str
     why: str
 
 
@@ -72,7 +72,7 @@ def waits_of(facts: Facts, node: Node) -> list[Wait]:
     if node.pending and node.kind != "sink" and not node.held_back:
         return []
     return [
-        Wait(who=node.name, whom=edge.producer, why=f"nothing comes from '{edge.producer}'")
+        Wait(node=node.name, on=edge.producer, why=f"nothing comes from '{edge.producer}'")
         for edge in _live_edges(facts, node)
     ]
 
@@ -83,7 +83,7 @@ def ends(facts: Facts, all_waits: Collection[Wait]) -> dict[str, list[str]]:
     """
     following: dict[str, list[str]] = {}
     for wait in all_waits:
-        following.setdefault(wait.who, []).append(wait.whom)
+        following.setdefault(wait.node, []).append(wait.on)
     reached: dict[str, list[str]] = {}
     for start in following:
         for end in sorted(_ends_of(start, following), key=list(facts.nodes).index):
@@ -155,7 +155,7 @@ def _behind(node: Node) -> Wait | None:
         f"they share {worker.name}, which has been in one slice of '{worker.at}' for"
         f" {seconds(worker.at_s)}"
     )
-    return Wait(who=node.name, whom=worker.at, why=why)
+    return Wait(node=node.name, on=worker.at, why=why)
 
 
 def _blocked(facts: Facts, node: Node) -> list[Wait]:
@@ -164,12 +164,12 @@ def _blocked(facts: Facts, node: Node) -> list[Wait]:
     if full:
         room = "the edge to '{}' is full ({} of {} rows)"
         return [
-            Wait(who=node.name, whom=e.consumer, why=room.format(e.consumer, e.depth, e.capacity))
+            Wait(node=node.name, on=e.consumer, why=room.format(e.consumer, e.depth, e.capacity))
             for e in full
         ]
     stuck = [edge for edge in edges if troubled(facts.nodes[edge.consumer])] or edges
     return [
-        Wait(who=node.name, whom=e.consumer, why=f"'{e.consumer}' gives no room for rows")
+        Wait(node=node.name, on=e.consumer, why=f"'{e.consumer}' gives no room for rows")
         for e in stuck
     ]
 
@@ -180,7 +180,7 @@ def _paused(facts: Facts, node: Node) -> list[Wait]:
         return []
     sinks = [name for name in facts.nodes if set(_sources(facts, name)) & set(facts.on_demand)]
     return [
-        Wait(who=node.name, whom=name, why="it is paused until the first evaluation is done")
+        Wait(node=node.name, on=name, why="it is paused until the first evaluation is done")
         for name in sinks
         if facts.nodes[name].kind == "sink"
     ]
@@ -199,7 +199,7 @@ def _weights(facts: Facts, node: Node) -> list[Wait]:
                 why = f"version {newest} of '{feedback.trainer}' is made, but it still has {has}"
             else:
                 why = f"{node.held_back} prompts may start only with weights after version {has}"
-            on_weights.append(Wait(who=node.name, whom=feedback.trainer, why=why))
+            on_weights.append(Wait(node=node.name, on=feedback.trainer, why=why))
     return on_weights
 
 
@@ -208,14 +208,14 @@ def _group(facts: Facts, node: Node, awaited: Awaited) -> Wait:
     path = _path(facts, node.name, awaited.source)
     idle = [name for name in path if _is_idle(facts.nodes[name])]
     if awaited.node:
-        whom = awaited.node
+        holder = awaited.node
     elif awaited.state in ("issued", "generating") or len(path) < 2:
-        whom = (path or [awaited.source])[0]
+        holder = (path or [awaited.source])[0]
     else:
-        whom = next((name for name in path[1:] if name not in idle), path[-1])
+        holder = next((name for name in path[1:] if name not in idle), path[-1])
     at = f" and {awaited.worker} has" if awaited.worker else ""
     why = f"it needs group {awaited.group_id} next, which the ledger calls {awaited.state}{at}"
-    return Wait(who=node.name, whom=whom, why=why)
+    return Wait(node=node.name, on=holder, why=why)
 
 
 def _is_idle(node: Node) -> bool:

@@ -142,7 +142,7 @@ class GroupFiles:
     """How names of files end."""
     schema: ClassVar[pa.Schema | None] = None
     """Files of another are passed over; None: none is."""
-    once: ClassVar[bool] = True
+    first_is_whole: ClassVar[bool] = True
     """Whether the first rows that are found of a group are all of it."""
 
     def __init__(
@@ -187,7 +187,7 @@ class GroupFiles:
                 if self.schema is not None and not batch.schema.equals(self.schema):
                     break
                 for group, first, count in group_slices(batch):
-                    if group in groups and not (self.once and group in self._found):
+                    if group in groups and not (self.first_is_whole and group in self._found):
                         self._found.setdefault(group, []).append(batch.slice(first, count))
                         self._hold(file, group)
             self._let_go(file)
@@ -288,7 +288,7 @@ class Finished(GroupFiles):
 class PartialRolloutFiles(GroupFiles):
     """The unfinished rollouts of one source of one generator, beside the finished ones."""
 
-    kind, schema, once = "parts", SCHEMA, False
+    kind, schema, first_is_whole = "parts", SCHEMA, False
     _line: pa.Schema | None = None
     """With the name of the line that this process writes."""
 

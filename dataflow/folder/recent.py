@@ -92,7 +92,7 @@ class RecentSpan:
 
     process: str
     node: str
-    what: str
+    activity: str
     begin_s: float
     end_s: float
 
@@ -114,7 +114,7 @@ def last_spans(folder: RunFolder, seconds: float) -> list[RecentSpan]:
     newest = [span for path in paths for span in _spans(path, MOST_BYTES // len(paths))]
     begin = max((span.end_s for span in newest), default=0.0) - seconds
     clipped = [
-        RecentSpan(span.process, span.node, span.what, max(begin, span.begin_s), span.end_s)
+        RecentSpan(span.process, span.node, span.activity, max(begin, span.begin_s), span.end_s)
         for span in newest
         if span.end_s > begin
     ]

@@ -252,7 +252,7 @@ def told(
         best = choice.ways[0]
         candidate, foreseen = best.candidate, best.foreseen
         details = (
-            f"\nchosen for the {'least cost' if objective.cost else 'shortest step'}: {best.asked}"
+            f"\nchosen for the {'least cost' if objective.cost else 'shortest step'}: {best.flags}"
         )
         details += f"\n{ways(choice)}" if choice.tried > 1 else ""
         more = to_plain_choice(choice)
@@ -374,7 +374,7 @@ def _asked(devices: str, texts: Workload, constants: str) -> tuple[Devices, Work
             " constants.json"
         )
     if texts.mean_tokens is None:
-        texts = replace(texts, seen=run.lengths)
+        texts = replace(texts, run_lengths=run.lengths)
     if texts.prompt_tokens == PROMPT_TOKENS:
         texts = replace(texts, prompt_tokens=run.prompt_tokens)
     texts = replace(

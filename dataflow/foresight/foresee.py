@@ -416,7 +416,7 @@ def _assumed(ground: Foreground) -> tuple[str, ...]:
         f" {ground.generator.traits.max_tokens:,} at most, "
         + (
             "as a run had them"
-            if workload.seen is not None
+            if workload.run_lengths is not None
             else f"log-normal with a sigma of {workload.sigma:g}"
         ),
     ]

@@ -36,7 +36,7 @@ class Workload:
     """Of a completion; None: a quarter of the most that it may have."""
     sigma: float = SIGMA
     """Of the logarithm of their number."""
-    seen: Lengths | None = None
+    run_lengths: Lengths | None = None
     """Those of a run, in place of a mean and a sigma."""
     computed: float | None = None
     """Tokens that a trainer passes over, of all tokens; siblings that begin alike share what they
@@ -60,8 +60,8 @@ class Workload:
                 f"'{generator.name}' does not say how long completions may be; set its max_tokens"
             )
         longest *= turns
-        if self.seen is not None:
-            return Lengths.of(self.seen.tokens.clip(1, longest))
+        if self.run_lengths is not None:
+            return Lengths.of(self.run_lengths.tokens.clip(1, longest))
         mean = max(1.0, _CUT * longest) if mean is None else mean
         if not 1 <= mean <= longest:
             raise GraphError(

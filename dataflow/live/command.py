@@ -94,16 +94,16 @@ def _trace(spans: Sequence[RecentSpan], marked: Marked) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     last: dict[tuple[str, str, str], tuple[dict[str, Any], float]] = {}
     for span in spans:
-        key = span.process, span.node, span.what
+        key = span.process, span.node, span.activity
         before, ended = last.get(key, (None, 0.0))
-        if before is not None and span.what in RESTS and span.begin_s - ended < JOINED_S:
+        if before is not None and span.activity in RESTS and span.begin_s - ended < JOINED_S:
             before["dur"] = _us(span.end_s - begin) - before["ts"]
             last[key] = before, span.end_s
             continue
         ts, ends = _us(span.begin_s - begin), _us(span.end_s - begin)
         event = {
-            "name": span.node if span.what == WORK else span.what,
-            "cat": "wait" if span.what in RESTS else "work",
+            "name": span.node if span.activity == WORK else span.activity,
+            "cat": "wait" if span.activity in RESTS else "work",
             "ph": "X",
             "pid": pids[span.process],
             "tid": rows[_row(span)],
@@ -123,7 +123,7 @@ def _trace(spans: Sequence[RecentSpan], marked: Marked) -> dict[str, Any]:
 
 
 def _row(span: RecentSpan) -> tuple[str, str, bool]:
-    return span.process, span.node, span.what in RESTS
+    return span.process, span.node, span.activity in RESTS
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

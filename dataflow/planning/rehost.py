@@ -178,7 +178,7 @@ def _rooms(
                 of_host = counts.setdefault(host, {})
                 of_host[seat.worker] = of_host.get(seat.worker, 0) + 1
         for host in {seat.host, *seat.rank_hosts}.intersection(rooms):
-            rooms[host].taken.update(set(_block(plan, seat)).intersection(rooms[host].numbers))
+            rooms[host].busy.update(set(_block(plan, seat)).intersection(rooms[host].numbers))
     for host, processes in counts.items():
         placements = {worker: plan.placements[worker] for worker in processes}
         rooms[host].processes = at_once(plan.turns, processes)
@@ -229,8 +229,8 @@ def _beside_mates(
     if replica < placement.replicas and planned:
         return host, _share(plan, worker, replica, _first(plan, planned[0]))
     room = next(room for room in rooms if room.host.name == host)
-    room.taken -= {gpu for mate in mates for gpu in _block(plan, mate)}
-    room.taken |= {gpu for mate in mates if mate.worker == worker for gpu in mate.gpus}
+    room.busy -= {gpu for mate in mates for gpu in _block(plan, mate)}
+    room.busy |= {gpu for mate in mates if mate.worker == worker for gpu in mate.gpus}
     row = room.row(Unit(gpus=placement.ranks))
     return (
         _refusal(worker, replica, Unit(gpus=placement.ranks), [room])

@@ -52,7 +52,7 @@ class Room:
     host: Host
     first_gpu: int = 0
     """Number of its first accelerator over all hosts."""
-    taken: set[int] = field(default_factory=set)
+    busy: set[int] = field(default_factory=set)
     """Accelerators, by their numbers over all hosts."""
     processes: int = 0
     memory_bytes: int = 0
@@ -84,12 +84,12 @@ class Room:
         cores.
         """
         if unit.gpus:
-            return spare(self.numbers, self.taken, unit.gpus)
+            return spare(self.numbers, self.busy, unit.gpus)
         return () if unit.cores <= self.host.cpus or not self.host.name else None
 
     def take(self, unit: Unit, gpus: tuple[int, ...]) -> None:
         """It sits here."""
-        self.taken.update(gpus)
+        self.busy.update(gpus)
         self.processes += unit.processes
         self.memory_bytes += 0 if unit.gpus else unit.memory_bytes
 
@@ -100,7 +100,7 @@ class Room:
                 f" of {amount(self.host.gpu_memory_bytes)}" if self.host.gpu_memory_bytes else ""
             )
             return (
-                f"'{self.host.name}' has {self.host.gpus - len(self.taken)} of {self.host.gpus}"
+                f"'{self.host.name}' has {self.host.gpus - len(self.busy)} of {self.host.gpus}"
                 f" GPUs{memory} free"
             )
         free = (
@@ -165,7 +165,7 @@ def shortage(rooms: Iterable[Room], unit: Unit) -> str:
     """Of hosts that a unit does not fit on: what each has, the roomiest first."""
     sizes = sorted(
         rooms,
-        key=lambda room: -(room.host.gpus - len(room.taken) if unit.gpus else room.host.cpus),
+        key=lambda room: -(room.host.gpus - len(room.busy) if unit.gpus else room.host.cpus),
     )
     rooms_told = [room.told(unit) for room in sizes[:_SHOWN]]
     rooms_told += [f"{len(sizes) - _SHOWN} more have no more"] if len(sizes) > _SHOWN else []

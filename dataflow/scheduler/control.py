@@ -513,7 +513,7 @@ class Scheduler:
             case events.FaultRecovered():
                 self._faults.recovered(command.worker, command.notice)
             case events.Refuse():
-                self._server.refuse(command.who, "it names what is not its own")
+                self._server.refuse(command.name, "it names what is not its own")
             case events.EndRun():
                 raise command.error
 

@@ -242,9 +242,9 @@ class FaultRecovered:
 
 @dataclass(frozen=True)
 class Refuse:
-    """What somebody says is no message that he could send."""
+    """A message that its sender could not have sent is refused."""
 
-    who: str
+    name: str
 
 
 @dataclass(frozen=True)

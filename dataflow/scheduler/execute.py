@@ -166,7 +166,7 @@ class RunSpec:
     begun: Begun
     quiet: bool = False
     in_one_process: bool = False
-    taken: Taken | None = None
+    takeover: Taken | None = None
     """The workers that do it already."""
     server: ControlServer | None = None
     """That speaks to the agents of the run's hosts, which are ready; None: all workers are on this
@@ -181,7 +181,7 @@ def execute(run: RunSpec) -> TrainingResult:
     """Run it to its end. Errors: as `dataflow.runner.run`."""
     notices: list[str] = []
     folder = RunFolder.open(run.settings.folder, Extras(notices.append))
-    clock = RunClock(0.0 if run.taken is None else run.taken.away_s)
+    clock = RunClock(0.0 if run.takeover is None else run.takeover.away_s)
     watch = ProgressWatch(run.graph, run.plan, folder, run.settings.steps, clock, run.begun.steps)
     times = Times(folder, run.begun)
     following = TrackersOfRun(folder, run.track, run.settings.limits)
@@ -304,15 +304,15 @@ def _bring_home(run: RunSpec, folder: RunFolder, disks: Mapping[str, str]) -> st
 
 
 def _scheduler(run: RunSpec, watch: ProgressWatch, clock: RunClock) -> Scheduler:
-    if run.taken is not None:
-        watch.take_up(run.taken.snapshot["watch"])
+    if run.takeover is not None:
+        watch.take_up(run.takeover.snapshot["watch"])
         return Scheduler(
             run.graph,
             run.plan,
             run.settings,
             clock=clock,
-            server=run.taken.server,
-            snapshot=run.taken.snapshot,
+            server=run.takeover.server,
+            snapshot=run.takeover.snapshot,
         )
     scheduler = Scheduler(
         run.graph, run.plan, run.settings, clock=clock, server=run.server, standby=run.standby

@@ -20,14 +20,14 @@ class _Evaluation:
 
     every_steps: int
     sources: tuple[str, ...]
-    asked: int | None = None
+    asked_step: int | None = None
     """Step of the last round that was asked for."""
     finished: int | None = None
     """Step of the last round that is complete."""
 
     @property
     def open(self) -> bool:
-        return self.asked is not None and self.asked != self.finished
+        return self.asked_step is not None and self.asked_step != self.finished
 
 
 @dataclass
@@ -124,7 +124,7 @@ class RunStateMachine:
                 for name, status in self._trainers.items()
             },
             "evaluations": {
-                name: [evaluation.asked, evaluation.finished]
+                name: [evaluation.asked_step, evaluation.finished]
                 for name, evaluation in self._evaluations.items()
             },
             "open_sinks": sorted(self._open_sinks),
@@ -140,7 +140,10 @@ class RunStateMachine:
         self.checkpoint = plain["checkpoint"]
         self._trainers = dict(plain["trainers"])
         for name, (asked_step, finished) in plain["evaluations"].items():
-            self._evaluations[name].asked, self._evaluations[name].finished = asked_step, finished
+            self._evaluations[name].asked_step, self._evaluations[name].finished = (
+                asked_step,
+                finished,
+            )
         self._open_sinks = set(plain["open_sinks"])
 
     def go_on(self, steps: Mapping[str, int], rounds: Mapping[str, int]) -> None:
@@ -150,7 +153,7 @@ class RunStateMachine:
         for trainer, step in steps.items():
             self._trainers[trainer] = {"step": step}
         for name, step in rounds.items():
-            self._evaluations[name].asked = self._evaluations[name].finished = step
+            self._evaluations[name].asked_step = self._evaluations[name].finished = step
 
     def start(self) -> list[NodeCommand]:
         """The first commands, once all workers are ready; evaluations that have had a round have no
@@ -168,8 +171,8 @@ class RunStateMachine:
             NodeCommand(source, {"dropped": dropped}) for source, dropped in self._dropped.items()
         ]
         for evaluation in self._evaluations.values():
-            if evaluation.asked is None:
-                evaluation.asked = self.step
+            if evaluation.asked_step is None:
+                evaluation.asked_step = self.step
                 commands += [
                     NodeCommand(source, {"evaluate": self.step}) for source in evaluation.sources
                 ]
@@ -216,8 +219,8 @@ class RunStateMachine:
         if node in self._dropped:
             commands.append(NodeCommand(node, {"dropped": self._dropped[node]}))
         for evaluation in self._evaluations.values():
-            if evaluation.open and evaluation.asked is not None and node in evaluation.sources:
-                evaluate: dict[str, bool | int] = {"evaluate": evaluation.asked}
+            if evaluation.open and evaluation.asked_step is not None and node in evaluation.sources:
+                evaluate: dict[str, bool | int] = {"evaluate": evaluation.asked_step}
                 commands.append(NodeCommand(node, evaluate | ({"again": True} if again else {})))
         if node in self.without_checkpoint(self.checkpoint):
             commands += self._checkpoint(node)
@@ -251,8 +254,8 @@ class RunStateMachine:
     def _ask(self, step: int) -> list[NodeCommand]:
         commands = []
         for evaluation in self._evaluations.values():
-            if not evaluation.open and evaluation.asked != step:
-                evaluation.asked = step
+            if not evaluation.open and evaluation.asked_step != step:
+                evaluation.asked_step = step
                 commands += [
                     NodeCommand(source, {"evaluate": step}) for source in evaluation.sources
                 ]
@@ -295,8 +298,8 @@ class RunStateMachine:
         commands = []
         for evaluation in self._evaluations.values():
             due = self.step - self.step % evaluation.every_steps
-            if not evaluation.open and due > (evaluation.asked or 0):
-                evaluation.asked = due
+            if not evaluation.open and due > (evaluation.asked_step or 0):
+                evaluation.asked_step = due
                 commands += [
                     NodeCommand(source, {"evaluate": due}) for source in evaluation.sources
                 ]

@@ -40,10 +40,10 @@ class RolloutFailure:
     """The node; empty where an error names none."""
     cause: str
     """One of CAUSES, or OTHER."""
-    found: str
+    detail: str
 
     def __str__(self) -> str:
-        return f"{self.by}: {self.cause}: {self.found}"
+        return f"{self.by}: {self.cause}: {self.detail}"
 
     @classmethod
     def read(cls, error: str) -> "RolloutFailure":

@@ -59,7 +59,7 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
     isolate: bool = True
     """Whether it runs in killable processes; False: inside the worker, with no limits, where a call
     that only waits for longer than `Limits.asleep_s` counts as a worker that is stuck."""
-    given: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    given_knobs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Knobs set where it was applied."""
     signature: Signature = field(init=False, repr=False)
     """The function's parameters as columns and knobs, and the Arrow type it writes."""
@@ -117,7 +117,7 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
             self.world,
             self.rest,
         )
-        knobs = tuple(sorted((knob, _frozen(value)) for knob, value in self.given.items()))
+        knobs = tuple(sorted((knob, _frozen(value)) for knob, value in self.given_knobs.items()))
         return (self.function, self.name, knobs, limits)
 
     def reads(self) -> Mapping[str, Any]:
@@ -132,7 +132,7 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
         """The function's knobs set at the application, and limits that differ from their
         defaults.
         """
-        shown = dict(self.given)
+        shown = dict(self.given_knobs)
         for item in dataclasses.fields(self):
             if item.repr and item.name not in ("name", "function"):
                 value = getattr(self, item.name)
@@ -142,11 +142,11 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
 
     def settable(self) -> Mapping[str, Settable]:
         """The function's own knobs, where they are numbers or texts."""
-        values = {**self.signature.defaults, **self.given}
+        values = {**self.signature.defaults, **self.given_knobs}
         return settable_parameters(values, getattr(self.function, "__annotations__", {}), RESTART)
 
     def _with(self, knob: str, value: Any) -> "ScorerKnobs[P, T_co]":
-        return dataclasses.replace(self, given={**self.given, knob: value})
+        return dataclasses.replace(self, given_knobs={**self.given_knobs, knob: value})
 
     def faults(self) -> list[str]:
         """A column that is both read and written."""

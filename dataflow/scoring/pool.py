@@ -63,7 +63,7 @@ class Answer:
 @dataclass
 class _Job:
     encode: Encode
-    left: int
+    calls_left: int
     deaths: dict[int, int] = field(default_factory=dict)
     """Processes that ended during a call, by call."""
 
@@ -106,7 +106,7 @@ class Pool:
     @property
     def open_calls(self) -> int:
         """Calls submitted and not yet answered."""
-        return sum(job.left for job in self._jobs.values())
+        return sum(job.calls_left for job in self._jobs.values())
 
     @property
     def at_work(self) -> float:
@@ -323,8 +323,8 @@ class Pool:
     def _answer(self, frame: AnswerFrame) -> None:
         number = frame.chunk.job
         job = self._jobs[number]
-        job.left -= len(frame.calls)
-        if not job.left:
+        job.calls_left -= len(frame.calls)
+        if not job.calls_left:
             del self._jobs[number]
         self._answers.append(Answer(number, frame.calls, frame.failures, frame.body))
 

@@ -40,7 +40,7 @@ def build(scorer: ScorerKnobs[..., Any], context: Context) -> "Scoring":
 
 
 @dataclass(eq=False)
-class _Held:
+class _HeldBatch:
     """A batch whose rows are being scored."""
 
     batch: Batch
@@ -67,12 +67,12 @@ class _Held:
 class _Job:
     """Calls that are being made for rows of a batch."""
 
-    held: _Held
+    batch: _HeldBatch
     rows: AnyArray
     """Of the batch, call by call, int [rows]."""
     starts: AnyArray
     """Where the rows of each call begin, int [calls + 1]."""
-    left: int
+    calls_left: int
     """Calls without an answer."""
 
     def rows_of(self, call: int) -> AnyArray:
@@ -102,8 +102,8 @@ class Scoring(Runtime):
         self._caller = caller
         self._room = max(_ROOM, 4 * scorer.processes * scorer.concurrency)
         self._jobs: dict[int, _Job] = {}
-        self._held: list[_Held] = []
-        self._done: list[_Held] = []
+        self._held: list[_HeldBatch] = []
+        self._done: list[_HeldBatch] = []
         self._rows = self._scored = self._not_applying = 0
         self._causes: Counter[str] = Counter()
         """Rows that failed, by cause."""
@@ -142,7 +142,7 @@ class Scoring(Runtime):
             starts = np.concatenate([[0], np.cumsum(rows_left[rows_left > 0])]).astype(np.int64)
         else:
             starts = np.array([0, len(good)] if len(good) else [0])
-        batch_held = _Held(
+        held_batch = _HeldBatch(
             batch=batch,
             group_of_row=group_of_row,
             calls_left=rows_left if self._scorer.per == "row" else (rows_left > 0).astype(np.int64),
@@ -150,10 +150,10 @@ class Scoring(Runtime):
         )
         self._rows += records.num_rows
         if len(good):
-            self._held.append(batch_held)
-            self._submit(batch_held, good, starts)
+            self._held.append(held_batch)
+            self._submit(held_batch, good, starts)
         else:
-            self._done.append(batch_held)
+            self._done.append(held_batch)
 
     def work(self) -> list[Batch] | None:
         """The groups that are ready now."""
@@ -190,19 +190,19 @@ class Scoring(Runtime):
         """End its processes."""
         self._caller.close()
 
-    def _submit(self, held: _Held, rows: AnyArray, starts: AnyArray) -> None:
+    def _submit(self, held_batch: _HeldBatch, rows: AnyArray, starts: AnyArray) -> None:
         """Have calls made for these rows of a batch."""
-        records, signature = held.batch.records, self._scorer.signature
+        records, signature = held_batch.batch.records, self._scorer.signature
         names = [*signature.reads, *(_rest(records, signature) if self._scorer.rest else ())]
         columns = records.select(names)
         columns = columns if len(rows) == records.num_rows else columns.take(pa.array(rows))
         calls = len(starts) - 1
         number = self._caller.submit(calls, partial(encode, columns, starts, self._scorer.per))
-        self._jobs[number] = _Job(held, rows, starts, calls)
+        self._jobs[number] = _Job(held_batch, rows, starts, calls)
 
     def _take(self, answer: Answer) -> None:
         job = self._jobs[answer.job]
-        held_batch = job.held
+        held_batch = job.batch
         answered = [call for call in answer.calls if call not in answer.failures]
         if answered:
             rows = job.rows[
@@ -238,8 +238,8 @@ class Scoring(Runtime):
                 held_batch.group_of_row[job.rows[job.starts[answer.calls]]],
                 1,
             )
-        job.left -= len(answer.calls)
-        if not job.left:
+        job.calls_left -= len(answer.calls)
+        if not job.calls_left:
             del self._jobs[answer.job]
         for rows in again:
             firsts = np.flatnonzero(np.diff(held_batch.group_of_row[rows], prepend=-1))
@@ -254,40 +254,44 @@ class Scoring(Runtime):
             self._held.remove(held_batch)
             self._done.append(held_batch)
 
-    def _fail(self, held: _Held, rows: AnyArray, text: str) -> None:
+    def _fail(self, held_batch: _HeldBatch, rows: AnyArray, text: str) -> None:
         for row in rows.tolist():
-            held.failures[row] = f"{self._scorer.name}: {text}"
+            held_batch.failures[row] = f"{self._scorer.name}: {text}"
         self._causes[RolloutFailure.read(f"{self._scorer.name}: {text}").cause] += len(rows)
 
-    def _leave(self, held: _Held, is_last: bool) -> list[Batch]:
+    def _leave(self, held_batch: _HeldBatch, is_last: bool) -> list[Batch]:
         """The groups of a batch that are ready and have not left; the last of them acknowledge
         it.
         """
-        leaves = (held.calls_left == 0) & ~held.is_sent
+        leaves = (held_batch.calls_left == 0) & ~held_batch.is_sent
         if not is_last and not leaves.any():
             return []
-        held.is_sent |= leaves
-        records = self._scored_records(held)
+        held_batch.is_sent |= leaves
+        records = self._scored_records(held_batch)
         if not leaves.all():
-            records = records.filter(pa.array(leaves[held.group_of_row]))
+            records = records.filter(pa.array(leaves[held_batch.group_of_row]))
         self._rows -= records.num_rows
         self._scored += records.num_rows
         if is_last:
-            if held.failures:
-                reason = next(iter(held.failures.values()))
-                self._log.warning("rows without a score", rows=len(held.failures), first=reason)
-            held.batch.ack()
-        return [Batch(held.batch.source, records, held.batch.origin)]
+            if held_batch.failures:
+                reason = next(iter(held_batch.failures.values()))
+                self._log.warning(
+                    "rows without a score", rows=len(held_batch.failures), first=reason
+                )
+            held_batch.batch.ack()
+        return [Batch(held_batch.batch.source, records, held_batch.batch.origin)]
 
-    def _scored_records(self, held: _Held) -> pa.RecordBatch:
-        records = held.batch.records
+    def _scored_records(self, held_batch: _HeldBatch) -> pa.RecordBatch:
+        records = held_batch.batch.records
         at = records.schema.get_field_index(ERROR)
         if at < 0:
-            errors = error_column(pa.nulls(records.num_rows, pa.string()), held.failures)
+            errors = error_column(pa.nulls(records.num_rows, pa.string()), held_batch.failures)
             records = records.append_column(ERROR, errors)
-        elif held.failures:
-            records = records.set_column(at, ERROR, error_column(records.column(at), held.failures))
-        return self._written(records, _in_order(held, self._scorer.output))
+        elif held_batch.failures:
+            records = records.set_column(
+                at, ERROR, error_column(records.column(at), held_batch.failures)
+            )
+        return self._written(records, _in_order(held_batch, self._scorer.output))
 
     def _written(self, records: pa.RecordBatch, scores: pa.Array) -> pa.RecordBatch:
         """The rows with what the function said of each; null where it does not apply, was not
@@ -300,17 +304,17 @@ class Scoring(Runtime):
         return records.append_column(note_column(self._scorer.name), notes)
 
 
-def _in_order(held: _Held, output: pa.DataType) -> pa.Array:
+def _in_order(held_batch: _HeldBatch, output: pa.DataType) -> pa.Array:
     """What was said of each row of a batch; null where nothing was."""
-    count = len(held.group_of_row)
-    if not held.scores:
+    count = len(held_batch.group_of_row)
+    if not held_batch.scores:
         return pa.nulls(count, output)
-    rows = np.concatenate(held.scored)
-    if len(held.scores) == 1 and np.array_equal(rows, np.arange(count)):
-        return held.scores[0]
+    rows = np.concatenate(held_batch.scored)
+    if len(held_batch.scores) == 1 and np.array_equal(rows, np.arange(count)):
+        return held_batch.scores[0]
     at = np.full(count, -1)
     at[rows] = np.arange(len(rows))
-    return pa.concat_arrays(held.scores).take(pa.array(at, mask=at < 0))
+    return pa.concat_arrays(held_batch.scores).take(pa.array(at, mask=at < 0))
 
 
 def _groups(records: pa.RecordBatch) -> AnyArray:

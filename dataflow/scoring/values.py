@@ -82,7 +82,7 @@ def _packed(scorer: ScorerKnobs[..., Any]) -> pa.Schema:
 
 
 def _row_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch) -> Call:
-    function, knobs, check = scorer.function, dict(scorer.given), _check(scorer)
+    function, knobs, check = scorer.function, dict(scorer.given_knobs), _check(scorer)
     names = rows.schema.names
     columns = [
         row_arguments(rows.column(name), scorer.signature.annotations.get(name)) for name in names
@@ -105,7 +105,7 @@ def _check(scorer: ScorerKnobs[..., Any]) -> Check:
 
 
 def _rows_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch, starts: AnyArray) -> Call:
-    function, knobs, check = scorer.function, dict(scorer.given), _check(scorer)
+    function, knobs, check = scorer.function, dict(scorer.given_knobs), _check(scorer)
     annotations = scorer.signature.annotations
 
     def arguments(index: int) -> dict[str, Any]:

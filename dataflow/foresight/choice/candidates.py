@@ -203,8 +203,8 @@ class Candidate:
             else devices
         )
 
-    def asked(self, graph: Graph, devices: Devices) -> str:
-        """How one asks for it: flags, and knobs that are to be declared."""
+    def flags(self, graph: Graph, devices: Devices) -> str:
+        """The flags that ask for it, and the knobs that are to be declared."""
         flags = []
         if self.kinds:
             counts = {

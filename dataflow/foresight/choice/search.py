@@ -53,8 +53,8 @@ class Way:
 
     candidate: Candidate
     foreseen: Foreseen
-    asked: str
-    """How one asks for it."""
+    flags: str
+    """The flags that ask for it."""
 
     @property
     def gpus(self) -> Wishes:
@@ -152,7 +152,7 @@ def choose(
     def simulated(at: int, *, brief: bool) -> Way:
         _, _, candidate, ground = ranking[at]
         foreseen = foreseen_on(ground, steps=steps, brief=brief)
-        return Way(candidate=candidate, asked=candidate.asked(graph, devices), foreseen=foreseen)
+        return Way(candidate=candidate, flags=candidate.flags(graph, devices), foreseen=foreseen)
 
     def least_of(ways: Iterable[Way]) -> float:
         return min((objective.of(way.foreseen)[0] for way in ways), default=float("inf"))

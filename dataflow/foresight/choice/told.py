@@ -21,7 +21,7 @@ def ways(choice: SearchResult) -> str:
         more = "" if way is best else f"{(cost if sought else foreseen.step_s) / least - 1:+.0%}"
         rows.append(
             (
-                way.asked,
+                way.flags,
                 number(foreseen.step_s),
                 *([number(cost)] if foreseen.taken else []),
                 more,
@@ -41,7 +41,7 @@ def to_plain(choice: SearchResult) -> dict[str, Any]:
     return {
         "ways": [
             {
-                "asked": way.asked,
+                "asked": way.flags,
                 "step_s": way.foreseen.step_s,
                 "taken": way.foreseen.taken,
                 "cost_of_a_step": cost_of(way.foreseen, choice.objective.prices),

@@ -41,7 +41,7 @@ class _PendingSwap:
 
     client: Client
     request: SwapNode
-    wanted: Swap
+    swap: Swap
     trial: str
     """The process that tries it; empty: it has ended."""
     until: float
@@ -82,7 +82,7 @@ class SwapRequests:
             self._reply(client, request, Refused(str(error)))
             return
         if self._pending is not None:
-            pending_swap = self._pending.wanted
+            pending_swap = self._pending.swap
             self._reply(
                 client,
                 request,
@@ -138,21 +138,21 @@ class SwapRequests:
             if pending.gone_at is not None and now - pending.gone_at > LAST_WORD_S:
                 self._refuse(
                     pending,
-                    f"importing '{pending.wanted.reference}' ended the process that tried it; mend"
+                    f"importing '{pending.swap.reference}' ended the process that tried it; mend"
                     " it, and swap again",
                 )
             elif now > pending.until:
                 self._refuse(
                     pending,
-                    f"'{pending.wanted.reference}' was not imported and checked within"
+                    f"'{pending.swap.reference}' was not imported and checked within"
                     f" {TRIAL_S:.0f} s; have its module do less where it is imported, and swap"
                     " again",
                 )
         elif not swaps.worker and swaps.taken_back:
             self._refuse(pending, f"{swaps.taken_back}; it goes on with the operator before")
         elif not swaps.worker:
-            self._done(pending, Swapped(policy.told(pending.wanted)))
-        elif policy.worker_of(self._table, pending.wanted.node).life is Life.GONE:
+            self._done(pending, Swapped(policy.told(pending.swap)))
+        elif policy.worker_of(self._table, pending.swap.node).life is Life.GONE:
             self._done(
                 pending, Refused(f"the run has ended before '{swaps.worker}' could start again")
             )
@@ -160,7 +160,7 @@ class SwapRequests:
             self._done(
                 pending,
                 Swapped(
-                    f"'{pending.wanted.reference}' is taken in for '{pending.wanted.node}', but"
+                    f"'{pending.swap.reference}' is taken in for '{pending.swap.node}', but"
                     f" '{swaps.worker}' has not started within {READY_S:.0f} s (dataflow doctor"
                     " says what it does)"
                 ),
@@ -172,13 +172,13 @@ class SwapRequests:
             self._refuse(pending, message.error)
             return
         try:
-            policy.check(self._table, pending.wanted.node)  # it has changed meanwhile
+            policy.check(self._table, pending.swap.node)  # it has changed meanwhile
         except DataflowError as error:
             self._refuse(pending, str(error))
             return
         swap = message.swap
-        pending.wanted = dataclasses.replace(
-            pending.wanted,
+        pending.swap = dataclasses.replace(
+            pending.swap,
             file=swap.file,
             source=swap.source,
             digest=swap.digest,
@@ -187,7 +187,7 @@ class SwapRequests:
             at=time.time(),
         )
         pending.until = self._clock() + READY_S
-        self._swap_in(pending.wanted)
+        self._swap_in(pending.swap)
 
     def _refuse(self, pending: _PendingSwap, why: str) -> None:
         self._dismiss(pending)

@@ -148,7 +148,7 @@ After it."""
 def test_the_last_traceback_is_its_last_line_and_the_innermost_own_place() -> None:
     found = last_error("trainer-0.log", TRACE)
     assert found is not None
-    assert (found.said, found.where, found.lines_ago) == (
+    assert (found.text, found.where, found.lines_ago) == (
         "ValueError: no room",
         "/a/dataflow/loop.py:12",
         2,
@@ -157,7 +157,7 @@ def test_the_last_traceback_is_its_last_line_and_the_innermost_own_place() -> No
 
 def test_a_later_error_line_counts_more_than_an_earlier_traceback() -> None:
     found = last_error("a.log", TRACE + "\ntimestamp='x' level='error' event='lost'")
-    assert found is not None and "event='lost'" in found.said
+    assert found is not None and "event='lost'" in found.text
 
 
 @pytest.mark.parametrize("text", ["", "level='info' event='started'", "all is well\n"])
@@ -167,7 +167,7 @@ def test_a_log_without_errors_has_none(text: str) -> None:
 
 def test_a_traceback_that_was_cut_is_told_as_one() -> None:
     found = last_error("a.log", 'Traceback (most recent call last):\n  File "/a.py", line 1, in f')
-    assert found is not None and found.said == "a traceback without an end"
+    assert found is not None and found.text == "a traceback without an end"
 
 
 # Processes

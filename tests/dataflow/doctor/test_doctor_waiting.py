@@ -55,7 +55,7 @@ def run(*, edges: dict[tuple[str, str], tuple[int, int]] | None = None, **change
 
 
 def pairs(facts: Facts) -> set[tuple[str, str]]:
-    return {(wait.who, wait.whom) for wait in waits(facts)}
+    return {(wait.node, wait.on) for wait in waits(facts)}
 
 
 def awaited(state: str, **knobs: Any) -> dict[str, Awaited]:
@@ -71,7 +71,7 @@ def test_a_full_edge_makes_its_producer_wait_for_its_consumer() -> None:
         generator={"state": "blocked"}, reward={"state": "working", "for_s": 33.0}, edges=full
     )
     assert ("generator", "reward") in pairs(facts)
-    why = next(wait.why for wait in waits(facts) if wait.who == "generator")
+    why = next(wait.why for wait in waits(facts) if wait.node == "generator")
     assert why == "the edge to 'reward' is full (64 of 64 rows)"
     assert verdict(facts).startswith(
         "Everything waits for 'reward', which is at work, for 33 s now"
@@ -133,8 +133,8 @@ def test_one_replica_in_trouble_while_the_others_work_says_that_they_carry_on() 
 
 def test_a_trainer_waits_for_the_group_that_is_being_generated_and_for_its_worker() -> None:
     facts = run(generator={"state": "working", "for_s": 12.0}, awaited=awaited("generating"))
-    wait = next(wait for wait in waits(facts) if wait.who == "trainer")
-    assert (wait.whom, wait.why) == (
+    wait = next(wait for wait in waits(facts) if wait.node == "trainer")
+    assert (wait.on, wait.why) == (
         "generator",
         "it needs group 120 next, which the ledger calls generating",
     )
@@ -142,7 +142,7 @@ def test_a_trainer_waits_for_the_group_that_is_being_generated_and_for_its_worke
         generator={"state": "working"},
         awaited=awaited("generating", node="generator", worker="generator-1"),
     )
-    said = next(wait.why for wait in waits(held) if wait.who == "trainer")
+    said = next(wait.why for wait in waits(held) if wait.node == "trainer")
     assert said == "it needs group 120 next, which the ledger calls generating and generator-1 has"
 
 
@@ -168,7 +168,7 @@ def test_the_first_evaluation_pauses_training_and_what_it_waits_for_is_the_root(
     )
     assert ("prompts", "eval") in pairs(facts) and ("eval", "reward") in pairs(facts)
     assert (
-        next(w.why for w in waits(facts) if w.who == "prompts")
+        next(w.why for w in waits(facts) if w.node == "prompts")
         == "it is paused until the first evaluation is done"
     )
     assert verdict(facts).startswith("Everything waits for 'generator', which is at work")
@@ -198,8 +198,8 @@ def test_weights_that_were_not_adopted_are_named_with_both_versions() -> None:
     facts = run(
         generator={"held_back": 8, "version": 39}, trainer={"state": "working", "version": 41}
     )
-    wait = next(wait for wait in waits(facts) if wait.who == "generator")
-    assert (wait.whom, wait.why) == (
+    wait = next(wait for wait in waits(facts) if wait.node == "generator")
+    assert (wait.on, wait.why) == (
         "trainer",
         "version 41 of 'trainer' is made, but it still has 39",
     )
@@ -317,7 +317,7 @@ def test_every_waiting_node_reaches_an_end() -> None:
     )
     found = waits(facts)
     assert {name for names in ends(facts, found).values() for name in names} == {
-        wait.who for wait in found
+        wait.node for wait in found
     }
 
 

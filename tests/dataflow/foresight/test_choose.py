@@ -101,7 +101,7 @@ def test_candidates_are_a_thousand_at_most_and_leave_devices_unused_where_they_m
     assert kinds == {(), ("H100",), ("L40S",)}
     assert (
         Candidate(kinds=("L40S",), gpus={"generator": 1})
-        .asked(made, room)
+        .flags(made, room)
         .startswith("--foresee 512xL40S --gpus")
     )
 
@@ -113,7 +113,7 @@ def test_on_cores_replicas_ranks_and_ranks_of_a_replica_are_tried(model: Model) 
         for each in found
     }
     assert tried == set(itertools.product((1, 2), (1, 2), (1, 2))) and len(found) == 8
-    asked = found[-1].asked(graph(model), Devices(cpus=2))
+    asked = found[-1].flags(graph(model), Devices(cpus=2))
     assert asked == "--replicas generator=2 --ranks trainer=2 Generator(tensor_parallel=2)"
 
 
@@ -254,7 +254,7 @@ def test_ways_of_which_no_device_could_hold_a_rank_are_passed_over_and_what_is_c
             except GraphError as error:
                 found.append(str(error))
             else:
-                told = [(way.asked, way.foreseen.step_s) for way in choice.ways]
+                told = [(way.flags, way.foreseen.step_s) for way in choice.ways]
                 found.append((told, choice.tried, choice.simulated, choice.refused))
         assert found[0] == found[1]
         passed_over += sum(calls)

@@ -97,7 +97,7 @@ def test_on_one_device_turns_are_found_and_on_several_they_are_one_way_of_many(
     model: Model,
 ) -> None:
     (way,) = choose(graph(model), read_devices("1xRTX4090"), workload=EVEN, steps=6).ways[:1]
-    assert way.gpus == SHARED and way.asked.startswith("--gpus generator=1,trainer=generator")
+    assert way.gpus == SHARED and way.flags.startswith("--gpus generator=1,trainer=generator")
     many = choose(graph(model), read_devices("2xH100"), workload=EVEN, steps=6, knobs=False).ways
     assert {repr(dict(each.gpus)) for each in many} == {
         "{'generator': 1, 'trainer': 1}",

@@ -104,7 +104,7 @@ def test_what_is_offered_is_asked_for_by_flags_that_are_taken(
         for each in candidates(made, room)
         if each.trains_on and not each.knobs and each.gpus["trainer"] == 16
     )
-    asked = offered.asked(made, room)
+    asked = offered.flags(made, room)
     assert asked == "--gpus generator=16,trainer=16 --place trainer=L40S-0+L40S-1"
     how = ["--foresee", "16xH100+16xL40S", "--steps", "4", "--workload", "mean=40,prompt=20"]
 
@@ -260,7 +260,7 @@ def test_a_trainers_ranks_share_its_model_out_as_fits_and_is_fastest(model: Mode
     asked = Candidate(
         gpus={"generator": 8, "trainer": 56}, knobs={"tensor_parallel": 2}, learner=chosen
     )
-    assert asked.asked(made, read_devices("64xH100")).endswith(
+    assert asked.flags(made, read_devices("64xH100")).endswith(
         "Generator(tensor_parallel=2) Trainer(tensor_parallel=1)"
     )
 

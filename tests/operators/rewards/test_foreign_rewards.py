@@ -250,7 +250,7 @@ def test_what_a_foreign_function_does_wrong_is_the_rows_error_at_its_own_line() 
     failure = RolloutFailure.read(bad[ERROR])
     assert failure.cause == "raised"
     line = inspect.getsourcelines(fails)[1] + 2
-    assert f"(test_foreign_rewards.py:{line})" in failure.found
+    assert f"(test_foreign_rewards.py:{line})" in failure.detail
 
 
 @pytest.mark.parametrize("note", [False, True])
