@@ -26,7 +26,7 @@ from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.training import BACKWARD, Learners
 
 _FREE = 1e6
-"""Share of a rate that is reached where no seconds are seen to depend on it."""
+"""The share of a rate that is reached where the runs' seconds do not depend on it."""
 _GENERATOR_ON_CORES = (0.275e-3, 4.6e-6, 17e-6, 5.5e-6, 2.0e-3, 0.25, 0.9, 0.36e-9, 0.1e-3)
 _LEARNER_ON_CORES = (5e-3, 2.3e-3, 1.75e-3, 1.0, 105e-9, 1.1, 0.5e-9, 0.2e-3)
 """Seconds of each column on two cores of an AMD EPYC with AVX-512, by some forty runs of small
@@ -35,11 +35,10 @@ _PASSES = "seconds_forward_backward"
 _ONCE = ("seconds_optimizer", "seconds_record", "seconds_publish")
 """What a line of metrics.jsonl has of a training step."""
 _UNLIKE = 1.5
-"""How many times as long completions of one run are in the mean as those of another, to tell tokens
-from rows."""
+"""Completions of one run must be this many times as long as another's, to tell tokens from rows."""
 _MOST_HOP_S, _LITTLE = 0.02, 0.1
-"""Between two operators. Share of a step that those between generator and trainer may take, for
-this to be seen."""
+"""The longest hop between two operators; and the share of a step that the operators between
+generator and trainer may take for it to be measured."""
 
 
 def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
@@ -83,7 +82,7 @@ def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
 
 
 def _busy(run: SeenRun, node: str) -> float:
-    """Share of the time in which a node was at work, its replicas in the mean."""
+    """Share of the time in which a node is busy, in the mean of its replicas."""
     seconds = sum(stretch.seconds for stretch in run.stretches[node]) * int(
         run.placed[node]["replicas"]
     )
@@ -95,8 +94,8 @@ def _busy(run: SeenRun, node: str) -> float:
 
 
 def _beside(run: SeenRun, node: str) -> Beside:
-    """What else of a run was at work on the cores while a process of this node was: each by itself,
-    as often as it was at work at all, or in what a trainer in turn leaves of the time.
+    """What else of a run computes on the cores while a process of this node does. Each other node
+    counts by itself: by its busy share, or its share of the time that a trainer in turn leaves.
     """
     placed = run.placed[node]
     if placed.get("gpus"):
@@ -105,7 +104,7 @@ def _beside(run: SeenRun, node: str) -> Beside:
         1.0 if run.max_staleness or node == run.trainer else max(1e-6, 1 - _busy(run, run.trainer))
     )
     shares = {_threads(placed): 1.0}
-    """By threads at work, how likely that is."""
+    """The probability of each number of busy threads."""
     for neighbour in (
         node_beside for node_beside in run.stretches if _meets(run, node, node_beside)
     ):
@@ -119,8 +118,8 @@ def _beside(run: SeenRun, node: str) -> Beside:
 
 
 def _meets(run: SeenRun, node: str, other: str) -> bool:
-    """Whether the other computes on the same cores, at times at once: no source, which has little
-    to do, none that waits for something elsewhere, and no trainer in turn.
+    """Whether the other node computes on the same cores, at times at once. Sources (little to do),
+    nodes that wait for something elsewhere, and a trainer in turn do not.
     """
     if run.placed[other].get("gpus") or run.calls_at_once.get(other, 1) > 1:
         return False
@@ -130,12 +129,12 @@ def _meets(run: SeenRun, node: str, other: str) -> bool:
 
 
 def _threads(placed: Mapping[str, Any]) -> int:
-    """Of all processes of a replica."""
+    """Threads of all processes of a replica."""
     return int(placed.get("ranks", 1)) * int(placed.get("threads", 1))
 
 
 def _sum(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
-    """Distribution of the sum of two numbers that do not depend on each other."""
+    """The distribution of the sum of two independent numbers."""
     distribution = defaultdict[int, float](float)
     for (a, p), (b, q) in itertools.product(one.items(), other.items()):
         distribution[a + b] += p * q
@@ -226,7 +225,7 @@ def _sizes(spans: Sequence[ActivitySpan]) -> list[Decoded]:
 
 
 def _context(run: SeenRun, looked: float, tokens: float) -> float:
-    """Tokens that each of so many looked back at, in the mean; of all where the run does not
+    """Tokens that each rollout looks back at, in the mean; over all rollouts where the run does not
     say.
     """
     return (
@@ -339,7 +338,7 @@ _NOTHING = Rates(step_s=0.0)
 
 
 def _share(seconds: float) -> float:
-    """Of a full rate, from the seconds that one second at that rate takes."""
+    """Share of a full rate, from the seconds that a second at the full rate takes."""
     return 1 / seconds if seconds > 1 / _FREE else _FREE
 
 
@@ -385,7 +384,7 @@ def _dtype(kind: DeviceKind) -> str:
 
 
 def described(constants: Constants) -> str:
-    """For people: a line for each kind of operator."""
+    """Text: a line for each kind of operator."""
     lines = []
     for role, rates in (("generator", constants.generator), ("learner", constants.learner)):
         unit = "decode step" if role == "generator" else "step"
@@ -434,7 +433,7 @@ def described(constants: Constants) -> str:
 
 
 def to_plain(constants: Constants) -> dict[str, Any]:
-    """For a file of JSON."""
+    """JSON values."""
     return dataclasses.asdict(constants)
 
 

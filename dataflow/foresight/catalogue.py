@@ -25,7 +25,7 @@ _COMMON = (
     "HBM3",
     "HBM3e",
 )
-"""Of names, what tells no kinds apart that are known here."""
+"""Words in names that do not tell the kinds here apart."""
 _SHARED_LINK = 12.5 / 8
 """GB/s of each of eight devices whose node has one link of 100 Gb/s to others."""
 

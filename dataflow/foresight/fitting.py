@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NOTHING, _TURNS = 1e-9, 20
-"""Of the length of y: a slope below that is none. Turns for each column, at most."""
+"""A slope below this share of the length of y counts as none; turns for each column, at most."""
 _NOISE = 0.03
-"""Of a run's seconds: fits that differ by less than that are as good."""
+"""Relative to a run's seconds: fits that differ by less are equally good."""
 _SPREAD = 1.0
 """Of what is assumed: constants of another machine differ by so much of it, give or take, its speed
 apart."""
@@ -25,26 +25,26 @@ _ALONE, _ALONE_IS, _ALONE_ABOUT = tuple(1 + number / 20 for number in range(17))
 memory, or the core itself, where both are its hardware threads (1.2 on one machine, 1.05 on
 another). What it is where runs do not tell, give or take."""
 _PARALLEL, _PARALLEL_ABOUT = tuple(number / 20 for number in range(6, 21)), 0.15
-"""What several threads may reach of so many times the speed; give or take."""
+"""Shares of a full speedup that several threads may reach, and their standard deviation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Coefficients of the columns of a table, where several threads are so much faster."""
+    """Coefficients of a table's columns, and the speedup of several threads."""
 
     rates: Sequence[float]
     parallel: float
     has_threads: bool
     missed: float
-    """In units of noise, how far it is from what was seen, and from what is assumed."""
+    """Distance from the measurements and from the assumptions, in units of their noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """What else was at work on the cores on which a process was."""
+    """What else computed on a process's cores."""
 
     threads: int = 1
-    """Of the process itself."""
+    """Threads of the process itself."""
     share: float = 1.0
     """Of the speed of one among as many as there are cores, in the mean: more of them share the
     cores."""
@@ -138,8 +138,8 @@ def _at_speed(
 
 
 def best(tables: Sequence[CostTable], *, on_cores: bool) -> tuple[float, Sequence[Fit]]:
-    """How much faster a process is alone, and what fits each table then: where runs do not tell,
-    what is assumed.
+    """The speed of a process that is alone, and each table's fit at that speed; where runs do not
+    tell, as assumed.
     """
     if not on_cores:
         return 1.0, [table.fit(1.0, table.parallel) for table in tables]

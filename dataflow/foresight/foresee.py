@@ -1,5 +1,5 @@
-"""What a graph will take on devices that nobody has rented yet: its plan, the costs of each
-operator, and a run by the clock under the engine's own rules.
+"""What a graph will take on devices that nobody has rented yet: its plan, each operator's costs,
+and a run by the clock under the engine's own rules.
 
 Over 600 lines: it is the one way from a graph to its figures, read from top to bottom.
 """
@@ -47,7 +47,7 @@ T = TypeVar("T", bound=Operator)
 SIMULATED_STEPS = 60
 """Where nobody says how many; of a longer run so many are looked at."""
 BRIEF_STEPS = 18
-"""Of a simulation that is to tell placements apart."""
+"""Steps of a simulation that only has to tell placements apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class Foreseen:
 
     @property
     def bottleneck(self) -> Operation:
-        """Whoever is busy longest."""
+        """The operator that is busy longest."""
         return max(self.operations, key=lambda each: each.seconds)
 
     @property
@@ -360,8 +360,8 @@ def _by_closed_forms(foreseen: Foreseen, ground: Foreground) -> Foreseen:
 
 
 def _in_turn(foreseen: Foreseen, ground: Foreground) -> Foreseen:
-    """The sum of those who share devices, and the way of their memory, once for as many steps as
-    may be ahead; whoever has devices of its own works meanwhile.
+    """The sum over operators that share devices, plus moving their memory once for as many steps as
+    may be ahead; operators with their own devices work meanwhile.
     """
     ahead = ground.max_staleness
     shared = sum(
@@ -444,7 +444,7 @@ def _assumed(ground: Foreground) -> tuple[str, ...]:
 
 
 def _float32(ground: Foreground) -> list[str]:
-    """What a model in float32 on accelerators is foreseen by."""
+    """How operators in float32 on accelerators are foreseen, in a sentence."""
     wide = [
         name
         for name, operator in ground.graph.operators.items()
@@ -459,7 +459,7 @@ def _float32(ground: Foreground) -> list[str]:
 
 
 def _closed(ground: Foreground) -> list[Operation]:
-    """Each operator's share by closed forms."""
+    """Each operator's share, by closed forms."""
     operations = []
     for name, operator in ground.graph.operators.items():
         placement = ground.plan.placements[name]

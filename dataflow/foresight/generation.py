@@ -21,7 +21,7 @@ from dataflow.foresight.steps import ReplicaTimes
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 _CACHE_BYTES = 2
 _POINTS = 256
-"""Lengths at which a batch that empties is looked at."""
+"""Points at which an emptying batch is evaluated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +33,14 @@ class GeneratorReplica:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     interleaves: bool = True
-    """Whether a batch is cut into as many parts as there are stages, which all work at once; else
-    it goes through them whole."""
+    """Whether a batch is cut into as many parts as there are stages, which then all work at once;
+    else it passes through the stages whole."""
     dtype: str = "bfloat16"
     """Of weights and products."""
     steps: ReplicaTimes | None = None
     """Seconds of all stages of the pipeline together; None: by rates of data sheets."""
     reserved_bytes: float = 0.0
-    """On all its devices, of others: of a trainer that keeps its optimizer's state there while it
+    """Bytes on all its devices that others hold: a trainer keeps its optimizer state there while it
     generates."""
 
     @property
@@ -62,7 +62,7 @@ class GeneratorReplica:
         return self.model.cache * _CACHE_BYTES * copies
 
     def at_once(self, tokens: float, rates: Rates) -> float:
-        """Rollouts of so many tokens that its cache holds. GraphError where it holds none."""
+        """Rollouts of so many tokens that the cache holds. GraphError where it holds none."""
         room = rates.cache_share * self.kind.memory_bytes * self.ranks
         rollouts = (room - self.weight_bytes - self.reserved_bytes) / (self.cache_bytes * tokens)
         if rollouts < 1:
@@ -178,7 +178,9 @@ def stragglers(
     group: int,
     ahead: float,
 ) -> Parts:
-    """From a version of the weights on, until the groups are whole that its step cannot do without.
+    """Seconds from a new version of the weights until the groups that its step needs are whole.
+    rollouts: of a step. ahead: steps' worth of groups that may begin before it does. With none, the
+    step needs all groups that begin with it.
 
     rollouts: of a step. ahead: steps' worth of groups that may begin before it does. With none, the
     step needs all groups that begin with its version; with a tenth, all but the slowest tenth; with

@@ -18,7 +18,7 @@ import pyarrow.parquet as parquet
 from dataflow.errors import GraphError
 
 PACKAGE, _MODULE = "aiconfigurator-core", "aiconfigurator_core"
-"""Optional: it is read where it lies, and nothing of it is copied or imported."""
+"""The optional package that holds the tables; nothing of it is copied or imported."""
 SYSTEMS = {
     "A100": "a100_sxm",
     "H100": "h100_sxm",
@@ -51,7 +51,7 @@ def folder() -> Path:
 
 
 def version() -> str:
-    """Of the package as installed; 'unknown' where only its folder is on the path."""
+    """The installed version of the package; 'unknown' where only its folder is on the path."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -108,7 +108,7 @@ class Curve:
 
 
 def _mixed(low: Curve | float, high: Curve | float, share: float, times: float) -> Curve | float:
-    """Between two; where their axes differ, what both have."""
+    """Interpolation between two curves; where their axes differ, over what both have."""
     if isinstance(low, Curve) and isinstance(high, Curve):
         if low is high and times == 1.0:
             return low
@@ -130,7 +130,7 @@ class KernelTable:
     curve: Curve
     axes: tuple[str, ...]
     beyond: dict[tuple[str, str], str]
-    """Of its device's tables: what was asked outside of what was measured, by table and axis."""
+    """Requests outside of what the device's tables measured, by table and axis."""
 
     def cut(self, **fixed: float) -> KernelTable:
         """With its outermost axes fixed. GraphError where nothing is left that was measured at both
@@ -199,7 +199,7 @@ class Tables:
         )
 
     def version(self, name: str) -> str:
-        """Of vLLM, that a table was measured with."""
+        """The version of vLLM that a table was measured with."""
         return self._path(name).parent.name
 
     def _path(self, name: str) -> Path:

@@ -1,6 +1,4 @@
-"""Seconds by what they are spent on, so that constants can be fitted without computing anything
-again.
-"""
+"""Seconds by what they are spent on, so that constants can be fitted without a new computation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What share of its data sheet a system reaches, and what nobody's data sheet says: the constants
-of every cost.
+"""The share of its data sheet that a system reaches, and what no data sheet says: the constants of
+every cost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Rates:
     exchange_s: float = 12e-6
     """Seconds of an all-reduce of few bytes within a node."""
     far_exchange_s: float = 40e-6
-    """More, for every time that its nodes are twice as many."""
+    """Further seconds, each time the number of nodes doubles."""
     step_s: float = 3e-3
     """Of a decode step besides the model: scheduling and drawing; of a training step: what it does
     once."""
@@ -40,12 +40,12 @@ class Rates:
     """Of each number that attention has of a token and looks back at, besides products and
     memory."""
     wait_s: float = 0.0
-    """For which a process's threads wait for each other: in a decode step of several rollouts, and
-    in each layer of a training step."""
+    """Seconds that a process's threads wait for each other: in a decode step of several rollouts,
+    and in each layer of a training step."""
     cache_share: float = 0.85
     """Of a device's memory that weights and cache may take."""
     most_rollouts: int = 1024
-    """That a replica decodes at once."""
+    """The most rollouts that a replica decodes at once."""
     source: str = "assumed; not fitted to any run"
 
 
@@ -78,7 +78,7 @@ class Constants:
     alone: float = 1.0
     """On cores: how many times as fast a process computes while all other cores are idle."""
     adopt_s: float = 0.0
-    """Of a generator's replica that takes a version in."""
+    """Seconds in which a generator's replica takes a version in."""
     decode: str = "data-sheets"
     """Where a generator's seconds come from: one of dataflow.foresight.steps.CONSTANTS; by the
     rates above, or by what was measured."""

@@ -1,4 +1,4 @@
-"""What is foreseen, for people and for programs."""
+"""A forecast, for people and for programs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

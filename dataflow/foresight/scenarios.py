@@ -49,22 +49,22 @@ class Operation:
     devices: str
     """For people: 8 x H100."""
     cut: str
-    """How replicas and ranks share it out, for people."""
+    """Replicas and ranks, as text."""
     count: int
     """Of its devices."""
     seconds: float
-    """That it is at work for a step, each of its replicas in the mean."""
+    """Seconds that each replica is busy per step, in the mean."""
     need: Need | None
     """Memory of one rank, at least."""
     room_bytes: int | None
     kinds: Mapping[str, int] = field(default_factory=dict)
     """Its accelerators, by kind."""
     at_once: float = 0.0
-    """Rollouts that a generator decodes at once, on all its devices, at most."""
+    """Rollouts that a generator decodes at once at most, on all its devices."""
     waits: bool = False
     """Whether it waits for something elsewhere, and computes nothing meanwhile."""
     worker: str = ""
-    """Which it shares with others; empty: its processes are its own."""
+    """The worker that it shares with others; empty: it has its own processes."""
 
     @property
     def need_bytes(self) -> int | None:
@@ -91,30 +91,29 @@ class Foreground:
     group_size: int
     max_staleness: int
     weights_s: float
-    """Of a version, on its way."""
+    """Seconds for a version to arrive."""
     episode: Generate | None = None
-    """That makes rollouts of the generator's turns; None: the generator does."""
+    """The operator that makes rollouts of the generator's turns; None: the generator itself."""
     measured: dict[tuple[DeviceKind, int, str], ReplicaTimes | None] = field(default_factory=dict)
-    """What a generator's steps take, by devices, ranks and dtype; they know what was asked of
-    them."""
+    """A generator's step times, by devices, ranks and dtype; each knows what it was asked for."""
 
     @property
     def maker(self) -> Operator:
-        """Who takes prompts, and makes rollouts of them."""
+        """The operator that takes prompts, and makes rollouts of them."""
         return self.episode or self.generator
 
     def called(self, name: str) -> str:
-        """What a node is called in the simulation."""
+        """The name of a node in the simulation."""
         return {self.generator.name: "generator", self.trainer.name: "trainer"}.get(name, name)
 
     @property
     def turns(self) -> int:
-        """Of the policy in a rollout."""
+        """Turns of the policy in a rollout."""
         return 1 if self.episode is None else round(self.workload.turns[self.episode.name])
 
     @property
     def world_s(self) -> float:
-        """Between two turns."""
+        """Seconds between two turns."""
         return 0.0 if self.episode is None else self.workload.world_s.get(self.episode.name, 0.0)
 
     @property
@@ -140,20 +139,20 @@ class Foreground:
 
     @property
     def trained_tokens(self) -> float:
-        """Of a rollout, that a trainer may pass over: with its share of its group's prompt, without
-        its last.
+        """Tokens of a rollout that a trainer may pass over: with its share of the group's prompt,
+        without the last token.
         """
         return self.lengths.mean - LAST + self.workload.prompt_tokens / self.group_size
 
     def row_s(self, name: str) -> float | None:
-        """Seconds of a row, of an operator that needs no model; None where nothing says them."""
+        """Seconds of a row of an operator that needs no model; None: unknown."""
         row_s, constants = self.workload.row_s.get(name), self.constants
         if row_s is not None or name not in constants.row_s:
             return row_s
         return constants.row_s[name] + constants.row_token_s.get(name, 0.0) * self.lengths.mean
 
     def rates(self, operator: Operator) -> Rates:
-        """Of one that computes with a model; on cores, with the threads that its processes have."""
+        """Rates of an operator with a model; on cores, with its processes' threads."""
         role: Literal["generator", "learner"] = (
             "generator" if operator is self.generator else "learner"
         )
@@ -163,7 +162,7 @@ class Foreground:
 
     @property
     def dtype(self) -> str:
-        """Of products, where no operator says another."""
+        """Dtype of products, where no operator says another."""
         return "float32" if self.on_cpu else "bfloat16"
 
     def ranks(self, node: str) -> int:
@@ -214,8 +213,8 @@ class Foreground:
         )
 
     def reserved_bytes(self, operator: Operator) -> float:
-        """Of the devices of one replica, what neither its weights nor its cache have: layers that
-        adapters are merged into, and a version in the memory that it shares.
+        """Bytes on one replica's devices that neither weights nor cache use: layers that adapters
+        are merged into, and a version in shared memory.
         """
         need = self.plan.placements[operator.name].need
         if need is None or self.on_cpu:
@@ -445,9 +444,9 @@ def training_s(ground: Foreground) -> tuple[float, float]:
 
 
 def once_s(learners: Learners, rates: Rates, micro_batches: int) -> float:
-    """What a training step does once, and what each of its micro-batches does whatever it computes.
-    On cores its ranks' exchanges are part of it, in passes and in the update, which goes over as
-    many tensors; accelerators compute meanwhile.
+    """Seconds that a training step spends once, plus those of each micro-batch that do not depend
+    on tokens. On cores the ranks' exchanges are part of it, in passes and in the update, which goes
+    over as many tensors; accelerators compute meanwhile.
     """
     exchanges = exchanges_of(learners) if learners.kind.name == "cpu" else 0
     return (

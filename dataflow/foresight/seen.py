@@ -1,4 +1,4 @@
-"""What a run folder says of the seconds that its operators took, and of the texts that they had."""
+"""What a run folder says of its operators' seconds, and of its texts."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from dataflow.structure import lines_of
 
 _STRETCHES = 6
 _FILES = 20
-"""Of rollouts, that are read."""
+"""Rollouts that are read."""
 _OF_A_SIZE = {"steps": "steps", "rollouts": "rollouts", "looked": "looked", "seconds": "s"}
 _SIZE = re.compile(r"decode_\d+_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """Steps of about as many rollouts."""
+    """Decode steps with about equally many rollouts."""
 
     steps: float
     rollouts: float
     looked: float
-    """Tokens that these looked back at; both are summed over the steps."""
+    """Tokens that these looked back at; both are sums over the steps."""
     seconds: float
 
 
@@ -49,7 +49,7 @@ class ActivitySpan:
     busy_s: float
     """Of all its replicas."""
     beside_s: float = 0.0
-    """The part of that which the node's own processes had."""
+    """The part of these that the node's own processes spent."""
     steps: float
     """Decode steps of a generator, steps of a trainer."""
     tokens: float
@@ -90,7 +90,7 @@ class SeenRun:
     scorers: Collection[str] = ()
     """They pass on every row that they are done with; those that come may wait for long."""
     in_turn: Sequence[Sequence[str]] = ()
-    """Nodes that took turns on devices."""
+    """Nodes that take turns on devices."""
     turns: Mapping[str, float] = field(default_factory=dict)
     """Of the policy in a rollout, in the mean, by episode."""
     world_s: Mapping[str, float] = field(default_factory=dict)

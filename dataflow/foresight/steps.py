@@ -24,10 +24,10 @@ BITS = {"bfloat16": 16, "fp8": 8, "fp4": 4.5, "mxfp4": 4.25, "int4": 4.5}
 (int4)."""
 _CACHE_BYTES = 2
 _TILE, _NARROW_TILE = 64, 8
-"""Rows that a product computes at least: of Hopper's matrix instructions; where 4 bits are native,
-tokens lie on their narrow side."""
+"""The fewest rows that a product computes: of Hopper's matrix instructions. Where 4 bits are
+native, tokens lie on their narrow side."""
 _OPERATIONS = {"A100": 2048, "H100": 4096, "H200": 4096, "B200": 8192}
-"""Of a multiprocessor in a cycle, in bfloat16, by the device's best instructions."""
+"""Operations of a multiprocessor in a cycle, in bfloat16, by the device's best instructions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +74,15 @@ class ServerConstants:
     """Of a server, for all devices alike."""
 
     memory: float
-    """How many times as long as at the full rate, as in the next three."""
+    """How many times as long as at the full rate; likewise the next three."""
     products: float
     tiles: float
     links: float
     hop_s: float
     layer_s: float
-    """Of a layer's kernels, however little they do."""
+    """Seconds of a layer's kernels, however little they do."""
     mixture_s: float
-    """Of a layer's router and the exchange of its tokens besides."""
+    """Further seconds of a layer's router, and of the exchange of its tokens."""
 
     def seconds(self, step: TokenCost) -> float:
         """Of one token of each of a batch."""
@@ -103,14 +103,15 @@ MEASURED = ServerConstants(
     layer_s=44.8e-6,
     mixture_s=22.7e-6,
 )
-"""Fitted by `python -m bench.foresight --generator` to 812 measured runs of vLLM 0.12 to 0.19."""
+"""Constants fitted by `python -m bench.foresight --generator` to 812 measured runs of vLLM 0.12 to
+0.19."""
 MEASURED_ON = ("H100", "H200", "B200")
 MEASURED_TO = {
     "rollouts at once": (4, 512),
     "tokens seen": (1, 8704),
     "tokens of a prompt": (1, 8192),
 }
-"""Least and most of the runs."""
+"""The smallest and the largest of the runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ class Serving:
     ranks: int = 1
     constants: ServerConstants = MEASURED
     beyond: dict[str, str] = field(default_factory=dict, compare=False)
-    """What was asked outside of what was measured, a clause each."""
+    """Requests outside of what was measured, a clause each."""
 
     def __post_init__(self) -> None:
         if self.ranks > self.kind.per_node:

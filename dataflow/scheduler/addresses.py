@@ -15,7 +15,7 @@ from dataflow.worker.messages import Hello, Moved, WeightLine
 
 
 def listens(table: Table, record: WorkerRecord, hello: Hello) -> list[Command]:
-    """Note where an attempt listens; whoever knew its worker elsewhere is told."""
+    """Note where an attempt listens, and tell all who knew its worker elsewhere."""
     moved = {
         edge
         for edge, address in hello.addresses.items()
@@ -32,8 +32,8 @@ def listens(table: Table, record: WorkerRecord, hello: Hello) -> list[Command]:
 
 
 def told_again(table: Table, record: WorkerRecord) -> list[Command]:
-    """What an earlier scheduler has found of a worker that moved, and perhaps not said: twice does
-    no harm.
+    """Repeat what an earlier scheduler found of a worker that moved, and perhaps did not say: twice
+    does no harm.
     """
     lines = {name: line for name, line in record.lines.items() if line.host}
     return _tell(table, record, set(record.left), lines)
@@ -50,7 +50,7 @@ def read_by(table: Table, reader: WorkerRecord) -> dict[str, WeightLine]:
 
 
 def lines_of(table: Table, nodes: Iterable[str]) -> set[str]:
-    """What the weight lines of some nodes are called."""
+    """Names of the weight lines of some nodes."""
     graph = table.graph
     return {
         line_of(graph, node, refresh)
@@ -90,7 +90,7 @@ def _tell(
 
 
 def _lines_read(table: Table, record: WorkerRecord) -> dict[str, str]:
-    """By name, the trainer of each."""
+    """The trainer of each line, by the line's name."""
     read = [feedback for feedback in table.graph.feedbacks if feedback.reader.name in record.nodes]
     trainers = [(feedback.weights.trainer.name, feedback.refresh) for feedback in read]
     return {line_of(table.graph, trainer, refresh): trainer for trainer, refresh in trainers}

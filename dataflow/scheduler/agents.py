@@ -56,11 +56,12 @@ from dataflow.system.security import RunKeys
 # one message each.
 
 _A_SECOND = 1024
-"""Heartbeats that a scheduler takes in, at most, so that they cost it a fraction of a core."""
+"""The most heartbeats a second that a scheduler takes in, so that they cost it a fraction of a
+core."""
 _SLOWER = 1.25
-"""So much longer than before is worth a message to all agents."""
+"""An interval that grows by this factor is worth a message to all agents."""
 _MISSED = 3
-"""So many heartbeats may get lost before a worker seems to hang."""
+"""So many heartbeats may get lost before a worker counts as hanging."""
 
 
 class HostMessages:
@@ -75,13 +76,13 @@ class HostMessages:
     def __init__(self, hang_s: float) -> None:
         """hang_s: after so much silence a worker is taken to hang."""
         self.beat_s = 0.2
-        """Between two heartbeats of a worker that are passed on."""
+        """Seconds between two heartbeats of a worker that agents pass on."""
         self._most_s = hang_s / _MISSED
         self._heard: list[tuple[str, str, bytes]] = []
         self._tells: dict[str, tuple[list[str], list[bytes]]] = {}
 
     def slows(self, workers: int) -> bool:
-        """Whether workers have become so many that they are to be heard less often."""
+        """Whether there are now so many workers that they must be heard less often."""
         beat_s = min(workers / _A_SECOND, self._most_s)
         if beat_s > self.beat_s * _SLOWER:
             self.beat_s = beat_s
@@ -89,35 +90,35 @@ class HostMessages:
         return False
 
     def take(self, host: str, said: FromWorkers) -> None:
-        """The agent of a host passes on."""
+        """Take in what the agent of a host passes on."""
         self._heard += zip([host] * len(said.names), said.names, said.messages, strict=True)
 
     def heard(self) -> list[tuple[str, str, bytes]]:
-        """Where who has said what since the last call."""
+        """The heartbeats since the last call, each with its worker and host."""
         heartbeats, self._heard = self._heard, []
         return heartbeats
 
     def say(self, name: str, host: str, message: bytes) -> None:
-        """Something for the worker of that name on a host; nobody hears it where none is."""
+        """Queue a message for a worker on a host; it is lost where no such worker runs."""
         names, messages = self._tells.setdefault(host, ([], []))
         names.append(name)
         messages.append(message)
 
     def tells(self) -> Iterator[tuple[str, ToWorkers]]:
-        """What leaves now, by host."""
+        """The messages that leave now, by host."""
         tells, self._tells = self._tells, {}
         for host, (names, messages) in tells.items():
             yield host, ToWorkers(names=names, messages=messages)
 
 
 _LIVES_S = 0.5
-"""Between two signs of life for the agents."""
+"""Seconds between two signs of life to the agents."""
 _PAUSE_S = 2.0
-"""For agents to say that their workers stand still."""
+"""Seconds for agents to report that their workers stand still."""
 _LOOK_S = 2.0
-"""Between two looks whether another scheduler leads the run."""
+"""Seconds between two checks whether another scheduler leads the run."""
 _END_S = 10.0
-"""For agents to end all workers, when they are told to."""
+"""Seconds for agents to end all workers when told to."""
 
 
 class Agents:
@@ -171,12 +172,12 @@ class Agents:
 
     @property
     def pollable(self) -> Any:
-        """Readable when an agent has said something."""
+        """Readable when an agent has sent something."""
         return self._socket.socket
 
     @property
     def hosts(self) -> list[Host]:
-        """Those that are there, by name."""
+        """The hosts that are there, by name."""
         return [
             self._hosts[name].host
             for name in sorted(self._hosts, key=natural)
@@ -184,12 +185,12 @@ class Agents:
         ]
 
     def place(self, host: str) -> dict[str, Any]:
-        """What is particular in the settings of a worker there."""
+        """The settings of a worker that are particular to a host."""
         return {**self._hosts[host].place, "disks": self.disks}
 
     @property
     def disks(self) -> dict[str, str]:
-        """By host that is there and has a folder of its own, where it gives its files."""
+        """By host with a folder of its own: the address at which it serves its files."""
         return {
             name: host.join.files
             for name, host in self._hosts.items()
@@ -198,7 +199,7 @@ class Agents:
 
     @property
     def digests(self) -> set[str]:
-        """Of what those that are there had built for a scheduler before this one."""
+        """Digests of what the hosts had built for an earlier scheduler."""
         return {agent.join.digest for agent in self._hosts.values()}
 
     # Before the run
@@ -277,7 +278,7 @@ class Agents:
             self._spawns.pop(name, None)
 
     def flush(self) -> None:
-        """What was said to workers leaves, in one message to each host."""
+        """Send what is queued, in one message to each host."""
         for host, tell in self.messages.tells():
             if host in self._hosts:
                 self._send(self._hosts[host], tell)
@@ -407,7 +408,7 @@ class Agents:
         self._go_on(agent)
 
     def _go_on(self, agent: HostAgent) -> None:
-        """Say to an agent that asks to join, perhaps once more, what it may not have heard."""
+        """Repeat to an agent that asks to join what it may have missed."""
         agent.has_left, agent.closed_since = False, None
         if self._begin is None:
             return
@@ -422,7 +423,7 @@ class Agents:
             self._send(agent, self._stay)
 
     def _ask(self, agent: HostAgent, begin: Begin) -> None:
-        """Which workers it has; what it is to be cleared of, its answer decides anew."""
+        """Ask which workers a host has; the answer decides anew what it is cleared of."""
         agent.is_clearing, agent.asked_at = False, self._clock()
         self._send(agent, HandOver(question=agent.questions.ask(), whereabouts=begin.whereabouts))
 
@@ -463,7 +464,7 @@ class Agents:
                     self._ask(agent, self._begin)
 
     def _handed_over(self, name: str, agent: HostAgent) -> None:
-        """An agent has said which workers it has."""
+        """Take in which workers an agent has."""
         self._joined(name, agent)
         for spawn in self._spawns.values():
             if host_of(spawn) == name and not agent.had(spawn):
@@ -486,7 +487,7 @@ class Agents:
         )
 
     def _left(self, name: str, agent: HostAgent, cause: str) -> None:
-        """It is not there any more, or nobody reaches it."""
+        """A host is gone, or nobody reaches it."""
         if agent.has_left:
             return
         agent.has_left, agent.is_clearing = True, False
@@ -495,7 +496,7 @@ class Agents:
         self._events.append({"event": "lost", "name": name, "cause": cause})
 
     def _forget(self, host: str) -> None:
-        """What was asked of a host is nobody's wish any more."""
+        """Drop all requests to a host."""
         self._socket.forget(self._hosts[host].identity)
         self._spawns = {
             worker: spawn for worker, spawn in self._spawns.items() if host_of(spawn) != host
@@ -504,7 +505,7 @@ class Agents:
     # Messages
 
     def _turn_away(self, identity: bytes, why: str) -> None:
-        """Of an agent that the run cannot have; without it, it does not begin."""
+        """Refuse an agent that the run cannot use; without it, the run does not begin."""
         self._socket.send(identity, Refused(why))
         self._trouble.append(why)
         self.told(why)
@@ -525,7 +526,7 @@ class Agents:
         self._receive()
 
     def _await(self, is_done: Callable[[], bool], within_s: float, late: Callable[[], str]) -> None:
-        """Wait until something is there, or somebody says that it cannot be."""
+        """Wait until something is there, or somebody reports that it cannot be."""
         deadline = self._clock() + within_s
         while not is_done():
             self._wait(0.05)

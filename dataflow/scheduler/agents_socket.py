@@ -12,7 +12,7 @@ from dataflow.system.messages import MESSAGE_BYTES, Frames, MessageError, Number
 from dataflow.system.security import Guard, RunKeys, endpoint
 
 _AT_ONCE = 64
-"""Messages, between two looks at what else is to be done."""
+"""Messages to read between two looks at other work."""
 
 
 class AgentsSocket:
@@ -61,9 +61,7 @@ class AgentsSocket:
         self.address = bound.decode()
 
     def send(self, identity: bytes, message: ToAgent) -> bool:
-        """Whether there is a connection that it could go over; where there is none, it waits for
-        the next.
-        """
+        """Send a message; whether a connection takes it. Without one, it waits for the next."""
         peer = self._peer(identity)
         return self._send(
             identity,
@@ -71,16 +69,16 @@ class AgentsSocket:
         )
 
     def forget(self, identity: bytes) -> None:
-        """What an agent has not heard is not for it any more."""
+        """Drop what an agent has not received."""
         self._peer(identity).begin_anew()
 
     def remove(self, identity: bytes) -> None:
-        """An agent is followed by another one of its host."""
+        """Another agent of the same host follows this one."""
         self._peers.pop(identity, None)
 
     def received(self, refused: Callable[[str, str], object]) -> list[tuple[bytes, FromAgent]]:
-        """What has come, and no more at once than can be done soon. refused: told who sent what is
-        no message, and why it is none.
+        """The messages that have come, as many as can be handled soon. refused: is told who sent an
+        invalid message, and why it is invalid.
         """
         messages: list[tuple[bytes, FromAgent]] = []
         while len(messages) < _AT_ONCE and self.socket.poll(0):
@@ -97,7 +95,7 @@ class AgentsSocket:
         return messages
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the socket."""
         with closing(self._guard):
             self.socket.close(0)
 

@@ -1,5 +1,5 @@
-"""The scheduler at run time: what happens goes to the reducer of its table, and what that decides
-is done.
+"""The scheduler at run time: it passes events to the reducer of its table, and carries out what
+that decides. No rollout and no weight passes through it.
 
 No rollout and no weight passes through it.
 """
@@ -55,12 +55,12 @@ from dataflow.worker.messages import ToWorker
 # worker goes by them.
 
 BOUNDARY_S = 20.0
-"""For the boundaries of all changes to come; then who asked is told that they will."""
+"""Seconds until all changes reach their boundaries; then the requester is told that they will."""
 
 
 @dataclass
 class _PendingSet:
-    """Somebody waits for these to count."""
+    """A request that waits for its changes to count."""
 
     client: Client
     request: SetKnobs
@@ -99,7 +99,7 @@ class KnobRequests:
         self._pending.append(_PendingSet(client, request, changes, self._clock() + BOUNDARY_S))
 
     def look(self) -> None:
-        """Answer whoever asked, when it is known what came of it, or the time is up."""
+        """Answer requesters once the outcome is known, or the time is up."""
         for pending in list(self._pending):
             late = knob_policy.late(self._table, pending.changes[-1].number)
             if late and self._clock() <= pending.until:
@@ -119,13 +119,13 @@ class KnobRequests:
 # hears of it then.
 
 WRITTEN_S = 45.0
-"""For the step under way to end and its checkpoint to be written; then who asked is told that it
-will be."""
+"""Seconds for the step under way to end and its checkpoint to be written; then the requester is
+told that it will be."""
 
 
 @dataclass
 class _PendingCheckpoint:
-    """Somebody waits for it."""
+    """A request that waits for its checkpoint."""
 
     client: Client
     request: KeepCheckpoint
@@ -167,7 +167,7 @@ class CheckpointRequests:
         self._pending.append(_PendingCheckpoint(client, request, number, self._clock() + WRITTEN_S))
 
     def look(self) -> None:
-        """Answer whoever asked, when it is written, or the time is up."""
+        """Answer requesters once it is written, or the time is up."""
         for pending in list(self._pending):
             late = self._table.run.without_checkpoint(pending.number)
             if late and self._clock() <= pending.until:
@@ -183,13 +183,13 @@ class CheckpointRequests:
 
 
 NAME = "scheduler"
-"""In faults.jsonl."""
+"""The name in faults.jsonl."""
 _DRAIN_S = 1.0
-"""For what a worker sent before it ended to arrive, whatever the others send meanwhile."""
+"""Seconds for messages that a worker sent before it ended to arrive, while others go on sending."""
 _LAST_WORDS_S = 0.05
-"""For those of workers that have ended to arrive."""
+"""Seconds for messages of ended workers to arrive."""
 _FEW, _LOOKED_AT_A_SECOND = 256, 20_000
-"""Of workers above so many, the deadlines of so many are looked at in a second."""
+"""Above so many workers, only so many deadlines are checked in a second."""
 
 
 class Scheduler:
@@ -226,7 +226,7 @@ class Scheduler:
             graph=graph, plan=plan, limits=limits, folder=settings.folder, watched_at=clock()
         )
         self.notices: list[str] = []
-        """What the user may want to read, oldest first; whoever shows it takes it out."""
+        """Sentences for the user, oldest first; the reader removes them."""
         self.crossed: CrossedByFile = {}
         """What has crossed the edges, as workers of this machine counted it to their ends; known
         once it is closed."""
@@ -286,7 +286,7 @@ class Scheduler:
 
     @property
     def folder(self) -> Path:
-        """That of this process's sockets."""
+        """The folder of this process's sockets."""
         return self._server.folder
 
     def start(self, progress: Callable[[Collection[str]], None] = lambda late: None) -> None:
@@ -319,8 +319,8 @@ class Scheduler:
 
     @property
     def heartbeats(self) -> dict[str, Mapping[str, Any]]:
-        """The last that every worker said of itself, those that left included; `member` tells how
-        it is in the run.
+        """The last heartbeat of every worker, those that left included; `member` tells its
+        membership.
         """
         return {
             record.name: {
@@ -367,7 +367,7 @@ class Scheduler:
         self._server.reply(client, reply)
 
     def _pass_time(self) -> None:
-        """What follows from time alone; of many workers not in every turn."""
+        """Apply what follows from time alone; with many workers not in every turn."""
         now, many = self._clock(), len(self.table.workers) - _FEW
         if 0 <= now - self._ticked < many / _LOOKED_AT_A_SECOND:
             return
@@ -410,7 +410,7 @@ class Scheduler:
         self._server.pause(is_paused)
 
     def _take_over(self) -> None:
-        """Take the run up where it stands; it goes on at once."""
+        """Take over the run where it stands; it goes on at once."""
         server = self._server
         was = "did not answer" if server.lives else "ended"
         self._faults.noticed(NAME, was, server.number - 1, self._clock() - server.alone_s)
@@ -430,7 +430,9 @@ class Scheduler:
                 self._apply(received)
 
     def _note(self, event: Mapping[str, Any]) -> None:
-        """Take in what the forkserver tells; of a worker that failed first what it sent itself."""
+        """Take in what the forkserver reports; before a worker's failure, what the worker itself
+        sent.
+        """
         match event["event"]:
             case "gone":
                 self._apply(events.ForkserverGone())
@@ -452,7 +454,9 @@ class Scheduler:
                 self._note_process(event)
 
     def _keep_before_leave(self, host: str) -> None:
-        """A host was asked to end: what is trained by then is not lost with it."""
+        """A host was asked to end: write a checkpoint, so that what is trained by then is not lost
+        with it.
+        """
         if self.table.begun and not self.table.is_ending:
             self.notices.append(
                 f"host '{host}' was asked to end, and leaves; trainers write a checkpoint before"
@@ -561,12 +565,12 @@ class Scheduler:
         )
 
     def _leave_snapshot(self) -> None:
-        """For the next scheduler, before what was decided is sent."""
+        """Leave a snapshot for the next scheduler, before decisions are sent."""
         if self.table.begun:
             with only_told(self.notices):
                 self.snapshot.write()
 
 
 def _of_ranks(name: str, attempt: int, host: str) -> str:
-    """What the process of a worker's ranks on another host is called."""
+    """The name of the process of a worker's ranks on another host."""
     return f"{name}.{attempt}@{host}"

@@ -1,5 +1,5 @@
-"""What the scheduler has in its hands: the socket to its workers, the forkserver, the folder of the
-run's sockets.
+"""The scheduler's resources: the socket to its workers, the forkserver, the folder of the run's
+sockets.
 """
 
 import dataclasses
@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Client:
-    """Somebody who makes requests, at a socket of their own."""
+    """A client that makes requests, at a socket of its own."""
 
     identity: bytes
 
 
 _LIVES_S = 0.25
-"""Between two signs of life for the forkserver."""
+"""Seconds between two signs of life to the forkserver."""
 _REMEMBERED = 100
 _LEFT = "left"
 """In the run folder, where the run has hosts: what a scheduler leaves for another one, be it on
@@ -116,21 +116,21 @@ class ControlServer:
         self._events: list[Event] = []
         self._outgoing: deque[Callable[[], object]] = deque()
         self.ahead: Callable[[], None] = lambda: None
-        """Called before anything leaves that somebody decided."""
+        """Called before any decision leaves."""
         self.told: Callable[[str], object] = log.warning
-        """Hears what a user should know; a log may stand on a terminal that nobody reads."""
+        """Takes a sentence for the user; a log may stand on a terminal that nobody reads."""
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.keys = keys
-        """Of the run, where it listens at an address."""
+        """Keys of the run, where it listens at an address."""
         self._guard = None if keys is None else Guard(keys.receivers)
         self._router, self._requests = self._router_at(at.control), self._router_at(at.commands)
         # an attempt takes the name over from the one before it
         self._router.set(zmq.ROUTER_HANDOVER, 1)
         self._refused: set[str] = set()
         self.requests = self._listen(self._requests, at.commands)
-        """Where requests are taken."""
+        """The address for requests."""
         self.address = self._listen(self._router, at.control) if at.control else ""
-        """Where workers speak; empty: to the agents of their hosts."""
+        """The address for workers; empty: they speak to the agents of their hosts."""
         self.whereabouts = dataclasses.replace(at, control=self.address, commands=self.requests)
         self.whereabouts.write(folder)
         self._poller = zmq.Poller()
@@ -141,7 +141,8 @@ class ControlServer:
     def wait(
         self, wait_s: float
     ) -> tuple[list[Received], list[tuple[Client, Request]], list[Event]]:
-        """What workers and clients have sent, and what the forkserver tells, within `wait_s`.
+        """Messages of workers and clients, and the forkserver's events, within `wait_s`. Errors:
+        Replaced, before anything is sent or taken in.
 
         Errors: Replaced, before anything is sent or taken in.
         """
@@ -164,13 +165,13 @@ class ControlServer:
         return messages, requests, events
 
     def check(self) -> None:
-        """Whether this is still the scheduler's: it may have been stopped at any time, and for
-        long. Errors: Replaced.
+        """Check that this scheduler still leads the run: it may have been stopped at any time, and
+        for long. Errors: Replaced.
         """
         self._events += self._forkserver.events()
 
     def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Received]:
-        """What workers send until nobody sends anything for `pause_s`, or for `wait_s`."""
+        """Messages of workers until none comes for `pause_s`, or for `wait_s`."""
         deadline = time.monotonic() + wait_s
         while (left_s := deadline - time.monotonic()) > 0 and self._router.poll(
             math.ceil(1000 * min(pause_s, left_s))
@@ -178,7 +179,7 @@ class ControlServer:
             yield from self._heard()
 
     def send(self, to: str, message: ToWorker, host: str = "") -> None:
-        """Send a message to a worker on a host; nobody hears it where he is not there."""
+        """Send a message to a worker on a host; it is lost where the worker does not run."""
         encoded = TO_WORKER.encode(message)
         if isinstance(message, DECIDE_NOTHING):
             self._say(to, host, encoded)
@@ -191,19 +192,17 @@ class ControlServer:
         self._outgoing.append(lambda: self._requests.send_multipart(frames))
 
     def place(self, host: str) -> dict[str, Any]:
-        """What is particular in the settings of a worker on a host."""
+        """The settings of a worker that are particular to a host."""
         return {"control": self.address, "sockets": str(self.folder)}
 
     @property
     def disks(self) -> dict[str, str]:
-        """By host that is there and does not see the run folder, where it gives its files."""
+        """By host that does not see the run folder: the address at which it serves its files."""
         return {}
 
     @property
     def sockets(self) -> list[Path]:
-        """The folders in which workers have their sockets, and count; those of other machines are
-        not here.
-        """
+        """The folders of the workers' sockets and counts; those of other machines are not here."""
         return [self.folder]
 
     def clear(self, host: str) -> None:
@@ -279,23 +278,23 @@ class ControlServer:
         self._router.send_multipart([to.encode(), encoded])
 
     def _flush(self) -> None:
-        """What was said leaves."""
+        """Send what is queued."""
 
     def _heard(self) -> Iterator[Received]:
-        """What workers have sent."""
+        """Messages of workers."""
         while self._router.poll(0):
             identity, *frames = self._router.recv_multipart()
             yield from self._read(identity.decode(errors="backslashreplace"), b"".join(frames))
 
     def _read(self, name: str, encoded: bytes, host: str = "") -> Iterator[Received]:
-        """What a worker said; nothing where it is no message."""
+        """A worker's message; None where it is invalid."""
         try:
             yield Received(name, TO_SCHEDULER.decode(encoded), host)
         except MessageError as error:
             self.refuse(f"'{name}'", str(error))
 
     def _requested(self) -> list[tuple[Client, Request]]:
-        """What a client asks for; one who asks for nothing that there is, is told."""
+        """A client's request; a client whose request is invalid is told."""
         frames = self._requests.recv_multipart()
         client = Client(frames[0])
         try:
@@ -306,7 +305,7 @@ class ControlServer:
             return []
 
     def refuse(self, name: str, why: str) -> None:
-        """Say once of everybody that what he sends is no message of his, and of so many only."""
+        """Report invalid messages once per sender, and for a limited number of senders."""
         if name not in self._refused and len(self._refused) < _REMEMBERED:
             self._refused.add(name)
             self.told(f"refused a message of {name} at the scheduler's socket: {why}")
@@ -416,8 +415,8 @@ class TakenOverControlServer(ControlServer):
         )
 
     def _place(self, folder: Path) -> Whereabouts:
-        """That of the scheduler before, where everybody looks first; another one while it is there
-        itself.
+        """The folder of the scheduler before, where everybody looks first; another one while that
+        scheduler is still there.
         """
         before = Whereabouts.read(folder)
         if before is not None and not self.lives:

@@ -62,17 +62,17 @@ class HostLost:
 
     host: str
     cause: str
-    """As in "host 'a' has ended its agent": what comes after the name."""
+    """As in "host 'a' has ended its agent": the text after the name."""
 
 
 @dataclass(frozen=True)
 class Received:
-    """A message came from somebody who calls himself by a worker's name."""
+    """A message came from a sender that gives a worker's name."""
 
     name: str
     message: FromWorker
     host: str = ""
-    """Whose agent has passed it on; empty: he is on this machine."""
+    """The host whose agent passed it on; empty: this machine."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ProcessEvent:
     what: str
     status: int | None = None
     host: str = ""
-    """Whose forkserver; empty: this machine's."""
+    """The host whose forkserver it is; empty: this machine."""
 
 
 @dataclass(frozen=True)
@@ -228,12 +228,12 @@ class FaultNoticed:
     attempt: int
     heard_at: float
     rollouts: int = 0
-    """That it had begun, and that are drawn again."""
+    """Rollouts that it had begun; they are drawn again."""
 
 
 @dataclass(frozen=True)
 class FaultRecovered:
-    """It is at work."""
+    """The worker is at work again."""
 
     worker: str
     notice: str = ""

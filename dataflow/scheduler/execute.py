@@ -60,8 +60,7 @@ def activity_every(seconds: float) -> float:
 
 _KILLED_SOON_S = 2.0
 TIMES_S = 5.0
-"""Between two times that the seconds so far are written: so many a run that is killed does not know
-of."""
+"""Seconds between two writes of the times so far: a killed run loses no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +166,9 @@ class RunSpec:
     quiet: bool = False
     in_one_process: bool = False
     takeover: Taken | None = None
-    """The workers that do it already."""
+    """The running workers, where a scheduler before has left some."""
     server: ControlServer | None = None
-    """That speaks to the agents of the run's hosts, which are ready; None: all workers are on this
+    """Speaks to the agents of the run's hosts, which are ready; None: all workers are on this
     machine."""
     track: Sequence[ChosenTracker] = ()
     """Who is told of it elsewhere."""
@@ -207,8 +206,8 @@ def execute(run: RunSpec) -> TrainingResult:
 
 @contextlib.contextmanager
 def _told_if_it_fails(times: Times, watch: ProgressWatch) -> Iterator[None]:
-    """Write how far it was when it fails; where another scheduler has the run, that is its to
-    tell.
+    """Write how far the run was when it fails; another scheduler that has the run writes that
+    itself.
     """
     try:
         yield
@@ -283,7 +282,7 @@ def _closing(scheduler: Scheduler, watch: ProgressWatch, folder: RunFolder) -> I
 
 
 def _bring_home(run: RunSpec, folder: RunFolder, disks: Mapping[str, str]) -> str:
-    """What hosts that do not see the run folder have made; what stays there, for the user."""
+    """Fetch what hosts made that do not see the run folder; what stays there, for the user."""
     server = run.server
     assert server is not None and server.keys is not None, "a run over hosts has keys"
     try:

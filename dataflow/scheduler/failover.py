@@ -65,7 +65,7 @@ def _take(
 
 
 def _expect(record: WorkerRecord, now: float) -> None:
-    """Nobody knows yet what has become of it; what is sent reaches nobody before he has found this
+    """Nobody knows yet what became of the worker; messages reach nobody before it has found this
     scheduler.
     """
     record.forked_at = record.heard_at = now

@@ -28,21 +28,21 @@ class Questions:
     """
 
     _latest: int = 0
-    """The number of the last one."""
+    """Number of the last question."""
     _outdated: int = 0
-    """The last one whose answer is."""
+    """Number of the last question that has an answer."""
 
     def ask(self) -> int:
-        """The number of another one."""
+        """The number of a new question."""
         self._latest += 1
         return self._latest
 
     def outdate(self) -> None:
-        """Answers to what was asked so far do not count."""
+        """Ignore the answers to all questions so far."""
         self._outdated = self._latest
 
     def counts(self, question: int) -> bool:
-        """Whether the answer to it does."""
+        """Whether the answer to a question counts."""
         return question > self._outdated
 
     @property
@@ -60,9 +60,9 @@ class HostAgent:
     built: Built | None = None
     questions: Questions = field(default_factory=Questions)
     arriving: dict[str, Handed] = field(default_factory=dict)
-    """Of an answer, the workers so far."""
+    """The workers of an answer, so far."""
     handed: dict[str, Handed] = field(default_factory=dict)
-    """Of the last answer that counted, the workers; those that have ended since are not there."""
+    """The workers of the last answer that counted, without those that have ended since."""
     answer: HandedOver | None = None
     is_paused: bool = False
     is_clearing: bool = False
@@ -71,13 +71,13 @@ class HostAgent:
     """Whether it said that it ends, or its connection is closed."""
     heard_at: float = 0.0
     closed_since: float | None = None
-    """Since when what is sent there cannot leave."""
+    """Since when messages to it cannot leave."""
     asked_at: float = 0.0
-    """When it was asked last which workers it has."""
+    """When it was last asked which workers it has."""
 
     @property
     def host(self) -> Host:
-        """As a plan has it."""
+        """The host, as a plan describes it."""
         join = self.join
         return Host(
             name=join.name,
@@ -100,12 +100,12 @@ class HostAgent:
         return [name for name, process in self.handed.items() if process.alive]
 
     def had(self, spawn: Spawn) -> bool:
-        """Whether it has, or had, the process that was asked for, and not one from before that."""
+        """Whether it has, or had, the requested process, and not only an earlier one."""
         process = self.handed.get(spawn.name)
         return process is not None and process.settings["attempt"] >= spawn.settings["attempt"]
 
     def takes(self, answer: HandedOver) -> bool:
-        """Its workers are those that have arrived, if the answer counts."""
+        """Take the workers that have arrived as its own, if the answer counts."""
         handed, self.arriving = self.arriving, {}
         if self.questions.counts(answer.question):
             self.handed, self.answer = handed, answer
@@ -127,7 +127,7 @@ class HostAgent:
 
     @property
     def place(self) -> dict[str, str]:
-        """What is particular in the settings of a worker there."""
+        """The settings of a worker that are particular to this host."""
         join = self.join
         return {
             "sockets": join.sockets,
@@ -152,7 +152,7 @@ def with_addresses(begin: Begin, hosts: Mapping[str, HostAgent], now: float = 0.
 
 
 def host_of(spawn: Spawn) -> str:
-    """Where a process was asked for."""
+    """The host for which a process was requested."""
     return str(spawn.settings["host"])
 
 
@@ -162,7 +162,7 @@ def natural(name: str) -> list[tuple[int, int | str]]:
 
 
 def same_name(first: Join, second: Join) -> str:
-    """Of two agents of one name, both there."""
+    """The refusal of two agents of one name, both there."""
     return (
         f"two hosts of the run are called '{first.name}', at {first.address} and {second.address};"
         " give"
@@ -173,7 +173,7 @@ def same_name(first: Join, second: Join) -> str:
 def too_few(
     hosts: Collection[Host], count: int, address: str, within_s: float, folder: Path
 ) -> str:
-    """Of a run whose hosts are not all there."""
+    """The refusal of a run that lacks hosts."""
     came = ", ".join(host.name for host in hosts) or "none"
     return (
         f"the run waited {within_s:.0f} s for {count} hosts at {address}, and these came: {came};"
@@ -183,7 +183,7 @@ def too_few(
 
 
 def too_late(missing: Collection[str], within_s: float, folder: Path) -> str:
-    """Of hosts that have not built the graph."""
+    """The refusal of hosts that have not built the graph."""
     return (
         f"the scheduler waited {within_s:.0f} s for hosts {missing} to build the graph; see the"
         f" logs of their agents in {folder}/logs, or raise Limits.start_s"

@@ -82,8 +82,8 @@ def lost(table: Table, name: str, cause: str, now: float) -> list[Command]:
 
 
 def watch(table: Table, now: float, *, was_stopped: bool) -> list[Command]:
-    """Hosts that are silent for too long, and workers for which no host has room. was_stopped: the
-    scheduler was, and has heard nobody meanwhile.
+    """Hosts that are silent for too long, and workers for which no host has room. was_stopped: this
+    scheduler was stopped, and has heard nobody meanwhile.
     """
     commands: list[Command] = []
     for host in table.hosts.values():
@@ -97,9 +97,7 @@ def watch(table: Table, now: float, *, was_stopped: bool) -> list[Command]:
 
 
 def _go_back(table: Table, now: float) -> list[Command]:
-    """End whoever was moved, once the host that the plan gave it has been back for a while, and
-    nobody is away.
-    """
+    """End each moved worker once its planned host has been back for a while and nobody is away."""
     quiet_s = max(table.limits.hang_s, table.limits.patience.quiet_s)
     settled = {host.name for host in table.hosts.values() if now - host.back_at > quiet_s}
     if (

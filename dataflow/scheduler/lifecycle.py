@@ -95,7 +95,7 @@ def kill(table: Table, record: WorkerRecord, cause: str, now: float) -> list[Com
 
 
 def go_on(table: Table, record: WorkerRecord, now: float) -> list[Command]:
-    """Let one that has just become ready begin: a newcomer, or one that was started again."""
+    """Let a worker begin that has just become ready: a newcomer, or one that was started again."""
     commands: list[Command] = [
         Send(record.name, message)
         for node in record.nodes
@@ -107,9 +107,7 @@ def go_on(table: Table, record: WorkerRecord, now: float) -> list[Command]:
 
 
 def wake(table: Table, record: WorkerRecord, now: float) -> list[Command]:
-    """Nobody knows whether whoever stopped a worker will ever come back, and the run waits for it
-    meanwhile.
-    """
+    """Wake a stopped worker: nobody knows whether it would ever go on, and the run waits for it."""
     since = record.stopped_since
     if since is None or now - since <= table.limits.stopped_s:
         return []
@@ -123,7 +121,7 @@ def wake(table: Table, record: WorkerRecord, now: float) -> list[Command]:
 
 
 def how(status: int | None) -> str:
-    """What a process did that ended with this status, for people; a signal's number is below 0."""
+    """How a process ended with this status, as text; a signal's number is below 0."""
     if status is None:
         return "ended for an unknown reason"
     if status == ALONE:
@@ -137,7 +135,7 @@ def how(status: int | None) -> str:
 
 
 def count(record: WorkerRecord, message: Bye) -> None:
-    """What has crossed a worker's edges to its end, be it known that it has ended or not."""
+    """Count what has crossed a worker's edges to its end, whether its end is known or not."""
     if record.heartbeat is not None:
         record.heartbeat = dataclasses.replace(record.heartbeat, crossed=message.crossed)
     else:

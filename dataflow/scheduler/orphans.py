@@ -1,6 +1,4 @@
-"""What runs leave in memory that were killed with all their processes: found by their folders, and
-removed.
-"""
+"""Finds and removes what killed runs leave in memory, by their folders."""
 
 import contextlib
 import shutil
@@ -37,8 +35,8 @@ def clear_all(runs: Path) -> list[str]:
 
 
 def remove(folder: RunFolder) -> bool:
-    """As `clear`, for one who knows that nobody is in the folder; what workers have counted there
-    goes to times.json, which the scheduler wrote some seconds before.
+    """As `clear`, for a caller who knows that no process is in the folder; the workers' counts go
+    to times.json, which the scheduler wrote some seconds before.
     """
     place = socket_folder.of(folder)
     if place is None or any(listens(path) for path in place.iterdir()):

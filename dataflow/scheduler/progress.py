@@ -26,19 +26,19 @@ from dataflow.worker.kept_counts import CrossedByFile, total
 from dataflow.worker.state_clock import BESIDE, STATES
 
 _WINDOW_S, _LONGEST_S, _APART_S = 5.0, 60.0, 0.5
-"""Of what is told per second: at least, and where nothing has come in that time. Between two
-moments that are kept."""
+"""The window of rates: its least length, its length where nothing comes in, and the pause between
+two kept moments."""
 _LOOKED_AT = 8
 """Logs of workers that start."""
 _BUSY = "busy"
 _Spent: TypeAlias = dict[str, dict[str, float]]
-"""By state and node, seconds."""
+"""Seconds, by state and node."""
 _COUNTED = ("tokens", "looked", "version", "step", "turns", "world_s")
-"""What a status has of work done."""
+"""Counts of work in a status."""
 _DECODED = "decode_"
-"""Before what it has of decode steps, by how many rollouts they carry on."""
+"""The prefix of counts of decode steps, by how many rollouts they carry on."""
 _DOING = {"first_evaluation": "first evaluation", "last_evaluation": "last evaluation"}
-"""By phase, where no steps are made."""
+"""Text for the phases that make no steps."""
 _DRAINING = "stopping after the step under way"
 
 
@@ -83,19 +83,19 @@ class ProgressWatch:
         self._leader = next(iter(self._leading), None)
         self._begun = (begun or {}).get(self._leader or "", 0)
         self._last_step: dict[str, Any] = {}
-        """The newest line of the trainer that leads."""
+        """The newest line of the leading trainer."""
         self._accuracies: tuple[float, float] | None = None
-        """Of the first evaluation and of the last."""
+        """Lines of the first evaluation and of the last."""
         self._outcomes: collections.Counter[str] = collections.Counter()
-        """Groups of all its lines: trained, dropped."""
+        """Groups in all its lines: trained, dropped."""
         self._read = 0
-        """Bytes of metrics.jsonl that it knows; what they say in full stays there."""
+        """Bytes of metrics.jsonl that are read; the lines themselves stay there."""
         self._doing = ""
         self._silence = Silence()
         self._said: set[tuple[str, str]] = set()
-        """Notices of nodes that the user was told."""
+        """Notices of nodes that the user has seen."""
         self.notices: list[str] = []
-        """What the user is to be told."""
+        """Sentences for the user."""
 
     @property
     def seconds(self) -> float:
@@ -111,7 +111,7 @@ class ProgressWatch:
 
     @property
     def beside_seconds(self) -> dict[str, float]:
-        """The part of these that the node's own processes had."""
+        """The part of these that the nodes' own processes spent."""
         return self._during_training(BESIDE)
 
     def _during_training(self, state: str) -> dict[str, float]:
@@ -191,7 +191,7 @@ class ProgressWatch:
         )
 
     def starting(self, late: Collection[str]) -> Snapshot:
-        """Before the workers are ready: whose are still on their way."""
+        """The workers that are not ready yet, as text."""
         waiting = {worker.rpartition("-")[0] for worker in late}
         names = [
             name for name in self._graph.operators if self._plan.placements[name].worker in waiting
@@ -210,7 +210,7 @@ class ProgressWatch:
         )
 
     def _held_by(self, late: Collection[str]) -> str:
-        """What takes one of them so long, if its log says that at its end."""
+        """What delays one of them, if its log ends with that."""
         first = itertools.islice(late, _LOOKED_AT)
         last = [
             tail(self._folder.logs / f"{name}.log").rstrip().rpartition("\n")[2] for name in first
@@ -325,7 +325,7 @@ class ProgressWatch:
                         self.notices.append(notice)
 
     def _groups(self) -> dict[str, int]:
-        """Groups of the training sources, as the nodes tell of them: in this part of the run."""
+        """Groups of the training sources, as the nodes report them: in this part of the run."""
         issued = sum(
             n["rows_out"]
             for name, n in self._nodes.items()
@@ -413,7 +413,7 @@ class ProgressWatch:
         )
 
     def _waited_for(self, name: str) -> str:
-        """Of a node that waits for its turn: who has it."""
+        """What a node that waits for its turn waits for: the node that has it."""
         if _turn(self._nodes[name]) != "waits":
             return ""
         mates = [

@@ -12,17 +12,17 @@ from dataflow.scheduler import seating
 from dataflow.scheduler.table import Failure, HostRecord, Life, Table, WorkerRecord
 
 ENDED = "was ended to"
-"""How the cause begins of one that was ended on purpose, so that its next attempt is another, or
-elsewhere."""
+"""How the cause begins of a worker that was ended on purpose, so that its next attempt is another,
+or elsewhere."""
 _END_S = 5.0
-"""For a worker that failed, or was killed, to be gone; then it is killed again."""
+"""Seconds for a failed or killed worker to be gone; then it is killed again."""
 _LOADING = 4
 """A worker that is starting may be silent for so many times `Limits.hang_s`: imports hold up its
 heartbeat."""
 
 
 def has_failed(record: WorkerRecord) -> bool:
-    """Whether what ends a worker, or ended it, is a fault."""
+    """Whether the cause of an end is a fault."""
     return not record.cause.startswith(ENDED)
 
 
@@ -73,7 +73,7 @@ def recovered(record: WorkerRecord, now: float) -> None:
 
 
 def progressed(table: Table, made: int, now: float) -> None:
-    """The run has made so much, in steps; what is made again is no progress."""
+    """The run has made so many steps; steps that are made again are no progress."""
     if made > table.made:
         table.made, table.progressed_at = made, now
 

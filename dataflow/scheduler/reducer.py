@@ -193,7 +193,7 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
 
 
 def _is_of(table: Table, record: WorkerRecord, message: messages.FromWorker) -> bool:
-    """Whether a message names what belongs to its worker."""
+    """Whether all that a message names belongs to its worker."""
     if isinstance(message, messages.Heartbeat):
         return set(message.nodes) <= set(record.nodes)
     if isinstance(message, messages.Hello):
@@ -259,7 +259,7 @@ def _heartbeat(
 
 
 def _to_nodes(table: Table, commands: list[messages.NodeCommand]) -> list[events.Command]:
-    """To all workers of a node that are at work; others hear what counts when they are."""
+    """Messages to all workers of a node that are at work; others hear what counts when they are."""
     return [
         events.Send(record.name, message)
         for message in commands
@@ -336,7 +336,7 @@ def _tick(table: Table, now: float) -> list[events.Command]:
 
 
 def _watch(table: Table, now: float) -> list[events.Command]:
-    """Whoever stands still or hangs, and what takes too long."""
+    """Find workers that stand still or hang, and what takes too long."""
     before, table.watched_at = table.watched_at, now
     # the scheduler itself, and perhaps the workers with it
     was_stopped = now - before > table.limits.hang_s

@@ -22,12 +22,13 @@ from dataflow.system.security import RunKeys, present
 
 ANSWER_S = 10.0
 SWAPPED_S = 45.0
-"""For an operator to be tried, and a worker to start with it."""
+"""Seconds to try an operator, and to start a worker with it."""
 CHECKPOINT_S = 55.0
-"""For a step to end and a checkpoint to be written; a run that takes longer says so before."""
+"""Seconds for a step to end and a checkpoint to be written; a longer wait is reported before."""
 R = TypeVar("R")
 _LOOK_MS = 1000
-"""Between two looks whether the scheduler lives: long enough for another that takes its place."""
+"""Seconds between two checks whether the scheduler lives: long enough for another to take its
+place."""
 
 Replicas = Mapping[str, Mapping[str, int]]
 """By node: how many replicas are joining, live, leaving."""
@@ -42,7 +43,7 @@ class Scale:
 
     wishes: Mapping[str, Natural]
     by: str = ""
-    """Who asks, as user@host."""
+    """The requester, as user@host."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class StopRun:
     """Finish the step under way, write a checkpoint and end."""
 
     by: str = ""
-    """Who asks, as user@host."""
+    """The requester, as user@host."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class SwapNode:
     reference: str
     """MODULE:ATTRIBUTE, as the run's program would import it."""
     by: str
-    """Who asks, as user@host."""
+    """The requester, as user@host."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class SetKnobs:
     wishes: Mapping[str, Plain]
     """By NODE.KNOB."""
     by: str
-    """Who asks, as user@host."""
+    """The requester, as user@host."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,12 @@ class KeepCheckpoint:
     """Let each trainer write a checkpoint that stays, after the step under way."""
 
     by: str
-    """Who asks, as user@host."""
+    """The requester, as user@host."""
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """The wish is taken in; what the nodes have."""
+    """The request is accepted; the replicas that the nodes have."""
 
     replicas: Replicas
 
@@ -111,26 +112,26 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Swapped:
-    """It has taken it, or is about to."""
+    """The operator is in place, or about to be."""
 
     text: str
-    """For people."""
+    """Text for the user."""
 
 
 @dataclass(frozen=True)
 class KnobsSet:
-    """They count, or will at their next boundary."""
+    """The values count, or will at their next boundary."""
 
     text: str
-    """For people."""
+    """Text for the user."""
 
 
 @dataclass(frozen=True)
 class CheckpointKept:
-    """It is written, or will be."""
+    """The checkpoint is written, or will be."""
 
     text: str
-    """For people."""
+    """Text for the user."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,9 @@ class Refused:
 
 
 Immediate: TypeAlias = Scale | TellFacts | StopRun
-"""Those that are answered at once."""
+"""Requests that are answered at once."""
 Wish: TypeAlias = Scale | StopRun | SwapNode | SetKnobs | KeepCheckpoint
-"""Those that would change a run."""
+"""Requests that would change a run."""
 Request: TypeAlias = TellFacts | Wish
 Reply: TypeAlias = Scaled | FactsTold | Stopping | Swapped | KnobsSet | CheckpointKept | Refused
 REQUESTS: Codec[Request] = Codec(
@@ -160,7 +161,7 @@ def answer(
     facts: Callable[[bool], Facts],
     stop: Callable[[], None],
 ) -> Reply:
-    """What the scheduler says to somebody who is no worker."""
+    """The scheduler's reply to an invalid request."""
     match request:
         case TellFacts():
             return FactsTold(facts(request.stacks))
@@ -175,7 +176,7 @@ def answer(
 
 
 def in_short(request: Wish) -> str:
-    """What somebody wishes, for people."""
+    """A request as text."""
     match request:
         case Scale():
             return ", ".join(
@@ -193,7 +194,7 @@ def in_short(request: Wish) -> str:
 
 
 def outcome(reply: Reply) -> str:
-    """What came of it, for people."""
+    """The outcome as text."""
     match reply:
         case Refused():
             return reply.error
@@ -362,7 +363,7 @@ def listens(path: Path) -> bool:
 
 
 def _is_there(address: str) -> bool:
-    """Whether some process may be asked there; of one on another host that does not answer, nobody
+    """Whether a process can be asked there; of one on another host that does not answer, nobody
     knows.
     """
     if address.startswith("ipc:"):
@@ -376,8 +377,8 @@ def _is_there(address: str) -> bool:
 
 
 def _keys(folder: RunFolder) -> RunKeys | None:
-    """Of a run over hosts; None: its commands are taken at a socket that only this user's processes
-    can open.
+    """The keys of a run over hosts; None: the run takes commands at a socket that only this user's
+    processes can open.
     """
     if not _address(folder).startswith("tcp:"):
         return None

@@ -66,7 +66,7 @@ def check(table: Table, wishes: Mapping[str, int]) -> None:
 
 
 def missing(table: Table, newcomer: WorkerRecord) -> str:
-    """What a newcomer on its way waits for, for people."""
+    """What a joining newcomer waits for, as text."""
     if newcomer.life is not Life.STARTING:
         return "its process to say hello"
     waited = sorted(set(newcomer.unconfirmed.values()))
@@ -77,13 +77,13 @@ def missing(table: Table, newcomer: WorkerRecord) -> str:
 
 
 def wish(table: Table, wishes: Mapping[str, int]) -> list[Command]:
-    """So many replicas of some nodes are wished for, which can be (`check`)."""
+    """Accept a wish for replicas of some nodes, which `check` allowed."""
     table.wishes |= wishes
     return advance(table)
 
 
 def fell(table: Table, record: WorkerRecord) -> list[Command]:
-    """A worker died that was not told to stop, and is going to be started again."""
+    """A worker died that was not told to stop, and will be started again."""
     record.drained = record.wired = record.may_miss_ends = False
     workers = table.workers
     record.senders = {
@@ -115,7 +115,7 @@ def hello(table: Table, record: WorkerRecord) -> list[Command]:
 
 
 def confirmed(table: Table, ticket: int) -> list[Command]:
-    """A worker has done what the message with this ticket said."""
+    """A worker has done what the message with this ticket asked."""
     commands: list[Command] = []
     for record in table:
         sender = record.unconfirmed.pop(ticket, None)
@@ -125,7 +125,9 @@ def confirmed(table: Table, ticket: int) -> list[Command]:
 
 
 def ready(table: Table, record: WorkerRecord) -> list[Command]:
-    """One is built and wired: it starts, and a newcomer gets its share of the rows from now on."""
+    """A worker is built and wired: it starts, and a newcomer gets its share of the rows from now
+    on.
+    """
     commands: list[Command] = [Send(record.name, Start())]
     if record.membership is Membership.JOINING:
         record.membership = Membership.LIVE
@@ -161,7 +163,7 @@ def exited(table: Table, record: WorkerRecord) -> list[Command]:
 
 
 def advance(table: Table) -> list[Command]:
-    """Begin what is wished and may begin now."""
+    """Begin all wishes that may begin now."""
     commands: list[Command] = []
     for node, count in list(table.wishes.items()):
         if not table.begun or table.joining is not None or anybody_away(table):
@@ -180,12 +182,12 @@ def advance(table: Table) -> list[Command]:
 
 
 def anybody_away(table: Table) -> bool:
-    """Whether somebody has died, and is not ready again."""
+    """Whether some worker has died, and is not ready again."""
     return any(record.is_away for record in table)
 
 
 def repeat(table: Table) -> list[Command]:
-    """What an earlier scheduler has decided, and perhaps not said: twice does no harm."""
+    """Repeat what an earlier scheduler decided, and perhaps did not say: twice does no harm."""
     commands = [command for record in table for command in addresses.told_again(table, record)]
     for record in table:
         for ticket, partner in record.unconfirmed.items():
@@ -328,15 +330,15 @@ def _retire(table: Table, sender: str, leaver: WorkerRecord, ticket: int) -> Sen
 
 
 def _expect(table: Table, newcomer: WorkerRecord, receiver: WorkerRecord, ticket: int) -> Send:
-    """Tell a receiver how many senders it has had in all, with a newcomer."""
+    """Tell a receiver how many senders it has had in all, the newcomer included."""
     ever = sum(table.workers[sender].worker == newcomer.worker for sender in receiver.senders)
     own = _between(table, newcomer, receiver)
     return Send(receiver.name, Expect(senders=dict.fromkeys(own, ever), ticket=ticket))
 
 
 def _ended(table: Table, receiver: WorkerRecord, sender: str) -> Send:
-    """Tell a receiver that a sender has told it the end, be it the attempt before: it need not wait
-    for that.
+    """Tell a receiver that a sender has told it the end, perhaps in the attempt before: it need not
+    wait for that.
     """
     own = table.workers[sender]
     return Send(

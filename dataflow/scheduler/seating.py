@@ -37,7 +37,7 @@ def seat(table: Table, records: Iterable[WorkerRecord]) -> list[WorkerRecord]:
 
 
 def homeless(table: Table, now: float) -> list[WorkerRecord]:
-    """Those whose next attempt is due, and for which no host has room."""
+    """Workers whose next attempt is due, and for which no host has room."""
     if not table.hosts or table.is_ending:
         return []
     waiting = [
@@ -68,7 +68,7 @@ def room_for(table: Table, worker: str, replica: int | None = None) -> Place | N
 
 
 def _move(table: Table, record: WorkerRecord, *, only_look: bool = False) -> bool:
-    """Give a worker another place; whether there is one. only_look: it stays where it was."""
+    """Give a worker another place; whether there is one. only_look: leave it where it is."""
     if is_bound(table, record):
         return False
     if not record.rank_hosts:
@@ -87,7 +87,7 @@ def _move(table: Table, record: WorkerRecord, *, only_look: bool = False) -> boo
 
 
 def _home(table: Table, record: WorkerRecord) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
-    """Where the plan has it: host, accelerators, hosts of its ranks."""
+    """The planned place: host, accelerators, hosts of its ranks."""
     placement = table.plan.placements[record.nodes[0]]
     return placement.host(record.replica), placement.gpus_of(record.replica), placement.rank_hosts
 
@@ -116,7 +116,7 @@ def may_go_home(table: Table, record: WorkerRecord, hosts: set[str]) -> bool:
 
 
 def _mates_stay(table: Table, record: WorkerRecord) -> bool:
-    """Whether some of those that it takes turns with are elsewhere than planned, and go on
+    """Whether some of the workers that take turns with it are elsewhere than planned, and stay
     there.
     """
     mates = [
@@ -170,7 +170,7 @@ def _name(devices: Devices, gpu: int) -> str:
 
 
 def wanted(table: Table, records: Sequence[WorkerRecord]) -> str:
-    """Who needs what, and what there is, for people."""
+    """What each worker needs, and what there is, as text."""
     names = ", ".join(
         f"'{record.name}' ({table.plan.placements[record.worker].share})" for record in records
     )
@@ -194,7 +194,7 @@ def wanted(table: Table, records: Sequence[WorkerRecord]) -> str:
 
 
 def size(host: Host) -> str:
-    """What a host has, for people."""
+    """What a host has, as text."""
     gpus = f" and {host.gpus} GPU{'s' if host.gpus > 1 else ''}" if host.gpus else ""
     return f"{host.cpus} core{'s' if host.cpus > 1 else ''}{gpus}"
 
@@ -215,7 +215,7 @@ def _open(table: Table) -> set[str]:
 
 
 def _sees_home(table: Table) -> set[str]:
-    """Those of them that see the scheduler's folder."""
+    """The names of open hosts that see the scheduler's folder."""
     return {
         name
         for name in _open(table)

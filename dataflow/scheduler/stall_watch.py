@@ -23,9 +23,9 @@ from dataflow.worker.messages import AskStacks
 
 LOOK_S = 0.5
 _NOTED_A_SECOND = 1000
-"""Workers of which it notes how they stand, at most: of very many it looks more seldom."""
+"""Above so many workers, it checks more rarely how they stand."""
 _STACKS_S = 1.0
-"""For the workers to tell their stacks before a report is written."""
+"""Seconds for the workers to send their stacks before a report is written."""
 
 
 class StallWatch:
@@ -58,9 +58,7 @@ class StallWatch:
         self._wish = True
 
     def answer(self, stacks: bool = True) -> dict[str, Any]:
-        """What is known now, in plain values, for somebody who asks. stacks: ask the workers for
-        theirs.
-        """
+        """What is known now, in plain values, for a client. stacks: ask the workers for theirs."""
         if stacks:
             self._ask_for_stacks()
         return self._said()

@@ -1,4 +1,4 @@
-"""What the scheduler says to whom, and when: decisions as a state machine without sockets or
+"""What the scheduler says to which nodes, and when: decisions as a state machine without sockets or
 clocks.
 """
 
@@ -11,7 +11,7 @@ from dataflow.structure import Structure, leading, sources_of
 from dataflow.worker.messages import NodeCommand
 
 _KEPT = ("step", "done", "asked_checkpoint")
-"""What a trainer has said once stays true of it when it is started again."""
+"""What a trainer has reported once stays true when it is started again."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class _Evaluation:
     every_steps: int
     sources: tuple[str, ...]
     asked_step: int | None = None
-    """Step of the last round that was asked for."""
+    """Step of the last round that was requested."""
     finished: int | None = None
     """Step of the last round that is complete."""
 
@@ -51,7 +51,7 @@ class RunStateMachine:
     _evaluations: dict[str, _Evaluation] = field(default_factory=dict)
     _open_sinks: set[str] = field(default_factory=set)
     checkpoint: int = 0
-    """Number of the last checkpoint that somebody has asked for; 0: nobody has."""
+    """Number of the last requested checkpoint; 0: none was."""
     _dropped: dict[str, int] = field(default_factory=dict)
     """By source: the most that one of its trainers has dropped, as it was told."""
 
@@ -81,7 +81,7 @@ class RunStateMachine:
 
     @property
     def over(self) -> bool:
-        """Whether the run has done what it was for."""
+        """Whether the run is complete."""
         return self.phase == "over"
 
     def without_checkpoint(self, number: int) -> list[str]:
@@ -93,7 +93,7 @@ class RunStateMachine:
         ]
 
     def checkpoints(self) -> dict[str, int]:
-        """By trainer, the step of the last checkpoint that somebody has asked for."""
+        """By trainer, the step of the last requested checkpoint."""
         return {name: int(status.get("asked_step", 0)) for name, status in self._trainers.items()}
 
     def wish_checkpoint(self, number: int) -> list[NodeCommand]:
@@ -113,7 +113,7 @@ class RunStateMachine:
         return bool(self._trainers[trainer].get("done"))
 
     def to_plain(self) -> dict[str, Any]:
-        """All that it knows, for the next scheduler; `take_up` gives it back."""
+        """All it knows, for the next scheduler; `take_up` reads it."""
         return {
             "phase": self.phase,
             "draining": self.draining,
@@ -131,7 +131,7 @@ class RunStateMachine:
         }
 
     def take_up(self, plain: Mapping[str, Any]) -> None:
-        """Be where the scheduler was that wrote this."""
+        """Continue from what `to_plain` gave."""
         self.phase, self.draining, self._dropped = (
             plain["phase"],
             plain["draining"],
@@ -262,7 +262,7 @@ class RunStateMachine:
         return commands
 
     def _advance(self) -> list[NodeCommand]:
-        """Move on as far as what is known allows."""
+        """Advance as far as the reports allow."""
         commands: list[NodeCommand] = []
         if self.phase == "first_evaluation" and (self.draining or not self._waiting()):
             self.phase = "training"

@@ -1,5 +1,5 @@
 """What the scheduler knows: one record of each worker, over all of its attempts, and what concerns
-all of them.
+all workers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,18 +32,16 @@ _COUNTERS = (
     "retried",
     "world_s",
 )
-"""What a node's status counts from 0 in each process; all else in it is how things stand."""
+"""The counts in a node's status that start at 0 in each process; all else in it is a state."""
 _COUNTED = (BY_CAUSE, "decode_")
-"""What others of them begin with."""
+"""Prefixes of further such counts."""
 
 Told = Mapping[str, Any]
-"""A heartbeat, in plain values; empty where there was none."""
+"""A heartbeat in plain values; empty where there was none."""
 
 
 def together(earlier: Told, now: Heartbeat | None) -> Told:
-    """A heartbeat whose sums are those of both; what is known only of earlier attempts stays as it
-    was.
-    """
+    """A heartbeat whose sums are those of both; facts known only of earlier attempts stay."""
     nodes = dict(earlier.get("nodes", {}))
     for name, counts in nodes.items():
         nodes[name] = {**counts, "blocked": False, "starved": False, "ended": False, "turn": ""}
@@ -78,15 +76,15 @@ def _added(before: Told, report: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class Swaps:
-    """Those that count, and the one that is being swapped in."""
+    """The swaps that count, and the one that is being made."""
 
     made: list[Swap] = field(default_factory=list)
     """In order; whatever worker starts runs the last of each of its nodes. Of those before it only
     the one is kept that it took the place of."""
     worker: str = ""
-    """Which is being replaced by one with the last of them; empty: none is."""
+    """The worker that is being replaced by one with the last swap; empty: none."""
     taken_back: str = ""
-    """Why the last one does not count any more, while that worker starts without it."""
+    """Why the last swap does not count any more, while that worker starts without it."""
 
     @property
     def following(self) -> int:
@@ -94,7 +92,7 @@ class Swaps:
         return 1 + max((swap.number for swap in self.made), default=0)
 
     def to_plain(self) -> dict[str, Any]:
-        """What the next scheduler takes up, for JSON."""
+        """Plain values for the next scheduler, as JSON."""
         return asdict(self)
 
     @classmethod
@@ -104,14 +102,14 @@ class Swaps:
 
 
 class Life(StrEnum):
-    """Of the process of a worker; `reducer` draws the transitions."""
+    """The life of a worker's process; `reducer` draws the transitions."""
 
     FORKED = "forked"
     """Asked for; it has not said hello."""
     STARTING = "starting"
     READY = "ready"
     DYING = "dying"
-    """It has failed or is being killed: of what it says only sums count."""
+    """It has failed or is being killed: of its messages only sums count."""
     DOWN = "down"
     """It has ended, and is started again at `restart_at`."""
     ENDING = "ending"
@@ -137,15 +135,14 @@ class WorkerRecord:
 
     name: str
     worker: str
-    """As the plan calls it and its replicas."""
+    """Its name, from the plan's name and its replica."""
     replica: int
     nodes: tuple[str, ...]
     host: str = ""
-    """Where the attempt under way runs, or the next one; empty: this machine, where there is no
+    """The host of the attempt under way, or of the next one; empty: this machine, where there is no
     other."""
     rank_hosts: tuple[str, ...] = ()
-    """Of a trainer that is spread over several hosts: that of each of its ranks; `host` is the
-    first one's."""
+    """Hosts of the ranks of a trainer that is spread over several; `host` is the first one's."""
     gpus: tuple[int, ...] = ()
     life: Life = Life.FORKED
     membership: Membership = Membership.LIVE
@@ -160,48 +157,47 @@ class WorkerRecord:
     """On which that is its number."""
     forked_at: float = 0.0
     heard_at: float = 0.0
-    """When it last said anything."""
+    """When its last message came."""
     dying_since: float = 0.0
     stopped_since: float | None = None
-    """Since when it stands still, as somebody has stopped it by a signal (SIGSTOP)."""
+    """Since when it stands still, stopped by a signal (SIGSTOP)."""
     cause: str = ""
     """Why it is dying, or down."""
     lasting: bool = False
-    """Whether that is something which a restart does not mend."""
+    """Whether a restart does not mend that."""
     heartbeat: Heartbeat | None = None
     stacks: tuple[float, Sequence[Any]] | None = None
     """When it told where its threads are, and where."""
     earlier: Told = field(default_factory=dict)
-    """What the attempts before this one told, together."""
+    """Sums over the attempts before this one."""
     is_reachable: bool = True
-    """Whether it has found the socket of this scheduler: until then what is sent there reaches
-    nobody."""
+    """Whether it has found the socket of this scheduler: until then no message reaches it."""
     deferred: list[ToWorker] = field(default_factory=list)
-    """What it is sent as soon as it has."""
+    """Messages that it is sent as soon as it has."""
 
     # Its restarts
     restart_at: float | None = None
     """When the next attempt starts; None: none is planned."""
     at_work_since: float | None = None
-    """Of an attempt that is not the first."""
+    """Whether the attempt is not the first."""
     delay_s: float = 0.0
     """Before the last restart."""
 
     # Its neighbours
     addresses: Mapping[str, str] = field(default_factory=dict)
-    """Where it receives, by edge, or where the attempt before did."""
+    """Addresses at which it receives, by edge, or at which the attempt before did."""
     received_at: str = ""
-    """The host that those are on."""
+    """The host of these addresses."""
     left: dict[str, list[str]] = field(default_factory=dict)
-    """By edge, where earlier attempts received, if elsewhere."""
+    """By edge, addresses of earlier attempts, if elsewhere."""
     lines: Mapping[str, WeightLine] = field(default_factory=dict)
     """The weight lines of its trainers, by name."""
     senders: set[str] = field(default_factory=set)
-    """Workers that send to it, or have."""
+    """Workers that send to it, or have sent."""
     unconfirmed: dict[int, str] = field(default_factory=dict)
     """Tickets of messages about it, and who is to confirm them."""
     wired: bool = False
-    """Whether it was told where to send, so that it may hear what changes."""
+    """Whether it was told where to send, so that it can be told of changes."""
     may_miss_ends: bool = False
     """Whether it may not have heard every sender's end: the attempt that runs is not the first, or
     its leave was begun by an earlier scheduler, and a sender that never heard of it has none to
@@ -235,12 +231,12 @@ class WorkerRecord:
 
     @property
     def may_wind_down(self) -> bool:
-        """Whether it can do what it does when it is told to stop."""
+        """Whether it can wind down when it is told to stop."""
         return self.has_process and self.pid > 0 and self.life is not Life.DYING
 
     @property
     def state(self) -> str:
-        """For people."""
+        """Its state as text."""
         return str(self.membership if self.membership is Membership.LEFT else self.life)
 
     @property
@@ -265,7 +261,7 @@ class WorkerRecord:
         return {**self.addresses, **lines}
 
     def fork(self, now: float) -> None:
-        """An attempt is asked for; whoever it is, it finds this scheduler."""
+        """An attempt is requested; its process finds this scheduler."""
         self.life, self.forked_at, self.heard_at = Life.FORKED, now, now
         self.cause, self.lasting, self.restart_at = "", False, None
         self.is_reachable, self.deferred = True, []
@@ -340,8 +336,7 @@ class HostRecord:
     losses: list[float] = field(default_factory=list)
     """When it was lost, those times that may count, oldest first."""
     is_met: bool = True
-    """Whether this scheduler knows what processes it has; one that takes over hears it from the
-    agent."""
+    """Whether this scheduler knows the host's processes; after a takeover the agent tells them."""
 
     @property
     def name(self) -> str:
@@ -390,7 +385,7 @@ class Table:
     hosts: dict[str, HostRecord] = field(init=False)
     """By name, in the order of their accelerators' numbers; empty: this machine alone."""
     no_room_since: float | None = None
-    """Since when some worker waits for a host that has room for it."""
+    """Since when some worker waits for a host with room for it."""
     edges: list[tuple[str, str, str]] = field(init=False)
     """Name, sending worker and receiving worker of each edge between two."""
     begun: bool = False
@@ -398,23 +393,23 @@ class Table:
     is_closing: bool = False
     """Whether all were told to stop."""
     watched_at: float = 0.0
-    """When it was last looked whether anybody hangs."""
+    """When workers were last checked for hangs."""
     starts_until: float = 0.0
     joins_until: float = 0.0
     drains_until: float = 0.0
 
     wishes: dict[str, int] = field(default_factory=dict)
-    """Replicas that nodes are to have, and have not."""
+    """Replicas that nodes are to have, and do not have yet."""
     schedule: list[tuple[int, Mapping[str, int]]] = field(init=False)
     """Wishes of the plan, by the step from which they count."""
     notes: set[str] = field(default_factory=set)
-    """What workers have told people."""
+    """Notices of workers that the user has seen."""
     last_ticket: int = 0
     swaps: Swaps = field(default_factory=Swaps)
     changes: list[KnobChange] = field(default_factory=list)
-    """Of knobs, all that were made, in order."""
+    """All knob changes, in order."""
     failures: list[Failure] = field(default_factory=list)
-    """Those that may count, oldest first."""
+    """Failures that may count, oldest first."""
     made: int = 0
     """How far the run has come."""
     progressed_at: float = float("-inf")
@@ -474,7 +469,7 @@ class Table:
         return records
 
     def hosts_of(self, record: WorkerRecord) -> list[HostRecord]:
-        """Where a worker and its ranks run; none: on this machine, where there is no other."""
+        """The hosts of a worker and its ranks; none: this machine, where there is no other."""
         return [
             self.hosts[name] for name in dict.fromkeys((record.host, *record.rank_hosts)) if name
         ]
@@ -509,7 +504,7 @@ class Table:
         return all(report is not None and report.ended for report in reports)
 
     def to_plain(self) -> dict[str, Any]:
-        """What the next scheduler takes up, for JSON; only of a run that has begun."""
+        """Plain values for the next scheduler, as JSON; only of a run that has begun."""
         return {
             "run": self.run.to_plain(),
             "workers": [record.to_plain() for record in self],
@@ -528,7 +523,7 @@ class Table:
         }
 
     def take_up(self, plain: Mapping[str, Any]) -> None:
-        """Be what the scheduler before knew, which wrote this."""
+        """Continue from what `to_plain` of the scheduler before gave."""
         self.run.take_up(plain["run"])
         self.workers = {
             worker["name"]: WorkerRecord.from_plain(worker) for worker in plain["workers"]
@@ -545,7 +540,7 @@ class Table:
         self.begun = True
 
     def obituary(self, record: WorkerRecord) -> str:
-        """What became of a worker that was needed, for people."""
+        """What became of a needed worker, as text."""
         return (
             f"worker '{record.name}' ({', '.join(record.nodes)}) {record.cause} while the run"
             f" needed it; see {self.folder}/logs/{record.name}.log"

@@ -1,4 +1,4 @@
-"""Ways in which a graph could be placed: pure enumeration, which nobody has checked yet."""
+"""Ways to place a graph: pure enumeration; nothing is checked yet."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class LearnerStep:
 def step_of(
     graph: Graph, trainer: Learn, generator: Operator, workload: Workload, rates: Rates
 ) -> LearnerStep:
-    """As graph and workload have it."""
+    """The step's sizes, from graph and workload."""
     sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
     group = max(filter(None, sizes), default=1)
     tokens = workload.lengths(generator).mean + workload.prompt_tokens / group
@@ -139,7 +139,7 @@ def best_learner(
 
 
 MOST = 1000
-"""Ways that are looked at, about."""
+"""About how many ways are looked at."""
 SPLITS = 64
 """Ways to deal the same devices out to trainer and generator."""
 _SHARES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)
@@ -151,22 +151,21 @@ class Candidate:
     """One way."""
 
     gpus: Mapping[str, int] = field(default_factory=dict)
-    """Accelerators by node; none on cores."""
+    """Accelerators by node; empty on cores."""
     in_turn: tuple[str, ...] = ()
-    """Nodes that take turns on the accelerators of the first, which alone has a number; none: each
-    has its own."""
+    """Nodes that take turns on the first one's accelerators; empty: each node has its own."""
     replicas: Mapping[str, int] = field(default_factory=dict)
     ranks: Mapping[str, int] = field(default_factory=dict)
     knobs: Mapping[str, Any] = field(default_factory=dict)
-    """Of the generator, where they are not as it declares."""
+    """Knobs of the generator that differ from its declaration."""
     learner: Mapping[str, Any] = field(default_factory=dict)
-    """Knobs of the trainer, where they are not as it declares."""
+    """Knobs of the trainer that differ from its declaration."""
     kinds: tuple[str, ...] = ()
-    """Of accelerators, that alone are taken; empty: all that are there."""
+    """Only accelerators of these kinds are used; empty: all."""
     trains_on: str = ""
-    """The kind of the trainer's, where it has not the first ones of those that are there."""
+    """The kind of the trainer's accelerators; empty: the first ones."""
     place: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Hosts by node, where it matters on which it is."""
+    """Hosts by node, where the host matters."""
 
     @property
     def wishes(self) -> Wishes:
@@ -179,12 +178,12 @@ class Candidate:
 
     @property
     def setting(self) -> str:
-        """What it has in common with those that deal the same devices out otherwise."""
+        """What it shares with candidates that divide the same devices differently."""
         return repr((sorted(self.knobs.items()), self.kinds, self.trains_on, bool(self.in_turn)))
 
     @property
     def declared(self) -> str:
-        """What it has in common with those whose graph is the same."""
+        """What it shares with candidates whose graph is the same."""
         return repr((sorted(self.knobs.items()), sorted(self.learner.items())))
 
     def placed(self, graph: Graph) -> Graph:
@@ -196,7 +195,7 @@ class Candidate:
         return graph
 
     def on(self, devices: Devices) -> Devices:
-        """The devices that are taken."""
+        """The devices that the candidate uses."""
         return (
             Devices.of([host for host in devices.hosts if host.kind in self.kinds])
             if self.kinds
@@ -230,7 +229,7 @@ class Candidate:
         return " ".join(flags)
 
     def _declares(self, graph: Graph) -> list[tuple[Any, Mapping[str, Any]]]:
-        """Operators whose knobs are others than they declare, and these."""
+        """Operators whose knobs differ from their declaration, with these knobs."""
         both: list[tuple[Any, Mapping[str, Any]]] = [
             (only(graph, Generate), self.knobs),
             (only(graph, Learn), self.learner),

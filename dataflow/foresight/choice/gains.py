@@ -17,14 +17,14 @@ from dataflow.node import Generate, Learn
 from dataflow.planning.hosts import Devices
 
 STEPS = 24
-"""That are simulated of each change, and of the way as it is."""
+"""Steps simulated for each change, and for the unchanged way."""
 LEAST = 0.01
-"""Of a step: what saves less is not told."""
+"""Share of a step: a smaller gain is not reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One thing that is not as it was."""
+    """One change to a way."""
 
     text: str
     graph: Graph
@@ -34,11 +34,11 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """What a change does to a step."""
+    """What a change gains."""
 
     text: str
     share: float
-    """Of its seconds that are saved."""
+    """The share of a step's seconds that it saves."""
 
 
 def gains(graph: Graph, candidate: Candidate, devices: Devices, **how: Any) -> Sequence[Gain]:
@@ -150,7 +150,7 @@ def staler(graph: Graph, reader: Generate, bound: int) -> Graph:
 
 
 def more_of(devices: Devices, count: int) -> Devices:
-    """With so many more of the last kind, on hosts as its first."""
+    """The devices, with `count` more of the last kind, on hosts like its first."""
     if count == 0:
         return devices
     last = next(host for host in devices.hosts if host.kind == devices.hosts[-1].kind)

@@ -23,7 +23,7 @@ from dataflow.planning.hosts import Devices
 from dataflow.planning.memory_need import DoesNotFit, need_of
 
 BEST = 10
-"""Ways that are told of."""
+"""The number of ways that are reported."""
 FAR = 1.75
 """A way that takes so many times as much by closed forms as another by simulation is not
 simulated."""
@@ -42,9 +42,9 @@ _REASONS = (
     ("does not divide", "do not divide evenly"),
     ("give it a multiple of", "do not divide evenly"),
 )
-"""What is said in messages, and what is told of those that are alike."""
+"""Words in a refusal, and the reason that a summary gives for all refusals with them."""
 _ROW = re.compile(r"needs \d+ GPUs? of ([\d.]+) (\w+) in a row.*?GPUs? of ([\d.]+) (\w+) free")
-"""A rank needs this, and devices have that."""
+"""In a refusal: what a rank needs, and what devices have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What is to be least."""
+    """What the search minimizes."""
 
     cost: bool = False
     """Devices times seconds, or money; else the seconds of a step."""
@@ -77,7 +77,7 @@ class Objective:
     """Of a device for an hour, by kind."""
 
     def of(self, foreseen: Foreseen) -> tuple[float, float]:
-        """What is compared: the least first."""
+        """The key to compare by; the least comes first."""
         return (
             (cost_of(foreseen, self.prices), foreseen.step_s)
             if self.cost
@@ -209,8 +209,8 @@ def choose(
 
 
 def _blame(graph: Graph, tried: Sequence[Candidate], devices: Devices, **how: Any) -> None:
-    """Raise why no way is accepted: that of the declared ways which lacks least memory, else that
-    of the last one.
+    """Raise the reason why no way is accepted: of the declared ways, that of the one which lacks
+    the least memory; else that of the last one.
     """
     errors: list[GraphError] = []
     for candidate in [way for way in tried if not way.knobs] or tried:
@@ -281,7 +281,7 @@ class LacksMemory:
 
 
 def foreseen_of(graph: Graph, candidate: Candidate, devices: Devices, **how: object) -> Foreseen:
-    """What a candidate takes; graph: with its knobs."""
+    """The forecast of a candidate. graph: with its knobs."""
     return foresee(
         graph,
         candidate.on(devices),
@@ -332,8 +332,8 @@ def _placed(graph: Graph, candidate: Candidate, plans: dict[str, Graph | GraphEr
 
 
 def _promising(tried: Sequence[Candidate], *, all_of: bool) -> list[int]:
-    """Which are simulated, of those in the order of closed forms: the best ten, and the best of
-    each setting.
+    """Indices of the candidates to simulate, in the order of closed forms: the best ten, and the
+    best of each setting.
     """
     if all_of and len(tried) <= _SIMULATED_ON_CORES:
         return [*range(len(tried))]
@@ -344,8 +344,8 @@ def _promising(tried: Sequence[Candidate], *, all_of: bool) -> list[int]:
 
 
 def _others(ranking: Sequence[Candidate], leads: Candidate, promising: Sequence[int]) -> list[int]:
-    """A few more of the setting that leads, far apart: closed forms know no tails, and may have
-    looked aside.
+    """A few more candidates of the leading setting, far apart: closed forms know no tails, and may
+    misjudge.
     """
     alternatives = [
         at

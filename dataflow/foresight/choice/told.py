@@ -1,4 +1,4 @@
-"""A choice as text."""
+"""A search's result as text."""
 
 from typing import Any
 

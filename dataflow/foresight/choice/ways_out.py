@@ -1,5 +1,5 @@
-"""What would make a plan fit that does not: knobs are tried, and named by their flags where the
-program has them.
+"""What makes a plan fit that does not: knobs are tried, and named by the program's flags where it
+has them.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _LEAST_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """One knob that is set otherwise."""
+    """One knob with another value."""
 
     knob: str
     value: Any
@@ -37,7 +37,7 @@ class Remedy:
     apply: Callable[[Graph], Graph]
 
     def __str__(self) -> str:
-        """By its flag, or as it is declared."""
+        """Its flag, or as it is declared."""
         if self.knob in FLAGS.get():
             value = "" if self.value is True or isinstance(self.value, LoRA) else f" {self.value}"
             return f"--{self.knob.replace('_', '-')}{value}"
@@ -59,8 +59,8 @@ def plan_or_advise(graph: Graph, devices: Devices, **how: Any) -> Plan:
 
 
 def advised(error: DoesNotFit, graph: Graph, fits: Callable[[Graph], bool]) -> GraphError:
-    """The same refusal, with what would mend it: the first change with which the graph fits, or the
-    fewest together.
+    """The same refusal with the remedy: the first change that makes the graph fit, or the fewest
+    together.
     """
     remedies = ways_out(graph, fits)
     do = (
@@ -72,8 +72,8 @@ def advised(error: DoesNotFit, graph: Graph, fits: Callable[[Graph], bool]) -> G
 
 
 def ways_out(graph: Graph, fits: Callable[[Graph], bool]) -> Sequence[Remedy] | None:
-    """The first change with which it fits; else the changes, the first ones, that do so together
-    and are all needed; None: none do.
+    """The first change that makes it fit; else the first few that do so together and are all
+    needed; None: none do.
     """
     tried = list(changes(graph))
     for change in tried:
@@ -90,7 +90,7 @@ def ways_out(graph: Graph, fits: Callable[[Graph], bool]) -> Sequence[Remedy] | 
 
 
 def roomy(devices: Devices) -> Devices:
-    """Devices of which so much memory is left as a plan that is advised may take."""
+    """The devices with as much memory as an advised plan may use."""
     if not devices.hosts:
         return dataclasses.replace(devices, gpu_memory_bytes=int(SPARE * devices.gpu_memory_bytes))
     hosts = [
@@ -101,9 +101,7 @@ def roomy(devices: Devices) -> Devices:
 
 
 def changes(graph: Graph) -> Iterator[Remedy]:
-    """What is tried, that first which costs least: what is learned stays the same but with
-    adapters.
-    """
+    """Changes to try, cheapest first. Only adapters change what is learned."""
     trainers = [
         operator
         for operator in graph.operators.values()
@@ -154,7 +152,7 @@ def _knob(operator: Operator, knob: str, value: Any) -> Iterator[Remedy]:
 
 
 def _model(model: Model, owner: Operator, knob: str, value: Any) -> Remedy:
-    """Of a model that several operators have in common, in all of them."""
+    """The remedy for a model that several operators share, in all of them."""
     knobs = {knob: value}
 
     def apply(graph: Graph) -> Graph:

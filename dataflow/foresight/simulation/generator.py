@@ -26,7 +26,7 @@ from dataflow.staleness import Bound
 
 Ending = tuple[int, int, SimulatedGroup, float, Sequence[int]]
 """A live rollout: the stride at which its turn ends, its number, its group, the tokens that it
-would have had at stride 0, strides of the turns that are to come."""
+would have had at stride 0, and the strides of its later turns."""
 Stretch = tuple[float, int, int, float, float]
 """Decode steps with as many rollouts: the clock at its end; how many rollouts have ended by then,
 and strides are made; seconds of other work before them, and of all."""
@@ -158,7 +158,7 @@ class SimulatedReplica:
         self._slots = costs.slots
         self._enough = enough(self._slots, scenario.group_size)
         self._owed_s = 0.0
-        """Of work that the next decode step is to wait for."""
+        """Work that the next decode step has to wait for."""
         self._event: Event | None = None
         self._stretches: list[Stretch] = []
         """Until that."""
@@ -233,7 +233,7 @@ class SimulatedReplica:
         self._go_on()
 
     def _wanted(self) -> int:
-        """Slots that whoever is next waits for; 0: nobody may start under this version."""
+        """Slots that the next group waits for; 0: none may start under this version."""
         if self._back:
             return 1
         due = self.admission.due(self.version, self._dropped())
@@ -271,7 +271,7 @@ class SimulatedReplica:
                 return
 
     def _lets_in(self, ended: int, slots: int) -> bool:
-        """Whether somebody who waits for so many slots may start once so many live rollouts have
+        """Whether a group that waits for so many slots may start once so many live rollouts have
         ended.
         """
         free = self._slots - len(self._ends) + ended

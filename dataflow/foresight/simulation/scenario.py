@@ -28,7 +28,7 @@ class GeneratorCosts:
     adopt_s: float = 0.0
     """Of taking a version of the weights in."""
     shared: int = 0
-    """Processes of one replica on the processors that others share; 0: its devices are its own."""
+    """Processes of one replica on shared processors; 0: it has its own devices."""
 
     @property
     def slots(self) -> int:
@@ -48,7 +48,7 @@ class TrainerCosts:
     weights_s: float = 0.0
     """From there until generators can take it in."""
     shared: int = 0
-    """Its ranks on the processors that others share; 0: its devices are its own."""
+    """Ranks on shared processors; 0: they have their own devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,9 @@ class ScorerCosts:
     at_once: int = 1
     """Rows that are scored at the same time."""
     waits: bool = False
-    """Whether it waits for something elsewhere, and takes no processor meanwhile."""
+    """Whether it waits for something elsewhere, and uses no processor meanwhile."""
     drops: float = 0.0
-    """Share of groups that it gives up."""
+    """Share of groups that it drops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Scenario:
     prompts_at_once: int = 1
     """Prompts that travel together."""
     prompts_slack: int = 0
-    """By so many may what replicas have differ, and they are sent prompts in turn all the same."""
+    """Replicas may differ by so many prompts and are still sent prompts in turn."""
     prompts_without_outcome: int | None = None
     """Most that the source has sent; None: those of a step more than may be ahead."""
     queue_prompts: int | None = None

@@ -1,5 +1,5 @@
-"""Runs a scenario: issues prompts, carries groups from operator to operator, and says what came of
-it.
+"""Simulates a scenario: issues prompts, carries groups from operator to operator, and reports the
+result.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ _EVENTS = 50_000_000
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Simulated:
-    """What came of a scenario."""
+    """The result of a scenario."""
 
     step_ends: NDArray[np.float64]
     """When each step was made, in seconds, float64[steps]."""
@@ -417,9 +417,7 @@ class _World:
         return scorers
 
     def _hop(self, act: Callable[[], None], hops: int = 1) -> None:
-        """Act when that is there, and never at once: whoever sends may be in the middle of
-        something.
-        """
+        """Act after a hop, never at once: the sender may be in the middle of something."""
         self._clock.after(hops * self._scenario.hop_s, act)
 
     def _issue(self) -> None:

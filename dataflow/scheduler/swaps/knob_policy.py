@@ -84,14 +84,14 @@ def begin(table: Table, changes: Sequence[KnobChange], now: float) -> list[Comma
 
 
 def tell(table: Table, record: WorkerRecord) -> list[Command]:
-    """What a worker has to know that may have missed some."""
+    """Tell a worker the changes that it may have missed."""
     if not table.changes or not record.is_live:
         return []
     return [Send(record.name, ChangeKnobs(changes=tuple(table.changes)))]
 
 
 def late(table: Table, number: int) -> list[str]:
-    """Workers that do not go by the change with this number yet."""
+    """Workers that have not applied the change with this number yet."""
     return [
         record.name
         for record in table
@@ -101,7 +101,7 @@ def late(table: Table, number: int) -> list[str]:
 
 
 def _swap_of(table: Table, node: str) -> Swap | None:
-    """By which the node's operator is in place; None: it is the one that was declared."""
+    """The swap by which the node's operator is in place; None: the declared operator."""
     return next((swap for swap in latest(table.swaps.made) if swap.node == node), None)
 
 
@@ -123,7 +123,7 @@ def _knobs_of(table: Table, graph: Structure, node: str) -> Mapping[str, Settabl
 
 
 def _scorers(table: Table, changes: Sequence[KnobChange]) -> list[WorkerRecord]:
-    """Workers that start again for these."""
+    """Workers that start again for these changes."""
     nodes = {
         change.node for change in changes if isinstance(table.graph.operators[change.node], Scorer)
     }
@@ -131,7 +131,7 @@ def _scorers(table: Table, changes: Sequence[KnobChange]) -> list[WorkerRecord]:
 
 
 def _trainer(graph: Graph, node: str, knob: str) -> str:
-    """Whose steps a change counts by."""
+    """The trainer whose steps a change counts by."""
     if graph.operators[node].trains:
         return node
     for feedback in graph.feedbacks:

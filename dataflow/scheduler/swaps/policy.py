@@ -94,7 +94,7 @@ def ready(table: Table, record: WorkerRecord) -> list[Command]:
 
 
 def told(swap: Swap) -> str:
-    """What has come of it, for people."""
+    """The outcome, as text."""
     return (
         f"'{swap.node}' is '{swap.reference}' from now on (sha256 {swap.digest[:12]}), after step"
         f" {swap.step}"
@@ -102,7 +102,7 @@ def told(swap: Swap) -> str:
 
 
 def end(record: WorkerRecord, now: float) -> list[Command]:
-    """Its worker starts again, as what it runs is another from then on."""
+    """End a worker; it starts again, and runs another operator from then on."""
     if not record.has_process:
         return []
     record.die(_CAUSE, now)
@@ -110,7 +110,7 @@ def end(record: WorkerRecord, now: float) -> list[Command]:
 
 
 def _why_not(operator: Operator) -> str:
-    """Why nothing else could take its place, for people."""
+    """Why no other operator could take its place, as text."""
     match operator:
         case Generate():
             return "generates: rollouts under way and the weights that drew them are its own"

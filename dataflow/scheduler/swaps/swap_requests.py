@@ -1,5 +1,5 @@
-"""Whoever asks for a swap: the operator is tried in a process of its own while the run goes on,
-then swapped in.
+"""Requests for a swap: the operator is tried in a process of its own while the run goes on, then
+swapped in.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from dataflow.worker.messages import FromWorker, Tried
 from dataflow.worker.swap_trial import TRIAL_S
 
 READY_S = 20.0
-"""For a worker to be ready with it; then who asked is told that it starts."""
+"""Seconds for a worker to be ready with it; then the requester is told that it starts."""
 LAST_WORD_S = 1.0
-"""For what a trial said before it ended to arrive."""
+"""Seconds for a trial's messages to arrive after its end."""
 
 
 class TrialServer(Protocol):
@@ -37,7 +37,7 @@ class TrialServer(Protocol):
 
 @dataclass
 class _PendingSwap:
-    """One swap that somebody waits for."""
+    """A swap whose requester waits."""
 
     client: Client
     request: SwapNode
@@ -129,7 +129,7 @@ class SwapRequests:
             self._pending.gone_at = self._clock()
 
     def look(self) -> None:
-        """Answer whoever asked, when it is known what came of it, or the time is up."""
+        """Answer the requester once the outcome is known, or the time is up."""
         pending, now = self._pending, self._clock()
         if pending is None:
             return
