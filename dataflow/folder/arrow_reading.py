@@ -11,13 +11,13 @@ import xxhash
 from dataflow.system.files import RunFolderError, disk
 
 SUM = b"xxh3_64:"
-"""In the footer of a file, in front of the sum of all its bytes, with `NO_SUM` in the place of the
-sum."""
+"""The key in a file's footer, before the sum of all its bytes; `NO_SUM` stands for the sum while it
+is computed."""
 NO_SUM = b"0" * 16
 _TAIL_BYTES = 1 << 15
-"""Of a file, in which its footer lies, as a rule."""
+"""The end of a file, which as a rule holds its footer."""
 _DAMAGED = (pa.ArrowException, OSError, ValueError)
-"""What Arrow raises where it reads what it did not write."""
+"""Errors of Arrow for bytes that it did not write."""
 
 
 def read_arrow(path: Path, without: Collection[str] = ()) -> pa.Table:
@@ -75,8 +75,8 @@ def arrow_schema(path: Path) -> pa.Schema:
 
 
 def _prove(path: Path, content: memoryview) -> None:
-    """Errors: RunFolderError where the sum that a file says of itself is not that of its bytes. One
-    of an earlier release says none.
+    """Check the sum in a file's footer; files of an earlier release have none. Errors:
+    RunFolderError.
     """
     tail = bytes(content[-_TAIL_BYTES:])
     tail = tail if SUM in tail else bytes(content)

@@ -151,7 +151,7 @@ class Checkpoints:
         return damage_of(self.folder(step), step, read=read)
 
     def size_bytes(self, step: int) -> int:
-        """Of the files in a checkpoint's folder."""
+        """The size of all files in a checkpoint's folder."""
         return sum(path.stat().st_size for path in self.folder(step).rglob("*") if path.is_file())
 
     def is_temporary(self, step: int) -> bool:
@@ -188,7 +188,7 @@ class Checkpoints:
 
 
 def _is_rest(folder: Path, name: str) -> bool:
-    """Whether nobody looks at what a crash has left any more."""
+    """Whether nobody needs what a crash has left any more."""
     is_marked = (folder / MARKER).exists() and folder.name == f".{name}.partial"
     return folder.suffix == ".removed" or (folder.suffix == ".partial" and not is_marked)
 

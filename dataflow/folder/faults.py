@@ -11,9 +11,9 @@ from dataflow.system.optional_files import Extras, Tell, read_lines, warn
 
 FILE = "faults.jsonl"
 STOPPED = "was stopped by a signal"
-"""The cause where a worker had not ended, and was let go on."""
+"""The cause where a worker was stopped, and was let go on."""
 _ONE_S = 5.0
-"""Lines of one cause within so long are told together."""
+"""Lines of one cause within so many seconds are reported together."""
 
 
 @dataclass
@@ -69,8 +69,8 @@ class Faults:
         self._open[worker] = _Open(line, now)
 
     def recovered(self, worker: str, told: str = "") -> None:
-        """A worker is at work; nothing is told of one that was. told: what to say where it was not
-        simply restarted.
+        """A worker is at work; a worker without a fault is not reported. told: what to say where it
+        was not simply restarted.
         """
         fault = self._open.get(worker)
         if fault is not None:

@@ -28,11 +28,11 @@ from dataflow.tokens.ragged import group_slices
 
 SEAL = b"xxh3_64"
 _MESSAGE = b"\xff\xff\xff\xff"
-"""How a message of Arrow's begins; the size of its head follows."""
+"""The first bytes of an Arrow message; the size of its head follows."""
 _END = _MESSAGE + bytes(4)
 _NO_SUM = b"0" * 16
 FILE_BYTES = 32 << 20
-"""After so much a file is ended and another begun, so that the disk is given back."""
+"""A file ends after so many bytes, and another begins, so that the disk is given back."""
 
 
 @dataclass(eq=False)
@@ -42,10 +42,10 @@ class File:
     path: Path
     groups: set[int] = field(default_factory=set)
     damage: str = ""
-    """What `read` found that no crash leaves."""
+    """Damage that no crash causes."""
 
     def read(self) -> Iterator[pa.RecordBatch]:
-        """The whole batches, mapped into memory, up to where a crash tore the file, or somebody
+        """The whole batches, mapped into memory, up to where a crash tore the file, or something
         damaged it.
         """
         proved, behind = 0, 0
@@ -80,7 +80,7 @@ class File:
 
 
 def _has_seal(content: bytes) -> bool:
-    """Whether some seal is there whole, so that what stands before it was."""
+    """Whether some seal is there whole, so that all before it was whole too."""
     for at in (match.start() for match in re.finditer(SEAL, content)):
         begin = content.rfind(_MESSAGE, 0, at) + len(_MESSAGE)
         if begin + 4 + int.from_bytes(content[begin : begin + 4], "little") <= len(content):
@@ -89,7 +89,7 @@ def _has_seal(content: bytes) -> bool:
 
 
 class SealedWriter:
-    """Writes such a file, a batch and its seal at once."""
+    """Writes such a file, each batch with its seal."""
 
     def __init__(self, file: IO[bytes] | pa.OSFile, schema: pa.Schema) -> None:
         self._file, self._schema = file, schema
@@ -108,7 +108,7 @@ class SealedWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """The stream ends; the file is its owner's."""
+        """End the stream; the owner closes the file."""
         self._file.write(_END)
 
     def _put(self, content: Any) -> None:
@@ -141,7 +141,7 @@ class GroupFiles:
     kind: ClassVar[str]
     """How names of files end."""
     schema: ClassVar[pa.Schema | None] = None
-    """Files of another are passed over; None: none is."""
+    """Only files of this kind are read."""
     first_is_whole: ClassVar[bool] = True
     """Whether the first rows that are found of a group are all of it."""
 
@@ -228,13 +228,13 @@ class GroupFiles:
             self._end()
 
     def _hold(self, file: File, group: int) -> None:
-        """The file is needed as long as this group is not done with."""
+        """Keep the file until this group is finished."""
         if group not in file.groups:
             file.groups.add(group)
             self._by_group.setdefault(group, []).append(file)
 
     def _let_go(self, file: File) -> None:
-        """Remove a file in which no group is waited for, unless it is written to; other replicas
+        """Remove a file whose groups are all finished, unless it is being written; other replicas
         may write theirs.
         """
         if not file.groups and file is not self._file and self._is_own(file.path):

@@ -30,9 +30,9 @@ class KnobChange:
     was: Any
     """The value before."""
     trainer: str
-    """Whose steps it counts by; empty: there is none."""
+    """The trainer whose steps it counts by; empty: none."""
     asked: int = 0
-    """Steps that the run had made when it was asked for."""
+    """Steps that the run had made when it was requested."""
     step: int = 0
     """The first that may have rows of it; of a trainer's own knobs and of a bound the first that it
     holds for. 0: it is not on record yet."""
@@ -48,17 +48,17 @@ class KnobChange:
 
     @property
     def mark(self) -> str:
-        """For a curve."""
+        """A mark for a curve."""
         return f"{self.node}.{self.knob} = {self.value}"
 
     def __str__(self) -> str:
-        """For people."""
+        """The change as text."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at))
         return f"{self.mark} (was {self.was}) from step {self.step} on, {when}, by {self.by}"
 
 
 def recorded(facts: Mapping[str, Any]) -> tuple[KnobChange, ...]:
-    """Those of a run, in order, from the facts in its ledger."""
+    """The changes of a run, in order, from the facts in its ledger."""
     return tuple(KnobChange(**facts[name]) for name in sorted(facts) if name.startswith(f"{FACT}/"))
 
 
@@ -72,7 +72,7 @@ def record(ledger: BaseLedger | None, changes: Sequence[KnobChange]) -> None:
 
 
 def known(ledger: BaseLedger | None, changes: Iterable[KnobChange]) -> tuple[KnobChange, ...]:
-    """The same, as they stand in the ledger, where they do."""
+    """The changes, each as the ledger has it, where it does."""
     on_record = (
         {} if ledger is None else {change.number: change for change in recorded(ledger.facts())}
     )
@@ -80,7 +80,7 @@ def known(ledger: BaseLedger | None, changes: Iterable[KnobChange]) -> tuple[Kno
 
 
 def read_changes(folder: RunFolder) -> tuple[KnobChange, ...]:
-    """Those of the run in a folder; none where its ledger cannot be read."""
+    """The changes of the run in a folder; none where its ledger cannot be read."""
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         return recorded(ledger.facts())
     return ()

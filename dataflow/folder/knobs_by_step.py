@@ -1,6 +1,4 @@
-"""Which of a trainer's knobs hold for which of its steps, where some were changed while the run
-went on.
-"""
+"""The knobs of a trainer at each of its steps, where some were changed while the run went on."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from dataflow.staleness import Bound
 
 
 class HasKnobs(Protocol):
-    """What is asked of a declaration: `dataflow.node.Operator` is one."""
+    """What a declaration must have: `dataflow.node.Operator` does."""
 
     def with_knob(self, knob: str, value: Any) -> Any:
         """The same with another value of a knob."""
@@ -55,8 +53,8 @@ class KnobsByStep(Generic[T]):
                 (self._counting if change.step else self._waiting).append(change)
 
     def take(self, step: int, bound: Bound | None) -> Sequence[KnobChange]:
-        """Let what waits count from this step on, which is not begun; what counts now. bound: as
-        declared.
+        """Let waiting changes count from this step on, which has not begun; the changes that count
+        now. bound: as declared.
         """
         decided: dict[int, KnobChange] = {}
         for change in self._waiting:

@@ -1,6 +1,4 @@
-"""What was changed in a run while it went on: operators that took the place of others, knobs that
-were set.
-"""
+"""Changes to a run while it went on: swapped operators, and knobs that were set."""
 
 import contextlib
 from typing import TypeAlias
@@ -15,8 +13,8 @@ LiveChange: TypeAlias = Swap | KnobChange
 
 
 def read_live_changes(folder: RunFolder) -> tuple[LiveChange, ...]:
-    """Those of the run in a folder, in the order in which they were asked for; none where its
-    ledger cannot be read.
+    """The changes of the run in a folder, in the order of their requests; none where its ledger
+    cannot be read.
     """
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         facts = ledger.facts()

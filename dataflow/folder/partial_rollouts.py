@@ -65,7 +65,7 @@ class PartialRollout:
 
 @dataclass(frozen=True, slots=True)
 class PartialRow:
-    """A partial rollout, and whose it is."""
+    """A partial rollout, and the rollout that it belongs to."""
 
     group: int
     position: int
@@ -115,7 +115,7 @@ def arrow_rows(rows: Sequence[PartialRow], schema: pa.Schema) -> pa.RecordBatch:
 
 
 def row_at(batch: pa.RecordBatch, at: int) -> PartialRow:
-    """One of them."""
+    """The partial rollout in a row."""
 
     def of(name: str) -> Any:
         return batch.column(name)[at]

@@ -1,5 +1,5 @@
-"""How what a process wrote in the run folder gets its name: in one step, and never by one that was
-replaced.
+"""Gives what a process wrote its name in the run folder: in one step, and never for a process that
+was replaced.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def put(path: Path, at: Path, aside: Path | None = None) -> None:
 
 @dataclass(frozen=True)
 class Placing:
-    """What a process does before anybody else can see what it wrote."""
+    """Steps before others can see what a process wrote."""
 
     token: str = ""
     """In the names of what has no place yet: no two processes that may write the same have one;
@@ -47,10 +47,13 @@ class Placing:
     disk: str = ""
     """The host whose own the run folder is; empty: the scheduler's."""
     see: Callable[[Path], None] = lambda path: None
-    """Before a file is read that another host may have: has it here. Errors: RunFolderError."""
+    """Called before a file is read that another host may have: fetches it. Errors:
+    RunFolderError."""
     see_newest: Callable[[Path, int | None], None] = lambda path, at_most: None
-    """The same of the newest checkpoint in a folder, of all steps or of those up to one."""
+    """The same for the newest checkpoint in a folder, of all steps or of those up to one."""
 
     def aside(self, path: Path) -> Path:
-        """Where a file is written that is to be at a path: there, or beside it."""
+        """The path at which a file is written before it gets its name: the same, or one
+        beside it.
+        """
         return path.with_name(f".{path.name}.{self.token}.placing") if self.token else path

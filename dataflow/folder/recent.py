@@ -17,18 +17,18 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.spans import Spans
 
 WORK = "at work"
-"""A slice of a node's loop, around what the operator tells of it by name (`Context.span`)."""
+"""One slice of a node's loop, apart from the spans that the operator names (`Context.span`)."""
 BESIDE_WORK = "its processes at work"
-"""A stretch in which an operator's own processes are, and its loop is not."""
+"""A stretch in which an operator's own processes work, and its loop does not."""
 MINUTE = 60.0
 """Seconds that a file covers before the other one is begun anew; both hold the last minute, and
 another at most."""
 WRITE_S = 2.0
-"""Between two lines."""
+"""Seconds between two lines."""
 MOST_SPANS = 2_000
-"""Of a line; where there were more, neighbours are joined over longer pauses."""
+"""The most spans of a line; where there are more, neighbours are joined over longer pauses."""
 MOST_BYTES = 64 << 20
-"""Of all files that are read at a time, of each the end."""
+"""The most bytes of all files that are read at a time, from the end of each."""
 _NAMES = "{}.recent-{}.jsonl"
 
 
@@ -54,7 +54,7 @@ class RecentSpans:
         self._begun = 0.0
 
     def add(self, node: str, what: str, begin_s: float, end_s: float) -> None:
-        """One that begins after all of the same name have ended."""
+        """Add a span that begins after all of its name have ended."""
         self._spans.add(f"{node}\0{what}", begin_s, end_s)
 
     @property
@@ -63,7 +63,7 @@ class RecentSpans:
         return self._clock() >= self._next
 
     def write(self, folder: RunFolder) -> None:
-        """Put down what is new."""
+        """Write new spans."""
         now, spans = self._clock(), self._spans
         self._next, self._spans = now + WRITE_S, Spans(MOST_SPANS)
         if not len(spans):
@@ -79,7 +79,7 @@ class RecentSpans:
         folder.extras.write(self._path, f"{line}\n")
 
     def _other(self, folder: RunFolder) -> Path:
-        """The file that is not under way; of a process that begins, the one that is older."""
+        """The file that is not being written; for a new process, the older one."""
         paths = [folder.logs / _NAMES.format(self._process, number) for number in range(2)]
         if self._path is not None:
             return paths[paths.index(self._path) - 1]
@@ -98,7 +98,7 @@ class RecentSpan:
 
 
 def files_of(folder: RunFolder) -> Iterator[Path]:
-    """Those of all processes, also of hosts whose logs were brought here."""
+    """The files of all processes, also of hosts whose logs were fetched."""
     return itertools.chain(
         folder.logs.glob(_NAMES.format("*", "[01]")), folder.logs.glob(_NAMES.format("*/*", "[01]"))
     )

@@ -14,7 +14,7 @@ FILE = "requests.jsonl"
 
 
 class RequestLog:
-    """Writes them, as the scheduler answers.
+    """Writes a line for each request that the scheduler answers.
 
     {"at": seconds since 1970, "by": user@host, "request": for people, as in `generator = 3
     replicas`, "step": that the run had made, "refused": whether nothing was done, "answer": for

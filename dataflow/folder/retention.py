@@ -1,5 +1,5 @@
-"""How long a run keeps the rollouts of its steps: which may go, how they go, and what is known of
-those that went.
+"""How long a run keeps the rollouts of its steps: which may be removed, how, and how a reader
+knows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,9 +10,9 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import RunFolderError
 
 FACT = "rollouts_not_kept"
-"""In the ledger, by node: /<node>, the last step whose file may be gone."""
+"""Key of a ledger fact, by node: /<node>, the last step whose file may be gone."""
 KNOB = "keep_steps (--keep-steps)"
-"""For people."""
+"""Text for the user."""
 
 
 def removable(

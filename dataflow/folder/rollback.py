@@ -72,7 +72,7 @@ def _good_rows(batch: pa.RecordBatch, good: pa.BooleanArray) -> pa.RecordBatch:
 
 
 def _whole_groups(batch: pa.RecordBatch, good: pa.BooleanArray) -> pa.RecordBatch:
-    """The groups of which every row is good."""
+    """The groups whose rows are all good."""
     bad = pc.unique(batch.filter(pc.invert(good)).column(GROUP_ID))
     return batch.filter(pc.invert(pc.is_in(batch.column(GROUP_ID), bad)))
 

@@ -34,18 +34,18 @@ Rows: TypeAlias = pa.Table | pa.RecordBatch | Iterable[pa.RecordBatch]
 
 @dataclass(frozen=True)
 class RolloutFiles:
-    """The files of one folder, each whole or not there; holds no open file."""
+    """The files of one folder, each whole or absent; holds no open file."""
 
     path: Path
     placing: Placing
-    """How they get their names."""
+    """Gives the files their names."""
 
     def step_file(self, step: int) -> Path:
-        """Of what step `step` trained."""
+        """The file of what step `step` trained."""
         return self.path / f"step-{step:06d}.arrow"
 
     def evaluation_file(self, step: int) -> Path:
-        """Of what the evaluation at `step` read."""
+        """The file of what the evaluation at `step` read."""
         return self.path / f"eval-{step:06d}.arrow"
 
     def write(self, step: int, rows: Rows) -> Path:
@@ -123,7 +123,7 @@ def _table(path: Path, rows: pa.RecordBatch | Iterable[pa.RecordBatch]) -> pa.Ta
 
 
 class _Summing:
-    """A file that sums what goes into it, and knows where its sum is to stand."""
+    """A file that sums its bytes, and knows where its sum stands."""
 
     closed = False
 
@@ -132,14 +132,14 @@ class _Summing:
         self._digest, self._place = xxhash.xxh3_64(), 0
 
     def write(self, content: Any) -> int:
-        """As a file has it."""
+        """As a file's `write`."""
         self._digest.update(content)
         if (at := bytes(content).rfind(SUM + NO_SUM) if len(content) < _FOOTER_BYTES else -1) >= 0:
             self._place = self._file.tell() + at + len(SUM)
         return self._file.write(content)
 
     def close(self) -> None:
-        """Put the sum in its place."""
+        """Write the sum in its place."""
         self._file.seek(self._place)
         self._file.write(self._digest.hexdigest().encode())
 
@@ -168,9 +168,9 @@ class RunFolder:
     path: Path
     """runs/<graph>-<time>/."""
     extras: Extras = field(default_factory=Extras, compare=False, repr=False)
-    """Writes what the run can do without."""
+    """Writes optional files."""
     placing: Placing = field(default_factory=Placing, compare=False, repr=False)
-    """How rollouts and checkpoints get their names."""
+    """Gives rollouts and checkpoints their names."""
 
     @classmethod
     def create(cls, root: str | Path, graph_name: str, *, now: float | None = None) -> "RunFolder":
@@ -210,8 +210,8 @@ class RunFolder:
 
     @property
     def foreseen(self) -> dict[str, Any]:
-        """What was foreseen of the run before it began (dataflow.foresight.report); empty: nobody
-        asked.
+        """What was foreseen of the run before it began (dataflow.foresight.report); empty: nothing
+        was.
         """
         return self.read_json(FORESEEN)
 
@@ -258,7 +258,7 @@ class RunFolder:
         return self.path / "rollouts"
 
     def rollouts_of(self, node: str | None = None) -> RolloutFiles:
-        """Those of one trainer; `node` where several keep their own."""
+        """The rollouts of one trainer; `node` where several keep their own."""
         return RolloutFiles(self.rollouts / (node or ""), self.placing)
 
     def finished(self, node: str) -> Path:
@@ -283,7 +283,7 @@ class RunFolder:
         return self.checkpoints_of(None)
 
     def checkpoints_of(self, node: str | None) -> Checkpoints:
-        """Those of one trainer; `node` where several keep their own."""
+        """The checkpoints of one trainer; `node` where several keep their own."""
         return Checkpoints(self.path / "checkpoints" / (node or ""), self.placing)
 
     def log(self, node: str, rank: int = 0) -> Path:
@@ -316,11 +316,11 @@ class RunFolder:
         )
 
     def read_activity(self) -> list[dict[str, Any]]:
-        """Its lines; none where it is not there. A torn one is left out."""
+        """The lines of activity.jsonl; none where it is missing. A torn line is left out."""
         return read_lines(self.activity, self.extras.tell)[0]
 
     def stream_activity(self, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The same one by one from a byte on, as `stream_metrics`."""
+        """The same lines one by one from a byte on, as `stream_metrics`."""
         return stream_lines(self.activity, start, self.extras.tell)
 
     def write_json(self, name: str, value: Any, *, flush: bool = True) -> bool:
@@ -358,7 +358,7 @@ class RunFolder:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files in the folder; what goes meanwhile counts as nothing."""
+        """The size of all files in the folder; a file that goes meanwhile counts as nothing."""
         total = 0
         for place, _, names in os.walk(self.path):
             for name in names:

@@ -24,14 +24,14 @@ from dataflow.system.files import disk
 
 FOLDER = "holders"
 RAISE_S = 1.0
-"""Between two raises of the counter."""
+"""Seconds between two raises of the counter."""
 STILL_S = 15.0
-"""A counter that stands still for so long is nobody's: as long as a worker counts as hanging
-without a heartbeat."""
+"""A counter that stands still for so many seconds has no live holder: as long as a worker without a
+heartbeat counts as hanging."""
 LEAST_STILL_S = 5 * RAISE_S
-"""A shorter time could pass between two raises of one that lives."""
+"""A shorter time could pass between two raises of a live holder."""
 LOOK_S = 0.2
-"""Between two looks of a holder whether it still is."""
+"""Seconds between two checks of a holder whether it still holds the run."""
 _RELEASED = b"released"
 
 
@@ -45,7 +45,7 @@ class RunHold:
         while the process is stopped.
         """
         self.number = number
-        """Of this holder, above that of each one before."""
+        """Number of this holder, above that of each one before."""
         self._path, self._who, self._clock = path, who, clock
         self._looked = float("-inf")
         self._text, self._raised = b"", float("-inf")
@@ -71,7 +71,9 @@ class RunHold:
         self._looked = now
 
     def release(self) -> None:
-        """Let go of it: who comes next need not wait. Nothing is done where somebody has it."""
+        """Let go of the run: the next holder need not wait. Nothing is done where another
+        holds it.
+        """
         with contextlib.suppress(OSError):
             if _read(self._path).startswith(self._who):
                 _write(self._path, _RELEASED)
@@ -127,7 +129,7 @@ class Taking:
         return self._take(number) if now - self._since >= self._still_s else None
 
     def _take(self, before: int) -> RunHold:
-        """Be the next one, who makes the file of that number: exactly one can."""
+        """Become the next holder: of all who try, exactly one can make the file of that number."""
         number, holder = (
             before + 1,
             b"%d@%s#%s" % (os.getpid(), _host(), secrets.token_hex(6).encode()),
@@ -150,7 +152,7 @@ class Taking:
 
     @property
     def waits(self) -> str:
-        """What is waited for, for people."""
+        """What it waits for, as text."""
         holder = "who has it" if self._seen is None else _holder(*self._seen)
         return (
             f"'{self._folder.parent.name}' was not let go of: waiting {self._still_s:.0f} s to see"
@@ -165,7 +167,7 @@ class Taking:
 
 
 def _holder(number: int, text: bytes) -> str:
-    """For people."""
+    """A holder as text."""
     process = text.partition(b"#")[0].decode(errors="replace").partition("@")
     return f"process {process[0]} on host '{process[2]}'" if process[2] else f"holder {number}"
 
@@ -236,8 +238,8 @@ def _at(folder: Path, number: int) -> Path:
 
 
 def _read(path: Path) -> bytes:
-    """What stands there; nothing where the file is gone. Opened anew each time, so that a shared
-    file system looks.
+    """The content of a file; empty where it is gone. Each read opens it anew, so that a shared file
+    system looks.
     """
     try:
         return path.read_bytes()
@@ -246,7 +248,7 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, text: bytes) -> None:
-    """Never where the file is gone."""
+    """Write a file that still exists."""
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(handle, text, 0)

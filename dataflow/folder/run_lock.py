@@ -15,7 +15,7 @@ from dataflow.system.files import disk
 
 FILE = "lock"
 WORKERS_S = 20.0
-"""For the workers of a scheduler that was killed to end, which they do by themselves."""
+"""Seconds for the workers of a killed scheduler to end, which they do by themselves."""
 
 
 class UnderWay(RunError):

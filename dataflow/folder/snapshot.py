@@ -13,13 +13,13 @@ from dataflow.errors import RunError
 from dataflow.system.files import plain, to_json, write_atomically
 
 FILE = "scheduler-{}.json"
-"""In the folder of the run's sockets, which is in memory and goes with the run; one for each
-scheduler, so that none that was replaced spoils another's."""
+"""The name in the folder of the run's sockets, which is in memory and goes with the run; one file
+for each scheduler, so that a replaced one spoils no other's."""
 
 
 @dataclass
 class SnapshotFile:
-    """One file, of parts that are known by name; each is asked for its plain values.
+    """One file with named parts; each gives its plain values.
 
     consumes: what the parts say of themselves
     produces: the file, whenever that has changed
@@ -32,7 +32,7 @@ class SnapshotFile:
     number: int = 0
     """How many schedulers there were before."""
     clock: Callable[[], float] = time.monotonic
-    """The run's: when it was written stands in it as `at`."""
+    """The run's clock: the time of writing stands in the file as `at`."""
     _written: str = ""
 
     def write(self) -> None:
@@ -51,7 +51,7 @@ class SnapshotFile:
 
 
 def _json(parts: Mapping[str, Any]) -> str:
-    """As `to_json`, which walks through all that there is; nearly always it is plain already."""
+    """As `to_json`, which walks through all values; nearly always they are plain already."""
     try:
         return json.dumps(parts, default=plain, allow_nan=False, ensure_ascii=False)
     except ValueError:  # a number that JSON does not know

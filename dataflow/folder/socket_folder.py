@@ -1,6 +1,5 @@
-"""The folder in memory that a run has for its sockets: how it is made, and how it is known again as
-that run's.
-"""
+"""The folder in memory for a run's sockets: how it is made, and how it is recognised as that
+run's."""
 
 import contextlib
 import os
@@ -14,10 +13,9 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import disk
 
 CONTROL = "control.json"
-"""In the folder of a run that is under way: the address at which it takes commands, which lies in
-the folder here."""
+"""In the folder of a run under way: the address of its commands, which lies in the folder here."""
 MARK = "run"
-"""In it: which run folder it belongs to."""
+"""In the folder: the run folder that it belongs to."""
 _MEMORY = Path("/dev/shm")
 _PREFIX, _MODE = "dataflow-", 0o700
 _NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")
@@ -33,7 +31,7 @@ def make() -> Path:
 
 
 def mark(place: Path, folder: RunFolder) -> None:
-    """Say in it whose it is. Errors: RunFolderError."""
+    """Write down the run that a folder belongs to. Errors: RunFolderError."""
     with disk("writing", place / MARK):
         (place / MARK).write_text(_identity(folder))
 
@@ -59,7 +57,7 @@ def of(folder: RunFolder) -> Path | None:
 
 
 def _parents() -> list[Path]:
-    """Where `make` makes one and nobody else can put another in its place."""
+    """Parents in which `make` makes a folder and nobody else can replace it."""
     folders = []
     for folder in (_MEMORY, Path(tempfile.gettempdir())):
         facts = folder.stat()

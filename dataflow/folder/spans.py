@@ -1,5 +1,5 @@
-"""Spans of time in arrays, as many as may be: where they become too many, neighbours are joined
-over longer pauses.
+"""Spans of time in arrays of bounded size: where they become too many, neighbours are joined over
+longer pauses.
 """
 
 from array import array
@@ -14,13 +14,13 @@ class Spans:
     """
 
     def __init__(self, most: int) -> None:
-        """most: that are held."""
+        """most: spans that are held."""
         self._most = most
         self._join_s = FIRST_JOIN_S
-        """Spans of a node with a shorter pause between them are one."""
+        """Spans of a node with a shorter pause between them become one."""
         self._names: dict[str, int] = {}
         self._last: dict[int, int] = {}
-        """By node, where its newest span is."""
+        """Index of a node's newest span."""
         self._nodes, self._begins, self._ends = array("H"), array("d"), array("d")
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class Spans:
         return ((names[node], begin, end) for node, begin, end in zip(*self._columns, strict=True))
 
     def add(self, node: str, begin_s: float, end_s: float) -> None:
-        """One that begins after all others of its node have ended."""
+        """Add a span that begins after all others of its node have ended."""
         number = self._names.setdefault(node, len(self._names))
         last = self._last.get(number)
         self._put(

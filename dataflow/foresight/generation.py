@@ -179,8 +179,6 @@ def stragglers(
     ahead: float,
 ) -> Parts:
     """Seconds from a new version of the weights until the groups that its step needs are whole.
-    rollouts: of a step. ahead: steps' worth of groups that may begin before it does. With none, the
-    step needs all groups that begin with it.
 
     rollouts: of a step. ahead: steps' worth of groups that may begin before it does. With none, the
     step needs all groups that begin with its version; with a tenth, all but the slowest tenth; with

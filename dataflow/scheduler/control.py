@@ -1,5 +1,5 @@
 """The scheduler at run time: it passes events to the reducer of its table, and carries out what
-that decides. No rollout and no weight passes through it.
+that decides.
 
 No rollout and no weight passes through it.
 """

@@ -141,8 +141,7 @@ class ControlServer:
     def wait(
         self, wait_s: float
     ) -> tuple[list[Received], list[tuple[Client, Request]], list[Event]]:
-        """Messages of workers and clients, and the forkserver's events, within `wait_s`. Errors:
-        Replaced, before anything is sent or taken in.
+        """Messages of workers and clients, and the forkserver's events, within `wait_s`.
 
         Errors: Replaced, before anything is sent or taken in.
         """

@@ -16,11 +16,11 @@ from dataflow.system.files import RunFolderError
 from dataflow.system.security import RunKeys
 
 BRING_BYTES = 1 << 30
-"""Of all files together; what is beyond stays where it was made."""
+"""The most bytes of all files together; the rest stays where it was made."""
 BRING_S = 45.0
-"""For all of it. Agents wait longer for a scheduler that says nothing."""
+"""Seconds for all of it. Agents wait longer for a scheduler that says nothing."""
 LOG_BYTES = 16 << 20
-"""Of one log; a longer one stays."""
+"""The most bytes of one log; a longer one stays."""
 
 
 class Bringing:
@@ -49,8 +49,8 @@ class Bringing:
         self._trouble: list[str] = []
 
     def bring(self, trainers: Mapping[str | None, int]) -> str:
-        """Bring what there is. trainers: by their own folder, the last step. What stays on its
-        host, and why, for the user; empty: nothing of it.
+        """Fetch what there is. trainers: the last step, by the trainer's own folder. What stays on
+        its host, and why, as text; empty: nothing does.
         """
         for host, address in self._addresses.items():
             with contextlib.closing(HostPeer(host, address, self._keys)) as peer:
@@ -80,7 +80,7 @@ class Bringing:
         )
 
     def _rollouts(self) -> list[str]:
-        """What stays of them."""
+        """Names of rollout files that stay."""
         names = []
         for name, have in self._ledger.do(ListPlaces("rollouts/")).items():
             if HOME not in have and not self._see(name, have, self._sizes.get(name, 0)):
@@ -88,7 +88,7 @@ class Bringing:
         return names
 
     def _checkpoint(self, own: str | None, last: int) -> list[str]:
-        """The newest, unless it stays."""
+        """Fetch the newest checkpoint, unless it stays."""
         checkpoints = self._folder.checkpoints_of(own)
         below = checkpoints.path.relative_to(self._folder.path)
         rows = self._ledger.do(ListPlaces(f"{below}/"))

@@ -1,6 +1,4 @@
-"""What a worker of a run over hosts sees of files that others have made: those of its own disk, the
-rest by need.
-"""
+"""What a worker of a run over hosts sees of others' files: its own disk, and the rest on demand."""
 
 import contextlib
 import shutil
@@ -49,8 +47,8 @@ class Disks:
         self._log = structlog.get_logger(disk=disk)
 
     def see(self, path: Path) -> None:
-        """Have what counts as this file here, where anybody gives it. Errors: RunFolderError where
-        those who have it do not; a file that nobody ever had is none.
+        """Fetch the current version of this file, if any host has it. Errors: RunFolderError where
+        no host that has it gives it; a file that nobody ever had stays absent.
         """
         name = self._name(path)
         if name == METRICS:
@@ -99,7 +97,9 @@ class Disks:
                 )
 
     def _from_any(self, name: str, have: Sequence[str], bring: Callable[[str], None]) -> None:
-        """From the first that gives it. Errors: RunFolderError with what each said."""
+        """Fetch from the first host that gives it. Errors: RunFolderError with what each host
+        said.
+        """
         errors = []
         for host in have:
             if host == self._disk:
@@ -141,7 +141,7 @@ class Disks:
         return bring
 
     def _home_steps(self, name: str) -> list[int]:
-        """Of checkpoints in the scheduler's folder."""
+        """Steps of the checkpoints in the scheduler's folder."""
         below = {
             Path(file).parts[len(Path(name).parts)] for file in listed(_AtHome(self._at_home), name)
         }
@@ -153,7 +153,9 @@ class Disks:
 
     @contextlib.contextmanager
     def _peer(self, host: str) -> Iterator[Peer]:
-        """Whoever gives the files of a host. Errors: RunFolderError where that takes no part."""
+        """The peer that serves a host's files. Errors: RunFolderError where the host takes no
+        part.
+        """
         if host == HOME:
             yield _AtHome(self._at_home)
             return
@@ -167,7 +169,7 @@ class Disks:
 
 
 class _AtHome:
-    """The ledger's service, which sees the scheduler's folder."""
+    """The ledger's service as a peer; it sees the scheduler's folder."""
 
     def __init__(self, ask: Callable[[ListFiles | ReadFile], Answer]) -> None:
         self.ask = ask
@@ -176,7 +178,7 @@ class _AtHome:
 def _folders(
     checkpoints: Checkpoints, rows: Mapping[str, Sequence[str]], name: str
 ) -> dict[int, Path]:
-    """Of the steps that are here, or that the ledger knows of."""
+    """Folders of the steps that are here, or in the ledger."""
     numbers = {row.removeprefix(f"{name}/step-") for row in rows}
     return {
         step: checkpoints.folder(step)
@@ -188,7 +190,7 @@ def _folders(
 
 
 def _set_aside(folder: Path) -> None:
-    """A checkpoint that somebody else has made anew, or that nobody has any more."""
+    """Set a checkpoint aside that another host has made anew, or that nobody has any more."""
     places = (folder.with_name(f"not-counted-{at}-{folder.name}") for at in range(1, 1_000_000))
     with disk("renaming", folder):
         folder.rename(next(place for place in places if not place.exists()))

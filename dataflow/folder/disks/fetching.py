@@ -1,5 +1,5 @@
-"""Files of a run from whoever has them: the agent of a host, or the ledger's service on the
-scheduler's.
+"""Fetches files of a run from a peer: the agent of a host, or the ledger's service on the
+scheduler's host.
 """
 
 import itertools
@@ -26,14 +26,14 @@ from dataflow.system.messages import MessageError
 from dataflow.system.security import RunKeys, give_up_soon, present
 
 ANSWER_S = 20.0
-"""For a host to answer a question."""
+"""Seconds for a host to answer a question."""
 _AGAIN_S = 2.0
 _TRIES = 5
-"""With a file that is changed meanwhile."""
+"""Tries for a file that changes meanwhile."""
 
 
 class Peer(Protocol):
-    """Somebody who has files."""
+    """A host that serves files."""
 
     def ask(self, what: ListFiles | ReadFile) -> Answer:
         """Its answer. Errors: RunFolderError where there is none in time."""

@@ -1,4 +1,4 @@
-"""What a run folder gives to other hosts: files of what the run has made, by name, in chunks."""
+"""Files of a run folder that other hosts may read, by name, in chunks."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ GIVEN = ("checkpoints", "logs", "metrics.jsonl", "rollouts")
 
 
 def answer(folder: Path, request: ListFiles | ReadFile) -> Answer:
-    """What is asked for; what cannot be read is told as such."""
+    """The answer to a request; a refusal where the file cannot be read."""
     path = Path(request.path)
     if path.is_absolute() or ".." in path.parts or not path.parts or path.parts[0] not in GIVEN:
         return CannotRead(
@@ -37,7 +37,7 @@ def answer(folder: Path, request: ListFiles | ReadFile) -> Answer:
 
 
 def _files(folder: Path, path: Path) -> dict[str, int]:
-    """Without what is being written, or has no place yet."""
+    """All files but those that are being written, or have no place yet."""
     paths = (
         [path] if path.is_file() else sorted(below for below in path.rglob("*") if below.is_file())
     )

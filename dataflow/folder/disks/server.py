@@ -50,13 +50,13 @@ class FileServer:
                 " (DATAFLOW_AGENT_ADDRESS)"
             ) from None
         self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT)
-        """Where it listens."""
+        """The address at which it listens."""
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="files", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Nobody gets anything any more."""
+        """Stop serving files."""
         self._ends.set()
         self._thread.join(_END_S)
         if not self._thread.is_alive():  # else the disk hangs, and the process is about to end

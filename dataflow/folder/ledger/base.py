@@ -41,7 +41,7 @@ class GroupLedger(ABC):
         """Have it done, all or nothing."""
 
     def _post(self, call: calls.Write) -> None:
-        """Have it done in its turn, before whatever is asked next; its error may come with that."""
+        """Post a call: it is done before any later call, and its error may come with that."""
         self.do(call)
 
     def issue(self, source: str, prompts: Iterable[tuple[int, str]]) -> None:

@@ -47,13 +47,13 @@ class LedgerCall(ABC, Generic[T]):
 
     writes: ClassVar[bool] = False
     travels_as: ClassVar[type[Any]] = Value
-    """How its answer travels."""
+    """The form in which its answer travels."""
     doing: ClassVar[str]
-    """For an error; with its fields in braces."""
+    """Text for an error; its fields stand in braces."""
 
     @property
     def said(self) -> str:
-        """For an error."""
+        """Text for an error."""
         return self.doing.format_map(vars(self))
 
     @abstractmethod
@@ -64,7 +64,7 @@ class LedgerCall(ABC, Generic[T]):
 
 
 class Write(LedgerCall[None]):
-    """One that changes the ledger, and has no answer but that it is done."""
+    """A call that changes the ledger; its answer says only that it is done."""
 
     writes = True
 

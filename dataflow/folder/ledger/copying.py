@@ -17,7 +17,7 @@ _CODEC = "zstd"
 
 
 class _Kept:
-    """A file that stays open when what writes into it is closed."""
+    """A file that stays open when its writer is closed."""
 
     closed = False
 
@@ -25,7 +25,7 @@ class _Kept:
         self.write, self.flush = file.write, file.flush
 
     def close(self) -> None:
-        """Its owner does."""
+        """Does nothing; the owner closes the file."""
 
 
 def pack(path: Path, into: IO[bytes]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataflow.folder.ledger.schema import table
 
 HOME = ""
-"""In the place of a host: the folder of the scheduler, and of all hosts that see it."""
+"""Stands for a host: the scheduler's folder, and all hosts that see it."""
 _COLUMNS = """
     path TEXT NOT NULL,   -- in the run folder: a file of rollouts, or the folder of a checkpoint
     host TEXT NOT NULL"""
@@ -24,13 +24,13 @@ _OF_STEP = re.compile(
 
 
 def prepare(db: sqlite3.Connection) -> None:
-    """Have a table for them."""
+    """Make the table for places."""
     db.execute(TABLE)
 
 
 def set_place(db: sqlite3.Connection, path: str, host: str) -> None:
-    """What stands at a path was made on this host: nobody else has it any more. For `HOME`, as if
-    nothing was known.
+    """Record that this host made what stands at a path, and that nobody else has it any more.
+    `HOME`: forget the path.
     """
     prepare(db)
     db.execute("DELETE FROM places WHERE path = ?", (path,))
@@ -39,7 +39,7 @@ def set_place(db: sqlite3.Connection, path: str, host: str) -> None:
 
 
 def add_place(db: sqlite3.Connection, path: str, host: str) -> None:
-    """This host has a copy now, too."""
+    """Record that this host now has a copy, too."""
     prepare(db)
     row = db.execute("SELECT 1 FROM places WHERE path = ?", (path,)).fetchone()
     if row is None and host != HOME:
@@ -63,7 +63,7 @@ def places(db: sqlite3.Connection, prefix: str = "") -> dict[str, list[str]]:
 
 
 def forget_after(db: sqlite3.Connection, node: str, step: int) -> None:
-    """Steps of a node after this one were taken back: nobody has their files any more."""
+    """A node's steps after this one were taken back: forget who has their files."""
     for path in places(db):
         match = _OF_STEP.fullmatch(path)
         if match and match["node"] in (None, node) and int(match["step"]) > step:
@@ -71,13 +71,11 @@ def forget_after(db: sqlite3.Connection, node: str, step: int) -> None:
 
 
 def least_return(db: sqlite3.Connection) -> int | None:
-    """The earliest step that a trainer ever went back to, giving up steps that it had made; None:
-    none ever did.
-    """
+    """The earliest step that a trainer ever went back to, giving up later steps; None: none did."""
     row = db.execute("SELECT min(to_step) FROM lines WHERE from_step > to_step").fetchone()
     return None if row[0] is None else int(row[0])
 
 
 def holders(hosts: Mapping[str, Sequence[str]], path: str) -> Sequence[str]:
-    """Who has what stands at a path, from what `places` found."""
+    """The hosts that have what stands at a path, from what `places` returned."""
     return hosts.get(path, (HOME,))

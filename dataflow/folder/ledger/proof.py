@@ -1,6 +1,5 @@
-"""Whether a ledger is as it was written: its pages, what its rows say, and the log of what was
-committed last.
-"""
+"""Checks that a ledger is as it was written: its pages, its rows, and the log of the last
+commits."""
 
 import contextlib
 import functools
@@ -17,7 +16,7 @@ from dataflow.folder.ledger.schema import SUM, TABLES, UNSUMMED, LedgerError, su
 _HEADER_BYTES, _FRAME_BYTES = 32, 24
 """Of a log, and of each page in it: https://www.sqlite.org/fileformat2.html#the_write_ahead_log."""
 _MAGIC = {0x377F0682: "<u4", 0x377F0683: ">u4"}
-"""How a log begins, and how its words are read to be summed."""
+"""The first bytes of a log, and the byte order in which its words are summed."""
 _MOST = 3
 _KNOWN = {
     statement.replace("IF NOT EXISTS ", ""): statement.partition(" (")[0].rpartition(" ")[2]

@@ -1,5 +1,5 @@
-"""A ledger is put in a new file under its name: who has the old one open, and is not to write,
-writes for nobody.
+"""Puts a ledger in a new file under its name: a process that has the old one open, and must not
+write, writes in vain.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from dataflow.folder.ledger.schema import check_schema, connect, explained
 from dataflow.system.files import disk, flush_to_disk
 
 _MADE = ".renewed"
-"""After the name: a whole copy, which has only to be put in place."""
+"""After the name: a whole copy, which only has to be put in place."""
 
 
 def renew(path: Path) -> None:

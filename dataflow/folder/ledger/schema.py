@@ -11,11 +11,12 @@ from dataflow.errors import RunError
 
 SCHEMA_VERSION = 3
 UNSUMMED = 2
-"""Of earlier ledgers, whose rows have no sums; they are read and written all the same."""
+"""The version of earlier ledgers, whose rows have no sums; they are read and written all the
+same."""
 BUSY_TIMEOUT_S = 30.0
 WAL_PAGES = 4000  # 16 MB; each time it is full, one call waits for the disk
 WAL_BYTES = WAL_PAGES * 4096
-"""That the log is cut to when it has grown beyond, because somebody read for long."""
+"""The size to which the log is cut after a long read made it grow."""
 STATES = ("issued", "generating", "generated", "scored")
 
 _STATES_SQL = ", ".join(f"'{state}'" for state in STATES)
@@ -128,7 +129,7 @@ def connect(path: Path, *, mode: str, busy_timeout_s: float = BUSY_TIMEOUT_S) ->
 
 @contextlib.contextmanager
 def closed_on_error(db: sqlite3.Connection) -> Iterator[None]:
-    """While it is made ready: what the block raises leaves no connection behind."""
+    """Close the connection if the block raises."""
     try:
         yield
     except BaseException:

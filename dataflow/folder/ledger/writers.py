@@ -10,7 +10,7 @@ from dataflow.folder.ledger.schema import table
 from dataflow.folder.ledger.upkeep import AnyWrite
 
 FLOOR = ""
-"""In the place of a worker's name: the least number of a scheduler whose workers may write."""
+"""Stands for a worker's name: the least number of a scheduler whose workers may write."""
 _COLUMNS = """
     worker  TEXT NOT NULL,
     holder  INTEGER NOT NULL,
@@ -25,7 +25,7 @@ _ANSWERED = "UPDATE writers SET number = ?, refusal = ? WHERE worker = ?"
 
 @dataclass(frozen=True)
 class Token:
-    """One process that writes."""
+    """A process that writes."""
 
     worker: str
     holder: int
@@ -33,32 +33,31 @@ class Token:
     attempt: int
     """How often that worker was started before by it, and by those whose run it took over."""
     session: int
-    """Drawn by the process: two that have the rest in common are told apart."""
+    """A random number of the process: it tells two processes apart that are otherwise alike."""
 
     @property
     def age(self) -> tuple[int, int]:
-        """Grows with each process that is started in the place of another."""
+        """Grows with each process that is started in place of another."""
         return self.holder, self.attempt
 
 
 @dataclass(frozen=True)
 class Writer:
-    """The newest process of a worker, and how far it is."""
+    """The newest process of a worker, and its progress."""
 
     token: Token
     number: int = 0
-    """Of its last write that has an answer: 1, 2, ..."""
+    """Number of its last write that has an answer: 1, 2, ..."""
     refusal: str | None = None
-    """Why that one was not made."""
+    """Why that write was not made."""
 
 
 @dataclass(frozen=True)
 class PrepareWriters(Write):
-    """Have a place for what is known of writers."""
+    """Make the table for writers."""
 
     floor: int | None
-    """Who was started by an earlier scheduler than that of this number writes no more; None: as it
-    was."""
+    """Processes of schedulers before this number may not write any more; None: no change."""
 
     doing = "prepare for several hosts"
 
@@ -81,7 +80,7 @@ class ListWriters(LedgerCall[dict[str, Writer]]):
 
 @dataclass(frozen=True)
 class Admit(Write):
-    """From now on this process writes for its worker."""
+    """Let this process write for its worker from now on."""
 
     token: Token
 
@@ -105,7 +104,7 @@ class NumberedWrite(Write):
 
     @property
     def said(self) -> str:
-        """For an error."""
+        """Text for an error."""
         return self.call.said
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
@@ -115,7 +114,7 @@ class NumberedWrite(Write):
 
 @dataclass(frozen=True)
 class NotMade(Write):
-    """That a write was refused: one who did not hear of it is told so again, whatever has happened
+    """Record that a write was refused: a repeated request is refused again, whatever has happened
     since.
     """
 

@@ -51,7 +51,7 @@ from dataflow.system.security import RunKeys, give_up_soon, present
 
 
 class ServiceSocket:
-    """Sends, and receives what comes; neither ever waits but `heard`, for as long as it is told."""
+    """Sends and receives; only `heard` waits, as long as it is told."""
 
     def __init__(self, address: str, keys: RunKeys | None, seek: Callable[[], str]) -> None:
         """seek: where the service is now; empty where nobody knows."""
@@ -61,7 +61,7 @@ class ServiceSocket:
         self._dealer = self._connected()
 
     def say(self, message: ToLedger) -> None:
-        """Send; lost where nobody takes it."""
+        """Send; the message is lost where nobody receives it."""
         with contextlib.suppress(zmq.Again):  # it is said again
             self._dealer.send(TO_LEDGER.encode(message), zmq.NOBLOCK)
 
@@ -78,7 +78,9 @@ class ServiceSocket:
         return answers
 
     def look(self) -> None:
-        """Connect anew, to another service where there is one: what was on its way is forgotten."""
+        """Connect anew, to another service where there is one; messages on their way are
+        dropped.
+        """
         self.address = self._seek() or self.address
         self._dealer.close()
         self._dealer = self._connected()
@@ -104,15 +106,15 @@ T = TypeVar("T")
 AnyAside: TypeAlias = (
     Flush | AskWalBytes | Pack | ReadPacked | PutInPlace | AppendLine | ListFiles | ReadFile
 )
-"""What changes no row of the ledger."""
+"""Requests that change no row of the ledger."""
 PATIENCE_S = 30.0
-"""For a service that is away."""
+"""Seconds to wait for a service that is away."""
 AGAIN_S = 1.0
-"""Without an answer for so long a client asks again, and looks where the service is; then after
-twice as much."""
+"""After so many seconds without an answer a client asks again, and looks where the service is; then
+after twice as many."""
 MOST_AGAIN_S = 8.0
 UNHEARD = 64
-"""Writes under way that nobody waits for; the next one waits."""
+"""The most unanswered writes under way; the next one waits."""
 CLOSE_S = 5.0
 _POLL_S = 0.05
 
@@ -166,19 +168,19 @@ class LedgerClient(BaseLedger):
         self._line, self._thread = self._open_line(), threading.get_ident()
         self._tickets = itertools.count(1)
         self._unheard: deque[Record] = deque()
-        """Writes that are not known to be made."""
+        """Writes without an answer."""
         self._number = 0
-        """Of the last write."""
+        """Number of the last write."""
         self._errors: dict[int, RunError] = {}
-        """Of writes that were refused."""
+        """Refused writes."""
         self._broken: RunError | None = None
-        """What every call raises from now on."""
+        """The error that every call raises from now on."""
         self._asked = 0
-        """The ticket that is waited for."""
+        """The ticket of the awaited answer."""
         self._answer: QueryResult | Refused | None = None
         self._said_at = self._clock()
         self._aside: ServiceSocket | None = None
-        """For other threads."""
+        """Lines of other threads."""
         self._aside_lock, self._packing = threading.Lock(), threading.Lock()
         try:
             self._ask(Join())
@@ -232,9 +234,7 @@ class LedgerClient(BaseLedger):
                 offset += len(some)
 
     def close(self) -> None:
-        """Have what was posted made, and let go of the service; it is no error when that does not
-        come about.
-        """
+        """Wait for posted writes, and let go of the service; a failure is no error."""
         try:
             if self._broken is None and self._unheard:
                 self._patience_s = min(self._patience_s, CLOSE_S)
@@ -259,7 +259,7 @@ class LedgerClient(BaseLedger):
         self._ask_from_any_thread(AppendLine(self._name(path), line))
 
     def _name(self, path: Path) -> str:
-        """In the run folder, wherever that is for the service."""
+        """A path's name in the run folder, wherever that is for the service."""
         return str(path.relative_to(self.path.parent))
 
     def _send(self, call: AnyWrite) -> int:
@@ -275,7 +275,7 @@ class LedgerClient(BaseLedger):
         return self._number
 
     def _ask(self, request: Any) -> Any:
-        """A question on the line of this thread."""
+        """Ask a question on this thread's line."""
         self._check_thread()
         after = self._unheard[-1].number if self._unheard else 0
         question = Query(self._token, next(self._tickets), after, request)
@@ -285,7 +285,7 @@ class LedgerClient(BaseLedger):
         return _value(self._answer)
 
     def _wait(self, is_over: Callable[[], bool], doing: str, question: Query | None = None) -> None:
-        """Listen, and say again what was not answered. Errors: DeadlineError."""
+        """Listen, and repeat unanswered messages. Errors: DeadlineError."""
         deadline, again_s = self._clock() + self._patience_s, AGAIN_S
         while not is_over():
             if self._hear(_POLL_S):
@@ -302,7 +302,7 @@ class LedgerClient(BaseLedger):
                     self._line.say(question)
 
     def _hear(self, wait_s: float) -> bool:
-        """Take in what has come; whether there was anything. Errors: what ends this client."""
+        """Take in what has come; whether anything has. Errors: what ends this client."""
         answers = self._line.heard(wait_s)
         for answer in answers:
             match answer:
@@ -322,7 +322,7 @@ class LedgerClient(BaseLedger):
         return bool(answers)
 
     def _refused(self, answer: Refused) -> None:
-        """A write was not made: told to who waits for it, or with the next call."""
+        """A write was refused: raised to its waiter, or with the next call."""
         for record in [record for record in self._unheard if record.number == answer.number]:
             self._unheard.remove(record)
             self._errors[record.number] = _ERRORS[answer.error](answer.message)
@@ -333,8 +333,8 @@ class LedgerClient(BaseLedger):
             self._line.say(record)
 
     def _ask_from_any_thread(self, request: AnyAside) -> Any:
-        """What changes no row of the ledger: on a line of its own where the thread is not the
-        owner's, so that nobody waits for the disk who need not.
+        """Ask what changes no row of the ledger: another thread than the owner's uses a line of its
+        own, so that only those wait for the disk who need to.
         """
         if threading.get_ident() == self._thread:
             return self._ask(request)
@@ -402,7 +402,7 @@ def _doing(request: Any) -> str:
 
 
 def _value(answer: Any) -> Any:
-    """What was answered. Errors: what was said instead."""
+    """The value of an answer. Errors: the answer's error."""
     if isinstance(answer, Refused):
         raise _ERRORS[answer.error](answer.message)
     result = answer.result

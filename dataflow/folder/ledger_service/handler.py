@@ -1,5 +1,5 @@
-"""What the ledger's service answers, whoever brings it what clients say: the newest attempt writes,
-each write once.
+"""What the ledger's service answers, over whatever socket: the newest attempt writes, each write
+once.
 """
 
 import tempfile
@@ -48,12 +48,12 @@ from dataflow.folder.ledger_service.messages import (
 from dataflow.system.files import RunFolderError, append_line, disk
 
 PACKED_BYTES = 4 << 20
-"""Of one answer."""
+"""Bytes of one answer, at most."""
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """An answer that waits for the disk: to be had in another thread."""
+    """An answer that waits for the disk: another thread makes it."""
 
     answer: Callable[[], Answer]
 
@@ -88,8 +88,8 @@ class RequestHandler:
         self._floor = self._writers[FLOOR].token.holder if FLOOR in self._writers else 0
 
     def hear(self, message: ToLedger) -> Answer | Deferred:
-        """Do what is said, or say why not. Errors: Replaced, once somebody else holds the run:
-        nothing was done.
+        """Make a request, or answer why not. Errors: Replaced, once another scheduler holds the
+        run: nothing was done.
         """
         ticket, number = (0, message.number) if isinstance(message, Record) else (message.ticket, 0)
         try:
@@ -104,7 +104,7 @@ class RequestHandler:
             return Refused(ticket, number, _kind(error), str(error))
 
     def close(self) -> None:
-        """Let go of copies that nobody has fetched."""
+        """Drop copies that nobody has fetched."""
         for _, file in self._packed.values():
             file.close()
 
@@ -179,8 +179,8 @@ class RequestHandler:
                 )
 
     def _put_in_place(self, request: PutInPlace) -> None:
-        """In this folder; or note that the worker's host does so in its own, and has what counts
-        from now on.
+        """Put a file in place in this folder; or note that the worker's host does so in its own,
+        and that its file counts from now on.
         """
         path, at = self._inside(request.path), self._inside(request.at)
         aside = None if request.aside is None else self._inside(request.aside)
@@ -190,14 +190,16 @@ class RequestHandler:
             self._ledger.do(SetPlace(request.at, request.disk))
 
     def _aside(self, message: Query, do: Callable[[], Any]) -> Answer:
-        """What waits for the disk, in the thread for that."""
+        """Run what waits for the disk in the thread for that."""
         try:
             return QueryResult(message.ticket, Value(do()))
         except (LedgerError, RunFolderError) as error:
             return Refused(message.ticket, 0, _kind(error), str(error))
 
     def _pack(self, message: Query) -> int:
-        """Of a question that is asked again, the same copy: its bytes are fetched in parts."""
+        """Pack a copy; a repeated question gets the same one, since its bytes are fetched in
+        parts.
+        """
         worker = message.token.worker
         ticket, file = self._packed.get(worker, (0, None))
         with disk("packing", self._ledger.path):
@@ -230,7 +232,7 @@ class RequestHandler:
         self._writers[token.worker] = Writer(token)
 
     def _admitted(self, token: Token) -> Writer:
-        """How far a process is that may write. Errors: Replaced."""
+        """The writer of a process that may write. Errors: Replaced."""
         writer = self._writers.get(token.worker)
         if writer is None or writer.token != token or token.holder < self._floor:
             raise _replaced(token, writer)

@@ -26,13 +26,13 @@ from dataflow.system.messages import Codec, MessageError
 from dataflow.system.security import RunKeys
 
 START_S = 30.0
-"""For the service to listen."""
+"""Seconds for the service to listen."""
 STOP_S = 5.0
 _TURN_S = 0.05
 _AGAIN_S = 0.25
-"""Before it is started again."""
+"""Seconds before it is started again."""
 _REPLACED = 3
-"""Exit status of one that finds that somebody else holds the run."""
+"""Exit status of a service that finds another holder of the run."""
 
 Holds: TypeAlias = Callable[[], None]
 """As `RunHold.check`."""
@@ -40,7 +40,7 @@ Holds: TypeAlias = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Have the ledger open for all, at an address; in the place of what was served before."""
+    """Have the ledger open for all, at an address; replaces what was served before."""
 
     ledger: str
     address: str
@@ -59,7 +59,7 @@ class Listening:
 
 @dataclass(frozen=True)
 class CannotStart:
-    """It does not, for this reason."""
+    """The service does not listen, for this reason."""
 
     why: str
 
@@ -93,8 +93,8 @@ class LedgerProcess:
     def serve(
         self, ledger: Path, address: str, keys: RunKeys | None = None, floor: int | None = None
     ) -> str:
-        """Serve a ledger, which need not be there before the first client asks; where, once it
-        does. Errors: RunError when it does not listen in time; Replaced.
+        """Serve a ledger, which need not exist before the first request; the address, once it
+        listens. Errors: RunError when it does not listen in time; Replaced.
         """
         plain = {} if keys is None else keys.to_plain()
         try:
@@ -112,8 +112,8 @@ class LedgerProcess:
         raise RunError(reply.why)
 
     def check(self) -> None:
-        """Errors: Replaced once it has found that somebody else holds the run; RunError when it has
-        ended.
+        """Errors: Replaced once the service has found another holder of the run; RunError when it
+        has ended.
         """
         status = self._process.poll()
         if status == _REPLACED:

@@ -25,14 +25,14 @@ from dataflow.system.messages import MessageError
 from dataflow.system.security import Guard, RunKeys, reachable
 
 STOP = signal.SIGUSR1
-"""Ends its process."""
+"""The signal that ends its process."""
 
 log = logging.getLogger(__name__)
 
 _REFUSALS = 20
-"""So many messages that are none are told of."""
+"""The most invalid messages that are reported."""
 _AT_ONCE = 256
-"""Messages that one flush is for."""
+"""The most messages for one flush."""
 _WAKES = 4096
 
 
@@ -73,7 +73,7 @@ class LedgerService:
                 " address of this machine, with a port that is free"
             ) from None
         self.address = reachable(self._router.get_string(zmq.LAST_ENDPOINT))
-        """Where it listens."""
+        """The address at which it listens."""
 
     def stop(self) -> None:
         """End soon."""
@@ -81,7 +81,7 @@ class LedgerService:
         self._wake.send(b"\0")
 
     def run(self) -> None:
-        """Answer until it is stopped. Errors: Replaced, once somebody else holds the run."""
+        """Answer until it is stopped. Errors: Replaced, once another scheduler holds the run."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._woken, zmq.POLLIN)
@@ -118,7 +118,7 @@ class LedgerService:
             self._say(client, answer)
 
     def close(self) -> None:
-        """Let go of the socket; what clients have not heard they ask again."""
+        """Close the socket; clients repeat what is unanswered."""
         self._router.close()
         self._aside.shutdown()
         self._wake.close()
@@ -148,8 +148,8 @@ class LedgerService:
 
 
 def _must_last(message: ToLedger) -> bool:
-    """Whether who hears the answer relies on what was done: on all but marks of groups under
-    way.
+    """Whether the requester relies on the result being on the disk: for all but marks of groups
+    under way.
     """
     if isinstance(message, Record):
         return not isinstance(message.call, Advance)
