@@ -10,22 +10,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 ALIKE = 0.02
-"""Shares that differ by less are alike."""
+"""Shares that differ by less count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BusyShare:
-    """How much of the time those are at work who can only work one after the other."""
+    """The share of the time in which nodes are busy that can only work one after the other."""
 
     share: float
-    """Of them together: 1 means that there is no time left."""
+    """Of all of them together: 1 means that no time is left."""
     node: str
-    """The one of them that is at work most, and its own share."""
+    """The busiest of them, and its own share."""
     busy: float
 
     @property
     def is_shared(self) -> bool:
-        """Whether others than that node have a part in it."""
+        """Whether other nodes have a part in it."""
         return self.share > self.busy + 0.01
 
 
@@ -101,7 +101,7 @@ def bounded(
 
 
 def groups(names: Sequence[str], together: Iterable[Iterable[str]]) -> list[list[str]]:
-    """The names, in their order, with those in one group that have to be."""
+    """The names in their order, grouped where they must be."""
     group_of = {name: name for name in names}
     for some in together:
         joined = {group_of[name] for name in some if name in group_of}

@@ -26,7 +26,7 @@ _OF_MODEL = ("name", "source")
 def describe(
     folder: RunFolder, ledger: Ledger, graph: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Put down what is run, before it runs. Errors: LedgerError."""
+    """Record what is run, before it runs. Errors: LedgerError."""
     ledger.set_facts({"graph": graph, "config": config})
     folder.write_json("graph.json", graph)
     folder.write_json("config.json", config)
@@ -74,15 +74,15 @@ def graph_facts(graph: Graph) -> dict[str, Any]:
 
 
 def model_of(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a node of such facts, the model that it uses: `name`, `source` and, of a GGUF file,
-    `files`: its name and digest; empty where it has none, and in folders that do not say it.
+    """The model in a node's facts: `name`, `source` and, of a GGUF file, `files`: its name and
+    digest; empty where the node has none, and in folders that do not say it.
     """
     model = node.get("model")
     return model if isinstance(model, dict) else {}
 
 
 def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
-    """Where it runs, and the bounds that its verdict needs."""
+    """The plan's places, and the bounds that a verdict needs."""
     staleness: dict[str, int | None] = dict.fromkeys(trainers(graph))
     for feedback in feeding(graph).values():
         staleness[feedback.weights.trainer.name] = feedback.max_staleness
@@ -113,8 +113,8 @@ def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
 
 
 def consumers(graph: Graph) -> dict[str, list[str]]:
-    """By trainer and evaluation, the sources whose groups it consumes: whose outcomes the ledger
-    knows.
+    """By trainer and evaluation, the sources whose groups it consumes: the ledger knows their
+    outcomes.
     """
     return {
         name: sources_of(graph, name)

@@ -1,5 +1,5 @@
-"""What a run runs on: the versions of what it uses, and the machine, as plain values; imports none
-of it.
+"""What a run runs on: versions of packages, and the machine, as plain values; imports none of the
+packages.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 from dataflow.planning.hosts import Devices
 
 KEY = "environment"
-"""In config.json."""
+"""The key in config.json."""
 _PACKAGES = (
     "dataflow-rl",
     "torch",
@@ -32,7 +32,7 @@ _GPUS = Path("/proc/driver/nvidia")
 
 
 def environment(devices: Devices) -> dict[str, Any]:
-    """Of this machine and this process. devices: what the run has here."""
+    """The facts of this machine and this process. devices: what the run has here."""
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
@@ -54,7 +54,7 @@ def environment(devices: Devices) -> dict[str, Any]:
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Of this engine, if it is installed, and of what it computes with."""
+    """Versions of this engine, if it is installed, and of the packages with which it computes."""
     return {name: version for name in _PACKAGES if (version := _version(name))}
 
 

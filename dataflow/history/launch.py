@@ -23,9 +23,10 @@ from dataflow.history.describe import described
 from dataflow.system.files import plain
 
 KEY = "launch"
-"""In config.json."""
+"""The key in config.json."""
 TRUSTED = "DATAFLOW_TRUSTED"
-"""In the environment: the run folder whose program was started, after its owners were looked at."""
+"""The name in the environment: the run folder whose program was started, after its owners were
+checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,11 @@ class Launch:
 
     module: str = ""
     file: str = ""
-    """Where there is no module."""
+    """The file, where there is no module."""
     arguments: tuple[str, ...] = ()
     folder: str = ""
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """What the flags of `build` came to."""
+    """The values of `build`'s flags."""
     config: str = ""
     """The text of a file that gives all flags again; it lies in the run's folder, see
     `RunFolder.flags`."""
@@ -50,7 +51,7 @@ class Launch:
 
     @property
     def program(self) -> str:
-        """For people."""
+        """The program as text."""
         return f"python -m {self.module}" if self.module else f"python {self.file}"
 
     @property
@@ -94,11 +95,11 @@ class Launch:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Launch":
-        """What JSON or msgpack has made of one."""
+        """A launch from plain values."""
         return cls(**{**plain, "arguments": tuple(plain["arguments"])})
 
     def _missing(self) -> str:
-        """Which part of it is not there; empty: none."""
+        """The missing part of it; empty: none."""
         if not Path(self.folder).is_dir():
             return f"in '{self.folder}', which is not there any more"
         if self.file and not Path(self.file).is_file():

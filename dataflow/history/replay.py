@@ -28,7 +28,7 @@ from dataflow.structure import own_folder, trainers
 from dataflow.system.files import RunFolderError
 
 FLAG = "--replay"
-"""Of every program that calls `main(build)`: what `dataflow replay` starts it with."""
+"""The flag of every program that calls `main(build)`, with which `dataflow replay` starts it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +44,17 @@ class Wishes:
     loss: str = ""
     """Another loss; empty: the run's own."""
     trainer: str = ""
-    """Which one, where the graph has several."""
+    """The trainer, where the graph has several."""
     device: str = "cpu"
     tolerance: float = 0.0
-    """How far a loss may be off; 0: bit for bit."""
+    """The largest accepted difference of a loss; 0: none."""
     out: str = ""
     """Folder for a checkpoint of the result; empty: it is forgotten."""
     json: bool = False
     """Print JSON."""
 
     def as_arguments(self) -> list[str]:
-        """For a program that calls `main(build)`."""
+        """Arguments for a program that calls `main(build)`."""
         return [FLAG, json.dumps(dataclasses.asdict(self))]
 
     @classmethod
@@ -68,24 +68,24 @@ class Wishes:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayScript:
-    """What a trainer is to do again."""
+    """The steps that a trainer repeats."""
 
     node: str
     start: int
     """Steps behind the weights it starts from."""
     checkpoint: Path | None
-    """Where these are; None: the model's own."""
+    """The folder of these weights; None: the model's own."""
     steps: Sequence[MadeStep]
-    """As the ledger has them, in order, from start + 1 on."""
+    """Steps as the ledger has them, in order, from start + 1 on."""
     read: Callable[[MadeStep], pa.Table]
     """The rows that a step trained."""
     threads: int = 1
-    """That the trainer computed with, on a CPU."""
+    """Threads that the trainer computed with, on a CPU."""
     device: str = "cpu"
     seed: int = 0
-    """The run's."""
+    """The seed of the run."""
     changes: Sequence[KnobChange] = ()
-    """Of the trainer's knobs, each with the step from which it counts."""
+    """Changes of the trainer's knobs, each with the step from which it counts."""
     loss: str = ""
     out: Path | None = None
 
@@ -100,7 +100,7 @@ class Replays(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One step, as it was and as it is now; None where a number was not finite."""
+    """One step, as recorded and as replayed; None where a number was not finite."""
 
     step: int
     recorded_loss: float | None
@@ -113,7 +113,7 @@ class Compared:
 
     @property
     def difference(self) -> float:
-        """Between the losses; infinite where one is none."""
+        """Difference of the losses; infinite where one is missing."""
         if self.recorded_loss is None or self.loss is None:
             return 0.0 if self.recorded_loss == self.loss else math.inf
         return abs(self.recorded_loss - self.loss)
@@ -200,7 +200,7 @@ def _not_kept(checkpoints: Checkpoints, node: str, start: int, missing: int) -> 
 def steps_to_train(
     node: str, made: Sequence[MadeStep], start: int, last: int | None
 ) -> list[MadeStep]:
-    """Those after `start`. Errors: RunError when there is none, or the run did not come to
+    """Steps after `start`. Errors: RunError when there is none, or the run did not come to
     `last`.
     """
     end = made[-1].step if made else 0

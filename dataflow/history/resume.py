@@ -34,7 +34,7 @@ TIMES: Mapping[str, Kind] = {
     "beside_seconds": dict,
     "edges": dict,
 }
-"""What times.json holds, once it is there."""
+"""The content of times.json, once it is written."""
 CUT_OFF = "round cut off"
 """Why groups of an evaluation are dropped that had not finished when their run ended."""
 
@@ -48,11 +48,11 @@ class Begun:
     rounds: Mapping[str, int] = field(default_factory=dict)
     """By evaluation: the step of the last round that is recorded."""
     seconds: float = 0.0
-    """Of training, in the parts of the run before this one, as far as they are known."""
+    """Seconds of training in the earlier parts of the run, as far as known."""
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     beside_seconds: Mapping[str, float] = field(default_factory=dict)
     edges: EdgeSums = field(default_factory=dict)
-    """By data edge, what has crossed it in those parts; as `kept_counts.total` has it."""
+    """By data edge, what crossed it in those parts; as `kept_counts.total` has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class RecordedRun:
 
     @property
     def steps(self) -> int | None:
-        """Steps that it was to make."""
+        """Steps that the run was to make."""
         steps = self.config.get("steps")
         return None if steps is None else int(steps)
 
@@ -88,14 +88,14 @@ class RecordedRun:
         return int(self.config["seed"])
 
     def has(self, facts: Mapping[str, Any]) -> bool:
-        """Whether its configuration says all of this."""
+        """Whether its configuration contains all of this."""
         return all(
             self.config.get(name) == value for name, value in json.loads(to_json(facts)).items()
         )
 
     @property
     def part(self) -> int:
-        """How often it was taken up, this time included."""
+        """How often the run was taken up, this time included."""
         return 1 + len(self.config.get("resumed", []))
 
     @property
@@ -105,8 +105,8 @@ class RecordedRun:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is not the same in two graph.json, for people; none where a run of the one may go on
-    with the other.
+    """Differences of two graph.json, as text; none where a run of the one may go on with the
+    other.
     """
     changes = []
     if before["name"] != now["name"]:
@@ -155,7 +155,7 @@ def check_end(
 ) -> None:
     """Refuse a run that has nothing left to do. Errors: RunError.
 
-    name: of the run. steps: that it is to make in all. made: steps by trainer, from the ledger.
+    name: of the run. steps: that it is to make in all. steps_made: by trainer, from the ledger.
     """
     least = min(steps_made.values(), default=0)
     most = max(steps_made.values(), default=0)
@@ -331,7 +331,7 @@ def _edge_changes(
 
 
 def _changes(was: Mapping[str, str], is_now: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What differs in two mappings, and how."""
+    """Differences of two mappings, as text."""
     return [
         (name, f"was {_short(was.get(name))} and is {_short(is_now.get(name))}")
         for name in dict.fromkeys([*was, *is_now])

@@ -1,5 +1,5 @@
-"""One rollout of a run, found in its Arrow files and printed: prompt, text, tokens, scores, and
-what became of it.
+"""One rollout of a run, found in its Arrow files and printed: prompt, text, tokens, scores and
+fate.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ from dataflow.system.files import to_json
 
 _SHOWN = {*records.PROMPT_COLUMNS, *records.ROLLOUT_COLUMNS, records.OF_SOURCE}
 _COLOURS = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-inf"), "red"))
-"""By a token's log-probability: what it is at least, and its colour."""
+"""The least log-probability of each colour of a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundRollout:
-    """A rollout, and where it stands."""
+    """A rollout and its place."""
 
     source: str
     """Its source."""

@@ -25,12 +25,12 @@ from dataflow.structure import lines_of
 
 _WINDOW = 20
 _CAUSES = 4
-"""That the summary names."""
+"""Failures that the summary names, at most."""
 
 
 def window_of(steps: int) -> int:
-    """Steps at a run's begin, and at its end, whose means are told: as many of a long run as of a
-    longer one.
+    """Steps at the begin and at the end of a run whose means are shown: as many of a long run as of
+    a longer one.
 
     >>> [window_of(steps) for steps in (1, 30, 300, 3000)]
     [1, 10, 20, 20]
@@ -39,7 +39,7 @@ def window_of(steps: int) -> int:
 
 
 def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
-    """What came of a run: its metrics, its times (`times.json`, written when it ends), and the
+    """The summary of a run: its metrics, its times (`times.json`, written when it ends), and the
     ledger's verdict.
     """
     graph, config = described(folder)
@@ -109,8 +109,8 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
 def _foreseen(
     prediction: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], efficiency: float | None
 ) -> tuple[str, ...]:
-    """What was foreseen beside what came; steps are counted without the first tenth, in which
-    nothing is full yet.
+    """The forecast beside the measurements; steps count without the first tenth, in which nothing
+    is full yet.
     """
     if not prediction:
         return ()

@@ -15,16 +15,16 @@ from dataflow.structure import Feedback, Structure
 from dataflow.weight_ends import Refresh
 
 EXECUTORS = ("local", "cuda_ipc", "shared_memory", "nccl", "gloo")
-"""The one that is preferred stands first."""
+"""Executors, in the order of preference."""
 COLLECTIVE = ("gloo", "nccl")
-"""Those that reach other machines."""
+"""Executors that reach other machines."""
 WITHIN = ("cuda_ipc", "shared_memory")
-"""Those that never leave one."""
+"""Executors that stay on one machine."""
 ON_GPU = ("cuda_ipc", "nccl")
-"""Those that move a GPU's memory."""
+"""Executors that move a GPU's memory."""
 SCAN_BYTES_PER_S = 0.8e9
-"""At which both ends find and apply what changed (transport/weights/deltas); a faster link carries
-all of it sooner."""
+"""The rate, in bytes per second, at which both ends find and apply deltas
+(transport/weights/deltas); a faster link carries all of a version sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Seat:
     """Where one rank sits."""
 
     process: str
-    """Names the process."""
+    """Name of the process."""
     device: str = "cpu"
     """cpu, or cuda:N of its machine."""
     machine: str = ""
@@ -58,20 +58,20 @@ class WeightPath:
     ranks: int = 1
     """Processes of the replica."""
     refresh: Refresh | None = None
-    """Which versions take this way; None: all that the reader takes."""
+    """The versions that take this way; None: all that the reader takes."""
     nbytes: int | None = None
     """Most bytes that each of its ranks takes of a version, from all trainer ranks together; None:
     unknown."""
     link_bytes_per_s: float | None = None
-    """Of a link so slow that what changed is sent in place of everything, where that is less; None:
-    of a faster one, or unknown."""
+    """The rate of a link so slow that only changes are sent, where they are fewer; None: a faster
+    or unknown link."""
     zero_copy: bool = False
     """Whether versions are sent from the trainer's weights themselves, which then change no earlier
     than readers have them."""
     whole_bytes: int | None = None
-    """Of a version, all of it; None: unknown."""
+    """Bytes of a whole version; None: unknown."""
     host: str = ""
-    """Of the replica; empty: this machine."""
+    """The host of the replica; empty: this machine."""
     is_apart: bool = False
     """Whether the trainer is on another host."""
     is_forced: bool = False
@@ -87,7 +87,7 @@ class WeightPath:
 
     @property
     def way(self) -> str:
-        """For people: how versions get to it."""
+        """How versions get to the replica, as text."""
         return "handed on" if self.mirror and self.mirror != self.name else self.executor
 
 
@@ -116,10 +116,10 @@ class Seats:
     def __init__(self, seats: Sequence[Seat]) -> None:
         self.seats = seats
         self._at: dict[tuple[str, str, str], list[int]] = {}
-        """Which have a process, or a device, of a machine."""
+        """Numbers of the ranks in a process, or on a device, of a machine."""
         self.machines = {seat.machine for seat in seats}
         self._alike: dict[bool, dict[str, list[int]]] = {}
-        """Which have one kind of memory, by machine."""
+        """Numbers of the ranks with one kind of memory, by machine."""
         for number, seat in enumerate(seats):
             for key in _keys(seat):
                 self._at.setdefault(key, []).append(number)
@@ -333,9 +333,7 @@ def explain(paths: tuple[WeightPath, ...]) -> list[str]:
 
 
 def deltas(paths: list[WeightPath]) -> str:
-    """Of some pairs: whether what changed travels in place of everything; nothing where no link is
-    in between.
-    """
+    """Text about some pairs: whether only changes travel; empty where no link is in between."""
     slow = [path.link_bytes_per_s for path in paths if path.link_bytes_per_s is not None]
     return (
         f", as deltas where these are shorter, over links of {min(slow) / 1e6:g} MB/s"
@@ -345,8 +343,8 @@ def deltas(paths: list[WeightPath]) -> str:
 
 
 def from_where(paths: list[WeightPath]) -> str:
-    """Of some pairs: whether versions are sent from the weights or from copies; nothing where
-    neither are sent.
+    """Text about some pairs: whether versions are sent from the weights or from copies; empty where
+    neither are.
     """
     if any(path.zero_copy for path in paths):
         return ", from the weights themselves: an update waits for who is taking them"

@@ -17,8 +17,8 @@ Group = tuple[str, ...]
 
 
 def read_wishes(graph: Structure, gpus: Wishes | str | None, count: int) -> Wishes:
-    """What is wished for; `shared`: every node that computes shares all `count` accelerators, or
-    main memory.
+    """The wishes of `--gpus`; `shared`: every node that computes shares all `count` accelerators,
+    or main memory.
 
     Raises GraphError for another word.
     """
@@ -127,9 +127,7 @@ def awake_at_once(
 
 
 def at_once(groups: Sequence[Group], amounts: Mapping[str, int]) -> int:
-    """The sum of what nodes have, processes or bytes, while of those in turn the one awake has
-    most.
-    """
+    """The sum of what nodes need, processes or bytes; of nodes in turn only the largest counts."""
     together = sum(
         count for name, count in amounts.items() if not any(name in group for group in groups)
     )
@@ -139,7 +137,7 @@ def at_once(groups: Sequence[Group], amounts: Mapping[str, int]) -> int:
 
 
 def explain(groups: Iterable[Group], placements: Mapping[str, Placement]) -> list[str]:
-    """A line per group: who takes turns, and on what."""
+    """A line per group: its nodes, and the devices on which they take turns."""
     lines = []
     for group in groups:
         names = ", ".join(f"'{name}'" for name in group[:-1]) + f" and '{group[-1]}'"

@@ -1,4 +1,4 @@
-"""Which host has what of a plan, for people: a line for hosts that have the same."""
+"""A plan by host, as text: one line for all hosts that have the same."""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -9,8 +9,7 @@ from dataflow.planning.placement import Placement, amount, ranges
 def host_lines(
     devices: Devices, placements: Iterable[Placement], light: Collection[str]
 ) -> list[str]:
-    """Of every host what it is and has, those that are alike on one line; nothing for this machine
-    alone.
+    """What each host is and has, those that are alike on one line; none for this machine alone.
 
     light: workers whose operators compute on no device.
     """
@@ -31,7 +30,7 @@ def host_lines(
 
 
 def _told(placement: Placement, is_light: bool) -> Mapping[str, str]:
-    """By host, what it has of one node."""
+    """By host, its part of one node."""
     replicas: dict[str, list[int]] = {}
     if placement.rank_hosts:
         return {host: _ranks_told(placement, host) for host in placement.all_hosts}
@@ -75,7 +74,7 @@ def spread_line(placement: Placement) -> str:
 
 
 def _ranks_told(placement: Placement, host: str) -> str:
-    """What one host has of a trainer that is spread."""
+    """One host's part of a spread trainer."""
     ranks = [rank for rank, at in enumerate(placement.rank_hosts) if at == host]
     text = f"{placement.node} rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
     if placement.gpus:

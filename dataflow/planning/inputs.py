@@ -1,6 +1,4 @@
-"""All that a plan is made from beside its graph, as plain values: whoever has them makes the very
-same plan.
-"""
+"""All inputs of a plan beside its graph, as plain values: the same inputs give the same plan."""
 
 import dataclasses
 import hashlib

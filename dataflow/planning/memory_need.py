@@ -14,12 +14,12 @@ from dataflow.structure import Structure, group_size, refreshes_of, sources_of
 # What a trainer holds of a micro-batch while it computes, by a model's widths: pure arithmetic.
 
 _MOST_KEPT, _KEPT_OF_WEIGHT = 0.7, 1.5
-"""Of the logits, and of numbers of the head's weight: what the sliced head keeps for its backward
-pass, at most."""
+"""Factors of the logits and of the head's weight: what the sliced head keeps for its backward pass,
+at most."""
 _SLICE, _CPU_SLICE = 1 << 25, 1 << 20
 """Logits of a slice on a GPU and on a CPU; two are held."""
 _ENDS = 14
-"""Bytes of a token around the head, in widths of the model."""
+"""Bytes of a token around the head, in multiples of the model's width."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Passes:
 
 
 class DoesNotFit(GraphError):
-    """A plan that a device has too little memory for."""
+    """A plan that needs more memory than a device has."""
 
     def __init__(self, message: str, *, missing: int) -> None:
         """missing: bytes."""
@@ -165,7 +165,7 @@ def need_of(
 
 
 def asleep_bytes(graph: Structure, operator: Operator, size: ModelSize | None, ranks: int) -> int:
-    """Of main memory, that all ranks of an operator fill while others have their turn on its
+    """Bytes of main memory that all ranks of an operator fill while others have their turn on its
     accelerators.
     """
     model = operator.uses
@@ -234,8 +234,8 @@ def check_fit(needs: Iterable[tuple[str, Spot, Need]], room: Mapping[Spot, int])
 
 
 def _cache(operator: Generate, size: ModelSize, nbytes: int, ranks: int) -> int:
-    """Keys and values: of one rollout of full length, or as many as its budget and its slots are
-    for.
+    """Bytes of keys and values: of one rollout of full length, or of as many as its budget and its
+    slots allow.
     """
     traits = operator.traits
     context = traits.context_tokens or size.context

@@ -18,7 +18,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def bytes_of(dtype: str) -> int:
-    """Of a number."""
+    """Bytes of a number in this dtype."""
     return _BYTES[dtype]
 
 
@@ -28,21 +28,21 @@ class ModelSize:
 
     parameters: int
     largest_end: int = 0
-    """Of the embedding, or of the head."""
+    """Parameters of the embedding, or of the head."""
     linear: tuple[tuple[str, int, int], ...] = ()
     """(last name, outputs, inputs) of the layers that may have adapters."""
 
     layers: int = 0
     width: int = 0
-    """Of a hidden state; 0 as the others where the config does not say."""
+    """Width of a hidden state; 0, as the others, where the config does not say."""
     cache_elements: int = 0
-    """Numbers that keys and values of one token are, in all layers."""
+    """Numbers in keys and values of one token, in all layers."""
     key_value_heads: int = 0
-    """Of a layer; more ranks than these hold some of them alike."""
+    """Key and value heads of a layer; more ranks than these hold some of them alike."""
     context: int = 0
     """Most tokens of prompt and completion."""
     query_width: int = 0
-    """Heads times their width."""
+    """Query heads times their width."""
     inner: int = 0
     """Width of the MLP, of all experts of a token together."""
     norms_heads: bool = False
@@ -54,12 +54,12 @@ class ModelSize:
 
     @property
     def linear_numbers(self) -> int:
-        """In all linear layers."""
+        """Parameters of all linear layers."""
         return sum(rows * columns for _, rows, columns in self.linear)
 
     @property
     def key_width(self) -> int:
-        """Of the keys of a token in a layer."""
+        """Width of a token's keys in a layer."""
         return self.cache_elements // (2 * self.layers) if self.layers else 0
 
     @property
@@ -76,7 +76,7 @@ class ModelSize:
         )
 
     def memory_bytes(self, dtype: str, trains: bool, lora: LoRA | None = None) -> int:
-        """Of all `parts`."""
+        """Bytes of all `parts`."""
         return sum(self.parts(dtype, trains, lora).values())
 
     def parts(
@@ -129,7 +129,7 @@ class ModelSize:
         ]
 
     def _adapters(self, lora: LoRA) -> int:
-        """Parameters of A and B."""
+        """Parameters of the adapters' matrices A and B."""
         return sum(lora.rank * (rows + columns) for _, rows, columns in self._adapted(lora))
 
 

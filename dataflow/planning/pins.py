@@ -6,9 +6,9 @@ from dataflow.errors import GraphError, nearest
 from dataflow.planning.hosts import Devices
 
 Place = Mapping[str, str | Sequence[str]]
-"""By node, the host of its replicas, or several that they take in turn."""
+"""By node, the host of its replicas, or several that they use in turn."""
 Pins = Mapping[str, tuple[str, ...]]
-"""By node, the hosts that its replicas take in turn."""
+"""By node, the hosts that its replicas use in turn."""
 
 
 def read_place(place: Place, devices: Devices) -> Pins:

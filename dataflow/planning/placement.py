@@ -12,7 +12,7 @@ class Need:
     """Bytes of one process."""
 
     parts: Mapping[str, int] = field(default_factory=dict)
-    """By what they are for; at least so many."""
+    """By purpose; at least so many."""
 
     @property
     def total(self) -> int:
@@ -47,7 +47,7 @@ class Placement:
     """The host of each replica, and of all its ranks, unless `rank_hosts` says otherwise; empty:
     this machine."""
     rank_hosts: tuple[str, ...] = ()
-    """Of a trainer that is spread over several hosts: that of each rank."""
+    """Hosts of the ranks of a trainer that is spread over several."""
     first_gpus: tuple[int, ...] = ()
     """By replica, or by rank of one that is spread, the number of the first accelerator of its
     host."""

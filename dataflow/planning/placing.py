@@ -80,21 +80,21 @@ Found = tuple[Room, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeNeeds:
-    """What a node of the graph is, before it has a place."""
+    """A node of the graph, before it has a place."""
 
     replicas: int = 1
     ranks: int = 1
     gpus: int = 0
-    """Of all its replicas; 0: it runs on the CPU."""
+    """Accelerators of all its replicas; 0: it runs on the CPU."""
     need: Need | None = None
-    """Of each rank."""
+    """Accelerators of each rank."""
     may_spread: bool = False
     """Whether its ranks may be on several hosts."""
     tensor_parallel: int = 1
     dp_replicate: int = 1
 
     def of_ranks(self, ranks: int) -> "NodeNeeds":
-        """What so many of its ranks are, on a host."""
+        """The needs of so many of its ranks, on a host."""
         return NodeNeeds(ranks=ranks, gpus=ranks if self.gpus else 0, need=self.need)
 
 
@@ -256,7 +256,7 @@ def _seated(
 
 
 def _dealt(whole: Found, part: NodeNeeds) -> list[Found]:
-    """What each replica has of the devices that nodes share."""
+    """The devices of each replica, of those that nodes share."""
     room, gpus = whole
     return [
         (room, gpus[number * part.ranks : (number + 1) * part.ranks])
@@ -321,7 +321,7 @@ def spread_rooms(rooms: Sequence[Room], part: NodeNeeds) -> list[Room]:
 
 
 def _too_large(party: _Party, count: int, rooms: Sequence[Room], *, may_spread: bool) -> str:
-    """Why units found no place."""
+    """The refusal of units that found no place."""
     found_some = f", of {party.count} that are asked for {count} found one" if count else ""
     spread = ", or an equal part of that on each of several" if may_spread else ""
     return (

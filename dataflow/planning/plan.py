@@ -95,7 +95,7 @@ class Plan:
     weight_paths: tuple[WeightPath, ...] = ()
     """Every replica that reads weights, and how they get to it."""
     weights: str | None = None
-    """The executor that was asked for; None: chosen for each replica."""
+    """The executor that the user names; None: one is chosen for each replica."""
     scale: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """From which step on how many replicas a node is to have."""
     turns: tuple[Group, ...] = ()
@@ -201,7 +201,7 @@ class Plan:
         return self.placements[self.workers[worker][0]].host(replica)
 
     def digest(self) -> str:
-        """Of all that it says: the same, where two processes have made the same plan."""
+        """The digest of the plan: equal where two processes have made the same plan."""
         return digest(self)
 
     def frames(self) -> list[DeviceFrame]:
@@ -454,7 +454,7 @@ def _parts(
 def _needs(
     placements: Mapping[str, Placement], turns: Sequence[Group]
 ) -> list[tuple[str, Spot, Need]]:
-    """Of every rank that may be awake where memory is scarcest."""
+    """The needs of every rank that may be awake where memory is scarcest."""
     return awake_at_once(
         turns,
         [
@@ -478,9 +478,7 @@ def _asleep(
     turns: Sequence[Group],
     sizes: Mapping[str, ModelSize],
 ) -> list[tuple[str, Spot, Need]]:
-    """Of nodes that take turns on accelerators: what is put away into main memory, on the host of
-    each.
-    """
+    """The main memory that nodes which take turns on accelerators use while asleep, by host."""
     asleep = []
     for name in (name for group in turns for name in group if placements[name].gpus):
         operator, placement = graph.operators[name], placements[name]

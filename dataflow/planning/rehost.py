@@ -196,8 +196,8 @@ def _memory(placements: Mapping[str, Placement], processes: Mapping[str, int]) -
 
 
 def _block(plan: Plan, seated: Sits) -> Iterable[int]:
-    """The accelerators that are not for others while one sits there: its own, or those of its whole
-    group.
+    """The accelerators that others cannot have while the worker sits there: its own, or those of
+    its whole group.
     """
     group = plan.turns_of(seated.worker)
     if not group or not seated.gpus or seated.replica >= plan.placements[seated.worker].replicas:
@@ -207,7 +207,7 @@ def _block(plan: Plan, seated: Sits) -> Iterable[int]:
 
 
 def _first(plan: Plan, seated: Sits) -> int:
-    """Of the accelerators that one shares with its group, the first one."""
+    """The first accelerator of a group's."""
     placement = plan.placements[seated.worker]
     return seated.gpus[0] - (placement.gpus_of(seated.replica)[0] - placement.gpus[0])
 
@@ -221,7 +221,7 @@ def _share(plan: Plan, worker: str, replica: int, first: int) -> tuple[int, ...]
 def _beside_mates(
     plan: Plan, rooms: Sequence[Room], mates: Sequence[Sits], worker: str, replica: int
 ) -> tuple[str, tuple[int, ...]] | str:
-    """The place of one whose group is somewhere already."""
+    """The place of a worker whose group has one."""
     placement, host = plan.placements[worker], mates[0].host
     if not placement.gpus:
         return host, ()

@@ -14,7 +14,7 @@ from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.placement import amount
 
 _SHOWN = 4
-"""Hosts that a refusal lists."""
+"""Hosts that a refusal lists, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +26,13 @@ class Unit:
     gpus: int = 0
     """Accelerators, in a row; 0: it runs on the CPU."""
     processes: int = 1
-    """That compute at the same time."""
+    """Processes that compute at the same time."""
     cores: int = 1
     """Processes that share out one replica, where it runs on the CPU: at least a core for each."""
     memory_bytes: int = 0
-    """Of main memory, as far as it is known."""
+    """Bytes of main memory, as far as known."""
     gpu_memory_bytes: int = 0
-    """Of each accelerator, as far as it is known."""
+    """Bytes of each accelerator's memory, as far as known."""
 
     def __str__(self) -> str:
         if self.gpus:
@@ -59,7 +59,7 @@ class Room:
 
     @property
     def numbers(self) -> range:
-        """Of its accelerators, over all hosts."""
+        """Numbers of its accelerators, over all hosts."""
         return range(self.first_gpu, self.first_gpu + self.host.gpus)
 
     @property
@@ -88,13 +88,13 @@ class Room:
         return () if unit.cores <= self.host.cpus or not self.host.name else None
 
     def take(self, unit: Unit, gpus: tuple[int, ...]) -> None:
-        """It sits here."""
+        """Seat a unit here."""
         self.busy.update(gpus)
         self.processes += unit.processes
         self.memory_bytes += 0 if unit.gpus else unit.memory_bytes
 
     def told(self, unit: Unit) -> str:
-        """What it has of what a unit wants, for people."""
+        """What the host has of what a unit needs, as text."""
         if unit.gpus:
             memory = (
                 f" of {amount(self.host.gpu_memory_bytes)}" if self.host.gpu_memory_bytes else ""
@@ -112,9 +112,7 @@ class Room:
 
 
 def spare(numbers: range, busy: Collection[int], count: int) -> tuple[int, ...] | None:
-    """The first accelerators in a row that nobody has, as many as are asked for; None: there are
-    none.
-    """
+    """The first row of free accelerators, as long as asked for; None: there is none."""
     free = 0
     for number in numbers:
         free = 0 if number in busy else free + 1

@@ -29,9 +29,9 @@ _CAPACITY_ROWS = 4096
 _PROMPTS = 512
 _MOST_PROMPTS = 1 << 16
 _TOGETHER = 16
-"""Most groups that travel, and are acknowledged, together."""
+"""The most groups that travel, and are acknowledged, together."""
 _PARTS = 8
-"""A step's prompts travel in at least so many parts, so that so many replicas share in it."""
+"""A step's prompts travel in at least so many parts, so that so many replicas share them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,11 @@ class Edge:
     """Rows that one sender may have under way with all receivers together; None: as many as these
     give it credit."""
     slack_rows: int = 0
-    """By so many rows the credit of receivers may differ, and batches go to them in turn all the
-    same."""
+    """Credits of receivers may differ by so many rows, and batches still go to them in turn."""
 
     @property
     def name(self) -> str:
-        """What errors and headers call it."""
+        """The name in errors and headers."""
         return edge_name(self.producer, self.consumer, self.source)
 
 

@@ -1,5 +1,5 @@
-"""A graph with the knobs that were changed while its run went on, and what each of its nodes has to
-know of them.
+"""A graph with the knobs that were changed while its run went on, and what each node has to know of
+them.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ def changed(graph: Graph, changes: Iterable[KnobChange]) -> Graph:
 
 
 def roomiest(graph: Graph, changes: Iterable[KnobChange]) -> Graph:
-    """The graph with the largest bound on staleness that each reader has had: edges hold all that
-    was let start.
+    """The graph with the largest bound on staleness that each reader has had: edges hold all
+    rollouts that it let start.
     """
     wishes: dict[str, int] = {}
     for feedback in graph.feedbacks:
@@ -52,7 +52,7 @@ class ChangedGraph:
     plan: Plan
     changes: Sequence[KnobChange] = ()
     swaps: Sequence[Swap] = ()
-    """By which operators of `declared` took the place of others, in order."""
+    """The swaps of `declared`'s operators, in order."""
 
     @property
     def in_place(self) -> tuple[KnobChange, ...]:
@@ -65,11 +65,11 @@ class ChangedGraph:
         return max((change.number for change in self.changes), default=0)
 
     def now(self) -> Graph:
-        """With the values in force."""
+        """The graph with the values in force."""
         return changed(self.declared, self.in_place)
 
     def knobs(self, now: Graph, node: str) -> KnobsInForce:
-        """What holds at a node. now: what `now` gave.
+        """The knobs in force at a node. now: what `now` gave.
 
         A trainer gets its declaration as it was: of each change the ledger says from which step on
         it counts.

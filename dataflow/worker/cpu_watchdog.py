@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataflow.system import processes
 
 LOOK_S = 2.0
-"""Between two looks at the processor time, and before the first."""
+"""Seconds between two looks at the processor time, and before the first."""
 _IDLE_SHARE = 0.001
-"""Of a core: a lock that never comes takes none, and one call over a network in each look takes
+"""Share of a core: a lock that never comes uses none, and one call over a network in each look uses
 more."""
 
 

@@ -6,8 +6,7 @@ from typing import Any, Protocol, TypeAlias
 import pyarrow as pa
 
 Acked: TypeAlias = Callable[[Iterable[int]], None]
-"""Called with rows of a batch, by their number in it, once they are acknowledged: with each row
-once."""
+"""Called with numbers of a batch's rows once they are acknowledged: with each row once."""
 
 
 class Inlet(Protocol):
@@ -37,4 +36,4 @@ class Outlet(Protocol):
         """Take in grants and acknowledgements."""
 
     def finish(self) -> None:
-        """Say that nothing more will come."""
+        """End the stream."""

@@ -1,4 +1,4 @@
-"""One trainer's end of its weight plane where its readers are reached in several ways."""
+"""A trainer's end of its weight plane where its readers are reached in several ways."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,13 +40,13 @@ class FanOut:
         return all(settled)
 
     def tell(self, note: dict[str, int | float | str]) -> None:
-        """The same note on every end."""
+        """Send the same note on every end."""
         for end in self._ends:
             end.tell(note)
 
     @property
     def sent(self) -> Mapping[str, SentVersion]:
-        """Of all ends together; each reader has one of them."""
+        """By reader, the version sent last; each reader has one end."""
         return {reader: sent for end in self._ends for reader, sent in end.sent.items()}
 
     @property

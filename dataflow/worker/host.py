@@ -47,7 +47,7 @@ from dataflow.worker.turns import Turns
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a process of a run is told; plain values, so that they travel as msgpack."""
+    """What a process of a run is told: plain values, so that they travel as msgpack."""
 
     folder: str
     """The run folder; empty: keep no ledger, metrics or rollouts."""
@@ -57,7 +57,7 @@ class Settings:
     keep_steps: int | None = None
     """As `Context` has it."""
     copies: Mapping[str, Any] = field(default_factory=dict)
-    """Where copies of checkpoints go, as `Copies.to_plain` has it; empty: nowhere."""
+    """Where copies of checkpoints go, as `Copies.to_plain` gives it; empty: nowhere."""
     worker: str = "inline"
     replica: int = 0
     attempt: int = 0
@@ -67,7 +67,7 @@ class Settings:
     disk: str = ""
     """The host whose own the run folder is; empty: that of the scheduler."""
     disks: Mapping[str, str] = field(default_factory=dict)
-    """By host that has a folder of its own, where it gives its files."""
+    """By host with a folder of its own: the address at which it serves its files."""
     ledger: str = ""
     """Address of the process that has the ledger open for all; empty: the file is opened here."""
     control: str = ""
@@ -79,9 +79,9 @@ class Settings:
     device: str = "cpu"
     """Torch's name of the first device of the process."""
     rank_hosts: Sequence[str] = ()
-    """Of a worker whose ranks are spread over several hosts: that of each; empty: all are here."""
+    """Hosts of the ranks of a worker whose ranks are spread over several; empty: all are here."""
     rank_devices: Sequence[str] = ()
-    """Of these ranks, torch's name of the device of each, on its host."""
+    """Torch's name of each of these ranks' devices, on its host."""
     ranks_at: str = ""
     """For a process in which such ranks begin that are not on the host of the first: where that one
     listens."""
@@ -92,19 +92,19 @@ class Settings:
     """Address of this machine at which edges and the scheduler listen; empty: ipc sockets in
     `sockets`."""
     keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """Those of the run, where it listens at an address (as `RunKeys.to_plain`); they are written
+    """Keys of the run, where it listens at an address (as `RunKeys.to_plain`); they are written
     nowhere."""
     at: Mapping[str, str] = field(default_factory=dict)
     """By edge that ends here, and by weight line and executor (`trainer.gloo`), where the attempt
     before listened."""
     limits: Limits = field(default_factory=Limits)
-    """How long it waits for others."""
+    """Seconds that it waits for others."""
     swaps: Sequence[Swap] = ()
     """Operators of this worker that took the place of those in the graph, one of a node."""
     changes: Sequence[KnobChange] = ()
-    """Of knobs, made while the run went on, in order."""
+    """Knob changes made while the run went on, in order."""
     tries: Swap | None = None
-    """For a process that only finds out whether this one could."""
+    """The swap that the process only tries."""
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Settings":
@@ -165,16 +165,16 @@ class NodeLoops:
             swaps=settings.swaps,
         )
         self.graph = self._changed.now()
-        """With the knobs in force."""
+        """The graph with the knobs in force."""
         self._counts = 0
         self.runtimes: dict[str, Runtime] = {}
         self.loops: dict[str, NodeLoop] = {}
         self.at = ""
-        """The node that is being built, or whose turn it is; empty while nobody is at work."""
+        """The node that is being built, or whose turn it is; empty between turns."""
         self.at_since = time.monotonic()
         self._taking_turns: dict[str, Turns] = {}
         self._private: tempfile.TemporaryDirectory[str] | None = None
-        """For the locks of a run in one process, which has no folder of sockets."""
+        """The folder for the locks of a run in one process, which has no folder of sockets."""
         self._trace = Trace(f"{settings.worker}-{settings.replica}")
         self._writer_of, self._reader_of, self._device, self._clock = (
             writer_of,
@@ -241,18 +241,14 @@ class NodeLoops:
             )
 
     def record_swaps(self) -> None:
-        """Put down which operators took the place of others here, before any of them does
-        anything.
-        """
+        """Record which operators were swapped in here, before any of them does anything."""
         if self.ledger is not None and any(
             isinstance(self.graph.operators[node], Scorer) for node in self.nodes
         ):
             record(self.ledger, self.nodes, self.settings.swaps)
 
     def record_changes(self) -> None:
-        """Put down from which step on changed knobs count here, before anything is done with
-        them.
-        """
+        """Record from which step on changed knobs count here, before anything uses them."""
         fresh = [
             dataclasses.replace(change, step=change.asked + 1)
             for change in self._changed.in_place
@@ -284,7 +280,7 @@ class NodeLoops:
         return self._counts
 
     def tell(self, node: str, message: Mapping[str, Any]) -> None:
-        """Pass a word of the control on."""
+        """Pass a command on."""
         if "pause" in message:
             self.loops[node].paused = bool(message["pause"])
         else:
@@ -301,14 +297,14 @@ class NodeLoops:
         return moved
 
     def keep_trace(self) -> None:
-        """Put down what the nodes did of late, where it is time."""
+        """Write what the nodes did of late, when it is time."""
         if self.folder is not None and self._trace.recent.is_due:
             for loop in self.loops.values():
                 loop.spans.rest(time.monotonic())
             self._trace.recent.write(self.folder)
 
     def report(self) -> dict[str, Any]:
-        """What each node says of itself and how it spent its time: plain values for the beat."""
+        """What each node reports of itself and its time: plain values for the heartbeat."""
         return {
             node: {
                 "status": self.runtimes[node].status(),
@@ -335,7 +331,7 @@ class NodeLoops:
                 closing.callback(runtime.close)
 
     def _turns(self, name: str) -> Turns | None:
-        """Its hand in the turns on devices that it shares."""
+        """The process's part in the turns on devices that it shares."""
         if not (group := self.plan.turns_of(name)):
             return None
         if not (folder := self.settings.sockets):
@@ -348,7 +344,7 @@ class NodeLoops:
         return place if self.plan.turns_of(name) else None
 
     def _finished(self, name: str, sources: Iterable[str]) -> dict[str, Finished]:
-        """Where a generator keeps what it has finished of the sources that are trained."""
+        """The finished groups that a generator keeps, of the sources that are trained."""
         if (
             self.folder is None
             or self.ledger is None
@@ -418,7 +414,7 @@ class NodeLoops:
         )
 
     def _marks(self, name: str, sources: Iterable[str]) -> dict[str, Callable[[list[int]], None]]:
-        """By source, what writes down how far groups are that leave a node."""
+        """By source, what records how far groups are that leave a node."""
         if self.ledger is None:
             return {}
         states = {source: marks(self.graph, name, source) for source in sources}
@@ -450,7 +446,7 @@ def open_ledger(folder: RunFolder, settings: Settings) -> BaseLedger:
 
 
 def _seek_ledger(sockets: str) -> str:
-    """Where the ledger's service is now; empty where nobody has said so."""
+    """Where the ledger's service is now; empty where unknown."""
     whereabouts = Whereabouts.read(Path(sockets)) if sockets else None
     return whereabouts.ledger if whereabouts else ""
 

@@ -19,10 +19,10 @@ from transport.data.counts import COUNTS_BYTES, EdgeCounts, EndCounts
 from transport.data.counts import Crossed as Crossed
 
 ENDS = tuple(field.name for field in fields(EndCounts))
-"""What is counted of an edge."""
+"""The counts of an edge."""
 UNITS = Crossed._fields
 CrossedEdges: TypeAlias = Mapping[str, Mapping[str, Crossed]]
-"""By edge, then by what was counted at an end of it."""
+"""By edge, then by end: its counts."""
 CrossedByFile: TypeAlias = Mapping[str, CrossedEdges]
 """By the file that it is counted in: a worker that was started again on its host goes on in the
 same one, so what was said of a file last counts, and sums over files are those of the run."""
@@ -37,8 +37,8 @@ the edges: JSON."""
 
 
 def path_of(sockets: str, worker: str, replica: int) -> Path | None:
-    """Where a worker counts. sockets: the folder of its host's sockets; empty: there is none, and
-    no file.
+    """The file of a worker's counts. sockets: the folder of its host's sockets; empty: there is
+    none, and no file.
     """
     return Path(sockets) / f"{_FILES}.{worker}.{replica}" if sockets else None
 
@@ -91,7 +91,7 @@ class KeptFiles:
         self._files.close()
 
     def read(self) -> dict[str, CrossedEdges]:
-        """What stands in them now; a file that is none of ours says nothing."""
+        """The counts in them now; a foreign file has none."""
         totals = {}
         for file in self._open:
             file.seek(0)
@@ -123,7 +123,7 @@ def total(counts_by_worker: Iterable[Mapping[str, EdgeSums]]) -> dict[str, dict[
 
 
 def known_edges(plain: Any) -> dict[str, dict[str, list[int]]]:
-    """What a file says of edges, as `total` has it; what is none of that is left out."""
+    """The edges in a file, as `total` has them; invalid ones are left out."""
     counts: dict[str, dict[str, list[int]]] = {}
     for edge, ends in plain.items() if isinstance(plain, dict) else ():
         if isinstance(ends, dict) and all(_is_counted(ends.get(end)) for end in ENDS):
@@ -155,7 +155,7 @@ def _laid_out(memory: memoryview, edges: Sequence[str]) -> tuple[str, dict[str, 
 
 
 def _told(counts: Mapping[str, EndCounts]) -> CrossedEdges:
-    """Without what is nothing yet."""
+    """The counts above 0."""
     plain = {
         edge: {end: getattr(ends, end).read() for end in ENDS} for edge, ends in counts.items()
     }

@@ -1,5 +1,5 @@
-"""A worker's line to the scheduler: a thread that sends heartbeats, passes messages on, and misses
-the scheduler.
+"""A worker's line to the scheduler: a thread that sends heartbeats, passes messages on, and notices
+when the scheduler is gone.
 """
 
 import collections
@@ -27,9 +27,10 @@ from dataflow.worker.messages import (
 
 HEARTBEAT_S = 0.2
 SEEK_S = 2.0
-"""Without a message for so long it looks where the scheduler is, and again after as much."""
+"""After so many seconds without a message it looks where the scheduler is, and again after as
+many."""
 _UNSENT = 100
-"""Messages that wait for a scheduler that is not there; the heartbeats after them are left out."""
+"""The most messages that wait for an absent scheduler; later heartbeats are left out."""
 
 
 class SchedulerLink:
@@ -88,7 +89,7 @@ class SchedulerLink:
         return self._wake_in
 
     def messages(self) -> list[ToWorker]:
-        """Those that have come since the last call."""
+        """The messages since the last call."""
         while self._wake_in.poll(0):
             self._wake_in.recv()
         messages = []
@@ -154,7 +155,7 @@ class SchedulerLink:
             wake.close(0)
 
     def _take(self, message: ToWorker) -> bool:
-        """Take in a message; whether the worker is to have it."""
+        """Take in a message; whether the worker needs it."""
         if isinstance(message, AskStacks):
             self.send(Stacks(attempt=self._attempt, threads=stacks.take()))
         elif not isinstance(message, Heard):

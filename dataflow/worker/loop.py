@@ -27,7 +27,7 @@ from dataflow.worker.state_clock import State, StateClock
 from dataflow.worker.turns import Turns
 
 _MOST_ROWS = 1024
-"""Of a batch on the wire, where the edge does not say."""
+"""The most rows of a batch on the wire, where the edge does not say."""
 
 
 class NodeLoop:
@@ -95,7 +95,7 @@ class NodeLoop:
         return bool(self._outbox)
 
     def report(self) -> dict[str, Any]:
-        """How it stands, and how its time was spent, as a node's report has it."""
+        """The state of its node and how its time was spent, as a node's report has it."""
         return {
             **self.spent(),
             "rows_in": self.rows_in,
@@ -127,8 +127,8 @@ class NodeLoop:
         return moved
 
     def _state(self) -> State:
-        """That of the node until its next turn. One that could go on at once waits for its turn at
-        the worker.
+        """The node's state until its next turn. A node that could go on at once waits for its turn
+        at the worker.
         """
         if self._outbox:
             return "blocked"
@@ -226,7 +226,7 @@ class NodeLoop:
                 self._put(batch.source, batch.records, groups)
 
     def _put(self, source: str, records: pa.RecordBatch, groups: list[int]) -> None:
-        """Have rows sent to every outlet of their source."""
+        """Queue rows for every outlet of their source."""
         self.rows_out += records.num_rows
         if source in self._marks:
             self._marks[source](groups)
@@ -241,13 +241,13 @@ class NodeLoop:
             self._outbox += [(outlet, part, acked) for outlet in outlets]
 
     def _found(self, source: str, groups: list[int]) -> dict[int, pa.RecordBatch]:
-        """Those of some groups that were finished before."""
+        """Groups that were finished before, of these."""
         finished = self._finished.get(source)
         rows_of = {group: finished.find(group) for group in groups} if finished is not None else {}
         return {group: rows for group, rows in rows_of.items() if rows is not None}
 
     def _forget(self, group: tuple[str, int]) -> None:
-        """Nobody needs what was kept of a group that has an outcome."""
+        """Delete what was kept of a group that has an outcome."""
         source, number = group
         if source in self._finished:
             self._finished[source].forget(number)
@@ -268,7 +268,7 @@ class NodeLoop:
         self.acknowledgements.acknowledged(source, [firsts[row] for row in rows if row in firsts])
 
     def _settle(self) -> None:
-        """Count what the runtime released as done, after all that it returned is on its way."""
+        """Count the released groups as done, once all their rows are on their way."""
         done, self._done = self._done, []
         for source, origin, groups in done:
             self.acknowledgements.done(source, origin, groups)

@@ -1,4 +1,4 @@
-"""The transports of one process: data edges over ZeroMQ or within it, and the ends of the weight
+"""The transports of one process: data edges over ZeroMQ or within it, and ends of the weight
 planes.
 """
 
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from transport.weights.layout.layout import Layout
 
 _SENDERS = 64
-"""Replicas that may send to a trainer without a scorer between them: what it has not trained stays
-on the edge."""
+"""The most replicas that may send to a trainer without a scorer between them: rows that it has not
+trained stay on the edge."""
 
 
 class Ports:
@@ -77,7 +77,7 @@ class Ports:
         self._receivers: dict[str, Receiver] = {}
         self._senders: dict[str, Sender | AnswerSender] = {}
         self._local: dict[str, tuple[LocalInlet, LocalOutlet]] = {}
-        """Of the edges that begin and end here."""
+        """Edges that begin or end here."""
         self._weights: list[Any] = []
         self._hubs: dict[str, Any] = {}
         keys = RunKeys.from_plain(settings.keys)
@@ -123,7 +123,7 @@ class Ports:
         return addresses
 
     def grow(self, edges: Iterable[Edge]) -> None:
-        """More rows may be under way from now on, as these edges say; nowhere less."""
+        """Allow more rows under way from now on, as these edges say; never less."""
         for edge in edges:
             if edge.name in self.inlets:
                 self.inlets[edge.name].grow(self._capacity(edge))
@@ -168,7 +168,7 @@ class Ports:
         return self._lines.own if self._settings.sockets else {}
 
     def read_from(self, lines: Mapping[str, WeightLine]) -> None:
-        """Where the weight lines are that operators here read."""
+        """Learn where the weight lines are that operators here read."""
         self._lines.read_from(lines)
 
     def move(self, receivers: Mapping[str, str], before: Mapping[str, Sequence[str]]) -> None:
@@ -295,7 +295,7 @@ class Ports:
             end.poll()
 
     def sockets(self) -> list[Any]:
-        """What may become readable."""
+        """Sockets that may become readable."""
         ends: list[Receiver | Sender | AnswerSender] = [
             *self._receivers.values(),
             *self._senders.values(),

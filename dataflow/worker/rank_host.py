@@ -38,14 +38,14 @@ _TURN_MS = 50
 
 @dataclass
 class _Rank:
-    """A fork that is a rank."""
+    """A fork of this process that is a rank."""
 
     process: Forked
     pipe: RankPipe
     hangs_up: bool = False
-    """Whether rank 0 says nothing more."""
+    """Whether rank 0 will say nothing more."""
     is_told: bool = False
-    """Whether its end was."""
+    """Whether its end was reported."""
 
 
 def main(graph: Graph, plan: Plan, settings: Settings) -> int:
@@ -67,9 +67,7 @@ def main(graph: Graph, plan: Plan, settings: Settings) -> int:
 
 
 def places_of(settings: Settings, **given: Any) -> RankPlaces | None:
-    """Where the ranks of this process's worker are; None: all are where the first one is, as
-    ever.
-    """
+    """Places of the ranks of this process's worker; None: all are on the first one's host."""
     if not settings.rank_hosts:
         return None
     return RankPlaces(
@@ -82,7 +80,7 @@ def places_of(settings: Settings, **given: Any) -> RankPlaces | None:
 
 
 def context_of(graph: Graph, plan: Plan, settings: Settings, node: str) -> Context:
-    """What a rank here may use of the world: rank 0 has the ledger and all edges."""
+    """What a rank here may use: rank 0 has the ledger and all edges."""
     facts: dict[str, Any] = context_facts(graph, plan, node, settings.replica)
     return Context(
         **facts,
@@ -212,7 +210,7 @@ class RankHost:
         self._say(messages.Started(rank, process.pid))
 
     def _carry(self, rank: int, rank_process: _Rank) -> None:
-        """What rank 0 said to a rank, what that says, and whether it has ended."""
+        """Pass on what rank 0 said to a rank, what that says, and whether it has ended."""
         pipe = rank_process.pipe
         pipe.give()
         if rank_process.hangs_up and not pipe.out:

@@ -76,7 +76,7 @@ class RankValues:
                 return self._served()
 
     def _served(self) -> list[tuple[Hashable, StoredValues]]:
-        """Those who need not wait any more."""
+        """Replies to requests that need not wait any more."""
         replies: list[tuple[Hashable, StoredValues]] = []
         waiting, self._waiting = self._waiting, []
         for reader, request in waiting:
@@ -89,9 +89,9 @@ class RankValues:
 
 
 _ALIVE_S = 0.2
-"""Between two looks whether the other hosts are connected."""
+"""Seconds between two checks that the other hosts are connected."""
 _KILLED_S = 5.0
-"""For the end of a rank that was killed to be told."""
+"""Seconds for the end of a killed rank to be reported."""
 _TURN_MS = 100
 _BACKLOG = 256
 
@@ -106,9 +106,9 @@ class FarRank:
         self.rank, self.host, self.pid = rank, host, 0
         self.returncode: int | None = None
         self.pipe: RankPipe | None = RankPipe(end)
-        """To rank 0 with what it says; None: it has ended."""
+        """Carries its bytes to rank 0; None: it has ended."""
         self.status: int | None = None
-        """It has ended so; told when all that it said is read."""
+        """Its exit status, known once all its bytes are read."""
         self._kill, self._over = kill, threading.Event()
 
     def poll(self) -> int | None:
@@ -176,13 +176,13 @@ class RankLine:
         bound_to = self._router.last_endpoint
         assert isinstance(bound_to, bytes), "what ZeroMQ says of a bound socket"
         self.address = bound_to.decode()
-        """Where the others find it."""
+        """The address at which the others find it."""
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._there: dict[str, bytes] = {}
-        """By host that has come, its name at the socket."""
+        """By connected host, its identity at the socket."""
         self._waiting: dict[str, list[messages.FromRankZero]] = {}
         self._ranks: dict[int, FarRank] = {}
         self._values = RankValues()
@@ -319,7 +319,7 @@ class RankLine:
             )
 
     def _say(self, host: str, message: messages.FromRankZero) -> None:
-        """To the process on a host; before that has come, later."""
+        """Send to the process on a host; queued until that process has come."""
         if host not in self._there:
             self._waiting.setdefault(host, []).append(message)
         elif not self._send(self._there[host], message):
@@ -344,7 +344,7 @@ class RankLine:
                 self._lose(far, -signal.SIGKILL)
 
     def _lose_host(self, host: str, status: int) -> None:
-        """All ranks there have ended."""
+        """All ranks on a host have ended."""
         for far in self._ranks.values():
             if far.host == host:
                 far.status = status if far.status is None else far.status

@@ -1,5 +1,5 @@
-"""This process's end of a socket pair whose other end a rank here, or rank 0, has: bytes for it,
-bytes from it.
+"""This process's end of a socket pair with a rank here, or with rank 0: bytes to it, and bytes from
+it.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ class RankPipe:
 
     end: socket.socket
     out: bytearray = field(default_factory=bytearray)
-    """For the other side, and not taken by it yet."""
+    """Bytes that the other side has not taken yet."""
     speaks: bool = True
     """Whether the other side may still say something."""
 
@@ -28,7 +28,7 @@ class RankPipe:
         return (zmq.POLLIN if self.speaks else 0) | (zmq.POLLOUT if self.out else 0)
 
     def give(self) -> None:
-        """Hand over what the other side takes now; nothing is left for one that is gone."""
+        """Hand over what the other side takes now; for one that is gone nothing stays."""
         try:
             while self.out:
                 del self.out[: self.end.send(self.out[:CHUNK_BYTES])]
@@ -38,7 +38,7 @@ class RankPipe:
             self.out.clear()
 
     def take(self) -> Iterator[bytes]:
-        """What the other side has said; at last nothing, once it will say no more."""
+        """What the other side has sent; finally empty, once it will send no more."""
         with contextlib.suppress(BlockingIOError):
             while self.speaks:
                 try:

@@ -10,15 +10,15 @@ turn at a worker or at devices that others share. starved: it has rows, and may 
 before newer weights have come."""
 STATES: tuple[str, ...] = get_args(State)
 BESIDE = "beside"
-"""The part of busy that an operator's own processes have, while its loop is not at work."""
+"""The part of busy in which an operator's own processes work, while its loop does not."""
 LONG_TURN_S = 0.05
-"""A turn of a node's loop that takes longer is work, whatever came of it, and counts as that while
-it lasts."""
+"""A longer turn of a node's loop counts as work, whatever its result, and already while it
+lasts."""
 
 
 class _Mark(NamedTuple):
-    """How things stood at the last transition; replaced as a whole, so that another thread may read
-    it at any time.
+    """The state at the last transition; replaced as a whole, so that another thread may read it at
+    any time.
     """
 
     since: float
@@ -49,7 +49,7 @@ class StateClock:
 
     @property
     def state(self) -> State:
-        """That between two turns."""
+        """The state between two turns."""
         return self._mark.state
 
     def begin(self, now: float) -> None:

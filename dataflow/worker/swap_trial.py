@@ -23,9 +23,9 @@ from dataflow.worker.link import SchedulerLink
 from dataflow.worker.swapped import find, fit, knobs_of, load, swapped
 
 NAME = "swap.trial"
-"""The worker's, as the settings have it; no operator is called so."""
+"""The worker's name, as in the settings; no operator has it."""
 TRIAL_S = 15.0
-"""For a module to be imported and its operator to be checked; then the scheduler refuses it."""
+"""Seconds to import a module and check its operator; then the scheduler refuses it."""
 
 
 def main(graph: Graph, plan: Plan, settings: Settings, link: SchedulerLink) -> int:
@@ -50,8 +50,8 @@ def main(graph: Graph, plan: Plan, settings: Settings, link: SchedulerLink) -> i
 
 
 def tried(graph: Graph, plan: Plan, wanted: Swap) -> Swap:
-    """What is to be swapped in, with its text and knobs; it was built once. Errors: GraphError
-    where it cannot be.
+    """The swap, with its text and knobs; its operator was built once. Errors: GraphError where it
+    cannot be.
     """
     swap = find(wanted)
     operator = fit(graph, swap, load(swap)).operators[swap.node]

@@ -29,7 +29,8 @@ from dataflow.scorer import Scorer
 from dataflow.scoring.forms import adapt, split_form
 
 MOST_BYTES = 256 << 10
-"""Of a module's text, which every snapshot of the scheduler and every start of a worker carries."""
+"""The most bytes of a module's text, which every snapshot of the scheduler and every start of a
+worker carries."""
 
 
 def swapped(graph: Graph, swaps: Iterable[Swap]) -> Graph:
@@ -40,7 +41,7 @@ def swapped(graph: Graph, swaps: Iterable[Swap]) -> Graph:
 
 
 def find(swap: Swap) -> Swap:
-    """The same with its module's text, as it stands now. Errors: GraphError where there is none."""
+    """The swap with its module's present text. Errors: GraphError where there is none."""
     module, attribute = _place(swap)
     if not all(
         part.isidentifier()
@@ -173,7 +174,9 @@ def knobs_of(operator: Operator) -> dict[str, Any]:
 
 
 def _other_columns(swap: Swap, old: Operator, new: Operator) -> str:
-    """How what it writes is not what the nodes behind it were built for; empty where it is."""
+    """How its columns differ from those that the nodes behind it were built for; empty: they do
+    not.
+    """
     was, is_now = _written(old), _written(new)
     if was == is_now:
         return ""

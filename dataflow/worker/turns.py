@@ -1,5 +1,5 @@
-"""Whose turn it is on devices that several nodes share: at most one of them is awake, which has the
-devices' memory.
+"""Turns on devices that several nodes share: at most one of them is awake, which has the devices'
+memory.
 
 The turn stands in locks that the kernel keeps, on a file of the run: no message can be lost, a
 worker that dies lets go of it once its memory is gone, and one that is stopped keeps it, as it
@@ -21,7 +21,7 @@ _LOOK_S = 0.01
 
 
 class Sleeper(Protocol):
-    """What takes turns: a runtime."""
+    """A runtime that takes turns."""
 
     def wants_devices(self) -> bool:
         """Whether it has work that needs its devices."""
@@ -46,7 +46,7 @@ class Turns:
         """path: the file that all processes of these nodes have in common."""
         self.awake = False
         self.waiting = False
-        """Whether it wants the turn and has not got it."""
+        """Whether it waits for its turn."""
         self._nodes, self._node, self._own = nodes, node, nodes.index(node)
         self._others = [number for number in range(len(nodes)) if number != self._own]
         self._locks, self._turn = ByteLocks(path), ByteLocks(path)
@@ -54,14 +54,14 @@ class Turns:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """For each process to inherit that has memory in its turn: that is over when they have
+        """Files for processes that have memory in its turn to inherit: the turn ends when they have
         ended, or by `turn`.
         """
         return (self._turn.fileno(),)
 
     @property
     def state(self) -> str:
-        """For people: awake, asleep, or `waits` where it wants the turn and has not got it."""
+        """awake, asleep, or `waits` where it waits for its turn."""
         return "awake" if self.awake else "waits" if self.waiting else "asleep"
 
     @property

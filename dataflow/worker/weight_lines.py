@@ -27,12 +27,12 @@ from dataflow.worker.weight_ports import ROUNDS, SEGMENTS, listen
 
 @dataclass(frozen=True)
 class _Followed:
-    """A line that is read between hosts."""
+    """A line that is read from another host."""
 
     name: str
     executor: str
     way: Callable[[], str]
-    """What would be taken now."""
+    """The sites that would be used now."""
 
 
 class WeightLines:
@@ -44,14 +44,14 @@ class WeightLines:
         self._graph, self._plan, self._nodes, self._settings = graph, plan, list(nodes), settings
         self._has_hosts = bool(settings.host)
         self.listeners: dict[str, Any] = {}
-        """By address, those that no end has taken yet."""
+        """Listeners by address, until an end takes them."""
         self._read: dict[str, WeightLine] = {}
         self._followed: dict[Path, _Followed] = {}
-        """Files that say where a line is now, for all ranks of a reader."""
+        """Files with the present address of a line, for all ranks of a reader."""
 
     @cached_property
     def own(self) -> dict[str, WeightLine]:
-        """Those of its trainers, by name; it listens there."""
+        """The lines of its trainers, by name; it listens there."""
         return {
             line_of(self._graph, node, refresh): self._line(node, refresh)
             for node in self._nodes
@@ -121,7 +121,7 @@ class WeightLines:
             self.listeners.popitem()[1].close()
 
     def _line(self, trainer: str, refresh: Refresh | None) -> WeightLine:
-        """Of a trainer on this host."""
+        """The line of a trainer on this host."""
         name = line_of(self._graph, trainer, refresh)
         at = {
             executor: self._address(name, executor)

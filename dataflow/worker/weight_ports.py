@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transport.weights.sharded.control import CoordinatorSocket, NetworkEnd
 
 ON_GPU = ("nccl", "cuda_ipc")
-"""Executors that take versions from a GPU's memory into a GPU's."""
+"""Executors that move versions from GPU memory to GPU memory."""
 ROUNDS, SEGMENTS = "rounds", "segments"
 """Protocols: each rank of the trainer sends to each rank of a reader, or one offers its own memory
 to all of them."""
@@ -274,7 +274,7 @@ def _memory(site: Mapping[str, Any], device: str) -> str:
 
 
 def _host(site: Mapping[str, Any]) -> "NetworkEnd | None":
-    """Of a site whose ends are on several hosts."""
+    """The host of a site whose ends are on several hosts."""
     if "host" not in site:
         return None
     from transport.weights.sharded.control import NetworkEnd
@@ -285,7 +285,7 @@ def _host(site: Mapping[str, Any]) -> "NetworkEnd | None":
 
 
 def _noted(file: str) -> str:
-    """The address that stands in a file; empty where there is none."""
+    """The address in a file; empty where there is none."""
     try:
         return Path(file).read_text() if file else ""
     except OSError:
@@ -293,7 +293,7 @@ def _noted(file: str) -> str:
 
 
 def _deadlines(limits: Limits) -> "Deadlines":
-    """Of rounds: what they have to themselves, and what a run says."""
+    """Deadlines of rounds: their own, and those of the run."""
     from transport.weights.protocol.pace import Deadlines
 
     return Deadlines(transfer_s=limits.transfer_s)

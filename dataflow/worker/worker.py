@@ -46,7 +46,7 @@ M = TypeVar("M", messages.Wire, messages.Start)
 _NAP_MS = 100
 _BLOCKED_NAP_MS = 5
 _LEAST_PATIENCE_S = 5.0
-"""Between two messages of a scheduler that lives there may be so much."""
+"""The longest pause between two messages of a live scheduler."""
 
 
 def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
@@ -207,7 +207,7 @@ class Worker:
 
     @property
     def ended_alone(self) -> bool:
-        """Whether it has begun to end, or has ended, because nobody was there."""
+        """Whether it has begun to end, or has ended, because no scheduler was there."""
         return self._ends_at is not None
 
     @property
@@ -335,7 +335,7 @@ class Worker:
             os._exit(messages.ALONE)
 
     def _who_drains(self) -> list[str]:
-        """Trainers, and those that take turns with one, which it needs for its checkpoint."""
+        """Trainers, and the nodes that take turns with them, which a checkpoint needs."""
         plan = self._host.plan
         return [
             node
@@ -386,7 +386,7 @@ def _rank_line(settings: Settings) -> RankLine | None:
 
 
 def _seek(settings: Settings) -> str:
-    """Where the scheduler is now."""
+    """The scheduler's address now."""
     whereabouts = Whereabouts.read(Path(settings.sockets)) if settings.sockets else None
     return whereabouts.control if whereabouts else ""
 

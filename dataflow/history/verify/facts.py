@@ -1,4 +1,4 @@
-"""What a run folder says of itself, read row by row: the evidence that verify judges."""
+"""What a run folder says of itself, row by row: the evidence for the verdict."""
 
 import collections
 import contextlib
@@ -40,7 +40,7 @@ class Findings:
         self.faults.append(fact)
 
     def note(self, fact: str) -> None:
-        """Record something worth knowing that breaks no law."""
+        """Record a fact that breaks no law."""
         self.notes.append(fact)
 
 
@@ -52,11 +52,11 @@ class EndedGroups:
     outcome: str
     """trained | evaluated | dropped."""
     reason: str | None
-    """Of a drop."""
+    """The reason of a drop."""
     groups: AnyArray
     """int64 [n]."""
     steps: AnyArray
-    """Of the sink, int64 [n]; NO_STEP for a drop outside any."""
+    """Steps of the sink, int64 [n]; NO_STEP for a drop outside any."""
 
 
 @dataclass
@@ -68,9 +68,9 @@ class SinkRows:
     steps: list[int] = field(default_factory=list)
     """Committed steps, ascending."""
     ended: list[EndedGroups] = field(default_factory=list)
-    """The outcomes, each group that has one in one of them."""
+    """All outcomes; each group that has one is in exactly one of them."""
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By step, what it was committed with."""
+    """By step, the figures of its commit."""
     returns: list[tuple[int, int]] = field(default_factory=list)
     """Returns to a checkpoint as (from_step, to_step)."""
 
@@ -79,7 +79,7 @@ class SinkRows:
         return [ending.groups for ending in self.ended if ending.source == source]
 
     def dropped(self) -> list[EndedGroups]:
-        """Those that were given up."""
+        """Groups that were dropped."""
         return [ending for ending in self.ended if ending.outcome == "dropped"]
 
     def at(self, outcome: str) -> dict[int, dict[str, AnyArray]]:
@@ -98,7 +98,7 @@ class SinkRows:
 
 @dataclass
 class VerifyFacts:
-    """All that the laws are judged on, apart from the rollouts themselves."""
+    """The facts that the laws are judged on, apart from the rollouts."""
 
     folder: RunFolder
     """The folder under judgement."""
@@ -111,11 +111,11 @@ class VerifyFacts:
     max_staleness: Mapping[str, int | None]
     """Bound of each trainer, in versions; None where the tokens are not of its versions."""
     config: Mapping[str, Any]
-    """What the run says of itself."""
+    """The run's facts in its ledger."""
     not_kept: Mapping[str, int]
     """By node, the last step whose file of rollouts may have been removed."""
     changes: Sequence[KnobChange] = ()
-    """Of knobs, made while the run went on, in order."""
+    """Knob changes made while the run went on, in order."""
     places: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By path in the run folder, the hosts that have it, where that is not this folder alone."""
 

@@ -41,19 +41,19 @@ _OPTIONAL = (
     records.OF_SOURCE,
 )
 MOST_FILES, MOST_BYTES = 256, 64 << 20
-"""That are looked at together."""
+"""Files that are judged together, at most."""
 
 
 @dataclass(frozen=True)
 class RolloutFile:
-    """What the laws need of one Arrow file."""
+    """What the laws need to know of one Arrow file."""
 
     groups: AnyArray
     """Distinct groups, ascending by source and id, int64."""
     sources: AnyArray
-    """Of each of them, its source; empty where the rows do not tell."""
+    """The source of each of them; empty where the rows do not tell."""
     broken: AnyArray
-    """Of each of them, whether it is not whole: positions missing, double or too many."""
+    """Whether each of them is broken: positions missing, double or too many."""
     oldest: AnyArray
     """Version behind the oldest token of each rollout that did not fail, int64."""
     newest: int
@@ -63,7 +63,7 @@ class RolloutFile:
 
 
 Read: TypeAlias = tuple[int, Path, pa.Table]
-"""A step, its file, and the columns of it that are judged."""
+"""A step, its file, and the judged columns of it."""
 
 
 def digests(
@@ -276,8 +276,8 @@ def judge_evaluations(facts: VerifyFacts, node: str, sink: SinkRows, findings: F
 def _kept(
     facts: VerifyFacts, node: str, paths: list[tuple[int, Path]], findings: Findings
 ) -> list[tuple[int, Path]]:
-    """Without files that the run removed itself, or that lie on other hosts: of what stood in them
-    the ledger alone tells.
+    """Files without those that the run removed, or that lie on other hosts: only the ledger tells
+    of them.
     """
     paths = _here(facts, node, paths, findings)
     upto = facts.not_kept.get(node, 0)
@@ -293,7 +293,7 @@ def _kept(
 def _here(
     facts: VerifyFacts, node: str, paths: list[tuple[int, Path]], findings: Findings
 ) -> list[tuple[int, Path]]:
-    """Without those that other hosts have, which have no folder in common with this one."""
+    """Files without those that only other hosts have."""
     have = {
         step: holders(facts.places, str(path.relative_to(facts.folder.path)))
         for step, path in paths
@@ -353,7 +353,7 @@ def _named(groups: Collection[tuple[str, int]]) -> str:
 
 
 def _once(source: str, files: list[tuple[int, AnyArray]], findings: Findings) -> None:
-    """No group stands in the files of two steps."""
+    """Check that no group is in the files of two steps."""
     groups = np.concatenate([groups for _, groups in files])
     steps = np.repeat([step for step, _ in files], [len(groups) for _, groups in files])
     order = np.lexsort((steps, groups))
@@ -421,7 +421,7 @@ def judge_folder(
 
 
 def judge_finished(folder: RunFolder, findings: Findings) -> None:
-    """Look through what generators have kept of groups without an outcome."""
+    """Read what generators have kept of groups without an outcome."""
     for path in sorted(
         path
         for ending in ("arrows", "parts", "turns")

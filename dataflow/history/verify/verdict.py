@@ -1,4 +1,4 @@
-"""The judgement on a run: every law recomputed from the run folder alone, in one verdict line."""
+"""The verdict on a run: every law recomputed from the run folder alone."""
 
 import collections
 import math
@@ -33,7 +33,7 @@ from dataflow.history.verify.rollouts import (
 
 FAULTS_SHOWN = 3
 CHECKPOINT_BYTES = 1 << 30
-"""Of checkpoints, that are read of each trainer where not all are: less than a second."""
+"""Bytes of each trainer's checkpoints that are read, where not all are: less than a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,9 @@ class Verdict:
     faults: Sequence[str]
     """Facts that break a law; none when the run is clean."""
     notes: Sequence[str]
-    """What is worth knowing and breaks no law: what a crash left behind, what could not be
-    compared."""
+    """Facts that break no law: what a crash left behind, what could not be compared."""
     summary: str
-    """The figures: per sink, the identity of the ledger; steps and staleness of trainers."""
+    """Figures: of each sink the identity of the ledger; of trainers steps and staleness."""
 
     @property
     def clean(self) -> bool:
@@ -176,7 +175,7 @@ def _steps_are_contiguous(node: str, sink: SinkRows, findings: Findings) -> None
 
 
 def _outcomes_stand_at_steps(node: str, sink: SinkRows, findings: Findings) -> None:
-    """Drops alone may stand at the next step, which is under way."""
+    """Check that only drops stand at the next step, which is under way."""
     lost: list[int] = []
     for ending in sink.ended:
         steps = [
@@ -192,7 +191,9 @@ def _outcomes_stand_at_steps(node: str, sink: SinkRows, findings: Findings) -> N
 
 
 def _identity(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> OutcomeCounts:
-    """Issued = trained + evaluated + dropped + in flight, each side counted for itself."""
+    """Check that issued = trained + evaluated + dropped + in flight, each side counted for
+    itself.
+    """
     issued = waiting = 0
     for source in sorted(sink.sources):
         issued_groups = facts.groups.get(source, np.zeros(0, np.int64))
@@ -229,8 +230,8 @@ def _identity(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings)
 
 
 def _metrics_agree(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> None:
-    """Each step's line tells what the ledger does, and its drops are those of the ledger; the last
-    line of a step counts.
+    """Check that each step's line agrees with the ledger, its drops too; of a step's lines the last
+    counts.
     """
     alone = len(list(facts.trainers())) == 1
     lines: dict[int, dict[str, Any]] = {}
