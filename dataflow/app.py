@@ -127,7 +127,7 @@ def main(
 
 
 def _tell(text: str) -> None:
-    """To a reader who may have enough before it ends, as `head` has."""
+    """Print to a reader who may stop before the end, as `head` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -156,8 +156,8 @@ def _words(
     build: Callable[..., Graph],
     started: Launch | None,
 ) -> dict[str, Words]:
-    """What was given for which flags: by the file that --config names, and before that on the
-    command line.
+    """The words of each flag: first from the file that --config names, then from the command
+    line.
     """
     words = split(arguments, flags, _called(build))
     if (config := words.pop("config", None)) is None:
@@ -191,7 +191,7 @@ def _about(build: Callable[..., Graph]) -> str:
 
 
 def _say(text: str, error: BaseException) -> None:
-    """What went wrong, and the notes on it, such as how to go on."""
+    """Print an error and its notes, such as how to go on."""
     say("\n".join(filter(None, (text, *map(escape, getattr(error, "__notes__", ()))))), sys.stderr)
 
 
@@ -307,7 +307,7 @@ def _act(
 
 def _elsewhere(foresee: str, gpus: Any) -> str | None:
     """Devices that a plan is explained on, though they are not here; empty: as many as it wants, of
-    no kind. None: it is explained on what is here.
+    no kind. None: it is explained on this machine.
     """
     if named := next((wish for wish in (foresee, gpus) if is_devices(wish)), None):
         return str(named)
@@ -325,7 +325,7 @@ def _trackers(names: tuple[str, ...], port: int | None) -> list[Wished] | None:
 
 
 def _program() -> str:
-    """What starts it, for people."""
+    """The command that starts it."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return (
         f"python -m {spec.name}"

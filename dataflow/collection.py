@@ -49,7 +49,7 @@ def collect(stream: Stream[Any], *, rows: int, seed: int = 0) -> pa.Table:
 
 @dataclass(frozen=True, eq=False)
 class _Collect(Sink):
-    """Keeps what arrives."""
+    """Keeps the rows that arrive."""
 
     light: ClassVar[bool] = True
     batches: list[pa.RecordBatch] = field(default_factory=list, repr=False)
@@ -86,7 +86,7 @@ class _Keep(Runtime):
 
 
 def _upstream(stream: Stream[Any]) -> tuple[Graph, _Collect]:
-    """A graph of what lies upstream of the stream, with a sink at its end."""
+    """The graph upstream of a stream, with a sink at its end."""
     whole = stream.graph
     assert isinstance(whole, Graph)
     needed = {(stream.node, stream.source)}

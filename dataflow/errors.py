@@ -198,7 +198,7 @@ def _refuse_unknown(
 
 
 def _shown(signature: inspect.Signature) -> str:
-    """What has to be given, and that there is more."""
+    """The required parameters, and a hint that there are more."""
     parameters = [
         parameter for parameter in signature.parameters.values() if parameter.name != "self"
     ]
@@ -235,7 +235,7 @@ def hint(knob: str, known: Iterable[str]) -> str:
 
 
 _NEAREST = 4
-"""Knobs that are named where none is spelled much like what was given."""
+"""Knobs that are named where none is spelled like the given one."""
 OTHER_NAMES: Mapping[str, str] = {
     "Trainer(lr=...)": "learning_rate actor_lr critic_lr actor_learning_rate optim_lr",
     "Trainer(betas=...)": "adam_beta1 adam_beta2 adam_betas optim_betas",

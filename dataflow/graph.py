@@ -65,7 +65,9 @@ class Graph(Structure):
         return self._record(source, (), Stream(self, source.name, source.name, source.provides({})))
 
     def apply(self, operator: Operator, stream: Stream[Any]) -> Stream[Rollout]:
-        """What `operator(stream)` does; refuses columns that are missing or of the wrong type."""
+        """The stream of `operator(stream)`; refuses columns that are missing or of the wrong
+        type.
+        """
         if not isinstance(stream, Stream):
             raise GraphError(
                 f"'{operator.name}' is applied to {_describe(stream)}, which is no stream; "
@@ -105,7 +107,7 @@ class Graph(Structure):
         )
 
     def merge(self, streams: tuple[Stream[Any], ...]) -> Stream[Rollout]:
-        """What `join(a, b, ...)` does."""
+        """The stream of `join(a, b, ...)`."""
         columns: dict[str, pa.DataType] = {}
         for stream in streams:
             for name, kind in stream.columns.items():
@@ -354,7 +356,7 @@ class Graph(Structure):
         return self.operators[name]
 
     def _behind(self, name: str) -> set[str]:
-        """All that rows of this node reach."""
+        """All nodes that rows of this node reach."""
         import networkx
 
         edges = [(s.node, call.operator.name) for call in self.calls for s in call.inputs]

@@ -7,12 +7,13 @@ import pyarrow as pa
 from dataflow.records import Columns
 
 MESSAGE_BYTES = 64 << 20
-"""Most bytes of one message on a data edge, where nobody says otherwise."""
+"""The most bytes of one message on a data edge, by default."""
 LEAST_MESSAGE_BYTES = 1 << 16
 CAPACITY_BYTES = 16 << 30
-"""Rows bound what an edge holds; fewer bytes than those rows may have would be a deadlock."""
+"""The most bytes that an edge holds: rows bound it first; fewer bytes than those rows may have
+would be a deadlock."""
 MOST_ITEMS = (1 << 31) - 1
-"""Numbers in one list column of a batch: Arrow's offsets have 32 bits."""
+"""The most numbers in one list column of a batch: Arrow's offsets have 32 bits."""
 
 
 def message_fault(message_bytes: int) -> str | None:

@@ -1,4 +1,4 @@
-"""What a user sees while a graph runs, and when it has ended."""
+"""What a user sees while a graph runs, and at its end."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""A view in a thread of its own: a terminal that stops reading holds nobody up."""
+"""A view in a thread of its own: a terminal that stops reading delays nobody."""
 
 import contextlib
 import queue
@@ -15,11 +15,11 @@ from dataflow.display.snapshot import Snapshot, Summary
 from dataflow.display.views import View
 
 MESSAGES_KEPT = 10_000
-"""That nobody has read; the oldest are left out."""
+"""Unread messages that are held; the oldest are dropped."""
 
 
 _LOOK_S = 10.0
-"""After so long it looks by itself whether there is something to show."""
+"""Seconds after which it looks by itself for something to show."""
 
 
 class SafeView:
@@ -125,14 +125,14 @@ class _Lines:
         self._view, self._stream, self._begun = view, stream, ""
 
     def write(self, text: str) -> int:
-        """Keep it until its line is whole."""
+        """Keep text until its line is whole."""
         *lines, self._begun = (self._begun + text).split("\n")
         for line in filter(str.strip, lines):
             self._view.message(line)
         return len(text)
 
     def flush(self) -> None:
-        """Tell what is not yet a line."""
+        """Pass on what is not yet a whole line."""
         if self._begun:
             self.write("\n")
 

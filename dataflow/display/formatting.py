@@ -132,7 +132,7 @@ def clean(text: Any) -> str:
 
 
 def several(name: Any, replicas: Any, glyphs: Glyphs) -> str:
-    """A node's name, and how many of it there are where that is more than one: `generator ×3`."""
+    """A node's name, and its number of replicas above one: `generator ×3`."""
     many = known(replicas) or 1.0
     return clean(name) + (f" {glyphs.times}{count(many)}" if many > 1 else "")
 

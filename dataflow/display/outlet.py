@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 END_S = 5.0
-"""For the last of what is to be shown: whoever reads it has so long, then nobody waits for him."""
+"""Seconds for a reader to take the last of what is shown."""
 
 
 class Direct(io.TextIOBase):
@@ -57,7 +57,7 @@ def direct(stream: TextIO) -> TextIO:
 
 
 def for_a_while(act: Callable[[], object], end_s: float = END_S) -> None:
-    """Do what may take for ever, and wait `end_s` for it at most; what it raises is nobody's."""
+    """Do what may take for ever, and wait `end_s` for it at most; its errors are dropped."""
 
     def run() -> None:
         try:

@@ -1,4 +1,4 @@
-"""Says of a run that learns nothing what is silent: from the lines of metrics.jsonl, for the view
+"""Names what is silent in a run that learns nothing: from the lines of metrics.jsonl, for the view
 and the summary.
 """
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 TOLD_AT = (3, 30, 300, 3000)
-"""Steps in a row without a signal after which it is said."""
+"""Steps in a row without a signal before the message."""
 
 
 class Silence:
@@ -22,7 +22,7 @@ class Silence:
         self.steps = 0
         self._groups = 0
         self._scorers: set[str] = set()
-        """Those that were silent in all of them."""
+        """Scorers that were silent in all of these steps."""
         self._example = ""
 
     def take(self, line: Mapping[str, Any]) -> str:
@@ -48,7 +48,7 @@ class Silence:
 
 
 def silence(lines: Iterable[Mapping[str, Any]]) -> str:
-    """What to say of a run with these steps, of which none had a signal; empty where one had, or
+    """The message for a run with these steps, of which none had a signal; empty where one had, or
     there are none.
     """
     summary, steps = Silence(), list(lines)

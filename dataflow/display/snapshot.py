@@ -1,4 +1,4 @@
-"""What the display shows, as plain values; None or NaN stands for what is not known yet."""
+"""What the display shows, as plain values; None or NaN: not known yet."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class EdgeSnapshot:
     producer: str
     consumer: str
     source: str = ""
-    """Told where two edges join the same nodes."""
+    """The source, where two edges join the same nodes."""
     depth: float | None = None
     """Rows on their way."""
     capacity: float | None = None
@@ -55,13 +55,13 @@ class Snapshot:
     """Steps to do; None: until the prompts end."""
     doing: str = ""
     """What goes on beside the steps, in a few words: `starting trainer`, `first evaluation`; empty:
-    they are made."""
+    steps are made."""
     version: int | None = None
     """Version that the generator uses."""
     staleness_mean: float | None = None
-    """Versions, over the last step."""
+    """Mean staleness of the last step, in versions."""
     staleness_max: float | None = None
-    """Versions, over the last step."""
+    """Largest staleness of the last step, in versions."""
     staleness_bound: int | None = None
     """max_staleness of the graph."""
     reward: float | None = None
@@ -73,9 +73,9 @@ class Snapshot:
     tokens_per_s: float | None = None
     """Generated tokens per second, of rollouts that have not ended too."""
     rollouts_per_s: float | None = None
-    """That came to the trainer."""
+    """Rollouts a second that reach the trainer."""
     rollouts_active: int | None = None
-    """That are being generated now."""
+    """Rollouts that are being generated now."""
     elapsed_s: float | None = None
     left_s: float | None = None
     """Estimated seconds to the end."""
@@ -90,8 +90,8 @@ class Snapshot:
 
     @property
     def only_begun(self) -> bool:
-        """Whether rollouts are being generated, and none has come to the trainer lately: no rate is
-        known of them.
+        """Whether rollouts are being generated, and none has reached the trainer lately: their rate
+        is unknown.
         """
         return bool(self.rollouts_active) and not self.rollouts_per_s
 
@@ -121,24 +121,23 @@ class Summary:
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     efficiency: float | None = None
-    """Share of the time in which what bounds the run was at work."""
+    """Share of the time in which the run's bottleneck was at work."""
     bounded_by: str = ""
-    """The node that bounds it."""
+    """The bottleneck."""
     staleness_mean: float | None = None
     staleness_max: float | None = None
     foreseen: tuple[str, ...] = ()
-    """What was foreseen, beside what came; nothing where nobody asked."""
+    """The forecast beside the measurements; empty: there was none."""
     restarts: int | None = None
     """How often a worker was started again."""
     faults: tuple[str, ...] = ()
-    """What fell, how it went on, and what was done again."""
+    """What failed, how the run went on, and what was repeated."""
     changes: tuple[tuple[str, str], ...] = ()
-    """What was changed on the way, in order: swapped or set, and what."""
+    """What was changed on the way, in order: swapped or set, and to what."""
     hosts: str = ""
     """Which node was planned where, in a run over hosts."""
     signal: str = ""
-    """What no rollout was told from its siblings by, where nothing could be learned in the whole
-    run."""
+    """Scorers that told no rollout from its siblings, where the whole run could learn nothing."""
     verdict: str = ""
     """The ledger's verdict, one line."""
     is_clean: bool | None = None
@@ -150,6 +149,6 @@ class Summary:
     folder_bytes: int | None = None
     """Its size."""
     not_kept: str = ""
-    """What of it was not kept, in a few words."""
+    """The part of it that was not kept, in a few words."""
     commands: tuple[tuple[str, str], ...] = ()
     """Commands that look further, each with what it shows."""

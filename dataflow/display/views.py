@@ -31,7 +31,7 @@ from dataflow.display.snapshot import Snapshot, Summary
 # and then.
 
 _FAULTS, _CHANGES = 5, 12
-"""That are shown; the last ones."""
+"""The last so many are shown."""
 
 
 def plain_line(snapshot: Snapshot) -> str:
@@ -213,7 +213,7 @@ _STYLES = {
 
 
 class View(Protocol):
-    """What the control loop sees of the display."""
+    """The display, as the control loop sees it."""
 
     def update(self, snapshot: Snapshot) -> None:
         """Show the run as it is now; cheap, may be called as often as one likes."""
@@ -271,7 +271,7 @@ class PlainView:
 
 
 class PassedOn(PlainView):
-    """What is told and what others print, as it is; neither progress nor a summary."""
+    """Passes on messages and others' output unchanged; neither progress nor a summary."""
 
     def update(self, snapshot: Snapshot) -> None:
         """Nothing."""

@@ -5,7 +5,7 @@ from dataflow.history.bottleneck import BusyShare, alike, bounding, groups, heav
 
 
 def loads(facts: Facts) -> list[BusyShare]:
-    """Of each worker, and of nodes that take turns on devices together, the heaviest first."""
+    """Loads of workers, and of nodes that take turns on devices, the heaviest first."""
     busy = {
         name: node.busy
         for name, node in facts.nodes.items()

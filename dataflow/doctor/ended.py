@@ -1,4 +1,4 @@
-"""The doctor's report on a run that is over, or whose scheduler is dead: what its folder tells."""
+"""The doctor's report on a run that is over, or whose scheduler is dead: what its folder holds."""
 
 import time
 from typing import Any

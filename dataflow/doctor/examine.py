@@ -14,7 +14,7 @@ from dataflow.folder.socket_folder import CONTROL
 from dataflow.system import processes
 
 ANSWER_S = 3.0
-"""For a scheduler to say what it knows."""
+"""Seconds for a scheduler to answer."""
 _STACKS_S = 1.5
 
 Said = Mapping[str, Any]
@@ -52,7 +52,7 @@ def told(folder: RunFolder, ask: Ask, patience_s: float = _STACKS_S) -> Said:
 
 
 def _all_told(answer: Said, since_s: float) -> bool:
-    """Whether every worker that beats has told its stacks within so many seconds."""
+    """Whether every worker with a heartbeat has sent its stacks within so many seconds."""
     live = [
         w
         for w in answer["workers"].values()

@@ -1,4 +1,4 @@
-"""What the doctor knows of a run at one moment, as plain values."""
+"""The doctor's facts of a run at one moment, as plain values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from dataflow.system.processes import Process
 from dataflow.system.stacks import Thread
 
 AWAY = ("forked", "starting", "dying", "down")
-"""States of a worker that is not there yet, or not any more, as the scheduler calls them."""
+"""The scheduler's names for states of a worker that has not come yet, or has gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +24,19 @@ class WorkerFacts:
     cause: str = ""
     """Why it is dying, or was started again."""
     silent_s: float = 0.0
-    """Since it last said anything."""
+    """Seconds since its last message."""
     at: str = ""
     """The node whose slice of work it is in; empty: it rests."""
     at_s: float = 0.0
-    """How long it has been in that slice."""
+    """Seconds that it has been in that slice."""
     restarts: int = 0
     process: Process | None = None
-    """None: it has none, or on another machine."""
+    """None: it has no process, or one on another machine."""
     ranks: tuple[Process, ...] = ()
     """Processes that it has started: other ranks, scorers."""
     threads: tuple[Thread, ...] = ()
     dump: str = ""
-    """Its stacks as its log has them, where it did not answer."""
+    """Its stacks from its log, where it did not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +49,21 @@ class Node:
     state: str = "waiting"
     """working | blocked | waiting | starved | paused | done."""
     for_s: float = 0.0
-    """How long it has been in that state, and without a moment of work unless that is `working`."""
+    """Seconds in that state, and without a moment of work unless the state is `working`."""
     busy: float | None = None
-    """Share of the last seconds; the other states likewise."""
+    """Share of the last seconds; likewise the other states."""
     blocked: float | None = None
     waiting: float | None = None
     starved: float | None = None
     beside: float | None = None
     """The part of busy that its own processes have, while its worker may be at another node."""
     pending: int = 0
-    """Rows it holds and owes an answer for."""
+    """Rows it holds and has not answered for."""
     held_back: int = 0
-    """Prompts or groups that only newer weights would let it begin."""
+    """Prompts or groups that cannot begin before newer weights come."""
     step: int | None = None
     version: int | None = None
-    """Of the weights it has, or has made."""
+    """Version of its weights, or of those that it has made."""
     rows_in: int = 0
     rows_out: int = 0
     workers: tuple[WorkerFacts, ...] = ()
@@ -88,7 +88,7 @@ class EdgeFacts:
 
     @property
     def is_full(self) -> bool:
-        """Whether it takes no more."""
+        """Whether it takes no more rows."""
         return self.depth is not None and self.capacity is not None and self.depth >= self.capacity
 
 
@@ -99,7 +99,7 @@ class FeedbackFacts:
     trainer: str
     reader: str
     every: int = 1
-    """Versions between two that go there."""
+    """Versions between two that the reader takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class Facts:
     step: int = 0
     steps: int | None = None
     still_s: float = 0.0
-    """Since anything moved: rows, tokens, steps, versions."""
+    """Seconds since anything moved: rows, tokens, steps, versions."""
     nodes: Mapping[str, Node] = field(default_factory=dict)
     edges: tuple[EdgeFacts, ...] = ()
     feedbacks: tuple[FeedbackFacts, ...] = ()

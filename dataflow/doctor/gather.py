@@ -1,4 +1,5 @@
-"""From what a scheduler says of its run, its folder and the operating system to facts."""
+"""Gathers facts from what a scheduler says of its run, from its folder and from the operating
+system."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,7 @@ from dataflow.worker.state_clock import BESIDE, STATES
 
 _LIVE = ("R", "S", "D")
 _ORDER = ("working", "blocked", "paused", "starved", "waiting", "done")
-"""Of several replicas the node shows the state that comes first here."""
+"""A node shows that state of its replicas which comes first here."""
 
 
 Below = Callable[[Iterable[int]], Mapping[int, list[int]]]
@@ -181,7 +182,7 @@ def _awaited(
     config: Mapping[str, Any],
     answer: Mapping[str, Any],
 ) -> dict[str, Awaited]:
-    """For each trainer the next group in order that has not come to it."""
+    """For each trainer the next group in order that has not reached it."""
     sources = {
         edge["to"]: edge["source"] for edge in data if edge["to"] in config.get("max_staleness", {})
     }
@@ -243,7 +244,7 @@ def _least(statuses: Iterable[Mapping[str, Any]], key: str) -> int | None:
 
 
 def describe_process(process: Process | None) -> str:
-    """A process for people."""
+    """A process, as text."""
     if process is None:
         return "no process"
     if not process.state:

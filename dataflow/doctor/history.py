@@ -1,4 +1,4 @@
-"""Since when each node of each worker is in its state: from one report to the next, the clock
+"""How long each node of each worker has been in its state: from one report to the next, the clock
 given.
 """
 
@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 from dataflow.worker.state_clock import BESIDE, STATES
 
 WINDOW_S = 3.0
-"""Shares and states are those of so many last seconds."""
+"""Seconds that shares and states look back."""
 _SHOWN = {"busy": "working"}
-"""What a state is called that has another name for people."""
+"""Names of states, where users see another."""
 _COUNTS = ("step", "version", "tokens", "round", "issued", "scored", "copied_bytes")
 
 Reports: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -24,7 +24,7 @@ class _Past:
     state: str = "waiting"
     since: float = 0.0
     worked: float = 0.0
-    """When it was last seen to have worked."""
+    """The time at which it was last seen to work."""
     sums: collections.deque[tuple[float, dict[str, float]]] = field(
         default_factory=collections.deque
     )
@@ -94,7 +94,7 @@ class History:
 
 
 def marks(reports: Reports) -> tuple[tuple[Any, ...], ...]:
-    """What changes when a run moves: rows, tokens, steps, versions, of every node of every
+    """Marks that change when a run moves: rows, tokens, steps, versions, of every node of every
     worker.
     """
     return tuple(
@@ -111,7 +111,7 @@ def marks(reports: Reports) -> tuple[tuple[Any, ...], ...]:
 
 
 def busy(reports: Reports) -> float:
-    """Seconds that all nodes have been at work."""
+    """Seconds that all nodes have spent at work."""
     nodes = [
         node_report
         for report in reports.values()
@@ -134,6 +134,6 @@ def _state(
 
 
 def _spent(past: _Past) -> dict[str, float]:
-    """By kind, the seconds of the window."""
+    """Seconds of the window, by state."""
     first, last = past.sums[0][1], past.sums[-1][1]
     return {key: max(0.0, last[key] - first[key]) for key in last}

@@ -32,7 +32,7 @@ _SIGNS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
-    """What a log says last of something that went wrong."""
+    """The last problem in a log."""
 
     log: str
     text: str
@@ -40,7 +40,7 @@ class Trouble:
     where: str = ""
     """File and line, where there was a traceback."""
     lines_ago: int = 0
-    """Lines that follow it."""
+    """Lines after it."""
 
 
 def last_errors(folder: Path) -> list[Trouble]:
@@ -154,7 +154,7 @@ def _waits(facts: Facts) -> list[str]:
 
 
 def _how_long(node: Node) -> str:
-    """Of one that works now and then the share of its time that it waits."""
+    """For a node that works now and then, the share of its time that it waits."""
     share = {"blocked": node.blocked, "starved": node.starved}.get(node.state, node.waiting)
     if node.for_s < _NOW_AND_THEN_S and share is not None:
         return f"{share:.0%} of the time"
@@ -296,7 +296,7 @@ def _error(trouble: Trouble) -> list[str]:
 
 
 def _fault(line: str) -> str:
-    """A line of faults.jsonl for people; one that was torn, as it is."""
+    """A line of faults.jsonl as text; a torn one unchanged."""
     try:
         fault = json.loads(line)
         back = fault["recovered_s"]

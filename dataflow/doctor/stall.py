@@ -9,23 +9,23 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 MOST_BETWEEN_S = 5.0
-"""Of a longer time between two looks no more is counted."""
+"""A longer pause between two looks counts as so many seconds."""
 
 Decision: TypeAlias = Literal["fine", "slow", "stalled"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stillness:
-    """For how long nothing has moved, as far as was seen."""
+    """How long nothing has moved, as far as was seen."""
 
     marks: object = None
     """What moves: rows, tokens, steps, versions; of any type that can be compared."""
     looked: float | None = None
     """Time of the last look."""
     still_s: float = 0.0
-    """Without a change of marks."""
+    """Seconds without a change of marks."""
     idle_s: float = 0.0
-    """Without a change of marks, and with nobody at work."""
+    """Seconds without a change of marks, and with nobody at work."""
 
     def look(self, marks: object, at_work: bool, now: float) -> "Stillness":
         """The stillness after another look. at_work: somebody works, starts, or is started
@@ -43,6 +43,6 @@ class Stillness:
 
 
 def decide(stillness: Stillness, *, stall_s: float, slice_s: float) -> Decision:
-    """slow: to be warned of; stalled: at twice the limit, to be ended."""
+    """slow: warn; stalled, at twice the limit: end the run."""
     part = max(stillness.idle_s / stall_s, stillness.still_s / slice_s)
     return "stalled" if part >= 2 else "slow" if part >= 1 else "fine"

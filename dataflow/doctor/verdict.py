@@ -11,7 +11,7 @@ MOVES_S = 10.0
 """A run in which something moved within so many seconds is under way."""
 _LONG_SLICE_S = 30.0
 _BUSY = 0.5
-"""A part that is busy for a smaller share holds nobody up."""
+"""A part that is busy for a smaller share delays nobody."""
 
 
 def verdict(facts: Facts, *, moves_s: float = MOVES_S) -> str:
@@ -40,7 +40,7 @@ def verdict(facts: Facts, *, moves_s: float = MOVES_S) -> str:
 
 
 def _starting(facts: Facts) -> str:
-    """Those that wait for the others to come so far are not what a start waits for."""
+    """The verdict while workers start: workers that only wait for others do not delay the start."""
     late = [worker for worker in facts.workers.values() if worker.state != "ready"]
     slow = [
         worker
@@ -56,7 +56,7 @@ def _starting(facts: Facts) -> str:
 
 
 def _most(facts: Facts, reached: Mapping[str, list[str]]) -> str:
-    """What the sink waits for that the run is about now; else what most nodes wait for."""
+    """The node that the run's present sink waits for; else the one that most nodes wait for."""
     held_out = {edge.consumer for edge in facts.edges if edge.source in facts.on_demand}
     sinks = {name for name in held_out if facts.nodes[name].kind == "sink"}
     goals = sinks if facts.evaluating else set(facts.leading)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dataflow.doctor.facts import AWAY, Awaited, EdgeFacts, Facts, Node, WorkerFacts
 
 SILENT_S = 2.0
-"""A worker beats five times a second; one that has said nothing for so long does not answer."""
+"""A worker beats five times a second; one without a message for so long does not answer."""
 LONG_SLICE_S = 2.0
 """A worker's other nodes wait for a slice that takes longer."""
 
@@ -21,7 +21,7 @@ class Wait:
 
 
 def trouble(worker: WorkerFacts) -> str:
-    """What is the matter with a worker, to follow its name in a sentence; empty: nothing."""
+    """What is wrong with a worker, to follow its name in a sentence; empty: nothing."""
     process = worker.process
     if worker.state in ("stopping", "left"):
         return ""
@@ -43,7 +43,7 @@ def trouble(worker: WorkerFacts) -> str:
 
 
 def troubled(node: Node) -> list[WorkerFacts]:
-    """The workers of a node with which something is the matter."""
+    """The workers of a node with which something is wrong."""
     return [worker for worker in node.workers if trouble(worker)]
 
 
@@ -55,7 +55,7 @@ def waits(facts: Facts) -> list[Wait]:
 
 
 def waits_of(facts: Facts, node: Node) -> list[Wait]:
-    """Whom one node waits for."""
+    """The waits of one node."""
     if troubled(node) or node.state in ("working", "done"):
         return []
     if wait := _behind(node):
@@ -92,7 +92,7 @@ def ends(facts: Facts, all_waits: Collection[Wait]) -> dict[str, list[str]]:
 
 
 def seconds(value: float) -> str:
-    """For people: 0.4 s, 12 s, 3 min 20 s."""
+    """A time as text: 0.4 s, 12 s, 3 min 20 s."""
     if value < 9.95:
         return f"{value:.1f} s"
     if value < 119.5:
@@ -134,7 +134,7 @@ def _ends_of(start: str, following: dict[str, list[str]]) -> set[str]:
 
 
 def _reach(start: str, following: dict[str, list[str]]) -> set[str]:
-    """What can be reached from a node by at least one wait."""
+    """The nodes that one node reaches by at least one wait."""
     reached: set[str] = set()
     todo = list(following.get(start, ()))
     while todo:

@@ -1,3 +1,3 @@
 """Flags of a program that calls `main(build)`: declared by a function, read from words or a file,
-told in groups.
+shown in groups.
 """

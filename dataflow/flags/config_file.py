@@ -13,11 +13,11 @@ from dataflow.flags.declared import Flag
 from dataflow.flags.words import FlagError, Words, expected, unknown
 
 FILE = "config.yaml"
-"""In a run's folder: all flags that made it."""
+"""In a run's folder: all flags of the run."""
 PROGRAM = "graph"
 """Key of the program that a file is for: a module, or a path to a file of Python."""
 NOT_KEPT = ("config", "resume", "explain", "draw", "foresee", "prices")
-"""Flags that no run is made by."""
+"""Flags that do not shape a run."""
 _NOTHING = ("", "~", "null", "Null", "NULL", "None", "none")
 
 
@@ -50,7 +50,7 @@ def read(path: Path, flags: Mapping[str, Flag], program: str, called: str) -> di
 
 
 def program_of(path: Path) -> str:
-    """Which program a file is for. Errors: FlagError where it does not say."""
+    """The program that a file is for. Errors: FlagError where it does not say."""
     for key, _, value in keys_of(path):
         if key == PROGRAM and isinstance(value, str) and value:
             return value

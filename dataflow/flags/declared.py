@@ -17,7 +17,7 @@ from dataflow.errors import GraphError
 
 FIRST = "what everyone needs"
 ALGORITHM = "this algorithm"
-"""Of parameters that stand beside those of a dataclass."""
+"""The heading of parameters beside those of a dataclass."""
 HEADING = "heading"
 """ClassVar of a dataclass: above its flags in --help, where it is another than `FIRST`."""
 
@@ -27,7 +27,7 @@ class Flag:
     """One flag: `--max-tokens 24`."""
 
     name: str
-    """As the parameter or the field is called: max_tokens."""
+    """The name of the parameter or field: max_tokens."""
     kind: Any = str
     default: Any = inspect.Parameter.empty
     """`inspect.Parameter.empty`: it has to be given."""
@@ -38,7 +38,7 @@ class Flag:
 
     @property
     def option(self) -> str:
-        """On a command line."""
+        """The flag on a command line."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
@@ -75,7 +75,7 @@ class Flag:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """All that it may be; empty: anything of its kind."""
+        """All possible values; empty: any value of its kind."""
         choices = [typing.get_args(kind) for kind in self.kinds]
         return (
             tuple(map(str, choices[0]))
@@ -86,7 +86,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a function's parameters came to."""
+    """The flags of a function's parameters."""
 
     build: Callable[..., Any]
     flags: Mapping[str, Flag]
@@ -186,7 +186,7 @@ def _made(kind: type, values: Mapping[str, Any]) -> Any:
 
 
 def _heading(kind: type, field: str) -> str:
-    """Of the first class that has the field."""
+    """The heading of the first class that has the field."""
     owner = next(
         owner_class
         for owner_class in reversed(kind.__mro__)

@@ -1,4 +1,4 @@
-"""What `--help` prints: flags in groups, what everyone needs first."""
+"""The page of `--help`: flags in groups, the most needed first."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ from typing import Any
 from dataflow.flags.declared import Flag
 
 _LEFT = 28
-"""Columns of the flag and what it takes."""
+"""Columns of the flag and its value."""
 _MOST, _LEAST = 120, 50
 """Columns of a page."""
 _TAKES = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
@@ -38,7 +38,7 @@ def page(program: str, about: str, flags: Iterable[Flag], columns: int | None = 
 
 
 def takes(flag: Flag) -> str:
-    """What stands behind the flag."""
+    """The value's form, behind the flag."""
     if flag.repeats:
         return _takes(typing.get_args(flag.kind)[0])
     return (
@@ -72,7 +72,7 @@ def _entry(flag: Flag, width: int) -> list[str]:
 
 
 def _sentence(text: str) -> str:
-    """As the others begin and end: small, but for names; without a full stop."""
+    """A help text in the page's style: a small first letter, except in names, and no full stop."""
     text = " ".join(text.split()).removesuffix(".")
     return text[:1].lower() + text[1:] if re.match(r"[A-Z][a-z]*[ ,;:-](?![A-Z])", text) else text
 

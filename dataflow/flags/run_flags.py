@@ -1,6 +1,5 @@
-"""The flags that every program of a graph has: where a run goes, what it leaves, how it is looked
-at before.
-"""
+"""The flags of every graph's program: where a run goes, what it leaves, how to look at it
+before."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Flags as words, `--lr 1e-6 --chat`: which flags they are, and what each is worth."""
+"""Flags as words, `--lr 1e-6 --chat`: which flags they are, and their values."""
 
 import difflib
 import inspect
@@ -35,14 +35,14 @@ class FlagError(GraphError):
 
 @dataclass
 class Words:
-    """What was given for one flag."""
+    """The words of one flag."""
 
     flag: Flag
     words: list[str] = field(default_factory=list)
     off: bool = False
     """Whether it was --no-...."""
     place: str = ""
-    """Where it was given, for people, where that is no command line."""
+    """The place, as text, where that is no command line."""
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ class Words:
 
 
 _NO_FLAG = Words(Flag(name="", kind=tuple[str, ...]))
-"""Takes what stands behind a flag that nobody has."""
+"""Takes the words behind an unknown flag."""
 
 
 def split(words: Sequence[str], flags: Mapping[str, Flag], program: str) -> dict[str, Words]:
@@ -139,7 +139,7 @@ def _taken(word: str, last: Words | None, flags: Mapping[str, Flag], program: st
 
 
 def unknown(name: str, flags: Collection[str], program: str, shown: str) -> str:
-    """What to tell of a name that is no flag. shown: as it was written."""
+    """The refusal of an unknown name. shown: as it was written."""
     parts = name.replace("-", "_").split(".")
     for own in ("_".join(parts[-2:]), parts[-1]):
         if own in flags:
@@ -159,7 +159,7 @@ def _option(name: str) -> str:
 
 
 def expected(flag: Flag) -> str:
-    """What a flag takes, in words."""
+    """What a flag accepts, in words."""
     return " or ".join([*map(_named, flag.kinds), *(["None"] if flag.may_be_none else [])])
 
 
@@ -175,7 +175,7 @@ def _named(kind: Any) -> str:
 
 
 def _read(kind: Any, words: Sequence[str], given: Words) -> Any:
-    """Of one kind: what tyro makes of the words."""
+    """A value of one kind: what tyro makes of the words."""
 
     def take(**values: Any) -> Any:
         return values[_VALUE]

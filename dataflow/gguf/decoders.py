@@ -45,7 +45,7 @@ _KNOWN = {
     "rope.scaling.finetuned",
 }
 _WITHOUT_EFFECT = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
-"""Further keys, with the only values that they may have."""
+"""Further keys, each with the only value that is supported."""
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -74,7 +74,7 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class DecoderInFile:
-    """A model, as its file tells of it."""
+    """A model, as its file describes it."""
 
     config: Mapping[str, Any]
     """Of config.json."""
@@ -82,7 +82,7 @@ class DecoderInFile:
 
 
 def decoder_in(content: GGUFContent) -> DecoderInFile:
-    """What a file's model is. GGUFError where anything in it is not known here, by name."""
+    """The model in a file. GGUFError names anything in it that is not known here."""
     family = content.need("general.architecture", str)
     if family not in _CLASSES:
         raise GGUFError(
@@ -242,7 +242,7 @@ def _placed(
 
 
 def _widest(tensors: Sequence[PlacedTensor]) -> str:
-    """How the largest tensors are held; transformers wants one type of a model."""
+    """The type of the largest tensors; transformers wants one type of a model."""
     return max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype
 
 
@@ -283,7 +283,7 @@ def _makes(rope: Mapping[str, Any], factors: Any, width: int) -> bool:
 
 
 def _special(content: GGUFContent) -> dict[str, int]:
-    """Ids that a config has, too."""
+    """Ids of special tokens, which a config has too."""
     keys = {
         "bos_token_id": "bos_token_id",
         "eos_token_id": "eos_token_id",

@@ -12,7 +12,7 @@ import numpy as np
 from dataflow.gguf.content import GGUFContent, kinds_of_numbers
 
 AT_ONCE_BYTES = 32 << 20
-"""Of floats, made at once."""
+"""The most floats that are made at once."""
 _AS_THEY_ARE = ("F32", "F16", "BF16")
 """Kinds of numbers that safetensors has too."""
 

@@ -26,7 +26,7 @@ class _Cut:
     """A way of cutting text into words."""
 
     regex: str | None = None
-    """Of a word; None: GPT-2's."""
+    """The regex of a word; None: GPT-2's."""
     digits_alone: bool = False
     """Each digit is a word; before the regex, which then sees what lies between."""
     composed: bool = False
@@ -34,7 +34,7 @@ class _Cut:
     whole_words: bool = False
     """A word that is a token is that token, whatever the merges make of it."""
     begins: bool = False
-    """A text begins with the token of beginning, where the file does not say."""
+    """Whether a text begins with the token of beginning, where the file does not say."""
 
 
 _LLAMA3 = _Cut(
@@ -52,7 +52,7 @@ _CUTS = {
         rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}", composed=True
     ),
 }
-"""By the file's name of it."""
+"""Cuts by their names in files."""
 _OF_FAMILY = {"qwen2": ("qwen2",), "qwen3": ("qwen2",)}
 """Families for which transformers takes a tokenizer of its own, whatever tokenizer.json says: only
 with this cut."""

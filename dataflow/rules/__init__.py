@@ -1,3 +1,3 @@
-"""By which rules rows go through a graph: pure, without tensors and sockets; a run and its
+"""The rules by which rows go through a graph: pure, without tensors and sockets; a run and its
 simulation share them.
 """

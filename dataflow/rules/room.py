@@ -1,4 +1,4 @@
-"""How much an operator takes in before it has done what it has."""
+"""How many rows an operator accepts before it has finished others."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Who of several nodes that share devices has them."""
+"""Which of several nodes that share devices has them."""
 
 from typing import Literal
 

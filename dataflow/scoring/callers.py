@@ -1,4 +1,4 @@
-"""What makes a scorer's calls: a pool of processes, or this process."""
+"""Makes a scorer's calls: in a pool of processes, or in this process."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from dataflow.scoring.values import pack, prepare
 
 
 class Caller(Protocol):
-    """What makes the calls: `Pool`, or `InWorker`."""
+    """Something that makes calls: `Pool`, or `InWorker`."""
 
     restarts: int
     """How often a process was replaced."""
@@ -31,7 +31,7 @@ class Caller(Protocol):
 
     def waits(self) -> Sequence[int]:
         """A descriptor that is readable when `poll` has something to do, where it waits for
-        anybody.
+        others.
         """
 
     def submit(self, calls: int, encode: Encode) -> int:
@@ -41,7 +41,7 @@ class Caller(Protocol):
         """The answers that have come."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release what it holds."""
 
 
 class InWorker:
@@ -61,7 +61,7 @@ class InWorker:
         return sum(calls for _, calls, _ in self._jobs)
 
     def waits(self) -> Sequence[int]:
-        """Nothing: `poll` makes the calls itself."""
+        """None: `poll` makes the calls itself."""
         return ()
 
     def submit(self, calls: int, encode: Encode) -> int:
@@ -86,12 +86,12 @@ class InWorker:
         return [Answer(job, list(range(calls)), failures, self._settings.pack(values))]
 
     def close(self) -> None:
-        """Forget what has not been called."""
+        """Drop the calls that were not made."""
         self._jobs.clear()
 
 
 def caller_of(scorer: ScorerKnobs[..., Any]) -> Caller:
-    """What makes the calls of a scorer: a pool, whose server is forked here, or this process."""
+    """The caller of a scorer: a pool, whose server is forked here, or this process."""
     code = code_of(scorer.function) or scorer.function.__code__
     settings = PoolSettings(
         prepare=partial(prepare, scorer),

@@ -1,5 +1,5 @@
-"""What a pool and its processes say to each other. What calls are made with, and what they gave,
-are the bodies of messages, which the pool does not look into.
+"""Messages between a pool and its processes. Arguments and results of calls are bodies of messages,
+which the pool does not read.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,10 +15,10 @@ Call = Callable[..., Any]
 
 
 class Ask(Protocol):
-    """What a call has of the owner of its pool."""
+    """A call's access to the owner of its pool."""
 
     async def __call__(self, body: bytes) -> bytes:
-        """Ask it something, and wait for what it says; the clock of the call stands still
+        """Ask the owner something, and wait for the answer; the call's clock stands still
         meanwhile.
         """
 
@@ -28,7 +28,7 @@ class Ask(Protocol):
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls to be made; the body says with what."""
+    """Calls to make; the body has their arguments."""
 
     chunk: int
     calls: int
@@ -36,27 +36,27 @@ class Calls:
 
 @dataclass(frozen=True)
 class Answers:
-    """Calls that were made; the body has the values of those that did not fail, in their order."""
+    """Calls that were made; the body has the values of those that succeeded, in their order."""
 
     chunk: int
     calls: list[int]
     failures: Mapping[int, str]
-    """What went wrong, by call."""
+    """Failures, by call."""
 
 
 @dataclass(frozen=True)
 class CallAsks:
-    """A call that is being made asks its owner something, which the body says, and waits."""
+    """A running call asks its owner something, and waits; the body has the question."""
 
     chunk: int
     call: int
     number: int
-    """Of the question, within the call."""
+    """Number of the question, within the call."""
 
 
 @dataclass(frozen=True)
 class CallHears:
-    """What the owner says to that, in the body."""
+    """The owner's answer, in the body."""
 
     chunk: int
     call: int
@@ -82,9 +82,9 @@ class PoolSettings:
     prepare: Callable[[bytes], Call]
     """From the payload of a chunk to the function that makes its call number i."""
     pack: Callable[[list[Any]], bytes]
-    """What several calls gave as bytes, for who submitted them."""
+    """Results of several calls as bytes, for whoever submitted them."""
     describe: Callable[[BaseException], str]
-    """What an exception is recorded as."""
+    """The text that is recorded for an exception."""
     processes: int = 1
     concurrency: int = 1
     """Calls at once within a process."""
@@ -99,5 +99,5 @@ class PoolSettings:
 
     @property
     def late(self) -> str:
-        """What a call that took too long is recorded as."""
+        """The text that is recorded for a call that took too long."""
         return f"{HUNG}: no answer within {self.timeout_s:g} s"

@@ -1,6 +1,4 @@
-"""Why a rollout failed, as the column `error` has it: whose call it was, the cause, and what was
-found.
-"""
+"""Why a rollout failed, as in the column `error`: the node, the cause, and the details."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,17 +11,18 @@ HUNG: Final = "hung"
 DIED: Final = "died"
 """A process ended during a call, or took more memory than its limit."""
 UNUSABLE: Final = "unusable"
-"""A function gave what is no value of its column; a prompt, or a conversation, is none."""
+"""A function returned what is no value of its column; or a prompt, or a conversation, is
+unusable."""
 TOO_LONG: Final = "too_long"
 """A prompt has no room in the context: it can never be trained."""
 WORLD: Final = "world"
-"""Something outside failed that the policy has no part in: a judge, a network; tried again before
-it counts."""
+"""Something outside of the policy failed: a judge, a network. The call is made again before it
+counts."""
 OTHER: Final = "other"
-"""Of an error that names no cause."""
+"""The cause of an error that names none."""
 CAUSES: Final = (RAISED, HUNG, DIED, UNUSABLE, TOO_LONG, WORLD)
 BY_CAUSE: Final = "failed_"
-"""Before a cause, in the status of a node: how many rollouts failed by it."""
+"""The prefix of a cause in a node's status: how many rollouts failed by it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class RolloutFailure:
 
     @classmethod
     def read(cls, error: str) -> "RolloutFailure":
-        """What a text in the column `error` says."""
+        """The failure in a text of the column `error`."""
         by, colon, text = error.partition(": ")
         if not colon or not by.replace("-", "_").replace(".", "_").isidentifier():
             return cls("", OTHER, error)

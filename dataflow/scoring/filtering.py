@@ -1,6 +1,5 @@
-"""The runtime of a filter: scores groups with True or False, and writes its name where it was
-False.
-"""
+"""The runtime of a filter: scores groups with True or False, and writes its name where it is
+False."""
 
 import pyarrow as pa
 import pyarrow.compute as pc

@@ -1,6 +1,4 @@
-"""Adapters for functions that were written for other systems, by the name that stands in front of a
-reference.
-"""
+"""Adapters for functions written for other systems, by the name before a reference."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +21,8 @@ def split_form(reference: str) -> tuple[str, str]:
 
 
 def adapt(form: str, loaded: Any) -> Any:
-    """What was found as a scorer; as it is where no form is named. GraphError for a form that
-    nobody has put here.
+    """A loaded object as a scorer; unchanged where no form is named. GraphError for an unknown
+    form.
     """
     if not form:
         return loaded

@@ -1,4 +1,4 @@
-"""What `join` adds to a graph: rows of several branches become one row again."""
+"""The operator of `join`: rows of several branches become one row again."""
 
 import collections
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class JoinRuntime(Runtime):
         return batches or None
 
     def pending(self) -> int:
-        """Groups that some branch still owes."""
+        """Groups that some branch has not delivered."""
         return len(self._parts)
 
     def _merge(self, source: str, parts: list[pa.RecordBatch]) -> pa.RecordBatch:

@@ -1,5 +1,5 @@
-"""What a scorer declares, and its runtime reads: the function, the knobs that it was given, the
-limits of its calls.
+"""A scorer's declaration, which its runtime reads: the function, its knobs, the limits of its
+calls.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
     light: ClassVar[bool] = True
     state: ClassVar[str | None] = "scored"
     may_not_apply: ClassVar[bool] = True
-    """Whether None says that it does not apply to a row; False: None is no answer."""
+    """Whether None means that it does not apply to a row; False: None is no answer."""
 
     function: Callable[P, T_co] = field(repr=False)
-    """What the user wrote."""
+    """The user's function."""
     per: Per = "row"
     """Called once per rollout, or once with all good rows of a group, or of all groups that arrived
     together."""
@@ -101,7 +101,7 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
 
     @property
     def about(self) -> str:
-        """What the function says of itself."""
+        """The function's docstring."""
         return inspect.getdoc(self.function) or super().about
 
     def identity(self) -> Hashable:

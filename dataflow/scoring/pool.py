@@ -1,5 +1,5 @@
-"""A pool of killable processes: each call submitted is answered once, by its value or by what went
-wrong.
+"""A pool of killable processes: each submitted call is answered once, by its value or by its
+failure.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from dataflow.system.messages import MessageError
 
 _PATIENCE_S = 10.0
 _STOPPED_S = 1.0
-"""After so long without an answer the server may have been stopped."""
+"""After so many seconds without an answer the server may have been stopped."""
 _MEMORY_LOOK_S = 0.1
 _CLOSE_S = 5.0
 _DEATHS = 3
@@ -49,12 +49,12 @@ _LARGEST_WINDOW = 1024
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of some calls of a job."""
+    """Answers to some calls of a job."""
 
     job: int
     calls: list[int]
     failures: Mapping[int, str]
-    """What went wrong, by call."""
+    """Failures, by call."""
     body: bytes
     """What those gave that did not fail, in their order, as `PoolSettings.pack` made it; not to be
     looked into where all failed."""
@@ -110,8 +110,8 @@ class Pool:
 
     @property
     def at_work(self) -> float:
-        """The share of the calls that its processes could make at a time which they have, from 0 to
-        1.
+        """The share of the calls that its processes could make at once which they are making, from
+        0 to 1.
         """
         if not self._jobs:
             return 0.0
@@ -166,7 +166,7 @@ class Pool:
         return answers
 
     def asked(self) -> list[Asked]:
-        """What calls have asked by the last `poll`, each question once."""
+        """Questions that calls asked until the last `poll`, each once."""
         questions, self._asked = self._asked, []
         return questions
 

@@ -1,4 +1,4 @@
-"""The owner's view of one process of a pool: its channel, the calls it has, and the call it is
+"""The owner's view of one process of a pool: its channel, its calls, and the call that it is
 making.
 """
 
@@ -14,7 +14,7 @@ from dataflow.scoring.server import PROGRESS_FIELDS
 from dataflow.system.channel import Channel
 
 Encode = Callable[[int, int], bytes]
-"""What some calls of a job, from one to before another, are made with."""
+"""Encodes the arguments of some calls of a job, from one to before another."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class CallRange:
     start: int
     stop: int
     is_alone: bool = False
-    """To be made with nothing beside it, because it may have ended a process."""
+    """Whether it must run alone, because it may have ended a process."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class CallChunk:
     job: int
     start: int
     open: set[int]
-    """Numbers within the job that it has not answered."""
+    """Numbers within the job of calls without an answer."""
     is_alone: bool
     sent_s: float
 
@@ -48,17 +48,17 @@ class AnswerFrame:
     calls: list[int]
     failures: dict[int, str]
     body: bytes = b""
-    """What those gave that did not fail."""
+    """Results of those that succeeded."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call asks, by its number in its job."""
+    """A call's question, by the call's number in its job."""
 
     job: int
     call: int
     number: int
-    """Of the question, within the call, whose first is 0: a call that is made again asks again."""
+    """Number of the question within the call, from 0: a call that is made again asks again."""
     body: bytes
 
 
@@ -87,7 +87,7 @@ class PoolProcess:
         self.idle_since: float | None = None
         self.chunks: dict[int, CallChunk] = {}
         self.asking: dict[tuple[int, int], CallHears] = {}
-        """By job and call, who waits for an answer to a question."""
+        """By job and call, the waiting question."""
 
     @property
     def open_calls(self) -> int:
@@ -111,7 +111,7 @@ class PoolProcess:
                 self.channel.post(Calls(number, len(calls)), body=encode(piece.start, piece.stop))
 
     def flush(self) -> None:
-        """Write what it will take."""
+        """Write as much as it takes."""
         assert self.channel is not None
         with contextlib.suppress(OSError):
             self.channel.flush()
@@ -126,7 +126,7 @@ class PoolProcess:
             self.channel.post(waiting, body=body)
 
     def dismiss(self) -> None:
-        """Let its calls give back what they hold; it ends by itself then."""
+        """Let its calls release what they hold; then it ends by itself."""
         if self.channel is not None:
             with contextlib.suppress(OSError):
                 self.channel.post(PoolCloses())

@@ -1,6 +1,4 @@
-"""The limit of a call that asks: it stands still while the call rests, and is no more once the call
-has ended.
-"""
+"""The time limit of a call that asks: its clock stands still while the call rests."""
 
 import asyncio
 import contextlib
@@ -8,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 
 class RestingLimit:
-    """Of one call. A task that the call has left behind rests and works without a trace."""
+    """The limit of one call. A task that outlives the call rests and works without effect."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Calls that are made again where the world failed: how often, and after which pause."""
+"""Repeats calls where the world failed: how often, and after which pause."""
 
 import asyncio
 import itertools
@@ -11,7 +11,7 @@ from dataflow.errors import WorldFailed
 from dataflow.scoring.calls import Call
 
 WORLD_ERRORS: tuple[type[BaseException], ...] = (WorldFailed, ConnectionError, TimeoutError)
-"""What is raised where something outside failed, whatever a scorer adds to it."""
+"""Errors that mean that something outside failed, whatever a scorer adds to them."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 
 
@@ -58,7 +58,7 @@ def retried(
 
 
 def retried_async(call: Call, retries: int, world: tuple[type[BaseException], ...]) -> Call:
-    """The same of a call that returns a coroutine."""
+    """The same for a call that returns a coroutine."""
 
     async def made(index: int) -> Any:
         for attempt in itertools.count():

@@ -1,4 +1,4 @@
-"""What a scorer's function may return, and how what it raises is described."""
+"""What a scorer's function may return, and how its exceptions are described."""
 
 import math
 import os
@@ -160,7 +160,7 @@ def _scalar(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """It in a few letters, for an error."""
+    """A value in a few letters, for an error."""
     try:
         text = " ".join(repr(value).split())
     except Exception:

@@ -1,6 +1,4 @@
-"""The runtime of a scorer: rows in, the same rows with one more column out, their failures
-recorded.
-"""
+"""The runtime of a scorer: rows come in, and leave with one more column; failures are recorded."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -50,11 +48,11 @@ class _HeldBatch:
     """Unanswered calls of each group, int [groups]; one for several groups counts for each of
     them."""
     since: float
-    """When something was last sent of it, in seconds."""
+    """When its groups last left, in seconds."""
     scores: list[pa.Array] = field(default_factory=list)
-    """What was said of its rows so far."""
+    """Scores of its rows so far."""
     scored: list[AnyArray] = field(default_factory=list)
-    """Which rows these are, int [rows of each]."""
+    """The rows of these scores, int [rows of each]."""
     failures: dict[int, str] = field(default_factory=dict)
     is_sent: AnyArray = field(init=False)
     """Which groups have left, bool [groups]."""
@@ -69,7 +67,7 @@ class _Job:
 
     batch: _HeldBatch
     rows: AnyArray
-    """Of the batch, call by call, int [rows]."""
+    """Rows of the batch, call by call, int [rows]."""
     starts: AnyArray
     """Where the rows of each call begin, int [calls + 1]."""
     calls_left: int
@@ -175,9 +173,7 @@ class Scoring(Runtime):
         return self._caller.at_work
 
     def status(self) -> dict[str, float | int | str]:
-        """Rows waiting, passed on, failed and such as it does not apply to; how often a process was
-        replaced.
-        """
+        """Rows waiting, passed on, failed, and not applicable; how often a process was replaced."""
         return {
             "queue": self._rows,
             "scored": self._scored,
@@ -294,9 +290,7 @@ class Scoring(Runtime):
         return self._written(records, _in_order(held_batch, self._scorer.output))
 
     def _written(self, records: pa.RecordBatch, scores: pa.Array) -> pa.RecordBatch:
-        """The rows with what the function said of each; null where it does not apply, was not
-        asked, or failed.
-        """
+        """The rows with their scores; null where it does not apply, was not asked, or failed."""
         if scores.type != NOTED:
             return records.append_column(self._scorer.name, scores)
         values, notes = scores.flatten()
@@ -305,7 +299,7 @@ class Scoring(Runtime):
 
 
 def _in_order(held_batch: _HeldBatch, output: pa.DataType) -> pa.Array:
-    """What was said of each row of a batch; null where nothing was."""
+    """The score of each row of a batch; null where there is none."""
     count = len(held_batch.group_of_row)
     if not held_batch.scores:
         return pa.nulls(count, output)

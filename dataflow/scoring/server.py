@@ -178,14 +178,14 @@ async def _awaited(call: Call, index: int, settings: PoolSettings) -> tuple[Any,
 
 
 class _Questions:
-    """What calls have asked, and wait for; the clock of a call stands still meanwhile."""
+    """The questions of calls that wait; the clock of a call stands still meanwhile."""
 
     def __init__(self, post: Callable[[CallAsks, bytes], None]) -> None:
         self._post = post
         self._open: dict[tuple[int, int, int], asyncio.Future[bytes]] = {}
 
     def hear(self, message: CallHears, body: bytes) -> None:
-        """What a call asked for has come; one that has ended meanwhile wants it no more."""
+        """An answer to a call has come; a call that has ended ignores it."""
         future = self._open.get((message.chunk, message.call, message.number))
         if future is not None and not future.done():
             future.set_result(body)
@@ -193,7 +193,7 @@ class _Questions:
     async def awaited(
         self, call: Call, source: Source, chunk: int, index: int, settings: PoolSettings
     ) -> tuple[Any, str | None]:
-        """As `_awaited`, of a call that asks."""
+        """As `_awaited`, for a call that asks."""
         limit = asyncio.timeout(settings.timeout_s)
         ask = _Asking(self._post, self._open, limit, source, (chunk, index), settings.timeout_s)
         try:
@@ -206,7 +206,7 @@ class _Questions:
 
 
 class _Asking:
-    """What one call has of its owner: `calls.Ask`."""
+    """One call's access to its owner: `calls.Ask`."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class _Asking:
         self.rest = self._limit.rest
 
     async def __call__(self, body: bytes) -> bytes:
-        """As `Ask`; a task that the call has left behind ends here."""
+        """As `Ask`; a task that outlives its call ends here."""
         if self._limit.is_over:
             raise asyncio.CancelledError
         key = *self._call, self._asked
@@ -242,7 +242,7 @@ class _Asking:
                 del self._waiting[key]
 
     def end(self) -> None:
-        """The call has ended: nobody answers what it has left behind."""
+        """The call has ended: nobody answers the tasks that it left."""
         self._limit.is_over = True
         for key, future in list(self._waiting.items()):
             if key[:2] == self._call:
@@ -250,8 +250,8 @@ class _Asking:
 
 
 class _Stepped:
-    """A coroutine that shows the owner while its own code is what the process is at: who blocks it,
-    or ends it.
+    """A coroutine that shows the owner while its own code runs: so a process that blocks or ends is
+    traced to a call.
     """
 
     def __init__(self, coroutine: Any, source: Source) -> None:
@@ -284,7 +284,7 @@ class _Gathered:
         self._gathered: dict[int, tuple[list[int], list[Any], dict[int, str]]] = {}
 
     def add(self, chunk: int, call: int, value: Any, failure: str | None) -> None:
-        """One more; of a call that failed, why."""
+        """Add an answer; for a failed call, the reason."""
         calls, values, failures = self._gathered.setdefault(chunk, ([], [], {}))
         calls.append(call)
         if failure is None:
@@ -297,7 +297,7 @@ class _Gathered:
         return took_ns > SLOW_NS or time.monotonic_ns() - self._sent_ns > GATHER_NS
 
     def take(self, settings: PoolSettings) -> list[tuple[Answers, bytes]]:
-        """All that gathered as messages and their bodies; forgotten here."""
+        """All answers so far as messages and their bodies; they are removed."""
         gathered, self._gathered = self._gathered, {}
         self._sent_ns = time.monotonic_ns()
         return [
@@ -322,7 +322,7 @@ def _attempt(call: Call, index: int, settings: PoolSettings) -> tuple[Any, str |
 
 
 def _prepared(channel: Channel[Any], settings: PoolSettings) -> Call:
-    """What makes the calls of the next message; each fails where its body cannot be read."""
+    """Makes the calls of the next message; each fails where the body cannot be read."""
     try:
         return settings.prepare(channel.bodies.popleft())
     except Exception as error:
@@ -341,7 +341,7 @@ def _messages(channel: Channel[Any]) -> Iterator[Calls]:
 
 
 def _send(channel: Channel[Any], answers: _Gathered, settings: PoolSettings) -> None:
-    """All that gathered."""
+    """Send all answers so far."""
     for message, body in answers.take(settings):
         channel.send(message, body)
 
@@ -351,7 +351,7 @@ _SEND_S = 10.0
 _LOOK_S = 1.0
 _LAST_BREATH_S = 0.1
 _GIVE_BACK_S = 2.0
-"""For calls that ask, when the owner is gone or closes the pool."""
+"""Seconds for calls that ask to end, when the owner is gone or closes the pool."""
 _RESERVE_MB = 1536
 
 
@@ -390,7 +390,7 @@ class ProcessEnded:
 
     process: int
     status: int | None
-    """None: it had closed its channel, and lived on until now."""
+    """None: it had closed its channel, and was still alive."""
 
 
 SERVER: Codec[Any] = Codec(
@@ -471,7 +471,7 @@ def _spawn(end: int, number: int, progress: memoryview, settings: PoolSettings) 
 
 
 def _ended(process: Forked) -> int:
-    """Kill a process with all that it started, unless it has ended by itself; its exit status."""
+    """Kill a process and all that it started, unless it has ended by itself; its exit status."""
     process.kill()
     return process.wait()
 
@@ -486,9 +486,7 @@ def _go_quiet() -> None:
 
 
 def _limit_memory(memory_mb: int | None) -> None:
-    """A wall some way behind the limit that the owner keeps: allocators reserve more than they
-    use.
-    """
+    """Set a memory limit some way above the owner's: allocators reserve more than they use."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_mb is None or sys.platform != "linux":
         return

@@ -20,11 +20,11 @@ from dataflow.errors import GraphError
 _MUTABLE = (list, dict, set, bytearray)
 _NUMBERS = pa.list_(pa.float32())
 NOTED = pa.struct([pa.field("value", pa.float64()), pa.field("note", pa.string())])
-"""What a function gives that returns `Noted`."""
+"""The columns of a function that returns `Noted`."""
 
 
 class Noted(NamedTuple):
-    """A number, and what is to be said of it: written as columns `<name>` and `<name>_note`."""
+    """A number and a note: written as columns `<name>` and `<name>_note`."""
 
     value: float | None
     """None: it does not apply."""
@@ -42,12 +42,12 @@ class Signature:
     reads: Mapping[str, Any]
     """Its columns, with what one row of each must fit."""
     takes_none: frozenset[str]
-    """Columns of which it takes null too, as they are annotated `X | None`; rows in which any other
-    is null are not its business."""
+    """Columns of which it accepts null, as they are annotated `X | None`; a null in any other
+    column means that it does not apply."""
     defaults: Mapping[str, Any]
     """Its knobs."""
     output: pa.DataType
-    """Arrow type of what it says of one row."""
+    """Arrow type of one row's score."""
     is_broadcast: bool
     """Whether one value that is returned for several rows stands for each of them."""
     is_async: bool

@@ -1,4 +1,4 @@
-"""Rows into calls of a scorer's function, and what it returns into a column; both as bytes between
+"""Rows become calls of a scorer's function, and its results a column; both travel as bytes between
 two processes.
 """
 
@@ -54,8 +54,8 @@ def prepare(scorer: ScorerKnobs[..., Any], payload: bytes) -> Call:
 
 
 def pack(scorer: ScorerKnobs[..., Any], values: list[Any]) -> bytes:
-    """What several calls gave, row by row: the column, and of calls with several rows what was
-    wrong with some.
+    """The scores of several calls, row by row: a column, and failures of rows in calls with
+    several.
     """
     if scorer.per == "row":
         columns = [score_column(values, scorer.output)]
@@ -67,7 +67,7 @@ def pack(scorer: ScorerKnobs[..., Any], values: list[Any]) -> bytes:
 
 
 def unpack(scorer: ScorerKnobs[..., Any], body: bytes) -> tuple[pa.Array, dict[int, str]]:
-    """What `pack` was given: the column, and what was wrong by row."""
+    """Reads what `pack` wrote: the column, and failures by row."""
     rows = pa.ipc.read_record_batch(pa.py_buffer(body), _packed(scorer))
     if scorer.per == "row" or rows.column(1).null_count == rows.num_rows:
         return rows.column(0), {}
@@ -154,7 +154,7 @@ def rows_argument(column: pa.Array, annotation: Any) -> Any:
 def rows_values(
     returned: Any, rows: int, check: Check, is_broadcast: bool
 ) -> tuple[list[Any], dict[int, str]]:
-    """The answer for several rows as one value for each, with what was wrong by row."""
+    """One value for each of several rows, and failures by row."""
     if is_broadcast or returned is None:
         return [check(returned)] * rows, {}
     values = listed(returned, rows)
@@ -170,9 +170,7 @@ def rows_values(
 
 
 def listed(returned: Any, rows: int) -> Sequence[Any]:
-    """What was returned for several rows, one value for each in their order; Unscored for anything
-    else.
-    """
+    """The returned values, one for each row in order; Unscored for anything else."""
     is_flat = isinstance(returned, np.ndarray) and returned.ndim == 1
     values = returned.tolist() if is_flat else returned
     if (

@@ -1,3 +1,1 @@
-"""What is known of a rollout's tokens, in arrays: from the engine, over wire and disk, to the
-trainer.
-"""
+"""A rollout's tokens in arrays: from the engine, over wire and disk, to the trainer."""

@@ -1,6 +1,4 @@
-"""What is known of a rollout's tokens, one array per column: from the engine, over wire and disk,
-to the trainer.
-"""
+"""A rollout's tokens, one array per column: from the engine, over wire and disk, to the trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from dataflow.tokens.ragged import flat, list_lengths, one_chunk, per_token
 from dataflow.tokens.sampling_mask import SamplingMask
 
 NO_VERSION = -1
-"""Of a token that no policy drew."""
+"""The version of a token that no policy drew."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +31,7 @@ class RolloutTokens:
     versions: AnyArray
     """int32, which weights produced the token; NO_VERSION where the mask is false."""
     sampling_mask: SamplingMask | None = None
-    """Of as many tokens; None where it is not recorded."""
+    """The sampling masks of these tokens; None where they are not recorded."""
 
     @staticmethod
     def given(ids: AnyArray, *, mask: bool = False) -> RolloutTokens:
@@ -86,7 +84,7 @@ class RolloutTokens:
         return len(self.ids)
 
     def __getitem__(self, cut: slice) -> RolloutTokens:
-        """Neighbouring ones; views."""
+        """Neighbouring tokens; views."""
         mask = self.sampling_mask
         return RolloutTokens(
             self.ids[cut],
@@ -97,7 +95,7 @@ class RolloutTokens:
         )
 
     def take(self, tokens: AnyArray) -> RolloutTokens:
-        """Some of them, in their order."""
+        """Some tokens, in their order."""
         mask = self.sampling_mask
         return RolloutTokens(
             self.ids[tokens],

@@ -1,4 +1,4 @@
-"""What truncation left where tokens were drawn: a rollout's sampling mask, which few runs
+"""The ids that truncation left where tokens were drawn: a rollout's sampling mask, which few runs
 record.
 """
 
@@ -28,7 +28,7 @@ class SamplingMask:
     """
 
     ids: AnyArray
-    """int32 [K], those of one token after the other."""
+    """int32 [K], the ids of one token after the other."""
     offsets: AnyArray
     """int64 [tokens + 1] into `ids`."""
 
@@ -89,7 +89,7 @@ class SamplingMask:
 
     @staticmethod
     def none(tokens: int) -> SamplingMask:
-        """Of tokens from which nothing was left out."""
+        """The mask of tokens from which nothing was left out."""
         return SamplingMask(np.zeros(0, np.int32), np.zeros(tokens + 1, np.int64))
 
     @staticmethod
@@ -106,7 +106,7 @@ class SamplingMask:
         return [self.ids[first:end] for first, end in itertools.pairwise(self.offsets.tolist())]
 
     def __getitem__(self, cut: slice) -> SamplingMask:
-        """Those of neighbouring tokens; views."""
+        """The mask of neighbouring tokens; views."""
         first, end, _ = cut.indices(len(self.offsets) - 1)
         offsets = self.offsets[first : max(first, end) + 1]
         return SamplingMask(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])

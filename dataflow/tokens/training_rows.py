@@ -13,7 +13,7 @@ from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens
 
 NO_TURN = -1
-"""Of a token that the policy did not choose."""
+"""The turn of a token that the policy did not choose."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
