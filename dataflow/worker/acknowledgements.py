@@ -49,11 +49,11 @@ class Acknowledgements:
 
     def oldest(self) -> dict[str, int]:
         """By source, the first group that the runtime is not done with."""
-        found: dict[str, int] = {}
-        for (source, number), held in self._held.items():
-            if held.inside:
-                found[source] = min(number, found.get(source, number))
-        return found
+        oldest: dict[str, int] = {}
+        for (source, number), group in self._held.items():
+            if group.inside:
+                oldest[source] = min(number, oldest.get(source, number))
+        return oldest
 
     def askers(self, source: str, group: int) -> list[str]:
         """Who has sent rows of a group that is held."""
@@ -68,12 +68,12 @@ class Acknowledgements:
         """
         new = []
         for number, ack in acks.items():
-            held = self._held.setdefault((source, number), HeldGroup())
-            if not any(node == origin for node, _ in held.acks):
+            group = self._held.setdefault((source, number), HeldGroup())
+            if not any(node == origin for node, _ in group.acks):
                 new.append(number)
-                held.inside.add(origin)
-            before = held.acks.get((origin, sender))
-            held.acks[origin, sender] = ack
+                group.inside.add(origin)
+            before = group.acks.get((origin, sender))
+            group.acks[origin, sender] = ack
             if before is not None:
                 before()
         return new
@@ -97,13 +97,13 @@ class Acknowledgements:
 
     def inside(self, source: str) -> bool:
         """Whether the runtime is not done with some group of a source."""
-        return any(held.inside for (of, _), held in self._held.items() if of == source)
+        return any(group.inside for (of, _), group in self._held.items() if of == source)
 
     def _settle(self, group: Group) -> None:
         """Let go of a group that neither the runtime nor a next node has."""
-        held = self._held[group]
-        if not held.under_way and not held.inside:
+        held_group = self._held[group]
+        if not held_group.under_way and not held_group.inside:
             del self._held[group]
-            for ack in held.acks.values():
+            for ack in held_group.acks.values():
                 ack()
             self.released(group)
