@@ -136,7 +136,7 @@ LANGUAGE = (
         "an unknown knob is refused",
         refused("unknown_knob"),
         "dataflow:_refuse_unknown",
-        never("knob", "known"),
+        never("knob", "fields"),
         "the refusal",
     ),
     Law(
@@ -157,7 +157,7 @@ LANGUAGE = (
         "one model has one trainer",
         refused("two_trainers"),
         "dataflow:two_trainers",
-        never("other"),
+        never("first_trainer"),
         "comparing trainers",
     ),
     Law(

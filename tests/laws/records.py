@@ -27,7 +27,7 @@ RECORDS = (
         "a scorer's exception is its row's error",
         "test_a_row_gets_a_score_or_an_error_and_never_both_and_none_is_neither",
         "dataflow:Scoring._fail",
-        instead("held.values[row] = 0.0", "failures"),
+        instead("held_batch.values[row] = 0.0", "failures"),
         "the error, replaced by reward 0",
     ),
     Law(

@@ -152,7 +152,7 @@ SCHEDULER = (
         "nodes that take turns bound a run by their sum",
         "test_nodes_of_one_worker_bound_a_run_together_and_their_largest_part_is_named",
         "dataflow.history:heaviest",
-        instead("found.append(BusyShare(share=own[most], node=most, busy=busy[most]))", "sum"),
+        instead("loads.append(BusyShare(share=own[most], node=most, busy=busy[most]))", "sum"),
         "the sum",
     ),
     Law(
@@ -463,7 +463,7 @@ LEDGER = (
         "a drop has a reason",
         "test_a_drop_has_a_reason",
         "dataflow.history:_identity",
-        never("reason", "each"),
+        never("reason", "ending"),
         "requiring one",
     ),
     Law(
@@ -484,7 +484,7 @@ LEDGER = (
         "an older attempt commits nothing",
         "test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked",
         "dataflow:RequestHandler._admitted",
-        never("known", "token", "_floor"),
+        never("writer", "token", "_floor"),
         "comparing attempts",
     ),
     Law(
@@ -607,7 +607,7 @@ LEDGER = (
         "finished rollouts are not made again",
         "test_what_was_finished_before_a_restart_leaves_without_being_made_again",
         "dataflow:NodeLoop._take",
-        assigned("found", "{}"),
+        assigned("finished", "{}"),
         "reading what was finished",
     ),
     Law(
