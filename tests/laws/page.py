@@ -6,11 +6,12 @@ from .law import Law
 
 HEAD = """# Laws
 
-What the engine guarantees, and the test to read for each guarantee. Each law's test states it in its name and fails
-without the code that keeps the law. To try that, run `python -m tests.laws`: in a copy of the tree it breaks the code
-of one law after the other, at the symbol `package:Name.method` wherever below that package it is, and runs the test. A
-quick test checks that each symbol and test exists and each change still fits. `python -m tests.laws --page` writes this
-page.
+What the engine guarantees, and the test to read for each guarantee. Each law's test states it in
+its name and fails without the code that keeps the law. To try that, run `python -m tests.laws`:
+in a copy of the tree it breaks the code of one law after the other, at the symbol
+`package:Name.method` wherever below that package it is, and runs the test. A quick test checks
+that each symbol and test exists and each change still fits. `python -m tests.laws --page` writes
+this page.
 """
 
 
