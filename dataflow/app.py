@@ -64,7 +64,8 @@ def main(
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
     >>> def build(*, group_size: int = 4) -> Graph:
     ...     g = Graph("tiny")
-    ...     FakeTrainer(prompts_per_step=2)(FakeGenerator(group_size=group_size)(g.source(FakePrompts())))
+    ...     rollouts = FakeGenerator(group_size=group_size)(g.source(FakePrompts()))
+    ...     FakeTrainer(prompts_per_step=2)(rollouts)
     ...     return g
     >>> main(build, args=["--group-size", "8", "--draw", "tiny.mmd"])
     drew tiny.mmd

@@ -1,16 +1,16 @@
 """Every error of the engine, as one tree.
 
     DataflowError
-    ├── GraphError (ValueError)    the graph, or an operator's knob, cannot be right; raised before anything runs
+    ├── GraphError (ValueError)    a graph or a knob cannot be right; raised before anything runs
     │   └── FlagError              a flag, or a file of flags, cannot be read
     ├── RecordError (ValueError)   rows do not have the columns or types that were promised
     └── RunError                   a run could not go on
-        ├── OperatorError          an operator of the user's graph failed, with the node and the user's file and line
-        │   └── Unusable           what the user's functions or data give cannot be used, however often it is tried
+        ├── OperatorError          an operator failed; names the node, the user's file and the line
+        │   └── Unusable           the user's functions or data give what can never be used
         ├── WorkerDied             a worker process ended or stopped answering
         ├── DeadlineError          a wait reached its deadline; names who waited for whom
-        ├── WorldFailed            raised by a user's function: what failed is outside, and may be tried again
-        └── Replaced               this scheduler, or attempt of a worker, was replaced: another one is in its place
+        ├── WorldFailed            raised by a user's function: something outside failed; try again
+        └── Replaced               another scheduler, or attempt of a worker, has taken its place
 
 Messages have three parts: what is wrong, what was found, what to do.
 """

@@ -29,7 +29,8 @@ class Graph(Structure):
     >>> from dataflow import Graph, Model
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
     >>> g, model = Graph("tiny"), Model("policies/tiny")
-    >>> generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model, prompts_per_step=2)
+    >>> generator = FakeGenerator(model=model)
+    >>> trainer = FakeTrainer(model=model, prompts_per_step=2)
     >>> trainer(generator(g.source(FakePrompts())))
     >>> g.feedback(trainer.weights, generator, max_staleness=1)
     >>> g
@@ -225,7 +226,8 @@ class Graph(Structure):
         >>> generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model)
         >>> trainer(generator(g.source(FakePrompts())))
         >>> g.feedback(trainer.weights, generator, max_staleness=1)
-        >>> changed = g.set_knobs({"generator.max_staleness": 2, "generator.temperature": 0.5, "trainer.lr": 0.1})
+        >>> values = {"generator.max_staleness": 2, "generator.temperature": 0.5, "trainer.lr": 0.1}
+        >>> changed = g.set_knobs(values)
         >>> changed.operators["trainer"].knobs()["temperature"]
         0.5
         """

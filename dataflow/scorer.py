@@ -145,7 +145,8 @@ def scorer(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any:
     >>> reward("7", "7", bonus=2.0)  # called with values it is the function
     2.0
     >>> rollouts = FakeGenerator(group_size=2)(Graph("tiny").source(FakePrompts()))
-    >>> collect(advantage(reward(rollouts, bonus=2.0)), rows=2).select(["reward", "advantage"]).to_pylist()
+    >>> rows = collect(advantage(reward(rollouts, bonus=2.0)), rows=2)
+    >>> rows.select(["reward", "advantage"]).to_pylist()
     [{'reward': 2.0, 'advantage': 0.0}, {'reward': 2.0, 'advantage': 0.0}]
     """
     if function is not None:

@@ -236,7 +236,8 @@ def kind_named(name: str) -> DeviceKind:
     """The kind of a device by what its maker's driver calls it; of other boards with the same chip
     (PCIe, NVL, another memory) no figures are here. GraphError with the nearest kind for those.
 
-    >>> [kind_named(f"NVIDIA {each}").name for each in ("H100 80GB HBM3", "A100-SXM4-40GB", "GeForce RTX 4090")]
+    >>> names = "H100 80GB HBM3", "A100-SXM4-40GB", "GeForce RTX 4090"
+    >>> [kind_named(f"NVIDIA {name}").name for name in names]
     ['H100', 'A100-40', 'RTX4090']
     """
     parts = [part for part in re.split(r"[\s-]+", name) if part and part not in _COMMON]

@@ -89,7 +89,8 @@ class Constants:
         of them does alone is as fast as where the others' cores are idle; in between they wait for
         each other.
 
-        >>> rates = Constants(learner=Rates(step_s=1.5, layer_s=3.0, wait_s=0.5), alone=1.5, parallel={"learner": 0.5})
+        >>> learner = Rates(step_s=1.5, layer_s=3.0, wait_s=0.5)
+        >>> rates = Constants(learner=learner, alone=1.5, parallel={"learner": 0.5})
         >>> two = rates.of("learner", 2)
         >>> two.step_s, two.layer_s, two.wait_s, two.compute == rates.learner.compute
         (1.0, 2.0, 0.5, True)

@@ -35,7 +35,8 @@ def heaviest(
     """The load of each group of nodes, and of the processes that a node has beside its worker; the
     heaviest first.
 
-    >>> heaviest({"draw": 0.6, "judge": 0.4, "credit": 0.3}, {}, [["draw"], ["judge", "credit"]])[0].node
+    >>> busy = {"draw": 0.6, "judge": 0.4, "credit": 0.3}
+    >>> heaviest(busy, {}, [["draw"], ["judge", "credit"]])[0].node
     'judge'
     """
     own = {name: share - beside.get(name, 0.0) for name, share in busy.items()}
@@ -54,8 +55,9 @@ def bounding(loads: Sequence[BusyShare], order: Sequence[str]) -> str | None:
     Of loads that are alike it is the last on the way: those before it are at work as long as the
     queue to it grows.
 
-    >>> found = [BusyShare(share=1.0, node="draw", busy=1.0), BusyShare(share=0.99, node="train", busy=0.99)]
-    >>> bounding(found, ["draw", "train"])
+    >>> draw = BusyShare(share=1.0, node="draw", busy=1.0)
+    >>> train = BusyShare(share=0.99, node="train", busy=0.99)
+    >>> bounding([draw, train], ["draw", "train"])
     'train'
     """
     alike_ones = [
@@ -78,7 +80,8 @@ def bounded(
     of its replicas. config: which worker had which node, and which nodes took turns, as config.json
     has it.
 
-    >>> placed = {"draw": {"worker": "draw"}, "judge": {"worker": "light"}, "credit": {"worker": "light"}}
+    >>> light = {"worker": "light"}
+    >>> placed = {"draw": {"worker": "draw"}, "judge": light, "credit": light}
     >>> bounded(10.0, {"draw": 6.0, "judge": 4.0, "credit": 3.0}, {}, {"placed": placed})
     BusyShare(share=0.7, node='judge', busy=0.4)
     """

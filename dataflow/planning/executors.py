@@ -416,9 +416,9 @@ def _check_forced(
     for source, destination in itertools.product(sources, destinations):
         lacks = obstacle(forced, source, destination)
         if lacks is not None:
+            of_one = " of one process" if source.process == destination.process else ""
             raise GraphError(
                 f"weights cannot go from '{trainer}' to '{reader}' by {forced}, which needs"
                 f" {lacks}; they sit on {source} and"
-                f" {destination}{' of one process' if source.process == destination.process else ''};"
-                f" leave weights= out to use {chosen}"
+                f" {destination}{of_one}; leave weights= out to use {chosen}"
             )

@@ -34,7 +34,7 @@ def divisions(
 
     >>> divisions(16, 8, tensor_parallel=4)
     [2, 4, 8]
-    >>> divisions(12, 6, dp_replicate=3)  # three copies of four ranks: none is cut over 3 hosts or 6
+    >>> divisions(12, 6, dp_replicate=3)  # 3 copies of 4 ranks: none is cut over 3 hosts or 6
     [3, 6, 2, 4]
     """
     copy = ranks // dp_replicate

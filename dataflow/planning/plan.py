@@ -323,7 +323,8 @@ def plan(
     >>> from dataflow import Devices, Graph, Model, plan
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
     >>> g, model = Graph("tiny"), Model("policies/tiny")
-    >>> generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model, prompts_per_step=2)
+    >>> generator = FakeGenerator(model=model)
+    >>> trainer = FakeTrainer(model=model, prompts_per_step=2)
     >>> trainer(generator(g.source(FakePrompts())))
     >>> g.feedback(trainer.weights, generator, max_staleness=1)
     >>> print(plan(g, Devices(cpus=4)).explain())  # doctest: +ELLIPSIS

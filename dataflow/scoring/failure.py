@@ -91,7 +91,8 @@ def counted(errors: Iterable[str | None]) -> dict[str, int]:
     """How many of these texts there are by node and cause, as `judge: hung`, the most frequent
     first; None counts nothing.
 
-    >>> counted(["judge: hung: no answer within 30 s", None, "judge: hung: no answer within 30 s", "too long"])
+    >>> hung = "judge: hung: no answer within 30 s"
+    >>> counted([hung, None, hung, "too long"])
     {'judge: hung': 2, 'other': 1}
     """
     counts: dict[str, int] = {}

@@ -108,7 +108,8 @@ def total(counts_by_worker: Iterable[Mapping[str, EdgeSums]]) -> dict[str, dict[
     """Over all files: by edge what was sent, received and acknowledged: batches, rows, bytes. Of a
     file that several tell of the last one counts.
 
-    >>> total([{"a": {"x>y:x": {"sent": (1, 8, 900)}}}, {"b": {"x>y:x": {"received": (1, 8, 900)}}}])
+    >>> sent, received = {"sent": (1, 8, 900)}, {"received": (1, 8, 900)}
+    >>> total([{"a": {"x>y:x": sent}}, {"b": {"x>y:x": received}}])
     {'x>y:x': {'sent': [1, 8, 900], 'received': [1, 8, 900], 'acknowledged': [0, 0, 0]}}
     """
     totals: dict[str, dict[str, list[int]]] = {}

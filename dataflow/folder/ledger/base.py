@@ -26,7 +26,8 @@ class GroupLedger(ABC):
     one outcome for each sink that consumes its source: trained at a step, evaluated at a step, or
     dropped for a reason. For each sink, at any moment:
 
-        issued = trained + evaluated + dropped (by reason) + in flight     no group has two outcomes for one sink
+        issued = trained + evaluated + dropped (by reason) + in flight
+        no group has two outcomes for one sink
 
     Each call is one transaction. Errors of all: LedgerError.
     """
