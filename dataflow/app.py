@@ -6,12 +6,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from rich.markup import escape
+from typing import TYPE_CHECKING, Any
 
 from dataflow.agent.host_program import HOSTED
-from dataflow.display import say
 from dataflow.errors import DataflowError, GraphError
 from dataflow.flags.config_file import read as read_config
 from dataflow.flags.config_file import written
@@ -20,29 +17,23 @@ from dataflow.flags.help_page import page, takes
 from dataflow.flags.run_flags import RUN_FLAGS
 from dataflow.flags.words import FlagError, Words, split
 from dataflow.folder.run_folder import RunFolder
-from dataflow.foresight.choice.ways_out import FLAGS
-from dataflow.foresight.command import AUTO, explained, foreseen_of_run, is_devices, told
-from dataflow.foresight.steps import CONSTANTS
 from dataflow.graph import Graph
 from dataflow.history.launch import (
     Launch,
+    Wishes,
     check_flags,
     check_text,
     plain_flag,
     recorded_launch,
     this_launch,
 )
-from dataflow.history.replay import Wishes, report_replay
-from dataflow.launchers.launcher import Launcher
-from dataflow.launchers.named import known_hosts, launcher_named
 from dataflow.limits import Limits
 from dataflow.model_files import PROMISED
-from dataflow.planning.hosts import Devices
-from dataflow.planning.this_machine import this_machine
-from dataflow.runner import check_start, inline, make_plan, run
 from dataflow.system.interrupts import interrupted, status_of
-from dataflow.trackers.chosen import Wished
-from dataflow.trackers.libraries.prometheus import PrometheusTracker
+
+if TYPE_CHECKING:
+    from dataflow.launchers.launcher import Launcher
+    from dataflow.trackers.chosen import Wished
 
 
 @interrupted()
@@ -103,12 +94,17 @@ def main(
                 config=written(flags_known.values(), values, words, started.name, started.folder),
             )
         )
+        from dataflow.foresight.choice.ways_out import FLAGS
+        from dataflow.launchers.named import launcher_named
+
         launcher = launcher_named(flags["on"]) if flags["on"] else None
         runs = wishes is not None or not (flags["explain"] or flags["draw"] or flags["foresee"])
         promises, names = PROMISED.set(None if runs else {}), FLAGS.set(frozenset(flags_known))
         try:
             graph = build(**declared.arguments(chosen))
             if wishes is not None:
+                from dataflow.history.replay import report_replay
+
                 status = report_replay(graph, wishes)
             else:
                 _act(graph, flags, launcher, launch, limits)
@@ -118,10 +114,10 @@ def main(
     except DataflowError as error:
         if HOSTED.get(None) is not None:
             raise
-        _say(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", error)
+        _say(type(error).__name__, str(error), error)
         status = 2 if isinstance(error, FlagError) else 1
     except KeyboardInterrupt as error:
-        _say("", error)
+        _say("", "", error)
         status = status_of(error)
     if status:
         sys.exit(status)
@@ -191,18 +187,29 @@ def _about(build: Callable[..., Graph]) -> str:
     return text.partition("\nArgs:\n")[0].strip()
 
 
-def _say(text: str, error: BaseException) -> None:
+def _say(kind: str, text: str, error: BaseException) -> None:
     """Print an error and its notes, such as how to go on."""
-    say("\n".join(filter(None, (text, *map(escape, getattr(error, "__notes__", ()))))), sys.stderr)
+    from rich.markup import escape
+
+    from dataflow.display import say
+
+    lines = [f"[bold red]{kind}[/]: {escape(text)}"] if text else []
+    say("\n".join([*lines, *map(escape, getattr(error, "__notes__", ()))]), sys.stderr)
 
 
 def _act(
     graph: Graph,
     flags: dict[str, Any],
-    launcher: Launcher | None,
+    launcher: "Launcher | None",
     launch: Launch | None,
     limits: Limits | None,
 ) -> None:
+    from dataflow.foresight.command import AUTO, explained, foreseen_of_run, is_devices, told
+    from dataflow.foresight.steps import CONSTANTS
+    from dataflow.launchers.named import known_hosts
+    from dataflow.planning.hosts import Devices
+    from dataflow.runner import check_start, inline, make_plan, run
+
     how: dict[str, Any] = {
         "gpus": _devices(flags["gpus"]),
         "replicas": _counts("replicas", flags["replicas"]),
@@ -224,14 +231,14 @@ def _act(
             name: how[name]
             for name in ("replicas", "ranks", "steps", "scale", "weights", "message_bytes", "place")
         }
-        print(
+        _tell(
             explained(
                 graph, elsewhere, gpus=None if is_devices(how["gpus"]) else how["gpus"], **plain
             )
         )
         return
     if flags["foresee"]:
-        print(
+        _tell(
             told(
                 graph,
                 flags["foresee"],
@@ -276,7 +283,7 @@ def _act(
         devices = Devices.of(known_hosts(launcher)) if launcher is not None else None
         planned = make_plan(graph, **how, devices=devices, one_process=flags["inline"])
         if flags["explain"]:
-            print(planned.explain())
+            _tell(planned.explain())
             for source, promise in (PROMISED.get(None) or {}).items():
                 print(f"{source} is not there yet: {promise.how} makes it when the run starts")
         if flags["draw"]:
@@ -310,6 +317,9 @@ def _elsewhere(foresee: str, gpus: Any) -> str | None:
     """Devices that a plan is explained on, though they are not here; empty: as many as it wants, of
     no kind. None: it is explained on this machine.
     """
+    from dataflow.foresight.command import is_devices
+    from dataflow.planning.this_machine import this_machine
+
     if named := next((wish for wish in (foresee, gpus) if is_devices(wish)), None):
         return str(named)
     count = (
@@ -320,8 +330,10 @@ def _elsewhere(foresee: str, gpus: Any) -> str | None:
     return "" if count > this_machine().gpus else None
 
 
-def _trackers(names: tuple[str, ...], port: int | None) -> list[Wished] | None:
+def _trackers(names: tuple[str, ...], port: int | None) -> "list[Wished] | None":
     """None: none were named."""
+    from dataflow.trackers.libraries.prometheus import PrometheusTracker
+
     return [*names, *([PrometheusTracker(port=port)] if port is not None else [])] or None
 
 
@@ -359,6 +371,8 @@ def _devices(text: str) -> dict[str, int | str] | str:
     """`generator=6,trainer=generator` as a mapping; `shared`, `auto` and `auto:cost` as they
     are.
     """
+    from dataflow.foresight.command import AUTO, is_devices
+
     return (
         text.strip()
         if text.strip() in ("shared", *AUTO) or is_devices(text)

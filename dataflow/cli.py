@@ -11,50 +11,19 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.console import Console
-from rich.markup import escape
 
-from dataflow.display import Summary, make_view, say
-from dataflow.doctor.examine import examine
 from dataflow.errors import DataflowError, GraphError, nearest
-from dataflow.flags.config_file import program_of
-from dataflow.folder.copies.address import is_own
-from dataflow.folder.copies.bringing_back import bring_back
-from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.run_hold import seen_in_part
-from dataflow.foresight.calibration import calibrate as fit_runs
-from dataflow.foresight.calibration import described, to_plain
-from dataflow.foresight.seen import look
-from dataflow.history.environment import package_versions
-from dataflow.history.launch import doubts_of, start_again
-from dataflow.history.replay import Wishes
-from dataflow.history.resume import RecordedRun
-from dataflow.history.rollout_view import find_rollout, plain_rollout, show_rollout, vocabulary_of
-from dataflow.history.summary import summarize
-from dataflow.history.verify import report, verify
 from dataflow.launchers.submit import launch
-from dataflow.live.command import live as serve_page
-from dataflow.live.steering import Controls
 from dataflow.runs.commands import compare_runs, export_run, list_runs, report_run
-from dataflow.scheduler.orphans import clear
-from dataflow.scheduler.requests import (
-    ask_for_checkpoint,
-    ask_for_facts,
-    ask_for_state,
-    ask_to_scale,
-    ask_to_set,
-    ask_to_stop,
-    ask_to_swap,
-    told_replicas,
-)
-from dataflow.scoring.forms import split_form
-from dataflow.settable import read_value
-from dataflow.system.files import write_atomically
 from dataflow.system.interrupts import interrupted, status_of
 from dataflow.trackers.command import track_run
+
+if TYPE_CHECKING:
+    from dataflow.folder.run_folder import RunFolder
+    from dataflow.live.steering import Controls
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 LatestRun = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")]
@@ -73,6 +42,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 128 + signal.SIGPIPE
     except DataflowError as error:
+        from rich.markup import escape
+
+        from dataflow.display import say
+
         say(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", sys.stderr)
         status = 2
     except KeyboardInterrupt as error:
@@ -116,6 +89,8 @@ def _overview() -> str:
 
 
 def _versions() -> str:
+    from dataflow.history.environment import package_versions
+
     versions = {
         "dataflow-rl": "not installed",
         "python": platform.python_version(),
@@ -143,6 +118,8 @@ def run_file(
         file: that file; its key `graph` is the program: a module, or a path to a file of Python.
         flags: of the program, as --steps 100; they go before those of the file.
     """
+    from dataflow.flags.config_file import program_of
+
     program = program_of(file)
     command = [program] if program.endswith(".py") else ["-m", program]
     sys.stdout.flush()
@@ -161,6 +138,8 @@ def check(
         run: the run folder.
         deep: read all checkpoints, whatever their size.
     """
+    from dataflow.history.verify import report
+
     return report(run, deep=deep)
 
 
@@ -170,8 +149,14 @@ def show(run: LatestRun = Path("runs/latest")) -> int:
     Args:
         run: the run folder.
     """
+    from dataflow.display import make_view
+    from dataflow.folder.run_folder import RunFolder
+    from dataflow.folder.run_hold import seen_in_part
+    from dataflow.history.summary import summarize
+    from dataflow.history.verify import verify
+
     folder, verdict = RunFolder.open(run), verify(run)
-    summary: Summary = summarize(folder, verdict.line, verdict.clean)
+    summary = summarize(folder, verdict.line, verdict.clean)
     with make_view(sys.stdout) as view:
         view.summary(summary)
     if note := seen_in_part(folder):
@@ -179,22 +164,34 @@ def show(run: LatestRun = Path("runs/latest")) -> int:
     return verdict.exit_status
 
 
-def _stop(folder: RunFolder, by: str | None = None) -> str:
+def _stop(folder: "RunFolder", by: str | None = None) -> str:
+    from dataflow.scheduler.requests import ask_to_stop
+
     ask_to_stop(folder, by=by)
     return f"{folder.path.name} ends after the step under way; dataflow resume goes on with it"
 
 
-def _scale(folder: RunFolder, wishes: Mapping[str, int], by: str | None = None) -> str:
+def _scale(folder: "RunFolder", wishes: Mapping[str, int], by: str | None = None) -> str:
+    from dataflow.scheduler.requests import ask_to_scale, told_replicas
+
     return "\n".join(told_replicas(ask_to_scale(folder, wishes, by=by)))
 
 
-_CONTROLS = Controls(
-    stop=_stop,
-    scale=_scale,
-    swap=lambda folder, node, reference, by: ask_to_swap(folder, node, reference, by=by),
-    set_knob=lambda folder, place, value, by: ask_to_set(folder, {place: read_value(value)}, by=by),
-    checkpoint=lambda folder, by: ask_for_checkpoint(folder, by=by),
-)
+def _controls() -> "Controls":
+    """How the page changes a run."""
+    from dataflow.live.steering import Controls
+    from dataflow.scheduler.requests import ask_for_checkpoint, ask_to_set, ask_to_swap
+    from dataflow.settable import read_value
+
+    return Controls(
+        stop=_stop,
+        scale=_scale,
+        swap=lambda folder, node, reference, by: ask_to_swap(folder, node, reference, by=by),
+        set_knob=lambda folder, place, value, by: ask_to_set(
+            folder, {place: read_value(value)}, by=by
+        ),
+        checkpoint=lambda folder, by: ask_for_checkpoint(folder, by=by),
+    )
 
 
 def scale(
@@ -208,6 +205,8 @@ def scale(
         run: the run folder, such as runs/latest.
         wishes: how many replicas which node is to have, as in generator=3.
     """
+    from dataflow.folder.run_folder import RunFolder
+
     print(_scale(RunFolder.open(run), dict(map(_wish, wishes))))
     return 0
 
@@ -228,6 +227,10 @@ def swap(
             reward=path/to/rewards.py:strict by its file; with trl:, say, in front a plain function
             that was written for another system: reward=trl:rewards:accuracy.
     """
+    from dataflow.folder.run_folder import RunFolder
+    from dataflow.scheduler.requests import ask_to_swap
+    from dataflow.scoring.forms import split_form
+
     node, _, reference = wish.partition("=")
     if not node or not reference:
         raise GraphError(
@@ -259,6 +262,9 @@ def set_knobs(
         run: the run folder, such as runs/latest.
         wishes: which knob of which node is to have which value.
     """
+    from dataflow.folder.run_folder import RunFolder
+    from dataflow.scheduler.requests import ask_to_set
+
     print(ask_to_set(RunFolder.open(run), dict(map(_knob, wishes))))
     return 0
 
@@ -270,6 +276,9 @@ def checkpoint(run: LatestRun = Path("runs/latest")) -> int:
     Args:
         run: the run folder.
     """
+    from dataflow.folder.run_folder import RunFolder
+    from dataflow.scheduler.requests import ask_for_checkpoint
+
     print(ask_for_checkpoint(RunFolder.open(run)))
     return 0
 
@@ -281,6 +290,9 @@ def stop(run: LatestRun = Path("runs/latest")) -> int:
     Args:
         run: the run folder.
     """
+    from dataflow.folder.run_folder import RunFolder
+    from dataflow.scheduler.orphans import clear
+
     folder = RunFolder.open(run)
     if clear(folder):
         print(
@@ -316,6 +328,12 @@ def resume(
         trust: run the program that the folder names without a question, though another user owns
             the folder, or it comes from an address.
     """
+    from dataflow.folder.copies.address import is_own
+    from dataflow.folder.copies.bringing_back import bring_back
+    from dataflow.folder.run_folder import RunFolder
+    from dataflow.history.launch import doubts_of, start_again
+    from dataflow.history.resume import RecordedRun
+
     folder = (
         bring_back(from_, runs, told=lambda text: print(text, flush=True))
         if from_
@@ -371,6 +389,18 @@ def replay(
         trust: run the program that the folder names without a question, though another user owns
             the folder.
     """
+    from rich.console import Console
+
+    from dataflow.folder.run_folder import RunFolder
+    from dataflow.history.launch import start_again
+    from dataflow.history.replay import Wishes
+    from dataflow.history.rollout_view import (
+        find_rollout,
+        plain_rollout,
+        show_rollout,
+        vocabulary_of,
+    )
+
     folder = RunFolder.open(run)
     if rollout is not None:
         row_found = find_rollout(folder, rollout, source=source, group_id=group)
@@ -404,6 +434,9 @@ def doctor(
         run: the run folder.
         stacks: print all frames of all threads.
     """
+    from dataflow.doctor.examine import examine
+    from dataflow.scheduler.requests import ask_for_facts
+
     print(examine(run, ask_for_facts, all_stacks=stacks), end="")
     return 0
 
@@ -422,7 +455,10 @@ def live(
         steer: let whoever has the page's address stop, scale, swap and set; each request is kept in
             requests.jsonl.
     """
-    return serve_page(runs, ask_for_state, port, _CONTROLS if steer else None)
+    from dataflow.live.command import live as serve_page
+    from dataflow.scheduler.requests import ask_for_state
+
+    return serve_page(runs, ask_for_state, port, _controls() if steer else None)
 
 
 def calibrate(runs: Runs, out: Path = Path("constants.json"), kind: str = "cpu") -> int:
@@ -435,6 +471,11 @@ def calibrate(runs: Runs, out: Path = Path("constants.json"), kind: str = "cpu")
         out: where the constants go.
         kind: the devices of these runs: cpu, or a kind as --foresee has it.
     """
+    from dataflow.foresight.calibration import calibrate as fit_runs
+    from dataflow.foresight.calibration import described, to_plain
+    from dataflow.foresight.seen import look
+    from dataflow.system.files import write_atomically
+
     fitted = fit_runs([look(run) for run in runs], kind)
     text = json.dumps(to_plain(fitted), indent=1)
     write_atomically(out, lambda file: file.write(text.encode()))
@@ -444,6 +485,8 @@ def calibrate(runs: Runs, out: Path = Path("constants.json"), kind: str = "cpu")
 
 
 def _knob(text: str) -> tuple[str, Any]:
+    from dataflow.settable import read_value
+
     place, _, value = text.partition("=")
     if "." not in place or not value:
         raise GraphError(

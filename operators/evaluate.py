@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.errors import OperatorError
-from dataflow.folder import retention
 from dataflow.folder.finished import Finished
 from dataflow.node import Sink, Traits
 from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, OF_SOURCE, ROUND_SIZE, VERSIONS
@@ -251,6 +250,8 @@ class EvaluateRuntime(Runtime):
             and context.folder is not None
             and context.ledger is not None
         ):
+            from dataflow.folder import retention
+
             upto = step - max(1, context.keep_steps)
             retention.remove(
                 context.folder,

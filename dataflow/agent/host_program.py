@@ -5,20 +5,22 @@ host's forkserver.
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dataflow.graph import Graph
-from dataflow.planning.inputs import PlanInputs
-from dataflow.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from dataflow.planning.inputs import PlanInputs
+    from dataflow.planning.plan import Plan
 
 
 @dataclass(frozen=True)
 class Hosted:
     """What `run` finds where an agent runs the program."""
 
-    inputs: PlanInputs
+    inputs: "PlanInputs"
     """That the scheduler's plan is made from."""
-    serve: Callable[[Graph, Plan], NoReturn]
+    serve: "Callable[[Graph, Plan], NoReturn]"
     """Takes what was built."""
 
 

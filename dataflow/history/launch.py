@@ -3,9 +3,11 @@ directory.
 """
 
 import contextlib
+import dataclasses
 import grp
 import importlib.machinery
 import importlib.util
+import json
 import os
 import pwd
 import runpy
@@ -19,7 +21,6 @@ from typing import Any, NoReturn
 
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.history.describe import described
 from dataflow.system.files import plain
 
 KEY = "launch"
@@ -144,6 +145,8 @@ def check_text(*more: tuple[str, str]) -> None:
 
 def recorded_launch(folder: RunFolder) -> Launch | None:
     """How the run in a folder was started; None where it was by a script that calls `run`."""
+    from dataflow.history.describe import described
+
     recorded = described(folder)[1].get(KEY)
     return None if recorded is None else Launch.from_plain(recorded)
 
@@ -301,3 +304,42 @@ def _found(module: str, folder: str) -> bool:
         if importlib.util.find_spec(package) is not None:
             return True
     return importlib.machinery.PathFinder.find_spec(package, [folder, *sys.path]) is not None
+
+
+REPLAY = "--replay"
+"""The flag of every program that calls `main(build)`, with which `dataflow replay` starts it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a user wants replayed; plain values."""
+
+    run: str
+    first: int = 0
+    """Step behind the weights to start from; the newest good checkpoint at or before it is
+    taken."""
+    last: int | None = None
+    """Last step to train; None: the last that the run made."""
+    loss: str = ""
+    """Another loss; empty: the run's own."""
+    trainer: str = ""
+    """The trainer, where the graph has several."""
+    device: str = "cpu"
+    tolerance: float = 0.0
+    """The largest accepted difference of a loss; 0: none."""
+    out: str = ""
+    """Folder for a checkpoint of the result; empty: it is forgotten."""
+    json: bool = False
+    """Print JSON."""
+
+    def as_arguments(self) -> list[str]:
+        """Arguments for a program that calls `main(build)`."""
+        return [REPLAY, json.dumps(dataclasses.asdict(self))]
+
+    @classmethod
+    def split_off(cls, arguments: Sequence[str]) -> "tuple[list[str], Wishes | None]":
+        """The arguments without those of a replay, and what it is to be; None when it is none."""
+        words = list(arguments)
+        if words[-2:-1] != [REPLAY]:
+            return words, None
+        return words[:-2], cls(**json.loads(words[-1]))

@@ -22,48 +22,11 @@ from dataflow.folder.retention import KNOB, gone
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
 from dataflow.history.describe import graph_facts
+from dataflow.history.launch import Wishes
 from dataflow.history.resume import RecordedRun, check_same
 from dataflow.records import GROUP_ID
 from dataflow.structure import own_folder, trainers
 from dataflow.system.files import RunFolderError
-
-FLAG = "--replay"
-"""The flag of every program that calls `main(build)`, with which `dataflow replay` starts it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What a user wants replayed; plain values."""
-
-    run: str
-    first: int = 0
-    """Step behind the weights to start from; the newest good checkpoint at or before it is
-    taken."""
-    last: int | None = None
-    """Last step to train; None: the last that the run made."""
-    loss: str = ""
-    """Another loss; empty: the run's own."""
-    trainer: str = ""
-    """The trainer, where the graph has several."""
-    device: str = "cpu"
-    tolerance: float = 0.0
-    """The largest accepted difference of a loss; 0: none."""
-    out: str = ""
-    """Folder for a checkpoint of the result; empty: it is forgotten."""
-    json: bool = False
-    """Print JSON."""
-
-    def as_arguments(self) -> list[str]:
-        """Arguments for a program that calls `main(build)`."""
-        return [FLAG, json.dumps(dataclasses.asdict(self))]
-
-    @classmethod
-    def split_off(cls, arguments: Sequence[str]) -> "tuple[list[str], Wishes | None]":
-        """The arguments without those of a replay, and what it is to be; None when it is none."""
-        words = list(arguments)
-        if words[-2:-1] != [FLAG]:
-            return words, None
-        return words[:-2], cls(**json.loads(words[-1]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import pyarrow as pa
+from starlette.responses import FileResponse, Response
 
 from dataflow.draw import theme
 from dataflow.errors import GraphError, RunError
@@ -33,7 +34,7 @@ from dataflow.live.looks import LEISURE, Ask, Looks
 from dataflow.live.marks import Marks
 from dataflow.live.rollouts import RolloutFilter, Rollouts
 from dataflow.live.series import SHOWN_POINTS, Metrics
-from dataflow.live.server import PageServer, Response, sentence
+from dataflow.live.server import PageServer, sentence
 from dataflow.live.steering import Controls, Steering
 from dataflow.runs.pictures import knob_text
 from dataflow.system.files import RunFolderError, to_json
@@ -182,6 +183,7 @@ KINDS = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
+JSON = "application/json"
 MOST_RUNS = 16
 MOST_POINTS = 4_000
 MOST_KEYS = 40
@@ -297,10 +299,11 @@ class PageAnswers:
         if path == "trace":
             run = self._run(question)
             if question.text("part") == "minute":
-                return Response(body=self._minute(run).encode(), file_name=MINUTE_NAME)
+                attached = {"Content-Disposition": f'attachment; filename="{MINUTE_NAME}"'}
+                return Response(self._minute(run), headers=attached, media_type=JSON)
             if not run.folder.trace.is_file():
                 raise LookupError("this run has no trace yet; it is written when the run ends")
-            return Response(body=run.folder.trace, file_name=TRACE_NAME)
+            return FileResponse(run.folder.trace, media_type=JSON, filename=TRACE_NAME)
         name = path.removeprefix("api/")
         if path.startswith("api/") and (answer := self._asked.get(name)) is not None:
             run = self._run(question)
@@ -466,12 +469,12 @@ def _plain_graph(graph: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
 def _file(name: str) -> Response:
     """A file of the page, of those that there are."""
     if name == "picture.css":
-        return Response(body=theme.style().encode(), kind="text/css")
+        return Response(theme.style(), media_type="text/css")
     for file in resources.files(__package__).joinpath("page").iterdir():
         if file.name == name:
             kind = KINDS.get(name[name.rfind(".") :])
             if kind is not None:
-                return Response(body=file.read_bytes(), kind=kind)
+                return Response(file.read_bytes(), media_type=kind)
     raise LookupError("nothing stands at this address")
 
 
@@ -481,7 +484,7 @@ def _json(value: Any) -> Response:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError):
         text = to_json(value)
-    return Response(body=text.encode("utf-8", "replace"))
+    return Response(text.encode("utf-8", "replace"), media_type=JSON)
 
 
 TOKEN_BYTES = 24
@@ -514,10 +517,10 @@ async def _serve(
 ) -> None:
     try:
         await server.start(port)
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
+    except OSError as error:
         raise RunError(
-            f"port {port} of this machine cannot be had: {why}; name another with --port, or none"
+            f"port {port} of this machine cannot be had: {error.strerror}; name another with"
+            " --port, or none"
         ) from error
     names = ", ".join(folder.path.name for folder in folders)
     print(f"{names}, {may}, for browsers on this machine until Ctrl-C:\n{server.url}", flush=True)

@@ -9,15 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from dataflow.display.formatting import clean
 from dataflow.errors import GraphError
-from dataflow.folder.run_folder import RunFolder
-from dataflow.history.resume import TIMES
-from dataflow.runs.state import RUNNING, state_of
-from dataflow.system.priority import step_back
-from dataflow.trackers.chosen import LIBRARIES, Wished, choose
-from dataflow.trackers.keeper import TrackerKeeper
-from dataflow.trackers.libraries.prometheus import PrometheusTracker
 
 TURN_S = 0.5
 
@@ -40,6 +32,15 @@ def track_run(
         metrics_port: serve the run's figures to Prometheus at this port of this machine, as long as
             it goes on.
     """
+    from dataflow.display.formatting import clean
+    from dataflow.folder.run_folder import RunFolder
+    from dataflow.history.resume import TIMES
+    from dataflow.runs.state import RUNNING, state_of
+    from dataflow.system.priority import step_back
+    from dataflow.trackers.chosen import LIBRARIES, Wished, choose
+    from dataflow.trackers.keeper import TrackerKeeper
+    from dataflow.trackers.libraries.prometheus import PrometheusTracker
+
     folder = RunFolder.open(run)
     wished: list[Wished] = [
         *to,

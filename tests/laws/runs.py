@@ -711,7 +711,7 @@ LEDGER = (
     Law(
         "an export appears whole or not at all",
         "test_a_full_disk_is_one_sentence_and_leaves_nothing",
-        "dataflow.runs.commands:new_folder",
+        "dataflow.runs.export:new_folder",
         without("rmtree"),
         "removing a partial one",
     ),

@@ -136,17 +136,17 @@ def serve() -> Iterator[Callable[..., Served]]:
     def start(
         folders: Sequence[RunFolder],
         ask: Any = over,
-        bounds: ClientLimits | None = None,
+        limits: ClientLimits | None = None,
         controls: Controls | None = None,
         port: int = 0,
     ) -> Served:
         answers = PageAnswers(
             folders, ask, Steering(controls, "somebody@here") if controls else None
         )
-        server = PageServer(answers, TOKEN, bounds, steer=answers.steer if controls else None)
+        server = PageServer(answers, TOKEN, limits, steer=answers.steer if controls else None)
         asyncio.run_coroutine_threadsafe(server.start(port), loop).result(10)
         made.append(server)
-        return Served(server.port, bounds or ClientLimits(), lambda: stop(server))
+        return Served(server.port, limits or ClientLimits(), lambda: stop(server))
 
     def stop(server: PageServer) -> None:
         made.remove(server)

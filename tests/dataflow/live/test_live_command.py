@@ -6,12 +6,13 @@ import socket
 from pathlib import Path
 
 import pytest
+from starlette.responses import Response
 
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.live import command
 from dataflow.live.command import MOST_RUNS
-from dataflow.live.server import PageServer, Response
+from dataflow.live.server import PageServer
 from dataflow.system.files import RunFolderError
 
 
@@ -34,7 +35,7 @@ def test_a_port_that_cannot_be_had_is_refused(port: int | None, tmp_path: Path) 
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         wanted = taken.getsockname()[1] if port is None else port
-        server = PageServer(lambda address: Response(body=b""), "token")
+        server = PageServer(lambda address: Response(), "token")
         with pytest.raises(RunError, match=f"port {wanted} of this machine cannot be had"):
             asyncio.run(command._serve(server, wanted, [RunFolder(tmp_path)]))
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.live.rollouts import ROWS
-from dataflow.live.server import ClientLimits, PageServer, Response
+from dataflow.live.server import ClientLimits, PageServer
 
 Serve = Callable[..., Any]
 STEPS = 6
@@ -181,7 +182,7 @@ def test_it_listens_on_this_machine_alone(folder: RunFolder, serve: Serve) -> No
 def test_slow_and_stuck_clients_hold_up_nobody_and_are_let_go(
     folder: RunFolder, serve: Serve
 ) -> None:
-    page = serve([folder], bounds=ClientLimits(ask_s=0.4, take_s=0.4, connections=40))
+    page = serve([folder], limits=ClientLimits(ask_s=0.4, take_s=0.4, connections=40))
     stuck = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(30)]
     for number, client in enumerate(stuck):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -190,7 +191,8 @@ def test_slow_and_stuck_clients_hold_up_nobody_and_are_let_go(
     assert page.json("names")["series"] and time.monotonic() - began < 5
     for client in stuck:
         client.settimeout(5)
-        assert client.recv(10) == b"", "it was let go"
+        while client.recv(1 << 10):
+            pass  # a sentence to the one that sent no request
         client.close()
 
 
@@ -199,7 +201,7 @@ def test_a_client_that_was_just_accepted_is_let_go_with_the_server(turns: int) -
     """Its socket stayed open where it was cancelled before it was served, or the loop ended before
     it was closed.
     """
-    loop, server = asyncio.new_event_loop(), PageServer(lambda address: Response(body=b""), "token")
+    loop, server = asyncio.new_event_loop(), PageServer(lambda address: Response(), "token")
 
     async def visit() -> socket.socket:
         await server.start()
@@ -219,7 +221,7 @@ def test_a_client_that_was_just_accepted_is_let_go_with_the_server(turns: int) -
 
 def test_whoever_has_no_token_keeps_nobody_out(folder: RunFolder, serve: Serve) -> None:
     """Any user of this machine may connect, as often as he likes, and say nothing."""
-    page = serve([folder], bounds=ClientLimits(connections=8))
+    page = serve([folder], limits=ClientLimits(connections=8))
     held = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(40)]
     for client in held:
         client.sendall(b"GET /")
@@ -236,7 +238,7 @@ def test_of_too_many_clients_with_the_token_the_last_are_turned_away(
     folder: RunFolder, serve: Serve
 ) -> None:
     folder.trace.write_bytes(b" " * (24 << 20))
-    page = serve([folder], bounds=ClientLimits(connections=3))
+    page = serve([folder], limits=ClientLimits(connections=3))
     held = []
     for _ in range(3):
         client = socket.socket()
@@ -258,7 +260,7 @@ def test_a_client_that_takes_nothing_of_a_large_answer_is_let_go(
     folder: RunFolder, serve: Serve
 ) -> None:
     folder.trace.write_bytes(b" " * (24 << 20))
-    page = serve([folder], bounds=ClientLimits(take_s=0.5))
+    page = serve([folder], limits=ClientLimits(take_s=0.5))
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", page.port))

@@ -167,7 +167,7 @@ def test_no_other_site_no_form_and_no_read_only_page_changes_a_run(
 
 def test_a_run_that_does_not_answer_holds_up_no_reader(folder: RunFolder, serve: Serve) -> None:
     run = Asked(slow_s=1.0)
-    page = serve([folder], controls=run.controls, bounds=ClientLimits(steer_s=0.2))
+    page = serve([folder], controls=run.controls, limits=ClientLimits(steer_s=0.2))
     answers: list[Any] = []
     asking = [
         threading.Thread(target=lambda n=n: answers.append(page.steer({**STOP, "number": str(n)})))

@@ -20,7 +20,7 @@ from dataflow import Run, cli
 from dataflow.errors import RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runs import commands
-from dataflow.runs.commands import Pairing, chosen_and_rejected, export
+from dataflow.runs.export import Pairing, chosen_and_rejected, export
 from dataflow.system.files import RunFolderError
 
 
@@ -197,9 +197,9 @@ def test_a_kill_leaves_no_half_written_dataset(made: Path, tmp_path: Path) -> No
     """Killed at moments all over the export; what is at its place is whole or not there."""
     out = tmp_path / "data"
     program = (
-        "import sys, time; from pathlib import Path; from dataflow.runs import commands, export;from"
-        " dataflow.folder.run_folder import RunFolder; commands.GROUP_BYTES = 1000;flush ="
-        " commands.ExportShards._flush;commands.ExportShards._flush = lambda self: (flush(self),"
+        "import sys, time; from pathlib import Path; from dataflow.runs import export;from"
+        " dataflow.folder.run_folder import RunFolder; export.GROUP_BYTES = 1000;flush ="
+        " export.ExportShards._flush;export.ExportShards._flush = lambda self: (flush(self),"
         " print(flush=True), time.sleep(0.02))[0];export.export(RunFolder.open(sys.argv[1]), 'hf',"
         " Path(sys.argv[2]))"
     )

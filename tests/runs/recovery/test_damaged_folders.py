@@ -20,7 +20,8 @@ from dataflow import Devices, Result, Run, inline, run, verify
 from dataflow.cli import check, doctor, show
 from dataflow.errors import DataflowError, OperatorError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.history.replay import Wishes, report_replay
+from dataflow.history.launch import Wishes
+from dataflow.history.replay import report_replay
 from dataflow.history.rollout_view import find_rollout
 from dataflow.live.command import PageAnswers
 from dataflow.runs.commands import compare_runs, export_run, list_runs, report_run

@@ -13,7 +13,8 @@ from rigs.graphs import fake_graph, tiny_graph
 from dataflow import Devices, Result, cli, inline, run
 from dataflow.doctor.examine import examine
 from dataflow.folder.run_folder import RunFolder
-from dataflow.history.replay import Wishes, report_replay
+from dataflow.history.launch import Wishes
+from dataflow.history.replay import report_replay
 from dataflow.scheduler.requests import ask_for_facts
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]

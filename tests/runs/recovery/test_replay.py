@@ -19,7 +19,8 @@ from dataflow import Devices, Graph, GraphError, Result, RunError, cli, inline, 
 from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.finished import SealedWriter
 from dataflow.folder.run_folder import RunFolder, write_arrow
-from dataflow.history.replay import Compared, Wishes, replay, report_replay, starting_point
+from dataflow.history.launch import Wishes
+from dataflow.history.replay import Compared, replay, report_replay, starting_point
 from dataflow.history.rollout_view import find_rollout, show_rollout, vocabulary_of
 from dataflow.system.files import RunFolderError
 

@@ -17,7 +17,8 @@ from dataflow.folder.checkpoints import MARKER
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.retention import FACT, gone, removable
 from dataflow.folder.run_folder import COMPRESSED_BYTES, RunFolder, write_arrow
-from dataflow.history.replay import Wishes, replay
+from dataflow.history.launch import Wishes
+from dataflow.history.replay import replay
 from dataflow.history.summary import summarize
 from dataflow.history.verify.facts import read_facts
 from dataflow.system.optional_files import Extras

@@ -17,7 +17,8 @@ from rigs.operators import struck
 
 from dataflow import Graph, LoRA, Model, Result, inline, run
 from dataflow.folder.run_folder import RunFolder
-from dataflow.history.replay import Wishes, replay
+from dataflow.history.launch import Wishes
+from dataflow.history.replay import replay
 from dataflow.limits import Patience
 from dataflow.records import version_column
 from dataflow.scheduler.control import Limits
