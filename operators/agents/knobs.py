@@ -171,16 +171,7 @@ class AgentKnobs(EpisodeKnobs):
         return found
 
     def missing(self) -> str | None:
-        """Packages that serve, and the program."""
-        absent = [
-            name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None
-        ]
-        if absent:
-            return (
-                f"agent '{self.name}' serves the calls of its program with packages that are not"
-                f" installed; {absent} "
-                f'were not found; pip install "dataflow-rl[serve]"'
-            )
+        """The program."""
         argv = self._argv()
         if shutil.which(argv[0]) is None:
             return (

@@ -17,7 +17,6 @@ from operators.serving.serve import (
     attend,
     bind,
     check_address,
-    check_installed,
     make_service,
     read_template,
 )
@@ -43,7 +42,6 @@ def main(given: list[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(given)
     try:
-        check_installed()
         key = _key(arguments.api_key_env)
         check_address(arguments.host, key)
         return serve(arguments, key)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib.util
 import ipaddress
 import socket
 from collections.abc import Sequence
@@ -21,17 +20,6 @@ if TYPE_CHECKING:
     from operators.engine.build import BuiltEngine
     from operators.serving.service import OnRollout, Service
     from operators.serving.sink import RolloutLog
-
-INSTALL = 'pip install "dataflow-rl[serve]"'
-
-
-def check_installed() -> None:
-    """Refuse to go on without the extra. Raises GraphError with the install line."""
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise GraphError(
-            f"serving needs packages that are not installed; {missing} were not found; {INSTALL}"
-        )
 
 
 def check_address(host: str, api_key: str | None) -> None:

@@ -15,7 +15,6 @@ import pytest
 from dataflow import run
 from graphs.played_by_programs import build
 
-pytest.importorskip("uvicorn", reason="the endpoint needs the extra 'serve'")
 PYTHON = os.environ.get("AGENT_PYTHON", sys.executable)
 CLIENTS: tuple[Literal["openai", "anthropic"], ...] = ("openai", "anthropic")
 

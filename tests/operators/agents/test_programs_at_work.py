@@ -79,7 +79,6 @@ def test_a_question_of_a_program_that_died_with_its_host_is_nobodys(begun: Any) 
 
 def test_a_program_is_late_by_the_clock_of_its_worker(policy: Path) -> None:
     """Which stands still while that is stopped, and its endpoint with it."""
-    pytest.importorskip("uvicorn", reason="the endpoint needs the extra 'serve'")
     g, clock, declared = Graph("g"), Clock(), agent("sleep 1000", name="sleeper", timeout_s=1e-3)
     declared(Generator(Model(str(policy)).frozen()), g.source(Prompts([{"prompt": "a"}])))
     runtime: Any = g.operators["sleeper"].build(Context(node="sleeper", clock=clock))

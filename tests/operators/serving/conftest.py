@@ -1,12 +1,10 @@
-"""Fixtures of the tests of the endpoint; they are left out where the extra `serve` (and httpx) is
-not installed.
-"""
+"""Fixtures of the tests of the endpoint; they are left out where httpx is not installed."""
 
 import importlib.util
 
 import pytest
 
-if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn", "httpx")):
+if importlib.util.find_spec("httpx") is None:
     collect_ignore_glob = ["test_*.py"]
 
 

@@ -406,16 +406,6 @@ def test_an_argument_that_cannot_be_right_is_one_line(folder, given, said):
     assert complained.count("\n") == 1 and out == ""
 
 
-def test_without_the_extra_the_install_line_is_said(monkeypatch, folder, capsys):
-    import importlib.util
-
-    from operators.serving.__main__ import main
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["--model", str(folder)]) == 2
-    assert 'pip install "dataflow-rl[serve]"' in capsys.readouterr().err
-
-
 def test_importing_the_package_loads_neither_torch_nor_a_server():
     program = (
         "import sys, operators.serving, operators.serving.serve; print({'torch', 'starlette'} &"

@@ -32,7 +32,6 @@ from operators import Endpoint, Generator, Prompts, agent
 from operators.agents.runtime import AgentsRuntime
 from operators.models.loading import load_tokenizer
 
-pytest.importorskip("uvicorn", reason="the endpoint needs the extra 'serve'")
 pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
 
 SCRIPT = Path(__file__).with_name("agent_of_urllib.py")
