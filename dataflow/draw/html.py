@@ -34,7 +34,6 @@ def _part(name: str) -> str:
 
 
 def _facts(picture: Picture, box: OperatorBox) -> dict[str, Any]:
-    assert box.operator is not None, "a picture of a graph has its operators"
     kind = type(box.operator)
     arriving: dict[str, Columns] = {}
     leaving: dict[str, Columns] = {}

@@ -5,6 +5,8 @@ no SVG.
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
+import networkx as nx
+
 from dataflow.draw import levels, routes
 from dataflow.draw.geometry import BackEdge, DrawnLayout, ForwardEdge, Rect, Size, Spacing
 
@@ -49,24 +51,20 @@ def layers_of(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> dict[st
     """Layer of each node of a DAG: longest path from the left, sources moved right to where they
     are read.
     """
-    after: dict[str, list[str]] = {name: [] for name in names}
-    waiting = dict.fromkeys(names, 0)
-    for tail, head in pairs:
-        after[tail].append(head)
-        waiting[head] += 1
-    fed = {name for name, count in waiting.items() if count}
-    layer = dict.fromkeys(names, 0)
-    ready = [name for name in names if not waiting[name]]
-    for name in ready:
-        for head in after[name]:
-            layer[head] = max(layer[head], layer[name] + 1)
-            waiting[head] -= 1
-            if not waiting[head]:
-                ready.append(head)
+    graph = _digraph(names, pairs)
+    generations = enumerate(nx.topological_generations(graph))
+    layer = {name: number for number, generation in generations for name in generation}
     for name in names:
-        if name not in fed and after[name]:
-            layer[name] = min(layer[head] for head in after[name]) - 1
+        if not graph.pred[name] and graph.succ[name]:
+            layer[name] = min(layer[head] for head in graph.succ[name]) - 1
     return layer
+
+
+def _digraph(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> "nx.DiGraph[str]":
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_nodes_from(names)
+    graph.add_edges_from(pairs)
+    return graph
 
 
 def order(
@@ -219,7 +217,7 @@ class _Grid:
         streams: dict[tuple[str, str], list[int]] = {}
         for link in links:
             streams.setdefault((link.tail, link.head), []).append(link.stream)
-        for name in _depth_first(list(sizes), pairs):
+        for name in nx.dfs_preorder_nodes(_digraph(list(sizes), pairs)):
             self.rows[layer[name]].append(index[name])
         bends = sum(layer[head] - layer[tail] - 1 for tail, head in pairs)
         for tail, head in pairs:
@@ -257,18 +255,3 @@ class _Grid:
         self.after[left].append(right)
         self.before[right].append(left)
         self.pulls[left][right] = self.pulls[right][left] = pull
-
-
-def _depth_first(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
-    after: dict[str, list[str]] = {name: [] for name in names}
-    for tail, head in pairs:
-        after[tail].append(head)
-    seen: dict[str, None] = {}
-    for root in names:
-        stack = [root]
-        while stack:
-            name = stack.pop()
-            if name not in seen:
-                seen[name] = None
-                stack.extend(reversed(after[name]))
-    return list(seen)

@@ -56,9 +56,8 @@ class OperatorBox:
     """source | operator | model | trainer | sink: what the colour tells."""
     about: str
     """What the operator is, in sentences."""
-    operator: Operator | None = None
-    """The declaration itself, for pages that show all of it; None where a run's folder is all that
-    there is."""
+    operator: Operator
+    """The declaration itself, for pages that show all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

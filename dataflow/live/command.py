@@ -28,7 +28,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import latest, read_swaps
 from dataflow.history.describe import described
 from dataflow.history.rollout_view import vocabulary_of
-from dataflow.live import one_rollout, picture
+from dataflow.live import one_rollout
 from dataflow.live.edges import newest_of
 from dataflow.live.looks import LEISURE, Ask, Looks
 from dataflow.live.marks import Marks
@@ -36,6 +36,7 @@ from dataflow.live.rollouts import RolloutFilter, Rollouts
 from dataflow.live.series import SHOWN_POINTS, Metrics
 from dataflow.live.server import PageServer, sentence
 from dataflow.live.steering import Controls, Steering
+from dataflow.runs import drawing
 from dataflow.runs.pictures import knob_text
 from dataflow.system.files import RunFolderError, to_json
 from dataflow.system.priority import step_back
@@ -218,9 +219,9 @@ class WatchedRun:
         stamp = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else None
         if self._graph is None or self._graph[0] != stamp:
             graph, config = described(self.folder)
-            shape = picture.read_picture(self.folder)
+            shape = drawing.read_picture(self.folder)
             if shape is not None:
-                picture.name_edges(shape, graph)
+                drawing.name_edges(shape, graph)
             self._graph = stamp, _plain_graph(graph, config) | {"picture": shape}
         return self._graph[1]
 

@@ -1,10 +1,10 @@
 """What a notebook shows of a run: its figures, its curves and its graph."""
 
 from dataflow.folder.run_folder import RunFolder
-from dataflow.history.describe import described
 from dataflow.runs import parts
+from dataflow.runs.drawing import read_picture
 from dataflow.runs.figures import figures_of
-from dataflow.runs.pictures import charts_of, graph_svg
+from dataflow.runs.pictures import charts_of
 from dataflow.runs.state import state_of
 from dataflow.runs.tables import read_lines
 from dataflow.runs.texts import escaped
@@ -21,12 +21,11 @@ _STYLE = (
 
 def html_of(folder: RunFolder) -> str:
     """A piece of HTML that needs nothing else."""
-    graph, config = described(folder)
     lines = read_lines(folder)
     drawn = charts_of({"": [*lines.steps, *lines.evaluations]})[:SHOWN]
     return (
         "<div"
         f' class="dataflow-run"><style>{_STYLE}</style><p><b>{escaped(folder.path.name)}</b></p>'
         f"{parts.tiles(figures_of(folder, lines), state_of(folder).word)}{parts.charts(drawn)}"
-        f"{parts.graph(graph_svg(graph, config))}</div>"
+        f"{parts.graph(read_picture(folder))}</div>"
     )

@@ -2,12 +2,12 @@
 through `escaped`.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dataflow.display.formatting import count, duration, score
 from dataflow.draw.charts import Chart, chart_svg
+from dataflow.runs.drawing import Shape, svg_of
 from dataflow.runs.examples import Examples, scores_of
 from dataflow.runs.figures import Course, Figures
 from dataflow.runs.texts import escaped, visible
@@ -76,11 +76,12 @@ def charts(drawn: Iterable[Chart]) -> str:
     )
 
 
-def graph(svg: str) -> str:
-    """A picture of the graph: as wide as the page, unless its text would be too small then."""
-    width = re.search(r'<svg [^>]*?width="([0-9.]+)"', svg)
-    large = " large" if width is not None and float(width[1]) > LARGE else ""
-    return f'<div class="wide{large}">{svg}</div>'
+def graph(drawing: Shape | None) -> str:
+    """The graph's drawing: as wide as the page, unless its text would be too small then."""
+    if drawing is None:
+        return '<p class="muted">The folder has no drawing that can be shown (graph.svg).</p>'
+    large = " large" if float(drawing[1].get("width", 0)) > LARGE else ""
+    return f'<div class="wide{large}">{svg_of(drawing)}</div>'
 
 
 def rollouts(examples: Examples) -> str:

@@ -19,9 +19,10 @@ from dataflow.history.describe import described
 from dataflow.history.environment import KEY as ENVIRONMENT
 from dataflow.history.launch import KEY as LAUNCH
 from dataflow.runs import parts
+from dataflow.runs.drawing import read_picture
 from dataflow.runs.examples import examples_of
 from dataflow.runs.figures import figures_of
-from dataflow.runs.pictures import charts_of, graph_svg
+from dataflow.runs.pictures import charts_of
 from dataflow.runs.state import begun_at, state_of
 from dataflow.runs.tables import fault_lines, read_lines
 from dataflow.runs.texts import escaped
@@ -59,7 +60,7 @@ def report(folder: RunFolder, *, by: str = "reward") -> str:
     found = parts_of(folder)
     sections = [
         ("curves", "Curves", parts.charts(drawn)),
-        ("graph", "Graph", parts.graph(graph_svg(graph, config))),
+        ("graph", "Graph", parts.graph(read_picture(folder))),
         ("rollouts", "Rollouts", parts.rollouts(examples_of(found.files, by))),
         ("faults", "Faults and changes", _faults(folder, changes)),
         ("ledger", "Ledger", _ledger(folder, found.notes)),

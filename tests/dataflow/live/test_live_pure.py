@@ -6,8 +6,8 @@ from starlette.datastructures import Headers
 from dataflow.doctor.facts import EdgeFacts
 from dataflow.live.edges import data_edges, exchanges
 from dataflow.live.looks import shares, whole
-from dataflow.live.picture import name_edges, shapes
 from dataflow.live.server import NotAdmitted, admit
+from dataflow.runs.drawing import name_edges, shapes
 
 
 def ask(

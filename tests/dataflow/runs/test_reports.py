@@ -21,6 +21,11 @@ EVIL = (
     "</pre><script>alert(1)</script><img src=x"
     " onerror=alert(2)>\x1b[31mred\x1b[0m\u202egnp.exe\u2066\u200bz\x00\x7f"
 )
+EVIL_DRAWING = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9" onload="alert(1)">'
+    '<script>alert(2)</script><a href="javascript:alert(3)"><text x="1">a</text></a>'
+    '<text x="1" onclick="alert(4)">drawn\u202e</text></svg>'
+)
 VOID = {"meta", "link", "img", "br", "hr", "input", "base"}
 
 
@@ -155,6 +160,7 @@ def test_what_models_prompts_scorers_and_errors_say_is_text(made: Path, tmp_path
         json.dumps({"worker": EVIL, "cause": EVIL, "at": 1.0}) + "\n"
     )
     folder.ledger.unlink()  # so that the two files say what the run is
+    folder.graph_svg.write_text(EVIL_DRAWING)
     text = report(folder)
     page = harmless(text)
     shown = "".join(page.texts)
@@ -162,7 +168,7 @@ def test_what_models_prompts_scorers_and_errors_say_is_text(made: Path, tmp_path
         "<script>alert(1)</script><img src=x"
         " onerror=alert(2)>␛[31mred␛[0m‹U+202E›gnp.exe‹U+2066›‹U+200B›z␀␡" in shown
     )
-    assert "more characters" in shown
+    assert "more characters" in shown and "drawn‹U+202E›" in shown
     assert len(text) < 600_000
     assert "With an error" in shown
 

@@ -1,8 +1,8 @@
 """The drawing of a run's graph, `graph.svg` of its folder, as plain lists of which nothing but
-shapes and text is left.
+shapes and text is left; the live page, reports and notebooks show it.
 
 A folder may come from anybody, and an SVG may hold programs: so it is read as XML, never handed on,
-and what is no shape of our own drawings is left out. The page makes elements of the lists.
+and what is no shape of our own drawings is left out.
 """
 
 import re
@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 from xml.etree import ElementTree
 
+from dataflow.draw import theme
 from dataflow.folder.run_folder import RunFolder
+from dataflow.runs.texts import escaped
 from dataflow.system.files import RunFolderError
 
 MOST_BYTES = 8 << 20
@@ -54,6 +56,18 @@ def read_picture(folder: RunFolder) -> Shape | None:
         return shapes(folder.graph_svg.read_bytes())
     except (OSError, RunFolderError):
         return None
+
+
+def svg_of(shape: Shape) -> str:
+    """The same as SVG that may stand in a page: texts are escaped, with nothing in them that a
+    reader could not see.
+    """
+    tag, attributes, inside = shape
+    own = ' xmlns="http://www.w3.org/2000/svg" role="img"' if tag == "svg" else ""
+    named = "".join(f' {name}="{value}"' for name, value in attributes.items())
+    style = f"<style>{theme.style()}</style>" if tag == "svg" else ""
+    content = "".join(svg_of(each) if isinstance(each, list) else escaped(each) for each in inside)
+    return f"<{tag}{own}{named}>{style}{content}</{tag}>"
 
 
 def name_edges(shape: Shape, graph: Mapping[str, Any]) -> None:
