@@ -99,11 +99,11 @@ def _body(chart: Chart) -> list[str]:
                 f'<text class="axis middle" x="{x:.1f}"'
                 f' y="{HEIGHT - _BOTTOM + 16:g}">{figure(tick)}</text>'
             )
-    for step, what in chart.marks:
+    for step, label in chart.marks:
         x = place((min(max(step, first), last), ys[0]))[0]
         body.append(
             f'<path class="grid changed" d="M{x:.1f}'
-            f' {_TOP:g}V{HEIGHT - _BOTTOM:g}"><title>{xml(what)}</title></path>'
+            f' {_TOP:g}V{HEIGHT - _BOTTOM:g}"><title>{xml(label)}</title></path>'
         )
     for line in chart.lines:
         body += _drawn(

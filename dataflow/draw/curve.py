@@ -71,12 +71,12 @@ def reward_curve_svg(
     )
     rounds = [place(*at) for at in accuracy]
     labels = _Labels([line for line in (shown, means, rounds) if line])
-    for number, (step, what) in enumerate(marks):
+    for number, (step, label) in enumerate(marks):
         x = place(min(step, last), 0)[0]
         body.append(f'<path class="grid changed" d="M{x:.1f} {TOP:g}V{HEIGHT - BOTTOM:g}"/>')
         is_end = step > last / 2
         rows = [TOP + 12 + 14 * ((number + row) % _MARK_ROWS) for row in range(_MARK_ROWS)]
-        labels.put(what, x + (-6 if is_end else 6), rows, is_end=is_end, kind="axis mark said")
+        labels.put(label, x + (-6 if is_end else 6), rows, is_end=is_end, kind="axis mark said")
     middle = f'x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{HEIGHT - 12:g}"'
     body.append(f'<text class="axis middle" {middle}>step (optimiser updates)</text>')
     legend = []
@@ -151,12 +151,12 @@ class _Labels:
 def _series(
     metrics: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> list[tuple[float, float]]:
-    found: dict[float, float] = {}
+    values: dict[float, float] = {}
     for line in metrics:
         step, value = line.get("step"), next((line[name] for name in names if name in line), None)
         if _is_number(step) and _is_number(value):
-            found[float(step)] = float(value)  # type: ignore[arg-type]
-    return sorted(found.items())
+            values[float(step)] = float(value)  # type: ignore[arg-type]
+    return sorted(values.items())
 
 
 def _is_number(value: Any) -> bool:

@@ -20,12 +20,12 @@ def decimate(xs: AnyArray, ys: AnyArray, most: int) -> tuple[AnyArray, AnyArray]
         return xs, ys
     stretches = (most - 2) // 2
     edges = 1 + np.arange(stretches + 1) * (count - 2) // stretches
-    kept = {0, count - 1}
+    indices = {0, count - 1}
     for begin, end in pairwise(edges):
         if begin < end:
-            kept.add(int(begin + np.argmin(ys[begin:end])))
-            kept.add(int(begin + np.argmax(ys[begin:end])))
-    chosen = np.array(sorted(kept))
+            indices.add(int(begin + np.argmin(ys[begin:end])))
+            indices.add(int(begin + np.argmax(ys[begin:end])))
+    chosen = np.array(sorted(indices))
     return xs[chosen], ys[chosen]
 
 

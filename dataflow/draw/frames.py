@@ -14,24 +14,24 @@ def pieces(members: Sequence[Rect], others: Sequence[Rect], reach: float) -> lis
     """Rectangles that cover the members, merged where they are within `reach` and hold none of the
     others.
     """
-    found = list(members)
-    merged = len(found) <= LARGE
+    rects = list(members)
+    merged = len(rects) <= LARGE
     while merged:
         merged = False
-        found.sort(key=lambda rect: (rect.left, rect.top))
-        for first in range(len(found)):
-            for second in range(first + 1, len(found)):
-                union = found[first].union(found[second])
-                if _is_near(found[first], found[second], reach) and not any(
+        rects.sort(key=lambda rect: (rect.left, rect.top))
+        for first in range(len(rects)):
+            for second in range(first + 1, len(rects)):
+                union = rects[first].union(rects[second])
+                if _is_near(rects[first], rects[second], reach) and not any(
                     union.touches(o) for o in others
                 ):
-                    found[first] = union
-                    del found[second]
+                    rects[first] = union
+                    del rects[second]
                     merged = True
                     break
             if merged:
                 break
-    return found
+    return rects
 
 
 def members_of(boxes: Mapping[str, Rect], nodes: Sequence[str]) -> tuple[list[Rect], list[Rect]]:

@@ -80,11 +80,11 @@ def _model(model: Model) -> str:
 
 def _by_columns(title: str, streams: dict[str, Columns]) -> list[tuple[str, Columns]]:
     """One table for all streams that carry the same columns."""
-    found: list[tuple[list[str], Columns]] = []
+    tables: list[tuple[list[str], Columns]] = []
     for stream, columns in streams.items():
-        same = next((names for names, other in found if other == columns), None)
+        same = next((names for names, shared in tables if shared == columns), None)
         if same is None:
-            found.append(([stream], columns))
+            tables.append(([stream], columns))
         else:
             same.append(stream)
-    return [(f"{title}, rows of {', '.join(names)}", columns) for names, columns in found]
+    return [(f"{title}, rows of {', '.join(names)}", columns) for names, columns in tables]

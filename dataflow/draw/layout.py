@@ -26,17 +26,17 @@ def acyclic(names: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[tupl
         if tail != head:
             after[tail].append(head)
     state: dict[str, int] = {}
-    kept: list[tuple[str, str]] = []
+    edges: list[tuple[str, str]] = []
     for root in names:
         if root in state:
             continue
         state[root] = 1
         stack = [(root, iter(after[root]))]
         while stack:
-            node, rest = stack[-1]
-            for head in rest:
+            node, heads = stack[-1]
+            for head in heads:
                 if state.get(head) != 1:
-                    kept.append((node, head))
+                    edges.append((node, head))
                 if head not in state:
                     state[head] = 1
                     stack.append((head, iter(after[head])))
@@ -44,7 +44,7 @@ def acyclic(names: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[tupl
             else:
                 state[node] = 2
                 stack.pop()
-    return kept
+    return edges
 
 
 def layers_of(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> dict[str, int]:
@@ -102,12 +102,12 @@ def crossings(rows: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> 
 def _inversions(ends: Sequence[int], size: int) -> int:
     tree = [0] * (size + 1)
     total = 0
-    for seen, end in enumerate(ends):
+    for count, end in enumerate(ends):
         index, not_above = end + 1, 0
         while index:
             not_above += tree[index]
             index -= index & -index
-        total += seen - not_above
+        total += count - not_above
         index = end + 1
         while index <= size:
             tree[index] += 1
@@ -121,7 +121,7 @@ def _by_barycentre(
     at = {item: index for index, item in enumerate(beside)}
     scale = len(beside) / max(len(row), 1)
     key = {
-        item: sum(at[other] for other in near[item]) / len(near[item])
+        item: sum(at[neighbour] for neighbour in near[item]) / len(near[item])
         if near[item]
         else (index + 0.5) * scale - 0.5
         for index, item in enumerate(row)
@@ -148,7 +148,7 @@ def _swap_neighbours(
 
 
 def _pair(upper: Sequence[int], lower: Sequence[int], at: Mapping[int, int]) -> int:
-    return sum(at[one] > at[other] for one in upper for other in lower)
+    return sum(at[up] > at[down] for up in upper for down in lower)
 
 
 MOST_BENDS = 20_000

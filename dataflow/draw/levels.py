@@ -64,8 +64,8 @@ def spread(
     for want, weight, offset in zip(wanted, weights, offsets, strict=True):
         value, mass, count = want - offset, weight, 1
         while pools and pools[-1][0] >= value:
-            other, other_mass, other_count = pools.pop()
-            value = (value * mass + other * other_mass) / (mass + other_mass)
+            pool_value, other_mass, other_count = pools.pop()
+            value = (value * mass + pool_value * other_mass) / (mass + other_mass)
             mass, count = mass + other_mass, count + other_count
         pools.append((value, mass, count))
     flat = [value for value, _, count in pools for _ in range(count)]
@@ -81,12 +81,12 @@ def _distance(grid: Levels, above: int, below: int, spacing: Spacing) -> float:
 def _settle(
     grid: Levels, index: int, steps: Sequence[float], y: list[float], near: Sequence[Sequence[int]]
 ) -> None:
-    wanted, weights = [], []
+    targets, weights = [], []
     for item in grid.rows[index]:
-        pulls = [(y[other], grid.pulls[item][other]) for other in near[item]]
-        wanted.append(_median(pulls) if pulls else y[item])
+        pulls = [(y[neighbour], grid.pulls[item][neighbour]) for neighbour in near[item]]
+        targets.append(_median(pulls) if pulls else y[item])
         weights.append(sum(pull for _, pull in pulls) or 0.01)
-    for item, height in zip(grid.rows[index], spread(wanted, weights, steps), strict=True):
+    for item, height in zip(grid.rows[index], spread(targets, weights, steps), strict=True):
         y[item] = height
 
 

@@ -145,11 +145,11 @@ def read(
                 DrawnEdge(tail=tail, head=head, stream=stream, columns=dict(columns), added=added)
             )
     sources = [box.name for box in boxes if box.role == "source"]
-    found = dict.fromkeys(wire.stream for wire in wires)
-    streams = [name for name in sources if name in found]
-    streams += [stream for stream in found if stream not in streams]
+    wire_streams = dict.fromkeys(wire.stream for wire in wires)
+    streams = [name for name in sources if name in wire_streams]
+    streams += [stream for stream in wire_streams if stream not in streams]
     names = {box.name for box in boxes}
-    kept = [
+    known_frames = [
         DeviceFrame(f.label, tuple(n for n in dict.fromkeys(f.nodes) if n in names), f.where)
         for f in frames or ()
     ]
@@ -158,7 +158,7 @@ def read(
         wires=tuple(wires),
         loops=tuple(loops),
         streams=tuple(streams),
-        frames=tuple(frame for frame in kept if frame.nodes),
+        frames=tuple(frame for frame in known_frames if frame.nodes),
         title=title or "",
     )
 

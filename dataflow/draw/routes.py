@@ -95,12 +95,12 @@ def links(
         last = bend(link, chain[-1]) if chain else starts[link.tail, link.stream]
         arrivals.setdefault(link.head, []).append((last, number))
     ends: dict[int, float] = {}
-    for head, found in arrivals.items():
-        found.sort()
+    for head, incoming in arrivals.items():
+        incoming.sort()
         ends.update(
             zip(
-                (number for _, number in found),
-                _ports(boxes[head], [y for y, _ in found]),
+                (number for _, number in incoming),
+                _ports(boxes[head], [y for y, _ in incoming]),
                 strict=True,
             )
         )
@@ -123,9 +123,9 @@ def _ports(box: Rect, arriving: Sequence[float]) -> list[float]:
     """
     room = max(box.height / 2 - CORNER, 0.0)
     step = min(PORT, 2 * room / max(len(arriving) - 1, 1))
-    wanted = [y if abs(y - box.middle) <= room else box.middle for y in arriving]
-    level = [100.0 if y == want else 1.0 for y, want in zip(arriving, wanted, strict=True)]
-    ports = spread(wanted, level, [0.0] + [step] * (len(wanted) - 1))
+    targets = [y if abs(y - box.middle) <= room else box.middle for y in arriving]
+    level = [100.0 if y == want else 1.0 for y, want in zip(arriving, targets, strict=True)]
+    ports = spread(targets, level, [0.0] + [step] * (len(targets) - 1))
     shift = max(box.middle - room - ports[0], 0.0) + min(box.middle + room - ports[-1], 0.0)
     return [min(max(port + shift, box.middle - room), box.middle + room) for port in ports]
 
@@ -178,10 +178,10 @@ def backs(
             columns, max(detour.low - 1, 0), min(detour.high + 1, len(columns) - 1), detour.sign
         )
         y = edge + detour.sign * spacing.outer
-        for low, high, other in sorted(tracks[detour.sign], key=lambda t: t[2] * detour.sign):
-            near = abs(y - other) < spacing.track or (other - y) * detour.sign > 0
+        for low, high, track in sorted(tracks[detour.sign], key=lambda t: t[2] * detour.sign):
+            near = abs(y - track) < spacing.track or (track - y) * detour.sign > 0
             if low <= detour.high and detour.low <= high and near:
-                y = other + detour.sign * spacing.track
+                y = track + detour.sign * spacing.track
         tracks[detour.sign].append((detour.low, detour.high, y))
         heights[detour.number] = y
     ports = _back_ports(plan, boxes, layer)
@@ -202,7 +202,7 @@ def _edge(columns: Sequence[Column], low: int, high: int, sign: float) -> float:
 
 
 def _blocked(box: Rect, row: Sequence[Rect], sign: float) -> bool:
-    return any((other.middle - box.middle) * sign > 0 for other in row)
+    return any((neighbour.middle - box.middle) * sign > 0 for neighbour in row)
 
 
 def _back_ports(
@@ -214,20 +214,20 @@ def _back_ports(
     sides: dict[tuple[str, float], list[tuple[float, int]]] = {}
     for detour in plan:
         span = detour.high - detour.low + detour.number * 1e-6
-        for name, other in (
+        for name, far_end in (
             (detour.back.tail, detour.back.head),
             (detour.back.head, detour.back.tail),
         ):
-            to_right = layer[other] > layer[name]
+            to_right = layer[far_end] > layer[name]
             sides.setdefault((name, detour.sign), []).append(
                 (-span if to_right else span, detour.number)
             )
     ports: dict[tuple[int, str], float] = {}
-    for (name, _), found in sides.items():
+    for (name, _), ends in sides.items():
         box = boxes[name]
-        step = min(18.0, (box.width - 2 * CORNER) / max(len(found) - 1, 1))
-        for at, (_, number) in enumerate(sorted(found)):
-            ports[number, name] = box.centre + (at - (len(found) - 1) / 2) * step
+        step = min(18.0, (box.width - 2 * CORNER) / max(len(ends) - 1, 1))
+        for at, (_, number) in enumerate(sorted(ends)):
+            ports[number, name] = box.centre + (at - (len(ends) - 1) / 2) * step
     return ports
 
 

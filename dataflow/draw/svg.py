@@ -41,7 +41,7 @@ FRAME_PAD, FRAME_TITLE, FRAME_PLACE = 11.0, 15.0, 12.0
 def render(picture: Picture) -> str:
     """The SVG of a picture."""
     wires = _by_tail(picture)
-    labels = {name: _labels(found) for name, found in wires.items()}
+    labels = {name: _labels(outgoing) for name, outgoing in wires.items()}
     spacing = Spacing()
     if picture.frames:
         title = _title(picture)
@@ -70,7 +70,7 @@ def render(picture: Picture) -> str:
         sizes.update(wider)
         layout = arrange(sizes, links, backs, spacing)
     columns = [
-        _columns(layout.boxes[name], sizes[name], found, indent) for name, found in labels.items()
+        _columns(layout.boxes[name], sizes[name], lines, indent) for name, lines in labels.items()
     ]
     return _document(picture, layout, columns, spacing)
 
@@ -80,8 +80,8 @@ def _document(
 ) -> str:
     body: list[str] = []
     framed = [_pieces(frame.nodes, layout, _title(picture)) for frame in picture.frames]
-    for shade, frame, found in zip(picture.shades, picture.frames, framed, strict=True):
-        body += [_frame(shade, frame, rect) for rect in found]
+    for shade, frame, rects in zip(picture.shades, picture.frames, framed, strict=True):
+        body += [_frame(shade, frame, rect) for rect in rects]
     many = len(picture.streams) > 1
     led: set[tuple[str, str]] = set()
     for wire, points in reversed(list(zip(picture.wires, layout.links, strict=True))):
@@ -94,15 +94,15 @@ def _document(
         led.add((wire.tail, wire.stream))
     for loop, route in zip(picture.loops, layout.backs, strict=True):
         body.append(_back(f"{loop.tail} → {loop.head}: {loop.label}", route))
-    for shade, frame, found in zip(picture.shades, picture.frames, framed, strict=True):
-        body += [_frame_label(shade, frame, rect) for rect in found]
+    for shade, frame, rects in zip(picture.shades, picture.frames, framed, strict=True):
+        body += [_frame_label(shade, frame, rect) for rect in rects]
     for number, box in enumerate(picture.boxes):
         body.append(_box(number, box, layout.boxes[box.name]))
     body += columns
     for loop, route in zip(picture.loops, layout.backs, strict=True):
         body.append(_back_label(loop.label, route.label))
     bounds = layout.bounds
-    for rect in (piece for found in framed for piece in found):
+    for rect in (piece for rects in framed for piece in rects):
         bounds = bounds.union(rect)
     legend, legend_width = _legend(picture, bounds.left, bounds.bottom + 26)
     top = 34.0 if picture.title else 0.0
@@ -145,10 +145,10 @@ def _document(
 
 
 def _by_tail(picture: Picture) -> dict[str, list[DrawnEdge]]:
-    found: dict[str, list[DrawnEdge]] = {}
+    wires: dict[str, list[DrawnEdge]] = {}
     for wire in picture.wires:
-        found.setdefault(wire.tail, []).append(wire)
-    return found
+        wires.setdefault(wire.tail, []).append(wire)
+    return wires
 
 
 def _labels(wires: Sequence[DrawnEdge]) -> tuple[list[str], list[str]]:
@@ -281,13 +281,13 @@ def _back(text: str, route: BackRoute) -> str:
 
 def _rounded(previous: Point, corner: Point, following: Point) -> str:
     radius = 9.0
-    for other in (previous, following):
-        radius = min(radius, (abs(other[0] - corner[0]) + abs(other[1] - corner[1])) / 2)
+    for neighbour in (previous, following):
+        radius = min(radius, (abs(neighbour[0] - corner[0]) + abs(neighbour[1] - corner[1])) / 2)
     ends = []
-    for other in (previous, following):
-        length = max(abs(other[0] - corner[0]) + abs(other[1] - corner[1]), 1e-9)
+    for neighbour in (previous, following):
+        length = max(abs(neighbour[0] - corner[0]) + abs(neighbour[1] - corner[1]), 1e-9)
         ends.append(
-            tuple(c + (o - c) * radius / length for o, c in zip(other, corner, strict=True))
+            tuple(c + (o - c) * radius / length for o, c in zip(neighbour, corner, strict=True))
         )
     (ax, ay), (bx, by) = ends
     return f"L{_n(ax)} {_n(ay)}Q{_n(corner[0])} {_n(corner[1])} {_n(bx)} {_n(by)}"
@@ -329,15 +329,15 @@ def _title(picture: Picture) -> float:
 
 
 def _pieces(nodes: Sequence[str], layout: DrawnLayout, title: float) -> list[Rect]:
-    members, others = device_frames.members_of(layout.boxes, nodes)
-    found = device_frames.pieces(members, others, reach=300.0)
-    return [piece.grown(FRAME_PAD, FRAME_PAD + title - 3, FRAME_PAD) for piece in found]
+    members, outsiders = device_frames.members_of(layout.boxes, nodes)
+    rects = device_frames.pieces(members, outsiders, reach=300.0)
+    return [piece.grown(FRAME_PAD, FRAME_PAD + title - 3, FRAME_PAD) for piece in rects]
 
 
 def _frame(shade: int, frame: DeviceFrame, rect: Rect) -> str:
-    told = " · ".join(filter(None, (frame.label, frame.where)))
+    label = " · ".join(filter(None, (frame.label, frame.where)))
     return (
-        f'<g class="frame frame{shade % len(theme.LIGHT_FRAMES)}"><title>{xml(told)}</title>'
+        f'<g class="frame frame{shade % len(theme.LIGHT_FRAMES)}"><title>{xml(label)}</title>'
         f'<rect x="{_n(rect.left)}" y="{_n(rect.top)}" width="{_n(rect.width)}" '
         f'height="{_n(rect.height)}" rx="10"/></g>'
     )

@@ -110,21 +110,21 @@ def _clusters(picture: Picture) -> list[tuple[int, DeviceFrame, list[str]]]:
     for wire in picture.wires:
         beside.setdefault(wire.tail, []).append(wire.head)
         beside.setdefault(wire.head, []).append(wire.tail)
-    seen: set[str] = set()
-    kept = []
+    framed: set[str] = set()
+    clusters = []
     for number, frame in enumerate(picture.frames):
-        left = dict.fromkeys(name for name in frame.nodes if name not in seen)
-        seen.update(left)
-        while left:
-            piece = [next(iter(left))]
-            del left[piece[0]]
+        unplaced = dict.fromkeys(name for name in frame.nodes if name not in framed)
+        framed.update(unplaced)
+        while unplaced:
+            piece = [next(iter(unplaced))]
+            del unplaced[piece[0]]
             for name in piece:
-                for other in beside.get(name, []):
-                    if other in left:
-                        del left[other]
-                        piece.append(other)
-            kept.append((number, frame, piece))
-    return kept
+                for neighbour in beside.get(name, []):
+                    if neighbour in unplaced:
+                        del unplaced[neighbour]
+                        piece.append(neighbour)
+            clusters.append((number, frame, piece))
+    return clusters
 
 
 def _cycle(palette: Sequence[str], number: int) -> str:

@@ -30,8 +30,8 @@ def timeline_svg(
     """
     begin, end = marks[0], marks[-1]
     rows = [
-        (name, [span for span in found if span[1] > begin and span[0] < end])
-        for name, found in spans.items()
+        (name, [span for span in row_spans if span[1] > begin and span[0] < end])
+        for name, row_spans in spans.items()
     ]
     shown, height = rows[:MOST_ROWS], TOP + min(len(rows), MOST_ROWS) * ROW + _BELOW
 
@@ -51,11 +51,11 @@ def timeline_svg(
     for mark in marks:
         body.append(f'<path class="grid" d="M{place(mark):.1f} {TOP - 6:g}V{bottom:.1f}"/>')
     streams: dict[str, int] = {}
-    for number, (name, found) in enumerate(shown):
+    for number, (name, row_spans) in enumerate(shown):
         y = TOP + number * ROW
         stream = streams.setdefault(name.partition(" ")[0], len(streams)) % len(theme.LIGHT_STREAMS)
-        busy = sum(min(end, b) - max(begin, a) for a, b in found) / (end - begin)
-        path = "".join(f"M{a:.1f} {y + ROW / 2:.1f}H{b:.1f}" for a, b in _joined(found, place))
+        busy = sum(min(end, b) - max(begin, a) for a, b in row_spans) / (end - begin)
+        path = "".join(f"M{a:.1f} {y + ROW / 2:.1f}H{b:.1f}" for a, b in _joined(row_spans, place))
         body.append(
             f'<text class="axis end" x="{LEFT - 10:g}" y="{y + ROW / 2 + 4:.1f}">{xml(name)}</text>'
         )
@@ -71,21 +71,21 @@ def timeline_svg(
             f'<text class="axis middle" x="{place(seconds):.1f}"'
             f' y="{bottom + 18:.1f}">{seconds:.4g}</text>'
         )
-    rest = f"; {len(rows) - len(shown)} more rows are left out" if len(rows) > len(shown) else ""
+    omitted = f"; {len(rows) - len(shown)} more rows are left out" if len(rows) > len(shown) else ""
     body.append(
         f'<text class="axis middle" x="{(LEFT + WIDTH - RIGHT) / 2:g}"'
-        f' y="{bottom + 38:.1f}">{xml(unit + rest)}</text>'
+        f' y="{bottom + 38:.1f}">{xml(unit + omitted)}</text>'
     )
     return document(WIDTH, height, title, body)
 
 
 def _joined(spans: Sequence[Span], place: Callable[[float], float]) -> list[Span]:
     """In pixels; pauses that nobody could see are left out."""
-    found: list[Span] = []
+    bars: list[Span] = []
     for a, b in spans:
         left, right = place(a), max(place(b), place(a) + _LEAST)
-        if found and left - found[-1][1] < _LEAST:
-            found[-1] = (found[-1][0], max(right, found[-1][1]))
+        if bars and left - bars[-1][1] < _LEAST:
+            bars[-1] = (bars[-1][0], max(right, bars[-1][1]))
         else:
-            found.append((left, right))
-    return found
+            bars.append((left, right))
+    return bars

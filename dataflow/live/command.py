@@ -142,8 +142,8 @@ def _end_of(trace: Mapping[str, Any]) -> dict[str, Any]:
     events = [event for event in trace.get("traceEvents", []) if isinstance(event, dict)]
     spans = [event for event in events if event.get("ph") == "X"]
     begin = max((event["ts"] + event["dur"] for event in spans), default=0.0) - MINUTE * 1e6
-    kept = [event for event in spans if event["ts"] + event["dur"] > begin]
-    return {"traceEvents": [*(event for event in events if event.get("ph") == "M"), *kept]}
+    recent = [event for event in spans if event["ts"] + event["dur"] > begin]
+    return {"traceEvents": [*(event for event in events if event.get("ph") == "M"), *recent]}
 
 
 # What stands at which address below the page's token.
@@ -154,22 +154,23 @@ def _end_of(trace: Mapping[str, Any]) -> dict[str, Any]:
 def settable_now(folder: RunFolder) -> dict[str, list[dict[str, str]]]:
     """By node, its knobs: name, value as one types it, and from when on another one counts."""
     declared, swaps = described(folder)[1].get("settable"), latest(read_swaps(folder))
-    known = dict(declared) if isinstance(declared, dict) else {}
-    known |= {swap.node: dict(swap.knobs) for swap in swaps}
+    knobs_by_node = dict(declared) if isinstance(declared, dict) else {}
+    knobs_by_node |= {swap.node: dict(swap.knobs) for swap in swaps}
     changed = {
-        (each.node, each.knob): each.value for each in of_operators(read_changes(folder), swaps)
+        (change.node, change.knob): change.value
+        for change in of_operators(read_changes(folder), swaps)
     }
-    found: dict[str, list[dict[str, str]]] = {}
-    for node, knobs in known.items():
-        found[node] = [
+    shown: dict[str, list[dict[str, str]]] = {}
+    for node, knobs in knobs_by_node.items():
+        shown[node] = [
             {
                 "name": knob,
-                "value": _typed(changed.get((node, knob), told.get("value"))),
-                "at": str(told.get("at", "")),
+                "value": _typed(changed.get((node, knob), knob_facts.get("value"))),
+                "at": str(knob_facts.get("at", "")),
             }
-            for knob, told in knobs.items()
+            for knob, knob_facts in knobs.items()
         ]
-    return found
+    return shown
 
 
 def _typed(value: Any) -> str:
@@ -292,8 +293,8 @@ class PageAnswers:
         """What stands there. Errors: LookupError where nothing does, ValueError where the question
         is none.
         """
-        path, _, asked = address.partition("?")
-        question = PageQuery(parse_qs(asked, keep_blank_values=True, max_num_fields=100))
+        path, _, query = address.partition("?")
+        question = PageQuery(parse_qs(query, keep_blank_values=True, max_num_fields=100))
         if path == "api/runs":
             runs = [{"run": at, "name": run.folder.path.name} for at, run in enumerate(self._runs)]
             return _json({"runs": runs, "steers": self._steering is not None})
@@ -327,20 +328,20 @@ class PageAnswers:
         self, address: str, shown: int, name: str, make: Callable[[], Response]
     ) -> Response:
         """An answer that another page has had, or a new one. shown: of charts, now."""
-        until, had, found = self._recent.get(address, (-math.inf, 0, None))
-        if found is None or time.monotonic() > until or (name in CHARTS and had != shown):
+        until, had, answer = self._recent.get(address, (-math.inf, 0, None))
+        if answer is None or time.monotonic() > until or (name in CHARTS and had != shown):
             began = time.process_time()  # of all threads: files are read by several
-            found = make()
+            answer = make()
             took = time.process_time() - began
             reused_s = max(SHARED_S, LEISURE * took) if name == "rollouts" else SHARED_S
             until = time.monotonic() + (
                 MOST_SHARED_S if name in CHARTS else min(MOST_SHARED_S, reused_s)
             )
-            self._recent[address] = until, shown, found
+            self._recent[address] = until, shown, answer
             self._recent.move_to_end(address)
             while len(self._recent) > MOST_SHARED:
                 self._recent.popitem(last=False)
-        return found
+        return answer
 
     def steer(self, address: str, body: bytes) -> Response:
         """Ask a run for what a request names. Errors: as for what is read, and ValueError where it
@@ -415,18 +416,18 @@ def _series(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
     run.metrics.look()
     most = min(MOST_POINTS, max(10, question.whole("points", SHOWN_POINTS)))
     begin, end = question.number("from", -math.inf), question.number("to", math.inf)
-    found: dict[str, dict[str, Any] | None] = {}
+    points_by_key: dict[str, dict[str, Any] | None] = {}
     for key in question.texts("key")[:MOST_KEYS]:
         try:
-            found[key] = run.metrics.points(key, most, begin, end)
+            points_by_key[key] = run.metrics.points(key, most, begin, end)
         except LookupError:
-            found[key] = None
-    return {"series": found}
+            points_by_key[key] = None
+    return {"series": points_by_key}
 
 
 def _rollouts(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
     upto = question.whole("upto", -1)
-    wanted = RolloutFilter(
+    row_filter = RolloutFilter(
         kind=question.text("kind", "step"),
         node=question.text("node"),
         upto=upto if upto >= 0 else None,
@@ -435,7 +436,7 @@ def _rollouts(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
         down=question.text("order", "down") != "up",
         page=max(0, question.whole("page", 0)),
     )
-    return run.rollouts.table(wanted) | {"nodes": run.rollouts.nodes()}
+    return run.rollouts.table(row_filter) | {"nodes": run.rollouts.nodes()}
 
 
 def _table(run: WatchedRun, question: PageQuery) -> pa.Table:

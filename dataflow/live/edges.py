@@ -20,8 +20,8 @@ def counted(told: Mapping[str, Any]) -> EdgeSums | None:
     nothing.
     """
     heartbeats = [worker["heartbeat"] for worker in told.get("workers", {}).values()]
-    known = [heartbeat["crossed"] for heartbeat in heartbeats if "crossed" in heartbeat]
-    return total(known) if known else None
+    counts = [heartbeat["crossed"] for heartbeat in heartbeats if "crossed" in heartbeat]
+    return total(counts) if counts else None
 
 
 def data_edges(
@@ -83,34 +83,34 @@ def exchanges(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     reader sees them, bytes, and what these would have been without deltas and quantization. Those
     that a neighbour hands it to move no bytes.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for name, told in _told(line):
-        version = told.get("version")
+    by_reader: dict[str, dict[str, Any]] = {}
+    for name, exchange in _told(line):
+        version = exchange.get("version")
         version = max(0, version) if isinstance(version, int) else 0
-        known = found.setdefault(
+        summary = by_reader.setdefault(
             name.rpartition("-")[0] or name, {"readers": 0, "version": version}
         )
-        known["readers"] += 1
-        known["version"] = min(known["version"], version)
+        summary["readers"] += 1
+        summary["version"] = min(summary["version"], version)
         for key in ("seconds", "committed_seconds", "taken_seconds", "nbytes", "full_bytes"):
-            if isinstance(told.get(key), int | float):
-                known[key] = max(known.get(key, 0), told[key])
-    return found
+            if isinstance(exchange.get(key), int | float):
+                summary[key] = max(summary.get(key, 0), exchange[key])
+    return by_reader
 
 
 def _told(line: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each reader of which the line tells, those too that it is handed on to."""
     sent = line.get("weights_sent")
-    for name, told in sent.items() if isinstance(sent, dict) else ():
-        if not isinstance(told, dict):
+    for name, exchange in sent.items() if isinstance(sent, dict) else ():
+        if not isinstance(exchange, dict):
             continue
-        yield name, told
-        behind = told.get("handed_on")
-        for other, taken in behind.items() if isinstance(behind, dict) else ():
-            yield other, taken if isinstance(taken, dict) else {"version": taken}
+        yield name, exchange
+        behind = exchange.get("handed_on")
+        for neighbour, version in behind.items() if isinstance(behind, dict) else ():
+            yield neighbour, version if isinstance(version, dict) else {"version": version}
 
 
 def newest_of(line: Mapping[str, Any]) -> dict[str, Any]:
     """What the page shows at the weight edges of a trainer, of its newest line."""
-    kept = {key: line.get(key) for key in ("step", *_STALENESS, "seconds_publish")}
-    return kept | {"exchanges": exchanges(line)}
+    figures = {key: line.get(key) for key in ("step", *_STALENESS, "seconds_publish")}
+    return figures | {"exchanges": exchanges(line)}

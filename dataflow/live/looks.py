@@ -40,12 +40,12 @@ def told_of_the_end(
     }.get(outcome, "The run did not come to its end")
     if not passed_s:
         return f"{ended}."
-    said = f"{ended} after {duration(passed_s)} of training"
+    sentence = f"{ended} after {duration(passed_s)} of training"
     busy = {node["name"]: float(node["shares"]["busy"]) for node in nodes if node.get("shares")}
     return (
-        f"{said}; '{bound}' bounded it, at work {busy[bound]:.0%} of the time."
+        f"{sentence}; '{bound}' bounded it, at work {busy[bound]:.0%} of the time."
         if bound in busy
-        else f"{said}."
+        else f"{sentence}."
     )
 
 
@@ -138,12 +138,12 @@ class Looks:
 
     def _below_each(self, pids: Iterable[int]) -> Mapping[int, list[int]]:
         """As `processes.below_each`, or as it was a moment ago of the same ones."""
-        wanted = set(pids)
-        at, found = self._below
-        if self._clock() >= at + BELOW_S or found.keys() != wanted:
-            found = processes.below_each(wanted)
-            self._below = self._clock(), found
-        return found
+        parents = set(pids)
+        at, below = self._below
+        if self._clock() >= at + BELOW_S or below.keys() != parents:
+            below = processes.below_each(parents)
+            self._below = self._clock(), below
+        return below
 
     def _from_files(self) -> dict[str, Any]:
         """Of a run that nobody leads: over, killed, or copied from elsewhere."""
@@ -154,12 +154,12 @@ class Looks:
         graph, config = described(self._folder)
         done, passed = whole(line for _, line in self._folder.stream_activity(0))
         nodes = [
-            _ended(str(each.get("name")), done.get(str(each.get("name")), {}), passed)
-            for each in graph.get("nodes", [])
+            _ended(str(node.get("name")), done.get(str(node.get("name")), {}), passed)
+            for node in graph.get("nodes", [])
         ]
         crossed = known_edges(times["edges"]) if "edges" in times else None
         versions = {node["name"]: node["version"] for node in nodes}
-        kept = [
+        weight_edges = [
             (str(e["from"]), str(e["to"]))
             for e in graph.get("edges", [])
             if e.get("plane") == "weights"
@@ -177,7 +177,7 @@ class Looks:
             "over_s": passed,
             "seconds": seconds if isinstance(seconds, int | float) else None,
             "nodes": nodes,
-            "weights": [_versions(*ends, versions) for ends in kept],
+            "weights": [_versions(*ends, versions) for ends in weight_edges],
             "edges": data_edges(data_edges_of(graph), crossed, {}, float(seconds or 0.0)),
         }
 
@@ -185,8 +185,10 @@ class Looks:
 def _bounded(nodes: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> str | None:
     """The node that bounded a run, by the shares of all of it."""
     busy = {str(node["name"]): float(node["shares"]["busy"]) for node in nodes if node["shares"]}
-    found = bounded(1.0, busy, {str(node["name"]): float(node["beside"]) for node in nodes}, config)
-    return found.node if found else None
+    bottleneck = bounded(
+        1.0, busy, {str(node["name"]): float(node["beside"]) for node in nodes}, config
+    )
+    return bottleneck.node if bottleneck else None
 
 
 def whole(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], float]:
@@ -196,21 +198,21 @@ def whole(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]]
     A node's seconds count from its start in that part, those of the run from the first step of that
     part.
     """
-    found: dict[str, dict[str, Any]] = {}
+    sums: dict[str, dict[str, Any]] = {}
     passed = 0.0
     for part in _parts(lines):
         first: dict[str, dict[str, Any]] = {}
-        for _, told in part:
-            first = {**told, **first}
+        for _, nodes in part:
+            first = {**nodes, **first}
         seconds, last = part[-1]
         passed += seconds
-        for name, said in last.items():
-            grown, before = _grown(said, first[name]), found.get(name, {})
-            found[name] = {
-                **said,
+        for name, figures in last.items():
+            grown, before = _grown(figures, first[name]), sums.get(name, {})
+            sums[name] = {
+                **figures,
                 **{key: value + before.get(key, 0.0) for key, value in grown.items()},
             }
-    return found, passed
+    return sums, passed
 
 
 def _parts(
@@ -224,12 +226,14 @@ def _parts(
         seconds, nodes = line.get("seconds"), line.get("nodes")
         if not isinstance(seconds, int | float) or not isinstance(nodes, dict):
             continue
-        told = {name: said for name, said in nodes.items() if isinstance(said, dict)}
+        figures_by_node = {
+            name: figures for name, figures in nodes.items() if isinstance(figures, dict)
+        }
         if not parts or seconds < parts[-1][-1][0]:
             parts.append([])
         if not seconds:
             parts[-1].clear()
-        parts[-1].append((float(seconds), told))
+        parts[-1].append((float(seconds), figures_by_node))
     return parts
 
 
@@ -256,17 +260,17 @@ def _beside(spent: Mapping[str, float] | None) -> float:
 
 def _sums(told: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """By node, all its replicas together: seconds of each kind, rows, tokens, since they began."""
-    found: dict[str, dict[str, float]] = {}
+    sums: dict[str, dict[str, float]] = {}
     for worker in told.get("workers", {}).values():
-        for name, said in worker["heartbeat"].get("nodes", {}).items():
-            known = found.setdefault(name, dict.fromkeys(SUMS, 0.0))
-            for state, value in said["seconds"].items():
-                known[state] += float(value)
-            known["measured"] += float(said["measured_s"])
+        for name, stats in worker["heartbeat"].get("nodes", {}).items():
+            node_sums = sums.setdefault(name, dict.fromkeys(SUMS, 0.0))
+            for state, value in stats["seconds"].items():
+                node_sums[state] += float(value)
+            node_sums["measured"] += float(stats["measured_s"])
             for key in ("rows_in", "rows_out"):
-                known[key] += float(said[key])
-            known["tokens"] += float(said["status"].get("tokens", 0))
-    return found
+                node_sums[key] += float(stats[key])
+            node_sums["tokens"] += float(stats["status"].get("tokens", 0))
+    return sums
 
 
 def _less(sums: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float] | None:
@@ -277,7 +281,7 @@ def _less(sums: Mapping[str, float], before: Mapping[str, float]) -> dict[str, f
 
 def _node(node: Node, spent: Mapping[str, float] | None, passed: float) -> dict[str, Any]:
     present = [w for w in node.workers if w.state in ("ready", "stopping")]
-    ill = [f"{worker.name} {said}" for worker in node.workers if (said := trouble(worker))]
+    ill = [f"{worker.name} {problem}" for worker in node.workers if (problem := trouble(worker))]
     return {
         "name": node.name,
         "state": node.state,
@@ -301,7 +305,7 @@ def _node(node: Node, spent: Mapping[str, float] | None, passed: float) -> dict[
 
 def _worker(worker: WorkerFacts) -> dict[str, Any]:
     processes = [worker.process, *worker.ranks] if worker.process else []
-    seen = [process for process in processes if process is not None and process.state]
+    alive = [process for process in processes if process is not None and process.state]
     return {
         "name": worker.name,
         "state": worker.state,
@@ -309,7 +313,7 @@ def _worker(worker: WorkerFacts) -> dict[str, Any]:
         "restarts": worker.restarts,
         "pid": worker.process.pid if worker.process else None,
         "processes_below": len(worker.ranks),
-        "rss_bytes": sum(process.rss_bytes for process in seen) if seen else None,
+        "rss_bytes": sum(process.rss_bytes for process in alive) if alive else None,
     }
 
 
@@ -337,13 +341,13 @@ def _ended(name: str, told: Mapping[str, Any], passed: float | None) -> dict[str
 
 
 def _per_second(spent: Mapping[str, float] | None, passed: float) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
+    rates: dict[str, float | None] = {}
     for key in ("rows_in", "rows_out", "tokens"):
-        known = spent is not None and passed > 0 and (key != "tokens" or bool(spent.get(key)))
-        found[f"{key}_s"] = (
-            round(spent.get(key, 0.0) / passed, 3) if known and spent is not None else None
+        is_known = spent is not None and passed > 0 and (key != "tokens" or bool(spent.get(key)))
+        rates[f"{key}_s"] = (
+            round(spent.get(key, 0.0) / passed, 3) if is_known and spent is not None else None
         )
-    return found
+    return rates
 
 
 def _weights(facts: Facts) -> list[dict[str, Any]]:
@@ -352,6 +356,6 @@ def _weights(facts: Facts) -> list[dict[str, Any]]:
 
 
 def _versions(trainer: str, reader: str, versions: Mapping[str, Any]) -> dict[str, Any]:
-    made, has = versions.get(trainer), versions.get(reader)
-    behind = None if made is None or has is None else max(0, made - has)
-    return {"from": trainer, "to": reader, "made": made, "has": has, "behind": behind}
+    newest, has = versions.get(trainer), versions.get(reader)
+    behind = None if newest is None or has is None else max(0, newest - has)
+    return {"from": trainer, "to": reader, "made": newest, "has": has, "behind": behind}

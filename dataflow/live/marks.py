@@ -50,8 +50,8 @@ class Marks:
                     {"step": self._step_at(line.get("at")), **_fault(line)} for line in lines
                 ],
                 "swaps": [
-                    {"step": each.step, "text": str(each)}
-                    for each in read_live_changes(self.folder)[-MOST:]
+                    {"step": change.step, "text": str(change)}
+                    for change in read_live_changes(self.folder)[-MOST:]
                 ],
                 "requests": [_request(line) for line in read_requests(self.folder.path)[-MOST:]],
             }
@@ -64,10 +64,10 @@ class Marks:
         """
         first, last = (bisect.bisect_left(self._times, (at, 0)) for at in (begin, end))
         steps = [(at, f"step {step}") for at, step in self._times[first:last]]
-        told = [(each["at"], each["text"]) for each in self._found.get("faults", ())]
-        told += [(each["at"], each["request"]) for each in self._found.get("requests", ())]
+        marks = [(mark["at"], mark["text"]) for mark in self._found.get("faults", ())]
+        marks += [(mark["at"], mark["request"]) for mark in self._found.get("requests", ())]
         return sorted(
-            steps + [(at, text) for at, text in told if at is not None and begin <= at < end]
+            steps + [(at, text) for at, text in marks if at is not None and begin <= at < end]
         )
 
     def _look_at_times(self) -> None:
@@ -82,8 +82,10 @@ class Marks:
         ):
             if ledger.last_step(leading[0]) < (self._times[-1][1] if self._times else 0):
                 self._times.clear()  # it went back to a checkpoint
-            known = self._times[-1][1] if self._times else 0
-            self._times += [(at, step) for step, at in ledger.step_times(str(leading[0]), known)]
+            newest_step = self._times[-1][1] if self._times else 0
+            self._times += [
+                (at, step) for step, at in ledger.step_times(str(leading[0]), newest_step)
+            ]
             del self._times[:-MOST_STEPS]
 
     def _step_at(self, at: Any) -> int | None:

@@ -29,33 +29,35 @@ def one(table: pa.Table, row: int) -> dict[str, Any]:
     """A rollout: its texts as far as they are shown at once, its columns, its group. Errors:
     LookupError.
     """
-    found = _row(table, row)
+    rollout = _row(table, row)
     texts = {
-        name: part(found, name, 0, TEXT)
+        name: part(rollout, name, 0, TEXT)
         for name in (records.PROMPT, records.COMPLETION, records.ERROR)
     }
-    tokens = found.get(records.TOKENS) or []
+    tokens = rollout.get(records.TOKENS) or []
     columns = {
-        name: cut(_told(value), 400) for name, value in scores(found).items() if name not in texts
+        name: cut(_told(value), 400) for name, value in scores(rollout).items() if name not in texts
     }
     alike = [
-        name for name in (records.GROUP_ID, records.PROMPT_ID, records.OF_SOURCE) if name in found
+        name for name in (records.GROUP_ID, records.PROMPT_ID, records.OF_SOURCE) if name in rollout
     ]
-    same = functools.reduce(pc.and_, [pc.equal(table.column(name), found[name]) for name in alike])
+    same = functools.reduce(
+        pc.and_, [pc.equal(table.column(name), rollout[name]) for name in alike]
+    )
     rows = pc.indices_nonzero(same.combine_chunks()).to_pylist()
     return {
-        "rollout_id": found[records.ROLLOUT_ID],
-        "group_id": found[records.GROUP_ID],
-        "prompt_id": cut(found[records.PROMPT_ID]),
-        "position": found[records.POSITION],
-        "finish_reason": found[records.FINISH_REASON],
+        "rollout_id": rollout[records.ROLLOUT_ID],
+        "group_id": rollout[records.GROUP_ID],
+        "prompt_id": cut(rollout[records.PROMPT_ID]),
+        "position": rollout[records.POSITION],
+        "finish_reason": rollout[records.FINISH_REASON],
         "texts": texts,
         "columns": columns,
         "tokens": len(tokens),
-        "colours": [*_ratio(found), *matching_columns(found, len(tokens))],
-        "has_ratio": bool(_ratio(found)),
-        "no_ratio": _no_ratio(found),
-        "turns": turns_of(found.get(records.MASK) or []),
+        "colours": [*_ratio(rollout), *matching_columns(rollout, len(tokens))],
+        "has_ratio": bool(_ratio(rollout)),
+        "no_ratio": _no_ratio(rollout),
+        "turns": turns_of(rollout.get(records.MASK) or []),
         "group": [_member(table, at) for at in rows[:GROUP]],
         "group_count": len(rows),
     }
@@ -95,25 +97,25 @@ def tokens_of(
 
     Errors: LookupError where no such number is stored.
     """
-    found = _row(table, row)
-    ids, mask = found[records.TOKENS], found[records.MASK]
-    if colour == RATIO and _ratio(found):
+    rollout = _row(table, row)
+    ids, mask = rollout[records.TOKENS], rollout[records.MASK]
+    if colour == RATIO and _ratio(rollout):
         new, old = (
-            np.array(found[records.NEW_LOGPROBS], np.float64),
-            np.array(found[records.LOGPROBS], np.float64),
+            np.array(rollout[records.NEW_LOGPROBS], np.float64),
+            np.array(rollout[records.LOGPROBS], np.float64),
         )
         ratios = np.exp(new - old).tolist()
         numbers: list[Any] = [None if math.isnan(ratio) else ratio for ratio in ratios]
-    elif colour in matching_columns(found, len(ids)):
-        numbers = found[colour]
+    elif colour in matching_columns(rollout, len(ids)):
+        numbers = rollout[colour]
     else:
         raise LookupError(f"this rollout has no '{cut(colour, 40)}' by token")
     begin = max(0, begin)
     some = slice(begin, begin + TOKENS)
     texts = [
-        None if vocabulary is None else cut(vocabulary.get(each, ""), 60) for each in ids[some]
+        None if vocabulary is None else cut(vocabulary.get(token, ""), 60) for token in ids[some]
     ]
-    known = [
+    chosen_numbers = [
         value
         for value, is_chosen in zip(numbers, mask, strict=True)
         if is_chosen and value is not None
@@ -125,16 +127,16 @@ def tokens_of(
         "texts": texts,
         "chosen": mask[some],
         "numbers": [number(value) for value in numbers[some]],
-        "least": number(min(known, default=None)),
-        "most": number(max(known, default=None)),
+        "least": number(min(chosen_numbers, default=None)),
+        "most": number(max(chosen_numbers, default=None)),
     }
 
 
 def _row(table: pa.Table, row: int) -> dict[str, Any]:
     if not 0 <= row < table.num_rows:
         raise LookupError(f"this file has {table.num_rows} rollouts, and none with number {row}")
-    found: dict[str, Any] = table.slice(row, 1).to_pylist()[0]
-    return found
+    rollout: dict[str, Any] = table.slice(row, 1).to_pylist()[0]
+    return rollout
 
 
 def _ratio(row: Mapping[str, Any]) -> list[str]:

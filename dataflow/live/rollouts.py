@@ -81,7 +81,9 @@ class Rollouts:
         """Of which there are files; empty: of the only trainer."""
         path = self._folder.rollouts
         below = (
-            sorted(each.name for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
+            sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+            if path.is_dir()
+            else []
         )
         return [
             node for node in ("", *below) if next((path / node).glob("*-*.arrow"), None) is not None
@@ -90,8 +92,12 @@ class Rollouts:
     def table(self, wanted: RolloutFilter) -> dict[str, Any]:
         """A page of rows, and of which steps they are."""
         files = self._files(wanted)
-        ahead = [each for each in reversed(files) if wanted.upto is None or each[0] <= wanted.upto]
-        found: list[dict[str, Any]] = []
+        ahead = [
+            (step, path)
+            for step, path in reversed(files)
+            if wanted.upto is None or step <= wanted.upto
+        ]
+        rows: list[dict[str, Any]] = []
         looked: list[int] = []
         problems: list[str] = []
         size, worked, began = 0, time.thread_time(), time.monotonic()
@@ -102,18 +108,18 @@ class Rollouts:
             looked.append(step)
             try:
                 size += path.stat().st_size
-                found += self._matching(path, step, wanted)
+                rows += self._matching(path, step, wanted)
             except (OSError, RunError, pa.ArrowException, ValueError, KeyError) as error:
                 problems.append(f"step {step}: {error}")
-        found = in_order(found, wanted.sort, wanted.down)
+        rows = in_order(rows, wanted.sort, wanted.down)
         begin = wanted.page * ROWS
         older = [step for step, _ in ahead[len(looked) :]]
         return {
-            "rows": found[begin : begin + ROWS],
-            "count": len(found),
+            "rows": rows[begin : begin + ROWS],
+            "count": len(rows),
             "page": wanted.page,
             "rows_a_page": ROWS,
-            "columns": _columns(found),
+            "columns": _columns(rows),
             "steps": [min(looked), max(looked)] if looked else None,
             "older": older[0] if older else None,
             "files": len(files),
@@ -147,7 +153,7 @@ class Rollouts:
             pc.match_substring(table.column(name), wanted.search, ignore_case=True).fill_null(False)
             for name in (records.PROMPT, records.COMPLETION, records.ERROR)
         ]
-        hit = functools.reduce(np.logical_or, [each.to_numpy() for each in hits])
+        hit = functools.reduce(np.logical_or, [column.to_numpy() for column in hits])
         rows = short_rows(table, step, wanted.kind)
         return [row for row, matches in zip(rows, hit.tolist(), strict=True) if matches]
 
@@ -176,8 +182,14 @@ def short_rows(table: pa.Table, step: int, kind: str) -> list[dict[str, Any]]:
             or pa.types.is_boolean(kind_of)
         )
     ]
-    wanted = (records.ROLLOUT_ID, records.GROUP_ID, records.POSITION, records.FINISH_REASON, *names)
-    plain = table.select(wanted).to_pylist()
+    columns = (
+        records.ROLLOUT_ID,
+        records.GROUP_ID,
+        records.POSITION,
+        records.FINISH_REASON,
+        *names,
+    )
+    plain = table.select(columns).to_pylist()
     texts = {
         name: [cut(text) for text in table.column(name).to_pylist()]
         for name in (records.PROMPT, records.COMPLETION, records.ERROR)
@@ -188,7 +200,7 @@ def short_rows(table: pa.Table, step: int, kind: str) -> list[dict[str, Any]]:
             "step": step,
             "row": at,
             **{name: number(value) for name, value in row.items()},
-            **{name: found[at] for name, found in texts.items()},
+            **{name: column[at] for name, column in texts.items()},
             "length": int(chosen[at]),
             "staleness": ages[at],
         }
@@ -214,13 +226,13 @@ def _sums(masks: pa.ListArray) -> Any:
 
 def _columns(rows: list[dict[str, Any]]) -> list[str]:
     """The columns that scorers, filters and models added."""
-    known = ("kind", "step", "row", "length", "staleness")
-    found: dict[str, None] = {}
+    own_columns = ("kind", "step", "row", "length", "staleness")
+    columns: dict[str, None] = {}
     for row in rows:
-        found.update(
-            dict.fromkeys(name for name in row if name not in _FIXED and name not in known)
+        columns.update(
+            dict.fromkeys(name for name in row if name not in _FIXED and name not in own_columns)
         )
-    return list(found)
+    return list(columns)
 
 
 def in_order(rows: list[dict[str, Any]], name: str, down: bool) -> list[dict[str, Any]]:
@@ -251,5 +263,5 @@ def matching_columns(row: Mapping[str, Any], tokens: int) -> list[str]:
         if name not in (records.TOKENS, records.MASK)
         and isinstance(value, list)
         and len(value) == tokens
-        and all(isinstance(each, int | float) or each is None for each in value)
+        and all(isinstance(item, int | float) or item is None for item in value)
     ]

@@ -166,22 +166,22 @@ class Metrics:
         Errors: LookupError where there is none.
         """
         node, _, name = key.partition("/")
-        found = self._series.get((node, name))
-        if found is None:
+        series = self._series.get((node, name))
+        if series is None:
             raise LookupError(f"this run has no series '{key}'")
-        xs, ys = np.array(found.steps), np.array(found.values)
+        xs, ys = np.array(series.steps), np.array(series.values)
         inside = slice(
             int(np.searchsorted(xs, begin, "left")), int(np.searchsorted(xs, end, "right"))
         )
         whole = int(inside.stop - inside.start)
-        told: dict[str, Any] = {"of": whole, "missing": found.missing, "mean": None}
+        points: dict[str, Any] = {"of": whole, "missing": series.missing, "mean": None}
         if whole >= SMOOTHED and name != ACCURACY_NAME:
             means = running_mean(ys)[inside]
-            told["mean"] = [
-                each.tolist() for each in decimate(xs[inside], means, max(LEAST_POINTS, most // 3))
+            points["mean"] = [
+                axis.tolist() for axis in decimate(xs[inside], means, max(LEAST_POINTS, most // 3))
             ]
         xs, ys = decimate(xs[inside], ys[inside], most)
-        return told | {"steps": xs.tolist(), "values": ys.tolist()}
+        return points | {"steps": xs.tolist(), "values": ys.tolist()}
 
     def _put(self, node: str, name: str, step: float, value: float) -> None:
         series = self._series.get((node, name))
@@ -195,10 +195,10 @@ class Metrics:
         series.put(step, value)
         if (
             self.changes % 1000 == 0
-            and sum(len(each.steps) for each in self._series.values()) > self._most
+            and sum(len(series.steps) for series in self._series.values()) > self._most
         ):
-            for each in self._series.values():
-                each.halve()
+            for other_series in self._series.values():
+                other_series.halve()
 
     def _look_at_activity(self) -> None:
         """Shares of the time at work, from what lies between two lines of activity.jsonl."""
@@ -219,13 +219,13 @@ class Metrics:
         if not passed > 0:
             return
         shares: dict[str, dict[str, float]] = {"busy": {}, "beside": {}}
-        for node, said in nodes.items():
-            if isinstance(said, dict) and isinstance(old.get(node), dict):
-                for state, found in shares.items():
-                    spent = _number(said.get(state)) - _number(old[node].get(state))
-                    share = spent / passed / max(1.0, _number(said.get("replicas")))
+        for node, figures in nodes.items():
+            if isinstance(figures, dict) and isinstance(old.get(node), dict):
+                for state, share_by_node in shares.items():
+                    spent = _number(figures.get(state)) - _number(old[node].get(state))
+                    share = spent / passed / max(1.0, _number(figures.get("replicas")))
                     if share >= 0:  # less: it was started anew
-                        found[str(node)] = min(1.0, share)
+                        share_by_node[str(node)] = min(1.0, share)
         for node, share in shares["busy"].items():
             self._put(node, "busy_share", step, share)
         self._config = self._config or described(self._folder)[1]
@@ -258,8 +258,8 @@ def _flat(name: str, value: Any, depth: int) -> Iterable[tuple[str, float]]:
 def _step(line: Mapping[str, Any]) -> float:
     """The furthest that a node has come in a line of activity.jsonl; below 0: none says so."""
     nodes = line.get("nodes")
-    said = nodes.values() if isinstance(nodes, dict) else ()
-    steps = [_number(each["step"]) for each in said if isinstance(each, dict) and "step" in each]
+    figures = nodes.values() if isinstance(nodes, dict) else ()
+    steps = [_number(node["step"]) for node in figures if isinstance(node, dict) and "step" in node]
     return max((step for step in steps if math.isfinite(step)), default=-1.0)
 
 

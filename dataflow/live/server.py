@@ -90,15 +90,15 @@ def admit(
     if _is_from_elsewhere(headers):
         return NotAdmitted(status=403, why=OTHER_SITE)
     path, _, question = target.partition("?")
-    given, slash, rest = path.removeprefix("/").partition("/")
-    if not secrets.compare_digest(given.encode(), token.encode()) or not slash:
+    shown_token, slash, address = path.removeprefix("/").partition("/")
+    if not secrets.compare_digest(shown_token.encode(), token.encode()) or not slash:
         return NotAdmitted(status=403, why=NO_TOKEN)
     if method == "POST" and steers:
-        if rest != STEER or not _is_of_the_page(headers):
+        if address != STEER or not _is_of_the_page(headers):
             return NotAdmitted(status=403, why=NO_POST)
     elif method not in ("GET", "HEAD"):
         return NotAdmitted(status=405, why=READ_ONLY)
-    return f"{rest}?{question}" if question else rest
+    return f"{address}?{question}" if question else address
 
 
 def _is_from_elsewhere(headers: Headers) -> bool:

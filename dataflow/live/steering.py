@@ -49,29 +49,32 @@ def read_action(controls: Controls, body: bytes) -> tuple[str, Action]:
     Errors: ValueError that says what is wrong.
     """
     try:
-        found = json.loads(body)
+        request = json.loads(body)
     except ValueError as error:
         raise ValueError(f"this is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"a JSON map is asked for, and not {type(found).__name__}")
-    number, action = _text(found, "number"), _text(found, "action")
+    if not isinstance(request, dict):
+        raise ValueError(f"a JSON map is asked for, and not {type(request).__name__}")
+    number, action = _text(request, "number"), _text(request, "action")
     match action:
         case "stop":
             return number, controls.stop
         case "checkpoint":
             return number, controls.checkpoint
         case "set":
-            place, value = f"{_text(found, 'node')}.{_text(found, 'knob')}", _text(found, "value")
+            place, value = (
+                f"{_text(request, 'node')}.{_text(request, 'knob')}",
+                _text(request, "value"),
+            )
             return number, lambda run, by: controls.set_knob(run, place, value, by)
         case "scale":
-            node, replicas = _text(found, "node"), found.get("replicas")
+            node, replicas = _text(request, "node"), request.get("replicas")
             if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 0:
                 raise ValueError(
                     f"'replicas' is to be a whole number from 0 on, and not {replicas!r}"
                 )
             return number, lambda run, by: controls.scale(run, {node: replicas}, by)
         case "swap":
-            node, reference = _text(found, "node"), _text(found, "reference")
+            node, reference = _text(request, "node"), _text(request, "reference")
             return number, lambda run, by: controls.swap(run, node, reference, by)
     raise ValueError(
         f"no action is called {action!r}; there are stop, checkpoint, scale, swap and set"
@@ -107,18 +110,18 @@ class Steering:
         number, action = read_action(self._controls, body)
         key = f"{run.path}\0{number}"
         with self._lock:
-            made = self._made.setdefault(key, _Made())
+            request = self._made.setdefault(key, _Made())
             while len(self._made) > REMEMBERED:
                 self._made.popitem(last=False)
-        with made.lock:
-            if made.answer is None:
+        with request.lock:
+            if request.answer is None:
                 try:
-                    made.answer = action(run, self._by)
+                    request.answer = action(run, self._by)
                 except DataflowError as error:
-                    made.answer = error
-        if isinstance(made.answer, DataflowError):
-            raise made.answer
-        return made.answer
+                    request.answer = error
+        if isinstance(request.answer, DataflowError):
+            raise request.answer
+        return request.answer
 
 
 class _Made:

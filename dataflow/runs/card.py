@@ -93,14 +93,14 @@ def card(
 ) -> str:
     """The text of README.md. rows: by split."""
     graph, config = described(folder)
-    name, what = folder.path.name, "Preference pairs" if pairs else "Rollouts"
-    made = {node["name"] for node in graph.get("nodes", ())}
+    name, title = folder.path.name, "Preference pairs" if pairs else "Rollouts"
+    node_names = {node["name"] for node in graph.get("nodes", ())}
     head = ["---", "configs:", "- config_name: default", "  data_files:"]
     for split in rows:
         head += [f"  - split: {split}", f"    path: {json.dumps(f'data/{split}-*.parquet')}"]
     head += ["tags:", "- reinforcement-learning", "- dataflow-rl", "---", ""]
     lines = [
-        f"# {what} of {_text(name)}",
+        f"# {title} of {_text(name)}",
         "",
         (
             "Written by `dataflow export` from a run of the graph"
@@ -125,13 +125,13 @@ def card(
         "|---|---|---|",
     ]
     for column in columns:
-        other = (
+        default = (
             f"what '{column.name}' made"
-            if column.name in made
+            if column.name in node_names
             else "of the prompts, or added by an operator"
         )
-        said = _SAID.get(column.name, other)
-        lines.append(f"| `{_code(column.name)}` | `{_code(column.kind)}` | {_text(said)} |")
+        meaning = _SAID.get(column.name, default)
+        lines.append(f"| `{_code(column.name)}` | `{_code(column.kind)}` | {_text(meaning)} |")
     if "untrained" in rows:
         lines += [
             "",

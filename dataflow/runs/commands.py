@@ -36,14 +36,16 @@ def list_runs(
     from dataflow.runs.listing import runs_in
     from dataflow.system.files import to_json
 
-    found = runs_in(folder)
+    listing = runs_in(folder)
     if json:
-        others = [{"name": name, "why": why} for name, why in found.others]
-        print(to_json({"runs": [run.to_plain() for run in found.runs], "others": others}, indent=1))
+        skipped = [{"name": name, "why": why} for name, why in listing.others]
+        print(
+            to_json({"runs": [run.to_plain() for run in listing.runs], "others": skipped}, indent=1)
+        )
         return 0
-    if found.runs:
+    if listing.runs:
         heads = ("run", "state", "steps", "accuracy", "reward", "begun", "last step")
-        rows = [_row(run) for run in found.runs]
+        rows = [_row(run) for run in listing.runs]
         print(
             "\n".join(
                 in_columns(heads, rows, right=("steps", "accuracy", "reward", "begun", "last step"))
@@ -51,10 +53,10 @@ def list_runs(
         )
     else:
         print(f"no run in {folder}")
-    for run in found.runs:
+    for run in listing.runs:
         for note in filter(None, (run.state.note, *run.notes)):
             print(f"note: {clean(run.name)}: {clean(note)}")
-    for name, why in found.others:
+    for name, why in listing.others:
         print(f"skipped: {clean(name)}: {clean(why)}")
     return 0
 
@@ -92,13 +94,13 @@ def export_run(
 
     folder = RunFolder.open(run)
     place = out or Path(f"{folder.path.name}-{'pairs' if pairs else 'rollouts'}")
-    found = export(folder, to, place, pairs=pairs, by=by)
-    what = "{:,} pairs" if pairs else "{:,} rows {}"
+    exported = export(folder, to, place, pairs=pairs, by=by)
+    template = "{:,} pairs" if pairs else "{:,} rows {}"
     print(
         f"wrote {place}:"
-        f" {', '.join(what.format(count, split) for split, count in found.rows.items())}"
+        f" {', '.join(template.format(count, split) for split, count in exported.rows.items())}"
     )
-    for note in found.notes:
+    for note in exported.notes:
         print(f"note: {clean(note)}")
     return 0
 

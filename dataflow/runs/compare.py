@@ -52,7 +52,7 @@ class Differs:
 def sides_of(first: RunFolder, second: RunFolder) -> tuple[Side, Side]:
     """What is compared of two runs; means are over as many steps of the one as of the other."""
     lines = read_lines(first), read_lines(second)
-    window = window_of(min(len(each.steps) for each in lines))
+    window = window_of(min(len(run_lines.steps) for run_lines in lines))
     a, b = names_of(first, second)
     return _side(first, a, lines[0], window), _side(second, b, lines[1], window)
 
@@ -90,8 +90,10 @@ def setting_differences(first: Side, second: Side) -> list[Differs]:
     """What is not the same in program, flags and environment."""
     both = {str(node.get("name")) for node in first.graph.get("nodes", ())}
     both &= {str(node.get("name")) for node in second.graph.get("nodes", ())}
-    known = all(isinstance(side.config.get(ENVIRONMENT), dict) for side in (first, second))
-    a, b = _settings(first, both, known), _settings(second, both, known)
+    have_environment = all(
+        isinstance(side.config.get(ENVIRONMENT), dict) for side in (first, second)
+    )
+    a, b = _settings(first, both, have_environment), _settings(second, both, have_environment)
     return [
         Differs(name, a.get(name), b.get(name))
         for name in dict.fromkeys([*a, *b])
@@ -105,22 +107,28 @@ def _settings(side: Side, nodes: Collection[str], known: bool) -> dict[str, str]
     """
     config = side.config
     launch = config.get(LAUNCH) or {}
-    found = {"command": command_of(config)}
-    found |= {f"flag {name}": str(value) for name, value in (launch.get("flags") or {}).items()}
+    settings = {"command": command_of(config)}
+    settings |= {f"flag {name}": str(value) for name, value in (launch.get("flags") or {}).items()}
     for name in ("seed", "steps", "keep_steps", "max_staleness"):
         if config.get(name) is not None:
-            found[name] = str(config[name])
-    found |= {f"changed, {number}": change for number, change in enumerate(side.changes, 1)}
+            settings[name] = str(config[name])
+    settings |= {f"changed, {number}": change for number, change in enumerate(side.changes, 1)}
     for node in sorted(nodes):
         placed, hosts = ((config.get(name) or {}).get(node) for name in ("placed", "hosts"))
-        found |= {f"{what} of {node}": str(value) for what, value in (placed or {}).items()}
-        found |= {f"hosts of {node}": ", ".join(hosts)} if hosts else {}
+        settings |= {
+            f"{quantity} of {node}": str(value) for quantity, value in (placed or {}).items()
+        }
+        settings |= {f"hosts of {node}": ", ".join(hosts)} if hosts else {}
     environment = config.get(ENVIRONMENT)
     if not known or not isinstance(environment, dict):
-        return found | {"environment": RECORDED if isinstance(environment, dict) else NOT_RECORDED}
+        return settings | {
+            "environment": RECORDED if isinstance(environment, dict) else NOT_RECORDED
+        }
     packages = environment.get("packages") or {}
-    found |= {f"version of {name}": str(version) for name, version in packages.items()}
-    return found | {name: str(value) for name, value in environment.items() if name != "packages"}
+    settings |= {f"version of {name}": str(version) for name, version in packages.items()}
+    return settings | {
+        name: str(value) for name, value in environment.items() if name != "packages"
+    }
 
 
 _ROWS: Sequence[tuple[str, Callable[[Figures], Any]]] = (
@@ -151,7 +159,7 @@ def figure_rows(first: Figures, second: Figures) -> list[tuple[str, str, str, st
     for name, of in _ROWS:
         a, b = of(first), of(second)
         if isinstance(a, Course) or isinstance(b, Course):
-            steps = max(each.steps for each in (a, b) if isinstance(each, Course))
+            steps = max(course.steps for course in (a, b) if isinstance(course, Course))
             over = f" {steps} steps" if steps > 1 else ""
             for part in ("first", "last", "best"):
                 rows.append(
@@ -186,7 +194,11 @@ def told(first: Side, second: Side, *, signs: str, width: int) -> list[str]:
     a, b = first.name, second.name
     lines = [f"A  {clean(a)}", f"B  {clean(b)}", ""]
     graph = graph_differences(first, second)
-    lines += ["graph and knobs", *([f"  {clean(each)}" for each in graph] or ["  the same"]), ""]
+    lines += [
+        "graph and knobs",
+        *([f"  {clean(difference)}" for difference in graph] or ["  the same"]),
+        "",
+    ]
     settings = setting_differences(first, second)
     lines.append("program and environment")
     lines += _settings_told(settings) if settings else ["  the same"]
@@ -204,18 +216,20 @@ def told(first: Side, second: Side, *, signs: str, width: int) -> list[str]:
 def _settings_told(settings: Sequence[Differs]) -> list[str]:
     """Short ones in columns, each long one below its name."""
     short = [
-        each for each in settings if max(len(each.first or ""), len(each.second or "")) <= SHORT
+        setting
+        for setting in settings
+        if max(len(setting.first or ""), len(setting.second or "")) <= SHORT
     ]
-    rows = [(each.name, each.first or "-", each.second or "-") for each in short]
+    rows = [(setting.name, setting.first or "-", setting.second or "-") for setting in short]
     lines = [f"  {line}" for line in in_columns(("", "A", "B"), rows)] if rows else []
-    for each in settings:
-        if each not in short:
+    for setting in settings:
+        if setting not in short:
             values = (
                 (letter, clean(value or "-")[:LONGEST])
-                for letter, value in (("A", each.first), ("B", each.second))
+                for letter, value in (("A", setting.first), ("B", setting.second))
             )
             lines += [
-                f"  {clean(each.name)}",
+                f"  {clean(setting.name)}",
                 *(f"    {letter}  {value}" for letter, value in values),
             ]
     return lines
@@ -242,7 +256,7 @@ def plain(first: Side, second: Side) -> dict[str, Any]:
     return {
         "runs": [first.name, second.name],
         "graph": graph_differences(first, second),
-        "settings": [asdict(each) for each in setting_differences(first, second)],
+        "settings": [asdict(difference) for difference in setting_differences(first, second)],
         "figures": [asdict(first.figures), asdict(second.figures)],
     }
 

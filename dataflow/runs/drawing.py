@@ -66,7 +66,9 @@ def svg_of(shape: Shape) -> str:
     own = ' xmlns="http://www.w3.org/2000/svg" role="img"' if tag == "svg" else ""
     named = "".join(f' {name}="{value}"' for name, value in attributes.items())
     style = f"<style>{theme.style()}</style>" if tag == "svg" else ""
-    content = "".join(svg_of(each) if isinstance(each, list) else escaped(each) for each in inside)
+    content = "".join(
+        svg_of(child) if isinstance(child, list) else escaped(child) for child in inside
+    )
     return f"<{tag}{own}{named}>{style}{content}</{tag}>"
 
 
@@ -79,9 +81,9 @@ def name_edges(shape: Shape, graph: Mapping[str, Any]) -> None:
     for _, attributes, inside in _groups(shape):
         title = next(
             (
-                each[2][0]
-                for each in inside
-                if isinstance(each, list) and each[0] == "title" and each[2]
+                child[2][0]
+                for child in inside
+                if isinstance(child, list) and child[0] == "title" and child[2]
             ),
             "",
         )
@@ -96,15 +98,15 @@ def _written(edge: Mapping[str, Any]) -> str:
 
 
 def _groups(shape: Shape) -> Iterator[Shape]:
-    for each in shape[2]:
-        if isinstance(each, list):
-            if each[0] == "g" and {"link", "weights"} & set(each[1].get("class", "").split()):
-                yield each
-            yield from _groups(each)
+    for child in shape[2]:
+        if isinstance(child, list):
+            if child[0] == "g" and {"link", "weights"} & set(child[1].get("class", "").split()):
+                yield child
+            yield from _groups(child)
 
 
 def _shape(element: "ElementTree.Element", depth: int) -> Shape:
-    kept = {
+    attributes = {
         name: value
         for name, value in element.attrib.items()
         if name in ATTRIBUTES and ATTRIBUTES[name].fullmatch(value)
@@ -114,7 +116,7 @@ def _shape(element: "ElementTree.Element", depth: int) -> Shape:
         if depth < 8 and _tag(child) in TAGS - {"svg"}:
             inside.append(_shape(child, depth + 1))
             inside += [child.tail] if child.tail and child.tail.strip() else []
-    return [_tag(element), kept, inside]
+    return [_tag(element), attributes, inside]
 
 
 def _tag(element: "ElementTree.Element") -> str:

@@ -72,28 +72,28 @@ def examples_of(parts: Sequence[Part], by: str = "reward", each: int = EACH) -> 
     worst: list[_Ranked] = []
     sample: list[Mapping[str, Any]] = []
     failed: list[Mapping[str, Any]] = []
-    chance, seen = random.Random(0), 0
+    chance, row_count = random.Random(0), 0
     for batch in rollout_batches(chosen, columns=columns):
         for row in batch.to_pylist():
-            seen += 1
+            row_count += 1
             if row.get(ERROR) is not None:
                 if len(failed) < each:
                     failed.append(row)
                 continue
             if len(sample) < each:
                 sample.append(row)
-            elif (at := chance.randrange(seen)) < each:
+            elif (at := chance.randrange(row_count)) < each:
                 sample[at] = row
             if has and isinstance(value := row[by], int | float) and value == value:
-                _keep(best, _Ranked(float(value), seen, row), each)
-                _keep(worst, _Ranked(-float(value), seen, row), each)
+                _keep(best, _Ranked(float(value), row_count, row), each)
+                _keep(worst, _Ranked(-float(value), row_count, row), each)
     return Examples(
-        best=[found.row for found in sorted(best, reverse=True)],
-        worst=[found.row for found in sorted(worst, reverse=True)],
+        best=[ranked.row for ranked in sorted(best, reverse=True)],
+        worst=[ranked.row for ranked in sorted(worst, reverse=True)],
         random=sample,
         failed=failed,
         by=by if has else "",
-        looked=seen,
+        looked=row_count,
         files=len(chosen),
         of_files=len(steps),
     )
@@ -106,7 +106,7 @@ def scores_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _keep(found: list[_Ranked], one: _Ranked, most: int) -> None:
     """Hold the `most` largest, one of each group; of equal ones the later."""
-    same = next((each for each in found if each.group == one.group), None)
+    same = next((ranked for ranked in found if ranked.group == one.group), None)
     if same is not None:
         if one > same:
             found[found.index(same)] = one

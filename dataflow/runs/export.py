@@ -76,11 +76,11 @@ class Left:
 def columns_of(schema: pa.Schema, by: str) -> list[str]:
     """What is read for pairs. Errors: RunError where the rows have no such figure."""
     figures = [
-        each.name
-        for each in schema
-        if pa.types.is_floating(each.type)
-        or pa.types.is_integer(each.type)
-        or pa.types.is_boolean(each.type)
+        column.name
+        for column in schema
+        if pa.types.is_floating(column.type)
+        or pa.types.is_integer(column.type)
+        or pa.types.is_boolean(column.type)
     ]
     if by not in figures:
         raise RunError(
@@ -124,13 +124,13 @@ class Pairing:
     def of(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """The pairs of these rollouts."""
         for batch in batches:
-            found: list[dict[str, Any]] = []
+            pairs: list[dict[str, Any]] = []
             for row in batch.to_pylist():
                 if self._open and _group(self._open[0]) != _group(row):
-                    found += self._ended()
+                    pairs += self._ended()
                 self._open.append(row)
-            if found:
-                yield pa.RecordBatch.from_pylist(found, SCHEMA)
+            if pairs:
+                yield pa.RecordBatch.from_pylist(pairs, SCHEMA)
         if last := self._ended():
             yield pa.RecordBatch.from_pylist(last, SCHEMA)
 
@@ -139,12 +139,12 @@ class Pairing:
         rows, self._open = self._open, []
         if not rows:
             return []
-        found = chosen_and_rejected(rows, self.by)
-        if isinstance(found, str):
-            setattr(self.left, found, getattr(self.left, found) + 1)
+        pair = chosen_and_rejected(rows, self.by)
+        if isinstance(pair, str):
+            setattr(self.left, pair, getattr(self.left, pair) + 1)
             return []
         self.left.pairs += 1
-        best, worst = found
+        best, worst = pair
         return [
             {
                 PROMPT: best[PROMPT],
@@ -182,19 +182,19 @@ def new_folder(out: Path) -> Iterator[Path]:
     where something stands there; RunFolderError.
     """
     refuse_existing(out)
-    made = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    partial = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        with disk("making", made, THEN):
-            made.mkdir(parents=True)
-        yield made
+        with disk("making", partial, THEN):
+            partial.mkdir(parents=True)
+        yield partial
         refuse_existing(out)
         with disk("putting in place", out, THEN):
-            for path in (*made.rglob("*"), made):
+            for path in (*partial.rglob("*"), partial):
                 flush_to_disk(path)
-            made.rename(out)
+            partial.rename(out)
             flush_to_disk(out.parent)
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
@@ -316,20 +316,20 @@ def export(
             f"a run is exported to {PARQUET} or {HF}, but got {to!r}; give one of the two"
         )
     refuse_existing(out)
-    found = parts_of(folder)
-    trained = [part for part in found.files if part.outcome == TRAINED]
-    notes = list(found.notes)
-    with new_folder(out) as made:
-        data = made / "data" if to == HF else made
+    counted = parts_of(folder)
+    trained = [part for part in counted.files if part.outcome == TRAINED]
+    notes = list(counted.notes)
+    with new_folder(out) as partial:
+        data = partial / "data" if to == HF else partial
         if pairs:
             pairing = Pairing(by)
             rows = _written(data, {"pairs": _pairs(trained, pairing, by)}, {"pairs": SCHEMA})
             notes += [f"left out: {pairing.left}"] if str(pairing.left) else []
             schema = SCHEMA
         else:
-            schema = rollout_schema(found.files)
+            schema = rollout_schema(counted.files)
             schema = _schema_with(schema, folder)
-            evaluated = [part for part in found.files if part.outcome == EVALUATED]
+            evaluated = [part for part in counted.files if part.outcome == EVALUATED]
             rows = _written(
                 data,
                 {
@@ -349,12 +349,12 @@ def export(
             text = card(
                 folder,
                 rows,
-                [CardColumn(each.name, str(each.type)) for each in schema],
+                [CardColumn(column.name, str(column.type)) for column in schema],
                 pairs=pairs,
                 notes=notes,
             )
-            with disk("writing", made, THEN):
-                (made / "README.md").write_text(text, encoding="utf-8")
+            with disk("writing", partial, THEN):
+                (partial / "README.md").write_text(text, encoding="utf-8")
     return Exported(folder=out, rows=rows, notes=tuple(notes))
 
 

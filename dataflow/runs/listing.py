@@ -50,13 +50,13 @@ class ListedRun:
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON."""
-        told = {
+        fields = {
             name: getattr(self, name)
             for name in self.__dataclass_fields__
             if name not in ("state", "notes")
         }
         notes = [*([self.state.note] if self.state.note else []), *self.notes]
-        return told | {"state": self.state.word, "notes": notes}
+        return fields | {"state": self.state.word, "notes": notes}
 
 
 @dataclass(frozen=True)
@@ -81,33 +81,33 @@ def runs_in(root: Path) -> Runs:
         )
     if _is_run(root):
         return Runs((listed(root),))
-    found, others = [], []
+    runs, skipped = [], []
     with disk("reading", root):
-        names = sorted(each.name for each in root.iterdir() if not each.name.startswith("."))
+        names = sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
     for name in names:
         try:
             if not _is_folder_of_its_own(root / name):
                 continue
             if _is_run(root / name):
-                found.append(listed(root / name))
+                runs.append(listed(root / name))
             else:
-                others.append((name, "no run"))
+                skipped.append((name, "no run"))
         except OSError as error:
-            others.append((name, f"cannot be read: {error.strerror or error}"))
+            skipped.append((name, f"cannot be read: {error.strerror or error}"))
     return Runs(
-        tuple(sorted(found, key=lambda run: (run.begun or 0.0, run.name), reverse=True)),
-        tuple(others),
+        tuple(sorted(runs, key=lambda run: (run.begun or 0.0, run.name), reverse=True)),
+        tuple(skipped),
     )
 
 
 def listed(path: Path) -> ListedRun:
     """The line of one run. Errors: OSError where the folder cannot be looked into."""
     os.scandir(path).close()
-    said: list[str] = []
-    folder = RunFolder.open(path, Extras(said.append))
+    problems: list[str] = []
+    folder = RunFolder.open(path, Extras(problems.append))
     graph, config = folder.read_json("graph.json"), folder.read_json("config.json")
-    if not graph and not config and not said:
-        said.append(
+    if not graph and not config and not problems:
+        problems.append(
             "neither graph.json nor config.json is there: an earlier version made it, or it never"
             " began"
         )
@@ -117,7 +117,7 @@ def listed(path: Path) -> ListedRun:
         if isinstance(leaders, list) and leaders and isinstance(leaders[0], str)
         else None
     )
-    last = last_lines(folder.metrics, leader, said)
+    last = last_lines(folder.metrics, leader, problems)
     return ListedRun(
         name=path.resolve().name,
         folder=str(path),
@@ -130,7 +130,7 @@ def listed(path: Path) -> ListedRun:
         loss=known(last.step.get("loss")),
         begun=begun_at(folder, config),
         written=last.at,
-        notes=tuple(said),
+        notes=tuple(problems),
     )
 
 
@@ -177,9 +177,9 @@ def _backwards(text: bytes) -> Iterator[dict[str, Any]]:
     """The JSON maps of these lines, the last first; what is torn at either end is passed over."""
     for line in reversed(text.split(b"\n")):
         with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                yield found
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record
 
 
 def _is_folder_of_its_own(path: Path) -> bool:
@@ -193,7 +193,7 @@ def _is_folder_of_its_own(path: Path) -> bool:
 
 
 def _is_run(path: Path) -> bool:
-    names = {each.name for each in os.scandir(path)}
+    names = {entry.name for entry in os.scandir(path)}
     return any(mark in names for mark in MARKS)
 
 

@@ -85,11 +85,15 @@ class Run:
         """Finished rollouts that are still kept of groups in flight, and of dropped ones, with the
         reason.
         """
-        found = list(tables.untrained_batches(self.folder))
+        batches = list(tables.untrained_batches(self.folder))
         schema = (
-            pa.unify_schemas([batch.schema for batch in found]) if found else tables.with_added([])
+            pa.unify_schemas([batch.schema for batch in batches])
+            if batches
+            else tables.with_added([])
         )
-        return pa.Table.from_batches([tables.conform(batch, schema, {}) for batch in found], schema)
+        return pa.Table.from_batches(
+            [tables.conform(batch, schema, {}) for batch in batches], schema
+        )
 
     def steps(self, trainer: str | None = None) -> pa.Table:
         """A row for each step: what metrics.jsonl says. trainer: whose; None: of the one that

@@ -20,8 +20,8 @@ LARGE = 1600
 
 def tiles(figures: Figures, state: str) -> str:
     """The figures that matter first."""
-    found = [("state", state, "")]
-    found.append(
+    figure_tiles = [("state", state, "")]
+    figure_tiles.append(
         (
             "steps",
             count(figures.steps),
@@ -34,14 +34,14 @@ def tiles(figures: Figures, state: str) -> str:
         ("loss", figures.loss),
     ):
         if course is not None:
-            found.append((name, _course(course), f"best {score(course.best)}"))
+            figure_tiles.append((name, _course(course), f"best {score(course.best)}"))
     if figures.rollouts:
         per_s = f"{figures.rollouts_per_s:.3g} per second" if figures.rollouts_per_s else ""
-        found.append(("rollouts trained", f"{figures.rollouts:,}", per_s))
+        figure_tiles.append(("rollouts trained", f"{figures.rollouts:,}", per_s))
     if figures.step_s is not None:
-        found.append(("seconds of a step", f"{figures.step_s:.3g}", "median"))
+        figure_tiles.append(("seconds of a step", f"{figures.step_s:.3g}", "median"))
     if figures.staleness_mean is not None:
-        found.append(
+        figure_tiles.append(
             (
                 "staleness",
                 f"{figures.staleness_mean:.2f}",
@@ -53,12 +53,12 @@ def tiles(figures: Figures, state: str) -> str:
             )
         )
     if figures.efficiency is not None:
-        found.append(
+        figure_tiles.append(
             ("efficiency", f"{figures.efficiency:.0%}", f"bounded by {figures.bounded_by}")
         )
     if figures.faults:
-        found.append(("faults", count(figures.faults), f"{figures.restarts} came back"))
-    return f'<dl class="tiles">{"".join(_tile(*each) for each in found)}</dl>'
+        figure_tiles.append(("faults", count(figures.faults), f"{figures.restarts} came back"))
+    return f'<dl class="tiles">{"".join(_tile(*tile) for tile in figure_tiles)}</dl>'
 
 
 def _tile(name: str, value: str, note: str) -> str:
@@ -68,10 +68,10 @@ def _tile(name: str, value: str, note: str) -> str:
 
 def charts(drawn: Iterable[Chart]) -> str:
     """Small pictures beside each other."""
-    found = "".join(f"<div>{chart_svg(chart)}</div>" for chart in drawn)
+    pictures = "".join(f"<div>{chart_svg(chart)}</div>" for chart in drawn)
     return (
-        f'<div class="charts">{found}</div>'
-        if found
+        f'<div class="charts">{pictures}</div>'
+        if pictures
         else '<p class="muted">No step was finished.</p>'
     )
 
@@ -88,11 +88,11 @@ def rollouts(examples: Examples) -> str:
     """Those that were found, kind by kind."""
     if not examples.looked:
         return '<p class="muted">The folder has no rollouts of steps.</p>'
-    told = (
+    note = (
         f"{examples.looked:,} rollouts of {examples.files} of {examples.of_files} steps were"
         " looked at."
     )
-    body = [f'<p class="muted">{told}</p>']
+    body = [f'<p class="muted">{note}</p>']
     by = f", by <code>{escaped(examples.by)}</code>" if examples.by else ""
     for title, rows in (
         (f"Best{by}", examples.best),
@@ -110,21 +110,23 @@ def rollout(row: Mapping[str, Any]) -> str:
     where = f"rollout {row.get('rollout_id')}, group {row.get('group_id')}, step {row.get('step')}"
     if row.get("staleness") is not None:
         where += f", {row['staleness']} versions behind"
-    told = [*scores_of(row).items(), ("ended by", row.get("finish_reason"))]
+    row_figures = [*scores_of(row).items(), ("ended by", row.get("finish_reason"))]
     figures = "".join(
-        f"<li>{escaped(name, 60)} <b>{escaped(_value(value), 200)}</b></li>" for name, value in told
+        f"<li>{escaped(name, 60)} <b>{escaped(_value(value), 200)}</b></li>"
+        for name, value in row_figures
     )
     error = (
         f'<p class="label bad">error</p><pre>{escaped(row["error"])}</pre>'
         if row.get("error")
         else ""
     )
+    texts = "".join(
+        f'<div><p class="label">{name}</p><pre>{escaped(row.get(name))}</pre></div>'
+        for name in ("prompt", "completion")
+    )
     return (
         f'<article><h4>{escaped(where)}</h4><ul class="scores">{figures}</ul>'
-        '<div class="texts"><div><p'
-        f' class="label">prompt</p><pre>{escaped(row.get("prompt"))}</pre></div>'
-        "<div><p"
-        f' class="label">completion</p><pre>{escaped(row.get("completion"))}</pre></div></div>{error}</article>'
+        f'<div class="texts">{texts}</div>{error}</article>'
     )
 
 

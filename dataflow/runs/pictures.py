@@ -60,7 +60,7 @@ def charts_of(
 
     lines: of metrics.jsonl, by run.
     """
-    found = []
+    charts = []
     for figure in FIGURES:
         drawn = [
             Line(name, series(its, figure.name), stream)
@@ -68,8 +68,8 @@ def charts_of(
         ]
         if any(line.points for line in drawn):
             dots = figure.name == "eval_accuracy"
-            found.append(Chart(figure.title, drawn, figure.from_zero, dots=dots, marks=marks))
-    return found[:DOZEN]
+            charts.append(Chart(figure.title, drawn, figure.from_zero, dots=dots, marks=marks))
+    return charts[:DOZEN]
 
 
 def knob_text(value: object) -> str:

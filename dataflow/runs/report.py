@@ -4,7 +4,7 @@ anywhere.
 
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -57,13 +57,13 @@ def report(folder: RunFolder, *, by: str = "reward") -> str:
         if begun is not None
         else "at an unknown time"
     )
-    found = parts_of(folder)
+    counted = parts_of(folder)
     sections = [
         ("curves", "Curves", parts.charts(drawn)),
         ("graph", "Graph", parts.graph(read_picture(folder))),
-        ("rollouts", "Rollouts", parts.rollouts(examples_of(found.files, by))),
+        ("rollouts", "Rollouts", parts.rollouts(examples_of(counted.files, by))),
         ("faults", "Faults and changes", _faults(folder, changes)),
-        ("ledger", "Ledger", _ledger(folder, found.notes)),
+        ("ledger", "Ledger", _ledger(folder, counted.notes)),
         ("environment", "Environment", _environment(config)),
     ]
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
@@ -93,9 +93,8 @@ def _faults(folder: RunFolder, changes: tuple[LiveChange, ...]) -> str:
     lines = fault_lines(folder)
     body = []
     if lines:
-        body.append(
-            f"<ul>{''.join(f'<li>{escaped(said, 500)}</li>' for said in describe_faults(lines)[-MOST_FAULTS:])}</ul>"
-        )
+        newest = describe_faults(lines)[-MOST_FAULTS:]
+        body.append(_list(escaped(fault, 500) for fault in newest))
     else:
         body.append("<p>No worker ended that was not to.</p>")
     if len(lines) > MOST_FAULTS:
@@ -103,9 +102,13 @@ def _faults(folder: RunFolder, changes: tuple[LiveChange, ...]) -> str:
     if changes:
         body += [
             "<h3>What was changed while it went on</h3>",
-            f"<ul>{''.join(f'<li>{each.verb} {escaped(each, 500)}</li>' for each in changes)}</ul>",
+            _list(f"{change.verb} {escaped(change, 500)}" for change in changes),
         ]
     return "".join(body)
+
+
+def _list(items: Iterable[str]) -> str:
+    return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
 
 
 def _ledger(folder: RunFolder, notes: tuple[str, ...]) -> str:
@@ -119,9 +122,9 @@ def _ledger(folder: RunFolder, notes: tuple[str, ...]) -> str:
             rows = [(name, ledger.verdict(name)) for name in sinks]
     except LedgerError as error:
         return f'<p class="bad">{escaped(error, 1000)}</p>'
-    told = "".join(f'<p class="muted">{escaped(note, 1000)}</p>' for note in notes)
+    remarks = "".join(f'<p class="muted">{escaped(note, 1000)}</p>' for note in notes)
     return (
-        f"{parts.table(('sink', 'groups'), rows)}{told}"
+        f"{parts.table(('sink', 'groups'), rows)}{remarks}"
         f'<p class="muted">Counted from the ledger alone; <code>dataflow verify</code> compares it'
         f" with the files.</p>"
     )
@@ -150,11 +153,11 @@ def environment_rows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         to_json(config.get("max_staleness")) if config.get("max_staleness") else "",
     )
     yield "hosts", to_json(config["hosts"]) if config.get("hosts") else ""
-    found = config.get(ENVIRONMENT)
-    if not isinstance(found, dict):
+    environment = config.get(ENVIRONMENT)
+    if not isinstance(environment, dict):
         yield "versions", "not recorded: an earlier version of dataflow made this run"
         return
-    for name, value in found.items():
+    for name, value in environment.items():
         if name == "packages" and isinstance(value, dict):
             yield from ((str(package), str(version)) for package, version in value.items())
         elif name == "memory_bytes" and isinstance(value, int | float):
@@ -175,7 +178,7 @@ def command_of(config: Mapping[str, Any]) -> str:
 
 
 def _marks(changes: tuple[LiveChange, ...]) -> list[tuple[float, str]]:
-    return [(float(each.step), each.mark) for each in changes]
+    return [(float(change.step), change.mark) for change in changes]
 
 
 def _head(path: Path) -> bytes:

@@ -81,8 +81,11 @@ def signs_of(folder: RunFolder, now: float | None = None) -> Signs:
     # The lock file is not opened: whoever holds a lock of this process on it would lose it when it
     # is closed again.
     kinds = lock_kinds(folder.path / LOCK)
-    control, here = folder.read_json(CONTROL, {"pid": int, "machine": str}), processes.machine()
-    if control.get("machine", here) != here:
+    control, this_machine = (
+        folder.read_json(CONTROL, {"pid": int, "machine": str}),
+        processes.machine(),
+    )
+    if control.get("machine", this_machine) != this_machine:
         return Signs(outcome=outcome, leads="POSIX" in kinds, works=bool(kinds), elsewhere=True)
     pid = control.get("pid")
     leads = "POSIX" in kinds or (not LOCKS.exists() and pid is not None and _lives(int(pid)))
@@ -101,7 +104,7 @@ def lock_kinds(path: Path, locks: Iterable[str] | None = None) -> set[str]:
         locks = ()
         with contextlib.suppress(OSError):
             locks = LOCKS.read_text().splitlines()
-    found = set()
+    kinds = set()
     for line in locks:
         parts = line.split()
         # By the number alone: what stat calls the device is another one in some file systems.
@@ -111,8 +114,8 @@ def lock_kinds(path: Path, locks: Iterable[str] | None = None) -> set[str]:
             and parts[3] == "WRITE"
             and parts[5].rpartition(":")[2] == number
         ):
-            found.add(parts[1])
-    return found
+            kinds.add(parts[1])
+    return kinds
 
 
 def _raised(holders: Path) -> float | None:
@@ -121,7 +124,7 @@ def _raised(holders: Path) -> float | None:
     """
     with contextlib.suppress(OSError, ValueError):
         newest = max(
-            (each for each in os.scandir(holders) if each.name.isdecimal()),
+            (entry for entry in os.scandir(holders) if entry.name.isdecimal()),
             key=lambda each: int(each.name),
         )
         if Path(newest.path).read_bytes() != b"released":

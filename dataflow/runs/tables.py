@@ -44,7 +44,7 @@ def rollout_schema(parts: Iterable[Part], columns: Collection[str] | None = None
     """The columns of all these files together. Errors: RunFolderError where two have one of
     different types.
     """
-    found: pa.Schema = pa.schema([])
+    merged: pa.Schema = pa.schema([])
     for part in parts:
         try:
             schema = arrow_schema(part.path)
@@ -54,17 +54,17 @@ def rollout_schema(parts: Iterable[Part], columns: Collection[str] | None = None
             continue
         if schema.metadata is not None:
             schema = schema.remove_metadata()
-        if schema == found:
+        if schema == merged:
             continue
         try:
-            found = pa.unify_schemas([found, schema], promote_options="permissive")
+            merged = pa.unify_schemas([merged, schema], promote_options="permissive")
         except pa.ArrowException as error:
             raise RunFolderError(
                 f"'{part.path.name}' has other types than the files before it: {error}; export the"
                 " steps before and after it apart"
             ) from error
     return with_added(
-        [field for field in found if columns is None or field.name in columns], columns
+        [field for field in merged if columns is None or field.name in columns], columns
     )
 
 
@@ -91,10 +91,10 @@ def rollout_batches(
     file.
     """
     schema = schema or rollout_schema(parts, columns)
-    wanted = None if columns is None else {*columns, VERSIONS, OF_SOURCE}
+    names = None if columns is None else {*columns, VERSIONS, OF_SOURCE}
     for part in parts:
         try:
-            for batch in stream_arrow(part.path, wanted):
+            for batch in stream_arrow(part.path, names):
                 yield conform(batch, schema, _facts(part, batch))
         except RunFolderError:
             if part.path.exists():
@@ -106,8 +106,8 @@ def _facts(part: Part, batch: pa.RecordBatch) -> dict[str, Any]:
     ages: dict[str, Any] = dict.fromkeys((STALENESS, GENERATING, WAITING))
     if part.outcome == TRAINED and VERSIONS in batch.schema.names:
         versions = batch.column(VERSIONS)
-        found = staleness_at(part.step, versions), *staleness_parts(part.step, versions)
-        ages = dict(zip(ages, found, strict=True))
+        counts = staleness_at(part.step, versions), *staleness_parts(part.step, versions)
+        ages = dict(zip(ages, counts, strict=True))
     source = batch.column(OF_SOURCE) if OF_SOURCE in batch.schema.names else part.source
     return {OUTCOME: part.outcome, NODE: part.node or None, SOURCE: source, STEP: part.step, **ages}
 
@@ -141,13 +141,15 @@ def untrained_batches(folder: RunFolder) -> Iterator[pa.RecordBatch]:
     were dropped, with the reason, and of those in flight. The columns that scorers add are not
     there yet.
     """
-    seen: dict[str, set[int]] = {}
+    groups_by_source: dict[str, set[int]] = {}
     for path in sorted((folder.path / "finished").glob("*/*.arrows")):
         source = path.name.partition(".")[2].removesuffix(".arrows")
-        known = seen.setdefault(source, set())
+        groups = groups_by_source.setdefault(source, set())
         for batch in File(path).read():
-            slices = [each for each in group_slices(batch) if each[0] not in known]
-            known |= {group for group, _, _ in slices}
+            slices = [
+                group_slice for group_slice in group_slices(batch) if group_slice[0] not in groups
+            ]
+            groups |= {group for group, _, _ in slices}
             fates = fates_of(folder, source, [group for group, _, _ in slices])
             for group, first, count in slices:
                 if group in fates:
@@ -189,12 +191,12 @@ def read_lines(folder: RunFolder, trainer: str | None = None) -> Lines:
 
 def series(lines: Iterable[Mapping[str, Any]], name: str) -> list[Point]:
     """(step, figure) of the lines that have this figure, ascending."""
-    found: dict[float, float] = {}
+    points: dict[float, float] = {}
     for line in lines:
         step, value = line.get("step"), line.get(name)
         if _is_number(step) and _is_number(value):
-            found[float(step)] = float(value)  # type: ignore[arg-type]
-    return sorted(found.items())
+            points[float(step)] = float(value)  # type: ignore[arg-type]
+    return sorted(points.items())
 
 
 def _is_number(value: Any) -> bool:
@@ -212,15 +214,15 @@ def table_of(lines: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 
 def _column(values: Sequence[Any]) -> pa.Array:
-    known = [value for value in values if value is not None]
-    if all(isinstance(value, bool) for value in known):
+    present = [value for value in values if value is not None]
+    if all(isinstance(value, bool) for value in present):
         return pa.array(values, pa.bool_())
     if all(
         isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
-        for value in known
+        for value in present
     ):
         return pa.array(values, pa.int64())
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
     texts = [
         value if value is None or isinstance(value, str) else json.dumps(value) for value in values

@@ -19,9 +19,9 @@ def visible(text: object, longest: int = LONGEST) -> str:
     'a␛[31mb‹U+202E›c'
     """
     whole = str(text)
-    left = len(whole) - longest
+    omitted = len(whole) - longest
     shown = "".join(map(_sign, whole[:longest]))
-    return f"{shown} … {left:,} more characters" if left > 0 else shown
+    return f"{shown} … {omitted:,} more characters" if omitted > 0 else shown
 
 
 def escaped(text: object, longest: int = LONGEST) -> str:

@@ -50,16 +50,16 @@ class _Known:
 
 def leaders_of(graph: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """The trainers whose steps are the run's."""
-    found = config.get("leading")
-    if isinstance(found, list) and found:
-        return [str(name) for name in found]
+    leading = config.get("leading")
+    if isinstance(leading, list) and leading:
+        return [str(name) for name in leading]
     return trainers_of(graph, config)[:1]
 
 
 def trainers_of(graph: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """All of them."""
-    if isinstance(found := config.get("max_staleness"), dict) and found:
-        return [str(name) for name in found]
+    if isinstance(bounds := config.get("max_staleness"), dict) and bounds:
+        return [str(name) for name in bounds]
     return list(
         dict.fromkeys(
             edge["from"] for edge in graph.get("edges", ()) if edge.get("plane") == "weights"
@@ -91,24 +91,24 @@ def parts_of(folder: RunFolder, *, trainer: str | None = None) -> CountedFiles:
     trainers, evaluations = trainers_of(graph, config), evaluations_of(graph, config)
     if trainer is not None:
         check_trainer(trainer, trainers)
-    wanted = [trainer] if trainer is not None else leaders_of(graph, config) or [""]
-    known = _ask(folder, wanted, evaluations)
+    leaders = [trainer] if trainer is not None else leaders_of(graph, config) or [""]
+    answers = _ask(folder, leaders, evaluations)
     files: list[Part] = []
-    notes = [known.fault] if known.fault else []
-    for node in wanted:
+    notes = [answers.fault] if answers.fault else []
+    for node in leaders:
         own = node if len(trainers) > 1 else None
-        if node in known.gone:
+        if node in answers.gone:
             notes.append(
-                f"rollouts of '{node}' up to step {known.gone[node]} were not kept (--keep-steps)"
+                f"rollouts of '{node}' up to step {answers.gone[node]} were not kept (--keep-steps)"
             )
-        mine = _files(folder, own, "step", TRAINED, node, known)
+        mine = _files(folder, own, "step", TRAINED, node, answers)
         files += mine
-        if (away := (known.last.get(node) or 0) - known.gone.get(node, 0) - len(mine)) > 0:
+        if (away := (answers.last.get(node) or 0) - answers.gone.get(node, 0) - len(mine)) > 0:
             why = "other hosts have them, or they were removed"
             notes.append(f"rollouts of {away:,} steps of '{node}' are not in this folder: {why}")
     for node in evaluations or [""]:
         files += _files(
-            folder, node if len(evaluations) > 1 else None, "eval", EVALUATED, node, known
+            folder, node if len(evaluations) > 1 else None, "eval", EVALUATED, node, answers
         )
     return CountedFiles(files=tuple(files), notes=tuple(notes))
 
@@ -120,13 +120,13 @@ def counted_files(folder: RunFolder, kind: str, own: str = "") -> list[tuple[int
     graph, config = described(folder)
     if kind == "eval":
         outcome, nodes = EVALUATED, [own] if own else evaluations_of(graph, config)
-        known = _ask(folder, [], nodes)
+        answers = _ask(folder, [], nodes)
     else:
         outcome, nodes = TRAINED, [own] if own else trainers_of(graph, config)
-        known = _ask(folder, nodes, [])
+        answers = _ask(folder, nodes, [])
     node = nodes[0] if len(nodes) == 1 else ""
     return [
-        (part.step, part.path) for part in _files(folder, own or None, kind, outcome, node, known)
+        (part.step, part.path) for part in _files(folder, own or None, kind, outcome, node, answers)
     ]
 
 
@@ -145,20 +145,20 @@ def _files(
 
 def _ask(folder: RunFolder, trainers: list[str], evaluations: list[str]) -> _Known:
     """Of the ledger, which is opened for reading; what it does not tell is not known."""
-    known = _Known()
+    answers = _Known()
     try:
         with Ledger.open(folder.ledger, readonly=True) as ledger:
-            known.gone = not_kept(ledger.facts())
+            answers.gone = not_kept(ledger.facts())
             for node in filter(None, [*trainers, *evaluations]):
-                known.sources[node] = ledger.sources(node)
+                answers.sources[node] = ledger.sources(node)
                 if node in trainers:
-                    known.last[node] = ledger.last_step(node)
+                    answers.last[node] = ledger.last_step(node)
                 else:
-                    found = ledger.last_round(node)
-                    known.last[node] = -1 if found is None else found
+                    last_round = ledger.last_round(node)
+                    answers.last[node] = -1 if last_round is None else last_round
     except LedgerError as error:
-        known.fault = f"the ledger was not asked which steps count, and all files do: {error}"
-    return known
+        answers.fault = f"the ledger was not asked which steps count, and all files do: {error}"
+    return answers
 
 
 def fates_of(
@@ -167,12 +167,12 @@ def fates_of(
     """By group that no step has trained and no round has read: what became of it, why, and at which
     step.
     """
-    found: dict[int, tuple[str, str | None, int | None]] = {}
+    fates_by_group: dict[int, tuple[str, str | None, int | None]] = {}
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         for group in groups:
             fates = ledger.fates(source, group)
             if not fates:
-                found[group] = (IN_FLIGHT, None, None)
+                fates_by_group[group] = (IN_FLIGHT, None, None)
             elif all(fate.outcome == DROPPED for fate in fates):
-                found[group] = (DROPPED, fates[0].reason, fates[0].step)
-    return found
+                fates_by_group[group] = (DROPPED, fates[0].reason, fates[0].step)
+    return fates_by_group
