@@ -263,3 +263,12 @@ def lines_of(lines: Iterable[Mapping[str, Any]], trainer: str | None) -> list[di
         for line in lines
         if trainer is None or "eval_accuracy" in line or line.get("node", trainer) == trainer
     ]
+
+
+def edge_name(producer: str, consumer: str, source: str) -> str:
+    """That of an edge with these ends, for rows of this source.
+
+    >>> edge_name("generator", "reward", "prompts")
+    'generator>reward:prompts'
+    """
+    return f"{producer}>{consumer}:{source}"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dataflow.planning.wiring import edge_name
+from dataflow.structure import edge_name
 from dataflow.system.processes import Process
 from dataflow.system.stacks import Thread
 

@@ -10,7 +10,7 @@ from dataflow.doctor.waiting import SILENT_S
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
-from dataflow.planning.wiring import edge_name
+from dataflow.structure import edge_name
 from dataflow.system import processes, stacks
 from dataflow.system.processes import Process
 from dataflow.worker.state_clock import BESIDE, STATES

@@ -4,18 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.draw import html, svg, text
 from dataflow.draw.curve import reward_curve_svg
 from dataflow.draw.picture import DeviceFrame, Picture, read
 from dataflow.errors import GraphError
 from dataflow.system.files import write_atomically
-
-_FORMATS: Mapping[str, Callable[[Picture], str]] = {
-    ".svg": svg.render,
-    ".dot": text.to_dot,
-    ".mmd": text.to_mermaid,
-    ".html": html.render,
-}
 
 
 def draw(
@@ -30,8 +22,16 @@ def draw(
     Raises GraphError for a suffix other than .svg, .dot, .mmd and .html, and where the folder does
     not exist; RunFolderError where the disk refuses.
     """
+    from dataflow.draw import html, svg, text
+
+    formats: Mapping[str, Callable[[Picture], str]] = {
+        ".svg": svg.render,
+        ".dot": text.to_dot,
+        ".mmd": text.to_mermaid,
+        ".html": html.render,
+    }
     path = Path(path)
-    form = _FORMATS.get(path.suffix.lower())
+    form = formats.get(path.suffix.lower())
     if form is None:
         raise GraphError(
             f"a picture has the suffix .svg, .dot, .mmd or .html, but got '{path.name}'; "
@@ -51,6 +51,8 @@ def render_svg(
     graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | None = None
 ) -> str:
     """The picture of a NetworkX MultiDiGraph (`Graph.nx`) as SVG."""
+    from dataflow.draw import svg
+
     return svg.render(read(graph, frames, title))
 
 
@@ -60,6 +62,8 @@ def mimebundle(
     """What a notebook shows of a graph: the SVG, and a few lines of text where it cannot show
     that.
     """
+    from dataflow.draw import svg, text
+
     picture = read(graph, frames, title)
     return {"image/svg+xml": svg.render(picture), "text/plain": text.to_plain(picture)}
 

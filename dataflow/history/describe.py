@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
@@ -14,10 +14,11 @@ from dataflow.gguf.sources import folder_of
 from dataflow.graph import Graph
 from dataflow.model import is_gguf
 from dataflow.node import Operator
-from dataflow.planning.plan import Plan
-from dataflow.planning.set_values import settable_of
 from dataflow.settable import plain_value
 from dataflow.structure import feeding, leading, sources_of, trainers
+
+if TYPE_CHECKING:
+    from dataflow.planning.plan import Plan
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _OF_MODEL = ("name", "source")
@@ -81,7 +82,7 @@ def model_of(node: Mapping[str, Any]) -> Mapping[str, Any]:
     return model if isinstance(model, dict) else {}
 
 
-def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
+def plan_facts(graph: Graph, plan: "Plan") -> dict[str, Any]:
     """The plan's places, and the bounds that a verdict needs."""
     staleness: dict[str, int | None] = dict.fromkeys(trainers(graph))
     for feedback in feeding(graph).values():
@@ -127,13 +128,15 @@ def _settable(graph: Graph) -> dict[str, dict[str, dict[str, Any]]]:
     """By node and knob that may change while it goes on, the declared value, and from when on
     another one counts.
     """
-    settable = {name: settable_of(graph, name) for name in graph.operators}
+    from dataflow.planning.set_values import settable_of
+
+    knobs_by_node = {name: settable_of(graph, name) for name in graph.operators}
     return {
         name: {
-            knob: {"value": plain_value(knob_settable.value), "at": knob_settable.at}
-            for knob, knob_settable in knobs.items()
+            knob: {"value": plain_value(settable.value), "at": settable.at}
+            for knob, settable in knobs.items()
         }
-        for name, knobs in settable.items()
+        for name, knobs in knobs_by_node.items()
         if knobs
     }
 

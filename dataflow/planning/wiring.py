@@ -15,6 +15,7 @@ from dataflow.staleness import Bound, capacity
 from dataflow.stream import Stream
 from dataflow.structure import (
     Structure,
+    edge_name,
     episodes_of,
     feeding,
     group_size,
@@ -61,15 +62,6 @@ class Edge:
     def name(self) -> str:
         """The name in errors and headers."""
         return edge_name(self.producer, self.consumer, self.source)
-
-
-def edge_name(producer: str, consumer: str, source: str) -> str:
-    """That of an edge with these ends, for rows of this source.
-
-    >>> edge_name("generator", "reward", "prompts")
-    'generator>reward:prompts'
-    """
-    return f"{producer}>{consumer}:{source}"
 
 
 def edges(graph: Structure) -> list[Edge]:
