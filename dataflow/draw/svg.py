@@ -2,11 +2,10 @@
 pages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from dataflow.draw import frames as device_frames
 from dataflow.draw import theme
 from dataflow.draw.geometry import (
     BackEdge,
@@ -35,6 +34,8 @@ PAD = 12.0
 NAME_LENGTH = 32
 FRAME_LENGTH = 40
 ARROW = 6.0
+MOST_MERGED = 150
+"""Frames of more boxes than this are drawn box by box."""
 FRAME_PAD, FRAME_TITLE, FRAME_PLACE = 11.0, 15.0, 12.0
 
 
@@ -329,9 +330,45 @@ def _title(picture: Picture) -> float:
 
 
 def _pieces(nodes: Sequence[str], layout: DrawnLayout, title: float) -> list[Rect]:
-    members, outsiders = device_frames.members_of(layout.boxes, nodes)
-    rects = device_frames.pieces(members, outsiders, reach=300.0)
+    members, outsiders = _members_of(layout.boxes, nodes)
+    rects = frame_pieces(members, outsiders, reach=300.0)
     return [piece.grown(FRAME_PAD, FRAME_PAD + title - 3, FRAME_PAD) for piece in rects]
+
+
+def frame_pieces(members: Sequence[Rect], others: Sequence[Rect], reach: float) -> list[Rect]:
+    """Rectangles that cover the members, merged where they are within `reach` and hold none of the
+    others.
+    """
+    rects = list(members)
+    merged = len(rects) <= MOST_MERGED
+    while merged:
+        merged = False
+        rects.sort(key=lambda rect: (rect.left, rect.top))
+        for first in range(len(rects)):
+            for second in range(first + 1, len(rects)):
+                union = rects[first].union(rects[second])
+                if _is_near(rects[first], rects[second], reach) and not any(
+                    union.touches(o) for o in others
+                ):
+                    rects[first] = union
+                    del rects[second]
+                    merged = True
+                    break
+            if merged:
+                break
+    return rects
+
+
+def _members_of(boxes: Mapping[str, Rect], nodes: Sequence[str]) -> tuple[list[Rect], list[Rect]]:
+    """The boxes of a frame, and those of all others."""
+    inside = set(nodes)
+    return [boxes[name] for name in nodes], [
+        rect for name, rect in boxes.items() if name not in inside
+    ]
+
+
+def _is_near(one: Rect, other: Rect, reach: float) -> bool:
+    return one.grown(reach, reach, reach).touches(other)
 
 
 def _frame(shade: int, frame: DeviceFrame, rect: Rect) -> str:

@@ -307,7 +307,7 @@ class PageConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """It may ask."""
         super().connection_made(transport)
-        self._page: PageServer = self.app  # type: ignore[assignment]
+        self._page: PageServer = self.app
         self.lost = asyncio.Event()
         self.app_state: dict[str, Any] = {"connection": self}
         self._deadline = self.loop.call_later(self._page.limits.ask_s, transport.abort)

@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataflow.draw import DeviceFrame, draw, mimebundle, render_svg, reward_curve_svg
-from dataflow.draw.frames import pieces
 from dataflow.draw.geometry import BackEdge, DrawnLayout, ForwardEdge, Rect, Size
 from dataflow.draw.labels import sans_width
 from dataflow.draw.layout import acyclic, arrange, crossings, layers_of, order
 from dataflow.draw.levels import spread
 from dataflow.draw.picture import KNOBS_SHOWN, column_lines, knob_text, read, shorten
+from dataflow.draw.svg import frame_pieces
 from dataflow.draw.timeline import timeline_svg
 from dataflow.errors import GraphError
 from dataflow.model import Model
@@ -272,8 +272,8 @@ def test_a_frame_in_two_places_holds_no_foreign_box() -> None:
     def square(x: float, y: float = 0) -> Rect:
         return Rect(left=x, right=x + 10, top=y, bottom=y + 10)
 
-    assert pieces([square(0), square(40)], [square(20)], reach=100) == [square(0), square(40)]
-    joined = pieces([square(0), square(20), square(0, 20)], [square(60)], reach=15)
+    assert frame_pieces([square(0), square(40)], [square(20)], reach=100) == [square(0), square(40)]
+    joined = frame_pieces([square(0), square(20), square(0, 20)], [square(60)], reach=15)
     assert joined == [Rect(left=0, right=30, top=0, bottom=30)]
 
 
