@@ -158,6 +158,20 @@ def test_building_and_planning_a_graph_leaves_torch_unimported() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.parametrize("command", ["dataflow --help", "graphs.aipo --no-such-flag"])
+def test_help_and_a_wrong_flag_load_nothing_that_plans_or_runs(command: str) -> None:
+    heavy = r"\b(networkx|zmq|dataflow\.(planning|runner|scheduler|worker)|transport\.data)\b"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", *command.split()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+    loaded = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    assert len(loaded) > 100 and not [line for line in loaded if re.search(heavy, line)]
+
+
 def test_nothing_is_pickled_and_no_tensor_file_runs_code() -> None:
     banned = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
     for path in files(*ROOMS):
