@@ -251,7 +251,7 @@ class _Grid:
         self.rows[at].append(len(self.sizes) - 1)
         return len(self.sizes) - 1
 
-    def _connect(self, left: int, right: int, pull: float) -> None:
-        self.after[left].append(right)
-        self.before[right].append(left)
-        self.pulls[left][right] = self.pulls[right][left] = pull
+    def _connect(self, tail: int, head: int, pull: float) -> None:
+        self.after[tail].append(head)
+        self.before[head].append(tail)
+        self.pulls[tail][head] = self.pulls[head][tail] = pull

@@ -48,7 +48,7 @@ def heights(grid: Levels, spacing: Spacing) -> list[float]:
 
 
 def spread(
-    wanted: Sequence[float], weights: Sequence[float], steps: Sequence[float]
+    targets: Sequence[float], weights: Sequence[float], steps: Sequence[float]
 ) -> list[float]:
     """Values nearest to the wanted ones (weighted least squares), each `steps[i]` or more below the
     last.
@@ -61,7 +61,7 @@ def spread(
         total += step
         offsets.append(total)
     pools: list[tuple[float, float, int]] = []
-    for want, weight, offset in zip(wanted, weights, offsets, strict=True):
+    for want, weight, offset in zip(targets, weights, offsets, strict=True):
         value, mass, count = want - offset, weight, 1
         while pools and pools[-1][0] >= value:
             pool_value, other_mass, other_count = pools.pop()

@@ -335,7 +335,7 @@ def _pieces(nodes: Sequence[str], layout: DrawnLayout, title: float) -> list[Rec
     return [piece.grown(FRAME_PAD, FRAME_PAD + title - 3, FRAME_PAD) for piece in rects]
 
 
-def frame_pieces(members: Sequence[Rect], others: Sequence[Rect], reach: float) -> list[Rect]:
+def frame_pieces(members: Sequence[Rect], outsiders: Sequence[Rect], reach: float) -> list[Rect]:
     """Rectangles that cover the members, merged where they are within `reach` and hold none of the
     others.
     """
@@ -348,7 +348,7 @@ def frame_pieces(members: Sequence[Rect], others: Sequence[Rect], reach: float) 
             for second in range(first + 1, len(rects)):
                 union = rects[first].union(rects[second])
                 if _is_near(rects[first], rects[second], reach) and not any(
-                    union.touches(o) for o in others
+                    union.touches(o) for o in outsiders
                 ):
                     rects[first] = union
                     del rects[second]
@@ -367,8 +367,8 @@ def _members_of(boxes: Mapping[str, Rect], nodes: Sequence[str]) -> tuple[list[R
     ]
 
 
-def _is_near(one: Rect, other: Rect, reach: float) -> bool:
-    return one.grown(reach, reach, reach).touches(other)
+def _is_near(first: Rect, second: Rect, reach: float) -> bool:
+    return first.grown(reach, reach, reach).touches(second)
 
 
 def _frame(shade: int, frame: DeviceFrame, rect: Rect) -> str:

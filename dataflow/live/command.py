@@ -264,14 +264,14 @@ class PageAnswers:
             collections.OrderedDict()
         )
         """Answers, until when they are given, and what charts showed."""
-        self._asked: Mapping[str, Callable[[WatchedRun, PageQuery], Any]] = {
+        self._questions: Mapping[str, Callable[[WatchedRun, PageQuery], Any]] = {
             "graph": lambda run, question: run.graph | {"settable": settable_now(run.folder)},
             "now": _now,
             "names": _names,
             "series": _series,
             "marks": lambda run, question: run.marks.look(run.metrics.restarts, run.metrics.rounds),
             "rollouts": _rollouts,
-            "rollout": lambda run, question: one_rollout.one(
+            "rollout": lambda run, question: one_rollout.rollout_of(
                 _table(run, question), question.whole("row")
             ),
             "text": lambda run, question: one_rollout.text_of(
@@ -307,7 +307,7 @@ class PageAnswers:
                 raise LookupError("this run has no trace yet; it is written when the run ends")
             return FileResponse(run.folder.trace, media_type=JSON, filename=TRACE_NAME)
         name = path.removeprefix("api/")
-        if path.startswith("api/") and (answer := self._asked.get(name)) is not None:
+        if path.startswith("api/") and (answer := self._questions.get(name)) is not None:
             run = self._run(question)
             if not run.lock.acquire(timeout=PATIENCE_S):
                 return sentence(503, "the run's folder is slow to read; the page asks again")

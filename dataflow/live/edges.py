@@ -15,11 +15,11 @@ _STALENESS = tuple(
 )
 
 
-def counted(told: Mapping[str, Any]) -> EdgeSums | None:
+def counted(state: Mapping[str, Any]) -> EdgeSums | None:
     """What has crossed each data edge, as the workers of a run under way say; None where they count
     nothing.
     """
-    heartbeats = [worker["heartbeat"] for worker in told.get("workers", {}).values()]
+    heartbeats = [worker["heartbeat"] for worker in state.get("workers", {}).values()]
     counts = [heartbeat["crossed"] for heartbeat in heartbeats if "crossed" in heartbeat]
     return total(counts) if counts else None
 
@@ -84,7 +84,7 @@ def exchanges(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     that a neighbour hands it to move no bytes.
     """
     by_reader: dict[str, dict[str, Any]] = {}
-    for name, exchange in _told(line):
+    for name, exchange in _exchanges_of(line):
         version = exchange.get("version")
         version = max(0, version) if isinstance(version, int) else 0
         summary = by_reader.setdefault(
@@ -98,7 +98,7 @@ def exchanges(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return by_reader
 
 
-def _told(line: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _exchanges_of(line: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each reader of which the line tells, those too that it is handed on to."""
     sent = line.get("weights_sent")
     for name, exchange in sent.items() if isinstance(sent, dict) else ():

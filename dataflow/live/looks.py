@@ -26,7 +26,7 @@ from dataflow.worker.state_clock import BESIDE, STATES
 # One sentence on a run that is over, from what its nodes did in all of it; pure.
 
 
-def told_of_the_end(
+def sentence_of_the_end(
     outcome: str, passed_s: float, nodes: Sequence[Mapping[str, Any]], bound: str | None
 ) -> str:
     """How it ended, and which node bounded it, so that the others waited for it.
@@ -82,7 +82,7 @@ class Looks:
     ) -> None:
         self._folder, self._ask, self._clock = folder, ask, clock
         self._next = float("-inf")
-        self._found: dict[str, Any] = {}
+        self._shown: dict[str, Any] = {}
         self._past: collections.deque[tuple[float, Mapping[str, Any], EdgeSums | None]] = (
             collections.deque()
         )
@@ -93,24 +93,24 @@ class Looks:
         if self._clock() >= self._next:
             began = time.thread_time()
             try:
-                self._found = self._live(self._ask(self._folder, ANSWER_S))
+                self._shown = self._live(self._ask(self._folder, ANSWER_S))
             except DeadlineError as error:
-                self._found = {**self._from_files(), "state": "silent", "sentence": str(error)}
+                self._shown = {**self._from_files(), "state": "silent", "sentence": str(error)}
             except RunError as error:
-                self._found = self._from_files() | (
+                self._shown = self._from_files() | (
                     {"why": str(error)} if "scheduler" in str(error) else {}
                 )
             took = time.thread_time() - began
             self._next = self._clock() + (
                 LEAST_S if len(self._past) == 1 else max(LEAST_S, LEISURE * took)
             )
-        return self._found
+        return self._shown
 
-    def _live(self, told: Mapping[str, Any]) -> dict[str, Any]:
+    def _live(self, state: Mapping[str, Any]) -> dict[str, Any]:
         facts = gather(
-            self._folder, told, during_s=0.0, wake=False, still_s=STILL_S, below=self._below_each
+            self._folder, state, during_s=0.0, wake=False, still_s=STILL_S, below=self._below_each
         )
-        self._past.append((self._clock(), _sums(told), counted(told)))
+        self._past.append((self._clock(), _sums(state), counted(state)))
         while len(self._past) > 2 and self._past[-1][0] - self._past[1][0] >= WINDOW_S:
             self._past.popleft()
         (then, before, crossed_before), (now, sums, crossed) = self._past[0], self._past[-1]
@@ -173,7 +173,7 @@ class Looks:
             "step": None,
             "steps": None,
             "still_s": None,
-            "sentence": told_of_the_end(outcome, float(seconds or passed), nodes, bound),
+            "sentence": sentence_of_the_end(outcome, float(seconds or passed), nodes, bound),
             "over_s": passed,
             "seconds": seconds if isinstance(seconds, int | float) else None,
             "nodes": nodes,
@@ -237,9 +237,9 @@ def _parts(
     return parts
 
 
-def _grown(said: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
-    keys = [key for key in SUMS if isinstance(said.get(key), int | float)]
-    return {key: max(0.0, said[key] - float(before.get(key) or 0.0)) for key in keys}
+def _grown(figures: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
+    keys = [key for key in SUMS if isinstance(figures.get(key), int | float)]
+    return {key: max(0.0, figures[key] - float(before.get(key) or 0.0)) for key in keys}
 
 
 def shares(spent: Mapping[str, float] | None) -> dict[str, float] | None:
@@ -258,10 +258,10 @@ def _beside(spent: Mapping[str, float] | None) -> float:
     return 0.0 if spent is None or whole <= 0 else max(0.0, spent.get(BESIDE, 0.0)) / whole
 
 
-def _sums(told: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def _sums(run_state: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """By node, all its replicas together: seconds of each kind, rows, tokens, since they began."""
     sums: dict[str, dict[str, float]] = {}
-    for worker in told.get("workers", {}).values():
+    for worker in run_state.get("workers", {}).values():
         for name, stats in worker["heartbeat"].get("nodes", {}).items():
             node_sums = sums.setdefault(name, dict.fromkeys(SUMS, 0.0))
             for state, value in stats["seconds"].items():
@@ -317,10 +317,10 @@ def _worker(worker: WorkerFacts) -> dict[str, Any]:
     }
 
 
-def _ended(name: str, told: Mapping[str, Any], passed: float | None) -> dict[str, Any]:
+def _ended(name: str, figures: Mapping[str, Any], passed: float | None) -> dict[str, Any]:
     """A node of a run that is over, on the mean over all of it."""
-    sums = {key: float(value) for key, value in told.items() if isinstance(value, int | float)}
-    measured = sums if told and passed else None
+    sums = {key: float(value) for key, value in figures.items() if isinstance(value, int | float)}
+    measured = sums if figures and passed else None
     return {
         "name": name,
         "state": "over",
@@ -330,11 +330,11 @@ def _ended(name: str, told: Mapping[str, Any], passed: float | None) -> dict[str
         **_per_second(measured, passed or 0.0),
         "pending": None,
         "held_back": None,
-        "step": told.get("step"),
-        "version": told.get("version"),
-        "rows_in": told.get("rows_in"),
-        "rows_out": told.get("rows_out"),
-        "replicas": told.get("replicas"),
+        "step": figures.get("step"),
+        "version": figures.get("version"),
+        "rows_in": figures.get("rows_in"),
+        "rows_out": figures.get("rows_out"),
+        "replicas": figures.get("replicas"),
         "ill": [],
         "workers": [],
     }

@@ -35,7 +35,7 @@ class Marks:
     folder: RunFolder
     _times: list[tuple[float, int]] = field(default_factory=list)
     _next: float = float("-inf")
-    _found: dict[str, Any] = field(default_factory=dict)
+    _lines: dict[str, Any] = field(default_factory=dict)
 
     def look(self, restarts: Sequence[int], rounds: Sequence[int]) -> dict[str, Any]:
         """All marks, each with its step."""
@@ -45,7 +45,7 @@ class Marks:
             path = self.folder.path / FILE
             start = max(0, path.stat().st_size - MOST_BYTES) if path.is_file() else 0
             lines = [line for _, line in stream_lines(path, start)][-MOST:]
-            self._found = {
+            self._lines = {
                 "faults": [
                     {"step": self._step_at(line.get("at")), **_fault(line)} for line in lines
                 ],
@@ -56,7 +56,7 @@ class Marks:
                 "requests": [_request(line) for line in read_requests(self.folder.path)[-MOST:]],
             }
             self._next = time.monotonic() + max(LOOK_S, LEISURE * (time.thread_time() - began))
-        return {**self._found, "restarts": list(restarts)[-MOST:], "rounds": list(rounds)[-MOST:]}
+        return {**self._lines, "restarts": list(restarts)[-MOST:], "rounds": list(rounds)[-MOST:]}
 
     def within(self, begin: float, end: float) -> list[tuple[float, str]]:
         """What was marked between two times, in seconds since 1970, and the steps made then; as of
@@ -64,8 +64,8 @@ class Marks:
         """
         first, last = (bisect.bisect_left(self._times, (at, 0)) for at in (begin, end))
         steps = [(at, f"step {step}") for at, step in self._times[first:last]]
-        marks = [(mark["at"], mark["text"]) for mark in self._found.get("faults", ())]
-        marks += [(mark["at"], mark["request"]) for mark in self._found.get("requests", ())]
+        marks = [(mark["at"], mark["text"]) for mark in self._lines.get("faults", ())]
+        marks += [(mark["at"], mark["request"]) for mark in self._lines.get("requests", ())]
         return sorted(
             steps + [(at, text) for at, text in marks if at is not None and begin <= at < end]
         )

@@ -25,7 +25,7 @@ GROUP = 64
 RATIO = "importance ratio"
 
 
-def one(table: pa.Table, row: int) -> dict[str, Any]:
+def rollout_of(table: pa.Table, row: int) -> dict[str, Any]:
     """A rollout: its texts as far as they are shown at once, its columns, its group. Errors:
     LookupError.
     """
@@ -36,7 +36,9 @@ def one(table: pa.Table, row: int) -> dict[str, Any]:
     }
     tokens = rollout.get(records.TOKENS) or []
     columns = {
-        name: cut(_told(value), 400) for name, value in scores(rollout).items() if name not in texts
+        name: cut(_text_of(value), 400)
+        for name, value in scores(rollout).items()
+        if name not in texts
     }
     alike = [
         name for name in (records.GROUP_ID, records.PROMPT_ID, records.OF_SOURCE) if name in rollout
@@ -163,7 +165,7 @@ def _no_ratio(row: Mapping[str, Any]) -> str:
     )
 
 
-def _told(value: Any) -> str:
+def _text_of(value: Any) -> str:
     return "no value" if value is None else str(number(value))
 
 
@@ -172,7 +174,7 @@ def _member(table: pa.Table, at: int) -> dict[str, Any]:
         name for name in table.schema.names if not pa.types.is_list(table.schema.field(name).type)
     ]
     row = table.select(small).slice(at, 1).to_pylist()[0]
-    columns = {name: cut(_told(value)) for name, value in scores(row).items()}
+    columns = {name: cut(_text_of(value)) for name, value in scores(row).items()}
     length = pc.sum(table.column(records.MASK).slice(at, 1).combine_chunks().flatten()).as_py() or 0
     return {
         "row": at,

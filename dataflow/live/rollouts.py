@@ -73,7 +73,7 @@ class Rollouts:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._kept: collections.OrderedDict[tuple[Path, int], list[dict[str, Any]]] = (
+        self._cache: collections.OrderedDict[tuple[Path, int], list[dict[str, Any]]] = (
             collections.OrderedDict()
         )
 
@@ -89,13 +89,13 @@ class Rollouts:
             node for node in ("", *below) if next((path / node).glob("*-*.arrow"), None) is not None
         ]
 
-    def table(self, wanted: RolloutFilter) -> dict[str, Any]:
+    def table(self, row_filter: RolloutFilter) -> dict[str, Any]:
         """A page of rows, and of which steps they are."""
-        files = self._files(wanted)
+        files = self._files(row_filter)
         ahead = [
             (step, path)
             for step, path in reversed(files)
-            if wanted.upto is None or step <= wanted.upto
+            if row_filter.upto is None or step <= row_filter.upto
         ]
         rows: list[dict[str, Any]] = []
         looked: list[int] = []
@@ -108,16 +108,16 @@ class Rollouts:
             looked.append(step)
             try:
                 size += path.stat().st_size
-                rows += self._matching(path, step, wanted)
+                rows += self._matching(path, step, row_filter)
             except (OSError, RunError, pa.ArrowException, ValueError, KeyError) as error:
                 problems.append(f"step {step}: {error}")
-        rows = in_order(rows, wanted.sort, wanted.down)
-        begin = wanted.page * ROWS
+        rows = in_order(rows, row_filter.sort, row_filter.down)
+        begin = row_filter.page * ROWS
         older = [step for step, _ in ahead[len(looked) :]]
         return {
             "rows": rows[begin : begin + ROWS],
             "count": len(rows),
-            "page": wanted.page,
+            "page": row_filter.page,
             "rows_a_page": ROWS,
             "columns": _columns(rows),
             "steps": [min(looked), max(looked)] if looked else None,
@@ -134,27 +134,31 @@ class Rollouts:
                 return path
         raise LookupError(f"there is no file of rollouts of step {step} any more, or not yet")
 
-    def _files(self, wanted: RolloutFilter) -> list[tuple[int, Path]]:
-        if wanted.kind not in KINDS or wanted.node not in ("", *self.nodes()):
-            raise LookupError(f"this run has no rollouts of {wanted.kind} '{wanted.node}'")
-        return counted_files(self._folder, wanted.kind, wanted.node)
+    def _files(self, row_filter: RolloutFilter) -> list[tuple[int, Path]]:
+        if row_filter.kind not in KINDS or row_filter.node not in ("", *self.nodes()):
+            raise LookupError(f"this run has no rollouts of {row_filter.kind} '{row_filter.node}'")
+        return counted_files(self._folder, row_filter.kind, row_filter.node)
 
-    def _matching(self, path: Path, step: int, wanted: RolloutFilter) -> list[dict[str, Any]]:
-        if not wanted.search:
+    def _matching(self, path: Path, step: int, row_filter: RolloutFilter) -> list[dict[str, Any]]:
+        if not row_filter.search:
             key = (path, path.stat().st_mtime_ns)
-            rows = self._kept.get(key)
+            rows = self._cache.get(key)
             if rows is None:
-                rows = self._kept[key] = short_rows(read_arrow(path, UNREAD), step, wanted.kind)
-                while sum(map(len, self._kept.values())) > KEPT_ROWS and len(self._kept) > 1:
-                    self._kept.popitem(last=False)
+                rows = self._cache[key] = short_rows(
+                    read_arrow(path, UNREAD), step, row_filter.kind
+                )
+                while sum(map(len, self._cache.values())) > KEPT_ROWS and len(self._cache) > 1:
+                    self._cache.popitem(last=False)
             return rows
         table = read_arrow(path, UNREAD)
         hits = [
-            pc.match_substring(table.column(name), wanted.search, ignore_case=True).fill_null(False)
+            pc.match_substring(table.column(name), row_filter.search, ignore_case=True).fill_null(
+                False
+            )
             for name in (records.PROMPT, records.COMPLETION, records.ERROR)
         ]
         hit = functools.reduce(np.logical_or, [column.to_numpy() for column in hits])
-        rows = short_rows(table, step, wanted.kind)
+        rows = short_rows(table, step, row_filter.kind)
         return [row for row, matches in zip(rows, hit.tolist(), strict=True) if matches]
 
 

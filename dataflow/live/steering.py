@@ -81,8 +81,8 @@ def read_action(controls: Controls, body: bytes) -> tuple[str, Action]:
     )
 
 
-def _text(found: Mapping[str, Any], name: str) -> str:
-    value = found.get(name)
+def _text(request: Mapping[str, Any], name: str) -> str:
+    value = request.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= MOST_TEXT:
         raise ValueError(f"'{name}' is to be a text of 1 to {MOST_TEXT} characters")
     return value
@@ -101,7 +101,7 @@ class Steering:
         """by: in whose name runs are asked."""
         self._controls, self._by = controls, by
         self._lock = threading.Lock()
-        self._made: collections.OrderedDict[str, _Made] = collections.OrderedDict()
+        self._requests: collections.OrderedDict[str, _Request] = collections.OrderedDict()
 
     def __call__(self, run: RunFolder, body: bytes) -> str:
         """What came of it. Errors: ValueError where it is no request, DataflowError where the run
@@ -110,9 +110,9 @@ class Steering:
         number, action = read_action(self._controls, body)
         key = f"{run.path}\0{number}"
         with self._lock:
-            request = self._made.setdefault(key, _Made())
-            while len(self._made) > REMEMBERED:
-                self._made.popitem(last=False)
+            request = self._requests.setdefault(key, _Request())
+            while len(self._requests) > REMEMBERED:
+                self._requests.popitem(last=False)
         with request.lock:
             if request.answer is None:
                 try:
@@ -124,7 +124,7 @@ class Steering:
         return request.answer
 
 
-class _Made:
+class _Request:
     """A request, and what came of it."""
 
     def __init__(self) -> None:

@@ -141,8 +141,8 @@ def compare_runs(
     """
     from dataflow.display.views import glyphs_for
     from dataflow.folder.run_folder import RunFolder
+    from dataflow.runs.compare import comparison, plain, sides_of
     from dataflow.runs.compare import draw as draw_curves
-    from dataflow.runs.compare import plain, sides_of, told
     from dataflow.system.files import to_json
 
     folders = RunFolder.open(first), RunFolder.open(second)
@@ -157,7 +157,7 @@ def compare_runs(
     if json:
         print(to_json(plain(*sides), indent=1))
         return 0
-    print("\n".join(told(*sides, signs=glyphs_for(sys.stdout).spark, width=CURVE_CELLS)))
+    print("\n".join(comparison(*sides, signs=glyphs_for(sys.stdout).spark, width=CURVE_CELLS)))
     if draw is not None:
         print(f"\ndrew {draw}")
     return 0

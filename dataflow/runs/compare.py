@@ -101,7 +101,7 @@ def setting_differences(first: Side, second: Side) -> list[Differs]:
     ]
 
 
-def _settings(side: Side, nodes: Collection[str], known: bool) -> dict[str, str]:
+def _settings(side: Side, nodes: Collection[str], have_environment: bool) -> dict[str, str]:
     """By name. nodes: that both have: of others the graphs tell. known: whether both say what they
     ran on.
     """
@@ -120,7 +120,7 @@ def _settings(side: Side, nodes: Collection[str], known: bool) -> dict[str, str]
         }
         settings |= {f"hosts of {node}": ", ".join(hosts)} if hosts else {}
     environment = config.get(ENVIRONMENT)
-    if not known or not isinstance(environment, dict):
+    if not have_environment or not isinstance(environment, dict):
         return settings | {
             "environment": RECORDED if isinstance(environment, dict) else NOT_RECORDED
         }
@@ -176,10 +176,10 @@ def _row(name: str, a: Any, b: Any) -> tuple[str, str, str, str]:
         change = f"{b - a:+.3g}" + (
             f" ({b / a - 1:+.0%})" if a > 0 and b >= 0 and abs(b / a - 1) < 99 else ""
         )
-    return name, _told(a), _told(b), change
+    return name, _text_of(a), _text_of(b), change
 
 
-def _told(value: Any) -> str:
+def _text_of(value: Any) -> str:
     if value is None or value == "":
         return "-"
     if isinstance(value, int):
@@ -187,7 +187,7 @@ def _told(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def told(first: Side, second: Side, *, signs: str, width: int) -> list[str]:
+def comparison(first: Side, second: Side, *, signs: str, width: int) -> list[str]:
     """All of it as lines for a terminal. signs: of a curve, from low to high. width: cells of
     one.
     """
@@ -243,10 +243,10 @@ def _curves(name: str, title: str, first: Side, second: Side, signs: str, width:
     if not all(both):
         return []
     low, high = min(map(min, both)), max(map(max, both))
-    lines = [f"  {title}, {_told(low)} to {_told(high)}"]
+    lines = [f"  {title}, {_text_of(low)} to {_text_of(high)}"]
     for letter, values in zip("AB", both, strict=True):
         lines.append(
-            f"  {letter} {sparkline(values, width, signs, (low, high))} {_told(values[-1])}"
+            f"  {letter} {sparkline(values, width, signs, (low, high))} {_text_of(values[-1])}"
         )
     return lines
 

@@ -56,7 +56,7 @@ class _Ranked:
         return self.row.get(SOURCE), self.row.get(STEP), self.row.get(GROUP_ID)
 
 
-def examples_of(parts: Sequence[Part], by: str = "reward", each: int = EACH) -> Examples:
+def examples_of(parts: Sequence[Part], by: str = "reward", most: int = EACH) -> Examples:
     """From at most `MOST_FILES` files of steps. by: the figure of a rollout. Errors:
     RunFolderError.
     """
@@ -77,16 +77,16 @@ def examples_of(parts: Sequence[Part], by: str = "reward", each: int = EACH) -> 
         for row in batch.to_pylist():
             row_count += 1
             if row.get(ERROR) is not None:
-                if len(failed) < each:
+                if len(failed) < most:
                     failed.append(row)
                 continue
-            if len(sample) < each:
+            if len(sample) < most:
                 sample.append(row)
-            elif (at := chance.randrange(row_count)) < each:
+            elif (at := chance.randrange(row_count)) < most:
                 sample[at] = row
             if has and isinstance(value := row[by], int | float) and value == value:
-                _keep(best, _Ranked(float(value), row_count, row), each)
-                _keep(worst, _Ranked(-float(value), row_count, row), each)
+                _keep(best, _Ranked(float(value), row_count, row), most)
+                _keep(worst, _Ranked(-float(value), row_count, row), most)
     return Examples(
         best=[ranked.row for ranked in sorted(best, reverse=True)],
         worst=[ranked.row for ranked in sorted(worst, reverse=True)],
@@ -104,16 +104,16 @@ def scores_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in _SHOWN and value is not None}
 
 
-def _keep(found: list[_Ranked], one: _Ranked, most: int) -> None:
+def _keep(ranked_rows: list[_Ranked], new: _Ranked, most: int) -> None:
     """Hold the `most` largest, one of each group; of equal ones the later."""
-    same = next((ranked for ranked in found if ranked.group == one.group), None)
+    same = next((ranked for ranked in ranked_rows if ranked.group == new.group), None)
     if same is not None:
-        if one > same:
-            found[found.index(same)] = one
-    elif len(found) < most:
-        found.append(one)
-    elif one > (least := min(found)):
-        found[found.index(least)] = one
+        if new > same:
+            ranked_rows[ranked_rows.index(same)] = new
+    elif len(ranked_rows) < most:
+        ranked_rows.append(new)
+    elif new > (least := min(ranked_rows)):
+        ranked_rows[ranked_rows.index(least)] = new
 
 
 def _is_small(field: pa.Field) -> bool:

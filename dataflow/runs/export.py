@@ -224,8 +224,8 @@ class ExportShards:
             schema,
             shard_bytes,
         )
-        self._held: list[pa.RecordBatch] = []
-        self._held_bytes, self._files = 0, 0
+        self._batches: list[pa.RecordBatch] = []
+        self._batch_bytes, self._files = 0, 0
         self._file: BinaryIO | None = None
         self._writer: pq.ParquetWriter | None = None
         self.rows = 0
@@ -235,10 +235,10 @@ class ExportShards:
         """Errors: RunFolderError."""
         for batch in batches:
             for piece in _pieces(batch):
-                self._held.append(piece)
-                self._held_bytes += piece.nbytes
+                self._batches.append(piece)
+                self._batch_bytes += piece.nbytes
                 self.rows += piece.num_rows
-                if self._held_bytes >= GROUP_BYTES:
+                if self._batch_bytes >= GROUP_BYTES:
                     self._flush()
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class ExportShards:
             self._end()
 
     def _flush(self) -> None:
-        if not self._held:
+        if not self._batches:
             return
         with disk("writing", self._folder, THEN):
             if self._writer is None:
@@ -261,8 +261,8 @@ class ExportShards:
                 self._file = path.open("xb")
                 self._writer = pq.ParquetWriter(self._file, self._schema, compression="zstd")
                 self._files += 1
-            self._writer.write_table(pa.Table.from_batches(self._held, self._schema))
-            self._held, self._held_bytes = [], 0
+            self._writer.write_table(pa.Table.from_batches(self._batches, self._schema))
+            self._batches, self._batch_bytes = [], 0
             if self._file is not None and self._file.tell() >= self._shard_bytes:
                 self._end()
 

@@ -144,7 +144,7 @@ class Last:
     """When the file was last written."""
 
 
-def last_lines(path: Path, leader: str | None, said: list[str]) -> Last:
+def last_lines(path: Path, leader: str | None, problems: list[str]) -> Last:
     """The last line of a step, and of an evaluation, without reading all of a long file. leader:
     whose steps count; None: anybody's. said: gets what could not be read.
     """
@@ -159,7 +159,7 @@ def last_lines(path: Path, leader: str | None, said: list[str]) -> Last:
         except FileNotFoundError:
             return Last()
         except OSError as error:
-            said.append(f"'{path.name}' cannot be read: {error.strerror or error}")
+            problems.append(f"'{path.name}' cannot be read: {error.strerror or error}")
             return Last()
         for line in _backwards(text):
             if "eval_accuracy" in line:

@@ -131,10 +131,10 @@ def counted_files(folder: RunFolder, kind: str, own: str = "") -> list[tuple[int
 
 
 def _files(
-    folder: RunFolder, own: str | None, kind: str, outcome: str, node: str, known: _Known
+    folder: RunFolder, own: str | None, kind: str, outcome: str, node: str, answers: _Known
 ) -> list[Part]:
     """Those of one trainer, or of evaluations, up to the last that the ledger has taken in."""
-    last, sources = known.last.get(node), known.sources.get(node, [])
+    last, sources = answers.last.get(node), answers.sources.get(node, [])
     source = sources[0] if len(sources) == 1 else None
     return [
         Part(path=path, outcome=outcome, node=node, source=source, step=step)

@@ -122,7 +122,7 @@ def table_of(folder: RunFolder, node: str, step: int) -> RolloutTable | None:
         return None
     try:
         found = examples_of(
-            [Part(path=path, outcome=TRAINED, node=node, source=None, step=step)], each=EACH
+            [Part(path=path, outcome=TRAINED, node=node, source=None, step=step)], most=EACH
         )
     except (RunFolderError, FileNotFoundError):
         return None

@@ -12,7 +12,7 @@ from dataflow import Graph, Model, inline, run, scorer
 from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.rollout_view import find_rollout
-from dataflow.live.one_rollout import one
+from dataflow.live.one_rollout import rollout_of
 from dataflow.runs.opened import Run
 from operators import Evaluate, Generator, Prompts, Trainer
 from operators.credit import advantage
@@ -84,7 +84,7 @@ def test_one_evaluation_of_two_sources_is_whole_though_their_groups_have_the_sam
         found = find_rollout(folder, 2, source=source, group_id=2 - ended)
         assert (found.row["of_source"], [fate.step for fate in found.fates]) == (source, [0])
     groups = [
-        one(read_arrow(folder.rollouts_of().evaluation_file(0)), row)["group_count"]
+        rollout_of(read_arrow(folder.rollouts_of().evaluation_file(0)), row)["group_count"]
         for row in (0, 5)
     ]
     assert groups == [1, 2], "the group beside a rollout is of its source"

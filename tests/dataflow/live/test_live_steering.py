@@ -105,7 +105,7 @@ def test_a_request_that_comes_again_is_made_once_and_gets_the_same_answer(
     assert len(run.calls) == 2
     for number in range(REMEMBERED + 9):
         steering(folder, b'{"number": "n%d", "action": "stop"}' % number)
-    assert len(run.calls) == REMEMBERED + 11 and len(steering._made) == REMEMBERED
+    assert len(run.calls) == REMEMBERED + 11 and len(steering._requests) == REMEMBERED
 
 
 @pytest.mark.parametrize(
