@@ -392,8 +392,7 @@ def replay(
     from rich.console import Console
 
     from dataflow.folder.run_folder import RunFolder
-    from dataflow.history.launch import start_again
-    from dataflow.history.replay import Wishes
+    from dataflow.history.launch import Wishes, start_again
     from dataflow.history.rollout_view import (
         find_rollout,
         plain_rollout,

@@ -284,7 +284,8 @@ def test_a_swap_names_a_file_from_where_it_is_typed(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(
-        cli, "ask_to_swap", lambda folder, node, reference: asked.append(reference) or "done"
+        "dataflow.scheduler.requests.ask_to_swap",
+        lambda folder, node, reference: asked.append(reference) or "done",
     )
     monkeypatch.chdir(tmp_path)
     for operator in (

@@ -126,7 +126,7 @@ SECURITY = (
     Law(
         "only shapes of a foreign drawing are kept",
         "test_of_a_drawing_from_anybody_only_shapes_and_texts_are_left",
-        "dataflow.live:_shape",
+        "dataflow.runs:_shape",
         always("TAGS"),
         "choosing elements",
     ),

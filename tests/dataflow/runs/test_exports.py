@@ -19,8 +19,7 @@ from runs_made import GROUP, PROMPTS, STEPS
 from dataflow import Run, cli
 from dataflow.errors import RunError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.runs import commands
-from dataflow.runs.export import Pairing, chosen_and_rejected, export
+from dataflow.runs.export import ExportShards, Pairing, chosen_and_rejected, export
 from dataflow.system.files import RunFolderError
 
 
@@ -44,7 +43,7 @@ def test_every_row_comes_out_as_it_is(
 def test_large_runs_go_out_in_bounded_pieces(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "GROUP_BYTES", 2_000)
+    monkeypatch.setattr("dataflow.runs.export.GROUP_BYTES", 2_000)
     held: list[int] = []
     write = pq.ParquetWriter.write_table
     monkeypatch.setattr(
@@ -52,7 +51,7 @@ def test_large_runs_go_out_in_bounded_pieces(
         "write_table",
         lambda self, table: (held.append(table.nbytes), write(self, table))[1],
     )
-    shard = commands.ExportShards(
+    shard = ExportShards(
         tmp_path / "small", "trained", Run(made).rollouts().schema, shard_bytes=20_000
     )
     shard.write(Run(made).rollout_batches())
