@@ -6,7 +6,7 @@ machine that are hosts.
 
 Systems: `one host`, trainer and generator on it, over sockets and shared memory as without hosts;
 `three hosts`, the trainer on one, a replica of the generator on each of the others, over tcp with
-keys; `two hosts`, both replicas beside each other on the second, which takes each version in once;
+keys; `two hosts`, both replicas beside each other on the second;
 with --mbit also that where the plan is told the rate of the link, so that versions travel as
 deltas. Each has a network, a file system and a clock of its own, and all share this machine's
 cores: what differs is what the way between hosts costs. Systems take turns; the table shows the

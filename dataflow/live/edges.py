@@ -99,15 +99,11 @@ def exchanges(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _exchanges_of(line: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each reader of which the line tells, those too that it is handed on to."""
+    """Each reader of which the line tells."""
     sent = line.get("weights_sent")
     for name, exchange in sent.items() if isinstance(sent, dict) else ():
-        if not isinstance(exchange, dict):
-            continue
-        yield name, exchange
-        behind = exchange.get("handed_on")
-        for neighbour, version in behind.items() if isinstance(behind, dict) else ():
-            yield neighbour, version if isinstance(version, dict) else {"version": version}
+        if isinstance(exchange, dict):
+            yield name, exchange
 
 
 def newest_of(line: Mapping[str, Any]) -> dict[str, Any]:

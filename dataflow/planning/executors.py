@@ -68,27 +68,6 @@ class WeightPath:
     zero_copy: bool = False
     """Whether versions are sent from the trainer's weights themselves, which then change no earlier
     than readers have them."""
-    whole_bytes: int | None = None
-    """Bytes of a whole version; None: unknown."""
-    host: str = ""
-    """The host of the replica; empty: this machine."""
-    is_apart: bool = False
-    """Whether the trainer is on another host."""
-    is_forced: bool = False
-    """Whether the user has named the executor."""
-    mirror: str = ""
-    """The reader of this host that takes each version in for all of them; empty: each takes its
-    own."""
-
-    @property
-    def name(self) -> str:
-        """Of the replica."""
-        return f"{self.reader}-{self.replica}"
-
-    @property
-    def way(self) -> str:
-        """How versions get to the replica, as text."""
-        return "handed on" if self.mirror and self.mirror != self.name else self.executor
 
 
 def choose(sources: Sequence[Seat], destinations: Sequence[Seat]) -> str:
@@ -269,9 +248,8 @@ def weight_paths(
             )
         model = graph.operators[trainer.node].uses
         size = sizes.get(model.source) if model else None
-        nbytes = whole_bytes = None
+        nbytes = None
         if size and model:
-            whole_bytes = size.sent_bytes(model.dtype, model.lora)
             nbytes = size.sent_bytes(model.dtype, model.lora, reader.ranks)
         sources = [
             _seat(trainer, 0, rank, one_process=one_process) for rank in range(trainer.ranks)
@@ -302,10 +280,6 @@ def weight_paths(
                     refresh=feedback.refresh,
                     nbytes=nbytes,
                     link_bytes_per_s=link,
-                    whole_bytes=whole_bytes,
-                    host=destinations[0].machine,
-                    is_apart=is_apart,
-                    is_forced=forced is not None,
                     zero_copy=is_zero_copy(trainer, executor, link_bytes_per_s=link, copies=copies),
                 )
             )
@@ -368,7 +342,7 @@ def slow(link_bytes_per_s: float | None) -> float | None:
 
 def summary(paths: list[WeightPath]) -> str:
     """The executors of some replicas: one name, or several with the number of replicas of each."""
-    counts = collections.Counter(path.way for path in paths)
+    counts = collections.Counter(path.executor for path in paths)
     return (
         next(iter(counts))
         if len(counts) == 1

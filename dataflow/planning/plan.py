@@ -34,7 +34,6 @@ from dataflow.planning.host_lines import host_lines, spread_line
 from dataflow.planning.hosts import Devices, named
 from dataflow.planning.inputs import digest
 from dataflow.planning.memory_need import asleep_bytes, check_fit, need_of
-from dataflow.planning.mirrors import mirror_lines, mirrored, readers_beside
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import Place, read_place
 from dataflow.planning.placement import Need, Placement, Spot, amount
@@ -43,7 +42,6 @@ from dataflow.planning.ranks import check_replicas, check_scaled, ranks_of
 from dataflow.staleness import Bound, capacity
 from dataflow.structure import Structure, drawn_by, sinks_of, sources_of
 from dataflow.system.rank_places import Spreads
-from dataflow.weight_ends import Refresh
 
 # Ports on which workers listen: on each host one worker has one.
 
@@ -148,12 +146,6 @@ class Plan:
             and path.link_bytes_per_s is not None
         ]
         return min(rates, default=None)
-
-    def readers_beside(self, trainer: str, refresh: Refresh | None, host: str) -> tuple[str, ...]:
-        """The readers of a host that share one way of a trainer's weights over the network, the one
-        that takes them in first; none where each has its own.
-        """
-        return readers_beside(self.weight_paths, trainer, refresh, host)
 
     def zero_copy(self, trainer: str, executor: str) -> bool:
         """Whether an executor sends a trainer's versions from its weights themselves, which wait
@@ -268,7 +260,7 @@ class Plan:
             for placement in self.placements.values()
             if placement.need is not None
         ]
-        lines += [*explain(self.weight_paths), *mirror_lines(self.weight_paths)]
+        lines += explain(self.weight_paths)
         lines += [*explain_turns(self.turns, self.placements)]
         if self.devices.hosts:
             lines.append(
@@ -378,16 +370,14 @@ def plan(
         devices=devices,
         scale=scale,
         weights=weights,
-        weight_paths=mirrored(
-            weight_paths(
-                graph,
-                placements,
-                sizes,
-                forced=weights,
-                one_process=one_process,
-                devices=devices,
-                turns=turns,
-            )
+        weight_paths=weight_paths(
+            graph,
+            placements,
+            sizes,
+            forced=weights,
+            one_process=one_process,
+            devices=devices,
+            turns=turns,
         ),
         copying=tuple(
             name

@@ -16,7 +16,7 @@ from dataflow.group_bytes import CAPACITY_BYTES
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, edges, quantized_format
 from dataflow.records import GROUP_ID, schema
-from dataflow.structure import readers_of, refresh_of
+from dataflow.structure import readers_of
 from dataflow.system.security import RunKeys, again_at, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut, leave
 from dataflow.worker.fan_out import FanOut
@@ -28,7 +28,6 @@ from dataflow.worker.weight_ports import (
     ROUNDS,
     SEGMENTS,
     adoption,
-    mirrored_reader,
     offer_beside,
     segments_at,
     shards_reader,
@@ -274,16 +273,7 @@ class Ports:
         def open_reader(
             tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]
         ) -> WeightsIn:
-            end: WeightsIn
-            if "from" in site:
-                encoding = self._encoding(trainer, refresh_of(self._graph, reader))
-                limits, attempt = self._settings.limits, self._settings.attempt
-                device = self._settings.device
-                end = mirrored_reader(
-                    site, device, tensors, slices, encoding, limits=limits, attempt=attempt
-                )
-            else:
-                end = self._reader(site, tensors, slices)
+            end = self._reader(site, tensors, slices)
             self._weights.append(end)
             return end
 

@@ -96,24 +96,9 @@ class WeightLines:
         file = Path(self._settings.sockets) / f"{member}.{name}.{executor}"
         self._followed[file] = _Followed(name, executor, lambda: self._way(name, trainer, reader))
         _note(file, self._read[name].at[executor])
-        site = self._site(trainer, executor, self._read[name].at[executor], member) | {
+        return self._site(trainer, executor, self._read[name].at[executor], member) | {
             "where": str(file)
         }
-        readers = self._plan.readers_beside(
-            trainer, refresh_of(self._graph, reader), self._settings.host
-        )
-        if not readers or executor != "gloo":
-            return site
-        order = (
-            readers.index(member) if member in readers else len(readers) + self._settings.replica
-        )
-        number = list(self._graph.operators).index(reader)
-        return self._mirrored(
-            site,
-            f"{number}.{self._settings.replica}",
-            order,
-            f"ipc://{self._settings.sockets}/m.{name}",
-        )
 
     def close(self) -> None:
         """Let go of the addresses that no end has taken."""
@@ -160,23 +145,6 @@ class WeightLines:
         return site | (
             {"host": self._settings.listen, "keys": dict(self._settings.keys)} if is_link else {}
         )
-
-    def _mirrored(self, site: dict[str, Any], own: str, order: int, line: str) -> dict[str, Any]:
-        """Of a reader with neighbours, one of which takes versions from that site for all of them.
-
-        own: tells it from them, in few letters, for the path of a socket is short.
-        """
-        return {
-            "protocol": SEGMENTS,
-            "executor": "shared_memory",
-            "folder": self._settings.sockets,
-            "address": line,
-            "family": line,
-            "own": f"{line}.{own}",
-            "order": order,
-            "name": site["name"],
-            "from": site,
-        }
 
     def _executors(self, trainer: str, refresh: Refresh | None) -> list[str]:
         """Those that some reader of this line needs, or may come to need."""

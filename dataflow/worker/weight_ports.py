@@ -14,8 +14,7 @@ from dataflow.weight_ends import WeightsBeside
 from dataflow.worker.fan_out import FanOut
 
 if TYPE_CHECKING:
-    from transport.weights import ShardedReader, ShardedWriter, WeightReader
-    from transport.weights.encoding import Encoding
+    from transport.weights import ShardedReader, ShardedWriter
     from transport.weights.layout.layout import Layout
     from transport.weights.protocol.pace import Deadlines
     from transport.weights.shard_encoder import ShardEncoder
@@ -91,52 +90,6 @@ def shards_reader(
         seek=functools.partial(_noted, site.get("where", "")),
     )
     end.attach(tensors)
-    return end
-
-
-def mirrored_reader(
-    site: Mapping[str, Any],
-    device: str,
-    tensors: Mapping[str, Any],
-    slices: Sequence[Mapping[str, Any]],
-    encoding: "Encoding",
-    *,
-    limits: Limits,
-    attempt: int,
-) -> "WeightReader":
-    """The end of a reader's first rank where one of its host's takes versions for all
-    (`dataflow/planning/mirrors`).
-
-    encoding: what travels in place of the tensors.
-    """
-    from transport.weights.mirror.reader import MirroredReader, MirrorPlace, travelling
-    from transport.weights.mirror.receiver import MirrorReceiver
-
-    source, clock = site["from"], AwakeClock()
-    place = MirrorPlace(
-        line=site["address"], own=site["own"], folder=site["folder"], order=site["order"]
-    )
-    receive = functools.partial(
-        MirrorReceiver,
-        address=source["address"],
-        name=source["name"],
-        deadlines=_deadlines(limits),
-        attempt=attempt,
-        clock=clock,
-        host=_host(source),
-        seek=functools.partial(_noted, source.get("where", "")),
-    )
-    end = MirroredReader(
-        place,
-        site["name"],
-        travelling(encoding, tensors, slices),
-        receive,
-        adopt=adoption(device),
-        on_damage="keep",
-        attempt=attempt,
-        clock=clock,
-    )
-    end.attach(tensors, slices[0])
     return end
 
 
@@ -309,7 +262,7 @@ def segments_at(place: Mapping[str, Any], device: str) -> Any:
         return CudaIpc(place["address"], device, folder=place["folder"])
     from transport.weights import SharedMemory
 
-    return SharedMemory(place["address"], folder=place["folder"], family=place.get("family"))
+    return SharedMemory(place["address"], folder=place["folder"])
 
 
 def adoption(device: str) -> Literal["view", "copy"]:

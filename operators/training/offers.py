@@ -89,8 +89,7 @@ class Offers:
         without deltas and quantization; how long the transfer took and at most held one of the
         reader's ranks (s); how long all of it took as the trainer sees it, and from the version's
         arrival as the reader sees it (s); and the bytes from each rank of the trainer to each of
-        the reader's, [from][to], up to `MOST_PAIRS`. Of one that hands versions on: to which
-        readers, the version that each of them has taken last, and both times of that.
+        the reader's, [from][to], up to `MOST_PAIRS`.
         """
         told: dict[str, dict[str, Any]] = {}
         known = (
@@ -109,32 +108,22 @@ class Offers:
                 "committed_seconds": sent.committed_s,
                 "taken_seconds": sent.taken_s,
             }
-            if behind := getattr(sent, "behind", None):
-                told[reader]["handed_on"] = {
-                    name: {
-                        "version": taken.version,
-                        "committed_seconds": taken.committed_s,
-                        "taken_seconds": taken.taken_s,
-                    }
-                    for name, taken in behind.items()
-                }
             if sum(map(len, rows)) <= MOST_PAIRS:
                 told[reader]["pair_bytes"] = rows
         return told
 
     def exchanged(self) -> dict[str, Any]:
-        """`by_reader`, and of its figures those of the reader that had most, be it handed on to
-        that: seconds as the trainer and as the reader sees them, bytes, and what these would have
-        been without deltas and quantization; 0 before the first.
+        """`by_reader`, and of its figures those of the reader that had most: seconds as the trainer
+        and as the reader sees them, bytes, and what these would have been without deltas and
+        quantization; 0 before the first.
         """
         told = self.by_reader()
         if not self.ends:
             return {"weights_sent": told}
-        every = [
-            *told.values(),
-            *(one for each in told.values() for one in each.get("handed_on", {}).values()),
-        ]
-        most = {name: max((each.get(name, 0) for each in every), default=0) for name in _FIGURES}
+        most = {
+            name: max((exchange[name] for exchange in told.values()), default=0)
+            for name in _FIGURES
+        }
         return {"weights_sent": told} | {figure: most[name] for name, figure in _FIGURES.items()}
 
     def open(self, step: int) -> None:

@@ -41,7 +41,7 @@ CONTRASTS = """(() => {
     if (ratio < 4.5) found.push(`${walker.currentNode.data.trim().slice(0, 30)} (${element.tagName}.${element.className.baseVal ?? element.className}): ${ratio.toFixed(2)}`);
   }
   return [...new Set(found)];
-})()"""  # noqa: E501
+})()"""
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_who_wants_nothing_to_move_sees_nothing_move(page: Browser, tmp_path: Pa
     moving = """[...document.querySelectorAll('*')].filter(e => {
       const style = getComputedStyle(e);
       return style.scrollBehavior === 'smooth' || style.animationName !== 'none' || parseFloat(style.transitionDuration) > 0;
-    }).length"""  # noqa: E501
+    }).length"""
     assert page.ask(moving) > 0
     page.look_like(1280, 900, still=True)
     assert page.ask(moving) == 0

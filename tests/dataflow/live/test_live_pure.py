@@ -130,13 +130,9 @@ def test_an_exchange_is_told_by_reader_its_replicas_together_by_what_took_most()
         "weights_sent": {
             "generator-0": sent,
             "generator-1": {**sent, "version": 6, "taken_seconds": 0.9},
-            "values-0": {
-                "version": 7,
-                "handed_on": {
-                    "values-1": 7,
-                    "judge-0": {"version": 5, "committed_seconds": 0.7, "taken_seconds": 0.3},
-                },
-            },
+            "values-0": {"version": 7},
+            "values-1": {"version": 7},
+            "judge-0": {"version": 5, "committed_seconds": 0.7, "taken_seconds": 0.3},
         }
     }
     assert exchanges(line) == {

@@ -1,12 +1,10 @@
-"""What a trainer tells of the versions that its readers have taken, those too that one hands to
-others.
-"""
+"""What a trainer tells of the versions that its readers have taken."""
 
 from types import SimpleNamespace
 from typing import Any
 
 from operators.training.offers import Offers
-from transport.weights.protocol.roster import HandedOn, Sent
+from transport.weights.protocol.roster import Sent
 
 
 def offers(*ends: dict[str, Sent]) -> Offers:
@@ -20,19 +18,13 @@ def offers(*ends: dict[str, Sent]) -> Offers:
     return Offers(context, learner)
 
 
-def test_seconds_of_who_is_handed_a_version_are_told_and_the_longest_are_the_line_s() -> None:
-    behind = {"generator-1": HandedOn(6, 0.9, 0.2), "values-0": HandedOn(7, 0.4, 0.3)}
-    mirror = Sent(7, ((10,),), 0.1, whole_bytes=40, committed_s=0.5, taken_s=0.1, behind=behind)
-    told = offers(
-        {"generator-0": mirror}, {"judge-0": Sent(4, ((5,),), 0.1, whole_bytes=5)}
-    ).exchanged()
-    sent = told.pop("weights_sent")
-    assert sent["generator-0"]["handed_on"] == {
-        "generator-1": {"version": 6, "committed_seconds": 0.9, "taken_seconds": 0.2},
-        "values-0": {"version": 7, "committed_seconds": 0.4, "taken_seconds": 0.3},
-    }
-    assert "handed_on" not in sent["judge-0"]
-    assert told == {
+def test_a_line_tells_of_each_reader_and_has_the_figures_of_the_one_that_took_most() -> None:
+    generator = Sent(7, ((10,),), 0.1, whole_bytes=40, committed_s=0.5, taken_s=0.3)
+    judge = Sent(4, ((5,),), 0.1, whole_bytes=5, committed_s=0.9, taken_s=0.2)
+    line = offers({"generator-0": generator}, {"judge-0": judge}).exchanged()
+    versions = {name: sent["version"] for name, sent in line.pop("weights_sent").items()}
+    assert versions == {"generator-0": 7, "judge-0": 4}
+    assert line == {
         "weights_trainer_seconds": 0.9,
         "weights_reader_seconds": 0.3,
         "weights_moved_bytes": 10,

@@ -1,10 +1,15 @@
 """Whole runs whose weights travel by another executor than the machine would choose."""
 
+import os
+import re
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pyarrow.compute as pc
 import pytest
 from rigs.graphs import fake_graph, tiny_graph
+from rigs.machine import descendants
 
 from dataflow import GraphError, inline, run
 from dataflow.folder.run_folder import RunFolder
@@ -29,6 +34,46 @@ def test_a_laptop_runs_the_path_of_a_cluster_and_trains_only_what_its_own_weight
     for step in (1, 2, 3):
         versions = pc.list_flatten(folder.rollouts_of().read(step).column("versions"))
         assert set(pc.unique(versions).to_pylist()) == {-1, step - 1}
+
+
+def mapped_segments() -> set[str]:
+    """Of weights, that any process of this one's descendants maps."""
+    segments: set[str] = set()
+    for pid in descendants(os.getpid()):
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        segments |= {
+            f"{pid} {path}" for path in re.findall(r"\S+/dataflow-[0-9a-f]+-[0-9a-f]{12}\b", maps)
+        }
+    return segments
+
+
+def test_trainer_and_all_readers_of_one_host_map_the_same_segment(
+    policy: Path, machine: None, tmp_path: Path
+) -> None:
+    processes: list[int] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.05):
+            of_segment = Counter(entry.split(" ")[1] for entry in mapped_segments())
+            processes.append(max(of_segment.values(), default=0))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        result = run(
+            tiny_graph(policy), steps=8, replicas={"generator": 3}, runs=tmp_path, quiet=True
+        )
+    finally:
+        ended.set()
+        watcher.join()
+    assert result.verdict.clean, result.verdict.line
+    assert max(processes) == 1 + 3
+    sent = RunFolder.open(result.folder).read_metrics()[-1]["weights_sent"]
+    assert set(sent) == {"generator-0", "generator-1", "generator-2"}
 
 
 def test_a_choice_that_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -39,19 +39,11 @@ MAGIC = b"DFWEIGHT"
 class SharedMemory:
     """An address of the form ipc:///folder/name.sock, or tcp://127.0.0.1:port."""
 
-    def __init__(
-        self, address: str, *, folder: str | Path | None = None, family: str | None = None
-    ) -> None:
+    def __init__(self, address: str, *, folder: str | Path | None = None) -> None:
         """`folder`: where the segments lie, /dev/shm where there is one; the same for writer and
-        readers. `family`: an address by whose name readers know the segments of several writers,
-        each at an address of its own.
+        readers.
         """
         self.place = LocalAddress(address, folder)
-        self._known = self.place.prefix
-        """With which the names of segments begin that a reader opens."""
-        if family is not None:
-            self._known = LocalAddress(family, folder).prefix
-            self.place.prefix = self._known + self.place.prefix
 
     @property
     def address(self) -> str:
@@ -71,7 +63,7 @@ class SharedMemory:
 
     def reader(self) -> _ReaderPort:
         """Connect to the address."""
-        return _ReaderPort(self.place, self.place.connected(), self._known)
+        return _ReaderPort(self.place, self.place.connected())
 
     def sweep(self) -> int:
         """Unlink what a killed writer of this address left in shared memory; the number of
@@ -213,21 +205,13 @@ class _WriterPort:
 class _ReaderPort:
     """A reader's end (`ports.ReaderPort`)."""
 
-    def __init__(self, place: LocalAddress, socket: Socket, known: str) -> None:
+    def __init__(self, place: LocalAddress, socket: Socket) -> None:
         self.socket: Socket | None = socket
-        self._place, self._socket, self._known = place, socket, known
-        self._at = place.url
+        self._place, self._socket = place, socket
         self._ear = _Ear(socket)
 
-    def turn(self, address: str) -> None:
-        """From now on listen to the writer at another address of the family."""
-        if address != self._at:
-            self._socket.disconnect(self._at)
-            self._socket.connect(address)
-            self._at = address
-
     def segment(self, key: str, nbytes: int) -> _ReaderSegment | None:
-        if not key.startswith(self._known) or "/" in key:
+        if not key.startswith(self._place.prefix) or "/" in key:
             return None
         try:
             file = os.open(self._place.folder / key, os.O_RDONLY | os.O_CLOEXEC)

@@ -5,7 +5,7 @@ ways.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from transport.weights.protocol.messages import ReaderMessage, WriterMessage
 
@@ -104,14 +104,6 @@ class ReaderPort(Protocol):
 
     def close(self) -> None:
         """Disconnect."""
-
-
-@runtime_checkable
-class TurnsTo(Protocol):
-    """A reader's end that may have several writers, one after the other."""
-
-    def turn(self, address: str) -> None:
-        """From now on listen to the writer at this address."""
 
 
 class Site(Protocol):

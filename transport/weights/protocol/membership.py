@@ -49,8 +49,6 @@ class GroupMember(ABC):
         """Why this rank does not fit; then it stays out, too."""
         self.note: Note = {}
         """The writer's newest note."""
-        self._behind: dict[str, int] = {}
-        self._taken_s: dict[str, float] = {}
         self.heard = float("-inf")
         """When the writer was last heard, in seconds."""
         self._writer = 0
@@ -90,35 +88,13 @@ class GroupMember(ABC):
         self._sent = now
         if self.epoch:
             held = self.version if self.join.writer == self._writer else -1
-            return [
-                ReaderHeartbeat(
-                    epoch=self.epoch,
-                    version=held,
-                    verified=self._verified,
-                    behind=self._behind,
-                    taken_s=self._taken_s,
-                )
-            ]
+            return [ReaderHeartbeat(epoch=self.epoch, version=held, verified=self._verified)]
         self._asked = now
         return [self.join]
 
     def hold(self, version: int, writer: int) -> None:
         """This version of that writer is computed with from now on."""
         self.version, self.join = version, replace(self.join, version=version, writer=writer)
-
-    def serves(self, readers: dict[str, int], taken_s: dict[str, float], writer: int) -> bool:
-        """Readers take versions of that writer from this one: the version that each of them holds,
-        and how long (s) that took it. The writer of this join hears of news at the next `tick`;
-        whether there are any.
-        """
-        if writer != self._writer:
-            readers, taken_s = dict.fromkeys(readers, -1), {}
-        if (readers, taken_s) == (self._behind, self._taken_s):
-            return False
-        self._behind, self._taken_s = readers, taken_s
-        if self.epoch:
-            self._sent = float("-inf")
-        return True
 
     def leaving(self) -> Leave:
         """This rank goes."""

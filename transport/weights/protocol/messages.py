@@ -75,11 +75,6 @@ class ReaderHeartbeat:
     """The version of this writer that it computes with, -1 for none."""
     verified: int = -1
     """The version of a round that it could adopt, -1 for none."""
-    behind: dict[str, int] = field(default_factory=dict)
-    """Readers that take from its memory what it takes in, its own loop among them, with the version
-    that each holds."""
-    taken_s: dict[str, float] = field(default_factory=dict)
-    """How long that took those of them who have said so, since it was offered there; in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,20 +75,6 @@ class ReaderStatus:
 
 
 @dataclass(frozen=True)
-class HandedOn:
-    """What a reader has last taken from the memory of a group that hands versions on."""
-
-    version: int
-    """-1: none of this writer's."""
-    committed_s: float = 0.0
-    """From the start of the transfer to that group until this writer heard that the reader computes
-    with it; 0: the start is not known."""
-    taken_s: float = 0.0
-    """Since it was offered there until the reader computed with it, as that saw it; 0: not
-    known."""
-
-
-@dataclass(frozen=True)
 class Sent:
     """What one version has taken, from this writer to one reader group."""
 
@@ -101,17 +87,13 @@ class Sent:
     segment: of writing."""
     held_s: float = 0.0
     """The longest that a rank's loop was kept by taking it; 0 until one has."""
-    behind: Mapping[str, HandedOn] = field(default_factory=dict)
-    """Readers that take it from this group's memory, with what each of them has taken last."""
     whole_bytes: int = 0
     """What these bytes would have been without deltas."""
     committed_s: float = 0.0
     """From that start until this writer heard that every rank of the group computes with it; 0
-    until then. Of a group that hands versions on, that of the version that its own loop has taken
-    last."""
+    until then."""
     taken_s: float = 0.0
-    """The longest that a rank itself saw of that: since it began to arrive there; of one that hands
-    on, as before."""
+    """The longest that a rank itself saw of that: since it began to arrive there."""
 
 
 @dataclass(kw_only=True)
@@ -165,10 +147,6 @@ class Group:
     """By which ranks find each other in this epoch."""
     asking: dict[str, set[bytes]] = field(default_factory=dict)
     """Peers that wait for one of them."""
-    begun: dict[int, float] = field(default_factory=dict)
-    """When the transfers of the last versions that it had whole started."""
-    behind: dict[str, HandedOn] = field(default_factory=dict)
-    """Readers that take versions from its memory, its own loop among them."""
 
     def enter(self, phase: Phase, waiting: set[bytes], deadline: float = float("inf")) -> None:
         """Go on to the next phase, which ends when all of `waiting` have answered."""
@@ -192,25 +170,6 @@ class Group:
         seat.version = version
         if all(each.version == version for each in self.seats.values()):
             self.version = version
-
-    def hand_on(self, message: ReaderHeartbeat, now: float) -> None:
-        """Readers have taken versions from its memory; what is heard of a version first says when
-        that was.
-        """
-        before = self.behind
-        self.behind = {
-            name: before[name]
-            if name in before and before[name].version == version
-            else HandedOn(
-                version, now - self.begun.get(version, now), message.taken_s.get(name, 0.0)
-            )
-            for name, version in message.behind.items()
-        }
-
-    def arrived(self, version: int) -> None:
-        """Every rank has its part of the version of the transfer under way."""
-        kept = list(self.begun.items())[1 - KEPT :]
-        self.begun = {**dict(kept), version: self.began}
 
     def answered(self, peer: bytes) -> bool:
         """This peer has answered; whether all have."""
@@ -262,8 +221,6 @@ class Roster(ABC):
         seat.heard, seat.unanswered = now, 0
         if isinstance(message, Committed | ReaderHeartbeat):
             group.hold(seat, message.version)
-        if isinstance(message, ReaderHeartbeat):
-            group.hand_on(message, now)
         return self._receive(group, peer, message, now)
 
     def tell(self, note: Note) -> None:

@@ -83,7 +83,7 @@ class Coordinator(Roster):
         self._sent: dict[str, Sent] = {}
         self.traffic = (0, 0)
         """Bytes of weights that all source ranks have sent to all groups, and what these would be
-        without deltas, and without readers that hand on what they take."""
+        without deltas."""
         self._ranks, self._key, self._trainer, self._store = ranks, key, dict(layout), store
         self._backend, self._bucket_bytes, self._deltas = backend, bucket_bytes, deltas
         self._sources: dict[int, _Source] = {}
@@ -94,11 +94,7 @@ class Coordinator(Roster):
     @property
     def sent(self) -> dict[str, Sent]:
         """By reader group that is known, of the newest version that it has had whole."""
-        return {
-            name: _seen(self._groups[name], sent)
-            for name, sent in self._sent.items()
-            if name in self._groups
-        }
+        return {name: sent for name, sent in self._sent.items() if name in self._groups}
 
     @property
     def newest(self) -> int:
@@ -360,8 +356,8 @@ class Coordinator(Roster):
         if source := self._source(peer):
             group.sent[source.rank] = message.sent
             group.whole_bytes += message.whole_bytes
-            whole = message.whole_bytes * len({group.name, *group.behind})
-            self.traffic = (self.traffic[0] + sum(message.sent), self.traffic[1] + whole)
+            sent, whole = self.traffic
+            self.traffic = (sent + sum(message.sent), whole + message.whole_bytes)
         if message.state == DAMAGED:
             group.damage = group.damage or message.fault
         if not group.answered(peer):
@@ -373,7 +369,6 @@ class Coordinator(Roster):
         self._sent[group.name] = Sent(
             group.offered, pairs, now - group.began, whole_bytes=group.whole_bytes
         )
-        group.arrived(group.offered)
         group.enter(Phase.VERIFIED, group.peers)
         return [(end, self._verified(group)) for end in sorted(group.waiting)]
 
@@ -412,14 +407,6 @@ class Coordinator(Roster):
         return Verified(
             epoch=group.epoch, round=group.round, version=group.offered, note=self._note
         )
-
-
-def _seen(group: Group, sent: Sent) -> Sent:
-    """What a group was sent, with what its readers have taken where it hands versions on."""
-    behind = dict(group.behind)
-    if (own := behind.pop(group.name, None)) is not None:
-        sent = replace(sent, committed_s=own.committed_s, taken_s=own.taken_s)
-    return replace(sent, behind=behind)
 
 
 def _told(group: Group, key: str) -> StoredValue:

@@ -126,16 +126,6 @@ class SegmentOffers(Roster):
         self.front = Offer(epoch=0, version=version, segment=segment, sums=sums, digests=digests)
         return [each for group in self._groups.values() for each in self._offer(group, now)]
 
-    def begin_again(self, writer: int) -> Outgoing:
-        """From now on these are the offers of this writer, whose versions follow no others: all
-        readers join again.
-        """
-        out = [each for group in list(self._groups.values()) for each in self._drop(group)]
-        self._writer, self.front = writer, None
-        self._written.clear()
-        self._sent.clear()
-        return out
-
     # Readers
 
     def _gathered(self, group: Group, now: float) -> Outgoing:

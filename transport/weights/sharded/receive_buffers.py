@@ -24,26 +24,18 @@ class Buffer:
     """One version's local tensors, flat."""
 
     def __init__(
-        self,
-        number: int,
-        flat: FlatLayout,
-        device: torch.device,
-        shared: PeerMemory | None,
-        memory: torch.Tensor | None = None,
+        self, number: int, flat: FlatLayout, device: torch.device, shared: PeerMemory | None
     ) -> None:
-        """`memory`: uint8[flat.nbytes] that somebody else has; None: its own."""
         self.number, self.shared = number, shared
         self.use: Use = "free"
         self.epoch, self.version = 0, -1
         self.own = None if shared is None else shared.allocate(flat.nbytes)
         """What opens it to the senders, where they write into it."""
-        if memory is None:
-            memory = (
-                self.own.buffer
-                if self.own
-                else torch.empty(flat.nbytes, dtype=torch.uint8, device=device)
-            )
-        self.memory = memory
+        self.memory = (
+            self.own.buffer
+            if self.own
+            else torch.empty(flat.nbytes, dtype=torch.uint8, device=device)
+        )
         self.views = {
             spec.name: view
             for spec, view in zip(flat.tensors, buffers.views(flat, self.memory), strict=True)
