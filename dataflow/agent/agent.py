@@ -57,7 +57,6 @@ from dataflow.agent.reach import ReachPort, check_reach
 from dataflow.agent.relay import Relay, address
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import RunError
-from dataflow.folder.disks.server import FileServer
 from dataflow.folder.whereabouts import Whereabouts
 from dataflow.planning.hosts import Host
 from dataflow.system.channel import Channel
@@ -263,11 +262,11 @@ class Agent:
         own_folder: bool = False,
     ) -> None:
         """address: at which the others reach this host. sockets: a private folder, which goes with
-        the agent. own_folder: whether the run folder here is not the scheduler's, and others get
-        from it what they need. Errors: RunError where it cannot listen at the address.
+        the agent. own_folder: whether the run folder here is not the scheduler's. Errors: RunError
+        where it cannot listen at the address.
         """
         self._reach = ReachPort(address)
-        self._files = FileServer(Path(told.folder), address, keys) if own_folder else None
+        self._own_folder = own_folder
         self._told, self._host, self._address, self._sockets = told, host, address, sockets
         self._line = SchedulerSocket(told.scheduler, keys, f"{host.name}/{secrets.token_hex(8)}")
         self._clock = AwakeClock(clock)
@@ -364,7 +363,7 @@ class Agent:
                 self._relay.beat_s = message.beat_s
             case Begin():
                 if self._forkserver is None and self._reaches(message):
-                    if self._files is not None:
+                    if self._own_folder:
                         run_disk.take_up(self._host.name, Path(self._told.folder), message.part)
                     self._show_workers(message.whereabouts)
                     self._forkserver = HostForkserver(message, self._sockets)
@@ -448,7 +447,7 @@ class Agent:
                 address=self._address,
                 sockets=str(self._sockets),
                 folder=self._told.folder,
-                files=self._files.address if self._files else "",
+                own_folder=self._own_folder,
                 pid=os.getpid(),
                 versions=versions(),
                 digest=self._built.digest if self._built else "",
@@ -508,8 +507,6 @@ class Agent:
             self._forkserver.close()
         shutil.rmtree(self._sockets, ignore_errors=True)
         self._reach.close()
-        if self._files is not None:
-            self._files.close()
         self._line.say(Bye())
         self._line.close()
         self._relay.close()

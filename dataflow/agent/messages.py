@@ -41,9 +41,8 @@ class Join:
     """Its private folder, for unix sockets and shared memory."""
     folder: str
     """The run folder, as it sees it."""
-    files: str = ""
-    """Where it gives its files to others, as that folder is its own; empty: it sees the
-    scheduler's."""
+    own_folder: bool = False
+    """Whether that folder is its own; else it sees the scheduler's."""
     pid: int
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of Python, torch and the engine."""

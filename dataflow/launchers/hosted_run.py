@@ -3,7 +3,7 @@ died.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from dataflow.agent.digest import built
@@ -11,12 +11,7 @@ from dataflow.agent.final_notices import FinalNotices
 from dataflow.agent.messages import Begin
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import GraphError, Replaced, RunError
-from dataflow.folder.copies.bringing_back import bring_checkpoint
 from dataflow.folder.copies.parts import Copies
-from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger.places import HOME
-from dataflow.folder.ledger.questions import ListPlaces
-from dataflow.folder.ledger.upkeep import SetPlace
 from dataflow.folder.ledger_service.process import LedgerProcess
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import RunHold
@@ -33,16 +28,23 @@ from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.control_server import HostsControlServer
 from dataflow.scheduler.execute import Taken
 from dataflow.scoring.joining import Join
-from dataflow.structure import own_folder, trainers
+from dataflow.structure import trainers
 from dataflow.system.security import RunKeys, endpoint
 
-# A run of which hosts do not see the scheduler's folder: what it cannot be, what is told, what a
-# resume needs.
+# A run of which hosts do not see the scheduler's folder: what it cannot be, and what is told.
 
 
-def check_own_folders(graph: Graph, plan: Plan) -> None:
-    """Refuse what cannot be where hosts have folders of their own. Errors: GraphError."""
+def check_own_folders(graph: Graph, plan: Plan, copies: Copies | None) -> None:
+    """Refuse what cannot be where hosts have folders of their own. copies: of checkpoints. Errors:
+    GraphError.
+    """
     own = own_hosts(plan)
+    if own and copies is None:
+        raise GraphError(
+            f"{_see_no_other(own)}, and there is no address from which another host could go on;"
+            " give all hosts one folder (runs=), or an address for copies of checkpoints"
+            " (--checkpoint-to)"
+        )
     for worker, placement in plan.placements.items():
         if placement.rank_hosts and own.intersection(placement.rank_hosts):
             raise GraphError(
@@ -68,7 +70,7 @@ def check_own_folders(graph: Graph, plan: Plan) -> None:
 
 def told_of(graph: Graph, plan: Plan, path: str, copied_to: str) -> str:
     """What the user of such a run is told as it begins; empty where all hosts see the folder.
-    copied_to: the address of copies; empty: there is none.
+    copied_to: the address of copies.
     """
     own = own_hosts(plan)
     if not own:
@@ -80,84 +82,7 @@ def told_of(graph: Graph, plan: Plan, path: str, copied_to: str) -> str:
     if not kept:
         return told
     which = ", ".join(f"'{name}' stays on host '{host}'" for name, host in kept.items())
-    left = (
-        f"what is copied to {copied_to} survives the loss of that disk"
-        if copied_to
-        else (
-            "nothing that it learns survives the loss of that disk, and no resume elsewhere is"
-            " possible without it: give an address for copies (--checkpoint-to) to have one"
-        )
-    )
-    return f"{told}; {which}, and {left}"
-
-
-def have_checkpoints(
-    graph: Graph,
-    folder: RunFolder,
-    hosts: Collection[str],
-    copies: Copies | None,
-    told: Callable[[str], object],
-) -> None:
-    """See that each trainer of a run that goes on can have its newest checkpoint, or an older one,
-    and bring one from the address of its copies where that has a newer one. hosts: that are there.
-    Errors: RunError where none is to be had that was made; GraphError where the address does not
-    answer.
-    """
-    if not folder.ledger.exists():
-        return
-    with Ledger.open(folder.ledger) as ledger:
-        for trainer in trainers(graph):
-            own, last = own_folder(graph, trainer), ledger.last_step(trainer)
-            below = str(folder.checkpoints_of(own).path.relative_to(folder.path))
-            rows = ledger.do(ListPlaces(f"{below}/"))
-            if not rows:
-                continue
-            at_home = [
-                step
-                for step in folder.checkpoints_of(own).steps()
-                if f"{below}/step-{step:06d}" not in rows
-            ]
-            best, newest, who = reachable(rows, at_home, {HOME, *hosts}, last)
-            if newest == best:
-                continue
-            if copies is not None:
-                # no whole copy: what is to be said is said below
-                with contextlib.suppress(RunError):
-                    best = (
-                        bring_checkpoint(copies, own or "", folder.path, best, last, told) or best
-                    )
-                    if (checkpoint := f"{below}/step-{best:06d}") in rows:
-                        ledger.do(SetPlace(checkpoint, HOME))
-            lost = (
-                f"the checkpoint of step {newest} of '{trainer}' is on host {named(who)}, which"
-                " takes no part"
-            )
-            if not best:
-                raise RunError(
-                    f"'{folder.path.name}' cannot go on: {lost}, and there is no other; have that"
-                    " host join with its disk, or start a new run, with an address for copies"
-                    " (--checkpoint-to)"
-                )
-            told(f"{lost}: the run goes on from step {best}")
-
-
-def reachable(
-    rows: Mapping[str, Sequence[str]], at_home: Collection[int], there: Collection[str], last: int
-) -> tuple[int, int, list[str]]:
-    """Of the checkpoints up to a step: the newest that some who are there have, the newest of all,
-    and who has that; 0 where there is none.
-
-    >>> from dataflow.launchers.hosted_run import reachable
-    >>> reachable({"checkpoints/step-000008": ["c"], "checkpoints/step-000004": ["", "c"]}, [], {"", "a"}, 9)
-    (4, 8, ['c'])
-    """
-    have = {int(path.rpartition("step-")[2]): list(who) for path, who in rows.items()} | {
-        step: [HOME] for step in at_home
-    }
-    known = sorted(step for step in have if step <= last)
-    best = max((step for step in known if set(have[step]).intersection(there)), default=0)
-    newest = max(known, default=0)
-    return best, newest, have.get(newest, [])
+    return f"{told}; {which}, and what is copied to {copied_to} survives the loss of that disk"
 
 
 def own_hosts(plan: Plan) -> set[str]:
@@ -240,16 +165,13 @@ class RunRequest:
 
     def check_folders(self, plan: Plan) -> None:
         """See that the run can be where hosts do not see its folder, and say what that means.
-        Errors: GraphError; RunError.
+        Errors: GraphError.
         """
-        check_own_folders(self.graph, plan)
-        if told := told_of(
-            self.graph, plan, str(self.folder.path), self.copies.place if self.copies else ""
+        check_own_folders(self.graph, plan, self.copies)
+        if self.copies and (
+            told := told_of(self.graph, plan, str(self.folder.path), self.copies.place)
         ):
             self.told(told)
-        if self.part:
-            hosts = [host.name for host in plan.devices.hosts if host.own_folder]
-            have_checkpoints(self.graph, self.folder, hosts, self.copies, self.told)
 
     def plan(self, hosts: tuple[Host, ...]) -> tuple[Plan, PlanInputs]:
         """Over some hosts, and from what it was made. Errors: GraphError."""

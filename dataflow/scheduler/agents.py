@@ -184,18 +184,9 @@ class Agents:
             if not self._hosts[name].has_left
         ]
 
-    def place(self, host: str) -> dict[str, Any]:
+    def place(self, host: str) -> dict[str, str]:
         """The settings of a worker that are particular to a host."""
-        return {**self._hosts[host].place, "disks": self.disks}
-
-    @property
-    def disks(self) -> dict[str, str]:
-        """By host with a folder of its own: the address at which it serves its files."""
-        return {
-            name: host.join.files
-            for name, host in self._hosts.items()
-            if host.join.files and not host.has_left
-        }
+        return self._hosts[host].place
 
     @property
     def digests(self) -> set[str]:

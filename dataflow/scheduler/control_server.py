@@ -195,11 +195,6 @@ class ControlServer:
         return {"control": self.address, "sockets": str(self.folder)}
 
     @property
-    def disks(self) -> dict[str, str]:
-        """By host that does not see the run folder: the address at which it serves its files."""
-        return {}
-
-    @property
     def sockets(self) -> list[Path]:
         """The folders of the workers' sockets and counts; those of other machines are not here."""
         return [self.folder]
@@ -347,10 +342,6 @@ class HostsControlServer(ControlServer):
         came = self._agents.take_over(begin, ours, hosts, within_s)
         self.alone_s = self._agents.alone_s
         return came
-
-    @property
-    def disks(self) -> dict[str, str]:
-        return self._agents.disks
 
     @property
     def sockets(self) -> list[Path]:

@@ -18,8 +18,6 @@ from dataflow.display import showing
 from dataflow.draw import reward_curve_svg
 from dataflow.errors import Replaced, RunError
 from dataflow.folder import socket_folder
-from dataflow.folder.disks.bringing import Bringing
-from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.snapshot import read
@@ -37,7 +35,6 @@ from dataflow.scheduler.control_server import (
 from dataflow.scheduler.inline import InlineRun
 from dataflow.scheduler.progress import ProgressWatch
 from dataflow.scheduler.state_machine import RunStateMachine
-from dataflow.structure import own_folder, trainers
 from dataflow.system.clocks import RunClock, Seldom
 from dataflow.system.interrupts import asked_to_end
 from dataflow.system.optional_files import Extras, warn
@@ -260,10 +257,6 @@ def _processes(
                 scheduler.check()
                 seldom(look)
             look()
-            if disks := run.server.disks if run.server else {}:
-                view.message("bringing what the hosts have made into the run folder")
-                if stays := _bring_home(run, folder, disks):
-                    view.message(stays)
         # By now nobody waits for a sign of this process, whom a standby would replace while it
         # waits for trackers.
         following.end(_how_ended(scheduler.table.run), view.message, stopping.within_s)
@@ -279,27 +272,6 @@ def _closing(scheduler: Scheduler, watch: ProgressWatch, folder: RunFolder) -> I
         scheduler.close()
         watch.count(scheduler.heartbeats, scheduler.crossed)
         folder.extras.remove(folder.path / socket_folder.CONTROL)
-
-
-def _bring_home(run: RunSpec, folder: RunFolder, disks: Mapping[str, str]) -> str:
-    """Fetch what hosts made that do not see the run folder; what stays there, for the user."""
-    server = run.server
-    assert server is not None and server.keys is not None, "a run over hosts has keys"
-    try:
-        with LedgerClient(
-            folder.ledger,
-            server.whereabouts.ledger,
-            worker="scheduler",
-            holder=run.settings.holder,
-            keys=server.keys,
-            disks=disks,
-        ) as ledger:
-            last = {
-                own_folder(run.graph, name): ledger.last_step(name) for name in trainers(run.graph)
-            }
-            return Bringing(folder, ledger, disks, server.keys).bring(last)
-    except RunError as error:
-        return f"what the hosts have made stays there: {error}"
 
 
 def _scheduler(run: RunSpec, watch: ProgressWatch, clock: RunClock) -> Scheduler:

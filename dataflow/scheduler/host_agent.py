@@ -86,7 +86,7 @@ class HostAgent:
             memory_bytes=join.memory_bytes,
             gpu_memory_bytes=join.gpu_memory_bytes,
             kind=join.kind,
-            own_folder=bool(join.files),
+            own_folder=join.own_folder,
         )
 
     @property
@@ -133,7 +133,7 @@ class HostAgent:
             "sockets": join.sockets,
             "listen": join.address,
             "folder": join.folder,
-            "disk": join.name if join.files else HOME,
+            "disk": join.name if join.own_folder else HOME,
         }
 
 

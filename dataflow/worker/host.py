@@ -66,8 +66,6 @@ class Settings:
     """Number of the scheduler that has started it, among all that have held the run folder."""
     disk: str = ""
     """The host whose own the run folder is; empty: that of the scheduler."""
-    disks: Mapping[str, str] = field(default_factory=dict)
-    """By host with a folder of its own: the address at which it serves its files."""
     ledger: str = ""
     """Address of the process that has the ledger open for all; empty: the file is opened here."""
     control: str = ""
@@ -441,7 +439,7 @@ def open_ledger(folder: RunFolder, settings: Settings) -> BaseLedger:
         patience_s=settings.limits.adopt_s,
         seek=partial(_seek_ledger, settings.sockets),
         disk=settings.disk,
-        disks=settings.disks,
+        copies=Copies.from_plain(settings.copies),
     )
 
 

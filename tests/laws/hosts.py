@@ -76,8 +76,8 @@ HOSTS = (
     ),
     Law(
         "files of a replaced attempt do not count",
-        "test_the_newest_checkpoint_is_fetched_and_one_that_does_not_count_is_set_aside",
-        "dataflow.folder.disks:Disks.see_newest",
+        "test_a_checkpoint_of_another_host_comes_from_its_copy_and_one_that_does_not_count_is_set_aside",
+        "dataflow.folder:OwnFiles.see_newest",
         without("_set_aside"),
         "setting them aside",
     ),

@@ -96,6 +96,7 @@ def _bring_newest(
     for step in reversed(steps):
         told(f"bringing the checkpoint of step {step} from {store.place.text}")
         into = making / "checkpoints" / store.trainer / name_of(step)
+        shutil.rmtree(into, ignore_errors=True)
         try:
             store.get(step, into, lambda count: None)
         except CopyError as error:

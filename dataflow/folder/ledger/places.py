@@ -1,13 +1,12 @@
-"""On which hosts the files of a run lie whose hosts have no folder in common: rows of the ledger,
-so that they are written in their turn, by the newest attempt alone, and taken back with the steps
-that they belong to.
+"""On which host a file of a run counts whose hosts have no folder in common: rows of the ledger, so
+that they are written in their turn, by the newest attempt alone, and taken back with the steps that
+they belong to.
 
-A path without a row lies in the scheduler's folder, or nowhere.
+A path without a row is in the scheduler's folder, or nowhere.
 """
 
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
 
 from dataflow.folder.ledger.schema import table
 
@@ -29,37 +28,22 @@ def prepare(db: sqlite3.Connection) -> None:
 
 
 def set_place(db: sqlite3.Connection, path: str, host: str) -> None:
-    """Record that this host made what stands at a path, and that nobody else has it any more.
-    `HOME`: forget the path.
-    """
+    """What stands at a path counts on this host, and on no other."""
     prepare(db)
     db.execute("DELETE FROM places WHERE path = ?", (path,))
-    if host != HOME:
-        db.execute("INSERT INTO places VALUES (?, ?)", (path, host))
+    db.execute("INSERT INTO places VALUES (?, ?)", (path, host))
 
 
-def add_place(db: sqlite3.Connection, path: str, host: str) -> None:
-    """Record that this host now has a copy, too."""
-    prepare(db)
-    row = db.execute("SELECT 1 FROM places WHERE path = ?", (path,)).fetchone()
-    if row is None and host != HOME:
-        db.execute("INSERT INTO places VALUES (?, ?)", (path, HOME))
-    if row is not None or host != HOME:
-        db.execute("INSERT OR IGNORE INTO places VALUES (?, ?)", (path, host))
-
-
-def places(db: sqlite3.Connection, prefix: str = "") -> dict[str, list[str]]:
-    """By path that begins so, who has it; those that the scheduler's folder alone has are not among
-    them.
-    """
-    hosts: dict[str, list[str]] = {}
-    if db.execute(_IS_THERE).fetchone():
-        for path, host in db.execute(
-            "SELECT path, host FROM places WHERE substr(path, 1, ?) = ? ORDER BY path, host",
+def places(db: sqlite3.Connection, prefix: str = "") -> dict[str, str]:
+    """By path that begins so, the host that has it; what nothing is noted of is not among them."""
+    if not db.execute(_IS_THERE).fetchone():
+        return {}
+    return dict(
+        db.execute(
+            "SELECT path, host FROM places WHERE substr(path, 1, ?) = ? ORDER BY path",
             (len(prefix), prefix),
-        ):
-            hosts.setdefault(path, []).append(host)
-    return hosts
+        )
+    )
 
 
 def forget_after(db: sqlite3.Connection, node: str, step: int) -> None:
@@ -74,8 +58,3 @@ def least_return(db: sqlite3.Connection) -> int | None:
     """The earliest step that a trainer ever went back to, giving up later steps; None: none did."""
     row = db.execute("SELECT min(to_step) FROM lines WHERE from_step > to_step").fetchone()
     return None if row[0] is None else int(row[0])
-
-
-def holders(hosts: Mapping[str, Sequence[str]], path: str) -> Sequence[str]:
-    """The hosts that have what stands at a path, from what `places` returned."""
-    return hosts.get(path, (HOME,))

@@ -219,14 +219,15 @@ class Count(LedgerCall[OutcomeCounts]):
 
 
 @dataclass(frozen=True)
-class ListPlaces(LedgerCall[Mapping[str, Sequence[str]]]):
+class ListPlaces(LedgerCall[Mapping[str, str]]):
     """As `places.places`."""
 
     prefix: str
 
     doing = "list where files lie"
 
-    def run(self, db: sqlite3.Connection, now: float) -> Mapping[str, Sequence[str]]:
+    def run(self, db: sqlite3.Connection, now: float) -> Mapping[str, str]:
+        """Do it."""
         return places.places(db, self.prefix)
 
 

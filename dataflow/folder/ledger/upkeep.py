@@ -117,19 +117,6 @@ class SetPlace(Write):
         places.set_place(db, self.path, self.host)
 
 
-@dataclass(frozen=True)
-class AddPlace(Write):
-    """As `places.add_place`."""
-
-    path: str
-    host: str
-
-    doing = "note a copy of '{path}'"
-
-    def run(self, db: sqlite3.Connection, now: float) -> None:
-        places.add_place(db, self.path, self.host)
-
-
 AnyWrite: TypeAlias = (
     SetFacts
     | Issue
@@ -140,5 +127,5 @@ AnyWrite: TypeAlias = (
     | CommitRound
     | RecordCheckpoint
     | RollBack
-    | AddPlace
+    | SetPlace
 )

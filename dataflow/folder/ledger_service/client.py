@@ -5,7 +5,7 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
@@ -13,8 +13,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import zmq
 
 from dataflow.errors import DeadlineError, Replaced, RunError
-from dataflow.folder.disks.disks import Disks
-from dataflow.folder.disks.messages import CannotRead, FileChunk, Listed, ListFiles, ReadFile
+from dataflow.folder.copies.parts import Copies
 from dataflow.folder.ledger import BaseLedger, LedgerError
 from dataflow.folder.ledger.calls import LedgerCall, Write
 from dataflow.folder.ledger.places import HOME
@@ -34,12 +33,14 @@ from dataflow.folder.ledger_service.messages import (
     PutInPlace,
     Query,
     QueryResult,
+    ReadMetrics,
     ReadPacked,
     Record,
     Recorded,
     Refused,
     ToLedger,
 )
+from dataflow.folder.own_files import OwnFiles
 from dataflow.folder.placing import Placing, put
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.files import RunFolderError, disk
@@ -104,7 +105,7 @@ class ServiceSocket:
 T = TypeVar("T")
 
 AnyAside: TypeAlias = (
-    Flush | AskWalBytes | Pack | ReadPacked | PutInPlace | AppendLine | ListFiles | ReadFile
+    Flush | AskWalBytes | Pack | ReadPacked | PutInPlace | AppendLine | ReadMetrics
 )
 """Requests that change no row of the ledger."""
 PATIENCE_S = 30.0
@@ -152,16 +153,22 @@ class LedgerClient(BaseLedger):
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] | None = None,
         disk: str = HOME,
-        disks: Mapping[str, str] | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """Join the service at `address`. path: where the ledger's file is, as this host has it.
         worker, holder, attempt: who writes, as `Token` has it. seek: as `ServiceSocket` has it.
-        clock: of this process, which stands still while it is stopped. disk, disks: as `Disks` has
-        them. Errors: Replaced; DeadlineError when nobody answers.
+        clock: of this process, which stands still while it is stopped. disk: the host whose own
+        this folder is, or `HOME`. copies: where those of its checkpoints are. Errors: Replaced;
+        DeadlineError when nobody answers.
         """
         super().__init__(path)
         self._disk = disk
-        self._disks = Disks(self, disk, self._ask_from_any_thread, disks or {}, keys)
+        self._files = OwnFiles(
+            self,
+            disk,
+            lambda offset: bytes(self._ask_from_any_thread(ReadMetrics(offset))),
+            copies,
+        )
         self._token = Token(worker, holder, attempt, secrets.randbits(62))
         self._patience_s, self._clock = patience_s, clock or AwakeClock()
         self._open_line: Callable[[], ServiceSocket] = partial(ServiceSocket, address, keys, seek)
@@ -199,8 +206,8 @@ class LedgerClient(BaseLedger):
             self._place,
             self._append,
             self._disk,
-            self._disks.see,
-            self._disks.see_newest,
+            self._files.see,
+            self._files.see_newest,
         )
 
     def do(self, call: LedgerCall[T]) -> T:
@@ -396,8 +403,8 @@ def _doing(request: Any) -> str:
             return f"put '{request.at}' in place"
         case AppendLine():
             return f"add to '{request.path}'"
-        case ListFiles() | ReadFile():
-            return f"fetch '{request.path}'"
+        case ReadMetrics():
+            return "read metrics.jsonl"
     return str(request.said)
 
 
@@ -405,5 +412,4 @@ def _value(answer: Any) -> Any:
     """The value of an answer. Errors: the answer's error."""
     if isinstance(answer, Refused):
         raise _ERRORS[answer.error](answer.message)
-    result = answer.result
-    return result if isinstance(result, Listed | FileChunk | CannotRead) else result.value
+    return answer.result.value

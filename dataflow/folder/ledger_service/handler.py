@@ -11,8 +11,6 @@ from typing import IO, Any, Literal, cast
 
 from dataflow.errors import Replaced, RunError
 from dataflow.folder import placing
-from dataflow.folder.disks.messages import ListFiles, ReadFile
-from dataflow.folder.disks.reading import answer
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.ledger.calls import LedgerCall, Value
 from dataflow.folder.ledger.copying import pack
@@ -39,6 +37,7 @@ from dataflow.folder.ledger_service.messages import (
     PutInPlace,
     Query,
     QueryResult,
+    ReadMetrics,
     ReadPacked,
     Record,
     Recorded,
@@ -85,6 +84,8 @@ class RequestHandler:
         self._writers = ledger.do(ListWriters())
         self._packed: dict[str, tuple[int, IO[bytes]]] = {}
         """By worker, a copy of the ledger that it fetches, and the ticket that asked for it."""
+        self._has_places = bool(ledger.do(ListPlaces("")))
+        """Whether some file of the run was made on a host with a folder of its own."""
         self._floor = self._writers[FLOOR].token.holder if FLOOR in self._writers else 0
 
     def hear(self, message: ToLedger) -> Answer | Deferred:
@@ -167,8 +168,10 @@ class RequestHandler:
             case PutInPlace():
                 self._put_in_place(request)
                 return QueryResult(message.ticket, Value(None))
-            case ListFiles() | ReadFile():
-                return Deferred(lambda: QueryResult(message.ticket, answer(self._folder, request)))
+            case ReadMetrics():
+                return Deferred(
+                    partial(self._aside, message, partial(self._read_metrics, request.offset))
+                )
             case AppendLine():
                 append_line(self._inside(request.path), request.line)
                 return QueryResult(message.ticket, Value(None))
@@ -186,8 +189,9 @@ class RequestHandler:
         aside = None if request.aside is None else self._inside(request.aside)
         if not request.disk:
             placing.put(path, at, aside)
-        if request.disk or self._ledger.do(ListPlaces(request.at)):
+        if request.disk or self._has_places:
             self._ledger.do(SetPlace(request.at, request.disk))
+            self._has_places = True
 
     def _aside(self, message: Query, do: Callable[[], Any]) -> Answer:
         """Run what waits for the disk in the thread for that."""
@@ -221,6 +225,15 @@ class RequestHandler:
         with disk("reading", self._ledger.path):
             file.seek(offset)
             return file.read(PACKED_BYTES)
+
+    def _read_metrics(self, offset: int) -> bytes:
+        path = self._folder / "metrics.jsonl"
+        with disk("reading", path):
+            if not path.exists():
+                return b""
+            with path.open("rb") as file:
+                file.seek(offset)
+                return file.read(PACKED_BYTES)
 
     def _admit(self, token: Token) -> None:
         writer = self._writers.get(token.worker)

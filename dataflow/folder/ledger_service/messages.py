@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from dataflow.folder.disks.messages import CannotRead, FileChunk, Listed, ListFiles, ReadFile
 from dataflow.folder.ledger.questions import AnyRead, Result
 from dataflow.folder.ledger.upkeep import AnyWrite
 from dataflow.folder.ledger.writers import Token
@@ -64,6 +63,13 @@ class ReadPacked:
 
 
 @dataclass(frozen=True)
+class ReadMetrics:
+    """Some bytes of metrics.jsonl; none at its end, or where it is not there."""
+
+    offset: Natural
+
+
+@dataclass(frozen=True)
 class Query:
     """A question, or something that may be done twice."""
 
@@ -80,8 +86,7 @@ class Query:
         | ReadPacked
         | PutInPlace
         | AppendLine
-        | ListFiles
-        | ReadFile
+        | ReadMetrics
     )
 
 
@@ -105,7 +110,7 @@ class QueryResult:
     """The answer to a question."""
 
     ticket: Natural
-    result: Result | Listed | FileChunk | CannotRead
+    result: Result
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ class VerifyFacts:
     """By node, the last step whose file of rollouts may have been removed."""
     changes: Sequence[KnobChange] = ()
     """Knob changes made while the run went on, in order."""
-    places: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
     """By path in the run folder, the hosts that have it, where that is not this folder alone."""
 
     def trainers(self) -> Iterator[tuple[str, SinkRows]]:
@@ -201,7 +201,7 @@ def read_facts(folder: RunFolder, findings: Findings) -> VerifyFacts:
 
 def _read_ledger(
     path: Path, findings: Findings
-) -> tuple[dict[str, AnyArray], dict[str, SinkRows], dict[str, Any], dict[str, list[str]]]:
+) -> tuple[dict[str, AnyArray], dict[str, SinkRows], dict[str, Any], dict[str, str]]:
     with contextlib.closing(connect(path, mode="ro")) as db:
         check_schema(db, path)
         with snapshot(db, path, "be read"):

@@ -18,7 +18,7 @@ from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.finished import File
 from dataflow.folder.knob_changes import bound_at
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger.places import HOME, holders
+from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.refusals import some
 from dataflow.folder.retention import gone
 from dataflow.folder.run_folder import RunFolder
@@ -295,17 +295,17 @@ def _here(
 ) -> list[tuple[int, Path]]:
     """Files without those that only other hosts have."""
     have = {
-        step: holders(facts.places, str(path.relative_to(facts.folder.path)))
+        step: facts.places.get(str(path.relative_to(facts.folder.path)), HOME)
         for step, path in paths
     }
-    away = [step for step, _ in paths if HOME not in have[step]]
+    away = [step for step, _ in paths if have[step] != HOME]
     if away:
-        hosts = named(host for step in away for host in have[step])
+        hosts = named(dict.fromkeys(have[step] for step in away))
         findings.note(
             f"the rollouts of {len(away)} steps of '{node}' are on host {hosts}, and not here: what"
             " became of their groups is judged by the ledger alone"
         )
-    return [(step, path) for step, path in paths if HOME in have[step]]
+    return [(step, path) for step, path in paths if have[step] == HOME]
 
 
 def _is_gone(facts: VerifyFacts, node: str, step: int) -> bool:

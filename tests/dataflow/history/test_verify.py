@@ -18,7 +18,7 @@ from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.schema import connect
-from dataflow.folder.ledger.upkeep import AddPlace, SetPlace
+from dataflow.folder.ledger.upkeep import SetPlace
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import report, verify
 from dataflow.system.files import RunFolderError
@@ -518,8 +518,7 @@ def test_rollouts_that_another_host_has_are_judged_by_the_ledger_whatever_stands
 ) -> None:
     with Ledger.open(run.ledger) as ledger:
         ledger.do(SetPlace("rollouts/step-000002.arrow", "c"))
-        ledger.do(SetPlace("rollouts/step-000003.arrow", "c"))
-        ledger.do(AddPlace("rollouts/step-000003.arrow", HOME))
+        ledger.do(SetPlace("rollouts/step-000003.arrow", HOME))
     run.rollouts_of().step_file(2).write_bytes(b"of a line that was taken back")
     verdict = verify(run.path)
     assert verdict.clean, verdict.line

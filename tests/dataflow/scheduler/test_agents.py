@@ -142,7 +142,6 @@ def test_a_worker_is_asked_for_on_its_host_and_events_come_from_there(agents: Ag
             "listen": "127.0.0.1",
             "folder": "/runs/a",
             "disk": "",
-            "disks": {},
         }
         agents.spawn("w-0", settings("h2"), heavy=True, keeps=True)
         agents.kill("w-0", signal.SIGTERM)
