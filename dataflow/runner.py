@@ -16,8 +16,8 @@ from dataflow.agent.host_program import HOSTED
 from dataflow.display import for_a_while, make_view
 from dataflow.errors import GraphError, Replaced, checked
 from dataflow.folder import run_hold
-from dataflow.folder.copies.parts import CONFIG as COPIES
-from dataflow.folder.copies.taking import copies_of
+from dataflow.folder.copies.process import copies_of
+from dataflow.folder.copies.store import CONFIG as COPIES
 from dataflow.folder.knob_changes import read_changes
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger_service.process import LedgerProcess

@@ -17,7 +17,7 @@ from dataflow.tokens.ragged import group_slices
 from dataflow.weight_ends import Refresh, Span, WeightsIn, WeightsOut, untold
 
 if TYPE_CHECKING:
-    from dataflow.folder.copies.parts import Copies
+    from dataflow.folder.copies.store import Copies
     from dataflow.folder.knob_changes import KnobChange
     from dataflow.folder.ledger import BaseLedger
     from dataflow.folder.run_folder import RunFolder

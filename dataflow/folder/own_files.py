@@ -4,16 +4,15 @@ Hosts give each other no files. Lines of metrics come from the ledger's service,
 another host from the address of its copies.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import structlog
 
-from dataflow.errors import RunError
+from dataflow.errors import GraphError, RunError
 from dataflow.folder.checkpoints import Checkpoints
-from dataflow.folder.copies.bringing_back import bring_checkpoint
-from dataflow.folder.copies.parts import Copies
+from dataflow.folder.copies.process import bring_checkpoint
+from dataflow.folder.copies.store import Copies
 from dataflow.folder.ledger.base import BaseLedger
 from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.questions import ListPlaces
@@ -63,7 +62,7 @@ class OwnFiles:
         made it, and let none count that stands here and is another's.
 
         path: of the folder with checkpoints. Errors: RunError where none is to be had that was
-        made; GraphError where the address does not answer.
+        made; GraphError where the address does not answer and there is nothing else.
         """
         checkpoints, below = Checkpoints(path), self._name(path)
         rows = _steps(self._ledger.do(ListPlaces(f"{below}/")))
@@ -72,32 +71,37 @@ class OwnFiles:
         for step in checkpoints.steps():
             if rows.get(step, HOME) != self._host:
                 _set_aside(checkpoints.folder(step))
-        here = checkpoints.latest(at_most) or 0
-        made = [step for step in rows if at_most is None or step <= at_most]
-        newest = max(made, default=0)
-        if newest <= here and (here or not at_most or self._host == HOME):
+        local_step = checkpoints.latest(at_most) or 0
+        steps = [step for step in rows if at_most is None or step <= at_most]
+        newest = max(steps, default=0)
+        if newest <= local_step and (local_step or not at_most or self._host == HOME):
             return
-        trainer = "" if path.parent == self._root else path.name
-        copied = None
+        trainer, reason = "" if path.parent == self._root else path.name, "there is no address"
         if self._copies is not None:
             upto = newest if at_most is None else at_most
-            with contextlib.suppress(RunError):  # no whole copy: what that means is said below
+            try:
                 copied = bring_checkpoint(
-                    self._copies, trainer, self._root, here, upto, self._log.info
+                    self._copies, trainer, self._root, local_step, upto, self._log.info
                 )
-        if copied is not None:
-            name = f"{below}/{checkpoints.folder(copied).name}"
-            self._ledger.do(SetPlace(name, self._host))
-            self._log.info("goes on from a copy", step=copied, newest=newest or "not known")
-        elif newest > here:
+                if copied is not None:
+                    name = f"{below}/{checkpoints.folder(copied).name}"
+                    self._ledger.do(SetPlace(name, self._host))
+                    return
+                reason = f"'{self._copies.place}' has no newer one"
+            except RunError as error:
+                reason = str(error)
+            except GraphError as error:  # it does not answer: what it has is not known
+                if not local_step:
+                    raise
+                reason = str(error)
+        if newest > local_step:
             lost = f"the checkpoint of step {newest} is {_where(rows[newest])}"
-            if not here:
+            if not local_step:
                 raise RunError(
-                    f"'{self._root.name}' cannot go on: {lost}, and no copy of any is at"
-                    f" {self._copies.place if self._copies else 'an address'}; place the trainer"
-                    " there (--place), or start a new run"
+                    f"'{self._root.name}' cannot go on: {lost}, and no copy is to be had ({reason});"
+                    " place the trainer there (--place), or start a new run"
                 )
-            self._log.warning(f"{lost}: the run goes on from step {here}")
+            self._log.warning(f"{lost}: the run goes on from step {local_step}", reason=reason)
 
     def _bring_metrics(self, path: Path) -> None:
         with disk("writing", path):

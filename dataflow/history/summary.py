@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from dataflow.display import Summary
 from dataflow.display.silence import silence
-from dataflow.folder.copies.parts import CONFIG, Copies
+from dataflow.folder.copies.store import CONFIG, Copies
 from dataflow.folder.faults import describe_faults, read_faults, restarts
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.live_changes import read_live_changes

@@ -11,7 +11,7 @@ from dataflow.agent.final_notices import FinalNotices
 from dataflow.agent.messages import Begin
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import GraphError, Replaced, RunError
-from dataflow.folder.copies.parts import Copies
+from dataflow.folder.copies.store import Copies
 from dataflow.folder.ledger_service.process import LedgerProcess
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import RunHold
@@ -75,14 +75,16 @@ def told_of(graph: Graph, plan: Plan, path: str, copied_to: str) -> str:
     own = own_hosts(plan)
     if not own:
         return ""
-    kept = {name: host for name in trainers(graph) for host in _hosts(plan, name) if host in own}
-    told = (
+    trainer_hosts = {
+        name: host for name in trainers(graph) for host in _hosts(plan, name) if host in own
+    }
+    notice = (
         f"{_see_no_other(own, path)}: what is made there stays at that path, on a disk of its own"
     )
-    if not kept:
-        return told
-    which = ", ".join(f"'{name}' stays on host '{host}'" for name, host in kept.items())
-    return f"{told}; {which}, and what is copied to {copied_to} survives the loss of that disk"
+    if not trainer_hosts:
+        return notice
+    stays = ", ".join(f"'{name}' stays on host '{host}'" for name, host in trainer_hosts.items())
+    return f"{notice}; {stays}, and what is copied to {copied_to} survives the loss of that disk"
 
 
 def own_hosts(plan: Plan) -> set[str]:
@@ -97,9 +99,9 @@ def _hosts(plan: Plan, node: str) -> tuple[str, ...]:
 
 
 def _see_no_other(hosts: Collection[str], path: str = "") -> str:
-    which = f"host{'s' if len(hosts) > 1 else ''} {named(sorted(hosts))}"
+    names = f"host{'s' if len(hosts) > 1 else ''} {named(sorted(hosts))}"
     return (
-        f"{which} {'do' if len(hosts) > 1 else 'does'} not see the scheduler's run"
+        f"{names} {'do' if len(hosts) > 1 else 'does'} not see the scheduler's run"
         f" folder{path and f' {path}'}"
     )
 
@@ -169,9 +171,9 @@ class RunRequest:
         """
         check_own_folders(self.graph, plan, self.copies)
         if self.copies and (
-            told := told_of(self.graph, plan, str(self.folder.path), self.copies.place)
+            notice := told_of(self.graph, plan, str(self.folder.path), self.copies.place)
         ):
-            self.told(told)
+            self.told(notice)
 
     def plan(self, hosts: tuple[Host, ...]) -> tuple[Plan, PlanInputs]:
         """Over some hosts, and from what it was made. Errors: GraphError."""
@@ -185,14 +187,14 @@ def program_of(launch: Launch | None) -> Launch:
     """The program that each host is to run: as given, or the one that runs now. Errors: GraphError
     where none can be named.
     """
-    found = launch or this_launch()
-    if found is None:
+    program = launch or this_launch()
+    if program is None:
         raise GraphError(
             "each host of a run builds its graph by itself, and nothing says of which program: this"
             " one has no file, as in a notebook; put it into a file with main(build), and start"
             " that"
         )
-    return found
+    return program
 
 
 def check_hosted(listen: str, *, standby: bool) -> None:
@@ -217,9 +219,9 @@ def hosted(launcher: Launcher, request: RunRequest) -> Iterator[HostedRun]:
     RunError; DeadlineError.
     """
     with contextlib.ExitStack() as open_:
-        if (left := _left(request)) is not None:
-            open_.callback(left.server.close)
-            yield left
+        if (hosted_run := _left(request)) is not None:
+            open_.callback(hosted_run.server.close)
+            yield hosted_run
             return
         yield _gathered(launcher, request, open_)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from dataflow.errors import boundary
 from dataflow.folder import knob_changes
-from dataflow.folder.copies.parts import Copies
+from dataflow.folder.copies.store import Copies
 from dataflow.folder.finished import Finished
 from dataflow.folder.knob_changes import KnobChange
 from dataflow.folder.ledger import BaseLedger, Ledger

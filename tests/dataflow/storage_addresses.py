@@ -9,7 +9,7 @@ from typing import Any
 
 from pyarrow import fs
 
-from dataflow.folder.copies.address import Address
+from dataflow.folder.copies.store import Address
 
 
 @dataclass

@@ -10,9 +10,7 @@ import pytest
 from rigs.hosts.cluster import Cluster
 from rigs.machine import wait_until
 
-from dataflow.folder.copies.address import Address
-from dataflow.folder.copies.parts import parts
-from dataflow.folder.copies.store import Store
+from dataflow.folder.copies.store import Address, Store, parts
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 
@@ -21,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LIMITS = {"hang_s": 6.0, "host_s": 60.0, "adopt_s": 60.0}
 BRING = """
 import sys
-from dataflow.folder.copies.bringing_back import bring_back
+from dataflow.folder.copies.process import bring_back
 print(bring_back(sys.argv[1], sys.argv[2]).path)
 """
 

@@ -42,9 +42,9 @@ def three(give_hosts: Callable[..., list[Host]], policy: Path, copies: Path) -> 
 
 @pytest.fixture
 def cluster(three: list[Host], tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(three, Path("/tmp", tmp_path.name), apart=tmp_path)
-    yield made
-    made.kill()
+    run = Cluster(three, Path("/tmp", tmp_path.name), apart=tmp_path)
+    yield run
+    run.kill()
     for host in three:
         if host._process is None:
             host.boot()
@@ -122,15 +122,15 @@ def asked(cluster: Cluster, code: str) -> str:
 
 def checkpoints(host: Host, cluster: Cluster) -> list[int]:
     """Steps of those that a host has."""
-    found = host.outside(cluster.folder).glob(f"runs/{cluster.run_folder.name}/checkpoints/step-*")
-    return sorted(int(path.name.removeprefix("step-")) for path in found)
+    paths = host.outside(cluster.folder).glob(f"runs/{cluster.run_folder.name}/checkpoints/step-*")
+    return sorted(int(path.name.removeprefix("step-")) for path in paths)
 
 
 def once(cluster: Cluster, steps: int) -> None:
     """Each step is made, and no group is trained twice."""
-    made = trained(cluster)
-    groups = [group for groups in made.values() for group in groups]
-    assert sorted(made) == list(range(1, steps + 1)) and len(groups) == len(set(groups))
+    steps_made = trained(cluster)
+    groups = [group for groups in steps_made.values() for group in groups]
+    assert sorted(steps_made) == list(range(1, steps + 1)) and len(groups) == len(set(groups))
 
 
 def test_the_demo_learns_on_hosts_that_see_no_folder_in_common(
@@ -171,9 +171,9 @@ def test_the_demo_learns_on_hosts_that_see_no_folder_in_common(
                 host.popen(command, {**common, "RANK": str(rank)}, stdout=out, stderr=out)
             )
     assert [process.wait(600) for process in started] == [0, 0, 0], (tmp_path / "a.out").read_text()
-    said = (tmp_path / "a.out").read_text()
-    assert "hosts b and c do not see the scheduler's run folder /tmp/demo/sorting-" in said
-    assert f"'trainer' stays on host 'c', and what is copied to {copies}/sorting-" in said
+    output = (tmp_path / "a.out").read_text()
+    assert "hosts b and c do not see the scheduler's run folder /tmp/demo/sorting-" in output
+    assert f"'trainer' stays on host 'c', and what is copied to {copies}/sorting-" in output
     verdict = three[0].run([sys.executable, "-m", "dataflow", "verify", "/tmp/demo/latest"])
     assert verdict.returncode == 0 and verdict.stdout.startswith("clean: ")
     assert (
@@ -303,6 +303,6 @@ def test_a_run_whose_copies_are_gone_with_its_trainers_host_does_not_go_on(
         marker.unlink()
     cluster.hosts = cluster.hosts[:2]
     again(cluster, policy, copies, 400, {"generator": ("a", "b"), "trainer": "a"})
-    said = failed(cluster)
-    assert f"'{name}' cannot go on: the checkpoint of step" in said
-    assert "is on host 'c', and no copy of any is at" in said
+    error = failed(cluster)
+    assert f"'{name}' cannot go on: the checkpoint of step" in error
+    assert "is on host 'c', and no copy is to be had" in error

@@ -17,7 +17,7 @@ from rigs.operators import slow
 
 from dataflow import Graph, Model, inline, run
 from dataflow.folder.checkpoints import MARKER
-from dataflow.folder.copies.bringing_back import bring_back
+from dataflow.folder.copies.process import bring_back
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.node import Transform

@@ -11,14 +11,13 @@ newest is copied.
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import RunError
-from dataflow.folder.copies.address import Address
-from dataflow.folder.copies.parts import Copies, TakenUp
-from dataflow.folder.copies.store import Store, is_gone
+from dataflow.folder.checkpoints import MARKER
+from dataflow.folder.copies.store import Address, Copies, Store, TakenUp
 from dataflow.limits import Limits
 
 AGAIN_S = 1.0
@@ -87,19 +86,19 @@ class CheckpointCopier:
         node: str,
         open_address: Callable[[str], Address] = Address.of,
         again_s: float = AGAIN_S,
-        told_s: float = Limits().copy_s,
+        warning_s: float = Limits().copy_s,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """folder: of the checkpoint of a step. pack: as `BaseLedger.pack`. told_s: between two
+        """folder: of the checkpoint of a step. pack: as `BaseLedger.pack`. warning_s: between two
         warnings.
         """
         self.place = copies.place
         """For people."""
         self._copies, self._trainer, self._folder, self._pack = copies, trainer, folder, pack
         self._log, self._node, self._open, self._clock = log, node, open_address, clock
-        self._again_s, self._told_s, self._fails = again_s, told_s, 0
+        self._again_s, self._warning_s, self._fails = again_s, warning_s, 0
         self._waiting, self._changed = CopyQueue(), threading.Condition()
-        self._stops, self._told = False, float("-inf")
+        self._stops, self._warned_at = False, float("-inf")
         self._last: int | None = None
         self._thread: threading.Thread | None = None
         self.under_way = 0
@@ -203,11 +202,10 @@ class CheckpointCopier:
         """
         place = self._copies.at(address)
         if self._copies.part > 1 and all(
-            Store(place, each).whole() for each in self._copies.trainers
+            Store(place, trainer).whole() for trainer in self._copies.trainers
         ):
             for part in range(1, self._copies.part):
-                before = Copies(**{**self._copies.to_plain(), "part": part}).at(address)
-                store = Store(before, self._trainer)
+                store = Store(replace(self._copies, part=part).at(address), self._trainer)
                 store.clear(max(store.steps(), default=0) + 1)
 
     def _moved(self, count: int) -> None:
@@ -222,17 +220,17 @@ class CheckpointCopier:
                 "checkpoints are copied again", node=self._node, step=step, to=self._copies.place
             )
         with self._changed:
-            self._fails, self.error, self._told = 0, "", float("-inf")
+            self._fails, self.error, self._warned_at = 0, "", float("-inf")
 
     def _failed(self, step: int, is_temporary: bool, error: Exception) -> None:
-        if is_gone(self._folder(step)):
-            return
+        if not (self._folder(step) / MARKER).exists():
+            return  # it was removed meanwhile
         pause_s = min(MOST_AGAIN_S, self._again_s * 2**self._fails)
         with self._changed:
             self._waiting.put_back(step, is_temporary=is_temporary)
             self._fails, self.error = min(self._fails + 1, 16), str(error)
-        if self._clock() - self._told >= self._told_s:
-            self._told = self._clock()
+        if self._clock() - self._warned_at >= self._warning_s:
+            self._warned_at = self._clock()
             self._log.warning(
                 "checkpoint not copied, and tried again; training goes on",
                 node=self._node,

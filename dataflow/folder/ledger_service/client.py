@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import zmq
 
 from dataflow.errors import DeadlineError, Replaced, RunError
-from dataflow.folder.copies.parts import Copies
+from dataflow.folder.copies.store import Copies
 from dataflow.folder.ledger import BaseLedger, LedgerError
 from dataflow.folder.ledger.calls import LedgerCall, Write
 from dataflow.folder.ledger.places import HOME

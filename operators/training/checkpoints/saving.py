@@ -193,7 +193,7 @@ class CheckpointSaver:
             pack=context.ledger.pack,
             log=context.log,
             node=context.node,
-            told_s=context.limits.copy_s,
+            warning_s=context.limits.copy_s,
         )
         self.copier.start(last)
         if self.kept_step:

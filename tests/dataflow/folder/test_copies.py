@@ -15,11 +15,21 @@ from storage_addresses import Weather, failing
 
 from dataflow.errors import RunError
 from dataflow.folder.checkpoints import MARKER, TEMPORARY, Checkpoints
-from dataflow.folder.copies.address import Address, CopyError, checked, joined
 from dataflow.folder.copies.copier import CheckpointCopier, CopyQueue
-from dataflow.folder.copies.finding import choose
-from dataflow.folder.copies.parts import Copies, TakenUp, claim, claims, parts
-from dataflow.folder.copies.store import LEDGER, Store
+from dataflow.folder.copies.store import (
+    LEDGER,
+    Address,
+    Copies,
+    CopyError,
+    Store,
+    TakenUp,
+    checked,
+    choose,
+    claim,
+    claims,
+    joined,
+    parts,
+)
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.system.child import fork
 
@@ -53,9 +63,9 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    made = Ledger.create(tmp_path / "ledger.db", {"trainer": ["prompts"]})
-    at_end(made.close)
-    return made
+    opened = Ledger.create(tmp_path / "ledger.db", {"trainer": ["prompts"]})
+    at_end(opened.close)
+    return opened
 
 
 def commit(checkpoints: Checkpoints, step: int, *, temporary: bool = False) -> Path:
@@ -71,7 +81,7 @@ def copier(
     address: Address, checkpoints: Checkpoints, ledger: Ledger
 ) -> Callable[..., CheckpointCopier]:
     def make(copies: Copies | None = None, last: int = 1000, **how: Any) -> CheckpointCopier:
-        made = CheckpointCopier(
+        started = CheckpointCopier(
             copies or claim(address, address.text, "run", [""], None),
             trainer="",
             folder=checkpoints.folder,
@@ -82,9 +92,9 @@ def copier(
             again_s=0.01,
             **how,
         )
-        at_end(lambda: made.close(0.0))
-        made.start(last)
-        return made
+        at_end(lambda: started.close(0.0))
+        started.start(last)
+        return started
 
     return make
 
@@ -126,13 +136,13 @@ def test_the_marker_is_written_last_and_says_what_stands_there(
     idle(made)
     names = [name.partition("step-000005/")[2] for name in weather.wrote if "step-" in name]
     assert names == ["model.bin", "optimizer/shard.bin", LEDGER, MARKER] and made.copied == 5
-    store(address).get(5, tmp_path / "back", lambda count: None)
+    store(address).get(5, tmp_path / "back")
     assert (tmp_path / "back/model.bin").read_bytes() == b"5" * BYTES
     (tmp_path / "there/run/part-000001/checkpoints/step-000005/model.bin").write_bytes(b"6" * BYTES)
     with pytest.raises(
         CopyError, match=r"'model.bin' of the checkpoint of step 5 at '.*' is damaged"
     ):
-        store(address).get(5, tmp_path / "again", lambda count: None)
+        store(address).get(5, tmp_path / "again")
 
 
 @pytest.mark.parametrize("after", [0, BYTES - 1, BYTES, 2 * BYTES + 10])
@@ -300,22 +310,22 @@ def test_of_several_that_claim_a_part_at_once_one_has_it_at_most(
         put_json(self, name, value)
 
     monkeypatch.setattr(Address, "put_json", together)
-    said: list[object] = []
+    outcomes: list[object] = []
 
     def take() -> None:
         try:
-            said.append(claim(address, address.text, "run", [""], 1))
+            outcomes.append(claim(address, address.text, "run", [""], 1))
         except RunError as error:
-            said.append(str(error))
+            outcomes.append(str(error))
 
     threads = [threading.Thread(target=take) for _ in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(10.0)
-    assert sum(isinstance(each, Copies) for each in said) <= 1 and len(said) == 3
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert sum(isinstance(outcome, Copies) for outcome in outcomes) <= 1 and len(outcomes) == 3
     assert parts(address.below("run")) == [1, 2]
-    if not any(isinstance(each, Copies) for each in said):
+    if not any(isinstance(outcome, Copies) for outcome in outcomes):
         first.check(address)  # it was taken up by nobody
     with pytest.raises(RunError, match="was taken up by another process at this moment"):
         claim(address, address.text, "run", [""], 1)

@@ -9,9 +9,7 @@ from rigs.ending import at_end
 
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.checkpoints import Checkpoints
-from dataflow.folder.copies.address import Address
-from dataflow.folder.copies.parts import Copies, claim
-from dataflow.folder.copies.store import Store
+from dataflow.folder.copies.store import Address, Copies, Store, claim
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.questions import LeastReturn, ListPlaces
@@ -188,7 +186,7 @@ def test_a_run_whose_checkpoints_nobody_gives_does_not_go_on(
     tmp_path: Path, home: Path, ledger: Ledger
 ) -> None:
     ledger.do(SetPlace("checkpoints/step-000006", "c"))
-    with pytest.raises(RunError, match="the checkpoint of step 6 is on host 'c', and no copy of"):
+    with pytest.raises(RunError, match="the checkpoint of step 6 is on host 'c', and no copy is"):
         on_host("b", tmp_path / "b", home).latest_checkpoint(8)
     checkpoint(tmp_path / "b", 4)
     ledger.do(SetPlace("checkpoints/step-000004", "b"))

@@ -8,7 +8,7 @@ from rigs.graphs import fake_graph, reward
 from dataflow import Graph, GraphError, Model, RunError, join, scorer
 from dataflow.agent import run_disk
 from dataflow.agent.rendezvous import Rendezvous
-from dataflow.folder.copies.parts import Copies
+from dataflow.folder.copies.store import Copies
 from dataflow.launchers.hosted_run import check_own_folders, told_of
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.plan import Plan

@@ -5,6 +5,7 @@ saw the run folder.
 import json
 import os
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,9 @@ from rigs.graphs import fake_graph, losses, tiny_graph
 from dataflow import Graph, GraphError, RunError, cli, inline, run, verify
 from dataflow.errors import OperatorError
 from dataflow.folder.checkpoints import MARKER
-from dataflow.folder.copies import parts as copies_module
-from dataflow.folder.copies.address import Address, CopyError
-from dataflow.folder.copies.bringing_back import bring_back
-from dataflow.folder.copies.parts import CONFIG, Copies, TakenUp
-from dataflow.folder.copies.store import LEDGER, Store
-from dataflow.folder.copies.taking import ask
+from dataflow.folder.copies import store as copies_module
+from dataflow.folder.copies.process import bring_back
+from dataflow.folder.copies.store import CONFIG, LEDGER, Address, Copies, CopyError, Store, TakenUp
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
@@ -37,9 +35,9 @@ def graph_of(policy: Path, **how: Any) -> Graph:
 
 
 def copies_of(folder: Path) -> Copies:
-    found = Copies.from_plain(described(RunFolder.open(folder))[1][CONFIG])
-    assert found is not None
-    return found
+    copies = Copies.from_plain(described(RunFolder.open(folder))[1][CONFIG])
+    assert copies is not None
+    return copies
 
 
 def store_of(folder: Path) -> Store:
@@ -203,7 +201,7 @@ def test_an_address_that_takes_nothing_is_refused_before_anything_is_made(tmp_pa
         ),
         ("s3://me:secret@bucket/a", r"'s3://...@bucket' holds a password, .*; leave it out"),
     ):
-        with pytest.raises(GraphError, match=why) as told:
+        with pytest.raises(GraphError, match=why) as refusal:
             run(
                 fake_graph(),
                 steps=2,
@@ -212,15 +210,30 @@ def test_an_address_that_takes_nothing_is_refused_before_anything_is_made(tmp_pa
                 quiet=True,
                 checkpoint_to=address,
             )
-        assert "secret" not in str(told.value)
-    assert [each for each in (tmp_path / "runs").glob("*") if not each.is_symlink()] == []
+        assert "secret" not in str(refusal.value)
+    assert [path for path in (tmp_path / "runs").glob("*") if not path.is_symlink()] == []
 
 
-def test_an_address_that_does_not_answer_is_refused_in_time(tmp_path: Path) -> None:
-    with pytest.raises(
-        GraphError, match=r"it did not answer within 0 s; look whether it is reached"
-    ):
-        ask("sleep", "/away", 0.2, seconds=30.0)
+def test_an_address_that_does_not_answer_is_refused_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataflow.folder.copies.process.ANSWER_S", 1.0)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        address = f"s3://bucket/a?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+        with pytest.raises(
+            GraphError, match=r"it did not answer within 1 s; look whether it is reached"
+        ):
+            run(
+                fake_graph(),
+                steps=2,
+                on=inline(),
+                runs=tmp_path / "runs",
+                quiet=True,
+                checkpoint_to=address,
+            )
 
 
 def test_a_folder_that_is_there_is_not_overwritten_and_an_address_without_a_run_is_refused(
@@ -268,9 +281,9 @@ def test_a_run_whose_address_fails_goes_on_and_a_resume_copies_what_is_missing(
             **how,
         )
     assert begun.verdict.clean and begun.steps == 4 and store_of(begun.folder).whole() == []
-    said = capsys.readouterr().err
-    assert "checkpoint not copied, and tried again" in said and "the network is down" in said
-    assert "the last checkpoint is in the run folder, and was not copied" in said
+    output = capsys.readouterr().err
+    assert "checkpoint not copied, and tried again" in output and "the network is down" in output
+    assert "the last checkpoint is in the run folder, and was not copied" in output
     done = run(graph_of(policy), steps=5, resume=begun.folder, **how)
     assert store_of(done.folder).whole() == [4, 5]
 

@@ -15,9 +15,8 @@ from rigs.graphs import tiny_graph
 from rigs.machine import wait_until
 
 from dataflow import GraphError, inline, run, verify
-from dataflow.folder.copies.address import Address, joined
-from dataflow.folder.copies.bringing_back import bring_back
-from dataflow.folder.copies.store import Store
+from dataflow.folder.copies.process import bring_back
+from dataflow.folder.copies.store import Address, Store, joined
 from dataflow.folder.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
