@@ -328,8 +328,8 @@ def resume(
         trust: run the program that the folder names without a question, though another user owns
             the folder, or it comes from an address.
     """
-    from dataflow.folder.copies.store import is_own
     from dataflow.folder.copies.process import bring_back
+    from dataflow.folder.copies.store import is_own
     from dataflow.folder.run_folder import RunFolder
     from dataflow.history.launch import doubts_of, start_again
     from dataflow.history.resume import RecordedRun

@@ -68,13 +68,13 @@ def take_up(host: str, folder: Path, part: int) -> None:
         with disk("renaming in", folder):
             number_finished(folder, part)
         return
-    left = [
+    leftovers = [
         path
         for below in ("checkpoints", "finished", "rollouts")
         for path in (folder / below).rglob("*")
     ]
-    if left:
+    if leftovers:
         raise RunError(
-            f"host '{host}' has files of another run at '{folder}', as '{left[0].name}'; move that"
-            " folder away, or name another one with runs="
+            f"host '{host}' has files of another run at '{folder}', as '{leftovers[0].name}'; move"
+            " that folder away, or name another one with runs="
         )

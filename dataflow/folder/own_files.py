@@ -98,8 +98,8 @@ class OwnFiles:
             lost = f"the checkpoint of step {newest} is {_where(rows[newest])}"
             if not local_step:
                 raise RunError(
-                    f"'{self._root.name}' cannot go on: {lost}, and no copy is to be had ({reason});"
-                    " place the trainer there (--place), or start a new run"
+                    f"'{self._root.name}' cannot go on: {lost}, and no copy is to be had"
+                    f" ({reason}); place the trainer there (--place), or start a new run"
                 )
             self._log.warning(f"{lost}: the run goes on from step {local_step}", reason=reason)
 

@@ -47,10 +47,10 @@ class Placing:
     disk: str = ""
     """The host whose own the run folder is; empty: the scheduler's."""
     see: Callable[[Path], None] = lambda path: None
-    """Called before a file is read that another host may have: fetches it. Errors:
-    RunFolderError."""
+    """Called before a file is read: proves that the file here counts. Errors: RunFolderError."""
     see_newest: Callable[[Path, int | None], None] = lambda path, at_most: None
-    """The same for the newest checkpoint in a folder, of all steps or of those up to one."""
+    """Called before a checkpoint is chosen: has the newest of a folder here, of all steps or of
+    those up to one."""
 
     def aside(self, path: Path) -> Path:
         """The path at which a file is written before it gets its name: the same, or one

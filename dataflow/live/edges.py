@@ -80,8 +80,7 @@ def data_edges_of(graph: Mapping[str, Any]) -> list[EdgeFacts]:
 def exchanges(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Of a trainer's line of metrics, by reader, all its replicas together: the oldest version that
     one of them took last, and of what that cost them the most: seconds as the trainer and as the
-    reader sees them, bytes, and what these would have been without deltas and quantization. Those
-    that a neighbour hands it to move no bytes.
+    reader sees them, bytes, and what these would have been without deltas and quantization.
     """
     by_reader: dict[str, dict[str, Any]] = {}
     for name, exchange in _exchanges_of(line):

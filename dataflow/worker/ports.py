@@ -273,7 +273,7 @@ class Ports:
         def open_reader(
             tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]
         ) -> WeightsIn:
-            end = self._reader(site, tensors, slices)
+            end: WeightsIn = self._reader(site, tensors, slices)
             self._weights.append(end)
             return end
 

@@ -74,12 +74,12 @@ class Offers:
         """Bytes of weights sent over links since the last call, by all ranks and to all readers,
         and what deltas saved; nothing where no link carries any.
         """
-        known = [
+        traffics = [
             traffic for end in self.ends if (traffic := getattr(end, "traffic", None)) is not None
         ]
-        if not known:
+        if not traffics:
             return {}
-        traffic = sum(sent for sent, _ in known), sum(whole for _, whole in known)
+        traffic = sum(sent for sent, _ in traffics), sum(whole for _, whole in traffics)
         sent, whole = (now - before for now, before in zip(traffic, self._traffic, strict=True))
         self._traffic = traffic
         return {"weights_sent_bytes": sent, "weights_saved_bytes": whole - sent}
@@ -91,15 +91,15 @@ class Offers:
         arrival as the reader sees it (s); and the bytes from each rank of the trainer to each of
         the reader's, [from][to], up to `MOST_PAIRS`.
         """
-        told: dict[str, dict[str, Any]] = {}
-        known = (
-            (getattr(end, "full_share", 1.0), *each)
+        exchanges: dict[str, dict[str, Any]] = {}
+        sent_by_reader = (
+            (getattr(end, "full_share", 1.0), *item)
             for end in self.ends
-            for each in end.sent.items()
+            for item in end.sent.items()
         )
-        for full_share, reader, sent in known:
+        for full_share, reader, sent in sent_by_reader:
             rows = [list(row) for row in sent.pair_bytes]
-            told[reader] = {
+            exchanges[reader] = {
                 "version": sent.version,
                 "nbytes": sum(map(sum, rows)),
                 "full_bytes": round(sent.whole_bytes * full_share),
@@ -109,22 +109,24 @@ class Offers:
                 "taken_seconds": sent.taken_s,
             }
             if sum(map(len, rows)) <= MOST_PAIRS:
-                told[reader]["pair_bytes"] = rows
-        return told
+                exchanges[reader]["pair_bytes"] = rows
+        return exchanges
 
     def exchanged(self) -> dict[str, Any]:
         """`by_reader`, and of its figures those of the reader that had most: seconds as the trainer
         and as the reader sees them, bytes, and what these would have been without deltas and
         quantization; 0 before the first.
         """
-        told = self.by_reader()
+        exchanges = self.by_reader()
         if not self.ends:
-            return {"weights_sent": told}
+            return {"weights_sent": exchanges}
         most = {
-            name: max((exchange[name] for exchange in told.values()), default=0)
+            name: max((exchange[name] for exchange in exchanges.values()), default=0)
             for name in _FIGURES
         }
-        return {"weights_sent": told} | {figure: most[name] for name, figure in _FIGURES.items()}
+        return {"weights_sent": exchanges} | {
+            figure: most[name] for name, figure in _FIGURES.items()
+        }
 
     def open(self, step: int) -> None:
         """Offer each reader the version that it has to have after so many steps."""

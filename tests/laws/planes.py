@@ -430,13 +430,6 @@ WEIGHT_PLANE = (
         "starting without values",
     ),
     Law(
-        "an exchange is timed for readers with a neighbour's copy",
-        "test_an_exchange_is_as_long_as_it_was_when_it_was_heard_first",
-        "transport.weights.protocol:Group.hand_on",
-        expression("now", "begun", kind=ast.Call),
-        "the transfer's start",
-    ),
-    Law(
         "a reader takes weights between decode steps",
         "test_weights_change_in_the_middle_of_rollouts_and_every_token_tells",
         "operators:GeneratorRuntime.work",

@@ -1,5 +1,5 @@
-"""What happens at the address of copies before a run begins: it is found, claimed, and brought back,
-by a process of its own.
+"""What happens at the address of copies before a run begins: the run is found, claimed and brought
+back, by a process of its own.
 
     python -m dataflow.folder.copies.process TASK ARGUMENTS
 
@@ -167,8 +167,8 @@ def _put_ledger(folder: Path, steps: Mapping[str, int]) -> None:
     }
     latest = max(moments, key=lambda trainer: moments[trainer])
     unpacked[latest].rename(folder / "ledger.db")
-    for rest in (*folder.glob(".ledger-*"), *(_packed(folder, trainer) for trainer in steps)):
-        rest.unlink()
+    for leftover in (*folder.glob(".ledger-*"), *(_packed(folder, trainer) for trainer in steps)):
+        leftover.unlink()
 
 
 def _note(folder: Path, steps: Mapping[str, int], copies: Mapping[str, Any]) -> None:
@@ -200,9 +200,9 @@ def _packed(folder: Path, trainer: str) -> Path:
 
 
 def _check(text: str, copies: Mapping[str, Any]) -> None:
-    known = Copies.from_plain(copies)
-    assert known is not None, "it is given"
-    known.check(Address.of(text))
+    claimed = Copies.from_plain(copies)
+    assert claimed is not None, "it is given"
+    claimed.check(Address.of(text))
 
 
 def _bring(
@@ -255,10 +255,12 @@ def ask(task: str, address: str, *, looks: int = 1, **given: Any) -> Any:
         stdout=subprocess.PIPE,
     )
     assert child.stdout is not None, "a pipe"
-    with child.stdout as pipe:
-        line = _line(pipe.fileno(), answer_s) if _line(pipe.fileno(), START_S) else b""
-    child.kill()
-    ended_within(child, KILL_S)  # one that hangs in the kernel is left to it
+    try:
+        with child.stdout as pipe:
+            line = _line(pipe.fileno(), answer_s) if _line(pipe.fileno(), START_S) else b""
+    finally:
+        child.kill()
+        ended_within(child, KILL_S)  # one that hangs in the kernel is left to it
     if not line:
         raise GraphError(
             f"checkpoints cannot go to '{address}', nor come from there: it did not answer within"

@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints at an address that `pyarrow.fs` knows: a folder, or an object store.
+"""Copies of checkpoints at an address that `pyarrow.fs` knows: a folder, or an object store.
 
     ADDRESS/RUN/part-000001/claim-TOKEN.json
     ADDRESS/RUN/part-000001/checkpoints/[TRAINER/]step-000100/...
@@ -103,7 +103,7 @@ class Address:
     def put(
         self, name: str, source: IO[bytes], moved: Moved = lambda count: None
     ) -> dict[str, Any]:
-        """Write a file; its facts, as a commit marker has them."""
+        """Write a file in a folder below; its facts, as a commit marker has them."""
         with self._errors("writing", name):
             self.files.create_dir(name.rpartition("/")[0], recursive=True)
             with self.files.open_output_stream(name) as out:
@@ -124,8 +124,8 @@ class Address:
         return facts
 
     def put_json(self, name: str, value: Any) -> None:
-        """Write a small file, in the place of one that is there; in a folder of this machine all of
-        it or nothing.
+        """Write a small file in a folder below, in the place of one that is there; on a local disk
+        all of it or nothing.
         """
         content = to_json(value, indent=1).encode()
         if self.local is None:
@@ -270,7 +270,11 @@ class Copies:
 
 def part_of(run: Address, number: int) -> Address:
     """The folder of a part."""
-    return run.below(f"part-{number:06d}")
+    return run.below(_part_name(number))
+
+
+def _part_name(number: int) -> str:
+    return f"part-{number:06d}"
 
 
 def parts(run: Address) -> list[int]:
@@ -305,23 +309,23 @@ def claim(
         raise RunError(
             f"'{folder.text}' was taken up by another process at this moment; leave the run to it"
         )
-    part, token = part_of(folder, newest + 1), secrets.token_hex(8)
-    name = f"{_CLAIM}{token}.json"
+    part, token = newest + 1, secrets.token_hex(8)
+    name = f"{_part_name(part)}/{_CLAIM}{token}.json"
     claimant = {"host": socket.gethostname(), "process": os.getpid(), "trainers": list(trainers)}
     try:
-        part.put_json(name, claimant)
-        others = _tokens(part) - {token}
+        folder.put_json(name, claimant)
+        others = _tokens(part_of(folder, part)) - {token}
     except CopyError:
         with contextlib.suppress(CopyError):
-            part.remove(name)
+            folder.remove(name)
         raise
     if others:
-        part.remove(name)
+        folder.remove(name)
         raise RunError(
             f"'{folder.text}' is being taken up by {len(others) + 1} processes at once, so that"
             " none of them has it; try again with one"
         )
-    return Copies(address=text, run=run, part=newest + 1, token=token, trainers=tuple(trainers))
+    return Copies(address=text, run=run, part=part, token=token, trainers=tuple(trainers))
 
 
 def _tokens(part: Address) -> set[str]:
@@ -419,11 +423,11 @@ class Store:
         """Bring a whole checkpoint here, into an empty folder; the ledger lies beside its files.
         Errors: CopyError, also where a file is not as the marker says.
         """
-        for name, wanted in self.marker(step)["files"].items():
-            if (facts := self.place.get(f"{name_of(step)}/{name}", into / name)) != wanted:
+        for name, expected in self.marker(step)["files"].items():
+            if (facts := self.place.get(f"{name_of(step)}/{name}", into / name)) != expected:
                 raise CopyError(
                     f"'{name}' of the checkpoint of step {step} at '{self.place.text}' is damaged:"
-                    f" {facts} instead of {wanted}"
+                    f" {facts} instead of {expected}"
                 )
 
     def clear(self, before: int) -> None:

@@ -227,7 +227,6 @@ class ListPlaces(LedgerCall[Mapping[str, str]]):
     doing = "list where files lie"
 
     def run(self, db: sqlite3.Connection, now: float) -> Mapping[str, str]:
-        """Do it."""
         return places.places(db, self.prefix)
 
 

@@ -1,4 +1,4 @@
-"""Hosts that see no folder in common: which files of a run count where, and where others come from."""
+"""Hosts that see no folder in common: which files count where, and where others come from."""
 
 import json
 from collections.abc import Iterator

@@ -54,7 +54,7 @@ def main() -> None:
             on=on,
             runs=Path(given["folder"], "runs"),
             limits=Limits(**given["limits"]),
-            launch=this_launch({}),
+            launch=this_launch(),
             **given["run"],
         )
     except DataflowError as error:
