@@ -8,7 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 
 HEAD = """\
-# The versions that this project's tests were green with, for `make venv` alone; CONTRIBUTING.md says how to renew them.
+# The versions that this project's tests were green with, for `make venv` alone; \
+CONTRIBUTING.md says how to renew them.
 # torch is the build that pip finds for this machine.
 """
 

@@ -11,10 +11,15 @@ from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
 WIDTH, MARGIN, GAP, NAME, BAR, PITCH = 880, 24, 40, 150, 12, 20
-STYLE = """<style>.figures{font-family:Inter,'Helvetica Neue',Helvetica,Arial,sans-serif;max-width:100%;height:auto}
-.figures .paper{fill:#fff}.figures text{fill:#1f2328;font-size:11px}.figures .title{font-size:13px;font-weight:600}
-.figures .note{fill:#656d76;font-size:10px}.figures .name{text-anchor:end}.figures .other{fill:#b6bec7}
-.figures .ours{fill:#0072b2}@media (prefers-color-scheme:dark){.figures .paper{fill:#0d1117}.figures text{fill:#e6edf3}
+STYLE = """\
+<style>.figures{font-family:Inter,'Helvetica Neue',Helvetica,Arial,sans-serif;\
+max-width:100%;height:auto}
+.figures .paper{fill:#fff}.figures text{fill:#1f2328;font-size:11px}\
+.figures .title{font-size:13px;font-weight:600}
+.figures .note{fill:#656d76;font-size:10px}.figures .name{text-anchor:end}\
+.figures .other{fill:#b6bec7}
+.figures .ours{fill:#0072b2}@media (prefers-color-scheme:dark){\
+.figures .paper{fill:#0d1117}.figures text{fill:#e6edf3}
 .figures .note{fill:#9198a1}.figures .other{fill:#485360}.figures .ours{fill:#58a6ff}}</style>"""
 Table = dict[tuple[str, str], float]
 """Numbers by row and column."""

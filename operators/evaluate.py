@@ -27,7 +27,8 @@ class Evaluate(Sink):
     >>> from operators import Evaluate, Generator, Prompts
     >>> from operators.rewards import find
     >>> g, generator = Graph("sums"), Generator(Model("policies/sums"))
-    >>> held_out = Prompts([{"prompt": "2+2=", "answer": "4"}], columns=("answer",), name="held_out", group_size=1)
+    >>> rows = [{"prompt": "2+2=", "answer": "4"}]
+    >>> held_out = Prompts(rows, columns=("answer",), name="held_out", group_size=1)
     >>> Evaluate(every_steps=50)(find("exact")(generator(g.source(held_out))))
     >>> g.check()
     """

@@ -53,7 +53,7 @@ def to_start(*, waiting: int, ahead: int, idle: int, starting: int, held: int, m
 
     >>> to_start(waiting=1, ahead=2, idle=0, starting=0, held=0, most=8)  # one to lend, two ahead
     3
-    >>> to_start(waiting=5, ahead=2, idle=0, starting=1, held=6, most=8)  # no more than there may be
+    >>> to_start(waiting=5, ahead=2, idle=0, starting=1, held=6, most=8)  # no more than may be
     1
     """
     return max(0, min(waiting + ahead, most - held) - idle - starting)

@@ -62,10 +62,11 @@ def test_the_example_of_a_public_name_runs(
 
 def test_examples_of_declarations_need_no_torch() -> None:
     program = (
-        "import sys, doctest,"
-        " operators;[doctest.DocTestRunner().run(doctest.DocTestParser().get_doctest(getattr(operators,"
-        " name).__doc__, {}, name, None, 0)) for name in operators.__all__]; print('torch' in"
-        " sys.modules)"
+        "import sys, doctest, operators;"
+        "parse, run = doctest.DocTestParser().get_doctest, doctest.DocTestRunner().run;"
+        "[run(parse(getattr(operators, name).__doc__, {}, name, None, 0))"
+        " for name in operators.__all__];"
+        " print('torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60

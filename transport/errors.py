@@ -1,14 +1,14 @@
 """Every error of the data plane, as one tree.
 
     TransportError
-    ├── FrameError (ValueError)      bytes that are not what this project sends; never taken, never a crash
+    ├── FrameError (ValueError)      bytes this project never sends; never taken, never a crash
     │   ├── MessageError             a message that its protocol does not have, or cannot carry
     │   └── SchemaMismatch           a batch, or a peer, with another schema than the edge's
     ├── BatchTooLarge (ValueError)   one batch that could never be sent, whatever the credit
-    ├── AddressError (ValueError)    an address, a folder or a key that would leave the channel open to others
+    ├── AddressError (ValueError)    an address, folder or key that would open the channel to others
     ├── SenderRefused                the other side answered, and said no
-    ├── PeerGone                     the other side vanished and did not come back before the deadline
-    └── WaitTimeout (TimeoutError)   a wait reached its deadline; names who waited, for whom, on which edge
+    ├── PeerGone                     the other side vanished and is not back before the deadline
+    └── WaitTimeout (TimeoutError)   a wait reached its deadline: who waited for whom, on which edge
 
 Messages have three parts: what is wrong, what was found, what to do.
 """

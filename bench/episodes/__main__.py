@@ -2,9 +2,9 @@
 at a time, and TRL.
 
     python -m bench.episodes --json FILE
-    python -m bench.episodes --episodes 256 --scale 0.1        shorter
-    python -m bench.episodes --episodes 128 --batch 64 --scale 0.05 --trl PYTHON        with an interpreter that has trl
-    python -m bench.episodes --trl PYTHON --trl-episodes 32 --only trl        as many as there is time for
+    python -m bench.episodes --episodes 256 --scale 0.1   # shorter
+    python -m bench.episodes --episodes 128 --batch 64 --scale 0.05 --trl PYTHON   # has trl
+    python -m bench.episodes --trl PYTHON --trl-episodes 32 --only trl   # as many as time allows
 
 Each episode has `--turns` calls of a tool by the policy, and for each the world takes 0.1 to 30 s
 (Pareto with a heavy tail, times `--scale`), drawn by its prompt; then the policy speaks once more.

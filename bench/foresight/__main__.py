@@ -1,13 +1,13 @@
 """Seconds of published reinforcement-learning steps, predicted by the cost model
 (dataflow/foresight).
 
-    python -m bench.foresight --fit rl_steps.csv                  # each row left out in turn
-    python -m bench.foresight --rows OTHER.csv --json OUT         # rows with the constants that are known
-    python -m bench.foresight --own                               # our own runs on this machine: bench.foresight.own
-    python -m bench.foresight --choice                            # does auto pick the fastest: bench.foresight.choice
-    python -m bench.foresight --unlike                            # 64 H100 with 64 L40S: bench.foresight.unlike
-    python -m bench.foresight --search                            # a thousand placements: bench.foresight.search
-    python -m bench.foresight --generator                         # time per token, on measured rows of servers
+    python -m bench.foresight --fit rl_steps.csv            # each row left out in turn
+    python -m bench.foresight --rows OTHER.csv --json OUT   # rows with the constants that are known
+    python -m bench.foresight --own                         # our own runs on this machine (own.py)
+    python -m bench.foresight --choice                      # does auto pick the fastest (choice.py)
+    python -m bench.foresight --unlike                      # 64 H100 with 64 L40S (unlike.py)
+    python -m bench.foresight --search                      # a thousand placements (search.py)
+    python -m bench.foresight --generator                   # time per token, on rows of servers
 
 A system has two constants, the shares of data-sheet rates that it reaches (memory and links, matrix
 products), and one stated assumption on what it does not publish (bench.foresight.published). With

@@ -1,7 +1,7 @@
 """Whether `--gpus auto` picks the fastest of eight placements of each of ten graphs, on two cores.
 
-    python -m bench.foresight --choice --keep FOLDER --json OUT         # three quarters of an hour, three rounds
-    python -m bench.foresight --choice --keep FOLDER --seconds 200      # some runs; call again until none is missing
+    python -m bench.foresight --choice --keep FOLDER --json OUT     # three rounds, 45 minutes
+    python -m bench.foresight --choice --keep FOLDER --seconds 200  # again until none is missing
     python -m bench.foresight --choice --keep FOLDER --graphs "small+slow scorer"
 
 Every placement that auto looks at (replicas and ranks of the generator, ranks of the trainer) is

@@ -95,7 +95,8 @@ def nearest_model(name: str, models: Mapping[str, Counts]) -> str:
     """That is called so but for case, marks, a version's minor number and what was made of it;
     empty: none.
 
-    >>> nearest_model("meta-llama/Llama-3.3-70B-Instruct", {"Llama-3.1-8B": None, "Llama-3.1-70B": None})
+    >>> models = {"Llama-3.1-8B": None, "Llama-3.1-70B": None}
+    >>> nearest_model("meta-llama/Llama-3.3-70B-Instruct", models)
     'Llama-3.1-70B'
     """
     alike = {each: _SIZE.findall(each) for each in models}

@@ -92,9 +92,8 @@ class PageClient:
         """What stands there; empty where that is nothing."""
         try:
             with socket.create_connection(("127.0.0.1", self._port), timeout=40) as client:
-                client.sendall(
-                    f"GET {self._path}{address} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\n\r\n".encode()
-                )
+                start = f"GET {self._path}{address} HTTP/1.1"
+                client.sendall(f"{start}\r\nHost: 127.0.0.1:{self._port}\r\n\r\n".encode())
                 parts = list(iter(lambda: client.recv(1 << 18), b""))
         except OSError:
             self.done.failed += 1

@@ -39,7 +39,9 @@ AGAIN = 10
 WATCHED_S = 10.0
 FRAMES = """new Promise(done => {
   const frames = [], tasks = [];
-  new PerformanceObserver(list => tasks.push(...list.getEntries().map(e => e.duration))).observe({type: 'longtask'});
+  const observer = new PerformanceObserver(
+    list => tasks.push(...list.getEntries().map(e => e.duration)));
+  observer.observe({type: 'longtask'});
   const began = performance.now();
   let last = began;
   const next = now => {

@@ -69,10 +69,11 @@ def parity(
 
 
 DIFFERS = """\
-What differs from the paper's GSM8K and MATH: a model of 135 million parameters instead of 8 to 405 billion, questions
-of one step with answers of a few tokens, one number that is right or wrong, some ten thousand rollouts instead of
-millions, two cores instead of GPUs, and a rate that makes all of it learn within minutes. What is the same: the loss,
-its weights and their cap, generation that never waits, weights that change in the midst of a rollout.
+What differs from the paper's GSM8K and MATH: a model of 135 million parameters instead of 8 to 405
+billion, questions of one step with answers of a few tokens, one number that is right or wrong, some
+ten thousand rollouts instead of millions, two cores instead of GPUs, and a rate that makes all of
+it learn within minutes. What is the same: the loss, its weights and their cap, generation that
+never waits, weights that change in the midst of a rollout.
 `error`: standard error of the mean over the seeds; `difference`: to aipo-0 with the same seed."""
 
 

@@ -53,7 +53,9 @@ def hunt():
         except OSError:
             pass
     for thing in seen:
-        items = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else [thing]
+        if isinstance(thing, dict):
+            thing = list(thing.values())
+        items = thing if isinstance(thing, (list, tuple)) else [thing]
         for item in list(items):
             text = item.decode("latin1") if isinstance(item, bytes) else item
             if isinstance(text, str) and "answer-" in text and "def hunt" not in text:
@@ -113,7 +115,8 @@ while environ and environ[at]:
         _TRY
         + """
 import os
-attempt(lambda: os.listdir('/proc'), lambda: open('/proc/1/environ').read(), lambda: open('/proc/1/mem', 'rb'))
+attempt(lambda: os.listdir('/proc'), lambda: open('/proc/1/environ').read(),
+        lambda: open('/proc/1/mem', 'rb'))
 """,
     ),
     Hostile(
@@ -146,8 +149,8 @@ for folder in ('[[home]]', '/', '/usr/lib', '/etc', '/dev', os.path.dirname(os._
         "mount, unshare, chroot, setns",
         _LIBC
         + """
-attempt(lambda: call(165, 0, 0, 0, 0, 0), lambda: call(272, 0x10000000), lambda: call(161, 0), lambda: call(308, 0, 0),
-        lambda: os.chroot('/tmp'))
+attempt(lambda: call(165, 0, 0, 0, 0, 0), lambda: call(272, 0x10000000), lambda: call(161, 0),
+        lambda: call(308, 0, 0), lambda: os.chroot('/tmp'))
 """,
     ),
 )
@@ -158,7 +161,8 @@ PROCESSES = (
         _LIBC
         + """
 for _ in range(1000):
-    attempt(lambda: call(57), lambda: call(58), lambda: call(56, 17, 0, 0, 0, 0), lambda: call(435, 0, 88))
+    attempt(lambda: call(57), lambda: call(58), lambda: call(56, 17, 0, 0, 0, 0),
+            lambda: call(435, 0, 88))
 """,
     ),
     Hostile(
@@ -190,14 +194,16 @@ while True:
         _TRY
         + """
 import os, signal
-attempt(*(lambda pid=pid: os.kill(pid, signal.SIGKILL) for pid in (os.getppid(), 1, -1, 0, *range(2, os.getpid()))))
+pids = (os.getppid(), 1, -1, 0, *range(2, os.getpid()))
+attempt(*(lambda pid=pid: os.kill(pid, signal.SIGKILL) for pid in pids))
 """,
     ),
     Hostile(
         "ptrace and memory of its parent",
         _LIBC
         + """
-attempt(lambda: call(101, 16, os.getppid(), 0, 0), lambda: call(310, 1, 0, 0, 0, 0, 0), lambda: call(438, 3, 0, 0))
+attempt(lambda: call(101, 16, os.getppid(), 0, 0), lambda: call(310, 1, 0, 0, 0, 0, 0),
+        lambda: call(438, 3, 0, 0))
 """,
     ),
     Hostile(
@@ -205,8 +211,9 @@ attempt(lambda: call(101, 16, os.getppid(), 0, 0), lambda: call(310, 1, 0, 0, 0,
         _TRY
         + """
 import os, resource
-attempt(lambda: resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)), lambda: os.sched_setaffinity(1, {0}),
-        lambda: os.setpriority(os.PRIO_PROCESS, 1, 19), lambda: resource.setrlimit(resource.RLIMIT_AS, (-1, -1)))
+attempt(lambda: resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)),
+        lambda: os.sched_setaffinity(1, {0}), lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
+        lambda: resource.setrlimit(resource.RLIMIT_AS, (-1, -1)))
 """,
     ),
 )

@@ -10,10 +10,10 @@ packed     what a Trainer does between the last group's arrival and the new weig
 unshared   the same, every rollout with a prompt of its own.
 padded     a plain loop over tensors: rows as wide as the longest, `rows` of them per forward and
            backward.
-trl        GRPOTrainer.training_step with loss_type="cispo", which is the same loss, on inputs as its own generation
-           leaves them (prompts padded at the left, completions at the right), then its clipping and
-           its optimiser's step. No generation, no gradient checkpointing, no logging; `rows` of
-           them per forward and backward.
+trl        GRPOTrainer.training_step with loss_type="cispo", which is the same loss, on inputs as
+           its own generation leaves them (prompts padded at the left, completions at the right),
+           then its clipping and its optimiser's step. No generation, no gradient checkpointing, no
+           logging; `rows` of them per forward and backward.
 """
 
 from __future__ import annotations

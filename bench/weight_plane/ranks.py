@@ -22,7 +22,8 @@ over_floor      ms over memcpy_ms within a machine, over raw_gloo_ms by gloo
 least_over      the same of the best update and the floor's best: what the machine's other work has
                 disturbed least
 
-shared_memory   ShardedWriter and ShardedReader, written straight from the trainer's tensors (hold="until_settle")
+shared_memory   ShardedWriter and ShardedReader, written straight from the trainer's tensors
+                (hold="until_settle")
 snapshot        the same from the trainer's copy, so that it may change them as soon as publish
                 returns
 gloo            by messages, from the trainer's tensors

@@ -387,9 +387,8 @@ class Programs:
                 self._start(session)
                 continue
             del self._sessions[session.job]
-            failure = (
-                session.failure
-                or f"{DIED}: the process that starts programs ended {session.deaths} times{importing}"
+            failure = session.failure or (
+                f"{DIED}: the process that starts programs ended {session.deaths} times{importing}"
             )
             answers.append(Answer(session.job, [0], {0: failure}, b""))
         if not self._sessions and self.restarts > 100:

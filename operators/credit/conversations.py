@@ -31,8 +31,8 @@ def conversation_advantage(
     >>> rows = dict(training_row=[np.array([0, 0, 1])] * 2, row_conversation=[np.array([0, 1])] * 2)
     >>> rows |= dict(row_role=[["white", "black"]] * 2, row_branch_turn=[np.array([-1, -1])] * 2)
     >>> rows |= dict(turn=[np.array([-1, 0, 1])] * 2, mask=[np.array([0, 1, 1])] * 2)
-    >>> made = conversation_advantage(turn_reward=[np.array([0.0, 1.0, -1.0]), np.array([0.0, 0.0, 1.0])], **rows)
-    >>> [each.tolist() for each in made]
+    >>> rows |= dict(turn_reward=[np.array([0.0, 1.0, -1.0]), np.array([0.0, 0.0, 1.0])])
+    >>> [advantage.tolist() for advantage in conversation_advantage(**rows)]
     [[0.0, 0.5, -1.0], [0.0, -0.5, 1.0]]
     """
     owners_S, compared, values = [], [], []

@@ -37,7 +37,8 @@ def token_rewards(
     mask is false.
 
     >>> import numpy as np
-    >>> mask, logprobs, ref_logprobs = np.array([0, 1, 1]), np.array([0.0, -1.0, -2.0]), np.array([0.0, -2.0, -4.0])
+    >>> mask = np.array([0, 1, 1])
+    >>> logprobs, ref_logprobs = np.array([0.0, -1.0, -2.0]), np.array([0.0, -2.0, -4.0])
     >>> token_rewards(1.0, logprobs, ref_logprobs, mask, beta=0.1).round(2).tolist()
     [0.0, -0.1, 0.8]
     """
@@ -74,7 +75,8 @@ def token_gae(
     """`gae` with a reward at each token: of `token_rewards`, or any column of that name.
 
     >>> import numpy as np
-    >>> token_gae(np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.5, 0.75]), np.array([0, 1, 1]), lam=0.0).tolist()
+    >>> rewards, values = np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.5, 0.75])
+    >>> token_gae(rewards, values, np.array([0, 1, 1]), lam=0.0).tolist()
     [0.0, 0.25, 0.25]
     """
     return _estimate(token_rewards, values, mask, gamma, lam)

@@ -134,9 +134,8 @@ class OpenEnvSession:
             case "CAPACITY_REACHED":
                 raise NoRoom(found.get("message"))
             case "VALIDATION_ERROR" if kind == "step":
-                raise InvalidAction(
-                    f"That is no action; {found.get('message', '')} {found.get('errors', '')}".strip()
-                )
+                reasons = f"{found.get('message', '')} {found.get('errors', '')}"
+                raise InvalidAction(f"That is no action; {reasons}".strip())
             case code:
                 raise WorldFailed(
                     f"the server could not {kind}; found {code}: {found.get('message')!r:.200}"

@@ -37,8 +37,9 @@ class HubData:
 
         >>> HubData.named("hf:openai/gsm8k/main:test")
         HubData(name='openai/gsm8k', config='main', split='test', chooses=True)
-        >>> HubData.named("hf:openai") is None, HubData.named("hf:a/b/c/d") is None, HubData.named("what is 2+2?")
-        (False, True, None)
+        >>> HubData.named("hf:openai") is None, HubData.named("hf:a/b/c/d") is None
+        (False, True)
+        >>> HubData.named("what is 2+2?")
         """
         if source.startswith(PREFIX):
             found = _NAMED.fullmatch(source, len(PREFIX))

@@ -100,7 +100,7 @@ def test_tensors_hold_all_parameters_between_them():
     assert gpu_weights.split(7, 1) == [7]
 
 
-def test_visible_counts_from_the_start_of_the_publish_and_the_floor_reads_and_writes_each_byte_once():
+def test_visible_counts_from_the_start_of_publish_and_the_floor_copies_each_byte_once():
     published = [(10.0, 0.2), (20.0, 0.4), (30.0, 0.3)]
     adopted = [(10.5, 0.1), (20.7, 0.2), (30.6, 0.3)]
     assert gpu_weights.figures_of(published, adopted, 2**20, 2**22) == {

@@ -63,7 +63,7 @@ def test_errors_are_those_of_the_mean_over_the_seeds_and_differences_are_within_
     assert mean([], "accuracy") is None and error(lines[:1], "accuracy") is None
 
 
-def test_the_staleness_of_the_second_half_and_the_share_of_capped_weights_are_of_the_trained_steps():
+def test_late_staleness_and_the_share_of_capped_weights_are_of_the_trained_steps():
     steps = [
         {
             "node": "trainer",

@@ -64,9 +64,7 @@ def ways(graph: Graph) -> set[tuple[str, str]]:
     return {(u, v) for u, v, data in graph.nx.edges(data=True) if data["plane"] == "data"}
 
 
-def test_an_inserted_operator_stands_between_a_node_and_all_that_read_it_and_the_first_graph_stays() -> (
-    None
-):
+def test_an_inserted_operator_stands_between_a_node_and_its_readers_the_first_graph_stays() -> None:
     graph = build(reward)
     edited = graph.insert(length, after="generator")
     assert ways(edited) == {

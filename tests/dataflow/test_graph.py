@@ -169,9 +169,7 @@ def test_gpus_that_do_not_make_whole_replicas_are_refused() -> None:
         plan(dealt_out(), Devices(cpus=8, gpus=8), gpus={"generator": 3})
 
 
-def test_the_ranks_of_a_generator_on_the_cpu_share_the_cores_with_each_other_and_with_what_runs_beside_them() -> (
-    None
-):
+def test_a_cpu_generators_ranks_share_the_cores_with_each_other_and_what_runs_beside_them() -> None:
     assert plan(dealt_out(0), Devices(cpus=4)).placements["generator"].threads == 2
     placements = plan(dealt_out(), Devices(cpus=6)).placements
     assert placements["generator"].threads == placements["trainer"].threads == 2

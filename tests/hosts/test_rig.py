@@ -51,8 +51,9 @@ WRITABLE = """
 import os
 for line in open("/proc/self/mountinfo"):
     fields = line.split()
-    if "rw" in fields[5].split(",") and not fields[4].startswith(("/proc", "/sys")) and os.path.isdir(fields[4]):
-        print(fields[2], fields[4])
+    place = fields[4]
+    if "rw" in fields[5].split(",") and not place.startswith(("/proc", "/sys")):
+        os.path.isdir(place) and print(fields[2], place)
 """
 
 
@@ -300,8 +301,8 @@ sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from rigs.hosts import hosts
 with hosts("e", "f") as (e, f):
     e.popen(["sleep", "4321"])
-    daemon = "import os, time; os.fork() and os._exit(0); os.setsid(); os.closerange(0, 3); time.sleep(1000)"
-    f.run([sys.executable, "-c", daemon])
+    daemon = "import os, time; os.fork() and os._exit(0); os.setsid(); os.closerange(0, 3)"
+    f.run([sys.executable, "-c", daemon + "; time.sleep(1000)"])
     import time
     while len(e.processes()) < 2 or len(f.processes()) < 2:
         time.sleep(0.01)

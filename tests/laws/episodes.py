@@ -48,7 +48,7 @@ EPISODES = (
     ),
     Law(
         "a rewritten conversation is trained as the policy saw it",
-        "test_each_sampled_token_of_a_rewritten_conversation_is_chosen_once_behind_all_that_the_policy_saw",
+        "test_each_sampled_token_of_a_rewritten_conversation_is_chosen_once_after_all_the_policy_saw",
         "operators.episodes:Dialogue.rows",
         never("begins", "!turns"),
         "the new row",

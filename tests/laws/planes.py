@@ -63,7 +63,7 @@ DATA_PLANE = (
     ),
     Law(
         "groups of a batch are acknowledged separately",
-        "test_what_the_next_node_says_of_one_group_is_passed_on_before_its_neighbours_have_an_outcome",
+        "test_an_answer_on_one_group_is_passed_on_before_its_neighbours_have_an_outcome",
         "dataflow:NodeLoop._acked",
         without("acknowledged"),
         "passing it on",
@@ -234,7 +234,7 @@ WEIGHT_PLANE = (
     ),
     Law(
         "a reader's ranks adopt one version together",
-        "test_what_all_ranks_hold_they_take_though_the_trainer_dies_and_another_offers_that_number_with_other_weights",
+        "test_ranks_take_what_all_hold_though_the_trainer_dies_and_another_reuses_its_number",
         "transport:ShardedReader.adopt",
         assigned("taken", "self._member.offered", "_held"),
         "adopting what is held",
@@ -424,7 +424,7 @@ WEIGHT_PLANE = (
     ),
     Law(
         "ranks on several hosts meet afresh each epoch",
-        "test_ranks_tell_each_other_over_the_line_where_they_are_once_it_is_known_and_in_their_epoch_alone",
+        "test_ranks_tell_each_other_where_they_are_once_it_is_known_and_in_their_epoch_alone",
         "transport.weights.protocol:Group.begin",
         without("known"),
         "starting without values",

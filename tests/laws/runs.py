@@ -143,7 +143,7 @@ SCHEDULER = (
     ),
     Law(
         "a node that lacks weights is starved",
-        "test_one_that_has_rows_and_no_weights_is_starved_until_they_come_and_one_without_rows_waits",
+        "test_one_with_rows_and_no_weights_is_starved_until_they_come_and_one_without_rows_waits",
         "dataflow:NodeLoop._state",
         never("starved", "runtime"),
         "seconds without weights",

@@ -305,9 +305,9 @@ def test_content_may_be_null_beside_calls_of_tools(base: Path) -> None:
     done = {"role": "tool", "tool_call_id": "1", "content": "ok"}
     for first in (asked, {name: value for name, value in asked.items() if name != "content"}):
         (text,) = shown(base, [{"prompt": [BEGUN[0], first, done]}])
-        assert (
-            text
-            == "<|im_start|>u=hi<|im_end|><|im_start|>a=<|im_end|><|im_start|>t=ok<|im_end|><|im_start|>a="
+        assert text == (
+            "<|im_start|>u=hi<|im_end|><|im_start|>a=<|im_end|>"
+            "<|im_start|>t=ok<|im_end|><|im_start|>a="
         )
     with pytest.raises(RecordError, match="which is no list of messages"):
         shown(base, [{"prompt": [{"role": "user", "content": None}]}])

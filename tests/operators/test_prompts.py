@@ -801,9 +801,7 @@ def test_what_got_an_outcome_while_the_other_nodes_were_built_is_not_issued_agai
     )
 
 
-def test_a_round_that_is_asked_for_again_and_again_is_issued_once_until_it_is_asked_for_as_new() -> (
-    None
-):
+def test_a_round_that_is_asked_for_repeatedly_is_issued_once_until_it_is_asked_for_as_new() -> None:
     runtime = build(Prompts(["a", "b"]), on_demand=True)
     for _ in range(3):
         runtime.tell({"evaluate": 10})

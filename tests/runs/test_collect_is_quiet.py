@@ -18,7 +18,8 @@ def reward(completion: str) -> float:
 if __name__ == "__main__":
     rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(8)] + ROWS
     prompts = Prompts(rows, columns=("answer",), on_bad="drop")
-    rollouts = Generator(Model(sys.argv[1]), max_tokens=4, group_size=2)(Graph("quiet").source(prompts))
+    generator = Generator(Model(sys.argv[1]), max_tokens=4, group_size=2)
+    rollouts = generator(Graph("quiet").source(prompts))
     assert collect(reward(rollouts), rows=8).num_rows == 8
 """
 

@@ -84,7 +84,7 @@ def pid_of(name: str, report: str) -> int:
     return int(found[1])
 
 
-def test_the_doctor_finds_a_run_well_then_names_the_worker_that_is_stopped_and_a_signal_writes_it_down(
+def test_the_doctor_finds_a_run_well_then_names_a_stopped_worker_and_a_signal_writes_it_down(
     tmp_path: Path,
 ) -> None:
     @scorer(isolate=False)

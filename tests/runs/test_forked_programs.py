@@ -16,9 +16,11 @@ atexit.register(print, "after all")
 threading.Thread(target=print, args=("a thread's",)).start()
 kept = int(sys.argv[1])
 print(json.dumps({
-    "arguments": sys.argv[2:], "variable": os.environ.get("GIVEN"), "others": len(os.environ), "folder": os.getcwd(),
-    "input": sys.stdin.read(), "parent": os.getppid(), "group": os.getpgrp() == os.getpid(),
-    "kept": os.read(kept, 10).decode(), "ignores": [n for n in range(1, 32) if signal.getsignal(n) == signal.SIG_IGN],
+    "arguments": sys.argv[2:], "variable": os.environ.get("GIVEN"), "others": len(os.environ),
+    "folder": os.getcwd(), "input": sys.stdin.read(),
+    "parent": os.getppid(), "group": os.getpgrp() == os.getpid(),
+    "kept": os.read(kept, 10).decode(),
+    "ignores": [n for n in range(1, 32) if signal.getsignal(n) == signal.SIG_IGN],
     "threads": threading.active_count(), "warnings": [rule[0] for rule in warnings.filters],
 }), flush=True)
 sys.exit("in the end")

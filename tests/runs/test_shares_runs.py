@@ -169,7 +169,7 @@ def test_the_states_of_every_node_add_up_to_the_time_of_the_run(
         assert said["measured"] == pytest.approx(whole, rel=0.03, abs=0.25), (name, said, whole)
 
 
-def test_operators_of_known_spin_and_sleep_are_busy_and_one_that_finds_no_room_before_them_is_blocked(
+def test_operators_that_spin_and_sleep_are_busy_and_one_without_room_ahead_is_blocked(
     light: None, tmp_path: Path
 ) -> None:
     """A step takes 80 ms of a processor, the groups for it 24 ms of sleep, and 32 groups may be

@@ -1,6 +1,7 @@
 """Repeats one seed with the log of its events, or looks for a seed that breaks a law.
 
-python -m tests.simulation --seed 17 [--channels]           python -m tests.simulation --seeds 500 20000
+python -m tests.simulation --seed 17 [--channels]
+python -m tests.simulation --seeds 500 20000
 python -m tests.simulation --seed 17 --having resume scaling
 """
 

@@ -89,9 +89,7 @@ def test_all_laws_hold_in_500_seeds_with(features: tuple[str, ...]) -> None:
     hold(having(*features), range(500))
 
 
-def test_all_laws_hold_in_10_seeds_whose_scorer_is_swapped_while_schedulers_and_all_others_die() -> (
-    None
-):
+def test_all_laws_hold_in_10_seeds_that_swap_the_scorer_while_schedulers_and_others_die() -> None:
     hold(having(SWAPS, *SUCCESSOR, *RESUME), range(10))
 
 

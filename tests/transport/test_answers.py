@@ -82,9 +82,7 @@ def test_an_answer_that_several_asked_for_is_acknowledged_when_all_have_it() -> 
     assert told == [[], [0, 1]]
 
 
-def test_a_replica_that_is_away_holds_up_nobody_else_and_has_its_answers_in_order_when_it_is_back() -> (
-    None
-):
+def test_a_replica_that_is_away_holds_up_nobody_and_has_its_answers_in_order_once_back() -> None:
     outlet, (first, second) = made({number: [number % 2] for number in range(6)})
     first.has_credit = False
     for number in range(6):

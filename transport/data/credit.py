@@ -92,7 +92,8 @@ def next_receiver(rooms: Sequence[int], *, last: int = -1, slack: int = 0) -> in
     most, or `slack` less at most; None: none has any. By room alone whoever has just given back a
     step's would take all of another one.
 
-    >>> next_receiver([2, 5, 5]), next_receiver([2, 5, 5], last=1), next_receiver([2, 5, 5], last=2, slack=3)
+    >>> rooms = [2, 5, 5]
+    >>> next_receiver(rooms), next_receiver(rooms, last=1), next_receiver(rooms, last=2, slack=3)
     (1, 2, 0)
     """
     least = max(1, max(rooms, default=0) - slack)

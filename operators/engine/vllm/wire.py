@@ -6,15 +6,14 @@ is left behind, and either side reads the end of the stream when the other one i
 what it imports print to stdout, so that one is a log. The file imports nothing of this project:
 vLLM's environment reads it too.
 
-    parent asks                                               vLLM's process answers
-    open    model, dtype, sizes, weights (once, first)        ready    vllm, platform, cache_tokens
-    step    starts: [{prompt, most, tickets, seeds, sampling, ends}]
-            aborts: [tickets]                                 stepped  version, tickets, tokens, logprobs,
-                                                                       ended: [tickets], reasons:
-                                                                       [stop|length|error]
-    update  version, weights                                  updated  version
-    (end of the stream)                                       (ends)
-                                                              failed   error (then the end of the stream)
+    parent asks                                          vLLM's process answers
+    open    model, dtype, sizes, weights (once, first)   ready    vllm, platform, cache_tokens
+    step    starts: [{prompt, most, tickets, seeds,      stepped  version, tickets, tokens,
+            sampling, ends}], aborts: [tickets]                   logprobs, ended: [tickets],
+                                                                  reasons: [stop|length|error]
+    update  version, weights                             updated  version
+    (end of the stream)                                  (ends)
+                                                         failed   error (then the stream's end)
 
 Requests are answered in their order, and a step is made only when it is asked for. Arrays travel as
 their bytes: tickets int64, tokens and prompts int32, logprobs float32, little-endian. A `stepped`

@@ -165,8 +165,10 @@ def rolled_out(function: Any, row: dict[str, Any], settings: dict[str, Any]) -> 
 def messages_in(prompt: str) -> Any:
     """The chat that a prompt is the JSON of; any other text as it is.
 
-    >>> messages_in('[{"role": "user", "content": "2+2="}]'), messages_in("[1, 2] has how many numbers?")
-    ([{'role': 'user', 'content': '2+2='}], '[1, 2] has how many numbers?')
+    >>> messages_in('[{"role": "user", "content": "2+2="}]')
+    [{'role': 'user', 'content': '2+2='}]
+    >>> messages_in("[1, 2] has how many numbers?")
+    '[1, 2] has how many numbers?'
     """
     try:
         found = json.loads(prompt)

@@ -159,8 +159,9 @@ def gives_of(note: bool, has_lists: bool) -> Any:
 def messages_of(prompt: str) -> list[dict[str, Any]] | None:
     """The chat messages that a prompt is made of; None for a plain text.
 
-    >>> messages_of('[{"role": "user", "content": "2+2="}]'), messages_of("[1, 2] has how many numbers?")
-    ([{'role': 'user', 'content': '2+2='}], None)
+    >>> messages_of('[{"role": "user", "content": "2+2="}]')
+    [{'role': 'user', 'content': '2+2='}]
+    >>> messages_of("[1, 2] has how many numbers?")
     """
     if not prompt.startswith("["):
         return None
@@ -181,7 +182,8 @@ def both_forms(prompt: str, completion: str) -> tuple[Any, Any]:
     What the assistant had begun to say at the prompt's end belongs to the completion, as TRL has
     it.
 
-    >>> both_forms('[{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "It "}]', "is 4")
+    >>> prompt = '[{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "It "}]'
+    >>> both_forms(prompt, "is 4")
     ([{'role': 'user', 'content': '2+2='}], [{'role': 'assistant', 'content': 'It is 4'}])
     """
     messages = messages_of(prompt)

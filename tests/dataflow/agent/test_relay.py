@@ -87,9 +87,7 @@ def test_a_heartbeat_is_answered_only_while_the_scheduler_is_there(
     assert worker.poll(5000) and TO_WORKER.decode(worker.recv()) == Start()
 
 
-def test_a_scheduler_speaks_to_each_host_in_one_message_and_hears_very_many_workers_less_often() -> (
-    None
-):
+def test_each_host_gets_one_message_and_very_many_workers_are_heard_less_often() -> None:
     messages = HostMessages(hang_s=15.0)
     changed = [number for number in range(4096) if messages.slows(number + 1)]
     assert 0 < len(changed) < 20 and 3.0 < messages.beat_s <= 4.0

@@ -152,9 +152,7 @@ def test_a_trainer_waits_for_the_scorer_that_has_what_was_generated() -> None:
     assert "'reward', which holds 24 rows and has not worked on them for 50 s" in verdict(facts)
 
 
-def test_a_group_that_is_only_issued_is_waited_for_at_the_generator_and_so_at_what_that_waits_for() -> (
-    None
-):
+def test_an_issued_group_is_waited_for_at_the_generator_and_at_what_that_waits_for() -> None:
     facts = run(awaited=awaited("issued"))
     assert ("trainer", "generator") in pairs(facts)
     assert "Everything waits for 'prompts'" in verdict(facts)

@@ -401,9 +401,7 @@ def test_processes_with_more_threads_share_out_products_and_wait_for_each_other(
     assert calibrate(made_runs()).parallel == {}, "no run tells"
 
 
-def test_two_runs_of_which_one_is_synchronous_tell_what_others_take_with_one_thread_and_with_several() -> (
-    None
-):
+def test_a_synchronous_run_and_another_show_what_others_take_with_one_thread_and_several() -> None:
     """Their models are smaller and larger than the others; a process alone and two threads are as
     is assumed, about.
     """
@@ -440,9 +438,7 @@ def test_two_runs_of_which_one_is_synchronous_tell_what_others_take_with_one_thr
                 assert told == pytest.approx(came, rel=0.2), (layers, width, threads, tokens)
 
 
-def test_what_nobody_is_at_work_in_between_two_steps_in_turn_is_the_way_from_one_operator_to_the_next() -> (
-    None
-):
+def test_time_between_two_steps_in_which_nobody_works_is_the_way_between_operators() -> None:
     def run(generator_s: float, trainer_s: float, **how: Any) -> SeenRun:
         """With steps of a second."""
         made = made_run(sized(2, 128), mean=8.0, batch=50.0, name="a", threads=2)
@@ -472,9 +468,7 @@ def test_constants_go_into_a_file_and_come_back(tmp_path: Path) -> None:
             read_constants(str(tmp_path / "c.json"))
 
 
-def test_processes_of_a_scorer_take_as_long_for_a_row_as_a_call_does_and_bound_a_run_apart_from_their_worker() -> (
-    None
-):
+def test_a_scorers_processes_take_as_long_a_row_as_a_call_and_bound_a_run_by_themselves() -> None:
     """32 calls of 50 ms at once are 640 rows in a second; rows that came, and wait, are not
     counted.
     """

@@ -61,7 +61,7 @@ def graph(model: Model, max_staleness: int = 1, **knobs: Any) -> Graph:
     )
 
 
-def test_a_generator_is_tried_with_all_ranks_that_deal_its_heads_out_and_with_fp8_where_devices_have_it(
+def test_a_generator_is_tried_with_ranks_that_divide_its_heads_and_fp8_where_devices_have_it(
     model: Model,
 ) -> None:
     generator = graph(model).operators["generator"]

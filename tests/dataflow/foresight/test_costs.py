@@ -239,9 +239,7 @@ def test_a_trainer_s_state_leaves_less_room_and_is_named_where_it_leaves_none() 
         replace(ON_H100, reserved_bytes=70e9).at_once(1000, ASSUMED)
 
 
-def test_an_all_reduce_of_few_bytes_takes_longer_with_each_doubling_of_nodes_whatever_the_rates() -> (
-    None
-):
+def test_an_all_reduce_of_few_bytes_takes_longer_with_each_doubling_of_nodes_at_any_rates() -> None:
     fixed = [
         replace(ON_H100, tensor_parallel=ranks).step(1, 0, ASSUMED).fixed
         for ranks in (1, 8, 16, 32)

@@ -68,7 +68,7 @@ def test_an_asynchronous_step_is_as_long_as_the_busiest_and_a_synchronous_one_as
     assert apart.rollouts == 1024 and 0 < apart.staleness <= 2 and in_turn.staleness == 0
 
 
-def test_a_simulated_step_is_no_shorter_than_its_busiest_operator_and_as_long_as_closed_forms_without_tails(
+def test_a_simulated_step_is_bound_by_its_busiest_operator_and_meets_closed_forms_without_tails(
     model: Model,
 ) -> None:
     room, even = read_devices("16xH100"), Workload(mean_tokens=512, sigma=0.0)
@@ -89,7 +89,7 @@ def test_a_simulated_step_is_no_shorter_than_its_busiest_operator_and_as_long_as
     assert tails.step_s > found.step_s and tails.spread_s[1] > tails.spread_s[0]
 
 
-def test_a_simulated_trainer_passes_over_as_many_tokens_as_by_closed_forms_also_where_rollouts_are_short(
+def test_a_simulated_trainer_passes_over_the_tokens_of_closed_forms_also_in_short_rollouts(
     model: Model,
 ) -> None:
     """Of three tokens the last, which nothing follows, is a third."""
@@ -120,7 +120,7 @@ def judged(plain: float) -> float:
     return plain
 
 
-def test_what_bounds_a_step_is_what_one_worker_has_together_or_the_processes_that_a_node_has_for_itself(
+def test_a_step_is_bound_by_all_of_one_worker_or_by_the_processes_of_one_node(
     model: Model,
 ) -> None:
     generator = Generator(model, group_size=16, max_tokens=2048)

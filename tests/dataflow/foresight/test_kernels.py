@@ -225,9 +225,7 @@ def test_without_the_package_it_is_said_what_to_install(monkeypatch: pytest.Monk
         folder()
 
 
-def test_the_installed_package_has_what_a_dense_model_takes_on_each_device_in_the_order_of_their_bandwidth() -> (
-    None
-):
+def test_installed_times_of_a_dense_model_order_the_devices_by_their_bandwidth() -> None:
     try:
         folder()
     except GraphError:

@@ -38,9 +38,7 @@ def scenario(slots: int = 64, **changes: Any) -> Scenario:
     return Scenario(**(known | changes))
 
 
-def test_a_synchronous_step_is_generation_and_training_and_an_asynchronous_one_the_longer_of_both() -> (
-    None
-):
+def test_a_synchronous_step_is_generation_and_training_an_asynchronous_one_the_longer() -> None:
     assert simulate(scenario(max_staleness=0)).step_s == pytest.approx(0.1 + 0.05, rel=1e-6)
     found = simulate(scenario(max_staleness=4))
     assert found.step_s == pytest.approx(0.1, rel=0.05) and found.busy[
@@ -53,9 +51,7 @@ def test_a_synchronous_step_is_generation_and_training_and_an_asynchronous_one_t
     )
 
 
-def test_two_that_share_a_core_take_as_long_as_one_after_the_other_and_with_two_cores_as_the_longer() -> (
-    None
-):
+def test_two_on_one_core_take_as_long_as_one_after_the_other_and_on_two_as_the_longer() -> None:
     both = {
         "generator": GeneratorCosts(step_s=np.full(65, 1e-3), shared=True),
         "trainer": TrainerCosts(step_s=0.1, shared=True),

@@ -163,7 +163,8 @@ def test_of_all_that_a_program_is_taken_from_the_owner_counts_and_who_may_write_
         path = folder.path / name
         os.chown(path, owner, -1)
         path.chmod(mode | 0o111 * path.is_dir())
-        why = f"{f'has a {name} that ' if name else ''}{'belongs to user 4321' if owner else 'may be written by others'}"
+        why = "belongs to user 4321" if owner else "may be written by others"
+        why = f"has a {name} that {why}" if name else why
         with pytest.raises(RunError, match=f"{why}.*dataflow resume --trust"):
             trusted(folder)
         with pytest.raises(

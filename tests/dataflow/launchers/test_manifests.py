@@ -53,7 +53,7 @@ def plain(value: Any) -> Any:
     return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def test_each_pod_of_a_jobset_knows_its_rank_the_address_of_the_first_and_the_secret_by_reference() -> (
+def test_each_pod_of_a_jobset_knows_its_rank_the_first_address_and_the_secret_by_reference() -> (
     None
 ):
     secret, made = jobset(JOB, CLUSTER, SECRET)

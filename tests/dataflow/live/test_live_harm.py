@@ -128,17 +128,14 @@ def test_another_site_in_the_same_browser_gets_nothing(
     here, there = serve([folder]).port, serve([folder]).port
     page = opened(window, there)
     page.wait(ROWS)
-    outcome = page.ask(
-        f"""fetch('http://127.0.0.1:{here}/{TOKEN}/api/runs').then(() => 'read').catch(() => 'refused')"""
-    )
+    fetched = f"fetch('http://127.0.0.1:{here}/{TOKEN}/api/runs')"
+    outcome = page.ask(f"{fetched}.then(() => 'read').catch(() => 'refused')")
     assert outcome == "refused", "by the policy of the page"
     page.do("Page.setBypassCSP", enabled=True)
     try:
         page = opened(window, there)
         page.wait(ROWS)
-        outcome = page.ask(
-            f"""fetch('http://127.0.0.1:{here}/{TOKEN}/api/runs').then(() => 'read').catch(() => 'refused')"""
-        )
+        outcome = page.ask(f"{fetched}.then(() => 'read').catch(() => 'refused')")
         assert outcome == "refused", "by the server, which names no other origin"
     finally:
         page.do("Page.setBypassCSP", enabled=False)

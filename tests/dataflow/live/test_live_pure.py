@@ -175,12 +175,15 @@ def test_all_parts_of_a_run_count_each_from_its_first_step() -> None:
     assert seconds == 13.0 and nodes["t"] == {"busy": 9.0, "rows_in": 90.0, "step": 7}
 
 
-HOSTILE = b"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 10 10" onload="alert(1)"><script>alert(2)</script>
+HOSTILE = b"""\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 10 10" onload="alert(1)">\
+<script>alert(2)</script>
 <style>*{background:url(http://x)}</style><foreignObject><p>no</p></foreignObject><image href="http://x"/>
 <g class="link lane"><title>a \xe2\x86\x92 b (s): c1, c2</title>
 <path class="line" d="M0 0H5" style="x" onclick="alert(3)"/></g>
 <g class="weights"><title>b \xe2\x86\x92 a: m</title><path class="line" d="M0 0url(#x)"/></g>
-<a href="javascript:alert(4)"><text x="1" y="calc(2)">t</text></a><text class="knob">k=<tspan>1</tspan>!</text></svg>"""
+<a href="javascript:alert(4)"><text x="1" y="calc(2)">t</text></a>\
+<text class="knob">k=<tspan>1</tspan>!</text></svg>"""
 
 
 def test_of_a_drawing_from_anybody_only_shapes_and_texts_are_left() -> None:

@@ -124,9 +124,7 @@ def test_two_processes_may_be_forced_onto_gloo_wherever_they_sit() -> None:
 # The plan
 
 
-def test_a_run_on_the_cpu_goes_through_shared_memory_and_an_inline_one_stays_within_its_process() -> (
-    None
-):
+def test_a_cpu_run_goes_through_shared_memory_and_an_inline_one_stays_within_its_process() -> None:
     made = plan(build(), Devices(cpus=2), replicas={"generator": 3}, sizes=SIZES)
     assert (
         weights_line(made)

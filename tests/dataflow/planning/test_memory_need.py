@@ -229,9 +229,7 @@ def test_of_those_that_take_turns_on_a_device_the_larger_one_has_to_fit() -> Non
         planned(1, {"trainer": "generator"}, main_gib=12)
 
 
-def test_who_takes_turns_on_accelerators_has_moments_elsewhere_while_it_computes_and_all_while_it_sleeps() -> (
-    None
-):
+def test_who_takes_turns_has_moments_elsewhere_while_it_computes_and_all_while_it_sleeps() -> None:
     apart, shared = planned(80, ONE_EACH), {"generator": 1, "trainer": "generator"}
     in_turn = planned(80, shared, main_gib=13)
     spared = sum(parts(apart, "trainer").values()) - sum(parts(in_turn, "trainer").values())

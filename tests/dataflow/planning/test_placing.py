@@ -63,9 +63,7 @@ def where(made: Plan) -> dict[str, tuple[str, ...]]:
 # The rule
 
 
-def test_two_replicas_and_a_trainer_have_a_host_each_and_scorers_sit_beside_the_generator_that_feeds_them() -> (
-    None
-):
+def test_replicas_and_a_trainer_have_a_host_each_and_scorers_sit_beside_their_generator() -> None:
     made = plan(build(), hosts(3), replicas={"generator": 2})
     assert where(made) == {
         "prompts": ("a",),
@@ -155,9 +153,7 @@ def test_those_who_take_turns_sit_on_one_host() -> None:
     assert shared.placements["trainer"].gpus == shared.placements["generator"].gpus == (4, 5, 6, 7)
 
 
-def test_processes_on_the_cpu_go_where_there_are_fewest_per_core_and_threads_are_shared_host_by_host() -> (
-    None
-):
+def test_cpu_processes_go_where_fewest_are_per_core_and_threads_are_shared_host_by_host() -> None:
     devices = Devices.of([Host(name="small", cpus=2), Host(name="large", cpus=12)])
     made = plan(build(), devices, replicas={"generator": 6})
     generator = made.placements["generator"]
@@ -325,9 +321,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(how: Mapping[str, Any], s
         plan(build(), hosts(2, gpus=2), **how)
 
 
-def test_light_operators_of_one_worker_are_pinned_together_and_this_machine_has_no_hosts_to_name() -> (
-    None
-):
+def test_light_operators_of_one_worker_are_pinned_together_and_one_machine_names_no_host() -> None:
     graph, generator = Graph("test"), FakeGenerator(model=POLICY)
     FakeTrainer(model=Model("other"))(advantage(reward(generator(graph.source(FakePrompts())))))
     assert where(plan(graph, hosts(2), place={"advantage": "b"}))["reward"] == ("b",)

@@ -108,7 +108,7 @@ def test_on_the_cpu_the_workers_of_a_lost_host_go_where_there_are_fewest_per_cor
     assert found["trainer"] == "c"
 
 
-def test_on_accelerators_it_is_the_first_row_that_is_free_and_a_host_that_joined_has_the_last_numbers() -> (
+def test_on_accelerators_the_first_free_row_is_taken_and_a_joined_host_has_the_last_numbers() -> (
     None
 ):
     devices = hosts(3, gpus=4)

@@ -41,9 +41,7 @@ def test_a_trainer_that_a_host_has_room_for_stays_on_it() -> None:
     )
 
 
-def test_one_that_fits_no_host_has_whole_hosts_next_to_each_other_each_with_neighbouring_ranks() -> (
-    None
-):
+def test_one_that_fits_no_host_has_whole_hosts_in_a_row_each_with_neighbouring_ranks() -> None:
     trainer = plan(build(), hosts(8, gpus=8), gpus={"trainer": 48, "generator": 16}).placements[
         "trainer"
     ]

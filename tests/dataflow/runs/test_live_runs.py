@@ -26,7 +26,8 @@ from dataflow import Model
 from dataflow.testing import FakePrompts, FakeTrainer
 from pathlib import Path
 trainer = slow(FakeTrainer(model=Model("fake-policy"), prompts_per_step=runs_made.PROMPTS), 0.02)
-runs_made.one_run(Path(sys.argv[1]), steps=int(sys.argv[3]), trainer=trainer, source=FakePrompts(size=None))
+source = FakePrompts(size=None)
+runs_made.one_run(Path(sys.argv[1]), steps=int(sys.argv[3]), trainer=trainer, source=source)
 """
 
 

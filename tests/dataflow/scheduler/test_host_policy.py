@@ -126,9 +126,7 @@ def told(commands: list[Command]) -> str:
     return "\n".join(command.text for command in commands if isinstance(command, events.NotifyUser))
 
 
-def test_a_host_that_is_not_heard_is_lost_and_its_workers_start_where_there_is_room_as_soon_as_that_is() -> (
-    None
-):
+def test_a_host_that_is_not_heard_is_lost_and_its_workers_start_as_soon_as_there_is_room() -> None:
     run = Run((A, B, C))
     seconds = {"busy": 0.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0}
     report = messages.NodeReport(
@@ -188,7 +186,7 @@ def test_a_lost_host_that_is_back_ends_what_it_has_before_anything_is_started_th
     assert run.table.workers["generator-1"].gpus == (2,)
 
 
-def test_without_room_the_run_says_what_it_waits_for_goes_on_with_a_host_that_joins_or_ends_with_the_numbers() -> (
+def test_without_room_a_run_says_so_goes_on_with_a_host_that_joins_or_ends_with_the_numbers() -> (
     None
 ):
     wanted = (
@@ -262,9 +260,7 @@ def test_those_that_send_to_a_worker_that_is_elsewhere_hear_where_it_was_and_is(
     assert generator.deferred[0] == moved, "before it is asked to send there as well"
 
 
-def test_the_next_scheduler_meets_the_workers_of_a_host_when_its_agent_joins_and_misses_the_others() -> (
-    None
-):
+def test_the_next_scheduler_meets_a_hosts_workers_when_its_agent_joins_and_misses_others() -> None:
     left = json.loads(to_json(Run().table.to_plain()))
     run = Run()
     run.table.take_up(left)
@@ -405,9 +401,7 @@ def moved() -> Run:
     return run
 
 
-def test_who_was_moved_goes_back_once_its_planned_host_has_been_back_for_a_while_and_has_not_failed() -> (
-    None
-):
+def test_a_moved_worker_goes_back_once_its_planned_host_has_been_well_for_a_while() -> None:
     run = moved()
     found = run.tick(10.0, "a", "b", "c")
     killed = [command.to for command in found if isinstance(command, events.Signal)]

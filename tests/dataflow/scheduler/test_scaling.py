@@ -193,9 +193,7 @@ def ticket(command: Command) -> int:
 # A join and a leave, step by step
 
 
-def test_a_join_forks_waits_for_hello_and_for_everybody_downstream_then_wires_starts_and_tells_upstream() -> (
-    None
-):
+def test_a_join_forks_waits_for_hello_and_all_downstream_then_wires_starts_tells_upstream() -> None:
     played = begun()
     forked, expect = played.scale({"generator": 2})
     assert forked == StartWorker(name="generator-1", senders={"prompts>generator:prompts": 1})

@@ -275,10 +275,14 @@ def test_a_tracker_goes_to_its_process_as_json_and_is_the_same_there() -> None:
 def test_a_program_that_runs_a_graph_when_a_tracker_is_imported_is_refused(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "from dataflow import Graph, inline, run\nfrom dataflow.testing import *\nfrom"
-        " dataflow.trackers import Tracker\nclass Mine(Tracker):\n    pass\ng ="
-        " Graph('tiny')\nFakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(FakePrompts())))\nrun(g,"
-        f" on=inline(), steps=1, runs={str(tmp_path / 'runs')!r}, quiet=True, track=[Mine])\n"
+        "from dataflow import Graph, inline, run\n"
+        "from dataflow.testing import *\n"
+        "from dataflow.trackers import Tracker\n"
+        "class Mine(Tracker):\n    pass\n"
+        "g = Graph('tiny')\n"
+        "FakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(FakePrompts())))\n"
+        "run(g, on=inline(), steps=1,"
+        f" runs={str(tmp_path / 'runs')!r}, quiet=True, track=[Mine])\n"
     )
     with pytest.raises(GraphError, match="imports this program, and found that it runs a graph"):
         choose([f"{program}:Mine"])

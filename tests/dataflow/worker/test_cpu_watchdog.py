@@ -63,9 +63,7 @@ def compute(seconds: float) -> None:
         pass
 
 
-def test_what_the_main_thread_and_other_processes_compute_counts_and_what_other_threads_do_does_not() -> (
-    None
-):
+def test_the_main_thread_and_other_processes_count_and_other_threads_do_not() -> None:
     before = processor_time()
     helper = threading.Thread(target=compute, args=(0.3,))
     helper.start()

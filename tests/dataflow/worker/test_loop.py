@@ -411,9 +411,7 @@ def test_rows_are_acknowledged_only_when_the_next_node_has_acknowledged_what_the
     assert events.of("acked") == [("acked", 0)]
 
 
-def test_what_the_next_node_says_of_one_group_is_passed_on_before_its_neighbours_have_an_outcome() -> (
-    None
-):
+def test_an_answer_on_one_group_is_passed_on_before_its_neighbours_have_an_outcome() -> None:
     events = Events()
     outlet = FakeOutlet(events, keeps=True)
     loop = loop_of(Script(events), FakeInlet(events, rows(7, 7, 7, 8, 9, 9)), outlet)

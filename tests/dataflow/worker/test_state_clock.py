@@ -166,7 +166,7 @@ def test_one_whose_rows_find_no_room_is_blocked_and_not_waiting() -> None:
     assert first["waiting"] < 0.01 > second["waiting"] and first["starved"] == 0
 
 
-def test_one_that_has_rows_and_no_weights_is_starved_until_they_come_and_one_without_rows_waits() -> (
+def test_one_with_rows_and_no_weights_is_starved_until_they_come_and_one_without_rows_waits() -> (
     None
 ):
     clock = Clock()

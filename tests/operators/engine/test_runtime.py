@@ -291,7 +291,7 @@ def test_the_engine_is_told_which_version_was_taken_though_another_one_was_offer
     assert {version for row in rows for version in row["versions"]} == {-1, 0, 2}
 
 
-def test_after_a_trainers_restart_the_engine_is_told_of_its_version_though_the_number_is_the_same_or_lower(
+def test_after_a_trainers_restart_the_engine_is_told_its_version_though_it_is_no_higher(
     build, make_model, monkeypatch
 ):
     plane = FakePlane({0: make_model(), 1: make_model(seed=1)}, at_poll={0: 1, 5: 1, 9: 0})

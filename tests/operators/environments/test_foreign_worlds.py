@@ -138,9 +138,7 @@ def test_an_environment_ends_after_its_rounds_of_calls_and_where_the_policy_has_
     assert play(chat) == 1.0
 
 
-def test_an_environment_of_trls_reads_what_reset_names_and_writes_a_column_where_it_has_a_reward() -> (
-    None
-):
+def test_a_trl_environment_reads_what_reset_names_and_writes_a_column_if_it_has_a_reward() -> None:
     world = trl_environment(Counter, columns=("level",), name="count")
     assert list(world.signature.annotations) == ["prompt", "target", "level"]
     assert world.name == "count" and str(world.signature.output) == "double"

@@ -274,10 +274,13 @@ from nemo_gym.server_utils import ServerClient
 
 match sys.argv[1]:
     case "counter":
-        from resources_servers.example_session_state_mgmt.app import StatefulCounterResourcesServer as Server
+        from resources_servers.example_session_state_mgmt import app
+        Server = app.StatefulCounterResourcesServer
     case "blackjack":
         from resources_servers.blackjack.app import BlackjackEnv as Server
-config = Server.model_fields["config"].annotation(host="127.0.0.1", port=1, entrypoint="", name=sys.argv[1])
+config = Server.model_fields["config"].annotation(
+    host="127.0.0.1", port=1, entrypoint="", name=sys.argv[1]
+)
 app = Server(config=config, server_client=MagicMock(spec=ServerClient)).setup_webserver()
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="error")
 """

@@ -230,9 +230,7 @@ def test_who_waits_too_long_is_told_and_takes_nothing_along() -> None:
     run(work)
 
 
-def test_a_session_that_cannot_be_started_is_the_failure_of_one_who_waits_and_none_is_started_for_nobody() -> (
-    None
-):
+def test_a_session_that_cannot_start_is_one_waiters_failure_and_none_starts_for_nobody() -> None:
     maker = Maker(*[OSError("the port is closed")] * 4, None)
 
     async def work() -> None:

@@ -168,7 +168,7 @@ REWRITTEN = st.lists(
 
 @examples(100)
 @given(REWRITTEN)
-def test_each_sampled_token_of_a_rewritten_conversation_is_chosen_once_behind_all_that_the_policy_saw(
+def test_each_sampled_token_of_a_rewritten_conversation_is_chosen_once_after_all_the_policy_saw(
     turns: list[tuple[str | None, str, list[int]]],
 ) -> None:
     talk, seen = dialogue(), []

@@ -303,7 +303,7 @@ def test_losses_take_a_micro_batch_without_any_tokens():
         assert _called(read_loss(loss, "trainer"), none).shape == (0,)
 
 
-def test_distillation_descends_the_reverse_kl_exactly_when_every_token_is_drawn_as_often_as_it_is_likely():
+def test_distillation_descends_the_reverse_kl_exactly_when_tokens_are_drawn_as_they_are_likely():
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(7, generator=draw, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(7, generator=draw, dtype=torch.float64).log_softmax(0)

@@ -1,7 +1,8 @@
 """Reward functions as the documentation of TRL, verl and verifiers has them, read in a checkout and
 run unchanged.
 
-DATAFLOW_TRL_CHECKOUT, DATAFLOW_VERL_CHECKOUT, DATAFLOW_VERIFIERS_CHECKOUT    folders of the projects' repositories
+DATAFLOW_TRL_CHECKOUT, DATAFLOW_VERL_CHECKOUT, DATAFLOW_VERIFIERS_CHECKOUT: folders of the projects'
+repositories.
 """
 
 import asyncio

@@ -129,12 +129,14 @@ def rollout(prompts, trainer):
     generate = trainer.vllm_generation.generate
     _, first, first_logprobs, _ = generate(prompts=[prompt_ids], images=None, num_generations=1)
     heard = tokenizer("\\n<|im_start|>tool\\n=<|im_end|>\\n<|im_start|>assistant\\n")["input_ids"]
-    _, second, second_logprobs, _ = generate(prompts=[prompt_ids + first[0] + heard], images=None, num_generations=1)
+    again = [prompt_ids + first[0] + heard]
+    _, second, second_logprobs, _ = generate(prompts=again, images=None, num_generations=1)
     logprobs = [*first_logprobs[0], *[[0.0]] * len(heard), *second_logprobs[0]]
     mask = [1] * len(first[0]) + [0] * len(heard) + [1] * len(second[0])
     return {
         "prompt_ids": [prompt_ids], "completion_ids": [first[0] + heard + second[0]],
-        "logprobs": [[each[0] for each in logprobs]], "env_mask": [mask], "env_reward": [float(len(heard))],
+        "logprobs": [[each[0] for each in logprobs]], "env_mask": [mask],
+        "env_reward": [float(len(heard))],
     }
 
 

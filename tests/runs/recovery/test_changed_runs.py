@@ -177,7 +177,7 @@ def test_knobs_that_are_set_at_random_moments_are_on_record_by_step_and_a_replay
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "kills"), [(3, 1), (50, 12)], ids=["few", "fifty"])
-def test_a_reward_that_is_swapped_at_random_moments_judges_whole_groups_and_a_replay_repeats_every_loss(
+def test_a_reward_swapped_at_random_moments_judges_whole_groups_and_a_replay_repeats_every_loss(
     storm: Callable[[], Storm], tmp_path: Path, count: int, kills: int
 ) -> None:
     module = tmp_path / "rewards_in_turn.py"

@@ -304,7 +304,7 @@ def test_a_killed_worker_of_the_real_operators_leaves_no_process_and_no_memory(
 # Workers that fail
 
 
-def test_an_operator_that_always_raises_ends_the_run_with_its_name_and_line_and_its_log_has_the_traceback(
+def test_an_operator_that_always_raises_ends_the_run_with_its_name_its_line_and_a_traceback(
     light: None, tmp_path: Path
 ) -> None:
     def boom() -> None:

@@ -253,7 +253,7 @@ def test_a_worker_that_is_killed_while_it_starts_with_the_new_reward_is_started_
 
 
 @pytest.mark.parametrize("by", ["standby", "resume"])
-def test_a_scheduler_that_is_killed_while_the_new_reward_starts_is_replaced_by_one_that_ends_the_swap(
+def test_a_scheduler_killed_while_the_new_reward_starts_is_replaced_by_one_that_ends_the_swap(
     program: Start,
     rewards: Callable[..., Path],
     asking: Callable[[RunFolder], "subprocess.Popen[str]"],

@@ -119,7 +119,7 @@ def test_processes_train_adapters_as_one_process_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_share_out_matrices_train_adapters_as_one_process_does_and_go_on_after_a_checkpoint(
+def test_ranks_that_share_matrices_train_adapters_as_one_process_and_go_on_after_a_checkpoint(
     policy: Path, machine: None, tmp_path: Path, ranks: int
 ) -> None:
     """Its generator has every version; its checkpoint is one that peft loads, and that a resume

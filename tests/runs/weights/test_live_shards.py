@@ -137,7 +137,7 @@ def greedy(result: Any, ranks: int) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_twenty_steps_of_four_ranks_and_two_are_those_of_one_and_one_and_the_kernel_counts_the_plans_bytes(
+def test_four_ranks_and_two_step_as_one_and_one_and_the_kernel_counts_the_plans_bytes(
     larger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = long_run(larger, tmp_path / "one", 1, 1)

@@ -82,7 +82,7 @@ def slice_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tenso
     ],
 )
 @pytest.mark.slow
-def test_ranks_of_a_generator_hold_the_slices_of_what_one_trainer_rank_quantises_and_record_what_they_sample(
+def test_generator_ranks_hold_slices_of_what_a_trainer_rank_quantises_and_record_their_samples(
     policy: Path, tmp_path: Path, ranks: int, weights: str, knobs: dict[str, Any]
 ) -> None:
     told = tmp_path / "told"

@@ -12,7 +12,8 @@ from transport.data import keep_freed_memory
 if len(sys.argv) > 1:
     assert keep_freed_memory()
 libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
 def use():
     blocks = [libc.malloc(1 << 20) for _ in range(32)]
     for block in blocks:

@@ -31,10 +31,10 @@ def interface_of(host: str) -> str:
             ipaddress.ip_address(each).is_loopback for each in wanted
         ):
             return str(name)
+    addresses = [each for own in found.values() for each in own if each.family == socket.AF_INET]
     raise WeightError(
         f"no network interface of {socket.gethostname()} has the address {host}, by which others"
-        " are to find it; found"
-        f" {sorted(each.address for own in found.values() for each in own if each.family == socket.AF_INET)};"
+        f" are to find it; found {sorted(each.address for each in addresses)};"
         " give each host an address of its own interfaces"
     )
 

@@ -110,10 +110,12 @@ from operators.engine.results import PromptStart
 from operators.generator import Generator
 launch.has_used_cuda = lambda: sys.argv[3] == "interpreter"
 declaration = Generator(Model(sys.argv[1]), slots=6, context_tokens=64, cache_bytes=1 << 22)
-engine = launch.make_parallel(declaration, Context(node="generator", limits=Limits(exchange_s=10.0)), 2).engine
+context = Context(node="generator", limits=Limits(exchange_s=10.0))
+engine = launch.make_parallel(declaration, context, 2).engine
 engine.step([PromptStart(prompt=np.arange(2, 9), limit=40, tickets=[0, 1], seeds=[0, 1])])
 if sys.argv[2] == "in a step":
-    engine.model.model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    layer = engine.model.model.layers[1]
+    layer.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     engine.step()
 os.kill(os.getpid(), signal.SIGKILL)
 """

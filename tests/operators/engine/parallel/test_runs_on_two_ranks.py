@@ -90,7 +90,7 @@ def death(pid: int) -> str:
     return rf"rank 1 of 'generator' \(pid {pid}\) ended by signal 9 while rank 0 waited for it in "
 
 
-def test_a_generator_that_loses_a_rank_is_started_again_on_two_ranks_and_the_run_goes_on_as_if_it_had_not(
+def test_a_generator_that_loses_a_rank_restarts_on_two_and_the_run_goes_on_as_if_it_had_not(
     folder: Path, tmp_path: Path
 ) -> None:
     undisturbed = run(
@@ -118,7 +118,7 @@ def test_a_generator_that_loses_a_rank_is_started_again_on_two_ranks_and_the_run
     assert {max(row) for row in versions} == {2}
 
 
-def test_a_run_whose_generator_loses_a_rank_again_and_again_ends_with_its_name_and_leaves_no_process(
+def test_a_run_whose_generator_keeps_losing_a_rank_ends_with_its_name_and_leaves_no_process(
     folder: Path, tmp_path: Path
 ) -> None:
     graph = tiny_graph(folder, max_staleness=0, generator_knobs={"tensor_parallel": 2})

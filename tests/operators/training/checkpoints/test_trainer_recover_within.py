@@ -80,9 +80,7 @@ def temporary(folder: RunFolder) -> list[int]:
     ]
 
 
-def test_a_checkpoint_is_due_once_steps_took_longer_than_the_bound_and_twenty_times_what_one_takes() -> (
-    None
-):
+def test_a_checkpoint_is_due_after_longer_than_the_bound_and_twenty_times_its_own_time() -> None:
     assert not Debt(60.0, seconds=60.0).is_due and Debt(60.0, seconds=61.0).is_due
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "DEAR", DEAR)

@@ -604,7 +604,7 @@ def test_a_rank_whose_ready_was_lost_is_asked_and_the_version_taken():
     assert holds(world, "only") == {2} and world.ranks[world.peers("only")[1]].epoch == epoch
 
 
-def test_a_transfer_of_a_version_that_a_source_has_no_longer_ends_the_epoch_and_the_newest_is_taken():
+def test_a_version_that_its_source_has_no_longer_ends_the_epoch_and_the_newest_is_taken():
     world = calm_world(only=2)
     world.publish(2)
     for source in (b"source0", b"source1"):
@@ -630,7 +630,7 @@ def test_a_round_that_a_rank_does_not_answer_ends_at_its_deadline_and_says_in_wh
     assert "the deadline passed while offered: 1 of 4 ranks" in world.coordinator.faults["only"]
 
 
-def test_ranks_tell_each_other_over_the_line_where_they_are_once_it_is_known_and_in_their_epoch_alone():
+def test_ranks_tell_each_other_where_they_are_once_it_is_known_and_in_their_epoch_alone():
     world = calm_world(sources=2, one=2)
     coordinator, (first, second) = world.coordinator, world.peers("one")
     epoch = world.ranks[first].epoch

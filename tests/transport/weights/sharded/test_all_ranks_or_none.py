@@ -107,7 +107,7 @@ def test_a_layout_of_one_rank_without_slices_is_whole():
     assert layout_of_slices(FlatLayout.of(tensors), [{}]) == Layout.whole(FULL | WHOLE)
 
 
-def test_what_all_ranks_hold_they_take_though_the_trainer_dies_and_another_offers_that_number_with_other_weights(
+def test_ranks_take_what_all_hold_though_the_trainer_dies_and_another_reuses_its_number(
     address,
 ):
     trainers, group = [Trainer(SOURCE, address)], AllOrNone(TARGET, address)

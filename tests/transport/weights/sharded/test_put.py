@@ -146,7 +146,7 @@ def test_a_sender_that_is_late_changes_no_byte_of_what_its_reader_computes_with(
 
 
 @pytest.mark.slow
-def test_a_trainer_rank_that_was_stopped_in_a_chunk_wakes_and_changes_no_byte_of_its_successors_version(
+def test_a_trainer_rank_stopped_in_a_chunk_wakes_and_leaves_its_successors_version_alone(
     start, address, tmp_path
 ):
     before = unnamed()

@@ -161,7 +161,7 @@ def test_one_rank_killed_in_the_middle_takes_no_other_rank_with_it(start, addres
         assert child.exitcode == 0
 
 
-def test_a_trainer_killed_in_the_middle_of_a_publish_leaves_the_old_version_and_a_new_one_is_followed(
+def test_a_trainer_killed_amid_a_publish_leaves_the_old_version_and_a_new_one_is_followed(
     start, address
 ):
     trainer = start(train_and_stop_in_the_middle, address)

@@ -94,7 +94,7 @@ def test_a_rank_killed_at_any_moment_is_followed_by_one_that_serves_the_newest_v
 
 
 @pytest.mark.parametrize("moment", ["sending", "adopted"])
-def test_a_trainer_whose_first_rank_is_killed_is_followed_by_a_whole_new_one_and_by_no_rank_of_the_old(
+def test_a_trainer_whose_first_rank_is_killed_is_followed_by_a_new_one_and_by_no_old_rank(
     start, address, tmp_path, moment
 ):
     group = start(generate_shard, address, "group", WHOLE, 0, (1, 2), tmp_path)
