@@ -1,7 +1,6 @@
 """Asynchronous AIPO: generation never waits, and weights may change in the middle of a rollout.
 
-python -m graphs.aipo --policy FOLDER_OR_ID --prompts FILE --reward
-exact|number|my_rewards.py:function
+python -m graphs.aipo --policy FOLDER_OR_ID --prompts FILE --reward exact
 """
 
 from functools import partial
@@ -21,13 +20,11 @@ def build(
     kl: float = 0.0,
     entropy: float = 0.0,
 ) -> Graph:
-    """Train a policy on its own rollouts, at most `max_staleness` versions old (LlamaRL, arXiv
-    2505.24034).
+    """Train a policy on its own rollouts, which may be stale (LlamaRL, arXiv 2505.24034).
 
     Args:
         task: what is trained on what.
-        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is
-            synchronous.
+        max_staleness: versions a trained rollout's oldest token may be behind; 0 is synchronous.
         rho: cap of the importance weight.
         kl: what a nat of distance from the policy at the start costs, in the loss; 0: nothing.
         entropy: what a nat of the policy's entropy is worth, in the loss; 0: nothing.
@@ -37,9 +34,8 @@ def build(
     rollouts = generator(g.source(task.train))
     if kl:
         rollouts = task.logprobs()(rollouts)
-    trainer = task.trainer(
-        loss=penalized(loss, kl=kl, corrected=max_staleness > 0, entropy=entropy)
-    )
+    loss = penalized(loss, kl=kl, corrected=max_staleness > 0, entropy=entropy)
+    trainer = task.trainer(loss=loss)
 
     trainer(advantage(reward(rollouts)))
     task.evaluate(g, generator, reward)

@@ -27,12 +27,10 @@ def build(
     """Train a policy that gets two steps in five right on its own rollouts.
 
     Args:
-        prompts: GSM8K's train.jsonl, or an id on the hub; made-up steps of the same forms when
-            empty.
+        prompts: GSM8K's train.jsonl, or an id on the hub; made-up steps when empty.
         eval: the same for evaluation: test.jsonl.
         policy: folder of the policy; made there by a supervised warm start if it is not there yet.
-        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is
-            synchronous.
+        max_staleness: versions a trained rollout's oldest token may be behind; 0 is synchronous.
         rho: cap of the importance weight.
         lr: learning rate of AdamW.
         eval_every: steps between evaluations.

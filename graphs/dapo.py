@@ -1,13 +1,9 @@
-"""DAPO: GRPO that asks for other groups where all answers are equally good, clips higher, and
-punishes long answers.
+"""DAPO: GRPO that replaces groups of equally good answers, clips higher, punishes long answers.
 
-python -m graphs.dapo --policy FOLDER_OR_ID --prompts FILE --reward
-exact|number|my_rewards.py:function
+python -m graphs.dapo --policy FOLDER_OR_ID --prompts FILE --reward exact
 """
 
 from functools import partial
-
-import numpy as np
 
 from dataflow import Array, Graph, keep, main
 from graphs.tasks.options import penalized
@@ -19,10 +15,8 @@ from operators.rewards import combine, overlong
 
 @keep(isolate=False)
 def undecided(accuracy: Array) -> bool:
-    """Some answers are better than others: the length alone makes no signal (dynamic sampling,
-    equation 11).
-    """
-    return bool(np.max(accuracy) > np.min(accuracy))
+    """Some answers are better than others; length alone is no signal (equation 11)."""
+    return bool(accuracy.max() > accuracy.min())
 
 
 def build(
@@ -39,27 +33,22 @@ def build(
 
     Args:
         task: what is trained on what.
-        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is
-            synchronous.
+        max_staleness: versions a trained rollout's oldest token may be behind; 0 is synchronous.
         clip_low: how far below 1 the ratio may fall before its gradient ends.
         clip_high: how far above 1 it may rise.
         overlong_share: the last part of max_tokens, in which the reward falls by up to 1.
-        kl: what a nat of distance from the policy at the start costs, in the loss; 0, as in the
-            paper: nothing.
+        kl: what a nat of distance from the policy at the start costs, in the loss; 0: nothing.
         entropy: what a nat of the policy's entropy is worth, in the loss; 0: nothing.
     """
-    g = Graph("dapo")
+    g, reward = Graph("dapo"), combine({"accuracy": 1.0, "overlong": 1.0})
     generator, accuracy = task.generator(), task.scorer().renamed("accuracy")
     punished = overlong(task.max_tokens, max(1, int(task.max_tokens * overlong_share)))
-    reward = combine({"accuracy": 1.0, "overlong": 1.0})
     loss = partial(dapo, clip_low=clip_low, clip_high=clip_high)
-    trainer = task.trainer(
-        loss=penalized(loss, kl=kl, corrected=max_staleness > 0, entropy=entropy)
-    )
+    loss = penalized(loss, kl=kl, corrected=max_staleness > 0, entropy=entropy)
+    trainer = task.trainer(loss=loss)
 
     judged = undecided(accuracy(generator(g.source(task.train))))
-    if kl:
-        judged = task.logprobs()(judged)
+    judged = task.logprobs()(judged) if kl else judged
     trainer(normalized_advantage(reward(punished(judged))))
     task.evaluate(g, generator, accuracy)
     g.feedback(trainer.weights, generator, max_staleness=max_staleness)

@@ -20,8 +20,7 @@ def build(*, task: TextTask, teacher: str, max_staleness: int = 4, rho: float = 
     Args:
         task: what is trained on what; its reward is only evaluated.
         teacher: folder or id of a model with the policy's tokenizer.
-        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is
-            synchronous.
+        max_staleness: versions a trained rollout's oldest token may be behind; 0 is synchronous.
         rho: cap of the importance weight.
     """
     if not task.held_out:

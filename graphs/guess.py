@@ -11,7 +11,6 @@ from operators import Evaluate, Generator, Prompts, Trainer, episode
 from operators.credit import advantage
 from operators.episodes.chat import EpisodeOver
 from operators.losses import aipo
-from operators.warm_start import warm_start
 
 STEPS = 150
 
@@ -42,28 +41,13 @@ def build(
     eval_every: int = 50,
     blank: bool = False,
 ) -> Graph:
-    """Train a policy that guesses carelessly on games of its own. blank: its guesses are not
-    answered.
-    """
-    folder = warm_start(
-        policy,
-        examples=task.examples(60_000, seed=0),
-        alphabet=task.ALPHABET,
-        layers=3,
-        width=96,
-        heads=4,
-        steps=400,
-        seed=0,
-        learning_rate=2e-3,
-    )
-    g, model = Graph("guess"), Model(str(folder))
+    """Train a policy that guesses carelessly. blank: its guesses are not answered."""
+    g, model, loss = Graph("guess"), Model(str(task.warm(policy))), partial(aipo, rho=rho)
     prompts = Prompts(list(task.rows(20_000, seed=1)), columns=("secret",), shuffle_seed=0)
     unseen = list(task.rows(512, seed=2, held_out=True))
     held_out = Prompts(unseen, columns=("secret",), name="held_out", group_size=1)
     generator = Generator(model, group_size=8, max_tokens=task.MAX_TOKENS)
-    trainer = Trainer(
-        model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts"
-    )
+    trainer = Trainer(model, loss=loss, prompts_per_step=32, lr=lr, normalize="rollouts")
 
     trainer(advantage(reward(guess(generator, g.source(prompts), blank=blank))))
     Evaluate(every_steps=eval_every)(reward(guess(generator, g.source(held_out), blank=blank)))

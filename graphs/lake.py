@@ -12,7 +12,6 @@ from operators import Evaluate, Generator, Trainer
 from operators.credit import advantage
 from operators.environments import environment
 from operators.losses import aipo
-from operators.warm_start import warm_start
 
 STEPS = 60
 
@@ -34,18 +33,7 @@ def build(
         action=task.move,
         total=task.crossed,
     )
-    folder = warm_start(
-        policy,
-        examples=task.examples(60_000, seed=0),
-        alphabet=task.ALPHABET,
-        layers=3,
-        width=96,
-        heads=4,
-        steps=200,
-        seed=0,
-        learning_rate=2e-3,
-    )
-    g, model = Graph("lake"), Model(str(folder))
+    g, model = Graph("lake"), Model(str(task.warm(policy)))
     generator = Generator(model, group_size=8, max_tokens=task.MAX_TOKENS)
     trainer = Trainer(
         model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts"

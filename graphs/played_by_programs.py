@@ -1,5 +1,4 @@
-"""A small Llama learns to find a number, in games of a program that calls OpenAI's API, or
-Anthropic's, and no more.
+"""A small Llama learns to find a number in games of a program with OpenAI's or Anthropic's package.
 
 python -m graphs.played_by_programs --client anthropic
 """
@@ -13,7 +12,6 @@ from graphs.tasks import guess as task
 from operators import Endpoint, Evaluate, Generator, Prompts, Trainer, agent
 from operators.credit import advantage
 from operators.losses import aipo
-from operators.warm_start import warm_start
 
 STEPS = 40
 NUMBERS, TURNS = 8, 3
@@ -36,20 +34,8 @@ def build(
     lr: float = 1e-3,
     eval_every: int = 20,
 ) -> Graph:
-    """Train a policy that guesses carelessly. client: whose package the program uses. python: its
-    interpreter.
-    """
-    folder = warm_start(
-        policy,
-        examples=task.examples(60_000, seed=0, numbers=NUMBERS, turns=TURNS),
-        alphabet=task.ALPHABET,
-        layers=3,
-        width=96,
-        heads=4,
-        steps=300,
-        seed=0,
-        learning_rate=2e-3,
-    )
+    """Train a careless guesser. client: whose package the program uses. python: its interpreter."""
+    folder = task.warm(policy, steps=300, numbers=NUMBERS, turns=TURNS)
     task.lay_out_chats(folder)
     g, model = Graph("played_by_programs"), Model(str(folder))
     columns = ("secret", "turns")
@@ -60,13 +46,8 @@ def build(
     trainer = Trainer(
         model, loss=partial(aipo, rho=rho), prompts_per_step=8, lr=lr, normalize="rollouts"
     )
-    guess = agent(
-        f"{python} {AGENTS}/guess_with_{client}.py",
-        name="guess",
-        columns=columns,
-        returns=float,
-        imports=[client],
-    )
+    program = f"{python} {AGENTS}/guess_with_{client}.py"
+    guess = agent(program, name="guess", columns=columns, returns=float, imports=[client])
 
     trainer(advantage(reward(guess(generator, g.source(prompts)))))
     Evaluate(every_steps=eval_every)(reward(guess(generator, g.source(held_out))))

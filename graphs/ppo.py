@@ -1,19 +1,14 @@
-"""PPO: a critic says what to expect at each token, and a reference keeps the policy near where it
-began.
+"""PPO: a critic says what to expect at each token, a reference keeps the policy near its start.
 
-python -m graphs.ppo --policy FOLDER_OR_ID --prompts FILE --reward
-exact|number|my_rewards.py:function python -m graphs.ppo --policy FOLDER_OR_ID --prompts FILE
---answer "" --judge FOLDER_OR_ID
+python -m graphs.ppo --policy FOLDER_OR_ID --prompts FILE --reward exact
+python -m graphs.ppo --policy FOLDER_OR_ID --prompts FILE --answer "" --judge FOLDER_OR_ID
 """
 
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from dataflow import Graph, Model, join, main
-from graphs.tasks.options import penalized, refuse_idle
+from dataflow import Graph, join, main
+from graphs.tasks.options import penalized
 from graphs.tasks.text import TextTask
-from operators import RewardModel, Values
 from operators.credit import token_gae, token_rewards
 from operators.losses import ppo, value_loss
 
@@ -30,43 +25,24 @@ def build(
     critic_lr: float = 1e-5,
     entropy: float = 0.0,
 ) -> Graph:
-    """Train a policy and its critic side by side (PPO, arXiv 1707.06347; with KL in the reward,
-    arXiv 1909.08593).
+    """Train a policy and its critic (PPO, arXiv 1707.06347; KL in the reward, arXiv 1909.08593).
 
     Args:
-        critic: folder or id that the critic starts from; the policy's, with a head of its own, when
-            empty.
-        judge: folder or id of a reward model (a sequence classifier), which then gives the reward
-            in place of --reward.
-        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is
-            synchronous.
+        critic: folder or id that the critic starts from; the policy's when empty.
+        judge: folder or id of a reward model (a sequence classifier), in place of --reward.
+        max_staleness: versions a trained rollout's oldest token may be behind; 0 is synchronous.
         kl: what a nat of distance from the reference costs, in the reward.
-        lam: of generalised advantage estimation; 1 looks at the reward alone, 0 at the critic
-            alone.
+        lam: of generalised advantage estimation; 1: the reward alone counts, 0: the critic.
         clip: how far from 1 the ratio may go before its gradient ends.
         critic_lr: learning rate of the critic, all of whose weights are trained, with --lora too.
         entropy: what a nat of the policy's entropy is worth, in the loss; 0: nothing.
     """
-    refuse_idle(task, ("reward",) * bool(judge), "--judge gives it")
     g = Graph("ppo")
-    expected = replace(
-        task.model, source=critic or task.policy, head="value", name="critic", lora=None
-    )
-    reads: dict[str, Any] = {"micro_batch_tokens": task.micro_batch_tokens}
-    reward = (
-        task.scorer()
-        if not judge
-        else RewardModel(
-            Model(judge, head="score", dtype=task.dtype).frozen(),
-            name="reward",
-            chat=task.chat,
-            **reads,
-        )
-    )
-    generator, reference, values = task.generator(), task.logprobs(), Values(expected, **reads)
+    generator, reward = task.generator(), task.judge(judge)
+    reference, values = task.logprobs(), task.values(critic)
     clipped = partial(ppo, clip_low=clip, clip_high=clip)
     train_actor = task.trainer(name="actor", loss=penalized(clipped, entropy=entropy), whiten=True)
-    train_critic = task.trainer(expected, name="critic", loss=value_loss, lr=critic_lr)
+    train_critic = task.trainer(values.model, name="critic", loss=value_loss, lr=critic_lr)
 
     rollouts = reward(generator(g.source(task.train)))
     joined = join(reference(rollouts), values(rollouts))

@@ -11,7 +11,6 @@ from graphs.tasks import products as task
 from operators import Evaluate, Generator, Prompts, Trainer, tool_use
 from operators.credit import advantage
 from operators.losses import aipo
-from operators.warm_start import warm_start
 
 STEPS = 60
 
@@ -28,18 +27,8 @@ def build(
     """Train a policy that calls carelessly, and copies carelessly what it hears. blank: the
     calculator says nothing.
     """
-    folder = warm_start(
-        policy,
-        examples=task.examples(60_000, seed=0),
-        alphabet=task.ALPHABET,
-        layers=3,
-        width=96,
-        heads=4,
-        steps=700,
-        seed=0,
-        learning_rate=2e-3,
-    )
-    g, model, reward = Graph("products"), Model(str(folder)), scorer(isolate=False)(task.reward)
+    model = Model(str(task.warm(policy)))
+    g, reward = Graph("products"), scorer(isolate=False)(task.reward)
     prompts = Prompts(list(task.rows(20_000, seed=1)), columns=("answer",), shuffle_seed=0)
     unseen = list(task.rows(512, seed=2, held_out=True))
     held_out = Prompts(unseen, columns=("answer",), name="held_out", group_size=1)

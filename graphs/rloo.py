@@ -1,7 +1,6 @@
 """RLOO: plain policy gradient whose baseline is the mean of the other rollouts of the prompt.
 
-python -m graphs.rloo --policy FOLDER_OR_ID --prompts FILE --reward
-exact|number|my_rewards.py:function
+python -m graphs.rloo --policy FOLDER_OR_ID --prompts FILE --reward exact
 """
 
 from dataflow import Graph, main
@@ -14,8 +13,7 @@ from operators.losses import rloo
 def build(
     *, task: TextTask, max_staleness: int = 0, kl: float = 0.0, entropy: float = 0.0
 ) -> Graph:
-    """Train a policy on its own rollouts, generation and training taking turns (RLOO, arXiv
-    2402.14740).
+    """Train a policy on its own rollouts, in turn with generation (RLOO, arXiv 2402.14740).
 
     Args:
         task: what is trained on what.

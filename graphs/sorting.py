@@ -11,7 +11,6 @@ from operators import Evaluate, Generator, Prompts, Trainer
 from operators.credit import advantage
 from operators.losses import aipo
 from operators.rewards import find
-from operators.warm_start import warm_start
 
 STEPS = 300
 
@@ -28,28 +27,15 @@ def build(
 
     Args:
         policy: folder of the policy; made there by a supervised warm start if it is not there yet.
-        max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is
-            synchronous.
+        max_staleness: versions a trained rollout's oldest token may be behind; 0 is synchronous.
         rho: cap of the importance weight.
         lr: learning rate of AdamW.
         eval_every: steps between evaluations on words that are never trained.
     """
-    words, unseen = (
-        list(sorting.rows(20_000, seed=0)),
-        list(sorting.rows(512, seed=1, held_out=True)),
-    )
-    folder = warm_start(
-        policy,
-        examples=((row["prompt"], row["answer"]) for row in words),
-        alphabet=sorting.ALPHABET,
-        layers=3,
-        width=128,
-        heads=4,
-        steps=140,
-        seed=0,
-        learning_rate=5e-4,
-    )
-    g, model, reward = Graph("sorting"), Model(str(folder)), find("exact")
+    words = list(sorting.rows(20_000, seed=0))
+    unseen = list(sorting.rows(512, seed=1, held_out=True))
+    model = Model(str(sorting.warm(policy, words)))
+    g, reward = Graph("sorting"), find("exact")
     prompts = Prompts(words, columns=("answer",), shuffle_seed=0)
     held_out = Prompts(unseen, columns=("answer",), name="held_out", group_size=1)
     generator = Generator(model, group_size=8, max_tokens=sorting.MAX_TOKENS)

@@ -5,10 +5,9 @@ graph of it.
 from __future__ import annotations
 
 import argparse
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -79,7 +78,7 @@ class Task:
         """The operators of graphs.arithmetic, whose knobs are the bench's too where the task says
         nothing else.
         """
-        return arithmetic.build(policy=self.policy).operators
+        return arithmetic.build(task=questions.QuestionTask(policy=self.policy)).operators
 
     def prompts(self, rows: Sequence[Row], **knobs: Any) -> Prompts:
         """These rows as a source."""
@@ -127,9 +126,7 @@ class Task:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `task_of` reads; what graphs.arithmetic has as well is as it is there."""
-    usual = {
-        name: each.default for name, each in inspect.signature(arithmetic.build).parameters.items()
-    }
+    usual = {field.name: field.default for field in fields(questions.QuestionTask)}
     found = parser.add_argument_group("the task")
     found.add_argument(
         "--policy", default=usual["policy"], help="folder, id or package (default: %(default)s)"

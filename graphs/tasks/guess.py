@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from graphs.tasks.held_out import is_held_out
-from operators.warm_start import EOS
+from operators.warm_start import EOS, warm_start
 
 DIGITS = "0123456789abcdef"
 """Of the numbers from 0 to 15."""
@@ -93,3 +93,18 @@ def examples(
                     return
                 if hint == "=":
                     break
+
+
+def warm(policy: str, *, steps: int = 400, numbers: int = len(DIGITS), turns: int = TURNS) -> Path:
+    """The folder of a policy that guesses carelessly."""
+    return warm_start(
+        policy,
+        examples=examples(60_000, seed=0, numbers=numbers, turns=turns),
+        alphabet=ALPHABET,
+        layers=3,
+        width=96,
+        heads=4,
+        steps=steps,
+        seed=0,
+        learning_rate=2e-3,
+    )

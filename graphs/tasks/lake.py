@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from operators.warm_start import EOS
+from operators.warm_start import EOS, warm_start
 
 SIZE, HOLES = 4, 3
 MOVES = {"u": (-1, 0), "r": (0, 1), "d": (1, 0), "l": (0, -1)}
@@ -111,3 +112,18 @@ def examples(count: int, *, seed: int, care: float = 0.5) -> Iterator[tuple[str,
             if count_made == count:
                 return
             talk += letter + EOS
+
+
+def warm(policy: str) -> Path:
+    """The folder of a policy that walks carelessly."""
+    return warm_start(
+        policy,
+        examples=examples(60_000, seed=0),
+        alphabet=ALPHABET,
+        layers=3,
+        width=96,
+        heads=4,
+        steps=200,
+        seed=0,
+        learning_rate=2e-3,
+    )

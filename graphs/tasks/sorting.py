@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from graphs.tasks.held_out import is_held_out
+from operators.warm_start import warm_start
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ALPHABET = LETTERS + "="
@@ -40,3 +42,18 @@ def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str,
 def reward(completion: str, answer: str) -> float:
     """1 if the completion is the letters in order and nothing else, else 0."""
     return float(completion.strip() == answer)
+
+
+def warm(policy: str, words: Iterable[dict[str, str]]) -> Path:
+    """The folder of a policy that sorts one word in five."""
+    return warm_start(
+        policy,
+        examples=((row["prompt"], row["answer"]) for row in words),
+        alphabet=ALPHABET,
+        layers=3,
+        width=128,
+        heads=4,
+        steps=140,
+        seed=0,
+        learning_rate=5e-4,
+    )

@@ -3,14 +3,14 @@ large a step.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from dataflow import Graph, Model
 from dataflow.node import Source, Transform
 from dataflow.scorer import Scorer
 from graphs.tasks.options import AdapterFlags, GenerationFlags, TrainingFlags, refuse_idle
-from operators import Evaluate, Generator, Logprobs, Prompts, Trainer
+from operators import Evaluate, Generator, Logprobs, Prompts, RewardModel, Trainer, Values
 from operators.rewards import find
 
 ANSWER = "answer"
@@ -68,6 +68,21 @@ class TrainedText(RowFlags, TrainingFlags, GenerationFlags, AdapterFlags):
     def scorer(self) -> Scorer[..., Any]:
         """The reward."""
         return find(self.reward)
+
+    def judge(self, source: str) -> Transform:
+        """A reward model from `source` in place of the reward; the reward where that is empty.
+
+        Errors: GraphError where both are given.
+        """
+        if not source:
+            return self.scorer()
+        refuse_idle(self, ("reward",), "--judge gives it")
+        return RewardModel(
+            Model(source, head="score", dtype=self.dtype).frozen(),
+            name="reward",
+            chat=self.chat,
+            micro_batch_tokens=self.micro_batch_tokens,
+        )
 
     @property
     def model(self) -> Model:
@@ -165,3 +180,11 @@ class TextTask(TrainedText):
         """
         usual = {"micro_batch_tokens": self.micro_batch_tokens, "temperature": self.temperature}
         return Logprobs((model or self.model).frozen(), **{**usual, **knobs})
+
+    def values(self, source: str = "") -> Values:
+        """What a critic expects at each token. It starts from `source`, else from the policy, with
+        a head of its own; all of its weights are trained.
+        """
+        start = source or self.policy
+        critic = replace(self.model, source=start, head="value", name="critic", lora=None)
+        return Values(critic, micro_batch_tokens=self.micro_batch_tokens)

@@ -153,7 +153,7 @@ def test_a_graph_that_makes_its_policy_is_checked(
         pytest.importorskip(
             "textarena", reason="textarena is not installed; pip install dataflow-rl[textarena]"
         )
-    owner = "graphs.tasks.calculator" if name == "calculator" else f"graphs.{name}"
+    owner = f"graphs.tasks.{'guess' if name == 'played_by_programs' else name}"
     monkeypatch.setattr(importlib.import_module(owner), "warm_start", lambda folder, **how: policy)
     monkeypatch.setattr(
         importlib.import_module("graphs.tasks.guess"), "lay_out_chats", lambda folder: None
