@@ -251,9 +251,10 @@ class Graph(Structure):
         >>> g = Graph("tiny")
         >>> FakeTrainer()(FakeGenerator()(g.source(FakePrompts())))
         >>> scored = g.insert(short, after="generator")
-        >>> scored, scored.remove("short")
-        (Graph('tiny': prompts, generator, short, trainer), Graph('tiny': prompts, generator,
-        trainer))
+        >>> scored
+        Graph('tiny': prompts, generator, short, trainer)
+        >>> scored.remove("short")
+        Graph('tiny': prompts, generator, trainer)
         """
         if (
             not isinstance(operator, Operator)

@@ -204,33 +204,46 @@ def run(
 ) -> Result:
     """Run a graph to its end, or for so many steps.
 
-    on: `inline()` for one process; None for worker processes on this machine; a launcher, such as
-    `local(3)`, for several hosts, each of which runs this program up to its `run` (docs/hosts.md).
-    gpus, replicas, ranks: see `plan`. scale: replicas that a node is to have from a step on, {100:
-    {"generator": 3}}. weights: the weight plane's executor (see `executors`); None: chosen from
-    where the ranks sit. listen: an address of this machine; edges and control go over tcp there,
-    encrypted, with keys made for this run; empty: over sockets that only this user's processes can
-    open. message_bytes: most bytes of one message on a data edge: batches are cut, a larger group
-    goes in parts. link_gbps: gigabits per second between machines, and of weights="gloo" or "nccl"
-    wherever they go; where the link is slow, weights travel as what changed. None: unknown, and
-    everything travels. place: by node, the host of its replicas, or several that they take in turn.
-    seed: of prompts' order, sampling and scorers; 0 when None. runs: where the run folder goes.
-    resume: the folder of a run of this graph that is to go on; it has its seed and, where None is
-    given, its steps. Where its scheduler has died a moment ago, its workers are still at work, and
-    are taken over. limits: how long it waits, for what; `Limits()` when None.
-    standby: should this process die, another one takes over by itself, and writes
-    logs/scheduler.log. keep_steps: rollouts are kept of the last so many steps, and of those that
-    recovery and replay need; None: of all, or as the run that is resumed had it. See
-    docs/recovery.md. checkpoint_to: an address, as `pyarrow.fs.FileSystem.from_uri` takes it, or a
-    path: each checkpoint is copied there, with the ledger, so that a host which does not see the
-    run folder can go on from it (`dataflow resume --from`). None: nowhere, or as the run that is
-    resumed had it. track: who is told of the run elsewhere (docs/trackers.md). None: nobody, or the
-    libraries of the resumed run. launch: how `dataflow resume` starts this program again; `main`
-    knows it. foreseen: what `dataflow.foresight` tells of this run; kept in foreseen.json, and
-    compared with what comes. Errors: GraphError before anything starts; RunError with the node that
-    failed; Ctrl-C, SIGTERM or SIGHUP finishes the step under way, writes a checkpoint and returns,
-    a second one raises KeyboardInterrupt at once, as the first does before there are workers
-    (docs/recovery.md). What is raised in the midst of a run has a note with the way to go on.
+    Args:
+        on: `inline()` for one process; None for worker processes on this machine; a launcher, such
+            as `local(3)`, for several hosts, each of which runs this program up to its `run`
+            (docs/hosts.md).
+        gpus, replicas, ranks: see `plan`.
+        scale: replicas that a node is to have from a step on, {100: {"generator": 3}}.
+        weights: the weight plane's executor (see `executors`); None: chosen from where the ranks
+            sit.
+        listen: an address of this machine; edges and control go over tcp there, encrypted, with
+            keys made for this run; empty: over sockets that only this user's processes can open.
+        message_bytes: most bytes of one message on a data edge: batches are cut, a larger group
+            goes in parts.
+        link_gbps: gigabits per second between machines, and of weights="gloo" or "nccl" wherever
+            they go; where the link is slow, weights travel as what changed. None: unknown, and
+            everything travels.
+        place: by node, the host of its replicas, or several that they take in turn.
+        seed: of prompts' order, sampling and scorers; 0 when None.
+        runs: where the run folder goes.
+        resume: the folder of a run of this graph that is to go on; it has its seed and, where None
+            is given, its steps. Where its scheduler has died a moment ago, its workers are still at
+            work, and are taken over.
+        limits: how long it waits, for what; `Limits()` when None.
+        standby: should this process die, another one takes over by itself, and writes
+            logs/scheduler.log.
+        keep_steps: rollouts are kept of the last so many steps, and of those that recovery and
+            replay need; None: of all, or as the run that is resumed had it. See docs/recovery.md.
+        checkpoint_to: an address, as `pyarrow.fs.FileSystem.from_uri` takes it, or a path: each
+            checkpoint is copied there, with the ledger, so that a host which does not see the run
+            folder can go on from it (`dataflow resume --from`). None: nowhere, or as the run that
+            is resumed had it.
+        track: who is told of the run elsewhere (docs/trackers.md). None: nobody, or the libraries
+            of the resumed run.
+        launch: how `dataflow resume` starts this program again; `main` knows it.
+        foreseen: what `dataflow.foresight` tells of this run; kept in foreseen.json, and compared
+            with what comes.
+
+    Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C, SIGTERM
+    or SIGHUP finishes the step under way, writes a checkpoint and returns, a second one raises
+    KeyboardInterrupt at once, as the first does before there are workers (docs/recovery.md). What
+    is raised in the midst of a run has a note with the way to go on.
 
     >>> from dataflow import Graph, inline, run
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer

@@ -9,10 +9,13 @@ that no step has consumed and nobody has dropped. A group is started under versi
 The law: then no group is trained when it is older than `max_staleness`. Let d be the dropped groups
 below group n, so that step k = (n - d) // prompts_per_step + 1 consumes n. The trainer reports
 groups as dropped when it has passed them, so `dropped` <= d for every n that it still waits for;
-hence k - 1 <= (n - dropped) // prompts_per_step < v + max_staleness + 1. Later tokens come from
-later versions. The rule never deadlocks: the group that the trainer waits for satisfies it under
-the trainer's own version. The sweep keeps the bound where this argument does not reach: a resume,
-or drops reported ahead of their turn.
+hence
+
+    k - 1 <= (n - dropped) // prompts_per_step < v + max_staleness + 1
+
+Later tokens come from later versions. The rule never deadlocks: the group that the trainer waits
+for satisfies it under the trainer's own version. The sweep keeps the bound where this argument does
+not reach: a resume, or drops reported ahead of their turn.
 
 Pure: values in, values out, no clock. Versions count steps; -1 stands where the policy chose no
 token.

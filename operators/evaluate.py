@@ -94,8 +94,8 @@ class EvaluateRuntime(Runtime):
 
     consumes: whole groups that carry min_version (the step evaluated) and round_size
     produces: per round a rollouts file, ledger entries, a line of metrics: after a crash before the
-    ledger knows of it the next attempt writes the round again; after that it is closed for later
-    attempts too, and the next one adds the line if it is missing
+        ledger knows of it the next attempt writes the round again; after that it is closed for
+        later attempts too, and the next one adds the line if it is missing
     waits for: the last group of a round
     unblocked by: its arrival
 

@@ -64,7 +64,8 @@ class SessionPool(Generic[S]):
 
     consumes: borrowers, by `lend`
     produces: a session for each; never more than `most` at once, those that are idle, starting or
-    closing counted waits for: a session that is given back, or that has started
+        closing counted
+    waits for: a session that is given back, or that has started
     unblocked by: either, or `patience_s`
     """
 

@@ -7,7 +7,7 @@ tail         the policy itself makes a heavy tail of lengths: its first characte
              short mode and a long one, each with its own rate of stopping. The reward is as good as
              a coin.
 slow_scorer  sorting with a scorer that takes 50 ms of wall time per rollout, 32 of them at once at
-most.
+             most.
 """
 
 import math

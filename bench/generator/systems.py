@@ -10,7 +10,7 @@ hf_generate    `model.generate` on static batches of in_flight rows, each as lon
                rollout, which nobody knows beforehand; with a dynamic or a static cache, whichever
                was faster on the first batch.
 hf_continuous  transformers' continuous batching, fed so that in_flight requests are in work and a
-few wait.
+               few wait.
 vllm_cpu       vLLM in a process of its own, fed like ours.
 """
 

@@ -11,12 +11,15 @@ compiled layers besides.
 
 roofline_share: the time that reading weights and every row's keys and values takes at the bandwidth
 measured in the same run, over the time taken. floor_share: the same with the pages of a shared
-prompt counted once per group. attention: one layer's decode attention by itself, for several
-tilings of the kernel. weights: new versions from one process to another on the same GPU, see
-bench.gpu.weights. trainer: one training step of a 1.7 B model in several ways, see
-bench.gpu.trainer. shared: a whole graph with generator and trainer on this GPU, see
-bench.gpu.shared. A row that exceeds its time stops there, and `tokens` says how far it came; what
-does not fit into --minutes is skipped.
+prompt counted once per group.
+
+attention: one layer's decode attention by itself, for several tilings of the kernel.
+weights: new versions from one process to another on the same GPU, see bench.gpu.weights.
+trainer: one training step of a 1.7 B model in several ways, see bench.gpu.trainer.
+shared: a whole graph with generator and trainer on this GPU, see bench.gpu.shared.
+
+A row that exceeds its time stops there, and `tokens` says how far it came; what does not fit into
+--minutes is skipped.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ ms              from the start of a transfer until all of the reader's ranks hav
 publish_ms      how long publishing held the trainer before (`seconds_publish`)
 held_ms         the longest that a generator's rank was held by taking a version, in the whole run
                 (`held_seconds`)
-memcpy_ms, raw_gloo_ms    the floors of `--ranks` for the bytes that each pair of ranks has
-                          exchanged, measured
-                straight after the run
+memcpy_ms, raw_gloo_ms
+                the floors of `--ranks` for the bytes that each pair of ranks has exchanged,
+                measured straight after the run
 over_floor, least_over    ms over the floor of its executor, and the best over the floor's best
 """
 

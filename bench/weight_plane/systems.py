@@ -4,7 +4,7 @@ ours_shm        WeightWriter and WeightReader over shared memory, as a run opens
 ours_gloo       ShardedWriter and ShardedReader over gloo, one rank each; the trainer goes on once
                 it has copied
 ours_gloo_zero_copy  the same without that copy: its tensors may not change until they have left
-(hold="until_settle")
+                (hold="until_settle")
 gloo            torch.distributed.broadcast of a state dict, tensor by tensor
 gloo_p2p        torch.distributed send and recv of the same bytes in one tensor: the floor of
                 whatever goes over gloo

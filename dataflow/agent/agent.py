@@ -244,9 +244,9 @@ class Agent:
 
     consumes: what the scheduler asks of this host; events of the forkserver
     produces: that it is there, and a sign of life; events of the workers; to another scheduler all
-    workers, as they are waits for: the scheduler; without one for the next one, for as long as it
-    was told, then for the workers that have
-        something to bring to an end
+        workers, as they are
+    waits for: the scheduler; without one for the next one, for as long as it was told, then for the
+        workers that have something to bring to an end
     unblocked by: either; its limit, after which it ends with all workers
     """
 

@@ -66,12 +66,12 @@ class Forkserver:
     """One process between a scheduler and its workers.
 
     consumes: spawn, kill, pause, stay and end of the scheduler that holds its socket; its sign of
-    life produces: started, stopped, continued and exited; to the next scheduler, at `takeover`, all
-    workers, as they are;
-        to a scheduler that gives no sign of life, and has a standby, that it is replaced
+        life
+    produces: started, stopped, continued and exited; to the next scheduler, at `takeover`, all
+        workers, as they are; to a scheduler that gives no sign of life, and has a standby, that it
+        is replaced
     waits for: requests; without a scheduler for the next one, for as long as `stay` said, then for
-    the workers that
-        have something to bring to an end
+        the workers that have something to bring to an end
     unblocked by: either; its limit, after which it kills all workers
     """
 

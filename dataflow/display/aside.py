@@ -28,7 +28,8 @@ class SafeView:
     consumes: snapshots, of which the newest counts; messages and the summary, in their order
     produces: what its view draws; where one view fails the next takes its place, at last none
     waits for: the terminal, in its thread; whoever closes it waits so long as was said, for the
-    last to be drawn unblocked by: whoever reads the terminal
+        last to be drawn
+    unblocked by: whoever reads the terminal
     """
 
     def __init__(self, makers: Iterable[Callable[[], View]], end_s: float = END_S) -> None:

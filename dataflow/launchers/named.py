@@ -45,13 +45,18 @@ def ray(
 ) -> "OnRay":
     """For `run(graph, on=ray(...))`: hosts of a Ray cluster, with one agent on each.
 
-    address: of the cluster; `auto`: the one of which this machine, or this job, is a part.
-    hosts: how many; None: all that are there now. cpus, gpus: of each; None: as many as the
-    smallest of them has. resources: what else each of them has to have, by Ray's names, as in
-    {"rack-1": 1}. runtime_env: Ray's, for the processes on the hosts: packages, variables. The
-    program itself is to be at one path everywhere: in a shared folder, or by `ray job submit
-    --working-dir`. wait_s: for the cluster to answer, and then for the hosts to be free; as long as
-    an autoscaler may take. Errors: GraphError.
+    Args:
+        address: of the cluster; `auto`: the one of which this machine, or this job, is a part.
+        hosts: how many; None: all that are there now.
+        cpus, gpus: of each; None: as many as the smallest of them has.
+        resources: what else each of them has to have, by Ray's names, as in {"rack-1": 1}.
+        runtime_env: Ray's, for the processes on the hosts: packages, variables. The program itself
+            is to be at one path everywhere: in a shared folder, or by `ray job submit
+            --working-dir`.
+        wait_s: for the cluster to answer, and then for the hosts to be free; as long as an
+            autoscaler may take.
+
+    Errors: GraphError.
 
     >>> from dataflow.launchers.named import ray
     >>> ray(hosts=3, gpus=8).address

@@ -126,9 +126,10 @@ class Agents:
 
     consumes: spawn, kill and pause requests, each for a host; what agents say
     produces: events of the workers, each from the host that it was last started on; of hosts:
-    joined, alive, lost waits for: in `assemble`, `build`, `take_over`, `pause` and `close` for
-    agents, up to a deadline; else for nothing unblocked by: their messages; the end of one of them,
-    which ends the first three
+        joined, alive, lost
+    waits for: in `assemble`, `build`, `take_over`, `pause` and `close` for agents, up to a
+        deadline; else for nothing
+    unblocked by: their messages; the end of one of them, which ends the first three
     """
 
     def __init__(

@@ -197,11 +197,11 @@ class Scheduler:
 
     consumes: messages of the workers; what the forkserver tells of their processes; requests
     produces: messages to workers, processes, signals; replies; lines of faults.jsonl; the snapshot
-    of its table waits for: the workers, each wait with a deadline
+        of its table
+    waits for: the workers, each wait with a deadline
     unblocked by: their messages; a worker that dies, fails, hangs or is stuck is started again, as
-    `recovery` says. It
-        ends the run with its cause when that is hopeless, when it says why it cannot start, and a
-        trainer at the end
+        `recovery` says. It ends the run with its cause when that is hopeless, when it says why it
+        cannot start, and a trainer at the end
     """
 
     def __init__(

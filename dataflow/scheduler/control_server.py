@@ -55,8 +55,7 @@ class ControlServer:
 
     consumes: messages of workers, requests; events of the forkserver
     produces: all of them as values; messages to workers, processes, signals: what was decided
-    leaves with the next
-        `wait`
+        leaves with the next `wait`
     waits for: either, so long as it is told to
     unblocked by: either
     """

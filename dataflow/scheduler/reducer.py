@@ -21,8 +21,8 @@ them (`scaling`):
             FORKED <--- DOWN: waits for `restart_at`, or is given up as the run ends ---> GONE
 
     exited, and its membership is STOPPING ---> GONE, and LEFT
-    a scheduler takes over:  READY, ENDING and alive: stay;  not at work and alive: DYING;  ended:
-    DOWN, GONE
+    a scheduler takes over:  READY, ENDING and alive: stay;  not at work and alive: DYING;
+                             ended: DOWN, GONE
     its host is lost:        DOWN, or GONE where it had ended; what that host still says does not
                              count (`host_policy`)
 

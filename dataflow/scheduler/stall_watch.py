@@ -33,7 +33,8 @@ class StallWatch:
 
     consumes: the run's phase, the workers' heartbeats and stacks; wishes for a report
     produces: sentences for the user; requests for stacks; reports in the run folder; DeadlineError
-    for a stalled run waits for: the workers' stacks, before a report is written
+        for a stalled run
+    waits for: the workers' stacks, before a report is written
     unblocked by: the clock
     """
 

@@ -36,7 +36,8 @@ class RunStateMachine:
     run is over.
 
     consumes: what nodes report of themselves (`hear`), end of streams (`ended`), the user's wish to
-    stop (`drain`) produces: commands for nodes
+        stop (`drain`)
+    produces: commands for nodes
     waits for: the first evaluation before training starts; the trainers; the last evaluation
     unblocked by: the reports
     """

@@ -32,7 +32,8 @@ class JoinRuntime(Runtime):
 
     consumes: whole groups from every branch
     produces: whole groups with the columns of all branches; the first error of a row wins, and the
-    first drop waits for: the slowest branch
+        first drop
+    waits for: the slowest branch
     unblocked by: its rows
     """
 

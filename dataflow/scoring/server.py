@@ -47,7 +47,8 @@ def make_calls(channel: Channel[Any], sources: list[Source], settings: PoolSetti
     pool.
 
     consumes: calls (`Calls`), what calls that asked hear (`CallHears`), the end of the pool
-    (`PoolCloses`) produces: answers (`Answers`), each call once; what calls ask (`CallAsks`)
+        (`PoolCloses`)
+    produces: answers (`Answers`), each call once; what calls ask (`CallAsks`)
     waits for: the next message, and the calls themselves, whose limit the owner keeps
     unblocked by: a message, or the end of the owner
     """
@@ -418,9 +419,11 @@ def _serve(control: Channel[Any], owner: int, progress: memoryview, settings: Po
     """Fork and end processes as told; the exit status.
 
     consumes: orders to spawn a process (with its socket), to end one, or to say how a lost one
-    ended produces: a reply to each, with its pid or its exit status
+        ended
+    produces: a reply to each, with its pid or its exit status
     waits for: an order, looking every second whether the owner still lives, and whether somebody
-    stopped a process unblocked by: an order, or the end of the owner
+        stopped a process
+    unblocked by: an order, or the end of the owner
     """
     processes: dict[int, Forked] = {}
     try:

@@ -37,7 +37,8 @@ class Channel(Generic[M]):
     consumes: messages that the peer sends
     produces: messages to it, in order; open files with them
     waits for: the peer in `send` and `receive`, up to a deadline; `post` and `arrived` return at
-    once unblocked by: what the peer reads or sends, or its end
+        once
+    unblocked by: what the peer reads or sends, or its end
     """
 
     def __init__(self, end: socket.socket, codec: Codec[M], send_s: float = 0.0) -> None:

@@ -237,7 +237,8 @@ class TrackerProcess:
     """The loop of one tracker.
 
     consumes: metrics.jsonl, rollouts, the ledger, activity.jsonl; the word that the run is over, or
-    to leave it produces: calls of the tracker; how far it has come, in the run folder
+        to leave it
+    produces: calls of the tracker; how far it has come, in the run folder
     waits for: the tracker, without a bound: its keeper has one; lines, and the end of the run
     unblocked by: the run, its keeper
     """

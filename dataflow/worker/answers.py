@@ -26,7 +26,8 @@ class AnswerInlets:
     """Those of one node, each with its source and the node that answers.
 
     consumes: answers, also while what the node sends waits for credit: who answers may wait for
-    that of its answers produces: batches to the runtime, acknowledgements
+        that of its answers
+    produces: batches to the runtime, acknowledgements
     waits for: nothing
     unblocked by: -
     """

@@ -38,9 +38,10 @@ class SchedulerLink:
 
     consumes: messages of the scheduler
     produces: heartbeats, and what the worker sends; the stacks of all threads, also while the
-    others are stuck waits for: the scheduler; after `patience_s` without a message, `orphaned` is
-    called, and `found` with the next unblocked by: its answers to the heartbeats; those of another
-    one, which `seek` finds
+        others are stuck
+    waits for: the scheduler; after `patience_s` without a message, `orphaned` is called, and
+        `found` with the next
+    unblocked by: its answers to the heartbeats; those of another one, which `seek` finds
     """
 
     def __init__(

@@ -35,8 +35,9 @@ class NodeLoop:
 
     consumes: deliveries of its inlets, while the runtime has room
     produces: batches on the outlets of their source; acknowledgements once what they led to was
-    acknowledged waits for: credit on its outlets (blocked), rows or its turn (waiting), weights
-    (starved) unblocked by: grants and arrivals, noticed at the next `turn`
+        acknowledged
+    waits for: credit on its outlets (blocked), rows or its turn (waiting), weights (starved)
+    unblocked by: grants and arrivals, noticed at the next `turn`
     """
 
     def __init__(

@@ -142,8 +142,10 @@ class RankLine:
     """In the worker that is rank 0: a thread that serves until `close`.
 
     consumes: what rank 0 says to ranks on other hosts, over socket pairs; what these say; values
-    that ranks put produces: the same, to the other side; to each rank the values that it asks for;
-    the ends of ranks waits for: its sockets
+        that ranks put
+    produces: the same, to the other side; to each rank the values that it asks for; the ends of
+        ranks
+    waits for: its sockets
     unblocked by: what comes there, or `start`, `prepare`, `close`
     """
 

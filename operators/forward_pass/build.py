@@ -141,13 +141,12 @@ class ForwardRuntime(Runtime):
     """Computes the groups that are due, in the order in which they came, under the newest weights.
 
     consumes: whole groups by `push`; weights and notes from the weight plane, between two rounds:
-    the numbers of a
-        group come from one version
+        the numbers of a group come from one version
     produces: the same groups with one column more, returned from `work`; which are acknowledged
-    then waits for: weights that a group needs, with a deadline; `work` gives None while no group is
-    due unblocked by: a newer version, a note of its trainer, groups. That one of these comes is
-    shown in `due`; it takes
-        that groups which wait keep no other out, so there is always room.
+        then
+    waits for: weights that a group needs, with a deadline; `work` gives None while no group is due
+    unblocked by: a newer version, a note of its trainer, groups. That one of these comes is shown
+        in `due`; it takes that groups which wait keep no other out, so there is always room.
     """
 
     def __init__(

@@ -28,8 +28,9 @@ class PartialRollouts:
     """Writes a generator's unfinished rollouts down, and finds those of earlier processes.
 
     consumes: the live rollouts and the ended ones of incomplete groups, by `write`; groups that
-    start, by `recall` produces: rows on the disk; for a group that starts, what earlier processes
-    drew of it waits for: the disk
+        start, by `recall`
+    produces: rows on the disk; for a group that starts, what earlier processes drew of it
+    waits for: the disk
     unblocked by: -
 
     Once in `every` decode steps it writes the rollouts that have grown by `every` tokens since they

@@ -45,7 +45,8 @@ class EngineThread:
     """Decodes for many callers on one thread.
 
     consumes: works (`submit`), cancellations (`cancel`), weights (`update`), from any thread, by
-    one queue produces: news of each rollout, by `Work.tell`
+        one queue
+    produces: news of each rollout, by `Work.tell`
     waits for: the queue, while no rollout is live and none can start, `idle_s` at a time
     unblocked by: any of the above, and `close`
     """

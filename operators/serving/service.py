@@ -46,7 +46,8 @@ class Service:
 
     consumes: requests; news from the engine's thread, handed over to the loop
     produces: calls, and for each of their prompts one batch of rows, before the caller hears that
-    it is over waits for: nothing
+        it is over
+    waits for: nothing
     """
 
     def __init__(

@@ -41,7 +41,8 @@ class PromptRuntime(Runtime):
     consumes: nothing
     produces: up to 32 groups at a time, each written into the ledger before it leaves
     waits for: steps that need more groups (drops are told by the control), or the next evaluation
-    round unblocked by: {"dropped": n}, {"evaluate": step}
+        round
+    unblocked by: {"dropped": n}, {"evaluate": step}
 
     Where the ledger knows groups without an outcome when it starts, they are issued again, under
     their numbers, before any other: whoever has them still knows them by these.

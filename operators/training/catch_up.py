@@ -28,8 +28,10 @@ class CatchUp:
     """The way from the weights of a checkpoint to those of the last committed step.
 
     consumes: the rollouts files of the steps between, each compared with the ledger before the
-    first is trained produces: the weights and the optimiser's state of the last of them, as they
-    were; checkpoints that are due waits for: nothing; a call of `work` does one micro-batch
+        first is trained
+    produces: the weights and the optimiser's state of the last of them, as they were; checkpoints
+        that are due
+    waits for: nothing; a call of `work` does one micro-batch
     unblocked by: -
 
     Nothing is written to the ledger and nothing published. Where a file is missing or damaged, the

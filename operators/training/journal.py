@@ -8,13 +8,12 @@ The order after an update, and what a crash between two of its points leaves:
 | its rollouts file | m | m | the same; the file is written anew |
 | its commit in the ledger | m + 1 | m | makes step m + 1 again from its file and publishes it |
 | publishing | m + 1 | m + 1 | the same: the weights of m + 1 are those that readers have |
-| its line of metrics | m + 1 | m + 1 | the same; a line that is missing is written from the ledger
-| | its acknowledgements | m + 1 | m + 1 | the same; groups that come again have an outcome, and are
-acknowledged | | half a checkpoint | m + 1 | m + 1 | takes the newest one with a commit marker and
-undamaged files | | a checkpoint's marker | m + 1 | m + 1 | takes it, whether the ledger knows of it
-or not | | a checkpoint's marker, before the temporary one is removed | m + 1 | m + 1 | the same;
-both go with the next | | half of a return to an earlier step | m + 1, or that one | m + 1 | begins
-it again; it is one transaction |
+| its line of metrics | m + 1 | m + 1 | the same; a missing line is written from the ledger |
+| its acknowledgements | m + 1 | m + 1 | the same; groups that come again are acknowledged |
+| half a checkpoint | m + 1 | m + 1 | takes the newest with a commit marker and undamaged files |
+| a checkpoint's marker | m + 1 | m + 1 | takes it, whether the ledger knows of it or not |
+| the same, with the temporary marker | m + 1 | m + 1 | the same; both go with the next |
+| half of a return to an earlier step | m + 1, or that one | m + 1 | begins the transaction again |
 
 So no reader ever has a version that the ledger does not know. Drops are recorded with the step, or
 before it where they are many, as those of the step under way.

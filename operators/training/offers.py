@@ -24,7 +24,8 @@ class Offers:
     get.
 
     consumes: the learner's weights, and what it keeps in `Learner.refreshed`, in the order of
-    `Context.refreshers` produces: versions on each weight plane, and the same note on all of them
+        `Context.refreshers`
+    produces: versions on each weight plane, and the same note on all of them
     waits for: what an end's `publish` waits for
     unblocked by: readers
     """

@@ -68,7 +68,8 @@ class TrainerRuntime(Runtime):
 
     consumes: whole groups of one source, in any order
     produces: weights on the weight plane; per step a rollouts file, a ledger entry, a line of
-    metrics waits for: the next group in issue order
+        metrics
+    waits for: the next group in issue order
     unblocked by: its arrival; a call of `work` does one micro-batch
 
     One that starts behind the ledger first catches up (`catch_up`), and neither publishes nor takes

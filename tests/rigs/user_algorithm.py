@@ -1,4 +1,4 @@
-"""Tapered off-policy REINFORCE (arXiv 2503.14286), baseline of least variance (arXiv 2505.23585)."""
+"""Tapered off-policy REINFORCE (arXiv 2503.14286); least-variance baseline (arXiv 2505.23585)."""
 
 import numpy as np
 import torch

@@ -1,9 +1,8 @@
 """What senders and receivers of one edge say to each other: five messages.
 
 sender -> receiver    Hello     who I am, what I send, where I stand; repeated after every
-                      reconnection,
-                                when a window shrank, at the end of the stream, and when it begins
-                                again
+                                reconnection, when a window shrank, at the end of the stream, and
+                                when it begins again
                       Data      one record batch, or a part of one that is too large for a message
 receiver -> sender    Welcome   your window, and what I have of you: the rest is sent again
                       Ack       these batches are done with, and of others these rows; your window

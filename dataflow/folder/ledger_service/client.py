@@ -131,9 +131,10 @@ class LedgerClient(BaseLedger):
 
     consumes: answers of the service
     produces: questions and writes, in the order of the calls; a write that is posted is not waited
-    for waits for: the answer, up to `patience_s` without one
+        for
+    waits for: the answer, up to `patience_s` without one
     unblocked by: it; a service that was started in the place of one that has ended, which `seek`
-    finds
+        finds
 
     A write has a number, and is sent again until it is known to be made; so is a question.
     `Replaced` is raised by every call once another process writes for this worker: this one is to

@@ -147,7 +147,7 @@ class _Supervisor:
     produces: the service, started again when it falls; a counter that is raised
     waits for: either, for a moment
     unblocked by: the scheduler, which closes the channel; its end, with which the kernel ends this
-    process
+        process
 
     Signals to all processes of a job, a terminal or a run are for the scheduler, which still needs
     the ledger then.

@@ -38,7 +38,7 @@ class Lockstep:
     produces: messages to the other ranks; what rank 0's engine returns
     waits for: the other ranks, in each exchange, up to the group's time-out
     unblocked by: their part of the exchange, their end, or the time-out; after an error every call
-    raises
+        raises
     """
 
     def __init__(self, member: RankEngine, exchange: Exchange) -> None:

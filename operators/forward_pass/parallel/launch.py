@@ -168,7 +168,7 @@ class LedForward:
     produces: messages to the other ranks; what rank 0 computes, which is what all of them do
     waits for: the other ranks, in each exchange, up to the group's time-out
     unblocked by: their part of the exchange, their end, or the time-out; after an error every call
-    raises
+        raises
     """
 
     def __init__(self, own: Forward, exchange: Exchange) -> None:

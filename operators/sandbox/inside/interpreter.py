@@ -28,7 +28,8 @@ def serve(feed: int, sign: int) -> None:
 
     consumes: code, in frames
     produces: what it prints, and the value of its last expression, on the standard streams; a byte
-    when it is over waits for: the next piece
+        when it is over
+    waits for: the next piece
     unblocked by: it, or the end of who sends it
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -39,11 +39,9 @@ def main() -> None:
     until nobody asks.
 
     consumes: [limits], then ["python", code, seconds, bytes], ["shell", command, seconds, bytes],
-    ["write", path, data]
-        or ["read", path, bytes], in frames
+        ["write", path, data] or ["read", path, bytes], in frames
     produces: ["ready"], then for each ["ran", output, bytes in all, note], ["lost", note] where the
-    sandbox has used
-        more than it may, ["data", bytes], or ["failed", note]
+        sandbox has used more than it may, ["data", bytes], or ["failed", note]
     waits for: the process of a command, until it ends or passes a limit
     unblocked by: its end, what it writes, or a clock
     """

@@ -167,7 +167,7 @@ class LedLearner(Learner):
     produces: messages to the other ranks; what rank 0's learner returns, of all ranks together
     waits for: the other ranks, in each exchange, up to the group's time-out
     unblocked by: their part of the exchange, their end, or the time-out; after an error every call
-    raises
+        raises
     """
 
     def __init__(self, own: Learner, exchange: Exchange, mesh: TrainerMesh) -> None:
